@@ -14,22 +14,22 @@ from openai import OpenAI
 
 URL = os.environ.get("PENSTOCK_URL", "http://127.0.0.1:8080")
 NO_MODEL = (
-    "No language model is served. Install one with `make text`, add it to the catalog as "
-    "examples/README.md shows, and restart `make up`."
+    "No language model is served. Install one with `make text`, add it to the catalog as described "
+    "in examples/README.md, and restart `make up`."
 )
 
 
 def main(question: str = "What is the capital of France?") -> None:
     """Prints the answer to `question` while it is generated."""
     client = OpenAI(base_url=f"{URL}/v1", api_key=os.environ.get("PENSTOCK_API_KEY", "any"))
-    # `task` is a field of Penstock's own: embedding, image or text.
+    # `task` is a field that Penstock adds: embedding, image or text.
     served = [model.id for model in client.models.list() if getattr(model, "task", "") == "text"]
     if not served:
         sys.exit(NO_MODEL)
     chunks = client.chat.completions.create(
         model=served[0],
         messages=[{"role": "user", "content": question}],
-        temperature=0,  # a small model loses its way soon if it draws tokens by chance
+        temperature=0,  # random sampling derails a small model quickly
         stream=True,
     )
     for chunk in chunks:

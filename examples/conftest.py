@@ -1,4 +1,4 @@
-"""Leaves files of the other tier out, as tests/conftest.py does for its folder."""
+"""Skips files of the other tier, as tests/conftest.py does for its folder."""
 
 from pathlib import Path
 
@@ -8,5 +8,5 @@ from tests.tiers import has_none_of
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """True if a file or folder needn't be imported for this tier."""
+    """Returns True if this tier does not need to import a file or folder."""
     return has_none_of(config.option.markexpr, collection_path) or None

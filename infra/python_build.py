@@ -1,8 +1,8 @@
-"""How this Python was built, which decides what processes cost that spend their time in it.
+"""Finds out how this Python was built, which affects the speed of processes bound by Python code.
 
-As a program it ends with 0 if `make setup` may make .venv of this Python: it is of a version that
-the lock is for, was built with optimizations, makes environments, and has the headers that torch
-compiles against.
+Run as a program, it exits with 0 if `make setup` may create .venv from this Python: the lock
+supports its version, it was built with optimizations, it can create environments, and it has the
+headers that torch compiles against.
 
 It imports the standard library only.
 """
@@ -18,13 +18,14 @@ OLDEST, NEWEST = (3, 11), (3, 13)
 
 
 def is_optimized() -> bool:
-    """True if this Python was built by the profile of a run, as those of Docker, Debian and uv are.
+    """True if this Python was built with profile-guided optimization, as by Docker, Debian and uv.
 
-    A plain `configure`, which pyenv uses, leaves that out. Its source:
+    A plain `configure`, which pyenv uses, omits that. Source:
     https://docs.python.org/3/using/configure.html#performance-options
     """
     arguments = sysconfig.get_config_var("CONFIG_ARGS")
-    # Windows has no such variable, and Debian's rules apply the profile without the argument.
+    # Windows does not have this variable, and Debian's rules apply the profile without the
+    # argument.
     return (
         arguments is None or "--enable-optimizations" in arguments or "--prefix=/usr'" in arguments
     )

@@ -1,7 +1,7 @@
 """Makes the paths of editable packages relative to site-packages: `relative_paths.py VENV`.
 
-Python before 3.13 decodes `.pth` files in the encoding of the locale. If the path of the clone has
-letters that this encoding lacks, as `ü` with `LC_ALL=C`, no program of the environment would start.
+Python before 3.13 decodes `.pth` files in the locale's encoding. If the clone's path has letters
+missing from this encoding, such as `ü` with `LC_ALL=C`, no program of the environment would start.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def main(venv: str) -> None:
-    """Rewrites the files of the packages of this repository."""
+    """Rewrites the files of this repository's packages."""
     for file in Path(venv).glob("lib/python3*/site-packages/_editable_impl_penstock*.pth"):
         here = file.parent.absolute()
         paths = dict.fromkeys(file.read_text(encoding="utf-8").split("\n"))

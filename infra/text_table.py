@@ -1,4 +1,4 @@
-"""Prints rows of values as an aligned text table, for reports, plans and the demo."""
+"""Prints rows as an aligned text table, for reports, plans and the demo."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from rich.text import Text
 
 INDENT = "  "
 SIGNIFICANT = 10
-"""Digits of a number. A sum of doubles is exact to that many."""
+"""Significant digits to show. A sum of doubles is exact to this many."""
 UNBOUNDED = 10_000
-"""Columns of a table. Long lines are not folded, because programs read them too."""
+"""Columns of a table. Long lines are not wrapped, because programs read them too."""
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """The rows below their heads, which are bold on a terminal.
+    """Returns the rows below their headers, which are bold on a terminal.
 
-    Columns of numbers are aligned to the right, and None is shown as `-`. Numbers of a column are
-    whole if all of them are. Otherwise they have two decimals or more.
+    Numeric columns are aligned to the right, and None is shown as `-`. A column is shown without
+    decimals if all its numbers are whole; otherwise with two or more.
     """
     columns = [_column(column) for column in zip(*rows, strict=True)] or [[] for _ in heads]
     table = _empty_table(has_heads=True)
@@ -35,7 +35,7 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def transposed(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """The rows side by side, one line for each head: for few rows with many values."""
+    """Returns the rows side by side, with one line per header; suits few rows with many values."""
     table = _empty_table(has_heads=False)
     table.add_column(no_wrap=True, style="bold")
     for _ in rows:
@@ -76,7 +76,7 @@ def _shown(value: object, least_decimals: int) -> str:
 
 
 def _decimal(value: float, least: int) -> str:
-    """Shows `least` decimals, or more up to ten significant digits, for fractions of a cent."""
+    """Formats with `least` decimals, or up to ten significant digits for fractions of a cent."""
     if not math.isfinite(value):
         return str(value)
     magnitude = math.floor(math.log10(abs(value))) if value else 0

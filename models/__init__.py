@@ -1,4 +1,4 @@
-"""The models that the project trains itself.
+"""Models trained by this project.
 
-Services load their folders and import nothing from here.
+Services load their folders and do not import from here.
 """

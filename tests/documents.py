@@ -219,17 +219,17 @@ def hostile_files() -> dict[str, tuple[bytes, str]]:
             ),
             "it is encrypted",
         ),
-        "broken": (b"%PDF-1.7\n" + bytes(range(256)) * 8, "it is broken"),
-        "cut": (ordinary[: len(ordinary) // 3], "it is broken"),
-        "no-document": (b"PK\3\4" + bytes(100), "no PDF, PNG, JPEG, TIFF or WebP"),
-        "empty-tree": (tree(b"<</Type/Pages/Count 0/Kids[]>>"), "it is broken"),
+        "broken": (b"%PDF-1.7\n" + bytes(range(256)) * 8, "it is damaged"),
+        "cut": (ordinary[: len(ordinary) // 3], "it is damaged"),
+        "no-document": (b"PK\3\4" + bytes(100), "not a readable PDF, PNG, JPEG, TIFF or WebP"),
+        "empty-tree": (tree(b"<</Type/Pages/Count 0/Kids[]>>"), "it is damaged"),
         "loop-of-pages": (
             tree(b"<</Type/Pages/Count 3/Kids[2 0 R 2 0 R 2 0 R]>>"),
-            "page 0: it is broken",
+            "page 0: it is damaged",
         ),
         "many-pages": (
             tree(b"<</Type/Pages/Count 20000/Kids[%s]>>" % (b"3 0 R " * 20_000)),
-            "it has 20000 pages, and at most 10000 are read",
+            "it has 20000 pages, and at most 10000 are allowed",
         ),
         "object-stream": (
             pdf_file(

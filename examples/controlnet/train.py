@@ -1,11 +1,11 @@
 """`python -m examples.controlnet.train FOLDER`: trains a ControlNet and writes a diffusers folder.
 
-It draws the shapes of models/shapes along given edges. It begins as a copy of the UNet's first half
-whose outputs are zero (Zhang et al. 2023, https://arxiv.org/abs/2302.05543), and learns as the UNet
-did: velocity prediction weighted by min-SNR. The UNet stays as it is. Half of the captions are left
-out, so that it reads the edges.
+It draws the shapes of models/shapes along the given edges. It starts as a copy of the UNet's first
+half whose outputs are zero (Zhang et al. 2023, https://arxiv.org/abs/2302.05543), and is trained
+like the UNet: velocity prediction weighted by min-SNR. The UNet does not change. Half of the
+captions are dropped, so that it learns to read the edges.
 
-The edges are those that workers make of `control_image` with `preprocessor: canny`.
+Workers make the same edges from `control_image` with `preprocessor: canny`.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ PIPELINE = Path(__file__).parents[2] / "models" / "shapes" / "pipeline"
 LOW, HIGH = 100, 200
 """Thresholds of Canny, as in the catalog."""
 EMBEDDING_WIDTHS = (16, 32, 64, 128)
-"""Of the convolutions that bring an image down to the size of latents."""
+"""Channels of the convolutions that downsample an image to the size of latents."""
 UNTOLD = 0.5
 
 
 @dataclass(frozen=True)
 class ControlPlan:
-    """How long it is trained."""
+    """Length and size of the training."""
 
     steps: int = 800
     batch: int = 16
@@ -51,16 +51,16 @@ class ControlPlan:
 
 
 def outlines(scenes: Sequence[Scene]) -> torch.Tensor:
-    """The edges of scenes as a ControlNet takes them, [scenes, 3, 64, 64] from 0 to 1."""
+    """Returns the edges of scenes as ControlNet input, [scenes, 3, 64, 64] from 0 to 1."""
     outlined = np.stack([edges(pixels, LOW, HIGH) for pixels in draw_many(scenes)])
     return torch.from_numpy(outlined)[:, None].expand(-1, 3, -1, -1).float() / 255
 
 
 def train(pipeline: Any, plan: ControlPlan, seed: int, folder: Path) -> Any:
-    """Returns a ControlNet for the pipeline's UNet. Now and then `folder` gets it as it is."""
+    """Trains a ControlNet for the pipeline's UNet. Writes its state to `folder` now and then."""
     torch.manual_seed(seed)
     pipeline.unet.requires_grad_(False)
-    # The fused attention is slow backwards at these sizes.
+    # The backward pass of fused attention is slow at these sizes.
     pipeline.unet.set_attn_processor(AttnProcessor())
     control = ControlNetModel.from_unet(
         pipeline.unet, conditioning_embedding_out_channels=EMBEDDING_WIDTHS
@@ -91,9 +91,9 @@ def train(pipeline: Any, plan: ControlPlan, seed: int, folder: Path) -> Any:
 
 @torch.no_grad()
 def _open(control: Any) -> None:
-    """Makes edges as loud as latents from the start. Only what comes out is zero then.
+    """Scales edges to the magnitude of latents from the start. Only the outputs begin at zero.
 
-    With zeros there too, as diffusers has them, it did not read edges after 140 steps.
+    With zeros here too, as in diffusers, it did not react to edges after 140 steps.
     """
     embedding = control.controlnet_cond_embedding
     embedding.conv_out.reset_parameters()
@@ -130,9 +130,9 @@ AT_ONCE = 16
 
 
 def score(folder: Path, control: Any, number: int) -> dict[str, float]:
-    """How silhouettes of held-out scenes overlap with drawn ones (intersection over union).
+    """Returns how silhouettes of held-out scenes overlap with drawn ones (intersection over union).
 
-    With edges and without, from captions, and from edges alone.
+    Measured with and without edges, with captions, and with edges alone.
     """
     plain = StableDiffusionPipeline.from_pretrained(folder, local_files_only=True)
     controlled = StableDiffusionControlNetPipeline(
@@ -151,7 +151,7 @@ def score(folder: Path, control: Any, number: int) -> dict[str, float]:
             some = asked[at : at + AT_ONCE]
             overlaps += _overlaps(pipeline, some, is_told=is_told)
         scores_of[f"mean IoU from {name}"] = float(np.mean(overlaps))
-        scores_of[f"part with IoU above 0.7 from {name}"] = float(
+        scores_of[f"share with IoU above 0.7 from {name}"] = float(
             np.mean(np.array(overlaps) >= 0.7)
         )
     return scores_of
@@ -173,9 +173,9 @@ def _overlaps(pipeline: Any, asked: Sequence[Asked], *, is_told: bool) -> list[f
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Trains as the command line says."""
+    """Trains with the options of the command line."""
     parser = argparse.ArgumentParser(prog="examples.controlnet.train", description=__doc__)
-    parser.add_argument("folder", type=Path, help="where to put the ControlNet")
+    parser.add_argument("folder", type=Path, help="output folder of the ControlNet")
     parser.add_argument("--pipeline", type=Path, default=PIPELINE)
     parser.add_argument("--steps", type=int, default=ControlPlan.steps)
     parser.add_argument("--batch", type=int, default=ControlPlan.batch)

@@ -1,5 +1,5 @@
-"""A prompt, an image, its check and its enlargement with real weights: as the shipped flow, and as
-requests to an image model whose entry names both steps."""
+"""Draws, checks and enlarges an image with real weights: as the shipped flow, and as requests to an
+image model whose entry names both steps."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ PROMPT = "a large red circle on a blue background"
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: Any) -> Iterator[Stack]:
-    """The flow as it is shipped, the same one that enlarges only what is not safe, and two image
-    models with steps after the image."""
+    """Serves the shipped flow, a variant that enlarges only unsafe images, and two image models
+    with steps after the image."""
     folder: Path = tmp_path_factory.mktemp("draw-checked")
     shipped = yaml.safe_load((ROOT / "models.yaml").read_text(encoding="utf-8"))["models"]
     (tiny,) = [one for one in shipped if one["name"] == "stable-diffusion-tiny"]
-    # From 0 on, no image is safe.
+    # With threshold 0, no image is safe.
     models = [
         tiny | {"name": name, "aliases": [], "image": tiny["image"] | after}
         for name, after in {
@@ -61,7 +61,7 @@ def stack(tmp_path_factory: Any) -> Iterator[Stack]:
 
 
 def run(stack: Stack, flow: str) -> dict[str, Any]:
-    """A run of a flow, once it is over."""
+    """Runs a flow and returns the finished run."""
     body = {"version": flow, "input": {"prompt": PROMPT, "scale": 2}}
     url, until_s = f"{stack.api_url}/v1/predictions", time.monotonic() + START_LIMIT_S
     shown = httpx.post(url, json=body, headers={"prefer": "wait"}, timeout=START_LIMIT_S).json()
@@ -73,7 +73,7 @@ def run(stack: Stack, flow: str) -> dict[str, Any]:
 
 
 def data_of(uri: str) -> bytes:
-    """The bytes of a `data:` URI, or of a link."""
+    """Returns the bytes of a `data:` URI or a link."""
     if uri.startswith("data:"):
         return base64.b64decode(uri.partition(",")[2])
     return httpx.get(uri).content

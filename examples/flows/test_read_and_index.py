@@ -1,4 +1,4 @@
-"""The shipped flow of a document, its pages, what they say, and vectors, with real weights."""
+"""Runs the shipped flow from a document to pages, text and vectors, with real weights."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ PAGES = {
     ],
 }
 QUESTIONS = ("How long does it take to lift the sluice?", "What does a loaf of bread cost?")
-"""Each is about the page of the same place."""
+"""Each question is about the page at the same position."""
 MIN_COSINE = 0.9999
 
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """The flow as it is shipped, with its models. Skips without a package index."""
+    """Serves the shipped flow with its models. Skips without a package index."""
     folder: Path = tmp_path_factory.mktemp(FLOW)
     shipped = yaml.safe_load((EXAMPLES.parent / "models.yaml").read_text(encoding="utf-8"))
     models = [one for one in shipped["models"] if one["name"] == EMBEDDER]
@@ -74,7 +74,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 
 def run(stack: Stack, document: bytes, **inputs: Any) -> dict[str, Any]:
-    """A run of the flow, once it is over."""
+    """Runs the flow and returns the finished run."""
     uri = f"data:application/pdf;base64,{base64.b64encode(document).decode()}"
     body = {"version": FLOW, "input": {"document": uri} | inputs}
     url, until_s = f"{stack.api_url}/v1/predictions", time.monotonic() + START_LIMIT_S
@@ -87,14 +87,14 @@ def run(stack: Stack, document: bytes, **inputs: Any) -> dict[str, Any]:
 
 
 def embedded(stack: Stack, texts: list[str]) -> Any:
-    """The vectors that OpenAI's client gets of the same model, [texts, dimensions]."""
+    """Returns vectors that OpenAI's client gets from the same model, [texts, dimensions]."""
     with openai.OpenAI(base_url=f"{stack.api_url}/v1", api_key="any") as client:
         reply = client.embeddings.create(model=EMBEDDER, input=texts)
     return np.array([one.embedding for one in reply.data])
 
 
 def document() -> bytes:
-    """A scan of the pages above, and an empty page in their middle."""
+    """Returns a scan of the pages above, with an empty page in the middle."""
     first, second = ([title, *lines] for title, lines in PAGES.items())
     return scan_of(report([first, ["", ""], second]))
 

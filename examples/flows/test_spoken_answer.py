@@ -1,4 +1,4 @@
-"""The shipped flow of a spoken question, its text, an answer and its sound, with real weights."""
+"""Runs the shipped flow from a spoken question to an answer and its sound, with real weights."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ STEPS = ("heard", "text", "answer", "said")
 QUESTION = "What is the capital of France?"
 MAX_TOKENS = 32
 MAX_WORD_ERROR_RATE = 0.2
-"""Of the answer that is said and written down again: one word of five."""
+"""Maximum share of wrong words when the spoken answer is transcribed again: one in five."""
 
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """The flow as it is shipped, with its models as the pages say."""
+    """Serves the shipped flow with its models, as documented."""
     folder: Path = tmp_path_factory.mktemp("spoken-answer")
     fetched("transcribe")
     models = [_shown_entry(EXAMPLES / "README.md", WRITER)]
@@ -77,7 +77,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 
 def _shown_entry(page: Path, name: str) -> dict[str, Any]:
-    """The entry of a model for the catalog, as a page shows it."""
+    """Returns a model's catalog entry as shown on a page of the docs."""
     for block in re.findall(r"^```yaml\n(.*?)^```", page.read_text(), re.M | re.S):
         shown = yaml.safe_load(block)
         entries = shown.get("models", ()) if isinstance(shown, dict) else shown
@@ -94,7 +94,7 @@ def client(stack: Stack) -> Iterator[openai.OpenAI]:
 
 
 def run(stack: Stack, recording: bytes) -> dict[str, Any]:
-    """A run of the flow, once it is over."""
+    """Runs the flow and returns the finished run."""
     uri = f"data:audio/wav;base64,{base64.b64encode(recording).decode()}"
     body = {"version": FLOW, "input": {"question": uri, "max_tokens": MAX_TOKENS}}
     url, until_s = f"{stack.api_url}/v1/predictions", time.monotonic() + START_LIMIT_S
@@ -108,7 +108,7 @@ def run(stack: Stack, recording: bytes) -> dict[str, Any]:
 
 
 def data_of(uri: str) -> bytes:
-    """The bytes of a `data:` URI, or of a link."""
+    """Returns the bytes of a `data:` URI or a link."""
     if uri.startswith("data:"):
         return base64.b64decode(uri.partition(",")[2])
     return httpx.get(uri).content
@@ -138,7 +138,7 @@ def test_a_spoken_question_gets_a_spoken_answer(stack: Stack, client: openai.Ope
 
 
 def _assert_charged(stack: Stack, shown: dict[str, Any]) -> None:
-    """Asserts that each step has a row, and that the rows together are the price of the run."""
+    """Asserts that each step has a row, and that the rows add up to the price of the run."""
     with connected(stack.settings.bigquery_endpoint, stack.settings.project) as bigquery:
         rows = Rows(bigquery, stack.settings.dataset).of([shown["id"]], len(STEPS))
     by_step = {row["step"]: row for row in rows}
@@ -156,7 +156,7 @@ def _assert_charged(stack: Stack, shown: dict[str, Any]) -> None:
 
 
 def test_the_answer_is_that_of_a_chat(stack: Stack, client: openai.OpenAI) -> None:
-    """The model itself, asked by the same messages."""
+    """The same messages are sent directly to the model."""
     recording = client.audio.speech.create(
         model="speech", voice="heart", input="Name a color of the sky.", response_format="wav"
     ).content

@@ -1,4 +1,4 @@
-"""Names what an image shows, and embeds it, with EfficientNet-Lite0 (ImageNet, 1000 classes).
+"""Labels an image and embeds it with EfficientNet-Lite0 (ImageNet, 1000 classes).
 
 The network: https://github.com/tensorflow/tpu/tree/master/models/official/efficientnet/lite.
 """
@@ -19,7 +19,7 @@ from torch.nn import functional
 WEIGHTS = LocalPath(__file__).parent / "weights"
 SIZE_PX = 224
 CROPPED_SHARE = 224 / (224 + 32)
-"""Of the shorter side: what is left in the middle, as when it was trained."""
+"""Fraction of the shorter side that is kept when the middle is cropped, as in training."""
 STAGES = (
     # repeats, kernel, stride, expansion, channels: the published table of EfficientNet-B0
     (1, 3, 1, 1, 16),
@@ -41,11 +41,11 @@ UNREADABLE = (
     zlib.error,
     Image.DecompressionBombError,
 )
-"""Pillow raises these for a file that is damaged, in another format, or too large."""
+"""Pillow raises these errors for a file that is damaged, in another format, or too large."""
 
 
 class SameConvolution(nn.Conv2d):
-    """Pads as TensorFlow's `SAME` does: an odd pixel goes to the right and to the bottom."""
+    """Pads like TensorFlow's `SAME`: an odd pixel goes to the right and the bottom."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Convolves a batch (n, channels, height, width)."""
@@ -67,9 +67,9 @@ def _normalization(channels: int) -> nn.Module:
     return nn.BatchNorm2d(channels, eps=1e-3)
 
 
-# The names of layers are those of the file of weights.
+# The layers are named as in the weights file.
 class Block(nn.Module):
-    """An inverted bottleneck without squeeze and excitation, as the Lite networks have it."""
+    """An inverted bottleneck without squeeze and excitation, as used in the Lite networks."""
 
     def __init__(self, inside: int, outside: int, size: int, stride: int, expansion: int) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Block(nn.Module):
 
 
 class EfficientNetLite0(nn.Module):
-    """The network, without its preparation of images."""
+    """The network, without image preprocessing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class EfficientNetLite0(nn.Module):
 
 
 class InvalidInput(ValueError):
-    """An input that this model can't use. `field` is its name."""
+    """An invalid input. `field` is its name."""
 
     def __init__(self, field: str, reason: str) -> None:
         super().__init__(reason)
@@ -136,7 +136,7 @@ def read_image(path: Path) -> Image.Image:
 
 
 def prepared(image: Image.Image) -> Tensor:
-    """The middle of an image as the network takes it: (1, 3, 224, 224), from -1 to 1."""
+    """Crops and scales an image for the network: (1, 3, 224, 224), from -1 to 1."""
     side = round(min(image.size) * CROPPED_SHARE)
     left, top = (image.width - side) // 2, (image.height - side) // 2
     middle = image.crop((left, top, left + side, top + side))
@@ -146,7 +146,7 @@ def prepared(image: Image.Image) -> Tensor:
 
 
 def read_names() -> list[str]:
-    """The names of the classes in the order of the network: those of WordNet's synsets."""
+    """Returns class names in the network's order: names of WordNet synsets."""
     lines = (WEIGHTS / "imagenet_synset_to_lemma.txt").read_text(encoding="utf-8").splitlines()
     names = dict(line.split("\t") for line in lines)
     order = (WEIGHTS / "imagenet_synsets.txt").read_text(encoding="utf-8").split()
@@ -154,7 +154,7 @@ def read_names() -> list[str]:
 
 
 class Output(BaseModel):
-    """What the image shows, likeliest first."""
+    """Labels of the image, likeliest first, and its embedding."""
 
     labels: list[str]
     scores: list[float]
@@ -165,7 +165,7 @@ class Predictor(BasePredictor):
     """Names and embeds images."""
 
     def setup(self) -> None:
-        """Reads the weights, as numbers only: a pickle could run code."""
+        """Loads the weights as plain numbers, because a pickle could run code."""
         if not WEIGHTS.is_dir():
             raise FileNotFoundError(f"{WEIGHTS} is missing: make example NAME=labels")
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -178,10 +178,12 @@ class Predictor(BasePredictor):
     def predict(
         self,
         image: Path = Input(description="The image: PNG, JPEG or WebP."),
-        top: int = Input(description="How many labels are returned.", default=5, ge=1, le=1000),
+        top: int = Input(description="How many labels to return.", default=5, ge=1, le=1000),
         embed: bool = Input(
-            description="Whether to return 1280 numbers of length 1, which are close (by their "
-            "dot product) for images that look alike.",
+            description=(
+                "True to return an embedding of 1280 numbers with length 1. Images that look "
+                "alike ' 'have embeddings with a high dot product."
+            ),
             default=False,
         ),
     ) -> Output:

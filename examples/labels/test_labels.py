@@ -1,4 +1,4 @@
-"""Labels and embeddings: compared with another implementation of the network, and by images."""
+"""Compares labels and embeddings with another implementation of the network, and across images."""
 
 from __future__ import annotations
 

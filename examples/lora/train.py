@@ -1,8 +1,9 @@
 """`python -m examples.lora.train FOLDER`: trains a style (LoRA) and writes one safetensors file.
 
 The style is ink: black figures on white paper, whatever colors a caption names. Its low-rank layers
-(Hu et al. 2021, https://arxiv.org/abs/2106.09685) are PEFT's, beside the linear layers of the UNet.
-They learn from pairs of an inked scene and its caption, as the UNet did. The UNet stays as it is.
+(Hu et al. 2021, https://arxiv.org/abs/2106.09685) are created by PEFT, alongside the UNet's linear
+layers. They are trained like the UNet, on pairs of an inked scene and its caption. The UNet does
+not change.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ from models.shapes.world import Scene, sample_scene
 
 PIPELINE = Path(__file__).parents[2] / "models" / "shapes" / "pipeline"
 LAYERS = ("to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2")
-"""Which layers of the UNet get low-rank ones: attention and feed forward."""
+"""UNet layers that get low-rank layers: attention and feed forward."""
 UNTOLD = 0.1
-"""The part of the captions that is left out, for guidance."""
+"""Share of captions that are dropped, for guidance."""
 AT_ONCE = 16
 FILE = "ink.safetensors"
 
 
 @dataclass(frozen=True)
 class LoraPlan:
-    """How long it is trained, and how large it is."""
+    """Length of the training, and size of the layers."""
 
     steps: int = 300
     batch: int = 16
@@ -50,13 +51,13 @@ class LoraPlan:
 
 
 def inked(scene: Scene) -> Scene:
-    """The scene in ink: all figures black, on white."""
+    """Returns the scene in ink: all figures black, on white."""
     figures = tuple(replace(figure, color="black") for figure in scene.figures)
     return replace(scene, background="white", figures=figures)
 
 
 def train(pipeline: Any, plan: LoraPlan, seed: int) -> None:
-    """Puts low-rank layers into the pipeline's UNet, and trains them on inked scenes."""
+    """Adds low-rank layers to the pipeline's UNet, and trains them on inked scenes."""
 
     def loss(rng: random.Random) -> torch.Tensor:
         scenes = [sample_scene(rng) for _ in range(plan.batch)]
@@ -70,17 +71,16 @@ def train(pipeline: Any, plan: LoraPlan, seed: int) -> None:
 
 
 def fit(unet: Any, plan: LoraPlan, seed: int, loss_of: Callable[[random.Random], Any]) -> None:
-    """Puts low-rank layers into a UNet, and trains them.
+    """Adds low-rank layers to a UNet, and trains them.
 
     Args:
-        unet: of diffusers. Its own weights stay as they are.
-        plan: how long.
-        seed: of all that is random.
-        loss_of: gives the loss of a step, a scalar, from scenes of this source of randomness.
+        unet: UNet of diffusers. Its own weights do not change.
+        seed: seed of all random choices.
+        loss_of: returns the scalar loss of one step, for scenes sampled from this generator.
     """
     torch.manual_seed(seed)
     unet.requires_grad_(False)
-    # The fused attention is slow backwards at these sizes.
+    # The backward pass of fused attention is slow at these sizes.
     unet.set_attn_processor(AttnProcessor())
     unet.add_adapter(LoraConfig(r=plan.rank, lora_alpha=plan.rank, target_modules=list(LAYERS)))
     layers = [parameter for parameter in unet.parameters() if parameter.requires_grad]
@@ -101,7 +101,7 @@ def fit(unet: Any, plan: LoraPlan, seed: int, loss_of: Callable[[random.Random],
 
 
 def save(pipeline: Any, folder: Path, name: str) -> None:
-    """Writes the layers in fp16, with PEFT's settings beside them, as diffusers does."""
+    """Writes the layers in fp16, with PEFT's settings in the metadata, like diffusers."""
     layers = get_peft_model_state_dict(pipeline.unet)
     StableDiffusionPipeline.save_lora_weights(
         folder,
@@ -112,10 +112,10 @@ def save(pipeline: Any, folder: Path, name: str) -> None:
 
 
 def score(folder: Path, file: Path | None, number: int) -> dict[str, float]:
-    """What the judge says of held-out captions, drawn by plain diffusers with a style or without.
+    """Scores held-out captions with the judge, drawn by plain diffusers with or without a style.
 
     Returns:
-        The part of the images that it calls ink, and the part of the figures with the right shape.
+        Returns the share of images judged to be ink, and the share of figures with the right shape.
     """
     pipeline = load(folder)
     if file is not None:
@@ -136,9 +136,9 @@ def score(folder: Path, file: Path | None, number: int) -> dict[str, float]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Trains as the command line says."""
+    """Trains with the options of the command line."""
     parser = argparse.ArgumentParser(prog="examples.lora.train", description=__doc__)
-    parser.add_argument("folder", type=Path, help="where to put the file")
+    parser.add_argument("folder", type=Path, help="output folder of the file")
     parser.add_argument("--pipeline", type=Path, default=PIPELINE)
     parser.add_argument("--steps", type=int, default=LoraPlan.steps)
     parser.add_argument("--batch", type=int, default=LoraPlan.batch)

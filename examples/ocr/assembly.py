@@ -1,7 +1,7 @@
-"""Makes a page of Mistral's shape of what was read on it: markdown, blocks, tables and images.
+"""Turns the text read from a page into Mistral's format: markdown, blocks, tables and images.
 
-Lines come from a text layer, in its order, or from an image. These are put in order by cutting the
-page at its widest gaps, again and again (recursive XY cut, Nagy and Seth 1984).
+Lines come from a text layer, in its order, or from an image. Lines from an image are put in order
+by repeatedly cutting the page at its widest gap (recursive XY cut, Nagy and Seth 1984).
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from typing import Any
 Box = tuple[int, int, int, int]
 """Left, top, right and bottom in pixels."""
 TITLE_SIZES = ((1.7, "# "), (1.2, "## "))
-"""From how many times the usual size of letters on a line is a title, and its mark."""
+"""Minimum letter size of a title, relative to the usual size, and its markdown mark."""
 MAX_TITLE_LINES = 3
 MAX_LEADING = 0.9
-"""The widest gap between two lines of a paragraph, in heights of a line."""
+"""Maximum gap between two lines of a paragraph, in line heights."""
 MARGIN = 0.08
-"""The part of a page's height at its top and at its bottom that has headers and footers."""
+"""Share of a page's height, at the top and at the bottom, for headers and footers."""
 MIN_COLUMN_LINES, MIN_COLUMN_WIDTH = 3, 0.2
-"""A column has so many lines, and is so wide, as a part of what it is cut from."""
+"""Minimum number of lines in a column, and its minimum width relative to the area being cut."""
 BULLET = re.compile(r"(?:[•‣◦▪●·–—*-]|\(?(?:\d{1,3}|[a-zA-Z])[.)])\s+(?=\S)")
-"""What a point of a list begins with."""
+"""Beginning of a list item."""
 BULLET_SIGN = re.compile(r"[•‣◦▪●·–—*-]\s+")
 HYPHEN = re.compile(r"(?<=\w)[-\u2010\u00ad]$")
 
 
 @dataclass(frozen=True)
 class Word:
-    """A word, and how sure it is, from 0 to 1."""
+    """A word and its confidence, from 0 to 1."""
 
     text: str
     box: Box
@@ -42,9 +42,9 @@ class Word:
 
 @dataclass(frozen=True)
 class Line:
-    """A line of text, and its words. `size`: the height of its letters.
+    """A line of text and its words. `size`: the height of its letters.
 
-    `is_open`: it ends within a word, and a hyphen stood there.
+    `is_open`: true if it ended in the middle of a word with a hyphen.
     """
 
     words: tuple[Word, ...]
@@ -56,7 +56,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Region:
-    """A part of a page that is no text: a table with its HTML, or an image."""
+    """A part of a page other than text: a table with its HTML, or an image."""
 
     kind: str
     box: Box
@@ -74,13 +74,13 @@ class Block:
     words: list[Word] = field(default_factory=list)
     region: Region | None = None
     mark: str = ""
-    """In front of its content in the page."""
+    """Markdown before its content in the page."""
     id: str = ""
-    """Of an image, or of a table that is beside the markdown."""
+    """Id of an image, or of a table that is separate from the markdown."""
 
 
 def boxed(boxes: Sequence[Box]) -> Box:
-    """The smallest box around others."""
+    """Returns the bounding box of all `boxes`."""
     return (
         min(box[0] for box in boxes),
         min(box[1] for box in boxes),
@@ -92,22 +92,22 @@ def boxed(boxes: Sequence[Box]) -> Box:
 def line_of(
     words: Sequence[Word], size: float | None = None, text: str = "", *, is_open: bool = False
 ) -> Line:
-    """A line of words, from left to right. `text`: with the spaces between them."""
+    """Joins words to a line, from left to right. `text`: the words with the spaces between them."""
     box = boxed([word.box for word in words])
     shown = text or " ".join(word.text for word in words)
     return Line(tuple(words), box, size or float(box[3] - box[1]), shown, is_open)
 
 
 def is_inside(box: Box, region: Box) -> bool:
-    """True if the middle of a box is in a region."""
+    """True if the center of a box is in a region."""
     x, y = (box[0] + box[2]) / 2, (box[1] + box[3]) / 2
     return region[0] <= x <= region[2] and region[1] <= y <= region[3]
 
 
 def straightened(quads: Sequence[Sequence[Sequence[float]]]) -> list[Box]:
-    """Boxes of quadrangles as they would be if the lines were level.
+    """Returns boxes of quadrangles after straightening tilted lines.
 
-    The page is turned back by the usual angle of its lines, weighted by their widths.
+    The page is rotated back by the median angle of its lines, weighted by their widths.
     """
     angles = sorted((math.atan2(b[1] - a[1], b[0] - a[0]), math.dist(a, b)) for a, b, *_ in quads)
     half, so_far, angle = sum(width for _, width in angles) / 2, 0.0, 0.0
@@ -120,7 +120,7 @@ def straightened(quads: Sequence[Sequence[Sequence[float]]]) -> list[Box]:
     boxes = []
     for quad in quads:
         turned = [(x * cos - y * sin, x * sin + y * cos) for x, y in quad]
-        # The middle of each side, as the corners of a skewed one stick out.
+        # The midpoints of the sides are used, because the corners of a tilted box stick out.
         (x0, y0), (x1, y1), (x2, y2), (x3, y3) = turned
         box = (min(x0, x3), (y0 + y1) / 2, max(x1, x2), (y2 + y3) / 2)
         boxes.append((round(box[0]), round(box[1]), round(box[2]), round(box[3])))
@@ -128,7 +128,10 @@ def straightened(quads: Sequence[Sequence[Sequence[float]]]) -> list[Box]:
 
 
 def in_order(lines: Sequence[tuple[Box, Line]]) -> list[Line]:
-    """Lines as they are read, with those of a row joined. Each comes with its straightened box."""
+    """Returns lines in reading order, with the lines in a row joined.
+
+    Expects straightened boxes.
+    """
     return list(_ordered(list(lines)))
 
 
@@ -145,7 +148,10 @@ def _ordered(lines: list[tuple[Box, Line]]) -> Iterator[Line]:
 
 
 def _cut(lines: list[tuple[Box, Line]], axis: int, least: float) -> list[list[tuple[Box, Line]]]:
-    """The lines on both sides of the widest gap, if it is wide enough. 0: from left to right."""
+    """Returns the lines on both sides of the widest gap, if it is wide enough.
+
+    Axis 0: from left to right.
+    """
     ordered = sorted(lines, key=lambda one: one[0][axis])
     end, widest, at = ordered[0][0][axis + 2], least, 0
     for number, (box, _) in enumerate(ordered):
@@ -156,7 +162,7 @@ def _cut(lines: list[tuple[Box, Line]], axis: int, least: float) -> list[list[tu
 
 
 def _are_columns(parts: Sequence[list[tuple[Box, Line]]]) -> bool:
-    """True if parts side by side are read one after the other, unlike the cells of a row."""
+    """True if adjacent parts are columns to read one after the other, not cells of a row."""
     whole = boxed([box for part in parts for box, _ in part])
     width = whole[2] - whole[0]
     return all(
@@ -183,12 +189,11 @@ def _rows(lines: list[tuple[Box, Line]]) -> Iterator[Line]:
 
 
 def blocks_of(lines: Sequence[Line], regions: Sequence[Region], height: int) -> list[Block]:
-    """The blocks of a page.
+    """Returns the blocks of a page.
 
     Args:
-        lines: in order. Those in a table are left out: its region has their words.
-        regions: its tables and images.
-        height: of the page.
+        lines: in reading order. Lines in a table are skipped, because its region has their words.
+        height: height of the page.
     """
     tables = [one.box for one in regions if one.kind == "table"]
     shown = [one for one in lines if not any(is_inside(one.box, box) for box in tables)]
@@ -201,7 +206,7 @@ def blocks_of(lines: Sequence[Line], regions: Sequence[Region], height: int) -> 
 
 
 def _place_of(region: Region, blocks: Sequence[Block]) -> int:
-    """The number of the first block that is read after a region: the first one below its top."""
+    """Returns the index of the first block to read after a region: the first one below its top."""
     for number, block in enumerate(blocks):
         overlaps = block.box[0] < region.box[2] and region.box[0] < block.box[2]
         if overlaps and block.box[1] >= region.box[1]:
@@ -210,7 +215,7 @@ def _place_of(region: Region, blocks: Sequence[Block]) -> int:
 
 
 def _usual_size(lines: Sequence[Line]) -> float:
-    """The size of most letters."""
+    """Returns the most common letter size."""
     sizes = sorted((line.size, len(line.text)) for line in lines)
     half, so_far = sum(count for _, count in sizes) / 2, 0
     for size, count in sizes:
@@ -269,9 +274,9 @@ def _points(group: Sequence[Line]) -> Iterator[str]:
 
 
 def _joined(lines: Sequence[Line]) -> str:
-    """Lines as they stand, but for words that are divided between two.
+    """Returns the lines joined as they are, except for words split between two lines.
 
-    Their hyphens stay: nothing says whether a word has one also within a line.
+    The hyphens of split words stay, because a word may also be hyphenated within a line.
     """
     text = ""
     for line in lines:
@@ -306,7 +311,10 @@ class _Rows(HTMLParser):
 
 
 def markdown_table(html: str) -> str:
-    """A table as GitHub's markdown. A cell that spans several is followed by empty ones."""
+    """Returns a table in GitHub's markdown.
+
+    A cell that spans several columns is followed by empty ones.
+    """
     parser = _Rows()
     parser.feed(html)
     columns = max((len(row) for row in parser.rows), default=0)
@@ -320,7 +328,7 @@ def markdown_table(html: str) -> str:
 
 @dataclass(frozen=True)
 class Wishes:
-    """What a caller asks of each page."""
+    """The options requested for each page."""
 
     table_format: str = ""
     """Empty: tables are in the markdown."""
@@ -337,16 +345,14 @@ def page_of(
     links: Sequence[str],
     wishes: Wishes,
 ) -> dict[str, Any]:
-    """A page in Mistral's shape, ready for JSON. Its images have no bytes yet.
+    """Returns a page in Mistral's format, ready for JSON. Its images have no bytes yet.
 
-    Images and tables are numbered from 0 on each page: equal pages are equal wherever they are.
+    Images and tables are numbered from 0 on each page, so equal pages are equal in any document.
 
     Args:
-        index: of the page in its document, from 0.
+        index: page number in its document, from 0.
         size: its dpi, height and width.
-        blocks: in order.
-        links: addresses that are written on it.
-        wishes: what is asked for.
+        links: links found on the page.
     """
     page: dict[str, Any] = {"index": index, "markdown": "", "images": [], "dimensions": size}
     tables: list[dict[str, Any]] = []
@@ -377,7 +383,7 @@ def _shown(
     images: list[dict[str, Any]],
     tables: list[dict[str, Any]],
 ) -> str:
-    """A block in the markdown of its page. Images and tables get their ids."""
+    """Returns a block as markdown for its page. Assigns ids to images and tables."""
     if block.kind == "image":
         block.id = f"img-{len(images)}.jpeg"
         images.append({"id": block.id, **_corners(block.box)})
@@ -414,7 +420,7 @@ def _block(block: Block, wishes: Wishes) -> dict[str, Any]:
 
 
 def _scores(markdown: str, blocks: Sequence[Block], wishes: Wishes) -> dict[str, Any]:
-    """How sure the words of a page are. A page without words is sure."""
+    """Returns the confidence of the page's words. A page without words has full confidence."""
     words = [word for block in blocks for word in block.words]
     sure = [word.confidence for word in words] or [1.0]
     scores: dict[str, Any] = {
@@ -427,7 +433,7 @@ def _scores(markdown: str, blocks: Sequence[Block], wishes: Wishes) -> dict[str,
 
 
 def _word_scores(markdown: str, words: Sequence[Word]) -> Iterator[dict[str, Any]]:
-    """Yields the words that are in the markdown as they stand, with their places in it."""
+    """Yields the words that appear unchanged in the markdown, with their positions."""
     at = 0
     for word in words:
         if (place := markdown.find(word.text, at)) >= 0:

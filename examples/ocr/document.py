@@ -1,11 +1,11 @@
-"""Opens documents in a process of its own, which may die of what is in them.
+"""Opens documents in a separate process, which a malicious document may crash.
 
-PDFium (https://pdfium.googlesource.com/pdfium) reads PDF, and Pillow reads images. Both are
-written in C and C++, and documents come from strangers. So another process opens each document. It
-has bounds on memory and time, holds no model, and ends with its document. What kills it is an
-error of that page.
+PDFium (https://pdfium.googlesource.com/pdfium) reads PDF, and Pillow reads images. Both are written
+in C and C++, and documents are untrusted. So another process opens each document. Its memory and
+time are limited, it holds no model, and it ends with its document. If it dies, the error is
+reported for that page.
 
-Coordinates are pixels of the page as it is rendered, from its upper left corner.
+Coordinates are pixels of the rendered page, from its upper left corner.
 """
 
 from __future__ import annotations
@@ -27,39 +27,43 @@ from typing import IO, Any, NamedTuple
 
 POINTS_PER_INCH = 72
 DPI = 150
-"""PP-OCR reads usual print at it. More takes longer and reads no better."""
+"""Resolution at which PP-OCR reads ordinary print. A higher one is slower and no better."""
 MAX_SIDE_PX = 3000
-"""Of a rendered page. A larger one is rendered at fewer dots per inch."""
+"""Maximum side of a rendered page. Larger pages are rendered at a lower resolution."""
 MAX_IMAGE_PX = 100_000_000
-"""Of an image, or of one in a page: A3 at 600 dots per inch has 70 million."""
+"""Maximum pixels of an image, also inside a page: A3 at 600 dots per inch has 70 million."""
 MAX_PAGES = 10_000
 MAX_DIVIDED = 512
-"""The most pages that a document is divided into: as many files as a prediction may give."""
+"""Maximum pages into which a document is divided: a prediction may return that many files."""
 MAX_OBJECTS = 200_000
-"""Texts, lines and images of one page."""
+"""Maximum number of text, line and image objects on a page."""
 MEMORY_BYTES = 2 * 1024**3
 OPENING_LIMIT_S, PAGE_CPU_S, PAGE_LIMIT_S = 4.0, 20, 120.0
-"""Until the number of pages is known; of a page: CPU time, and in all."""
+"""Limits for finding out the number of pages; and per page for CPU time and total time."""
 MAX_HEAD_BYTES = 1024 * 1024
-"""Of the text of one page with the places of its words: about 30,000 words. The output that is made
-of it fits into a prediction."""
+"""Maximum size of a page's text with word positions, about 30,000 words.
+
+The output made from it fits into a prediction.
+"""
 PDF_MARK = b"%PDF-"
 FORMATS = ("PNG", "JPEG", "TIFF", "WEBP")
 HYPHENS = (2, 0xFFFE)
-"""PDFium's signs for a hyphen at the end of a line: the word goes on in the next one."""
+"""Characters by which PDFium marks a hyphen at the end of a line: the word continues in the next
+one.
+"""
 IMAGE_OBJECT, PATH_OBJECT = 3, 2
 """FPDF_PAGEOBJ_IMAGE and FPDF_PAGEOBJ_PATH."""
 PAGES = re.compile(r"\s*\d{1,5}\s*(-\s*\d{1,5}\s*)?(,\s*\d{1,5}\s*(-\s*\d{1,5}\s*)?)*")
 PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I", "I;16")
 CLOCK_POLICY = 0
-"""FPDF_POLICY_MACHINETIME_ACCESS: whether new files say when they were made."""
+"""FPDF_POLICY_MACHINETIME_ACCESS: whether new files contain their creation time."""
 FILE_ID = re.compile(rb"/ID\s*\[\s*<[0-9A-Fa-f]*>\s*<[0-9A-Fa-f]*>\s*\]")
 PASSWORD_ERROR = 4
 """FPDF_ERR_PASSWORD."""
 
 
 class InvalidInput(ValueError):
-    """An input that this model does not take."""
+    """An invalid input."""
 
     def __init__(self, field: str, reason: str) -> None:
         super().__init__(reason)
@@ -67,39 +71,38 @@ class InvalidInput(ValueError):
 
 
 def chosen(pages: str, count: int) -> list[int]:
-    """The pages of a document that are asked for, in order and each once.
+    """Returns the requested pages of a document, in order and without duplicates.
 
     Args:
-        pages: as "0,2-4", from 0. Empty: all.
-        count: how many there are.
+        pages: numbers and ranges such as "0,2-4", from 0. Empty: all.
 
     Raises:
-        InvalidInput: there is no such page, or it is written in another way.
+        InvalidInput: a page does not exist, or the format is invalid.
     """
     if not pages:
         return list(range(count))
     if not PAGES.fullmatch(pages):
-        raise InvalidInput("pages", "numbers from 0 on and ranges are needed, as 0,2-4")
-    asked = bytearray(count)  # a byte for each page: there may be 100,000 ranges
+        raise InvalidInput("pages", "must be numbers and ranges, counted from 0, such as 0,2-4")
+    asked = bytearray(count)  # one byte per page, because there may be 100,000 ranges
     for part in pages.split(","):
         begin, _, end = part.partition("-")
         first, last = int(begin), int(end or begin)
         if last < first:
-            raise InvalidInput("pages", f"{part.strip()} ends before it begins")
+            raise InvalidInput("pages", f"{part.strip()} is a range that ends before it begins")
         if last >= count:
             raise InvalidInput(
-                "pages", f"there is no page {last}: {count} are there, counted from 0"
+                "pages", f"page {last} does not exist: there are {count} pages, counted from 0"
             )
         asked[first : last + 1] = b"\1" * (last + 1 - first)
     return [number for number, is_asked in enumerate(asked) if is_asked]
 
 
 class Unreadable(Exception):
-    """What the process of a document says of it, or of one of its pages."""
+    """The error reported by the process for a document or one of its pages."""
 
 
 class Raster(NamedTuple):
-    """A rendered page: rows of red, green and blue."""
+    """A rendered page: rows of red, green and blue bytes."""
 
     width: int
     height: int
@@ -109,11 +112,8 @@ class Raster(NamedTuple):
 class Document:
     """A document whose pages are read one at a time.
 
-    Args:
-        path: of the file.
-
     Raises:
-        InvalidInput: it can't be read.
+        InvalidInput: the document can't be read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -127,38 +127,37 @@ class Document:
             raise
 
     def text(self, page: int) -> dict[str, Any]:
-        """The size of a page, its text layer, and where it has images.
+        """Returns a page's size, its text layer, and the boxes of its images.
 
         Raises:
-            InvalidInput: it can't be read.
+            InvalidInput: the page can't be read.
         """
         asked = {"ask": "text", "page": page}
         facts: dict[str, Any] = self._ask(asked, f"page {page}: ", PAGE_LIMIT_S)[0]
         return facts
 
     def raster(self, page: int) -> Raster:
-        """A page as it looks.
+        """Renders a page.
 
         Raises:
-            InvalidInput: it can't be rendered.
+            InvalidInput: the page can't be rendered.
         """
         asked = {"ask": "raster", "page": page}
         head, pixels = self._ask(asked, f"page {page}: ", PAGE_LIMIT_S)
         return Raster(head["width"], head["height"], pixels)
 
     def alone(self, page: int) -> tuple[str, bytes]:
-        """A page as a document of its own, after the end of its name: the same for equal pages.
+        """Returns the file suffix and bytes of a document with only this page.
 
-        A PDF of a PDF, a PNG of a TIFF, and other images as they are.
+        PDF pages become PDFs, TIFF pages become PNGs, and other images are unchanged.
 
         Raises:
-            InvalidInput: it can't be read.
+            InvalidInput: the page can't be read.
         """
         head, data = self._ask({"ask": "alone", "page": page}, f"page {page}: ", PAGE_LIMIT_S)
         return head["suffix"], data
 
     def close(self) -> None:
-        """Ends the process."""
         self._process.kill()
         self._process.communicate()
 
@@ -180,13 +179,15 @@ class Document:
             head = json.loads(read(head_bytes))
             body = read(body_bytes)
         except TimeoutError:
-            reason = f"not read in {limit_s:g} s"
+            reason = f"not read within {limit_s:g} s"
             raise InvalidInput("document", where + reason) from None
         except (EOFError, BrokenPipeError):
-            reason = f"reading it takes more than {MEMORY_BYTES // 1024**2} MiB or {PAGE_CPU_S} s"
+            reason = (
+                f"reading it requires more than {MEMORY_BYTES // 1024**2} MiB or {PAGE_CPU_S} s"
+            )
             status = self._process.wait()
-            if status not in (-9, -24, -6, 1):  # killed, too much CPU time, no memory
-                reason = "it is broken"
+            if status not in (-9, -24, -6, 1):  # killed, out of CPU time, or out of memory
+                reason = "it is damaged"
             raise InvalidInput("document", where + reason) from None
         if "wrong" in head:
             raise InvalidInput("document", where + head["wrong"])
@@ -194,23 +195,20 @@ class Document:
 
 
 def divided(path: Path, folder: Path, pages: str) -> Iterator[tuple[int, Path]]:
-    """Divides a document into documents of one page. Yields the number of each, and its file.
+    """Divides a document into documents of one page each. Yields each page number and file.
 
     Args:
-        path: of the document.
-        folder: gets the files.
-        pages: which, as `chosen` takes them.
+        pages: requested pages, in the format of `chosen`.
 
     Raises:
-        InvalidInput: the document can't be read, has no such pages, or too many of them.
+        InvalidInput: the document can't be read, does not have these pages, or too many are
+        requested.
     """
     with Document(path) as document:
         numbers = chosen(pages, document.pages)
         if len(numbers) > MAX_DIVIDED:
-            reason = (
-                f"{len(numbers)} are asked for, and at most {MAX_DIVIDED} are read in a request"
-            )
-            raise InvalidInput("pages", f"{reason}; ask for some, as 0-{MAX_DIVIDED - 1}")
+            reason = f"{len(numbers)} pages were requested, and at most {MAX_DIVIDED} are allowed"
+            raise InvalidInput("pages", f"{reason}; request a range, such as 0-{MAX_DIVIDED - 1}")
         for number in numbers:
             suffix, data = document.alone(number)
             page = folder / f"{number}{suffix}"
@@ -236,7 +234,7 @@ def _reader_until(stream: IO[bytes], until_s: float) -> Callable[[int], bytes]:
 
 
 def main(path: Path) -> None:
-    """Answers questions about the document until nobody asks any more."""
+    """Answers requests for the document until the input ends."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     opened: PdfPages | ImagePages | None = None
@@ -257,7 +255,7 @@ def main(path: Path) -> None:
         except Unreadable as error:
             head = {"wrong": str(error)}
         except MemoryError:
-            head = {"wrong": f"reading it takes more than {MEMORY_BYTES // 1024**2} MiB"}
+            head = {"wrong": f"reading it requires more than {MEMORY_BYTES // 1024**2} MiB"}
         encoded = json.dumps(head).encode()
         if len(encoded) > MAX_HEAD_BYTES:
             wrong = "it has too much text (more than about 30,000 words); split it"
@@ -283,7 +281,7 @@ class PdfPages:
     """The pages of a PDF.
 
     Raises:
-        Unreadable: it is encrypted, broken, or has too many.
+        Unreadable: the file is encrypted or damaged, or has too many pages.
     """
 
     def __init__(self, path: Path) -> None:
@@ -291,13 +289,13 @@ class PdfPages:
 
         self._pdfium: Any = pypdfium2
         self._raw: Any = pypdfium2.raw
-        with self._readable("it is broken: no PDF that can be read"):
+        with self._readable("it is damaged: not a readable PDF"):
             self._file = pypdfium2.PdfDocument(path)
             self._count = len(self._file)
         if not self._count:
             raise Unreadable("it has no pages")
         if self._count > MAX_PAGES:
-            raise Unreadable(f"it has {self._count} pages, and at most {MAX_PAGES} are read")
+            raise Unreadable(f"it has {self._count} pages, and at most {MAX_PAGES} are allowed")
 
     def __len__(self) -> int:
         return self._count
@@ -312,8 +310,8 @@ class PdfPages:
             raise Unreadable(otherwise) from error
 
     def text(self, number: int) -> dict[str, Any]:
-        """Lines of words with boxes, boxes of images, links, and how much is drawn."""
-        with self._readable("it is broken"):
+        """Returns lines of words with boxes, boxes of images, links, and the number of objects."""
+        with self._readable("it is damaged"):
             page = self._file[number]
             width, height, dpi = _rendered_size(*page.get_size())
             place = self._placer(page, width, height)
@@ -330,8 +328,8 @@ class PdfPages:
             }
 
     def raster(self, number: int) -> Raster:
-        """The page as PDFium renders it."""
-        with self._readable("it is broken"):
+        """Returns the page rendered by PDFium."""
+        with self._readable("it is damaged"):
             page = self._file[number]
             width, height, _ = _rendered_size(*page.get_size())
             self._check_images(page)
@@ -343,10 +341,10 @@ class PdfPages:
             return Raster(width, height, bitmap.to_pil().convert("RGB").tobytes())
 
     def alone(self, number: int) -> tuple[str, bytes]:
-        """A PDF of this page alone, and the end of its name."""
-        # PDFium writes the time, and makes the identifier of a file of chance.
+        """Returns a PDF with only this page, and its file suffix."""
+        # PDFium writes the current time and a random file identifier.
         self._raw.FPDF_SetSandBoxPolicy(CLOCK_POLICY, 0)
-        with self._readable("it is broken"):
+        with self._readable("it is damaged"):
             one, written = self._pdfium.PdfDocument.new(), io.BytesIO()
             one.import_pages(self._file, [number])
             one.save(written)
@@ -354,7 +352,7 @@ class PdfPages:
         return ".pdf", FILE_ID.sub(b"/ID[<00><00>]", written.getvalue())
 
     def _placer(self, page: Any, width: int, height: int) -> Callable[..., list[int]]:
-        """Returns what turns a box of the page, which may be rotated, into one of pixels."""
+        """Returns a function that converts a box on the page, which may be rotated, to pixels."""
         x, y = ctypes.c_int(), ctypes.c_int()
 
         def corner(at_x: float, at_y: float) -> tuple[int, int]:
@@ -370,7 +368,7 @@ class PdfPages:
         return place
 
     def _objects(self, page: Any, place: Callable[..., list[int]]) -> tuple[list[list[int]], int]:
-        """The boxes of images, and the number of lines and areas."""
+        """Returns the boxes of images, and the number of lines and areas."""
         images, drawn = [], 0
         for count, one in enumerate(page.get_objects(max_depth=1)):
             if count >= MAX_OBJECTS:
@@ -387,7 +385,7 @@ class PdfPages:
             _check_size(*one.get_px_size())
 
     def _lines(self, text: Any, place: Callable[..., list[int]]) -> Iterator[dict[str, Any]]:
-        """Yields the lines in PDFium's order, which is that of the file: the usual one to read."""
+        """Yields the lines in the file's order, which is usually the reading order."""
         line = _Line()
         for number in range(self._raw.FPDFText_CountChars(text)):
             code = self._raw.FPDFText_GetUnicode(text, number)
@@ -414,7 +412,7 @@ class PdfPages:
         return (rect.left, rect.bottom, rect.right, rect.top), size
 
     def _links(self, text: Any) -> list[str]:
-        """The addresses that are written on the page."""
+        """Returns the links on the page."""
         links = self._raw.FPDFLink_LoadWebLinks(text)
         try:
             shown = []
@@ -429,10 +427,10 @@ class PdfPages:
 
 
 class _Line:
-    """A line of text while it is read."""
+    """A line of text that is being read."""
 
     GAP = 1.0
-    """Times the size of its letters: a wider gap is one between two cells of a table."""
+    """Gap between two table cells, as a multiple of the letter size."""
 
     def __init__(self) -> None:
         self.words: list[tuple[str, list[float]]] = []
@@ -461,12 +459,12 @@ class _Line:
 
 
 def _plain(text: str) -> str:
-    """The same without halves of surrogate pairs, which are no text."""
+    """Removes unpaired surrogates, which are not valid text."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _rendered_size(width: float, height: float) -> tuple[int, int, int]:
-    """Width and height in pixels, and dots per inch, of a page in points."""
+    """Returns width and height in pixels, and dots per inch, of a page measured in points."""
     if not (width > 0 and height > 0):
         raise Unreadable("it has no size")
     scale = min(DPI / POINTS_PER_INCH, MAX_SIDE_PX / max(width, height))
@@ -477,30 +475,30 @@ def _rendered_size(width: float, height: float) -> tuple[int, int, int]:
 def _check_size(width: int, height: int) -> None:
     if width * height > MAX_IMAGE_PX:
         raise Unreadable(
-            f"an image of {width}x{height} pixels; at most {MAX_IMAGE_PX} pixels are read"
+            f"an image of {width}x{height} pixels; at most {MAX_IMAGE_PX} pixels are allowed"
         )
 
 
 class ImagePages:
-    """The pages of a file with images: one, or several of a TIFF.
+    """The pages of an image file: one, or several in a TIFF.
 
     Raises:
-        Unreadable: it is none, or has too many.
+        Unreadable: the file is not a supported image, or has too many pages.
     """
 
     def __init__(self, path: Path) -> None:
         from PIL import Image, ImageOps
 
         self._path = path
-        Image.MAX_IMAGE_PIXELS = None  # `_check_size` says how large it may be
+        Image.MAX_IMAGE_PIXELS = None  # `_check_size` limits the size
         self._upright: Any = ImageOps.exif_transpose
         try:
             self._file = Image.open(path, formats=FORMATS)
             self._count = self._counted()
         except Unreadable:
             raise
-        except Exception as error:  # decoders report what is broken in many ways
-            raise Unreadable("it is no PDF, PNG, JPEG, TIFF or WebP that can be read") from error
+        except Exception as error:  # decoders raise many kinds of errors for damaged files
+            raise Unreadable("not a readable PDF, PNG, JPEG, TIFF or WebP") from error
 
     def _counted(self) -> int:
         if self._file.format != "TIFF":
@@ -519,14 +517,14 @@ class ImagePages:
         return self._count
 
     def text(self, number: int) -> dict[str, Any]:
-        """The size of the image. There is no text layer."""
+        """Returns the image's size. There is no text layer."""
         image, dpi = self._upright_image(number)
         width, height, scale = self._size(image)
         sizes = {"width": width, "height": height, "dpi": max(1, round(dpi * scale))}
         return sizes | {"lines": [], "images": [], "drawn": 0, "links": []}
 
     def raster(self, number: int) -> Raster:
-        """The image, at most MAX_SIDE_PX wide and high."""
+        """Returns the image, at most MAX_SIDE_PX wide and high."""
         from PIL import Image
 
         image, _ = self._upright_image(number)
@@ -537,7 +535,7 @@ class ImagePages:
         return Raster(width, height, on_white.tobytes())
 
     def alone(self, number: int) -> tuple[str, bytes]:
-        """A PNG of a page of a TIFF, or the file as it is, and the end of its name."""
+        """Returns a PNG of a TIFF page, or the unchanged file; and its file suffix."""
         image, dpi = self._upright_image(number)
         kind = str(self._file.format)
         if kind != "TIFF":
@@ -556,7 +554,7 @@ class ImagePages:
         except (Unreadable, MemoryError):
             raise
         except Exception as error:
-            raise Unreadable("it is broken") from error
+            raise Unreadable("it is damaged") from error
 
     @staticmethod
     def _size(image: Any) -> tuple[int, int, float]:

@@ -1,9 +1,9 @@
-"""Reads documents: PDF, PNG, JPEG, TIFF and WebP, in the shape of Mistral's OCR API.
+"""Reads documents: PDF, PNG, JPEG, TIFF and WebP. Returns the format of Mistral's OCR API.
 
-A page with a text layer is read from it, and others by PP-OCR
+Pages with a text layer are read from it, and other pages by PP-OCR
 (https://github.com/PaddlePaddle/PaddleOCR) on ONNX Runtime: RapidOCR for text, RapidLayout for
-tables and images, RapidTable for cells. A page is the unit of work. No page needs another, so a
-document of one page is read as that page is in a longer one.
+tables and images, RapidTable for cells. The unit of work is a page. No page depends on another one,
+so a page gives the same result alone and in a longer document.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from PIL import Image
 MIN_TEXT_CHARS = 32
 """A text layer with fewer letters, below an image that covers the page, is a stamp on a scan."""
 SCAN_SHARE = 0.5
-"""An image that covers so much of a page with hardly any text is the page."""
+"""If an image covers this share of a page that has hardly any text, the page is a scan."""
 MAX_UNKNOWN_SHARE = 0.3
-"""A text layer with more letters that are none is of no use."""
+"""A text layer with a larger share of invalid letters is not used."""
 MIN_DRAWN = 6
-"""Lines and areas of a page with a text layer that may have a table."""
+"""Minimum lines and areas on a page with a text layer for it to be searched for tables."""
 MIN_IMAGE_PX = 16
 MAX_IMAGES = 64
-"""Files of one prediction."""
+"""Maximum number of image files per prediction."""
 MIN_REGION_SCORE = 0.5
 TABLE_FORMATS = ["", "markdown", "html"]
 GRANULARITIES = ["", "page", "block", "word"]
@@ -53,7 +53,7 @@ class Reader:
     """Reads images of pages.
 
     Args:
-        threads: for each network. 0: as many as there are cores.
+        threads: threads per network. 0: as many as there are cores.
     """
 
     def __init__(self, threads: int) -> None:
@@ -66,7 +66,8 @@ class Reader:
             params={
                 "Global.log_level": "error",
                 "Global.max_side_len": 3000,
-                # It turned one line in eight of an upright scan by 180 degrees, which spoils it.
+                # It rotated one line in eight of an upright scan by 180 degrees, which ruins the
+                # line.
                 "Global.use_cls": False,
                 "EngineConfig.onnxruntime.intra_op_num_threads": threads or -1,
             }
@@ -75,7 +76,10 @@ class Reader:
         self._table: Any = RapidTable()
 
     def lines(self, pixels: Any) -> list[tuple[Box, Line]]:
-        """The lines of an image (height, width, 3: blue, green, red), with straightened boxes."""
+        """Returns an image's lines with straightened boxes.
+
+        Pixels: [height, width, blue-green-red].
+        """
         read = self._ocr(pixels, return_word_box=True)
         if not read.txts:
             return []
@@ -87,7 +91,7 @@ class Reader:
         ]
 
     def regions(self, pixels: Any, lines: Sequence[Line], kinds: Sequence[str]) -> list[Region]:
-        """The tables and images of a page, with the cells of tables."""
+        """Returns the tables and images of a page, with the cells of tables."""
         seen = self._layout(pixels)
         names = {"table": "table", "figure": "image"}
         regions = []
@@ -105,7 +109,7 @@ class Reader:
         return regions
 
     def _cells(self, pixels: Any, box: Box, lines: Sequence[Line]) -> str:
-        """The HTML of a table with these lines."""
+        """Returns the HTML of a table with these lines."""
         left, top, right, bottom = box
         texts = [
             [[[x - left, y - top] for x, y in _corners(part.box)], part.text, 1.0]
@@ -122,7 +126,7 @@ def _corners(box: Box) -> list[tuple[int, int]]:
 
 
 def _cells_in(line: Line) -> Iterator[Line]:
-    """The parts of a line with wide gaps between them."""
+    """Yields the parts of a line separated by wide gaps."""
     part: list[Word] = []
     for word in line.words:
         if part and word.box[0] - part[-1].box[2] > line.size:
@@ -134,11 +138,12 @@ def _cells_in(line: Line) -> Iterator[Line]:
 
 
 def _words(text: str, read: Sequence[Any]) -> list[Word]:
-    """The words of a line. The network gives pieces, of which a word may have several.
+    """Returns the words of a line.
+
+    The network returns fragments, several of which may form one word.
 
     Args:
-        text: of the line.
-        read: text, confidence and corners of each piece, in order.
+        read: text, confidence and corners of each fragment, in order.
     """
     pieces = [(piece.strip(), float(score), _around(quad)) for piece, score, quad in read]
     words, at = [], 0
@@ -147,7 +152,7 @@ def _words(text: str, read: Sequence[Any]) -> list[Word]:
         while at < len(pieces) and size < len(word):
             size += len(pieces[at][0])
             at += 1
-        own = pieces[begin:at] or pieces[-1:]  # one piece may have two words
+        own = pieces[begin:at] or pieces[-1:]  # one fragment may have two words
         box = boxed([place for *_, place in own])
         words.append(Word(word, box, min(score for _, score, _ in own)))
     return words
@@ -159,7 +164,7 @@ def _around(quad: Sequence[Sequence[float]]) -> Box:
 
 
 def layer_lines(facts: dict[str, Any]) -> list[Line]:
-    """The lines of a text layer. None: it has none that is of use."""
+    """Returns the lines of a text layer. None: it has no usable text."""
     lines = [
         line_of(
             [Word(text, (left, top, right, bottom)) for text, left, top, right, bottom in words],
@@ -186,11 +191,11 @@ class Predictor(BasePredictor):
     """Reads documents."""
 
     def setup(self) -> None:
-        """Reads the weights."""
+        """Loads the weights."""
         self.reader = Reader(int(os.environ.get("OMP_NUM_THREADS", "0")))
 
     def work(self, input: Any) -> int:
-        """The number of pages that are read."""
+        """Returns the number of pages to read."""
         with Document(input.document) as document:
             return len(chosen(input.pages, document.pages))
 
@@ -198,43 +203,45 @@ class Predictor(BasePredictor):
         self,
         document: Path = Input(description="PDF, PNG, JPEG, TIFF or WebP."),
         pages: str = Input(
-            description="Which pages, counted from 0: `0,2-4`. Empty: all.", default=""
+            description="Page numbers, counted from 0, such as `0,2-4`. Empty: all.", default=""
         ),
         table_format: str = Input(
-            description="Of tables beside the markdown. Empty: they are in it.",
+            description="Format of tables outside the markdown. Empty: tables are in the markdown.",
             default="",
             choices=TABLE_FORMATS,
         ),
         include_image_base64: bool = Input(
-            description="Whether images are there as JPEG files.", default=False
+            description="True to return images as JPEG files.", default=False
         ),
         image_limit: int = Input(
-            description="The most images of all pages together.", default=10_000, ge=0
+            description="Maximum number of images on all pages together.", default=10_000, ge=0
         ),
         image_min_size: int = Input(
-            description="The least width and height of an image, in pixels.",
+            description="Minimum width and height of an image, in pixels.",
             default=MIN_IMAGE_PX,
             ge=1,
         ),
         include_blocks: bool = Input(
-            description="Whether each page has its parts with their places.", default=False
+            description="True to return the parts of each page with their positions.", default=False
         ),
         confidence_scores_granularity: str = Input(
-            description="Of what it is said how sure it is. A text layer is sure.",
+            description=(
+                "Level at which to return confidence scores. A text layer has full confidence."
+            ),
             default="",
             choices=GRANULARITIES,
         ),
         extract_header: bool = Input(
-            description="Whether headers are beside the markdown.", default=False
+            description="True to return headers separately from the markdown.", default=False
         ),
         extract_footer: bool = Input(
-            description="Whether footers are beside the markdown.", default=False
+            description="True to return footers separately from the markdown.", default=False
         ),
     ) -> Iterator[dict[str, Any]]:
-        """Yields each page as soon as it is read, in Mistral's shape.
+        """Yields each page in Mistral's format as soon as it has been read.
 
-        Coordinates are pixels at the `dimensions` of the page. In place of `image_base64` there is
-        a file.
+        Coordinates are pixels at the `dimensions` of the page. Images are files instead of
+        `image_base64`.
         """
         wishes = Wishes(
             table_format,
@@ -258,7 +265,9 @@ class Predictor(BasePredictor):
 
 def _check_images(count: int) -> None:
     if count > MAX_IMAGES:
-        reason = f"more than {MAX_IMAGES} images in one answer; ask for fewer, or for fewer pages"
+        reason = (
+            f"more than {MAX_IMAGES} images in one response; request fewer images or fewer pages"
+        )
         raise InvalidInput("image_limit", reason)
 
 
@@ -266,11 +275,8 @@ class PageReader:
     """Reads one page.
 
     Args:
-        document: that it is of.
-        index: its number.
-        reader: of images.
-        max_images: how many images it may have.
-        min_px: their least width and height.
+        max_images: maximum number of images.
+        min_px: minimum width and height of an image.
     """
 
     def __init__(
@@ -283,7 +289,7 @@ class PageReader:
         self._raster: Raster | None = None
 
     def page(self, wishes: Wishes) -> dict[str, Any]:
-        """The page in Mistral's shape, without the bytes of its images."""
+        """Returns the page in Mistral's format, without the bytes of its images."""
         facts = self._document.text(self._index)
         lines = layer_lines(facts)
         if lines:
@@ -299,7 +305,7 @@ class PageReader:
         return page
 
     def _seen(self, facts: dict[str, Any]) -> tuple[list[Line], list[Region]]:
-        """The lines in order, and the tables and images, of a page as it looks."""
+        """Returns the lines in order, the tables and the images, read from the rendered page."""
         seen = self._reader.lines(self._pixels)
         lines = [line for _, line in seen]
         regions = self._reader.regions(self._pixels, lines, ["table", "image"])
@@ -310,7 +316,7 @@ class PageReader:
 
     @property
     def _pixels(self) -> Any:
-        """The page as (height, width, 3): blue, green, red."""
+        """Returns the page as (height, width, 3): blue, green, red."""
         return np.ascontiguousarray(self._rendered()[:, :, ::-1])
 
     def _rendered(self) -> Any:
@@ -333,7 +339,7 @@ class PageReader:
         return [one for one in regions if one.kind != "image"] + images[: self._max_images]
 
     def add_files(self, images: Sequence[dict[str, Any]]) -> None:
-        """Puts the files of images into their entries."""
+        """Adds the image files to their entries."""
         for image in images:
             left, top, right, bottom = (image[name] for name in CORNERS)
             path = LocalPath.cwd() / image["id"]

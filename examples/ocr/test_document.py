@@ -1,4 +1,4 @@
-"""Documents that are opened in a process of their own, and pages that are made of what is read."""
+"""Opening documents in a separate process, and assembling pages from their text."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.documents import hostile_files, odd_files, pages_pdf, report, report_
 from tests.limits import WAIT_LIMIT_S
 
 HEAVY = ("content-bomb", "form-loop", "many-objects", "object-stream")
-"""Those that end after more than a second of CPU time."""
+"""Files that are rejected only after more than a second of CPU time."""
 HEIGHT = 1650
 
 
@@ -100,7 +100,7 @@ def test_page_with_too_much_text_is_the_callers_error(tmp_path: Path) -> None:
 
 
 def lines_at(*texts: tuple[str, int, int], size: int = 24) -> list[tuple[Box, Line]]:
-    """Lines with their left upper corners. A letter is half as wide as it is high."""
+    """Returns lines with these upper left corners. A letter is half as wide as it is high."""
     placed = []
     for text, left, top in texts:
         box = (left, top, left + len(text) * size // 2, top + size)

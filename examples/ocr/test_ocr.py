@@ -1,5 +1,5 @@
-"""Documents that are read by Mistral's client through a whole pipeline: reports, scans, and files
-that nobody should read on.
+"""Reads documents with Mistral's client through the whole pipeline: reports, scans and malicious
+files.
 """
 
 from __future__ import annotations
@@ -49,19 +49,22 @@ IS_LONG = "OCR_SCAN_PAGES" in os.environ
 REPORT_PAGES = 38 if IS_LONG else 12
 SCAN_PAGES = int(os.environ.get("OCR_SCAN_PAGES", "4"))
 SCAN_LINES = None if IS_LONG else 8
-"""Of a scanned page. A whole one takes long. OCR_SCAN_PAGES=40 tries a long scan of those."""
+"""Pages of a scan. A whole one takes long. OCR_SCAN_PAGES=40 tries a long scan."""
 IMAGE_LINES, IMAGE_HEIGHT_PX = 5, 400
-"""Of the upper part of a page that is sent as an image of each kind."""
+"""Share of a page, from its top, that is sent as an image in each format."""
 PAGE_USD, CACHED_SHARE = 0.001, 0.1
 QUICK = ("encrypted", "cut", "many-pages", "gigapixel", "tiff-bomb", "object-stream")
-"""Those of the hostile files whose end the client waits for."""
+"""Malicious files for which the client waits until they are rejected."""
 FLOW = "ocr-pages"
 (CLIENT,) = (one for one in CLIENTS if one.name == "mistral")
 
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """A stack that reads documents, as a whole and page by page. Skips without a package index."""
+    """Serves a model that reads documents, as a whole and page by page.
+
+    Skips without a package index.
+    """
     try:
         for name in ("ocr", "pages"):
             python_for(EXAMPLES / name)
@@ -87,7 +90,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 
 def image_pdf() -> bytes:
-    """A page with a text and an image."""
+    """Returns a page with text and an image."""
     (lines,) = report_pages(1)
     content = page_content(lines[:12]) + b"q 200 0 0 150 72 200 cm /Im0 Do Q"
     shades = bytes((x * y) % 256 for y in range(75) for x in range(100))
@@ -98,7 +101,7 @@ def image_pdf() -> bytes:
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file that says what is in the documents beside it."""
+    """Returns the file that lists the contents of the documents in its folder."""
     folder = tmp_path_factory.mktemp("documents")
     text, scanned = report_pages(REPORT_PAGES), report_pages(SCAN_PAGES, first=REPORT_PAGES)
     scanned = [lines[:SCAN_LINES] for lines in scanned]
@@ -170,9 +173,9 @@ def test_mistrals_client_reads_page_by_page_while_a_worker_is_killed(
 
 
 def kill_in_the_middle(stack: Stack) -> tuple[int, list[int]]:
-    """Kills a worker once a half of the scan is read.
+    """Kills a worker once half of the scan has been read.
 
-    Returns how many pages were read then, and the pages in the order of the stream.
+    Returns how many pages had been read by then, and the pages in stream order.
     """
     headers = {"authorization": f"Bearer {key_for('default')}"}
     options: dict[str, Any] = {"headers": headers, "timeout": WAIT_LIMIT_S}
@@ -190,7 +193,7 @@ def kill_in_the_middle(stack: Stack) -> tuple[int, list[int]]:
 
 
 def followed(http: httpx.Client, prediction: str, stack: Stack) -> tuple[int, list[int]] | None:
-    """Follows a run. If it is that of the scan, a worker is killed. None: it is another one."""
+    """Follows a prediction. If it reads the scan, kills a worker; otherwise returns None."""
     at_kill, pages = 0, list[int]()
     headers = {"accept": "text/event-stream"}
     with http.stream("GET", f"/v1/predictions/{prediction}/stream", headers=headers) as answer:

@@ -1,7 +1,7 @@
-"""Divides a document into its pages, each a document of its own: the first step of a flow.
+"""Splits a document into pages, each a separate document: the first step of a flow.
 
 Equal pages have equal bytes whatever document they come from, so a model that reads pages finds
-those that it has read before in the cache.
+known pages in the cache.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from document import divided
 class Output(BaseModel):
     """The pages of a document, in order.
 
-    `pages`: each is a document of its own. `numbers`: of the pages in the document, from 0.
-    `size_bytes`: of the document.
+    `pages`: each is a separate document. `numbers`: page numbers in the document, from 0.
+    `size_bytes`: size of the document.
     """
 
     pages: list[Path]
@@ -25,13 +25,13 @@ class Output(BaseModel):
 
 
 class Predictor(BasePredictor):
-    """Divides documents."""
+    """Splits documents."""
 
     def predict(
         self,
         document: Path = Input(description="PDF, PNG, JPEG, TIFF or WebP."),
         pages: str = Input(
-            description="Which pages, counted from 0: `0,2-4`. Empty: all.", default=""
+            description="Page numbers, counted from 0, such as `0,2-4`. Empty: all.", default=""
         ),
     ) -> Output:
         """Returns each page as a file."""

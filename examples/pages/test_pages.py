@@ -1,4 +1,4 @@
-"""Documents that are divided into pages: equal pages have equal bytes, whatever they come from."""
+"""Documents split into pages: equal pages have equal bytes, whatever document they come from."""
 
 from __future__ import annotations
 
@@ -69,9 +69,9 @@ def test_pages_are_chosen_and_keep_their_numbers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("pages", "reason"),
     [
-        ("4", "there is no page 4: 4 are there, counted from 0"),
-        ("2-1", "2-1 ends before it begins"),
-        ("one", "numbers from 0 on and ranges"),
+        ("4", "page 4 does not exist: there are 4 pages"),
+        ("2-1", "2-1 is a range that ends before"),
+        ("one", "must be numbers and ranges"),
     ],
 )
 def test_pages_that_can_t_be_chosen_are_named(pages: str, reason: str, tmp_path: Path) -> None:
@@ -81,17 +81,17 @@ def test_pages_that_can_t_be_chosen_are_named(pages: str, reason: str, tmp_path:
 
 
 def test_a_hundred_thousand_ranges_hold_nobody_up() -> None:
-    """As many as an input has room for."""
+    """As many ranges as fit into an input."""
     began_s = time.process_time()
     assert len(chosen(",".join(["0-9999"] * 100_000), 10_000)) == 10_000
-    with pytest.raises(InvalidInput, match="there is no page 99999"):
+    with pytest.raises(InvalidInput, match="page 99999 does not exist"):
         chosen(",".join(["0-99999"] * 100_000), 10_000)
     assert time.process_time() - began_s < 5
 
 
 def test_more_pages_than_a_prediction_may_give_are_asked_for_in_parts(tmp_path: Path) -> None:
     whole = report([[f"page {number}"] for number in range(513)])
-    with pytest.raises(InvalidInput, match="513 are asked for, and at most 512 are read"):
+    with pytest.raises(InvalidInput, match="513 pages were requested, and at most 512"):
         pages_in(whole, tmp_path)
     assert len(pages_in(whole, tmp_path, "1-512")) == 512
 
@@ -100,10 +100,10 @@ def test_more_pages_than_a_prediction_may_give_are_asked_for_in_parts(tmp_path: 
     ("name", "reason"),
     [
         ("encrypted", "it is encrypted"),
-        ("broken", "it is broken"),
-        ("cut", "it is broken"),
+        ("broken", "it is damaged"),
+        ("cut", "it is damaged"),
         ("many-pages", "it has 20000 pages"),
-        ("no-document", "that can be read"),
+        ("no-document", "not a readable PDF"),
         ("tiff-bomb", "page 0: an image of 65000x65000 pixels"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Divides the pages of a document into passages that an embedding model takes whole."""
+"""Splits the pages of a document into passages that fit into an embedding model."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from cog import BasePredictor, Input
 
 _IMAGE = re.compile(r"!\[[^\]\s]*\]\([^)\s]*\)")
 _END = re.compile(r"(?<=[.!?])\s+|\s*\n\s*")
-"""Of a sentence, a line or a row of a table."""
+"""The end of a sentence, a line or a table row."""
 
 
 class InvalidInput(ValueError):
-    """An input that this model can't use. `field` is its name."""
+    """An invalid input. `field` is its name."""
 
     def __init__(self, field: str, reason: str) -> None:
         super().__init__(reason)
@@ -22,19 +22,23 @@ class InvalidInput(ValueError):
 
 
 class Predictor(BasePredictor):
-    """Divides pages at the ends of sentences and lines."""
+    """Splits pages at the ends of sentences and lines."""
 
     def predict(
         self,
         document: dict[str, Any] = Input(
-            description="Its `pages`, each as examples/ocr gives a document of one page, and their "
-            "`numbers`, from 0."
+            description=(
+                "Its `pages`, each as returned by examples/ocr for a document of one page, and "
+                "their ' '`numbers`, from 0."
+            )
         ),
-        max_chars: int = Input(description="The most characters of a passage.", default=800, ge=1),
+        max_chars: int = Input(
+            description=("Maximum number of characters per passage."), default=800, ge=1
+        ),
     ) -> list[dict[str, Any]]:
-        """Returns the passages in order: the `page` of each, and its `text`.
+        """Returns the passages in order, each with its `page` and `text`.
 
-        A page without text has none.
+        A page without text has no passages.
         """
         try:
             pages = [
@@ -42,7 +46,10 @@ class Predictor(BasePredictor):
                 for number, parts in zip(document["numbers"], document["pages"], strict=True)
             ]
         except (LookupError, TypeError, ValueError) as error:
-            reason = "must have `pages`, lists of objects with `markdown`, and as many `numbers`"
+            reason = (
+                "must have `pages`, lists of objects with `markdown`, and the same number of "
+                "`numbers`"
+            )
             raise InvalidInput("document", reason) from error
         return [
             {"page": number, "text": text}
@@ -52,7 +59,10 @@ class Predictor(BasePredictor):
 
 
 def passages_of(markdown: str, max_chars: int) -> Iterator[str]:
-    """Yields the passages of a page: as many whole sentences as fit, without its images."""
+    """Yields the passages of a page, without its images.
+
+    Each has as many whole sentences as fit.
+    """
     passage = ""
     for sentence in _END.split(_IMAGE.sub("", markdown)):
         for piece in pieces_of(sentence.strip(), max_chars):
@@ -65,7 +75,7 @@ def passages_of(markdown: str, max_chars: int) -> Iterator[str]:
 
 
 def pieces_of(sentence: str, max_chars: int) -> Iterator[str]:
-    """Yields a sentence, or the parts of one that is too long, between words if there are some."""
+    """Yields a sentence. If it is too long, splits it, between words if possible."""
     while len(sentence) > max_chars:
         space = sentence.rfind(" ", 1, max_chars + 1)
         at = space if space > 0 else max_chars

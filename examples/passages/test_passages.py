@@ -1,4 +1,4 @@
-"""Pages that are divided into passages."""
+"""Pages split into passages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from examples.passages.predict import InvalidInput, Predictor
 
 
 def passages(*pages: str, max_chars: int = 40) -> list[tuple[int, str]]:
-    """The passages of pages with the numbers 3, 4, …"""
+    """Splits pages numbered 3, 4, … into passages."""
     read = [[{"markdown": page}] for page in pages]
     numbers = list(range(3, 3 + len(pages)))
     document = {"pages": read, "numbers": numbers}

@@ -1,6 +1,6 @@
-"""Says how likely an image is pornographic, with Yahoo's Open-NSFW, as an ONNX graph.
+"""Estimates how likely an image is pornographic, with Yahoo's Open-NSFW as an ONNX graph.
 
-The network and what it was trained for: https://github.com/yahoo/open_nsfw. It knows nothing of
+For the network and its training, see https://github.com/yahoo/open_nsfw. It does not detect
 violence or other harm.
 """
 
@@ -21,7 +21,7 @@ from PIL import Image, ImageOps
 WEIGHTS = LocalPath(__file__).parent / "weights"
 RESIZED_PX, SIZE_PX = 256, 224
 MEANS = (104, 117, 123)
-"""Of blue, green and red in the images that it was trained with."""
+"""Mean blue, green and red of its training images."""
 FORMATS = ("PNG", "JPEG", "WEBP")
 UNREADABLE = (
     OSError,
@@ -32,11 +32,11 @@ UNREADABLE = (
     zlib.error,
     Image.DecompressionBombError,
 )
-"""Pillow raises these for a file that is damaged, in another format, or too large."""
+"""Pillow raises these errors for a file that is damaged, in another format, or too large."""
 
 
 class InvalidInput(ValueError):
-    """An input that this model can't use. `field` is its name."""
+    """An invalid input. `field` is its name."""
 
     def __init__(self, field: str, reason: str) -> None:
         super().__init__(reason)
@@ -57,9 +57,9 @@ def read_image(path: Path) -> Image.Image:
 
 
 def prepared(image: Image.Image) -> Any:
-    """An image as the network takes it: (1, 224, 224, 3), blue first.
+    """Prepares an image for the network: (1, 224, 224, 3), blue first.
 
-    It was trained with JPEG files of 256 pixels, so the image becomes one.
+    It was trained with JPEG files of 256 pixels, so the image is converted to one first.
     """
     resized = image.resize((RESIZED_PX, RESIZED_PX), Image.Resampling.BILINEAR)
     file = io.BytesIO()
@@ -72,7 +72,7 @@ def prepared(image: Image.Image) -> Any:
 
 
 class Output(BaseModel):
-    """What the network thinks of an image."""
+    """The network's verdict on an image."""
 
     nsfw: float
     is_safe: bool
@@ -82,7 +82,7 @@ class Predictor(BasePredictor):
     """Scores images."""
 
     def setup(self) -> None:
-        """Reads the graph."""
+        """Loads the graph."""
         if not WEIGHTS.is_dir():
             raise FileNotFoundError(f"{WEIGHTS} is missing: make example NAME=safety")
         options = onnxruntime.SessionOptions()
@@ -95,8 +95,10 @@ class Predictor(BasePredictor):
         self,
         image: Path = Input(description="The image: PNG, JPEG or WebP."),
         threshold: float = Input(
-            description="From this probability on, an image is not safe. Its authors gave no "
-            "threshold: between 0.2 and 0.8, ask somebody.",
+            description=(
+                "An image with this probability or a higher one is not safe. The network's "
+                "authors ' 'recommend no threshold; between 0.2 and 0.8, ask a person."
+            ),
             default=0.5,
             ge=0,
             le=1,

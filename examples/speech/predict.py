@@ -1,7 +1,7 @@
-"""Says a text in English, with hibari (https://pypi.org/project/hibari-tts/).
+"""Speaks English text with hibari (https://pypi.org/project/hibari-tts/).
 
-Its network is distilled from Kokoro-82M and is in the package. It has one voice there; others are
-downloads, which a class at work does not make.
+Its network is distilled from Kokoro-82M and is included in the package with one voice. Other voices
+are downloads, which a class in production must not make.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cog import BasePredictor, Input, Path
 RATE_HZ = 24_000
 VOICES = ("heart",)
 SEED = 0
-"""Of the breath in the voice, so equal texts give equal files."""
+"""Seed of the breathing noise in the voice, so that equal texts produce equal files."""
 FORMATS = {
     "mp3": ("MP3", "MPEG_LAYER_III"),
     "opus": ("OGG", "OPUS"),
@@ -28,7 +28,7 @@ FORMATS = {
     "wav": ("WAV", "PCM_16"),
     "pcm": ("RAW", "PCM_16"),
 }
-"""The file and the encoding of each in libsndfile. It has none for aac."""
+"""The libsndfile format and encoding of each kind. libsndfile does not support aac."""
 
 
 ENDLESS_WAV = struct.pack(
@@ -36,11 +36,11 @@ ENDLESS_WAV = struct.pack(
     *(b"RIFF", 0xFFFFFFFF, b"WAVE", b"fmt ", 16, 1, 1, RATE_HZ, 2 * RATE_HZ, 2, 16),
     *(b"data", 0xFFFFFFFF),
 )
-"""The header of a wav whose length is not known."""
+"""Header of a wav whose length is unknown."""
 
 
 class InvalidInput(ValueError):
-    """An input that this model does not take."""
+    """An invalid input."""
 
     def __init__(self, field: str, reason: str) -> None:
         super().__init__(reason)
@@ -48,23 +48,23 @@ class InvalidInput(ValueError):
 
 
 class Predictor(BasePredictor):
-    """Says texts."""
+    """Speaks texts."""
 
     def setup(self) -> None:
-        """Reads the network and the dictionary."""
-        from hibari import Hibari  # `work` needs none of it
+        """Loads the network and the dictionary."""
+        from hibari import Hibari  # `work` needs neither
 
         self.say = Hibari(threads=int(os.environ.get("OMP_NUM_THREADS", "1")))
         self.say("Ready.")
 
     def work(self, input: Any) -> int:
-        """Characters."""
+        """Returns the number of characters."""
         return len(input.input)
 
     def predict(
         self,
         input: str = Input(description="The text.", min_length=1, max_length=4096),
-        voice: str = Input(description="Who says it: heart.", default=VOICES[0]),
+        voice: str = Input(description="The voice: heart.", default=VOICES[0]),
         response_format: str = Input(
             description="pcm: 24 kHz, 16 bits, little-endian, one channel.",
             default="mp3",
@@ -72,13 +72,16 @@ class Predictor(BasePredictor):
         ),
         speed: float = Input(description="1: as usual.", default=1.0, ge=0.25, le=4),
         stream: bool = Input(
-            description="A file for each sentence as it is said; all together are the whole file.",
+            description=(
+                "True to return a file per sentence as soon as it is spoken; joined, they are the "
+                "whole file."
+            ),
             default=False,
         ),
     ) -> Iterator[Path]:
-        """Yields the file with the sound, 24 kHz in one channel, whole or in parts."""
+        """Yields the file with the sound, 24 kHz in one channel, as a whole or in parts."""
         if voice not in VOICES:
-            raise InvalidInput("voice", f"not one of {', '.join(VOICES)}")
+            raise InvalidInput("voice", f"must be one of {', '.join(VOICES)}")
         folder = LocalPath(tempfile.mkdtemp())
         sentences = self.say.stream(input, speed=speed, seed=SEED)
         number = -1
@@ -88,20 +91,17 @@ class Predictor(BasePredictor):
             target.write_bytes(part)
             yield Path(target)
         if number < 0:
-            raise InvalidInput("input", "there is nothing in it to say")
+            raise InvalidInput("input", "it contains no words to speak")
 
 
 def parts_of(
     sentences: Iterable[Any], folder: LocalPath, kind: str, *, is_whole: bool
 ) -> Iterator[bytes]:
-    """Yields the bytes of a file with what is said: as they come, or all at its end.
+    """Yields the bytes of the sound file: in parts as they are produced, or all at the end.
 
     Args:
-        sentences: samples of each.
-        folder: for the file.
-        kind: one of FORMATS.
-        is_whole: True if all bytes come at once. Otherwise the header of a wav says, as OpenAI's
-            does, that its length is not known.
+        is_whole: True if all bytes are returned at once. Otherwise the header of a wav declares an
+            unknown length, like OpenAI's.
     """
     is_endless = kind == "wav" and not is_whole
     written, encoding = FORMATS["pcm" if is_endless else kind]

@@ -1,4 +1,4 @@
-"""What the tests of recordings share: the transcriber's Python, sentences, and a stack."""
+"""Shared by the tests of recordings: the transcriber's Python, sentences, and a stack."""
 
 from __future__ import annotations
 
@@ -25,16 +25,19 @@ from workers.models.custom.environments import python_for
 
 KEY = key_for("default")
 FORMATS = ("mp3", "opus", "flac", "wav", "pcm")
-"""What examples/speech speaks."""
+"""Text for examples/speech to speak."""
 PACKAGE = "pocketsphinx-testdata"
 PACKAGE_SHA256 = "eaeb7a01d54f20b799d1a81ef110ec544b2cb47ea006614078220737a33019f0"
-"""Of version 0.8+5prealpha+1-15. It has five sentences of LibriVox, with what is said (BSD-2)."""
+"""Digest of version 0.8+5prealpha+1-15.
+
+It has five LibriVox sentences with their transcripts (BSD-2).
+"""
 LINE = re.compile(r"<s> (?P<said>.*) </s> \((?P<name>\S+)\)")
 
 
 @pytest.fixture(scope="package")
 def python() -> str:
-    """The Python that has the packages of the transcriber."""
+    """Returns the Python that has the transcriber's packages."""
     fetched("transcribe")
     try:
         python_for(EXAMPLES / "speech")
@@ -45,7 +48,7 @@ def python() -> str:
 
 @pytest.fixture(scope="package")
 def sentences() -> dict[Path, str]:
-    """Recordings, and what is said in them. Skips without a mirror of Debian."""
+    """Returns recordings with their transcripts. Skips without a Debian mirror."""
     folder = (KEPT / "transcribe" / "recordings").absolute()
     data = folder / "usr/share/pocketsphinx/test/data/librivox"
     if not data.is_dir():
@@ -68,7 +71,7 @@ def sentences() -> dict[Path, str]:
 
 @pytest.fixture(scope="package")
 def url(python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The URL of a stack that transcribes and speaks."""
+    """Returns the URL of a stack that transcribes and speaks."""
     folder = tmp_path_factory.mktemp("stack")
     entries = []
     for name in ("transcribe", "speech"):
@@ -87,20 +90,18 @@ def url(python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="package")
 def client(url: str) -> Iterator[Any]:
-    """A client of OpenAI's API."""
     with openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0) as opened:
         yield opened
 
 
 def oracle(python: str, kind: str, *arguments: str | Path) -> str:
-    """What oracle.py prints."""
     return run(python, EXAMPLES / "transcribe" / "oracle.py", kind, *arguments)
 
 
 def run(python: str, code: str | Path, *arguments: str | Path) -> str:
-    """What Python prints for a text or a file, on as many threads as a class has.
+    """Returns Python's output for a program, with as many threads as a class has.
 
-    Sums of floats depend on the number of threads, and on some CPUs a word depends on them.
+    Sums of floats depend on the number of threads, which changes a word on some CPUs.
     """
     program = ["-c", code] if isinstance(code, str) else [str(code)]
     done = subprocess.run(

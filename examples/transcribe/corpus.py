@@ -1,9 +1,9 @@
-"""Makes recordings from ten origins, each damaged in six ways.
+"""Makes recordings from ten sources, each damaged in six ways.
 
-`corpus.py corpus SPEECH FOLDER`, by the Python that has the packages of the transcriber. Prints one
-JSON object per recording: its `path`, `origin` and `damage`, the `seconds` of sound in it, and how
-many are `counted` and `decoded`, or an `error`. The two recordings of Chromium come from recorded/.
-`lengths` makes recordings of several lengths instead.
+`corpus.py corpus SPEECH FOLDER` runs in the Python that has the transcriber's packages. It prints
+one JSON object per recording: its `path`, `origin` and `damage`, the `seconds` of sound in it, and
+how many are `counted` and `decoded`, or an `error`. The two recordings by Chromium are in
+recorded/. `lengths` makes recordings of several lengths instead.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from recordings import InvalidInput, count_seconds, mp3_frame
 
 FINE_HZ = 44_100
 KEPT_SHARE = 0.6
-"""Share of the bytes that are left of a recording that was cut off."""
+"""Fraction of its bytes that a truncated recording keeps."""
 HOLE_BYTES = 600
 ID3 = b"ID3\4\0\0\0\0\7\x68" + bytes(7 * 128 + 104)
 ID3V1 = b"TAG" + bytes(125)
 CHROMIUM_S = {"webm": 6.96, "mp4": 6.88}
-"""What FFmpeg decodes from the files in recorded/."""
+"""Seconds that FFmpeg decodes from the files in recorded/."""
 
 
 def make_origins(speech: Path, folder: Path) -> dict[str, tuple[Path, float]]:
@@ -69,7 +69,7 @@ def make_origins(speech: Path, folder: Path) -> dict[str, tuple[Path, float]]:
 
 
 def variable_mp3(samples: Any) -> bytes:
-    """Returns an MP3 whose bit rate changes."""
+    """Returns an MP3 with variable bit rate."""
     file = io.BytesIO()
     options: dict[str, Any] = {"bitrate_mode": "VARIABLE", "compression_level": 0.3}
     soundfile.write(file, samples, FINE_HZ, format="MP3", **options)
@@ -77,7 +77,7 @@ def variable_mp3(samples: Any) -> bytes:
 
 
 def without_xing(data: bytes) -> bytes:
-    """Removes the first frame of an MP3, which has no sound and says how many follow."""
+    """Removes the first frame of an MP3, which has no sound and declares the number of frames."""
     frame = mp3_frame(data)
     assert frame is not None
     assert re.search(rb"Xing|Info", data[: frame.size])
@@ -85,7 +85,7 @@ def without_xing(data: bytes) -> bytes:
 
 
 def lie(data: bytes, name: str) -> bytes:
-    """Halves each length that a header declares, or says that it is unknown."""
+    """Halves each length declared in a header, or marks it as unknown."""
     if name.endswith(".wav"):
         at = data.index(b"data") + 4
         return data[:4] + bytes(4) + data[8:at] + bytes(4) + data[at + 4 :]
@@ -115,7 +115,7 @@ def punch(data: bytes) -> bytes:
 
 
 def damage_all(path: Path, seconds: float) -> list[tuple[str, bytes, float | None]]:
-    """Returns the kind of each damage, the bytes, and the seconds of sound. None: not known."""
+    """Returns each damage, the bytes, and the seconds of sound. None: unknown."""
     data = path.read_bytes()
     return [
         ("none", data, seconds),
@@ -128,7 +128,7 @@ def damage_all(path: Path, seconds: float) -> list[tuple[str, bytes, float | Non
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Returns how much sound is counted in a file, and how much is decoded."""
+    """Returns how much sound in a file is counted, and how much is decoded."""
     try:
         counted = count_seconds(path)
         return {"counted": counted, "decoded": sum(map(len, decode(path))) / RATE_HZ}
@@ -147,9 +147,9 @@ def show_corpus(speech: str, folder: str) -> None:
 
 
 def show_lengths(speech: str, folder: str) -> None:
-    """Prints what is read from recordings of several lengths, rates and channels.
+    """Prints what is read from recordings of several lengths, sample rates and channels.
 
-    All end in silence, of which some encoders make very short frames.
+    All end in silence, which some encoders write as very short frames.
     """
     samples, _ = soundfile.read(speech, dtype="float32")
     formats = {"a.wav": "PCM_24", "b.wav": "MS_ADPCM", "a.flac": "PCM_16", "a.aiff": "PCM_16"}

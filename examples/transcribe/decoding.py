@@ -1,4 +1,4 @@
-"""Decodes the sound that recordings.py has counted, as Whisper takes it.
+"""Decodes the sound that recordings.py has counted, in the format that Whisper takes.
 
 libsndfile decodes a file block by block if its header has the length that was counted. Everything
 else is decoded by FFmpeg, as a whole: m4a and webm, and files whose header is wrong. Both come in
@@ -19,15 +19,15 @@ import soxr
 from recordings import InvalidInput, Part, find_parts
 
 RATE_HZ = 16_000
-"""Whisper's."""
+"""Sample rate of Whisper."""
 BLOCK_S = 30
 FULL_SCALE = 32_768
 TOLERANCE_S = 0.1
-"""The most sound that may be missing: a frame that was cut off, and samples of an encoder."""
+"""Maximum sound that may be missing: a truncated frame, and samples added by an encoder."""
 MAX_WHOLE_S = 4 * 3600
-"""Seconds of one channel that FFmpeg may decode as a whole: about 2 GiB while it decodes."""
+"""Maximum seconds of one channel that FFmpeg may decode at once: about 2 GiB while it decodes."""
 CANCELED_BELOW = 0.05
-"""Of two channels that cancel each other out, the mean has less than this part of the power."""
+"""Two channels cancel each other out if their mean has less than this share of the power."""
 
 
 def decode(path: Path) -> Iterator[Any]:
@@ -96,14 +96,14 @@ def _decode_whole(part: Part, done_s: float) -> Iterator[Any]:
 
 
 def _incomplete(seconds: float) -> InvalidInput:
-    return InvalidInput("file", f"it is damaged: it can't be read beyond {seconds:.1f} s")
+    return InvalidInput("file", f"it is damaged: it can't be read past {seconds:.1f} s")
 
 
 def mix(block: Any) -> Any:
-    """Returns one channel of several, second by second.
+    """Mixes several channels into one, second by second.
 
-    It is their mean. If they cancel each other out because one of two wires was swapped, it is the
-    loudest of them. Samples that are not numbers are silent.
+    The result is their mean, or the loudest channel if they cancel each other out because two wires
+    were swapped. Samples that are not numbers become silence.
 
     Args:
         block: float32, (samples, channels).
@@ -121,6 +121,6 @@ def mix(block: Any) -> Any:
 
 
 def _round(samples: Any) -> Any:
-    """Rounds to 16 bits. So a window is the same whether it was a file in between or not."""
+    """Rounds to 16 bits, so that a window is the same if it was in a file in between."""
     whole = np.clip(np.rint(samples * FULL_SCALE), -FULL_SCALE, FULL_SCALE - 1)
     return whole.astype(np.float32) / np.float32(FULL_SCALE)

@@ -1,9 +1,9 @@
-"""What tests compare the transcriber with. Run by the Python that has its packages.
+"""Reference results for tests of the transcriber. Runs in the Python that has its packages.
 
-`direct`: faster-whisper, called directly. `windows`: its windows of a recording, beside those that
-come as a stream. `random`: the same of random probabilities of speech. `cuts`: where speech
-without pauses is cut. `steps`: the classes of a
-flow, one behind the other. `longer`: makes a long recording of others.
+`direct`: faster-whisper, called directly. `windows`: its windows of a recording, compared with the
+streamed ones. `random`: the same with random speech probabilities. `cuts`: where continuous speech
+is cut. `steps`: the classes of a flow, one after the other. `longer`: makes a long recording from
+others.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ import windows as ours  # noqa: E402  its folder comes first
 from decoding import BLOCK_S  # noqa: E402
 
 VAD = {"max_speech_duration_s": ours.WINDOW_S, "min_silence_duration_ms": 160}
-"""Those of faster-whisper's BatchedInferencePipeline."""
+"""Options of faster-whisper's BatchedInferencePipeline."""
 PAUSES_S = (0.2, 0.4, 0.8, 1.5, 3.0, 8.0)
 
 
 def whole(path: str) -> Any:
-    """The samples of a recording, all at once."""
+    """Returns all samples of a recording."""
     return np.concatenate([np.zeros(0, np.float32), *ours.decode(Path(path))])
 
 
 def chunks_of(samples: Any) -> tuple[list[list[int]], list[Any]]:
-    """Places of speech, and the windows that faster-whisper makes of them."""
+    """Returns the positions of speech, and the windows that faster-whisper makes from them."""
     vad = ours.faster_whisper().vad
     parts = vad.get_speech_timestamps(samples, vad.VadOptions(**VAD))
     places = [[one["start"], one["end"]] for one in parts]
@@ -46,7 +46,7 @@ def chunks_of(samples: Any) -> tuple[list[list[int]], list[Any]]:
 
 
 def same(cut: list[ours.Window], places: list[list[int]], chunks: list[Any]) -> bool:
-    """True if windows are these chunks."""
+    """True if the windows equal these chunks."""
     return (
         [one for window in cut for one in window.places] == places
         and len(cut) == len(chunks)
@@ -55,14 +55,14 @@ def same(cut: list[ours.Window], places: list[list[int]], chunks: list[Any]) -> 
 
 
 def show_windows(path: str) -> None:
-    """Prints the number of windows of a recording, which are those of faster-whisper."""
+    """Prints the number of windows in a recording. Fails if faster-whisper's windows differ."""
     cut = list(ours.windows_of(Path(path)))
     assert same(cut, *chunks_of(whole(path)))
     print(len(cut))
 
 
 def probabilities(rng: np.random.Generator) -> Any:
-    """Probabilities of speech in frames, in runs of many lengths or without any order."""
+    """Returns speech probabilities of frames, in runs of many lengths or in random order."""
     frames = int(rng.integers(1, 4000))
     if rng.random() < 0.3:
         return rng.random(frames).astype(np.float32)
@@ -71,14 +71,14 @@ def probabilities(rng: np.random.Generator) -> Any:
         length = int(rng.choice([1, 2, 4, 6, 20, 60, 200, 900]))
         runs.append(np.full(length, rng.choice([0.1, 0.4, 0.9], p=[0.4, 0.15, 0.45]), np.float32))
     together = np.concatenate(runs)[:frames]
-    # A pause now and then: faster-whisper cuts speech that has none inside a word.
+    # With a pause now and then, because faster-whisper cuts speech without pauses inside a word.
     for start in range(400, len(together), 400):
         together[start : start + 5] = 0.1
     return together
 
 
 class Detector:
-    """Has seen all probabilities before."""
+    """Returns predefined probabilities."""
 
     known: Any = None
 
@@ -86,13 +86,13 @@ class Detector:
         self.at = 0
 
     def probabilities(self, samples: Any) -> list[float]:
-        """The next ones."""
+        """Returns the next ones."""
         first, self.at = self.at, self.at + len(samples) // ours.FRAME
         return [float(one) for one in Detector.known[first : self.at]]
 
 
 def show_random(count: str) -> None:
-    """Prints the most seconds of sound that were held at a time, in windows of random parts."""
+    """Prints the maximum seconds of sound held at a time, for windows of random parts."""
     vad, most = ours.faster_whisper().vad, 0
     setattr(ours, "SpeechDetector", Detector)  # noqa: B010  one that knows them
     for seed in range(int(count)):
@@ -112,7 +112,7 @@ def show_random(count: str) -> None:
 
 
 def show_cuts() -> None:
-    """Prints where speech without a pause is cut, in seconds. It is quiet every 7 s for 64 ms."""
+    """Prints where continuous speech is cut, in seconds. It is quiet every 7 s for 64 ms."""
     setattr(ours, "SpeechDetector", Detector)  # noqa: B010  one that knows them
     seconds = 100
     Detector.known = np.full(seconds * ours.RATE_HZ // ours.FRAME + 1, 0.9, np.float32)
@@ -127,7 +127,7 @@ def show_cuts() -> None:
 
 
 def predictor_of(name: str) -> Any:
-    """The class of an example, set up."""
+    """Returns the class of an example after its setup."""
     spec = importlib.util.spec_from_file_location(name, EXAMPLES / name / "predict.py")
     assert spec is not None
     assert spec.loader is not None
@@ -150,7 +150,7 @@ DEFAULTS = {
 
 
 def show_steps(path: str) -> None:
-    """Prints the transcript of the steps of a flow, and fails unless it is that of the whole."""
+    """Prints the transcript produced by the steps of a flow. Fails if it differs from the whole."""
     cut = predictor_of("windows").predict(Path(path))
     hears = predictor_of("transcribe")
     said = [list(hears.predict(one, **DEFAULTS, vad_filter=False)) for one in cut.windows]
@@ -161,7 +161,7 @@ def show_steps(path: str) -> None:
 
 
 def show_samples(path: str) -> None:
-    """Fails unless two windows that are equal give equal texts, with another one in between."""
+    """Fails unless two equal windows produce equal texts, with another one in between."""
     hears = predictor_of("transcribe")
     texts = [
         [one["text"] for one in hears.predict(Path(path), **(DEFAULTS | {"temperature": heat}))]
@@ -172,7 +172,7 @@ def show_samples(path: str) -> None:
 
 
 def watch(hears: Any) -> list[float]:
-    """Has a model add the temperature of each generation, also of those that give no segment."""
+    """Records the temperature of each generation of a model, including ones without a segment."""
     heats, generate = list[float](), type(hears).generate_with_fallback
 
     def generate_and_tell(*arguments: Any) -> Any:
@@ -185,13 +185,12 @@ def watch(hears: Any) -> list[float]:
 
 
 def show_direct(kind: str, path: str) -> None:
-    """Prints what faster-whisper writes, called directly, and what it took.
+    """Prints the text of faster-whisper, called directly, and the resources used.
 
     Args:
-        kind: `sequence`: the whole recording, each text with the ones before it as its prompt.
-            `batched`: BatchedInferencePipeline. `windows`: the same windows, but each as a
-            recording of its own, with its temperatures.
-        path: of the recording.
+        kind: `sequence`: the whole recording, each text with the previous ones as its prompt.
+            `batched`: BatchedInferencePipeline. `windows`: the same windows, but each as a separate
+            recording with its own temperatures.
     """
     import ctranslate2
 
@@ -220,7 +219,7 @@ def show_direct(kind: str, path: str) -> None:
             heats = watch(hears)
             said += hears.transcribe(chunk)[0]
             if any(heats):
-                hears = load()  # its thread takes no other seed
+                hears = load()  # its thread accepts only one seed
     text = "".join(one.text for one in said).strip()
     used_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
     took = {
@@ -232,9 +231,9 @@ def show_direct(kind: str, path: str) -> None:
 
 
 def make_longer(target: str, minutes: str, *paths: str) -> None:
-    """Writes a long recording of others in changing order, loudness and distance.
+    """Writes a long recording made from others, varying in order, loudness and distance.
 
-    No two windows are equal, so nothing in it comes from a cache. Prints the order.
+    No two windows are equal, so nothing comes from a cache. Prints the order.
     """
     rng, order = random.Random(41), list[int]()
     recordings = [soundfile.read(path, dtype="float32")[0] for path in paths]

@@ -1,12 +1,12 @@
-"""Writes down what is said in a recording, with Whisper (https://arxiv.org/abs/2212.04356).
+"""Transcribes a recording with Whisper (https://arxiv.org/abs/2212.04356).
 
 faster-whisper computes it on CTranslate2: in 8-bit integers on a CPU, in half precision on a GPU.
 Its module for files imports PyAV, whose wheel bundles encoders under the GPL. So PyAV is not
 installed here (overrides.txt): recordings.py counts the sound in a file, and decoding.py decodes it
 (docs/decisions/0128-sound-in-recordings.md).
 
-A recording is cut into windows at silences, and each window is transcribed on its own. So the first
-segments arrive while the rest is being read.
+A recording is cut into windows at silences, and each window is transcribed separately. So the first
+segments arrive while the rest is still being read.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from windows import RATE_HZ, faster_whisper, whole_of, windows_of
 WEIGHTS = LocalPath(__file__).parent / "weights"
 TASKS = ["transcribe", "translate"]
 SEED = 0
-"""Of the samples at a temperature above 0, so equal windows give equal texts.
+"""Seed for sampling at temperatures above 0, so that equal windows produce equal texts.
 
-A thread of CTranslate2 takes the seed once, at its first sample. So after a window for which there
-were samples, the weights are read again: 0.4 s for Whisper tiny on a CPU.
+A CTranslate2 thread takes the seed only once, at its first sample. So the weights are loaded again
+after a window that used sampling: 0.4 s for Whisper tiny on a CPU.
 """
 BAR = 10
 
@@ -38,7 +38,7 @@ class Predictor(BasePredictor):
     """Transcribes and translates."""
 
     def setup(self) -> None:
-        """Reads the weights."""
+        """Loads the weights."""
         if not WEIGHTS.is_dir():
             raise FileNotFoundError(f"{WEIGHTS} is missing: make example NAME=transcribe")
         import ctranslate2
@@ -48,8 +48,8 @@ class Predictor(BasePredictor):
         self.load()
 
     def load(self) -> None:
-        """Reads the weights, for threads that have taken no seed."""
-        self.model: Any = None  # its memory is free before the weights are read
+        """Loads the weights, for threads that have not taken a seed."""
+        self.model: Any = None  # frees memory before the weights are loaded
         self.has_sampled = False
         self.model = faster_whisper().WhisperModel(
             str(WEIGHTS),
@@ -62,7 +62,7 @@ class Predictor(BasePredictor):
         def watched(*arguments: Any) -> Any:
             before, self.has_sampled = self.has_sampled, True  # also if it is canceled
             result = generate(*arguments)
-            # The third is the temperature, and 0 if the first attempt at that was good enough.
+            # The third element is the temperature, which is 0 if the first attempt was good enough.
             self.has_sampled = before or result[2] > 0
             return result
 
@@ -77,13 +77,14 @@ class Predictor(BasePredictor):
         self,
         file: Path = Input(description="The recording: wav, flac, mp3, ogg, m4a, webm or aac."),
         language: str = Input(
-            description="Of the recording, in ISO 639-1. Empty: it is detected.", default=""
+            description=("Language of the recording, in ISO 639-1. Empty: it is detected."),
+            default="",
         ),
         prompt: str = Input(
-            description="What comes before, or words as they are spelled.", default=""
+            description="Text that comes before, or words as they are spelled.", default=""
         ),
         temperature: float = Input(
-            description="0: the likeliest words, with others only if these can't be right.",
+            description="0: the likeliest words; others are sampled only if those can't be right.",
             default=0.0,
             ge=0,
             le=1,
@@ -91,22 +92,26 @@ class Predictor(BasePredictor):
         task: str = Input(
             description="`translate`: into English.", default="transcribe", choices=TASKS
         ),
-        word_timestamps: bool = Input(description="When each word is said.", default=False),
+        word_timestamps: bool = Input(
+            description=("True to return start and end of each word."), default=False
+        ),
         vad_filter: bool = Input(
-            description="False: the file is one window, at most 30 s without long silences.",
+            description=(
+                "False: the file is treated as one window, at most 30 s without long silences."
+            ),
             default=True,
         ),
     ) -> Iterator[dict[str, Any]]:
-        """Yields each segment as soon as its window is written, with its start and end in seconds.
+        """Yields each segment once its window is transcribed, with its start and end in seconds.
 
-        Each has the language and the duration of the whole recording. One in which nobody speaks
-        has a single segment without text.
+        Each has the language and duration of the whole recording. A recording without speech has a
+        single segment without text.
         """
         known = self.model.supported_languages
         if language and language not in known:
-            raise InvalidInput("language", f"not one of {', '.join(sorted(known))}")
+            raise InvalidInput("language", f"must be one of {', '.join(sorted(known))}")
         if task == "translate" and known == ["en"]:
-            raise InvalidInput("task", "this model knows English only")
+            raise InvalidInput("task", "this model supports only English")
         options: dict[str, Any] = {
             "language": language or None,
             "task": task,
@@ -122,7 +127,7 @@ class Predictor(BasePredictor):
                 self.load()
             self.seed(SEED)
             segments, info = self.model.transcribe(window.samples, **options)
-            # A recording has the language of its first window.
+            # The language of the first window applies to the whole recording.
             options["language"] = info.language
             about = {"language": info.language}
             yield from transcript.add((shown(one) | about for one in segments), window.places)
@@ -131,14 +136,14 @@ class Predictor(BasePredictor):
 
 
 def show_progress(done_s: float, all_s: float) -> None:
-    """Prints a line that Replicate's clients read (`parseProgressFromLogs`)."""
+    """Prints a line that Replicate's clients parse (`parseProgressFromLogs`)."""
     share = min(1.0, done_s / all_s)
     bar = ("#" * round(BAR * share)).ljust(BAR)
     print(f"{share:4.0%}|{bar}| {int(min(done_s, all_s))}/{int(all_s)}", file=sys.stderr)
 
 
 def shown(segment: Any) -> dict[str, Any]:
-    """A segment of faster-whisper, ready for JSON."""
+    """Returns a segment of faster-whisper, ready for JSON."""
     return {
         "seek": segment.seek,
         "start": float(segment.start),

@@ -1,13 +1,13 @@
 """Finds the sound in a recording and counts it, to the last byte of the file.
 
-A header may be wrong about how much sound follows: a recorder that writes to a pipe can't go back
-to fill in a length, a file that was put together from several keeps the first one's header, and a
-recorder whose battery ran out never wrote the last one. So frames, pages and blocks are counted
-here, without decoding them, and headers only say how to read them. The decoder then has to find as
-much sound as was counted (decoding.py). If it finds less, the recording is refused: no sound is
-lost silently.
+A header may declare the wrong amount of sound: a recorder that writes to a pipe can't go back to
+fill in a length, a file that was joined from several keeps the header of the first one, and a
+recorder whose battery ran out never wrote the last header. So frames, pages and blocks are counted
+here without decoding them, and headers are used only to find out how to read them. The decoder then
+has to find as much sound as was counted (decoding.py). If it finds less, the recording is rejected:
+no sound is lost silently.
 
-A file is split into parts where another recording was appended to it, because no decoder expects
+A file is split at every place where another recording was appended, because decoders don't expect
 another sample rate or another header in the middle.
 
 Formats: WAV (https://www.mmsp.ece.mcgill.ca/Documents/AudioFormats/WAVE/WAVE.html), Ogg (RFC 3533,
@@ -30,22 +30,27 @@ import codecpod
 
 FORMATS = "wav, flac, mp3, ogg, m4a, webm or aac"
 TO_THE_END = (0, 0xFFFFFFFF, 0x7FFFFFFF)
-"""Sizes that stand for an unknown size in the header of a WAV."""
+"""Sizes that mean an unknown size in the header of a WAV."""
 PCM_TAGS = (1, 3, 6, 7, 0xFFFE)
-"""Encodings of WAV that have one sample of each channel per block."""
+"""WAV encodings with one sample of each channel per block."""
 OPUS_RATE_HZ = 48_000
 MAX_PARTS = 1000
 MAX_STRAY_BYTES = 1 << 18
-"""Bytes between two frames of MP3 or AAC that are none. More take seconds to search."""
+"""Maximum bytes between two MP3 or AAC frames that do not belong to a frame.
+
+Searching more takes seconds.
+"""
 MAX_BOXES = 200_000
-"""Chunks of a WAV before its sound, and boxes of an MP4. Two hours in fragments of 100 ms have
-144,000."""
+"""Maximum WAV chunks before the sound, or MP4 boxes.
+
+Two hours in fragments of 100 ms have 144,000.
+"""
 MAX_STRAY_FRAMES = 100_000
-"""Places in a FLAC that look like a frame and are none. A random 64 MiB has 2,000."""
+"""Maximum places in a FLAC file that only look like a frame. 64 MiB of random data has 2,000."""
 
 
 class InvalidInput(ValueError):
-    """An input that this model can't use. `field` is its name."""
+    """An invalid input. `field` is its name."""
 
     def __init__(self, field: str, reason: str) -> None:
         super().__init__(reason)
@@ -57,7 +62,7 @@ class Part:
     """A recording within a file, or the whole file.
 
     `data`: its bytes, with a header that has the right length if its format needs one. `seconds`:
-    the sound that was counted. `is_file`: whether `data` is all of the file, unchanged.
+    the counted sound. `is_file`: true if `data` is the whole file, unchanged.
     """
 
     data: bytes
@@ -93,13 +98,13 @@ def count_seconds(path: Path) -> float:
     """Returns the seconds of sound in a file.
 
     Raises:
-        InvalidInput: as `find_parts`.
+        InvalidInput: see `find_parts`.
     """
     return sum(part.seconds for part in find_parts(path))
 
 
 def _without_id3(data: bytes) -> bytes:
-    """Removes the ID3v2 tags before the sound. Some programs write them for any format."""
+    """Removes ID3v2 tags before the sound. Some programs write them for any format."""
     at = 0
     while data[at : at + 3] == b"ID3" and at + 10 < len(data):
         at += _id3_bytes(data, at)
@@ -107,18 +112,18 @@ def _without_id3(data: bytes) -> bytes:
 
 
 def _id3_bytes(data: bytes, at: int) -> int:
-    """Returns the size of the ID3v2 tag at a place."""
+    """Returns the size of the ID3v2 tag at a position."""
     a, b, c, d = (byte & 0x7F for byte in data[at + 6 : at + 10])
     footer = 10 if data[at + 5] & 0x10 else 0
     return 10 + (a << 21 | b << 14 | c << 7 | d) + footer
 
 
 def _damaged(seconds: float) -> InvalidInput:
-    return InvalidInput("file", f"it is damaged {seconds:.1f} s from its start")
+    return InvalidInput("file", f"it is damaged at {seconds:.1f} s")
 
 
 def _declared(data: bytes) -> Part:
-    """A part whose header is believed. Decoding it shows whether that was right."""
+    """Returns a part whose header is trusted. Decoding it shows whether it was right."""
     try:
         info = codecpod.info(data)
         frames, rate = info.frames, info.sample_rate
@@ -143,7 +148,7 @@ def find_wav(data: bytes) -> Iterator[Part]:
 
 
 def _wav_part(data: bytes, start: int) -> tuple[Part | None, int]:
-    """Returns the recording at a place, if it has sound, and where it ends."""
+    """Returns the recording at a position, if it has sound, and its end."""
     at, form = start + 12, b""
     for _ in range(MAX_BOXES):
         if at + 8 > len(data):
@@ -162,7 +167,7 @@ def _wav_part(data: bytes, start: int) -> tuple[Part | None, int]:
     if len(form) < 16:
         raise InvalidInput("file", "the wav has no format")
     seconds, block = _wav_seconds(form, len(sound))
-    sound = sound[: len(sound) // block * block]  # a sample that was cut in two is none
+    sound = sound[: len(sound) // block * block]  # a truncated sample is dropped
     body = b"WAVE" + head + struct.pack("<4sI", b"data", len(sound)) + sound + bytes(len(sound) % 2)
     fixed = b"RIFF" + struct.pack("<I", len(body)) + body
     following = _next_riff(data, end)
@@ -172,9 +177,9 @@ def _wav_part(data: bytes, start: int) -> tuple[Part | None, int]:
 
 
 def _wav_data_end(data: bytes, begin: int, size: int) -> int:
-    """Returns where the samples end.
+    """Returns the end of the samples.
 
-    That is at the next chunk if there is one, otherwise at the next recording or at the end.
+    This is the next chunk if there is one, otherwise the next recording or the end of the data.
     """
     end = begin + size
     if size not in TO_THE_END and end <= len(data):
@@ -190,7 +195,7 @@ def _wav_data_end(data: bytes, begin: int, size: int) -> int:
 
 
 def _next_riff(data: bytes, end: int) -> int:
-    """Returns where the next recording begins, behind chunks that have no sound."""
+    """Returns where the next recording begins, after chunks without sound."""
     at = end
     for _ in range(MAX_BOXES):
         if at + 8 > len(data):
@@ -204,10 +209,10 @@ def _next_riff(data: bytes, end: int) -> int:
 
 
 def _wav_seconds(form: bytes, count: int) -> tuple[float, int]:
-    """Returns the seconds of sound in so many bytes, and the bytes of a block of samples."""
+    """Returns how many seconds of sound `count` bytes contain, and the bytes per block."""
     tag, _, rate, per_second, block = struct.unpack_from("<HHIIH", form)
     if not rate or not block or not per_second:
-        raise InvalidInput("file", "the wav's format has a rate of 0")
+        raise InvalidInput("file", "the wav header has a sample rate of 0")
     blocks = count // block
     if tag in PCM_TAGS:
         return blocks / rate, block
@@ -222,7 +227,7 @@ def _wav_seconds(form: bytes, count: int) -> tuple[float, int]:
 
 
 def find_ogg(data: bytes) -> Iterator[Part]:
-    """Yields the recordings in Ogg data: each begins with first pages.
+    """Yields the recordings in Ogg data. Each begins with its first pages.
 
     Raises:
         InvalidInput: a page is missing or damaged.
@@ -233,13 +238,13 @@ def find_ogg(data: bytes) -> Iterator[Part]:
         if data[at : at + 4] != b"OggS":
             following = data.find(b"OggS", at)
             if following < 0:
-                break  # a tag of another kind, or bytes that are none
+                break  # a tag of another kind, or other bytes
             raise _damaged(before_s + chain.seconds)
         count = data[at + 26]
         sizes = data[at + 27 : at + 27 + count]
         end = at + 27 + count + sum(sizes)
         if end > len(data):
-            break  # it was cut off here
+            break  # it was truncated here
         page = data[at:end]
         if chain.has_sound and page[5] & 2:
             yield Part(data[start:at], chain.seconds)
@@ -252,14 +257,14 @@ def find_ogg(data: bytes) -> Iterator[Part]:
 
 
 class _OggChain:
-    """One recording in Ogg: what its pages say about time."""
+    """An Ogg recording, with the timestamps from its pages."""
 
     def __init__(self) -> None:
         self.has_sound = False
-        """True if a page was added that is not the first one of a stream."""
+        """True after a page other than the first one of a stream."""
         self._sequence: dict[bytes, int] = {}
         self._stream: bytes | None = None
-        """The serial number of the sound."""
+        """Serial number of the sound."""
         self._rate = 0
         self._skip = 0
         self._granules = 0
@@ -269,7 +274,7 @@ class _OggChain:
         return max(0, self._granules - self._skip) / self._rate if self._rate else 0.0
 
     def add(self, page: bytes, body: bytes) -> bool:
-        """Takes a page. Returns False if it is damaged, or if one before it is missing."""
+        """Adds a page. Returns False if it is damaged, or if one before it is missing."""
         serial, (number,) = page[14:18], struct.unpack_from("<I", page, 18)
         if ogg_checksum(page) != struct.unpack_from("<I", page, 22)[0]:
             return False
@@ -304,7 +309,7 @@ _MIRRORED = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))
 
 
 def ogg_checksum(page: bytes) -> int:
-    """Returns the checksum of a page of Ogg: CRC-32 as in zlib, but over mirrored bits."""
+    """Returns the checksum of an Ogg page: CRC-32 as in zlib, but over mirrored bits."""
     mirrored = (page[:22] + bytes(4) + page[26:]).translate(_MIRRORED)
     crc = zlib.crc32(mirrored, 0xFFFFFFFF) ^ 0xFFFFFFFF
     return int.from_bytes(crc.to_bytes(4, "little").translate(_MIRRORED), "big")
@@ -325,23 +330,23 @@ def find_flac(data: bytes) -> Iterator[Part]:
             return
         rate = int.from_bytes(part[18:21], "big") >> 4
         if not rate:
-            raise InvalidInput("file", "the flac's header has a rate of 0")
+            raise InvalidInput("file", "the flac header has a sample rate of 0")
         part = _without_tag(part)
         samples, last, before_last = _flac_samples(part)
         if last and _crc16(part[last:]):
-            part, samples = part[:last], before_last  # its last frame was cut off
+            part, samples = part[:last], before_last  # its last frame was truncated
         yield Part(part, samples / rate)
 
 
 def _without_tag(data: bytes) -> bytes:
-    """Removes an ID3v1 tag behind the sound."""
+    """Removes an ID3v1 tag after the sound."""
     return data[:-128] if data[-128:-125] == b"TAG" else data
 
 
 def _flac_samples(data: bytes) -> tuple[int, int, int]:
-    """Returns the number of samples in frames, where the last one begins, and the number before it.
+    """Returns the number of samples, where the last frame begins, and the samples before it.
 
-    Frames that are missing in between count, too.
+    Missing frames in between count too.
     """
     counted = before = last = size = stray = 0
     for frame in re.finditer(rb"\xff[\xf8\xf9]", data):
@@ -354,16 +359,17 @@ def _flac_samples(data: bytes) -> tuple[int, int, int]:
         number, block, is_variable = head
         size = size or block
         first = number if is_variable else number * size
-        # What looks like a frame by chance has any number. A few may be missing before a frame.
+        # Bytes that look like a frame by chance have a random number. A few frames may be missing
+        # before a real one.
         if counted <= first <= counted + 100 * max(block, size):
             before, counted, last = first, first + block, frame.start()
     return counted, last, before
 
 
 def _flac_frame(data: bytes, at: int) -> tuple[int, int, bool] | None:
-    """Returns the number of a frame, its samples, and whether numbers count samples.
+    """Returns a frame's number, its samples, and whether numbers count samples.
 
-    None: there is no frame at this place.
+    None: there is no frame at this position.
     """
     head = data[at : at + 17].ljust(17, b"\0")  # a frame of silence has 14 bytes
     code, rate = head[2] >> 4, head[2] & 15
@@ -383,7 +389,7 @@ def _flac_frame(data: bytes, at: int) -> tuple[int, int, bool] | None:
 
 
 def _crc8(data: bytes) -> int:
-    """Returns the checksum of a frame's header: the polynomial x^8 + x^2 + x + 1."""
+    """Returns the checksum of a frame header: the polynomial x^8 + x^2 + x + 1."""
     crc = 0
     for byte in data:
         crc ^= byte
@@ -393,7 +399,7 @@ def _crc8(data: bytes) -> int:
 
 
 def _crc16(data: bytes) -> int:
-    """Returns the checksum of a frame with the one at its end: x^16 + x^15 + x^2 + 1. 0: equal."""
+    """Returns the checksum of a frame including its own, 0 if intact: x^16 + x^15 + x^2 + 1."""
     crc = 0
     for byte in data:
         crc ^= byte << 8
@@ -420,9 +426,10 @@ _SYNC = re.compile(rb"\xff[\xe0-\xff]|ID3|TAG|APETAGEX")
 
 @dataclass(frozen=True)
 class Frame:
-    """The header of a frame of MP3 or ADTS.
+    """A frame header of MP3 or ADTS.
 
-    `kind`: what can't change within a recording. `size`: in bytes. `samples`: of each channel.
+    `kind`: properties that can't change within a recording. `size`: in bytes. `samples`: per
+    channel.
     """
 
     kind: tuple[int, ...]
@@ -432,7 +439,7 @@ class Frame:
 
 
 def mp3_frame(head: bytes) -> Frame | None:
-    """Reads four bytes. None: they are not the header of a frame."""
+    """Parses four bytes. None: they are not the header of a frame."""
     return _mp3_frame(head[:4])
 
 
@@ -456,7 +463,7 @@ def _mp3_frame(head: bytes) -> Frame | None:
 
 
 def adts_frame(head: bytes) -> Frame | None:
-    """Reads seven bytes. None: they are not the header of a frame."""
+    """Parses seven bytes. None: they are not the header of a frame."""
     if len(head) < 7 or head[0] != 0xFF or head[1] & 0xF6 != 0xF0:
         return None
     rate = head[2] >> 2 & 15
@@ -469,7 +476,7 @@ def adts_frame(head: bytes) -> Frame | None:
 
 
 def find_mp3(data: bytes) -> Iterator[Part]:
-    """Yields the recordings in MP3 data: each begins with a Xing header or in another format."""
+    """Yields the recordings in MP3 data. Each begins with a Xing header, or in another format."""
     return _find_frames(data, mp3_frame)
 
 
@@ -493,7 +500,7 @@ def _find_frames(data: bytes, read: Callable[[bytes], Frame | None]) -> Iterator
         if last is None:
             start = at
         else:
-            # If these bytes were sound, the decoder finds less than is counted here.
+            # If these bytes are sound, the decoder finds less than is counted here.
             samples += stray / frame.size * frame.samples
         if is_first:
             trimmed = _xing_trim(data, marks[0], at + frame.size)
@@ -506,9 +513,9 @@ def _find_frames(data: bytes, read: Callable[[bytes], Frame | None]) -> Iterator
 
 
 def _frames(data: bytes, read: Callable[[bytes], Frame | None]) -> Iterator[tuple[int, Frame, int]]:
-    """Yields the place and the header of each complete frame, and the stray bytes before it.
+    """Yields the position and header of each complete frame, and the stray bytes before it.
 
-    Stray bytes are neither part of a tag nor zero.
+    Stray bytes are bytes other than zeros and tags.
     """
     at = stray = 0
     is_synced = False
@@ -533,7 +540,7 @@ def _frames(data: bytes, read: Callable[[bytes], Frame | None]) -> Iterator[tupl
 
 
 def _tag_bytes(data: bytes, at: int) -> int:
-    """Returns the size of the tag at a place. 0: there is none."""
+    """Returns the size of the tag at a position. 0: there is none."""
     if data[at : at + 3] == b"ID3" and at + 10 <= len(data):
         return _id3_bytes(data, at)
     if data[at : at + 3] == b"TAG":
@@ -545,14 +552,14 @@ def _tag_bytes(data: bytes, at: int) -> int:
 
 
 def _xing_trim(data: bytes, place: int, end: int) -> int:
-    """Returns the samples that an encoder added, by the Xing header at a place.
+    """Returns how many samples an encoder added, according to the Xing header.
 
     http://gabriel.mp3-tech.org/mp3infotag.html
 
     Args:
         data: all bytes of the recording.
-        place: index of the first byte of the header.
-        end: index behind its frame.
+        place: index of the header's first byte.
+        end: index after its frame.
     """
     (flags,) = struct.unpack_from(">I", data.ljust(place + 8, b"\0"), place + 4)
     sizes = (4, 4, 100, 4)
@@ -567,7 +574,7 @@ def _xing_trim(data: bytes, place: int, end: int) -> int:
 
 
 def find_mp4(data: bytes) -> Iterator[Part]:
-    """Yields the recordings in MP4 data: each begins with its own `ftyp` box."""
+    """Yields the recordings in MP4 data. Each begins with its own `ftyp` box."""
     start = at = 0
     for _ in range(MAX_BOXES):
         if at + 8 > len(data):
@@ -579,7 +586,7 @@ def find_mp4(data: bytes) -> Iterator[Part]:
         if size == 1 and at + 16 <= len(data):
             (size,) = struct.unpack_from(">Q", data, at + 8)
         if size < 8:
-            break  # the rest of the file, or bytes that are no box
+            break  # the rest of the file, or bytes that are not a box
         at += size
     else:
         raise InvalidInput("file", "the m4a has too many boxes")
@@ -595,14 +602,14 @@ _ENTERED = (_SEGMENT, _CLUSTER, _GROUP, _TRACKS, _TRACK)
 _KNOWN = {0x114D9B74, 0x1549A966, 0x1C53BB6B, 0x1254C367, 0x1043A770, 0x1941A469, 0xEC, 0xBF, 0xE7}
 _KNOWN |= {_EBML, *_ENTERED, _SIMPLE_BLOCK, _BLOCK, _PADDING}
 _KNOWN |= {0xAB, 0xA7, 0x9B, 0xFB, 0xFD, 0x75A1, 0xA4, 0xC8}
-"""Elements that may be in a segment, in a cluster or in a group of blocks."""
+"""Elements allowed in a segment, a cluster or a group of blocks."""
 
 
 def find_webm(data: bytes) -> Iterator[Part]:
     """Yields the recordings in WebM data.
 
     Raises:
-        InvalidInput: there is something else between the blocks of sound.
+        InvalidInput: there is other data between the blocks of sound.
     """
     starts = [at.start() for at in re.finditer(rb"\x1a\x45\xdf\xa3[\x80-\x9f\x01]", data)]
     for start, end in pairwise([*starts, len(data)]):
@@ -612,7 +619,10 @@ def find_webm(data: bytes) -> Iterator[Part]:
 
 
 def _webm_samples(data: bytes) -> int | None:
-    """Returns the samples of the first track with Opus, at OPUS_RATE_HZ. None: there is none."""
+    """Returns the samples of the first Opus track, at OPUS_RATE_HZ.
+
+    None: there is no such track.
+    """
     sound = _OpusTrack()
     at = in_tracks = 0
     while at + 2 <= len(data) and (element := _ebml(data, at)) is not None:
@@ -630,18 +640,18 @@ def _webm_samples(data: bytes) -> int | None:
 
 
 class _OpusTrack:
-    """The sound of a WebM file, by its elements."""
+    """The sound of a WebM file, read element by element."""
 
     def __init__(self) -> None:
         self.is_found = False
         self.samples = 0
         self._number = self._last = 0
-        """The number of the sound, and the one that was read last."""
+        """Number of the sound track, and the number read last."""
         self._is_entry = False
         """True if the last track is the sound."""
 
     def add(self, name: int, head: bytes, size: int) -> None:
-        """Takes an element, with its first eight bytes."""
+        """Processes an element, given its first eight bytes."""
         value = int.from_bytes(head[:size], "big")
         if name == _TRACK:
             self._is_entry = False
@@ -662,9 +672,9 @@ def _opus_count(nanoseconds: int) -> int:
 
 
 def _ebml(data: bytes, at: int) -> tuple[int, int, int | None] | None:
-    """Returns the name of an element, where its content begins, and the size of that in bytes.
+    """Returns the name of an element, where its content begins, and the content's size in bytes.
 
-    None as the size: it is unknown. None: the data ends before.
+    A size of None means unknown. None: the data ends before the element does.
     """
     length = 9 - data[at].bit_length()
     place = at + length
@@ -679,7 +689,7 @@ def _ebml(data: bytes, at: int) -> tuple[int, int, int | None] | None:
 
 
 def opus_samples(packet: bytes) -> int:
-    """Returns the samples in a packet of Opus at 48 kHz, by its first two bytes (RFC 6716, 3.1)."""
+    """Returns the samples in an Opus packet at 48 kHz, from its first two bytes (RFC 6716, 3.1)."""
     if not packet:
         return 0
     config, code = packet[0] >> 3, packet[0] & 3

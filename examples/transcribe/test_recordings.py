@@ -1,7 +1,7 @@
-"""Recordings of many origins, damaged in many ways: all of their sound is transcribed and charged,
-or they are refused.
+"""Recordings from many sources, damaged in many ways: they are transcribed and charged in full, or
+rejected.
 
-The corpus is made by corpus.py, with the libraries of the class. FFmpeg is an oracle if it is
+corpus.py makes the corpus with the libraries of the class. FFmpeg is used as an oracle if it is
 installed.
 """
 
@@ -39,7 +39,7 @@ SAID = "The gate of the dam is open. Please keep behind the yellow line."
 class Recording:
     """A recording of the corpus.
 
-    `seconds`: of sound in it. None: nobody knows how much is left. `error`: why it can't be read.
+    `seconds`: sound in it. None: unknown. `error`: why it can't be read.
     """
 
     path: Path
@@ -61,7 +61,7 @@ def corpus(
 
 
 def transcribe(client: Any, path: Path) -> tuple[Any, float]:
-    """Returns the transcript of a recording, and what it cost in USD."""
+    """Returns the transcript of a recording, and its price in USD."""
     raw = client.audio.transcriptions.with_raw_response.create(
         model="transcribe",
         file=path,
@@ -110,7 +110,7 @@ def test_what_is_left_of_a_recording_is_what_ffmpeg_reads(corpus: list[Recording
 def test_transcripts_of_damaged_recordings_have_all_words_that_are_left(
     client: Any, corpus: list[Recording], sentences: dict[Path, str]
 ) -> None:
-    """Sixty recordings through the whole pipeline: their words, seconds and charges."""
+    """Checks words, seconds and charges of sixty recordings in the whole pipeline."""
     whole = dict[str, list[str]]()
     said = words(next(iter(sentences.values())))
     for one in corpus:
@@ -129,7 +129,8 @@ def test_transcripts_of_damaged_recordings_have_all_words_that_are_left(
         if one.damage in ("none", "lied", "tagged"):
             assert text == expected, one
         elif one.damage == "joined":
-            # Of an encoding that is hard to hear, another window may have a word more or less.
+            # In an encoding that is hard to understand, another window may have a word more or
+            # less.
             missed = 0 if one.origin.startswith("chromium") else word_errors(expected, said)
             assert word_errors(text, expected * 2) <= 1 + 2 * missed, one
         elif one.damage == "cut":
@@ -181,7 +182,7 @@ soundfile.write(sys.argv[2], samples, rate, "FLOAT")
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_our_own_speech_is_heard_in_full(client: Any, tmp_path: Path, kind: str) -> None:
-    """Whole and streamed, in each format that is spoken."""
+    """As a whole and streamed, in each format that can be spoken."""
     create = client.audio.speech.create
     options = {"model": "speech", "input": SAID, "voice": "heart"}
     pcm = create(**options, response_format="pcm").content
@@ -216,7 +217,7 @@ def test_files_that_are_no_recordings_are_refused(client: Any, tmp_path: Path) -
         "rate.wav": (empty_wav.getvalue()[:24] + bytes(8) + empty_wav.getvalue()[32:], "rate of 0"),
         "list.m4a": (b"#EXTM3U\nhttp://127.0.0.1/a.mp3\n" * 20, "m4a, webm or aac"),
         "box.m4a": (b"\0\0\0\x10ftypM4A \0\0\0\0" + bytes(200), "not a complete recording"),
-        "page.ogg": (b"OggS" + bytes(200), "it is damaged 0.0 s from its start"),
+        "page.ogg": (b"OggS" + bytes(200), "it is damaged at 0.0 s"),
         "head.webm": (b"\x1a\x45\xdf\xa3\x80" + bytes(200), "not a complete recording"),
         "head.flac": (b"fLaC" + bytes(200), "a rate of 0|it has no sound"),
     }

@@ -1,5 +1,5 @@
-"""Recordings that are written down and texts that are said, by OpenAI's client through a whole
-pipeline: as faster-whisper writes them when it is called directly.
+"""Transcribes recordings and speaks texts with OpenAI's client through the whole pipeline, and
+compares with direct calls of faster-whisper.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def test_other_files_are_read_alike(
         assert word_errors(said, words(plain)) <= 2, name
 
 
-@pytest.mark.filterwarnings("ignore:deprecated:DeprecationWarning")  # so it calls translations
+@pytest.mark.filterwarnings("ignore:deprecated:DeprecationWarning")  # makes it call translations
 def test_wrong_requests_are_named(client: Any, sentences: dict[Path, str]) -> None:
     path = next(iter(sentences))
 
@@ -119,15 +119,15 @@ def test_wrong_requests_are_named(client: Any, sentences: dict[Path, str]) -> No
     reason = "file: not a recording in wav, flac, mp3, ogg, m4a, webm or aac"
     assert refused(audio.transcriptions.create, file=noise) == ("file", reason)
     assert refused(audio.transcriptions.create, file=noise, stream=True) == ("file", reason)
-    reason = "language: not one of en"
+    reason = "language: must be one of en"
     assert refused(audio.transcriptions.create, file=path, language="fr") == ("language", reason)
-    reason = "model: this model knows English only"
+    reason = "model: this model supports only English"
     assert refused(audio.translations.create, file=path) == ("model", reason)
 
 
 @pytest.fixture(scope="module")
 def minutes(python: str, sentences: dict[Path, str]) -> Path:
-    """A recording of two minutes, with all sentences several times."""
+    """Returns a recording of two minutes, with all sentences several times."""
     path = KEPT / "transcribe" / "recordings" / "minutes.wav"
     oracle(python, "longer", path, "2", *sentences)
     return path.absolute()
@@ -169,7 +169,7 @@ def test_steps_give_the_transcript_of_the_whole(client: Any, python: str, minute
 
 
 def test_equal_windows_give_equal_samples(python: str, sentences: dict[Path, str]) -> None:
-    """At a temperature above 0, whatever was sampled before."""
+    """At a temperature above 0, regardless of earlier samples."""
     texts = json.loads(oracle(python, "samples", next(iter(sentences))))
     assert texts[0] == texts[2]
 
@@ -204,7 +204,7 @@ def test_what_is_said_can_be_written_down_again(client: Any) -> None:
     ).content
     assert 1.5 < len(slow) / len(pcm) < 2.5
     assert create(model="speech", input=text, voice="heart", response_format="pcm").content == pcm
-    with pytest.raises(openai.BadRequestError, match="voice: not one of heart"):
+    with pytest.raises(openai.BadRequestError, match="voice: must be one of heart"):
         create(model="speech", input=text, voice="alloy")
     with pytest.raises(openai.BadRequestError, match="'mp3', 'opus', 'flac', 'wav' or 'pcm'"):
         create(model="speech", input=text, voice="heart", response_format="aac")

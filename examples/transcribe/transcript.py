@@ -1,4 +1,4 @@
-"""Puts what was said in the windows of a recording into one transcript."""
+"""Joins the transcripts of a recording's windows."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 RATE_HZ = 16_000
-"""In which the places of windows are counted."""
+"""Sample rate in which window positions are counted."""
 
 
 def offset_s(places: Sequence[Sequence[int]], at_s: float, *, is_end: bool = False) -> float:
-    """Returns how much later something is in the recording than in a window.
+    """Returns the difference between times in the recording and times in a window.
 
     Args:
-        places: start and end of each part of the window, in samples of the recording.
-        at_s: time in the window. Beyond its end it is in the last part.
-        is_end: True if something ends there. Between two parts, that is in the first one.
+        places: start and end of each part in the window, in samples of the recording.
+        at_s: time in the window. After its end it counts as in the last part.
+        is_end: True if something ends there. Between two parts, that counts as in the first one.
     """
     at, before, offset = int(at_s * RATE_HZ), 0, 0
     for start, end in places:
@@ -26,7 +26,7 @@ def offset_s(places: Sequence[Sequence[int]], at_s: float, *, is_end: bool = Fal
 
 
 def in_recording(segment: dict[str, Any], places: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Returns a segment of a window with its times in the recording, as faster-whisper has them."""
+    """Returns a window's segment with times in the recording, as faster-whisper returns them."""
     words = []
     for word in segment.get("words", ()):
         offset = offset_s(places, (word["start"] + word["end"]) / 2)
@@ -42,11 +42,7 @@ def in_recording(segment: dict[str, Any], places: Sequence[Sequence[int]]) -> di
 
 
 class Transcript:
-    """Numbers the segments of a recording.
-
-    Args:
-        duration_s: of the recording.
-    """
+    """Numbers the segments of a recording."""
 
     def __init__(self, duration_s: float) -> None:
         self._duration_s = duration_s
@@ -56,7 +52,7 @@ class Transcript:
     def add(
         self, segments: Iterable[dict[str, Any]], places: Sequence[Sequence[int]]
     ) -> Iterator[dict[str, Any]]:
-        """Yields the segments of the next window as those of the recording.
+        """Yields the segments of the next window as segments of the recording.
 
         Each has the duration of the recording, and the language of its first segment.
         """
@@ -69,7 +65,7 @@ class Transcript:
             self._number += 1
 
     def finish(self, language: str = "en") -> Iterator[dict[str, Any]]:
-        """Yields a segment without text, if there is no other. `language`: what it has then."""
+        """Yields a segment without text if there is no other. `language`: its language."""
         if not self._number:
             about = {"language": language, "duration": self._duration_s}
             yield {"id": 0, "start": 0.0, "end": self._duration_s, "text": ""} | about

@@ -1,14 +1,14 @@
-"""Cuts a recording at silences into windows that Whisper takes at once.
+"""Cuts a recording at silences into windows that fit into Whisper.
 
-The windows are those of faster-whisper's BatchedInferencePipeline: Silero's detector finds the
-parts with speech, and parts that follow each other share a window while they have at most WINDOW_S
-together. Nothing in a window depends on what was said before it. So windows of one recording can be
-computed anywhere, in any order, and equal ones once.
+The windows are the same as in faster-whisper's BatchedInferencePipeline: Silero's detector finds
+the parts with speech, and consecutive parts share a window while they are at most WINDOW_S long in
+total. No window depends on the speech before it. So the windows of one recording can be computed
+anywhere, in any order, and equal ones only once.
 
 faster-whisper needs all samples of a recording. Here a few minutes of them are enough: the
-detector's state is kept from block to block, and a part is complete as soon as the silence behind
-it is as long as the silence that is added to its end. faster-whisper cuts speech without a pause
-wherever a window is full, which is inside a word. Here it is cut where it is quietest.
+detector's state is kept from block to block, and a part is complete as soon as the silence after it
+is as long as the padding added to its end. faster-whisper cuts continuous speech wherever a window
+is full, which is inside a word. Here it is cut where it is quietest.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from decoding import RATE_HZ, decode
 from recordings import InvalidInput
 
 WINDOW_S = 30
-"""Whisper's."""
+"""Sample rate of Whisper."""
 FRAME = 512
-"""Samples of which the detector gives one probability."""
+"""Samples per probability of the detector."""
 CONTEXT = 64
-"""Samples before a frame that it looks at, too."""
+"""Samples before a frame that it also looks at."""
 SPEECH_ABOVE, SILENCE_BELOW = 0.5, 0.35
 SHORT_SILENCE = RATE_HZ * 98 // 1000
-"""A part that gets too long is cut at the last silence that is longer."""
+"""A part that gets too long is cut at the last silence longer than this."""
 MIN_SILENCE = RATE_HZ * 160 // 1000
 PAD = RATE_HZ * 400 // 1000
-"""Added to a part at both ends."""
+"""Padding at both ends of a part."""
 MAX_PART = WINDOW_S * RATE_HZ - FRAME - 2 * PAD
 SEARCHED = 10 * RATE_HZ // FRAME
-"""Frames at the end of a full part among which the quietest one is searched, if it has no pause."""
+"""Frames at the end of a full part without a pause that are searched for the quietest one."""
 
 
 def faster_whisper() -> Any:
-    """The package, without PyAV: it gets samples instead of files here."""
+    """Imports the package without PyAV, because it gets samples instead of files here."""
     sys.modules.setdefault("av", ModuleType("av"))
     import faster_whisper as package
 
@@ -60,9 +60,9 @@ class Part:
 
 @dataclass
 class Window:
-    """Parts of a recording, one behind the other.
+    """Consecutive parts of a recording.
 
-    `parts`: in samples of the recording. `samples`: float32, at most WINDOW_S of them.
+    `parts`: in samples of the recording. `samples`: float32, at most WINDOW_S long.
     """
 
     parts: list[Part]
@@ -75,7 +75,7 @@ class Window:
 
 
 class SpeechDetector:
-    """Silero's, of faster-whisper, for samples that come in pieces."""
+    """Silero's detector from faster-whisper, for samples that arrive in blocks."""
 
     def __init__(self) -> None:
         self._session = faster_whisper().vad.get_vad_model().session
@@ -84,9 +84,9 @@ class SpeechDetector:
         self._context = np.zeros((1, CONTEXT), np.float32)
 
     def probabilities(self, samples: Any) -> list[float]:
-        """Returns how likely there is speech in each of the next frames.
+        """Returns how likely each of the next frames contains speech.
 
-        `samples`: a multiple of FRAME.
+        `samples`: the length is a multiple of FRAME.
         """
         if not len(samples):
             return []
@@ -100,25 +100,25 @@ class SpeechDetector:
 
 @dataclass
 class PartFinder:
-    """Finds parts with speech, as faster_whisper.vad.get_speech_timestamps does, without pads."""
+    """Finds parts with speech, like faster_whisper.vad.get_speech_timestamps without padding."""
 
     at: int = 0
-    """Where the next frame begins."""
+    """Position of the next frame."""
     start: int | None = None
-    """Where the part begins that is not complete."""
+    """Start of the current part."""
     _quiet_since: int = 0
     _cut: int = 0
     """The last silence in the part at which it may be cut, 0 if there is none."""
     _after_cut: int = 0
-    """Where speech goes on behind it."""
+    """Position where speech resumes after that silence."""
     _powers: deque[float] = field(default_factory=lambda: deque(maxlen=SEARCHED))
-    """The power of the last frames."""
+    """Power of the last frames."""
 
     def add(self, probability: float, power: float) -> Part | None:
-        """Takes the next frame. Returns the part that it completes.
+        """Processes the next frame. Returns the part that it completes.
 
         Args:
-            probability: probability of speech.
+            probability: speech probability.
             power: mean square of its samples.
         """
         now, self.at = self.at, self.at + FRAME
@@ -137,8 +137,8 @@ class PartFinder:
         return self._end(now) if is_silence else None
 
     def _divide(self, now: int, *, is_silence: bool) -> Part:
-        """Ends a part that is too long: at its last pause, otherwise where it is quietest."""
-        assert self.start is not None, "only a part is divided; this is a bug"
+        """Ends a part that is too long: at its last pause, or else where it is quietest."""
+        assert self.start is not None, "there is no part to divide; this is a bug"
         if not self._cut:
             place = self._find_quietest()
             part, self.start = Part(self.start, place), place
@@ -152,14 +152,14 @@ class PartFinder:
         return part
 
     def _find_quietest(self) -> int:
-        """Returns the place between two of the last frames that have the least power together."""
+        """Returns the boundary of the two adjacent recent frames with the lowest total power."""
         powers = np.array(self._powers)
         together = powers[:-1] + powers[1:]
         return self.at - FRAME * (len(together) - int(together.argmin()))
 
     def _end(self, now: int) -> Part | None:
-        """Ends a part if it has been quiet for long enough."""
-        assert self.start is not None, "only a part ends; this is a bug"
+        """Ends a part if it has been quiet long enough."""
+        assert self.start is not None, "there is no part to end; this is a bug"
         self._quiet_since = self._quiet_since or now
         if now - self._quiet_since > SHORT_SILENCE:
             self._cut = self._quiet_since
@@ -189,7 +189,7 @@ class _Samples:
         return self.start + len(self.kept)
 
     def add(self, block: Any, needed_from: int) -> None:
-        """Adds a block, and drops what is before `needed_from`."""
+        """Adds a block, and drops samples before `needed_from`."""
         dropped = min(max(0, needed_from - self.start), len(self.kept))
         self.kept = np.concatenate([self.kept[dropped:], block])
         self.start += dropped
@@ -199,28 +199,28 @@ class _Samples:
 
 
 class Cutter:
-    """Cuts a recording that comes in blocks into windows."""
+    """Cuts a recording that arrives in blocks into windows."""
 
     def __init__(self) -> None:
         self._detector = SpeechDetector()
         self._finder = PartFinder()
         self._samples = _Samples()
         self._waiting: Part | None = None
-        """The last part that was found. How far its end is padded depends on the next one."""
+        """The last part found. The padding at its end depends on the next part."""
         self._window: list[tuple[Part, Any]] = []
 
     @property
     def seconds(self) -> float:
-        """How much has been read."""
+        """Returns the seconds read so far."""
         return float(self._samples.end / RATE_HZ)
 
     @property
     def held(self) -> int:
-        """How many samples are in memory."""
+        """Returns the number of samples in memory."""
         return len(self._samples.kept) + sum(len(samples) for _, samples in self._window)
 
     def add(self, block: Any) -> Iterator[Window]:
-        """Takes the next block. Yields the windows that it completes."""
+        """Processes the next block. Yields the windows that it completes."""
         waiting = None if self._waiting is None else self._waiting.start
         starts = (waiting, self._finder.start, self._finder.at)
         needed_from = min(one for one in starts if one is not None) - PAD
@@ -233,7 +233,7 @@ class Cutter:
         """Ends the recording. Yields its last windows."""
         count = self._samples.end
         rest = self._samples.part(Part(self._finder.at, count))
-        # As faster-whisper pads it: a whole frame more if nothing is missing.
+        # Padded like faster-whisper: by a whole frame if nothing is missing.
         rest = np.pad(rest, (0, FRAME - len(rest) % FRAME))
         rest[-CONTEXT:] = 0
         yield from self._look(rest)
@@ -279,16 +279,16 @@ class Cutter:
 
 
 def windows_of(path: Path) -> Iterator[Window]:
-    """Yields the windows of a recording. None: nobody speaks in it.
+    """Yields the windows of a recording. Yields nothing if it has no speech.
 
     Raises:
-        InvalidInput: it is no recording, or nothing is in it.
+        InvalidInput: the file is not a recording, or is empty.
     """
     cutter = Cutter()
     for block in decode(path):
         yield from cutter.add(block)
     if not cutter.seconds:
-        raise InvalidInput("file", "nothing is recorded in it")
+        raise InvalidInput("file", "the recording is empty")
     yield from cutter.finish()
 
 
@@ -296,14 +296,14 @@ def whole_of(path: Path) -> Window:
     """Returns a recording that is one window.
 
     Raises:
-        InvalidInput: it is no recording, nothing is in it, or it is longer than a window.
+        InvalidInput: the file is not a recording, is empty, or is longer than a window.
     """
     longest, blocks = WINDOW_S * RATE_HZ, list[Any]()
     for block in decode(path):
         blocks.append(block)
         if sum(map(len, blocks)) > longest:
-            raise InvalidInput("file", f"longer than {WINDOW_S} s, so it needs vad_filter")
+            raise InvalidInput("file", f"longer than {WINDOW_S} s, which requires vad_filter")
     samples = np.concatenate([np.zeros(0, np.float32), *blocks])
     if not len(samples):
-        raise InvalidInput("file", "nothing is recorded in it")
+        raise InvalidInput("file", "the recording is empty")
     return Window([Part(0, len(samples))], samples)

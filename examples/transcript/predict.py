@@ -1,4 +1,4 @@
-"""Puts what was said in the windows of a recording into one transcript."""
+"""Joins the transcripts of a recording's windows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transcript import Transcript
 
 
 class InvalidInput(ValueError):
-    """An input that this model can't use. `field` is its name."""
+    """An invalid input. `field` is its name."""
 
     def __init__(self, field: str, reason: str) -> None:
         super().__init__(reason)
@@ -18,18 +18,18 @@ class InvalidInput(ValueError):
 
 
 class Predictor(BasePredictor):
-    """Joins the answers of examples/transcribe for the windows of examples/windows."""
+    """Joins the outputs of examples/transcribe for the windows of examples/windows."""
 
     def predict(
         self,
         windows: dict[str, Any] = Input(
-            description="Of each window in order its `segments`, and its places: `parts`."
+            description="For each window in order, its `segments` and its positions: `parts`."
         ),
-        duration: float = Input(description="Of the recording, in seconds.", ge=0),
+        duration: float = Input(description="Duration of the recording, in seconds.", ge=0),
     ) -> Iterator[dict[str, Any]]:
-        """Yields the segments as examples/transcribe does for the whole recording.
+        """Yields the same segments as examples/transcribe for the whole recording.
 
-        A recording has the language of its first segment.
+        The language of the first segment applies to the whole recording.
         """
         transcript = Transcript(duration)
         try:
@@ -37,5 +37,5 @@ class Predictor(BasePredictor):
                 yield from transcript.add(said, places)
             yield from transcript.finish()
         except (LookupError, TypeError, ValueError, AttributeError) as error:
-            reason = "must be the answers of examples/windows and examples/transcribe"
+            reason = "must be outputs of examples/windows and examples/transcribe"
             raise InvalidInput("windows", reason) from error

@@ -1,4 +1,4 @@
-"""Gives the text of a transcript, for models that read texts."""
+"""Extracts the text of a transcript, for models that read texts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from cog import BasePredictor, Input
 
 
 class InvalidInput(ValueError):
-    """An input that this model can't use. `field` is its name."""
+    """An invalid input. `field` is its name."""
 
     def __init__(self, field: str, reason: str) -> None:
         super().__init__(reason)
@@ -16,15 +16,17 @@ class InvalidInput(ValueError):
 
 
 class Predictor(BasePredictor):
-    """Joins the texts of segments, as `text` of OpenAI's transcriptions has them."""
+    """Joins the texts of segments, like `text` in OpenAI's transcriptions."""
 
     def predict(
         self,
         segments: list[dict[str, Any]] = Input(
-            description="What examples/transcribe gives: each has its `text`, with its spaces."
+            description=(
+                "The output of examples/transcribe: each segment has a `text` with its spaces."
+            )
         ),
     ) -> str:
-        """Returns the text, without spaces around it. Empty: nobody speaks."""
+        """Returns the text, without spaces around it. Empty if there is no speech."""
         try:
             return "".join(one["text"] for one in segments).strip()
         except (LookupError, TypeError) as error:

@@ -1,7 +1,7 @@
 """Enlarges an image four times with Real-ESRGAN x4plus (https://arxiv.org/abs/2107.10833).
 
-The weights are files of ncnn, as upstream publishes them: a list of layers (`.param`) and their
-numbers (`.bin`). Both are read here and computed by torch. The form of the files:
+The weights are ncnn files, as published upstream: a list of layers (`.param`) and their numbers
+(`.bin`). Both are parsed here and computed by torch. For the file format, see
 https://github.com/Tencent/ncnn/wiki/param-and-model-file-structure.
 """
 
@@ -25,11 +25,11 @@ from torch.nn import functional
 WEIGHTS = LocalPath(__file__).parent / "weights"
 SCALE = 4
 TILE_PX = 192
-"""A larger image is computed in tiles of this size, so memory has a bound."""
+"""Larger images are computed in tiles of this size, to limit memory."""
 OVERLAP_PX = 16
-"""Of a tile with its neighbors, which hides the seams."""
+"""Overlap of a tile with its neighbors, which hides the seams."""
 MAX_PIXELS = 1024 * 1024
-"""Of the input. The result has 16 times as many."""
+"""Maximum size of the input. The result has 16 times as many pixels."""
 FORMATS = ("PNG", "JPEG", "WEBP")
 UNREADABLE = (
     OSError,
@@ -40,11 +40,11 @@ UNREADABLE = (
     zlib.error,
     Image.DecompressionBombError,
 )
-"""Pillow raises these for a file that is damaged, in another format, or too large."""
+"""Pillow raises these errors for a file that is damaged, in another format, or too large."""
 
 _MAGIC = 7767517
 _FLOAT16 = 0x01306B47
-"""Marks weights in half precision. Upstream's file has no other ones."""
+"""Marks weights in half precision. The upstream file has no others."""
 _NEAREST = 1
 
 
@@ -55,13 +55,13 @@ class Layer(NamedTuple):
     inputs: list[str]
     outputs: list[str]
     options: dict[int, float]
-    """Numbers by their keys."""
+    """Numbers by key."""
     lists: dict[int, list[float]]
-    """Lists of numbers by their keys."""
+    """Lists of numbers by key."""
 
 
 class InvalidInput(ValueError):
-    """An input that this model can't use. `field` is its name."""
+    """An invalid input. `field` is its name."""
 
     def __init__(self, field: str, reason: str) -> None:
         super().__init__(reason)
@@ -89,10 +89,10 @@ def read_image(path: Path) -> Image.Image:
 
 
 def read_layers(text: str) -> list[Layer]:
-    """Reads a `.param` file.
+    """Parses a `.param` file.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: the file has another format.
     """
     magic, _, *lines = text.splitlines()
     if int(magic) != _MAGIC:
@@ -115,10 +115,10 @@ def _read_layer(words: list[str]) -> Layer:
 
 
 def read_weights(layers: list[Layer], data: bytes) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields the weight (out, in, height, width) and the bias (out) of each convolution, in fp32.
+    """Yields weight (out, in, height, width) and bias (out) of each convolution, in fp32.
 
     Raises:
-        ValueError: the file is not one of these layers.
+        ValueError: the file does not match the layers.
     """
     at = 0
     for layer in layers:
@@ -134,16 +134,16 @@ def read_weights(layers: list[Layer], data: bytes) -> Iterator[tuple[Tensor, Ten
         at += 4 * channels
         yield torch.from_numpy(weight.reshape(channels, -1, size, size)), torch.from_numpy(bias)
     if at != len(data):
-        raise ValueError(f"{len(data) - at} bytes are behind the weights")
+        raise ValueError(f"{len(data) - at} extra bytes follow the weights")
 
 
 class Network:
     """The layers of a `.param` file, computed by torch.
 
     Args:
-        layers: as `read_layers` gives them.
-        data: the `.bin` file.
-        device: where it computes: in half precision on a GPU, otherwise in fp32.
+        layers: as returned by `read_layers`.
+        data: contents of the `.bin` file.
+        device: torch device: half precision on a GPU, otherwise fp32.
     """
 
     def __init__(self, layers: list[Layer], data: bytes, device: str) -> None:
@@ -157,9 +157,9 @@ class Network:
 
     @torch.inference_mode()
     def __call__(self, image: Tensor) -> Tensor:
-        """Computes a batch (n, 3, height, width) of numbers from 0 to 1, four times as large."""
+        """Returns a batch (n, 3, height, width) of numbers from 0 to 1, enlarged four times."""
         weights = iter(self._weights)
-        # Each blob has one reader (`Split` copies), so it goes when it is read.
+        # Each blob has one reader (`Split` copies), so it is freed after that.
         blobs = {"data": image.to(self._device, self._type)}
         for layer in self._layers[1:]:
             blobs_in = [blobs.pop(name) for name in layer.inputs]
@@ -190,11 +190,11 @@ def _combined(layer: Layer, blobs_in: list[Tensor]) -> Tensor:
     if layer.kind == "Interp" and layer.options[0] == _NEAREST:
         factor = (layer.options[1], layer.options[2])
         return functional.interpolate(blobs_in[0], scale_factor=factor, mode="nearest")
-    raise ValueError(f"a layer {layer.kind} is not known")
+    raise ValueError(f"unknown layer type {layer.kind}")
 
 
 def enlarge(network: Network, image: Tensor) -> Tensor:
-    """Enlarges one image (3, height, width) of numbers from 0 to 1, in tiles."""
+    """Enlarges an image (3, height, width) of numbers from 0 to 1, in tiles."""
     _, height, width = image.shape
     whole = torch.empty(3, height * SCALE, width * SCALE)
     for top in range(0, height, TILE_PX):
@@ -214,7 +214,7 @@ class Predictor(BasePredictor):
     """Enlarges images."""
 
     def setup(self) -> None:
-        """Reads the weights."""
+        """Loads the weights."""
         if not WEIGHTS.is_dir():
             raise FileNotFoundError(f"{WEIGHTS} is missing: make example NAME=upscale")
         layers = read_layers((WEIGHTS / "realesrgan-x4plus.param").read_text())
@@ -225,7 +225,7 @@ class Predictor(BasePredictor):
         self,
         image: Path = Input(description="The image: PNG, JPEG or WebP, at most 1 megapixel."),
         scale: float = Input(
-            description="How many times as wide and high the result is.", default=4, ge=1, le=4
+            description="Factor by which width and height grow.", default=4, ge=1, le=4
         ),
     ) -> Path:
         """Returns a PNG file. A transparent image stays transparent."""
@@ -239,7 +239,7 @@ class Predictor(BasePredictor):
         if scale != SCALE:
             size = (max(1, round(source.width * scale)), max(1, round(source.height * scale)))
             result = result.resize(size, Image.Resampling.LANCZOS)
-        # One prediction runs at a time, so the next one writes over it.
+        # Only one prediction runs at a time, so the next one may overwrite it.
         path = Path(tempfile.gettempdir()) / "upscaled.png"
         result.save(path, compress_level=1)
         return path

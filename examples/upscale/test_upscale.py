@@ -1,4 +1,4 @@
-"""The upscaler: compared with ncnn itself, in tiles, and through a whole pipeline."""
+"""Tests the upscaler against ncnn, in tiles, and through a whole pipeline."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def predictor(module: ModuleType) -> Any:
 
 
 def small(side: int = 48) -> Image.Image:
-    """A part of a photograph with edges and texture."""
+    """Returns a part of a photograph with edges and texture."""
     image = photograph("flower.jpg")
     image.thumbnail((160, 160))
     left, top = (image.width - side) // 2, (image.height - side) // 2
@@ -76,7 +76,7 @@ def test_numbers_are_those_of_ncnn(predictor: Any, tmp_path: Path) -> None:
     expected = np.load(tmp_path / "found.npy").clip(0, 1)
     output = predictor.network(inputs[None])[0].numpy()
     assert output.shape == expected.shape == (3, 192, 192)
-    # A step of 8 bits is 0.004.
+    # One step of 8 bits is 0.004.
     assert np.abs(output - expected).max() < 0.002
     assert output.std() > 0.1, "an image, not a gray area"
 
@@ -95,10 +95,10 @@ def test_tiles_leave_no_seams(
 
 
 def test_shapes_are_recognized_better_than_of_bicubic(module: ModuleType, predictor: Any) -> None:
-    """By the judge of the shapes world: held-out scenes of 64 pixels, made 16 pixels small.
+    """Uses the judge of the shapes world: held-out scenes of 64 pixels, reduced to 16 pixels.
 
-    Of 36 figures it finds 36 as told in the scenes themselves, 29 in what is enlarged here, and 21
-    in what bicubic resampling gives (Zen 3 CPU, fp32).
+    The judge finds 36 of 36 figures in the scenes themselves, 29 after enlarging here, and 21 after
+    bicubic resampling (Zen 3 CPU, fp32).
     """
     right = {"enlarged": 0, "bicubic": 0}
     for asked in held_out(24):
@@ -150,7 +150,7 @@ def test_files_that_are_not_the_weights_are_refused(module: ModuleType) -> None:
     text = (KEPT / "upscale" / "weights" / "realesrgan-x4plus.param").read_text()
     data = (KEPT / "upscale" / "weights" / "realesrgan-x4plus.bin").read_bytes()
     layers = module.read_layers(text)
-    with pytest.raises(ValueError, match="4 bytes are behind the weights"):
+    with pytest.raises(ValueError, match="4 extra bytes follow the weights"):
         list(module.read_weights(layers, data + b"more"))
     with pytest.raises(ValueError, match="half precision"):
         list(module.read_weights(layers, b"\0" * 8))

@@ -1,7 +1,7 @@
-"""Cuts a recording at silences into the windows that examples/transcribe writes down one by one.
+"""Cuts a recording at silences into windows, which examples/transcribe transcribes one by one.
 
-So the windows of hours of sound can be items of their own: on any worker, in any order, and equal
-ones once.
+So the windows of hours of sound can be separate items: on any worker, in any order, and equal ones
+only once.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from windows import faster_whisper, windows_of
 class Output(BaseModel):
     """The windows of a recording, in order.
 
-    `windows`: flac, 16 kHz, 16 bits, one channel, at most 30 s. `parts`: for each of them the
-    places of what is in it, in samples of the recording at 16 kHz. `duration`: of the recording,
-    in seconds.
+    `windows`: flac, 16 kHz, 16 bits, one channel, at most 30 s. `parts`: for each window the
+    positions of its parts, in samples of the recording at 16 kHz. `duration`: length of the
+    recording, in seconds.
     """
 
     windows: list[Path]
@@ -32,10 +32,10 @@ class Output(BaseModel):
 
 
 class Predictor(BasePredictor):
-    """Finds silences."""
+    """Cuts at silences."""
 
     def setup(self) -> None:
-        """Reads the detector of speech, which comes with faster-whisper."""
+        """Loads the speech detector, which is part of faster-whisper."""
         faster_whisper().vad.get_vad_model()
 
     def work(self, input: Any) -> int:
@@ -47,7 +47,7 @@ class Predictor(BasePredictor):
         self,
         file: Path = Input(description="The recording: wav, flac, mp3, ogg, m4a, webm or aac."),
     ) -> Output:
-        """Returns its windows, as files without loss. None: nobody speaks in it."""
+        """Returns its windows as lossless files. None if there is no speech."""
         folder, files, parts = LocalPath(tempfile.mkdtemp()), list[Path](), list[Any]()
         for number, window in enumerate(windows_of(file)):
             target = folder / f"window-{number}.flac"

@@ -1,9 +1,10 @@
 """The only definition of the tables in BigQuery: their schemas, options and views.
 
-`rows` is the usage table. `worker_hours` has the use of workers' time, and `webhook_deliveries` the
-outcome of events. `daily_usage` and `anomalies` are computed from rows, a day at a time. `create`
-reads the files next to this one for the local stack, and Terraform reads them for the cloud. Views
-name a table as `${project}.${dataset}.rows`. Reports on these tables are in `shared/reports`.
+`rows` is the usage table. `worker_hours` records how workers spend their time, and
+`webhook_deliveries` the outcome of each delivery. `daily_usage` and `anomalies` are computed from
+rows, a day at a time. `create` reads the files next to this one for the local stack, and Terraform
+reads them for the cloud. Views name a table as `${project}.${dataset}.rows`. The reports that read
+these tables are in `shared/reports`.
 """
 
 from __future__ import annotations
@@ -32,19 +33,19 @@ def tables() -> list[str]:
 
 
 def schema(table: str = TABLE) -> list[dict[str, str]]:
-    """The fields of a table, as BigQuery's schema JSON: name, type, mode, description."""
+    """Returns a table's fields as BigQuery schema JSON: name, type, mode, description."""
     schema: list[dict[str, str]] = json.loads((_FOLDER / f"{table}.schema.json").read_text())
     return schema
 
 
 def table_options(table: str = TABLE) -> dict[str, Any]:
-    """Partitioning and clustering of a table, in the terms of BigQuery's Table resource."""
+    """Returns partitioning and clustering, in the format of BigQuery's Table resource."""
     table_: dict[str, Any] = json.loads((_FOLDER / f"{table}.table.json").read_text())
     return table_
 
 
 def views(project: str, dataset: str) -> dict[str, str]:
-    """The GoogleSQL of each view by its name, for the tables of this project and data set."""
+    """Returns the GoogleSQL of each view by its name, for the tables of a project and dataset."""
     return {
         name: Template(sql).substitute(project=project, dataset=dataset, only="TRUE")
         for name, sql in _files("views").items()
@@ -52,11 +53,13 @@ def views(project: str, dataset: str) -> dict[str, str]:
 
 
 def tenant_views(project: str, dataset: str, tenant: str) -> dict[str, str]:
-    """The GoogleSQL of the views for a tenant's analysts: those that say `${only}`, and its rows.
+    """Returns the GoogleSQL of the views for a tenant's analysts: usage rows and `${only}` views.
 
     Args:
-        dataset: data set of the tables. The views are in another one, the only one for analysts.
-        tenant: whose rows. Terraform refuses names with quotes or backslashes.
+        dataset: dataset that holds the tables. The views go into another one, the only one analysts
+            can read.
+        tenant: only this tenant's rows are visible. Terraform refuses names with quotes or
+            backslashes.
     """
     views = _files("views") | _files("tenant_views")
     return {
@@ -79,7 +82,7 @@ def view_columns(name: str) -> dict[str, str]:
 
 
 def view_title(name: str) -> str:
-    """Returns the description of a view, from the first line of its file."""
+    """Returns the first line of a view's file, which describes it."""
     return (_files("views") | _files("tenant_views"))[name].partition("\n")[0].removeprefix("-- ")
 
 
@@ -91,14 +94,13 @@ def _files(folder: str) -> dict[str, str]:
 def create(client: bigquery.Client, dataset: str) -> None:
     """Creates the data set, the tables and the views, or updates existing ones.
 
-    Columns that are there and not known here stay: a later release has made them, before it was
-    rolled back.
+    Unknown columns are kept: a later release added them and was then rolled back.
 
     Args:
-        client: Google's client, for the project of the data set.
+        client: Google's client, for the project of the dataset.
 
     Raises:
-        google.api_core.exceptions.GoogleAPICallError: BigQuery refuses, or can't be reached.
+        google.api_core.exceptions.GoogleAPICallError: BigQuery refused, or is unreachable.
     """
     client.create_dataset(dataset, exists_ok=True)
     name = f"{client.project}.{dataset}"
@@ -115,7 +117,7 @@ def create(client: bigquery.Client, dataset: str) -> None:
 
 
 def _put(client: bigquery.Client, name: str, resource: dict[str, Any], fields: list[str]) -> None:
-    # Imported here, so that reading the schema alone does not load Google's client.
+    # Imported here so that reading the schema does not load Google's client.
     from google.api_core.exceptions import Conflict
     from google.cloud import bigquery
 

@@ -1,7 +1,7 @@
-"""`python -m infra.bigquery.generate` writes what follows from the columns of `Row`.
+"""`python -m infra.bigquery.generate` writes the files derived from the columns of `Row`.
 
-These are the schema of the table `rows`, and the view of it for tenants. Terraform reads the files,
-so they are kept. A test checks that they are up to date.
+They are the schema of the table `rows` and the tenants' view of it. The files are committed because
+Terraform reads them. A test checks that they are up to date.
 """
 
 from __future__ import annotations
@@ -54,8 +54,10 @@ TENANT_COLUMNS = {
     "cost_usd": "what was charged",
     "user_agent_family": "the kind of client",
 }
-"""What tenants see of their rows, in this order and in these words: nothing that tells of workers
-or of others in the same batch."""
+"""Columns that tenants see, in this order and with these descriptions.
+
+Nothing reveals workers, or other requests in the same batch.
+"""
 _TENANT_VIEW = """\
 -- A tenant's own rows, each once, without what tells of workers and of others in the same batch.
 {about}
@@ -69,22 +71,22 @@ ORDER BY status = 'succeeded', attempt DESC, replied_at DESC) = 1
 
 
 def columns() -> list[dict[str, str]]:
-    """Returns the columns of the usage table, as BigQuery's schema JSON."""
+    """Returns the columns of the usage table as BigQuery schema JSON."""
     about = _texts_below_fields(Row)
     return [_column(field, about[field.name]) for field in msgspec.structs.fields(Row)]
 
 
 def schema_json() -> str:
-    """Returns the schema of the usage table, one column in a line."""
+    """Returns the schema of the usage table, with one column per line."""
     lines = [json.dumps(column, ensure_ascii=False) for column in columns()]
     return "[\n  " + ",\n  ".join(lines) + "\n]\n"
 
 
 def tenant_view_sql() -> str:
-    """Returns the query of the tenants' view of the usage table.
+    """Returns the query of the tenant view of the usage table.
 
     Raises:
-        KeyError: it names a column that the table has not.
+        the view names a column that the table does not have.
     """
     known = {column["name"] for column in columns()}
     if unknown := set(TENANT_COLUMNS) - known:
@@ -106,7 +108,7 @@ def _column(field: msgspec.structs.FieldInfo, about: str) -> dict[str, str]:
 
 
 def _texts_below_fields(kind: type) -> dict[str, str]:
-    """Returns the text below each field of a class in its source, in one line."""
+    """Returns the text below each field of a class in its source, joined into one line."""
     (definition,) = ast.parse(inspect.getsource(kind)).body
     assert isinstance(definition, ast.ClassDef), "the source of a class is a class; this is a bug"
     texts = {}

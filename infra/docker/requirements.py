@@ -1,7 +1,7 @@
-"""Prints the requirements of pyproject.toml with the named extras, or those of its build.
+"""Prints the requirements in pyproject.toml of the named extras, or of the build.
 
 pip installs a project's dependencies only together with the project, whose layer changes with every
-commit. For a member of the workspace this prints what the member requires.
+commit. For a workspace member this prints the member's requirements.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 
 
 def requirements(project_file: Path, extras: list[str]) -> list[str]:
-    """The requirements of the project and of `extras`, as pip reads them.
+    """Returns the requirements of the project and `extras`, in pip's format.
 
     Raises:
-        KeyError: the project has no such extra.
-        FileNotFoundError: the folder of a member that `extras` require is not there.
+        KeyError: the project does not have one of the extras. FileNotFoundError: the folder of a
+        member that `extras` require is missing.
     """
     document = tomllib.loads(project_file.read_text(encoding="utf-8"))
     project, members = document["project"], _members(project_file, document)
@@ -29,23 +29,23 @@ def requirements(project_file: Path, extras: list[str]) -> list[str]:
             requirements += members.get(name, [asked])
     missing = [one for one in requirements if one.partition("==")[0] in _sources(document)]
     if missing:
-        raise FileNotFoundError(f"no folder of the workspace has {', '.join(missing)}")
+        raise FileNotFoundError(f"no workspace folder contains {', '.join(missing)}")
     return list(dict.fromkeys(requirements))
 
 
 def build_requirements(project_file: Path) -> list[str]:
-    """The requirements of what builds the project's wheel."""
+    """Returns the requirements for building the project's wheel."""
     document = tomllib.loads(project_file.read_text(encoding="utf-8"))
     return list(document["build-system"]["requires"])
 
 
 def _sources(document: dict[str, Any]) -> set[str]:
-    """The names of what comes from the workspace and not from an index."""
+    """Returns the names of requirements that come from the workspace instead of an index."""
     return set(document.get("tool", {}).get("uv", {}).get("sources", {}))
 
 
 def _members(project_file: Path, document: dict[str, Any]) -> dict[str, list[str]]:
-    """Returns the requirements of each other member of the workspace, by its name."""
+    """Returns the requirements of each other workspace member, by name."""
     patterns = document.get("tool", {}).get("uv", {}).get("workspace", {}).get("members", [])
     files = (
         file
@@ -60,7 +60,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("project_file", type=Path)
     parser.add_argument("extras", nargs="*")
-    parser.add_argument("--build", action="store_true", help="what builds the wheel, instead")
+    parser.add_argument("--build", action="store_true", help="print the build requirements instead")
     options = parser.parse_args()
     lines = (
         build_requirements(options.project_file)

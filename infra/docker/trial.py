@@ -1,8 +1,8 @@
-"""Runs the built images instead of the local stack's processes, and sends a request.
+"""Runs the built images in place of the local stack's processes, and sends a request.
 
-Each as its own user on a read-only file system, with its own environment and entry point, as
-Kubernetes and Cloud Run do it. Writable is only what they mount. Needs root, and the images in
-buildah's storage: trial.sh makes them.
+Each image runs as its own user on a read-only file system, with its own environment and entry
+point, as on Kubernetes and Cloud Run. Only the mounted folders are writable. Needs root, and the
+images in buildah's storage; trial.sh builds them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Image:
         self.root = Path(_buildah("mount", _buildah("from", reference)))
 
     def command(self, folders: Mapping[str, Path], settings: Mapping[str, str]) -> list[str]:
-        """Runs the entry point with `folders` mounted, by their path in the image."""
+        """Returns a command that runs the entry point."""
         root = shlex.quote(str(self.root))
         lines = [f"mount --rbind {root} {root}", f"mount --rbind /dev {root}/dev"]
         lines += [
@@ -73,12 +73,12 @@ class Image:
         return ["unshare", "--mount", "--propagation", "private", "sh", "-ec", "\n".join(lines)]
 
     def has(self, package: str) -> bool:
-        """Returns whether a Python package is installed in it."""
+        """Returns whether a Python package is installed in the image."""
         return any(self.root.glob(f"opt/venv/lib/python3*/site-packages/{package}"))
 
 
 def main() -> int:
-    """Prints what it finds. Returns 0 if everything is as it should be."""
+    """Returns 0 if all images work."""
     exempt_loopback_from_proxies()
     images = {name: Image(name) for name in ("api", "functions", "worker")}
     for name, image in images.items():
@@ -108,7 +108,7 @@ def main() -> int:
 
 
 def _replace(stack: ExitStack, local: Stack, images: Mapping[str, Image], here: Path) -> None:
-    """Stops the stack's own processes, and starts the images' in their places."""
+    """Stops the stack's own processes and starts the images in their places."""
     (health,) = local.ports.health
     ports = {"api": local.ports.api, "functions": local.ports.functions, "worker": health}
     own: dict[str, dict[str, str]] = {

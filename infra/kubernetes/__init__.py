@@ -1,1 +1,1 @@
-"""A Kustomize tree, and the code that renders one overlay per model of models.yaml."""
+"""A Kustomize tree, and the code that renders one overlay per model in models.yaml."""

@@ -14,7 +14,7 @@ from shared.errors import ConfigurationError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Writes the overlay. Returns 0, or 2 if an argument is wrong."""
+    """Writes the overlay. Returns 0, or 2 if an argument is invalid."""
     options = _parser().parse_args(argv)
     try:
         deployment = read_deployment(

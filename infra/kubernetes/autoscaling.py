@@ -1,6 +1,6 @@
-"""PromQL queries of the autoscaler: seconds of work that are done, that arrive, and that wait.
+"""PromQL queries for the autoscaler: seconds of work being done, arriving and waiting.
 
-Three triggers, of which the highest counts (decision 43):
+There are three triggers; the highest one counts (decision 43):
 
 - `arrivals`: the seconds of work that callers send each second, in full-worker seconds. It shows a
   step before workers are busy with it, and starts the first worker.
@@ -10,9 +10,9 @@ Three triggers, of which the highest counts (decision 43):
   every 60 s and may stay invisible for 120 s more), or messages in the queues of a RabbitMQ, for
   predictions that no API waits for. If neither counts them, this trigger is omitted.
 
-Lost metrics never take workers away. A trigger without samples fails, so the HPA does not scale
-down. If a trigger loses a part of its samples, the other one holds the count. Only a model that
-nobody has asked for recently may be without metrics of workers.
+Lost metrics never remove workers. A trigger without samples fails, so the HPA does not scale down.
+If a trigger loses some of its samples, another one keeps the count. Metrics of workers may be
+missing only for a model without recent requests.
 """
 
 from __future__ import annotations
@@ -26,64 +26,73 @@ from shared.catalog import Model, WorkerGroup
 from shared.transport import batch_subscription_id, workers_subscription_id
 
 MAX_UTILIZATION = 0.9
-"""The target share of workers' time spent on batches, if only workers report their load."""
+"""Target share of worker time spent on batches, used when only workers report their load."""
 PATIENT_SHARE = 0.5
-"""Share of the longest deadline in which work is done that nobody waits for on a connection."""
+"""Share of the longest deadline within which work is finished if no caller is waiting on a
+connection.
+"""
 FRESH = "1m"
-"""A worker whose last sample is older is gone. Managed Prometheus has no staleness markers."""
+"""Workers whose last sample is older are gone. Managed Prometheus has no staleness markers."""
 ARRIVED = "90s"
-"""Arrivals are averaged over this time. A shorter one jumps with chance."""
+"""Arrivals are averaged over this period. A shorter period makes the count jump at random."""
 MEASURED = "30m"
-"""Seconds per item are averaged over this time. It is longer than metrics are usually lost."""
+"""Seconds per item are averaged over this period, which is longer than most gaps in the metrics."""
 MAX_STEP = 4
-"""Arrivals count up to this multiple of what workers do, as callers may hang up at once."""
+"""Arrivals count up to this multiple of the workers' throughput, because callers may hang up
+immediately.
+"""
 QUIET = "10m"
-"""A model without arrivals for this long may have no workers."""
+"""A model that receives no requests for this long may have no workers."""
 
 UTILIZATION = 0.7
-"""The part of their time that workers spend on what arrives. The rest is for growth while nodes
-start, and for chance."""
+"""Share of worker time used by arrivals.
+
+The rest absorbs growth while nodes start, and random peaks.
+"""
 HPA_WAIT_SHARE = 0.3
-"""Share of the default deadline: the waiting work per worker, if no worker can be added."""
+"""Work waiting per worker, as a share of the default deadline, if no worker can be added."""
 FALLBACK_FAILURES = 6
-"""Failed reads of a trigger until KEDA stands in for it. Until then the HPA keeps the count."""
+"""Failed reads of a trigger before KEDA's fallback takes over.
+
+Until then the HPA keeps the count.
+"""
 
 
 @dataclass(frozen=True)
 class MetricSource:
-    """Labels that select the series of one region of a deployment in a Prometheus."""
+    """Labels that select a deployment's series in one region of a Prometheus."""
 
     deployment: Mapping[str, str]
-    """Labels of all series of the deployment."""
+    """Labels on all series of the deployment."""
     region: Mapping[str, str]
-    """Labels of those of the region."""
+    """Additional labels on series of the region."""
     messages: Callable[[str], str] | None
-    """A query for what waits in a subscription, in messages. None: nothing counts them."""
+    """Query for the number of messages waiting in a subscription. None: no metric counts them."""
 
 
 def managed_prometheus(region: str) -> MetricSource:
-    """Google's Managed Prometheus, which adds the `location` label, and has Pub/Sub's metrics."""
+    """Google's Managed Prometheus, which adds the `location` label and has Pub/Sub's metrics."""
 
     def messages(subscription_id: str) -> str:
         name = "pubsub_googleapis_com:subscription_num_undelivered_messages"
         chosen = f'monitored_resource="pubsub_subscription",subscription_id="{subscription_id}"'
-        # Google may show nothing for a subscription without messages. This trigger only adds.
+        # Google may export no sample for an empty subscription. This trigger only adds workers.
         return f"sum({name}{{{chosen}}}) or vector(0)"
 
     return MetricSource({}, {"location": region}, messages)
 
 
 def own_prometheus(labels: Mapping[str, str], *, has_rabbitmq: bool) -> MetricSource:
-    """A Prometheus whose series of the deployment have these labels.
+    """A Prometheus in which all series of the deployment have these labels.
 
     Args:
-        labels: labels that the scrape adds. All of the deployment is one region there.
-        has_rabbitmq: true if the broker is RabbitMQ, whose queues the functions look at. The
-            embedded Pub/Sub has no metrics, and those of Google's are not there.
+        labels: labels that the scrape adds. The whole deployment counts as one region there.
+        has_rabbitmq: true if the broker is RabbitMQ, whose queues the functions monitor. The
+            embedded Pub/Sub exports no metrics, and Google's metrics are not available there.
     """
 
     def messages(subscription_id: str) -> str:
-        # Each instance of the functions shows the same queues.
+        # Every instance of the functions reports the same queues.
         chosen = _matchers({"subscription": subscription_id} | dict(labels))
         return f"max(penstock_queue_messages{{{chosen}}})"
 
@@ -95,25 +104,22 @@ def _matchers(labels: Mapping[str, str]) -> str:
 
 
 def patient_s(model: Model) -> float:
-    """Returns the seconds in which work is done that nobody waits for on a connection."""
+    """Returns within how many seconds work is finished if no caller is waiting on a connection."""
     return model.deadline.longest_s * PATIENT_SHARE
 
 
 class TriggerQueries:
-    """The PromQL queries of the workers of one model, or of several, in one region.
+    """PromQL queries for the workers of one or several models in one region.
 
-    Of callers' requests, only those of this region count. Workers of all regions pull from one
-    subscription, and each region's autoscaler answers for its own callers and its own workers. So
-    if a region has no GPUs left, the workers of others get busier, and they become more.
+    Only requests from callers of this region count. Workers in all regions pull from one
+    subscription, and each region's autoscaler is responsible for its own callers and workers. So if
+    one region has no GPUs left, workers elsewhere get busier and their number grows.
 
-    What several models ask for is added up, each with the seconds of its own items.
+    Requests for several models are added up, each weighted with its own seconds per item.
 
     Args:
-        models: the models, as the API labels their items.
-        worker: the worker, as the collector labels its pods.
-        source: the source that answers the queries.
-        processes: model processes of a worker. They compute at the same time, so a worker does an
-            item in that part of a process's time.
+        processes: model processes per worker. They compute at the same time, so a worker finishes
+            an item in that fraction of a process's time.
     """
 
     def __init__(
@@ -126,9 +132,9 @@ class TriggerQueries:
         self._here = _matchers({"worker": worker} | dict(source.region))
 
     def arrivals(self) -> str:
-        """Seconds of work that callers of the region ask for each second.
+        """Returns the seconds of work that callers in the region request each second.
 
-        Refused items were requested too. `batch` priority waits for workers that are idle.
+        Refused items count too. Requests with priority `batch` wait for idle workers.
         """
         each = [self._asked_of(model) for model in self._models]
         arrived = _added(
@@ -140,7 +146,7 @@ class TriggerQueries:
         return f"({arrived} < {most}) or ({most} and {admitted})"
 
     def _asked_of(self, model: Model) -> tuple[str, str]:
-        """PromQL: items that are admitted and refused each second."""
+        """Returns PromQL for items admitted, and items refused, each second."""
         asked = f'{{{self._items_of(model)},lane="interactive"}}[{ARRIVED}]'
         admitted, shed = (
             f"sum(rate(penstock_api_items_{name}_total{asked}))" for name in ("admitted", "shed")
@@ -151,9 +157,10 @@ class TriggerQueries:
         return _matchers({"model": model.name} | dict(self._source.region))
 
     def work(self) -> str:
-        """PromQL: full workers needed for the current work, plus those for the waiting work.
+        """Returns PromQL for full workers needed for current and for waiting work.
 
-        No series if metrics of workers are lost. Without workers, 0 if nobody has asked lately.
+        Has no series if metrics of workers are lost. Is 0 without workers if there were no recent
+        requests.
         """
         asked = _added(
             f"sum(increase(penstock_api_items_admitted_total{{{self._items_of(model)}}}[{QUIET}]))"
@@ -173,7 +180,10 @@ class TriggerQueries:
         )
 
     def messages(self) -> str | None:
-        """Seconds of work in the messages of both priorities. None: nothing counts them."""
+        """Returns seconds of work in waiting messages of both priorities.
+
+        None: no metric counts them.
+        """
         count = self._source.messages
         if count is None:
             return None
@@ -189,21 +199,22 @@ class TriggerQueries:
         return f"sum(last_over_time({fresh}))"
 
     def _item_s(self, model: Model) -> str:
-        """PromQL: the time of an item in full-worker seconds.
+        """Returns PromQL for the time per item in full-worker seconds.
 
-        Spare is what others could have used for nothing (shared/service_rate.py). Workers
-        report seconds of their processes.
+        Spare time is time that other items could have used at no cost (shared/service_rate.py).
+        Workers report seconds of their processes.
         """
-        # Workers of earlier releases, which have one model, do not label it.
+        # Workers of earlier releases serve one model and do not set this label.
         of_model = {"model": model.name} if len(self._models) > 1 else {}
         labels = {"worker": self._worker} | of_model | dict(self._source.deployment)
-        # Sums over all regions: one without workers learns from the others.
+        # Sums cover all regions, so a region without workers learns from the others.
         seconds, spare, items = (
             f"sum(rate(penstock_worker_{name}{{{_matchers(labels)}}}[{MEASURED}]))"
             for name in ("inference_seconds_sum", "spare_seconds_total", "batch_items_sum")
         )
         guess_s = model.definition.first_guesses.item_s
-        # Workers that do not report spare time have none: their items count for more, not for less.
+        # For workers that do not report spare time it is 0: their items count for more, not for
+        # less.
         taken = f"({seconds} - ({spare} or vector(0)))"
         process_s = f"{taken} / ({items} > 0) or vector({guess_s:g})"
         return process_s if self._processes == 1 else f"({process_s}) / {self._processes}"
@@ -216,11 +227,7 @@ def _added(parts: Iterable[str]) -> str:
 def keda_patch(
     group: WorkerGroup, worker: str, deployment: Deployment, processes: int
 ) -> dict[str, Any]:
-    """Returns the fields of one worker's ScaledObject beyond components/keda.
-
-    Args:
-        processes: model processes of a worker.
-    """
+    """Returns the fields of a worker's ScaledObject beyond components/keda."""
     queries = TriggerQueries(group.models, worker, _source(deployment), processes)
     triggers = [
         _trigger("arrivals", queries.arrivals(), UTILIZATION, deployment),
@@ -259,7 +266,7 @@ def _trigger(name: str, query: str, threshold: float, deployment: Deployment) ->
         "query": query,
         "threshold": f"{threshold:g}",
         "activationThreshold": "0",
-        # Nothing is an error: 0 would be a reason to stop workers.
+        # A missing value is an error, because 0 would be a reason to stop workers.
         "ignoreNullValues": "false",
     }
     trigger: dict[str, Any] = {"type": "prometheus", "name": name, "metadata": metadata}
@@ -271,12 +278,12 @@ def _trigger(name: str, query: str, threshold: float, deployment: Deployment) ->
 def hpa_patch(
     group: WorkerGroup, worker: str, deployment: Deployment, processes: int
 ) -> dict[str, Any]:
-    """The metrics of a worker's HorizontalPodAutoscaler, which can't multiply or add.
+    """Returns the metrics of a worker's HorizontalPodAutoscaler, which can't multiply or add.
 
-    So what waits is counted in items, by the first guess of the seconds that one takes. Where a
-    step computes many items for little more than one, those that a full worker has wait for none.
-    The busy part of workers has all models in it; what waits of each of them counts alone.
-    Arguments as of `keda_patch`.
+    So waiting work is counted in items, using the initial estimate of seconds per item. If a step
+    computes many items for little more than the cost of one, items in a full worker do not wait.
+    The busy share of workers covers all models; waiting items are counted per model. Arguments are
+    the same as for `keda_patch`.
     """
     here = {"resource.labels.location": deployment.region}
     metrics = [

@@ -1,6 +1,6 @@
-"""Checks KEDA's objects in a rendered file against KEDA's own models.
+"""Checks KEDA objects in a rendered file against KEDA's own models.
 
-Run by check.sh in the checkers' environment.
+check.sh runs this in the environment with the checkers.
 """
 
 from __future__ import annotations
@@ -11,16 +11,19 @@ from typing import Any
 
 import yaml
 
-# Installed in the checkers' environment only.
+# Installed only in the environment with the checkers.
 from cloudcoil.models.keda.v1alpha1 import ScaledObject, TriggerAuthentication  # type: ignore[import-not-found]
 
 NEWER = {"ScaledObject.spec.fallback": {"behavior"}}
-"""Fields since KEDA 2.17. Its models are those of 2.16, and newer ones do not exist."""
+"""Fields added in KEDA 2.17. The published models are for 2.16, and there are no newer ones."""
 KINDS = {"ScaledObject": ScaledObject, "TriggerAuthentication": TriggerAuthentication}
 
 
 def main() -> int:
-    """Prints how many objects were checked. A wrong one raises with the field and the reason."""
+    """Prints how many objects were checked.
+
+    An invalid one raises an error with the field and reason.
+    """
     checked = 0
     for document in yaml.safe_load_all(Path(sys.argv[1]).read_text(encoding="utf-8")):
         if document["kind"] in KINDS:
@@ -30,12 +33,12 @@ def main() -> int:
                 document["kind"],
             )
             checked += 1
-    print(f"{checked} objects of KEDA are as its models have them")
+    print(f"{checked} objects match KEDA's models")
     return 0
 
 
 def _refuse_unknown(document: object, known: Any, where: str) -> None:
-    # The models let unknown fields pass; what they did not keep is unknown.
+    # The models accept unknown fields and drop them, so a dropped field is unknown.
     if isinstance(document, dict):
         newer = NEWER.get(where, set())
         unknown = document.keys() - known.keys() if isinstance(known, dict) else document.keys()

@@ -1,4 +1,4 @@
-"""The inputs of an overlay besides the catalog: places of workers, their endpoints, GPU types."""
+"""Inputs of an overlay apart from the catalog: where workers run, their endpoints, GPU types."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GPU_TYPES_FILE = Path(__file__).parent / "gpus.yaml"
 
 
 class GpuType(BaseModel):
-    """A GPU type: its node label, its machine, where it exists, and what workers get of a node."""
+    """A GPU type: its node label, machine type and zones, and the node resources per worker."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -32,19 +32,19 @@ class GpuType(BaseModel):
     disk_gb: int = Field(gt=0)
     ephemeral_gib: int = Field(gt=0)
     on_demand: bool = True
-    """True if it is sold without spot, flex-start or a reservation."""
+    """True if it is available without spot, flex-start or a reservation."""
     quota: str
     zones: dict[str, tuple[str, ...]]
-    """The letters of the zones that have it, by region."""
+    """Letters of the zones that have this GPU, by region."""
 
     def zones_in(self, region: str, among: Sequence[str] | None = None) -> tuple[str, ...]:
-        """The zones of `region` that have it, only those in `among` if it is set."""
+        """Returns the zones of `region` that have this GPU, limited to `among` if set."""
         names = (f"{region}-{letter}" for letter in self.zones.get(region, ()))
         return tuple(name for name in names if among is None or name in among)
 
 
 class GpuReservation(BaseModel):
-    """A specific reservation of machines in one zone, perhaps shared by another project."""
+    """A reservation of machines in one zone, which may be shared by another project."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -54,22 +54,22 @@ class GpuReservation(BaseModel):
 
 
 class OwnPrometheus(BaseModel):
-    """The Prometheus of a cluster outside Google, which KEDA asks without credentials."""
+    """The Prometheus of a cluster outside Google. KEDA queries it without credentials."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     url: str
     labels: dict[str, str]
-    """Labels that all series of this deployment have there, and those of no other."""
+    """Labels that all series of this deployment have there, and no other series has."""
     has_rabbitmq: bool
-    """True if the broker is RabbitMQ, whose queues have a metric."""
+    """True if the broker is RabbitMQ, whose queue lengths are exported."""
 
 
 class Deployment(BaseModel):
     """The workers of one region, or of a cluster outside Google.
 
-    Terraform's output `deployments` (or `outside`) says most. Everything
-    up to `rows_url` is what API and workers have to agree on, so it comes from one place.
+    Most fields come from Terraform's output `deployments` (or `outside`). The API and workers must
+    agree on everything up to `rows_url`, so those values come from one place.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -82,45 +82,45 @@ class Deployment(BaseModel):
     redis_url: str
     records_url: str
     rows_url: str = ""
-    """The bucket that rows are put into. Empty: they go straight to BigQuery."""
+    """The bucket that workers write rows to. Empty: they write directly to BigQuery."""
     redis_cidrs: tuple[str, ...] = Field(min_length=1)
-    """Addresses of both, for the network policy, to which none would mean all."""
+    """IP addresses of both for the network policy, in which an empty list would allow all."""
     audience: str = Field("", pattern=r"^(//iam\.googleapis\.com/\S+)?$")
-    """The audience of the workers' tokens. Empty on GKE, which needs no tokens."""
+    """The audience of the workers' tokens. Empty on GKE, which needs no such tokens."""
     is_self_hosted: bool = False
     """True if the whole deployment is in a cluster outside Google (self_hosted.py)."""
     time_slicing: bool = False
-    """Nodes outside Google have the label that says how many workers share their GPUs."""
+    """True if nodes outside Google have a label for the number of workers per GPU."""
     settings: dict[str, str] = {}
-    """Further variables of the workers."""
+    """Additional environment variables of the workers."""
     models: tuple[str, ...] | None = None
-    """The models of the catalog that run there. None: all."""
+    """Catalog models to run there. None: all."""
     spot: bool
     overflow: GpuTypeName | None
-    """GPU type that takes over where another is out of stock."""
+    """GPU type to use where another is out of stock."""
     reservations: dict[GpuTypeName, GpuReservation] = {}
-    """A reservation of a GPU type. It is used up first."""
+    """Reservations by GPU type. They are used up first."""
     weights_bucket: str | None = None
-    """The bucket that `penstock weights prefetch` filled. None: workers download from the hub."""
+    """The bucket filled by `penstock weights prefetch`. None: workers download from the hub."""
     hub_token: str | None = None
-    """The secret with a token for gated models of the hub."""
+    """The secret that holds a token for gated models on the hub."""
     zones: tuple[str, ...] | None = None
-    """The zones that GPU nodes may be in. None: all of the region that have the GPU."""
+    """Zones for GPU nodes. None: all zones of the region that have the GPU."""
     compute_classes: bool
-    """Nodes come from ComputeClasses instead of the pools that Terraform makes."""
+    """True if nodes come from ComputeClasses instead of the node pools created by Terraform."""
     traces: dict[str, str] = {}
-    """OpenTelemetry's variables of the workers. Empty: they make no spans."""
+    """OpenTelemetry variables of the workers. Empty: no spans are recorded."""
     image: str = Field(pattern=r"^[^@\s]+(@sha256:[0-9a-f]{64}|:[A-Za-z0-9._-]+)$")
     """The worker image, by digest or tag."""
     autoscaler: Literal["keda", "hpa"] = "keda"
     prometheus: OwnPrometheus | None = None
-    """The source of the autoscaler's metrics. None: Managed Prometheus on GKE, and no autoscaler
-    elsewhere.
-    """
+    """The autoscaler's metrics. None: Managed Prometheus on GKE, and no autoscaler elsewhere."""
     buffer: int = Field(1, ge=0)
-    """Places kept warm for each class of GPU nodes."""
+    """Warm places to keep for each class of GPU nodes."""
     capacity_buffers: bool = False
-    """Keep them with CapacityBuffer (the cluster must have it) instead of balloons."""
+    """True to keep them with CapacityBuffer, which the cluster must support, instead of balloon
+    pods.
+    """
 
     @property
     def is_outside(self) -> bool:
@@ -134,9 +134,9 @@ class Deployment(BaseModel):
 
     @property
     def metrics_url(self) -> str:
-        """The address of Prometheus' queries; by default Managed Prometheus.
+        """The URL for Prometheus queries; by default Managed Prometheus.
 
-        KEDA's scaler for Pub/Sub is deprecated, as it uses Monitoring's old query language:
+        KEDA's Pub/Sub scaler is deprecated because it uses the old query language of Monitoring:
         https://keda.sh/docs/2.18/scalers/gcp-pub-sub/
         """
         if self.prometheus is not None:
@@ -145,11 +145,11 @@ class Deployment(BaseModel):
 
 
 def read_deployment(path: Path, region: str, **options: object) -> Deployment:
-    """The deployment of `region` from `terraform output -json deployments`, with `options`.
+    """Reads the deployment of `region` from `terraform output -json deployments`, adding `options`.
 
     Raises:
-        ConfigurationError: the file can't be read, has no such region, or something is missing or
-            wrong.
+        ConfigurationError: the file can't be read or does not have this region, or a field is
+        missing or invalid.
     """
     try:
         regions = json.loads(path.read_text(encoding="utf-8"))
@@ -168,7 +168,7 @@ def read_deployment(path: Path, region: str, **options: object) -> Deployment:
 
 @cache
 def read_gpu_types() -> dict[str, GpuType]:
-    """The GPU types by the names that models.yaml uses."""
+    """Returns the GPU types by the names used in models.yaml."""
     return TypeAdapter(dict[str, GpuType]).validate_python(
         yaml.safe_load(GPU_TYPES_FILE.read_text(encoding="utf-8"))
     )
@@ -177,10 +177,10 @@ def read_gpu_types() -> dict[str, GpuType]:
 def zones_with(
     type_: str, region: str, gpu_types: dict[str, GpuType], among: Sequence[str] | None = None
 ) -> tuple[str, ...]:
-    """The zones of a region whose nodes can have this GPU.
+    """Returns the zones of a region whose nodes can have this GPU.
 
     Raises:
-        ConfigurationError: none was found. Terraform refuses the same.
+        ConfigurationError: there are none. Terraform refuses the same configurations.
     """
     if zones := gpu_types[type_].zones_in(region, among):
         return zones
@@ -192,5 +192,8 @@ def zones_with(
 
 
 def gpu_class(gpu: Gpu) -> str:
-    """The class of nodes that offers this GPU so. Terraform labels its pools with it."""
+    """Returns the class of nodes that offers this GPU in this way.
+
+    Terraform labels its pools with it.
+    """
     return f"{gpu.type}-x{gpu.share}" + ("-flex" if gpu.provisioning == "flex-start" else "")

@@ -1,4 +1,4 @@
-"""Writes kustomization.yaml files, and the patches that several of them need."""
+"""Writes kustomization.yaml files, and patches that several of them need."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _NUMBER = re.compile(r"[-+]?(0o[0-7]+|(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes strings that are numbers to Kubernetes, which reads YAML 1.2, as PyYAML reads 1.1."""
+    """Quotes strings that YAML 1.2 (Kubernetes) reads as numbers and YAML 1.1 (PyYAML) does not."""
 
 
 _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+.0123456789"))
 
 
 def dump_yaml(content: object, *, width: int = 80) -> str:
-    """Returns YAML that Go and Python read alike, with lines folded at `width`."""
+    """Returns YAML that Go and Python read the same way, with lines folded at `width`."""
     return yaml.dump(content, Dumper=_Dumper, sort_keys=False, width=width)
 
 
 def node_affinity(accelerators: tuple[str, ...]) -> dict[str, Any]:
-    """The affinity of a pod to nodes with one of these accelerators."""
+    """Returns node affinity for nodes with one of these accelerators."""
     terms = [
         {"key": "cloud.google.com/gke-accelerator", "operator": "In", "values": list(accelerators)}
     ]
@@ -39,7 +39,7 @@ def node_affinity(accelerators: tuple[str, ...]) -> dict[str, Any]:
 
 
 def deployment_patch(name: str, pod: dict[str, Any], **spec: Any) -> dict[str, Any]:
-    """A patch of the pods, and of the rest of the `spec`, of the Deployment `name`."""
+    """Returns a patch of the pod template and the rest of the `spec` of the Deployment `name`."""
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
@@ -49,7 +49,7 @@ def deployment_patch(name: str, pod: dict[str, Any], **spec: Any) -> dict[str, A
 
 
 def image_override(name: str, image: str) -> dict[str, str]:
-    """Returns the replacement of the image `name` of the tree by `image`, by digest or tag."""
+    """Returns the entry that replaces the image `name` with `image`, by digest or tag."""
     new_name, _, digest = image.partition("@")
     if digest:
         return {"name": name, "newName": new_name, "digest": digest}
@@ -68,5 +68,8 @@ def write_kustomization(
 
 
 def path_up_to(folder: Path, part: str) -> str:
-    """The relative path from `folder` to a part of the tree. Kustomize accepts no others."""
+    """Returns the relative path from `folder` to a part of the tree.
+
+    Kustomize accepts no other paths.
+    """
     return os.path.relpath(TREE / part, folder.resolve())

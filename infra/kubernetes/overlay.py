@@ -1,18 +1,19 @@
-"""Writes the Kustomize overlay of a region: one folder per worker, and one per class of GPU nodes.
+"""Writes the Kustomize overlay of a region: one folder per worker and per class of GPU nodes.
 
-Kustomize does the rest: `kubectl kustomize OUT` renders it, `kubectl apply -k OUT` puts it into a
-cluster, and the Terraform stage `workloads` takes the rendered file.
+Kustomize does the rest: `kubectl kustomize OUT` renders it, `kubectl apply -k OUT` applies it to a
+cluster, and the Terraform stage `workloads` reads the rendered file.
 
-A class of GPU nodes gets a ComputeClass and warm places. Workers outside Google have a Kubernetes
-token that is exchanged for Google's (RFC 8693): the cluster's API server signs it, the kubelet
-keeps it fresh, and Google checks it against the issuer in infra/terraform/platform/outside.tf. No
-key is made, copied or kept anywhere.
+Each class of GPU nodes gets a ComputeClass and warm places. Workers outside Google have a
+Kubernetes token that is exchanged for one of Google's (RFC 8693): the cluster's API server signs
+it, the kubelet renews it, and Google checks it against the issuer in
+infra/terraform/platform/outside.tf. No key is created, copied or stored anywhere.
 
 A worker gets the weights of a hub model from a mounted bucket, or from the hub itself. The bucket
-has what `penstock weights prefetch` copied, in the layout of workers/models/source.py. Cloud
-Storage FUSE mounts one model's part of it into the pod, through a sidecar that GKE adds. Its file
-cache is on the node's disk, and several downloads fill it at once. What a worker compiles for its
-GPU is kept in the same bucket, by the same mount (workers/models/kernel_store.py).
+contains copies made by `penstock weights prefetch`, in the layout of workers/models/source.py.
+Cloud Storage FUSE mounts one model's part of it into the pod, through a sidecar that GKE adds. Its
+file cache is on the node's disk and is filled by several downloads at once. Kernels that a worker
+compiles for its GPU are stored in the same bucket through the same mount
+(workers/models/kernel_store.py).
 """
 
 from __future__ import annotations
@@ -51,23 +52,24 @@ WORKER_ID = 10001
 """User and group of the worker (infra/kubernetes/worker/deployment.yaml)."""
 TOKEN_DIR, TOKEN_FILE = "/var/run/penstock-hub", "token"
 CACHE_VOLUME = "gke-gcsfuse-cache"
-"""The sidecar takes a volume of this name for its file cache."""
+"""The sidecar uses a volume of this name for its file cache."""
 STARTUP_PERIOD_S, BASE_STARTUP_TRIES, BASE_PROGRESS_S = 5, 240, 1800
 """The startup probe and the progress deadline in infra/kubernetes/worker/deployment.yaml.
 
-The probe leaves 1020 s for weights and measurements, and DEFAULT_STARTUP_S for the models."""
+The probe allows 1020 s for weights and measurements, and DEFAULT_STARTUP_S for the models.
+"""
 SIDECAR_CPU_M, SIDECAR_MIB = 100, 256
-"""Resource requests of the sidecar. The worker alongside requests that much less."""
+"""Resource requests of the sidecar. The worker next to it requests that much less."""
 TMP_MIB = 2048
-"""Of `/tmp`, as in infra/kubernetes/worker. A pod above it is evicted."""
+"""Size of `/tmp`, as in infra/kubernetes/worker. A pod that exceeds it is evicted."""
 CACHE_SHARE = 0.75
-"""Share of the worker's disk for the file cache. The rest is for what the worker writes."""
+"""Share of the worker's disk for the file cache. The rest is for files that the worker writes."""
 
 CREDENTIALS_DIR = "/etc/penstock-identity"
 CREDENTIALS_FILE = "credentials.json"
 
 TOKEN_VALID_S = 3600
-"""The kubelet renews a token when four fifths of this have passed."""
+"""The kubelet renews a token after four fifths of this time."""
 
 MODELS_FILE = "/etc/penstock/models.yaml"
 CACHE_DIR, SPOOL_DIR = "/var/cache/penstock", "/var/spool/penstock"
@@ -76,7 +78,7 @@ HEALTH_PORT = 8081
 
 @dataclass(frozen=True)
 class Weights:
-    """The parts of a pod that let its worker find weights."""
+    """The parts of a pod through which its worker gets weights."""
 
     annotations: dict[str, str]
     settings: dict[str, str]
@@ -89,12 +91,11 @@ NOTHING = Weights({}, {}, (), ())
 
 
 def weights_of(models: Sequence[Model], deployment: Deployment, disk_mib: int) -> Weights:
-    """The source of the weights of the models of one worker.
+    """Returns the source of the weights for the models of one worker.
 
     Args:
-        models: only those of the hub, and with adapters of it, need anything.
-        deployment: True if they were prefetched, and whether there is a token for the hub.
-        disk_mib: the worker's part of the node's disk.
+        models: only models and adapters from the hub need anything.
+        deployment: decides whether weights were prefetched, and whether there is a hub token.
     """
     of_hub = [model for model in models if _repositories(model)]
     if not of_hub or deployment.is_outside:
@@ -109,7 +110,7 @@ def weights_of(models: Sequence[Model], deployment: Deployment, disk_mib: int) -
 
 
 def _repositories(model: Model) -> list[str]:
-    """The repositories of the hub that have its weights, controls, adapters and IP-Adapters."""
+    """Returns the hub repositories with its weights, controls, adapters and IP-Adapters."""
     adapters = [adapter.source.split("/") for adapter in model.image.adapters.values()]
     sources = [source for source, _ in model.sources.values()]
     sources += ["/".join(parts[:2]) for parts in adapters]
@@ -117,14 +118,14 @@ def _repositories(model: Model) -> list[str]:
 
 
 def _mounted(repositories: Sequence[str], bucket: str, disk_mib: int) -> Weights:
-    """A volume for each repository. They share the disk of the file caches evenly."""
+    """Returns a volume for each repository. They share the disk for file caches evenly."""
     annotations = {
         "gke-gcsfuse/volumes": "true",
         "gke-gcsfuse/cpu-request": f"{SIDECAR_CPU_M}m",
         "gke-gcsfuse/cpu-limit": "0",
         "gke-gcsfuse/memory-request": f"{SIDECAR_MIB}Mi",
         "gke-gcsfuse/memory-limit": "1Gi",
-        # Its cache is on a volume, which the pod's own limit counts.
+        # Its cache is on a volume, which counts toward the pod's own limit.
         "gke-gcsfuse/ephemeral-storage-request": "16Mi",
         "gke-gcsfuse/ephemeral-storage-limit": "0",
     }
@@ -147,7 +148,7 @@ def _volume(name: str, repository: str, bucket: str, cache_mib: int) -> dict[str
         f"file-cache:max-size-mb:{cache_mib}",
         "file-cache:enable-parallel-downloads:true",
         "file-cache:cache-file-for-range-read:true",
-        # Copies do not change while a worker runs.
+        # The copies do not change while a worker runs.
         "metadata-cache:ttl-secs:-1",
     )
     attributes = {"bucketName": bucket, "mountOptions": ",".join(options)}
@@ -167,9 +168,9 @@ def _compiles(model: Model) -> bool:
 
 
 def _with_kernels(weights: Weights, bucket: str) -> Weights:
-    """The weights, and a folder of the same bucket for compiled kernels.
+    """Adds a folder of the same bucket for compiled kernels.
 
-    The worker may write its model's part of it (infra/terraform/platform/storage.tf).
+    The worker may write only the part for its model (infra/terraform/platform/storage.tf).
     """
     options = (
         "implicit-dirs",
@@ -202,13 +203,13 @@ def _with_token() -> Weights:
         },
     }
     mount = {"name": "hub-token", "mountPath": TOKEN_DIR, "readOnly": True}
-    # The path, not the token: an environment is visible to anyone who may read the pod.
+    # The path, not the token: anyone who may read the pod sees its environment.
     settings = {"HF_TOKEN_PATH": f"{TOKEN_DIR}/{TOKEN_FILE}"}
     return Weights({}, settings, (mount,), (volume,))
 
 
 def hub_token_patch(deployment: Deployment) -> dict[str, Any]:
-    """The secret that the SecretProviderClass of infra/kubernetes/hub-token reads."""
+    """Returns a patch naming the secret that the SecretProviderClass of hub-token reads."""
     secret = f"projects/{deployment.project}/secrets/{deployment.hub_token}/versions/latest"
     return {
         "apiVersion": "secrets-store.csi.x-k8s.io/v1",
@@ -221,14 +222,10 @@ def hub_token_patch(deployment: Deployment) -> dict[str, Any]:
 def write_gpu_class(
     out: Path, gpu: Gpu, deployment: Deployment, gpu_types: dict[str, GpuType]
 ) -> list[str]:
-    """Writes a class of GPU nodes: its ComputeClass, and the places that are kept warm on it.
-
-    Args:
-        gpu: the GPU of the class, as models ask for it.
-        gpu_types: the known GPU types by name.
+    """Writes a class of GPU nodes: its ComputeClass, and the warm places on it.
 
     Returns:
-        The names of the folders that were written.
+        The names of the folders written.
     """
     name, folders = gpu_class(gpu), []
     if deployment.compute_classes:
@@ -236,7 +233,7 @@ def write_gpu_class(
         folder = out / folders[-1]
         folder.mkdir()
         patch = compute_class(gpu, deployment, gpu_types)
-        # No namespace: a ComputeClass has none, which Kustomize can't know.
+        # No namespace: a ComputeClass is cluster-wide, which Kustomize can't know.
         write_kustomization(
             folder, [path_up_to(folder, "compute-class")], nameSuffix=f"-{name}", patches=[patch]
         )
@@ -266,7 +263,10 @@ def write_gpu_class(
 def _buffer_patches(
     gpu: Gpu, deployment: Deployment, gpu_types: dict[str, GpuType]
 ) -> list[dict[str, Any]]:
-    """Placeholder pods as large as a worker, on the worker's nodes but not on overflow nodes."""
+    """Returns placeholder pods the size of a worker.
+
+    They run on its nodes, not on overflow nodes.
+    """
     share = share_of(gpu, gpu_types) | {"nvidia.com/gpu": "1"}
     pod: dict[str, Any] = {"tolerations": [{"operator": "Exists", "effect": "NoSchedule"}]}
     if deployment.compute_classes:
@@ -301,10 +301,12 @@ TOKEN_DIR = "/var/run/penstock"
 
 
 def credentials(audience: str) -> str:
-    """The configuration file of google-auth (an "external account"). It holds no secret.
+    """Returns the configuration file for google-auth (an "external account").
+
+    It contains no secret.
 
     Args:
-        audience: the provider in Google's identity pool, as `//iam.googleapis.com/projects/…`.
+        audience: provider in Google's identity pool, as `//iam.googleapis.com/projects/…`.
     """
     external = {
         "type": "external_account",
@@ -317,7 +319,7 @@ def credentials(audience: str) -> str:
 
 
 def identity_settings(project: str) -> dict[str, str]:
-    """The variables of google-auth: path of the configuration, and project."""
+    """Returns the variables for google-auth: path of the configuration, and project."""
     return {
         "GOOGLE_APPLICATION_CREDENTIALS": f"{CREDENTIALS_DIR}/{CREDENTIALS_FILE}",
         "GOOGLE_CLOUD_PROJECT": project,
@@ -325,24 +327,23 @@ def identity_settings(project: str) -> dict[str, str]:
 
 
 def token_volume(audience: str) -> dict[str, Any]:
-    """The pod's volume with the token."""
+    """Returns the pod volume that contains the token."""
     token = {"path": "token", "audience": f"https:{audience}", "expirationSeconds": TOKEN_VALID_S}
     return {"name": "token", "projected": {"sources": [{"serviceAccountToken": token}]}}
 
 
 def write_overlay(out: Path, catalog: Catalog, models_file: Path, deployment: Deployment) -> None:
-    """Writes the overlay, and replaces an existing one.
+    """Writes the overlay, replacing an existing one.
 
     Args:
-        out: the folder. Files of an earlier run are deleted.
-        catalog: the models to run workers of.
-        models_file: its file. Each worker gets only entries that it needs, so that a change
-            restarts no other.
+        out: output folder. Files from an earlier run are deleted.
+        models_file: the catalog's file. Each worker gets only the entries that it needs, so that a
+            change does not restart other workers.
 
     Raises:
-        ConfigurationError: a model that is to run there is not in the catalog, or without others
-            that it shares workers with, or the models of a worker do not fit into its GPU. Or `out`
-            is a folder that is not an overlay.
+        ConfigurationError: a model to run there is not in the catalog or is missing models that
+        share its workers, the models of a worker do not fit into its GPU, or `out` is a folder that
+        does not contain an overlay.
     """
     groups = _chosen(catalog, deployment)
     gpu_types = read_gpu_types()
@@ -387,9 +388,9 @@ def _chosen(catalog: Catalog, deployment: Deployment) -> list[WorkerGroup]:
 
 
 def _entries_of(group: WorkerGroup, catalog: Catalog, document: dict[str, Any]) -> dict[str, Any]:
-    """The part of a catalog that a worker needs: its models, and flows that it carries on.
+    """Returns the entries that a worker needs: its models, and the flows that it continues.
 
-    Whoever ends a step of a flow publishes the next one, so it has the models of all its steps.
+    The worker that finishes a flow step publishes the next one, so it has the models of all steps.
     """
     names = {model.public_name for model in group.models}
     flows = [flow for flow in catalog.flows if names & {model.name for model in flow.step_models}]
@@ -402,9 +403,9 @@ def _entries_of(group: WorkerGroup, catalog: Catalog, document: dict[str, Any]) 
 
 
 def _write_cluster(folder: Path, deployment: Deployment) -> None:
-    """Namespace, priorities and network policies.
+    """Writes the namespace, priorities and network policies.
 
-    The third rule of the workers' policy is for Redis.
+    The third rule in the workers' policy is for Redis.
     """
     folder.mkdir()
     to = [{"ipBlock": {"cidr": cidr}} for cidr in deployment.redis_cidrs]
@@ -432,7 +433,7 @@ def _write_hub_token(folder: Path, deployment: Deployment) -> str:
 
 
 def _write_gpu_nodes(folder: Path, deployment: Deployment) -> str:
-    """What empties nodes whose GPU has failed."""
+    """Writes the remediation that drains nodes with a failed GPU."""
     folder.mkdir()
     write_kustomization(
         folder,
@@ -445,18 +446,18 @@ def _write_gpu_nodes(folder: Path, deployment: Deployment) -> str:
 
 
 def clear_folder(out: Path, mark: str = "kustomization.yaml", kind: str = "an overlay") -> None:
-    """Empties the folder of an overlay, or makes it.
+    """Empties the folder of an overlay, or creates it.
 
     Args:
-        mark: the file that each folder of its kind has.
-        kind: its kind, for the message.
+        mark: file that each folder of this kind contains.
+        kind: kind of folder, for the error message.
 
     Raises:
-        ConfigurationError: it is a folder of another kind.
+        ConfigurationError: the folder contains something else.
     """
     if out.exists() and any(out.iterdir()):
         if not (out / mark).is_file():
-            raise ConfigurationError(f"{out} holds something else than {kind}")
+            raise ConfigurationError(f"{out} contains something other than {kind}")
         shutil.rmtree(out)
     out.mkdir(parents=True, exist_ok=True)
 
@@ -464,7 +465,7 @@ def clear_folder(out: Path, mark: str = "kustomization.yaml", kind: str = "an ov
 def _write_configs(
     folder: Path, entries: dict[str, Any], settings: dict[str, str], deployment: Deployment
 ) -> list[dict[str, Any]]:
-    """Writes the files of a worker's ConfigMaps. Returns their generators."""
+    """Writes the files for a worker's ConfigMaps. Returns their generators."""
     (folder / "models.yaml").write_text(yaml.safe_dump(entries, sort_keys=False), encoding="utf-8")
     literals = [f"{key}={value}" for key, value in sorted(settings.items())]
     configs: list[dict[str, Any]] = [
@@ -520,7 +521,7 @@ def _write_worker(
 
 
 def worker_settings(group: WorkerGroup, deployment: Deployment) -> dict[str, str]:
-    """The environment of a worker, except what depends on its node."""
+    """Returns the environment of a worker, except for settings that depend on its node."""
     settings = {
         "HF_HOME": f"{CACHE_DIR}/hub",
         "HOME": "/tmp",
@@ -545,26 +546,26 @@ def worker_settings(group: WorkerGroup, deployment: Deployment) -> dict[str, str
 
 
 def _sized_volumes(group: WorkerGroup, placement: Placement) -> Iterator[dict[str, Any]]:
-    """Yields the volumes of a worker that have another size than in infra/kubernetes/worker."""
+    """Yields worker volumes whose size differs from infra/kubernetes/worker."""
     if placement.cache_gib is not None:
         yield {"name": "cache", "emptyDir": {"sizeLimit": f"{placement.cache_gib}Gi"}}
     classes = [model for model in group.models if model.definition.has_interface]
-    if classes:  # each process of a class writes to /tmp within a bound
+    if classes:  # each process of a class may write a limited amount to /tmp
         process_mib = sum(-(-model.resources.disk_bytes // 2**20) for model in classes)
         tmp_mib = TMP_MIB + process_mib * placement.processes
         yield {"name": "tmp", "emptyDir": {"sizeLimit": f"{tmp_mib}Mi"}}
 
 
 def _additional_startup_s(group: WorkerGroup, deployment: Deployment) -> int:
-    """Seconds that the models may take to start beyond what the tree's probe leaves them."""
+    """Returns how many seconds models may take to start beyond the limit in the tree's probe."""
     startup_s = float(deployment.settings.get("PENSTOCK_STARTUP_S", 0)) or group.startup_s
     return max(0, math.ceil(startup_s - DEFAULT_STARTUP_S))
 
 
 def _secret_variables(group: WorkerGroup) -> dict[str, Any]:
-    """The variables of a container with the secrets of Kubernetes that its classes get.
+    """Returns container variables with the Kubernetes secrets that the worker's classes receive.
 
-    Not files: these could be read by every class of the worker.
+    Not as files: every class of the worker could read those.
     """
     texts = {text for model in group.models for text in model.secrets.values()}
     references = [SecretReference.parse(text) for text in sorted(texts)]
@@ -611,7 +612,7 @@ def _worker_patch(
     if volumes:
         pod["volumes"] = volumes
     if deployment.is_outside:
-        # With an autoscaler, each apply would take its count back.
+        # With an autoscaler, each apply would reset its count.
         spec |= {} if deployment.is_scaled else {"replicas": max(1, group.replicas.min)}
         return deployment_patch("worker", pod, **spec)
     patch = deployment_patch("worker", pod, **spec)

@@ -1,4 +1,4 @@
-"""Placement of a worker and its share of the node: a whole GPU, a part of one, or none."""
+"""Placement of a worker and its share of the node: a whole GPU, part of one, or none."""
 
 from __future__ import annotations
 
@@ -13,18 +13,22 @@ from shared.catalog_entry import Gpu
 from shared.errors import ConfigurationError
 
 SHARED_MEMORY = 0.92
-"""The share of GPU memory for torch. Each process also has a CUDA context.
-"""
+"""Share of GPU memory for torch. Each process also has a CUDA context."""
 PAUSE_S = 2
-"""preStop of the base."""
+"""preStop in the base, in seconds."""
 DRAIN_S = 60
 KILL_MARGIN_S = 10
-"""Time from the end of the drain to the kill: rows go to disk, connections close."""
+"""Time from the end of the drain to SIGKILL, for writing rows to disk and closing connections."""
 SPOT_SHUTDOWN_S = 30
-"""Time from the notice to the end of a spot node, GKE's default. It allows 120 too (not tried).
+"""Time from the notice to the end of a spot node, GKE's default.
+
+GKE also allows 120 s (not tested).
 """
 SPOT_SYSTEM_S = 5
-"""The last part of it, for system pods. GKE's default is 15, which would leave workers 15."""
+"""The last part of it, reserved for system pods.
+
+GKE's default is 15 s, which would leave workers 15 s.
+"""
 SPOT_DRAIN_S = 15
 SPOT_MARGIN_S = SPOT_SHUTDOWN_S - SPOT_SYSTEM_S - PAUSE_S - SPOT_DRAIN_S
 SPOT_KUBELET = {
@@ -32,8 +36,9 @@ SPOT_KUBELET = {
     "shutdownGracePeriodCriticalPodsSeconds": SPOT_SYSTEM_S,
 }
 PLUGIN_CONFIG = "nvidia.com/device-plugin.config"
-"""The node label that names the configuration of NVIDIA's device plugin on that node. See
-https://github.com/NVIDIA/k8s-device-plugin#updating-per-node-configuration-with-a-node-label
+"""Node label that names the configuration of NVIDIA's device plugin on that node.
+
+See https://github.com/NVIDIA/k8s-device-plugin#updating-per-node-configuration-with-a-node-label
 """
 TIME_SLICING = "penstock-time-slicing"
 CPU_ONLY = {"cpu": "2", "memory": "4Gi", "ephemeral-storage": "10240Mi"}
@@ -59,7 +64,7 @@ class Placement:
 
     @property
     def cache_gib(self) -> int | None:
-        """The part of the node's disk for downloads. None: as in the base."""
+        """The part of the node's disk for downloads. None: same as in the base."""
         most = self.resources["limits"].get("ephemeral-storage")
         return None if most is None else int(most.removesuffix("Gi")) * 3 // 4
 
@@ -71,10 +76,10 @@ class Placement:
 
 
 def processes_of(models: Sequence[Model]) -> int:
-    """Model processes of a worker that serves these models, which compute at the same time.
+    """Returns the number of model processes of a worker that serves these models.
 
-    As an entry says. Otherwise one for each CPU, or one for all of them if weights are shared, and
-    one on a GPU.
+    The number in the catalog entry, if set. Otherwise one per GPU; and on a CPU one per core, or a
+    single process if weights are shared. All processes compute at the same time.
     """
     if wanted := [model.processes for model in models if model.processes]:
         return min(wanted)
@@ -83,10 +88,10 @@ def processes_of(models: Sequence[Model]) -> int:
 
 
 def place(group: WorkerGroup, deployment: Deployment, gpu_types: dict[str, GpuType]) -> Placement:
-    """The placement of the workers of one model, or of several.
+    """Returns the placement of the workers for one or several models.
 
     Raises:
-        ConfigurationError: the memory of the GPU is too small for all models.
+        ConfigurationError: the GPU's memory is too small for all models.
     """
     check_gpu_memory(group, gpu_types)
     gpu = group.gpu
@@ -98,7 +103,7 @@ def place(group: WorkerGroup, deployment: Deployment, gpu_types: dict[str, GpuTy
     }
     grace_s = PAUSE_S + drain_s + margin_s
     if gpu.type == "none":
-        # A container sees the cores of the whole node: what it may use is said.
+        # A container sees all cores of the node, so its share is set explicitly.
         processes = processes_of(group.models)
         settings |= {
             "PENSTOCK_DEVICE": "cpu",
@@ -109,7 +114,7 @@ def place(group: WorkerGroup, deployment: Deployment, gpu_types: dict[str, GpuTy
     processes = processes_of(group.models)
     settings |= {"PENSTOCK_DEVICE": "cuda", "PENSTOCK_PROCESSES": str(processes)}
     if not may_be_spot and not deployment.is_outside:
-        settings["PENSTOCK_SPOT"] = "false"  # otherwise a pod can't know
+        settings["PENSTOCK_SPOT"] = "false"  # otherwise the pod can't find out
     resources = _resources(share_of(gpu, gpu_types), gpu=gpu_types[gpu.type])
     if deployment.is_outside:
         chosen = {PLUGIN_CONFIG: shared_by(gpu)} if deployment.time_slicing else {}
@@ -130,14 +135,14 @@ def place(group: WorkerGroup, deployment: Deployment, gpu_types: dict[str, GpuTy
 
 
 def shared_by(gpu: Gpu) -> str:
-    """The name of the device plugin's configuration on nodes that offer each GPU so often."""
+    """Returns the name of the device plugin configuration for GPUs shared that many times."""
     return f"shared-by-{gpu.share}"
 
 
 def time_slicing(models: Iterable[Model]) -> dict[str, Any]:
-    """A ConfigMap with configurations of NVIDIA's device plugin, one for each share of the models.
+    """Returns a ConfigMap of NVIDIA device plugin configurations, one per share in the catalog.
 
-    Without a namespace: that of the plugin is not ours.
+    Has no namespace, because the plugin's namespace is not ours.
     """
     gpus = {gpu.share: gpu for gpu in (model.gpu for model in models) if gpu.type != "none"}
     sharing = {"failRequestsGreaterThanOne": True, "renameByDefault": False}
@@ -153,24 +158,24 @@ def time_slicing(models: Iterable[Model]) -> dict[str, Any]:
 
 
 def memory_fraction(gpu: Gpu) -> float:
-    """The part of a GPU's memory that torch may take in one worker.
+    """Returns the fraction of a GPU's memory that torch may use in one worker.
 
-    Time-sharing does not divide memory.
+    Time-sharing does not partition memory.
     """
     return 1.0 if gpu.share == 1 else int(SHARED_MEMORY / gpu.share * 1000) / 1000
 
 
 def gpu_memory_bytes(gpu: Gpu, gpu_types: dict[str, GpuType]) -> int:
-    """What the models of one worker may take of a GPU's memory, without that of CUDA contexts."""
+    """Returns how much GPU memory the models of one worker may use, not counting CUDA contexts."""
     part = min(SHARED_MEMORY, memory_fraction(gpu))
     return int(gpu_types[gpu.type].gpu_memory_gib * GIB * part)
 
 
 def check_gpu_memory(group: WorkerGroup, gpu_types: dict[str, GpuType]) -> None:
-    """Checks that all models that share a worker fit into the memory of its GPU at once.
+    """Checks that all models that share a worker fit into its GPU's memory at the same time.
 
     Raises:
-        ConfigurationError: they do not, or what one of them takes is not said.
+        ConfigurationError: they do not, or the memory needed by one of them is not specified.
     """
     if not group.is_shared or group.gpu.type == "none":
         return
@@ -178,8 +183,8 @@ def check_gpu_memory(group: WorkerGroup, gpu_types: dict[str, GpuType]) -> None:
         if model.resources.gpu_memory_bytes is None:
             field = f"{model.name}.resources.gpu_memory_bytes"
             raise ConfigurationError(
-                f"{field}: missing: what its weights and its largest batch take of a GPU's memory; "
-                f"the workers {group.name!r} hold all their models at once",
+                f"{field}: is required: the GPU memory used by its weights and its largest batch; "
+                f"the workers {group.name!r} load all their models at the same time",
                 field=field,
             )
     taken = {one.name: one.resources.gpu_memory_bytes or 0 for one in group.models}
@@ -187,16 +192,16 @@ def check_gpu_memory(group: WorkerGroup, gpu_types: dict[str, GpuType]) -> None:
     if sum(taken.values()) > has:
         each = ", ".join(f"{name} {size / GIB:.2f}" for name, size in taken.items())
         raise ConfigurationError(
-            f"workers.{group.name}: its models take {sum(taken.values()) / GIB:.2f} GiB of a GPU's "
-            f"memory ({each}), and a worker has {has / GIB:.2f} GiB of a {group.gpu.type} "
-            f"(gpu.share: {group.gpu.share}); take fewer models, a smaller gpu.share or a larger "
+            f"workers.{group.name}: its models need {sum(taken.values()) / GIB:.2f} GiB of GPU "
+            f"memory ({each}), but a worker has {has / GIB:.2f} GiB of a {group.gpu.type} "
+            f"(gpu.share: {group.gpu.share}); use fewer models, a smaller gpu.share or a larger "
             "gpu.type",
             field=f"workers.{group.name}",
         )
 
 
 def share_of(gpu: Gpu, gpu_types: dict[str, GpuType]) -> dict[str, str]:
-    """CPU, memory and disk of one of those that share a node."""
+    """Returns the CPU, memory and disk of one worker on a shared node."""
     node = gpu_types[gpu.type]
     return {
         "cpu": f"{node.cpu * 1000 // gpu.share}m",
@@ -206,14 +211,14 @@ def share_of(gpu: Gpu, gpu_types: dict[str, GpuType]) -> dict[str, str]:
 
 
 def memory_mib(gpu: Gpu, gpu_types: dict[str, GpuType]) -> int:
-    """MiB of memory of one worker."""
+    """Returns the memory of one worker in MiB."""
     return _mib((CPU_ONLY if gpu.type == "none" else share_of(gpu, gpu_types))["memory"])
 
 
 def leave_room(
     resources: dict[str, dict[str, str]], cpu_m: int, memory_mib: int
 ) -> dict[str, dict[str, str]]:
-    """Resource requests less those of a sidecar, so that the same number of pods fits on a node."""
+    """Subtracts a sidecar's requests from the worker's, so that as many pods fit on a node."""
     asked = resources["requests"]
     cpu = f"{_milli(asked['cpu']) - cpu_m}m"
     memory = f"{_mib(asked['memory']) - memory_mib}Mi"
@@ -232,8 +237,8 @@ def _mib(memory: str) -> int:
 
 
 def _resources(share: dict[str, str], *, gpu: GpuType | None = None) -> dict[str, dict[str, str]]:
-    # No limit on CPU, and on disk that of the node: what the neighbors leave is there for the
-    # taking. On a shared node a GPU is asked for once.
+    # CPU is not limited, and disk is limited by the node: workers may use resources that their
+    # neighbors leave idle. On a shared node a GPU is requested once.
     if gpu is None:
         return {"requests": share, "limits": {"memory": share["memory"]}}
     one = {"nvidia.com/gpu": "1"}
@@ -244,8 +249,8 @@ def _resources(share: dict[str, str], *, gpu: GpuType | None = None) -> dict[str
 def compute_class(
     gpu: Gpu, deployment: Deployment, gpu_types: dict[str, GpuType]
 ) -> dict[str, Any]:
-    """The ComputeClass of a GPU: reserved, spot, on demand, then the larger GPU. Or flex-start."""
-    # The CRD's word, unlike that of the node label (`time-sharing`).
+    """Returns a ComputeClass: reserved, spot, on demand, then the larger GPU. Or flex-start."""
+    # The CRD's word, which differs from the node label (`time-sharing`).
     sharing = {
         "gpuSharing": {"sharingStrategy": "TIME_SHARING", "maxSharedClientsPerGPU": gpu.share}
     }
@@ -283,7 +288,7 @@ def compute_class(
 
 
 def is_standard(gpu: Gpu) -> bool:
-    """Returns whether its nodes come from reservations, spot and on demand, by the deployment."""
+    """Returns whether the deployment decides if its nodes are reserved, spot or on demand."""
     return gpu.provisioning == "standard"
 
 

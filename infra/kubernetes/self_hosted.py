@@ -1,9 +1,9 @@
-"""`python -m infra.kubernetes.self_hosted`: the overlay of a whole deployment off Google.
+"""`python -m infra.kubernetes.self_hosted`: the overlay of a whole deployment outside Google.
 
-Workers are those of every other cluster (overlay.py). Around them are the API, the batch runner,
-the functions, the row archive, the servers that the site does not bring itself, and the scrape
-configuration that lets the autoscaler's queries find our metrics in the site's Prometheus. Their
-processes get addresses, and the secrets that they read. Policies, ingress and volumes are here too.
+Workers are the same as in every other cluster (overlay.py). The rest is the API, the batch runner,
+the functions, the row archive, any servers that the site does not provide itself, and the scrape
+configuration through which the autoscaler's queries find our metrics in the site's Prometheus.
+Processes get addresses and the secrets that they read. Policies, ingress and volumes are also here.
 """
 
 from __future__ import annotations
@@ -45,30 +45,31 @@ from shared.errors import ConfigurationError
 TREE = "self-hosted"
 CONTAINER = "/spec/template/spec/containers/0"
 NAMESPACE_NAME = "kubernetes.io/metadata.name"
-"""The label of each namespace that has its name."""
+"""Label on each namespace that contains its name."""
 REDIS_DATA_PERCENT = 60
-"""Percentage of the pod's memory for data. The rest is for clients, and for changes while the file
-is rewritten.
+"""Percentage of the pod's memory for data.
+
+The rest is for clients, and for changes while the file is rewritten.
 """
 
 OBJECTS_DIR = "/var/lib/penstock/objects"
 CREDENTIALS_DIR = "/etc/penstock-google"
 KEYS_URL = "file:///etc/penstock-keys/keys.json"
 NO_NETWORK = ("127.0.0.1/32",)
-"""The addresses of a Redis in the cluster. Its pods are let through by their label instead."""
+"""Addresses of a Redis in the cluster. Its pods are selected by label instead."""
 
 CLIENTS = ("api", "batches", "functions", "row-archive")
 
 SCRAPE_FILE = "scrape.yaml"
 TIME_SLICING_FILE = "time-slicing.yaml"
 INTERVAL = "10s"
-"""Scrape interval, that of Managed Prometheus. The queries look at a minute of samples."""
+"""Scrape interval, the same as in Managed Prometheus. The queries look at a minute of samples."""
 _LABEL = "__meta_kubernetes_pod_label_"
 _PORT = "__meta_kubernetes_pod_container_port_name"
 
 
 def server_patches(site: SelfHostedSite) -> dict[str, list[dict[str, Any]]]:
-    """The servers that run there by name, with JSON patches (RFC 6902) of each StatefulSet."""
+    """Returns the servers that run there by name, with JSON patches (RFC 6902) of StatefulSets."""
     patches: dict[str, list[dict[str, Any]]] = {}
     if isinstance(site.broker, EmbeddedBroker):
         patches["pubsub"] = _volume_patch(site.broker.volume)
@@ -121,7 +122,7 @@ def write_server(
 
 
 def write_network(folder: Path, site: SelfHostedSite) -> None:
-    """Writes the folder of network policies, with the private addresses that the site names."""
+    """Writes the folder of network policies, with the private addresses named by the site."""
     folder.mkdir()
     rules = []
     if isinstance(site.broker, RabbitBroker):
@@ -135,7 +136,8 @@ def write_network(folder: Path, site: SelfHostedSite) -> None:
         added = [{"op": "add", "path": "/spec/egress/-", "value": rule} for rule in rules]
         patches.append(_policy_patch("clients", added))
     if isinstance(site.broker, RabbitBroker):
-        # Nothing is pushed to the functions there, and they report what waits in the queues.
+        # Nothing is pushed to the functions there, and they report how many messages are in the
+        # queues.
         source = [{"namespaceSelector": {"matchLabels": {NAMESPACE_NAME: "monitoring"}}}]
         operation = {"op": "replace", "path": "/spec/ingress/0/from", "value": source}
         patches.append(_policy_patch("functions", [operation]))
@@ -160,7 +162,7 @@ def _egress(networks: Sequence[str], port: int) -> dict[str, Any]:
 
 
 def write_ingress(folder: Path, namespace: str, ingress: Ingress) -> None:
-    """Writes the folder of the way in."""
+    """Writes the folder with the site's Ingress."""
     folder.mkdir()
     way_in = [
         {"op": "add", "path": "/metadata/annotations", "value": ingress.annotations},
@@ -184,7 +186,7 @@ def write_ingress(folder: Path, namespace: str, ingress: Ingress) -> None:
 
 
 def objects_claim(namespace: str, objects: VolumeObjects) -> dict[str, Any]:
-    """The volume that all pods share."""
+    """Returns the volume claim that all pods share."""
     spec: dict[str, Any] = {
         "accessModes": ["ReadWriteMany"],
         "resources": {"requests": {"storage": objects.volume.size}},
@@ -247,7 +249,7 @@ def _objects_url(site: SelfHostedSite) -> str:
 
 
 def _endpoints(site: SelfHostedSite) -> dict[str, str]:
-    """The addresses of servers that are not Google's, and the access to those that are."""
+    """Returns the addresses of servers outside Google, and access to the ones that are Google's."""
     files = {}
     if isinstance(site.broker, EmbeddedBroker):
         files["PENSTOCK_PUBSUB_ENDPOINT"] = "pubsub:8085"
@@ -262,7 +264,10 @@ def _endpoints(site: SelfHostedSite) -> dict[str, str]:
 
 
 def client_settings(site: SelfHostedSite) -> dict[str, str]:
-    """The environment of API, runner of batches and functions. Their images have the rest."""
+    """Returns the environment of API, batch runner and functions.
+
+    Other variables are in their images.
+    """
     workers = worker_deployment(site)
     settings = {
         "PENSTOCK_DATASET": workers.dataset,
@@ -286,14 +291,17 @@ def client_settings(site: SelfHostedSite) -> dict[str, str]:
 
 
 def secret_of_broker(site: SelfHostedSite) -> list[dict[str, Any]]:
-    """The source of the variable that names a RabbitMQ. Empty: the broker is another one."""
+    """Returns the source of the variable that names a RabbitMQ.
+
+    Empty: the broker is another one.
+    """
     if not isinstance(site.broker, RabbitBroker):
         return []
     return [{"secretRef": {"name": site.broker.secret}}]
 
 
 def write_clients(folder: Path, site: SelfHostedSite, models_file: Path) -> None:
-    """Writes the folder of those that run there: all of them with the same settings."""
+    """Writes the folder of the clients that run there, all with the same settings."""
     names = _running(site)
     folder.mkdir()
     (folder / "models.yaml").write_bytes(models_file.read_bytes())
@@ -317,10 +325,10 @@ def write_clients(folder: Path, site: SelfHostedSite, models_file: Path) -> None
 
 
 def _running(site: SelfHostedSite) -> list[str]:
-    """Returns those of CLIENTS that run there."""
+    """Returns the members of CLIENTS that run there."""
     has = {
         "batches": site.batches,
-        # Google's broker pushes to the functions that Terraform makes.
+        # Google's broker pushes to the functions created by Terraform.
         "functions": not isinstance(site.broker, GoogleBroker),
         "row-archive": has_archive(site),
     }
@@ -364,13 +372,14 @@ def _taking_functions(variables: list[dict[str, str]]) -> dict[str, Any]:
             {"name": "PENSTOCK_HEALTH_PORT", "value": "8080"},
         ],
         "readinessProbe": {"httpGet": {"path": "/readyz", "port": "http"}},
-        # Alive, not connected: a restart would not bring the broker back.
+        # Checks that it is alive, not that it is connected: a restart would not bring the broker
+        # back.
         "livenessProbe": {"httpGet": {"path": "/metrics", "port": "http"}},
     }
 
 
 def _provisioning(site: SelfHostedSite) -> dict[str, Any]:
-    """A container that makes topics, subscriptions and tables before the API starts."""
+    """Returns a container that creates topics, subscriptions and tables before the API starts."""
     pushed = isinstance(site.broker, EmbeddedBroker)
     return {
         "name": "provision",
@@ -395,13 +404,16 @@ def _provisioning(site: SelfHostedSite) -> dict[str, Any]:
 
 
 def write_scraping(folder: Path, site: SelfHostedSite) -> None:
-    """Writes the configuration into the folder of an overlay, which does not apply it."""
+    """Writes the configuration into the overlay's folder. The overlay does not apply it."""
     text = dump_yaml({"scrape_configs": [_job(site)]})
     (folder / SCRAPE_FILE).write_text(text, encoding="utf-8")
 
 
 def write_time_slicing(folder: Path, catalog: Catalog) -> None:
-    """Writes the configuration of NVIDIA's device plugin into a folder, which does not apply it."""
+    """Writes the NVIDIA device plugin configuration into a folder.
+
+    The overlay does not apply it.
+    """
     text = dump_yaml(time_slicing(catalog.deployed))
     (folder / TIME_SLICING_FILE).write_text(text, encoding="utf-8")
 
@@ -428,7 +440,7 @@ def _job(site: SelfHostedSite) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Writes the overlay. Returns 0, or 2 if an argument or the site file is wrong."""
+    """Writes the overlay. Returns 0, or 2 if an argument or the site file is invalid."""
     parser = argparse.ArgumentParser(
         prog="python -m infra.kubernetes.self_hosted", description=(__doc__ or "").splitlines()[0]
     )
@@ -449,15 +461,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def write_self_hosted(out: Path, site: SelfHostedSite, catalog: Catalog, models_file: Path) -> None:
-    """Writes the overlay, and replaces an existing one.
+    """Writes the overlay, replacing an existing one.
 
     Args:
-        out: the folder. Files of an earlier run are deleted.
-        site: the site's services and settings.
-        models_file: the file that it was read from.
+        out: output folder. Files from an earlier run are deleted.
+        models_file: file that the catalog was read from.
 
     Raises:
-        ConfigurationError: as `write_overlay`.
+        ConfigurationError: see `write_overlay`.
     """
     clear_folder(out)
     write_overlay(out / "workers", catalog, models_file, worker_deployment(site))
@@ -482,7 +493,7 @@ def write_self_hosted(out: Path, site: SelfHostedSite, catalog: Catalog, models_
 
 
 def _patches_of_all(site: SelfHostedSite) -> list[dict[str, Any]]:
-    """The settings of every pod that computes or answers: object store and Google's credentials."""
+    """Returns patches for every pod that computes or answers: object store, Google credentials."""
     added: list[tuple[str, dict[str, Any]]] = []
     added += [("envFrom", one) for one in secret_of_broker(site)]
     if isinstance(site.objects, VolumeObjects):
@@ -500,7 +511,7 @@ def _patches_of_all(site: SelfHostedSite) -> list[dict[str, Any]]:
         "envFrom": f"{CONTAINER}/envFrom/-",
     }
     patch = [{"op": "add", "path": places[place], "value": value} for place, value in added]
-    # Every Deployment is one of these. The servers are StatefulSets.
+    # Every Deployment is a client or a worker. The servers are StatefulSets.
     return [{"target": {"kind": "Deployment"}, "patch": dump_yaml(patch)}] if patch else []
 
 

@@ -1,4 +1,4 @@
-"""The fields of a site file, which describes a cluster off Google. They are checked first."""
+"""Fields of a site file, which describes a cluster outside Google, and their validation."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ _OCTET = "(25[0-5]|2[0-4][0-9]|1?[0-9]?[0-9])"
 _IPV4 = rf"({_OCTET}\.){{3}}{_OCTET}(/(3[0-2]|[12]?[0-9]))?"
 _IPV6 = "[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*(/[0-9]{1,3})?"
 _NETWORK = f"^({_IPV4}|{_IPV6})$"
-"""A regular expression can't see that no bit of the host is set. Kubernetes takes those too."""
+"""A regular expression can't check that all host bits are 0.
+
+Kubernetes accepts such addresses too.
+"""
 
 BUCKET = r"^(gs|s3)://[a-z0-9][a-z0-9._-]*[a-z0-9](/[A-Za-z0-9._/-]*)?$"
 
@@ -60,7 +63,7 @@ Zone = Annotated[
 
 
 def _with(name: str, schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema of an object that has this property, which fits that schema."""
+    """Returns the schema of an object in which this property matches `schema`."""
     return {"type": "object", "properties": {name: schema}, "required": [name]}
 
 
@@ -69,7 +72,7 @@ class _Part(BaseModel):
 
 
 class Images(_Part):
-    """The images, which infra/docker builds. Redis comes from elsewhere."""
+    """Our images, which infra/docker builds. Redis comes from elsewhere."""
 
     api: Image
     functions: Image
@@ -79,7 +82,7 @@ class Images(_Part):
 
 
 class SiteVolume(_Part):
-    """A volume that the cluster provides."""
+    """A volume provided by the cluster."""
 
     size: Size
     storage_class: Name | None = None
@@ -92,13 +95,13 @@ class EmbeddedBroker(_Part):
     kind: Literal["embedded"]
     volume: SiteVolume = SiteVolume(size="20Gi")
     fsync: bool = True
-    """True if it waits for the disk, so that a power cut loses nothing."""
+    """True if it waits for the disk, so that a power failure loses nothing."""
 
 
 class GoogleBroker(_Part):
-    """Google's Pub/Sub, whose topics and functions Terraform makes."""
+    """Google's Pub/Sub, with topics and functions created by Terraform."""
 
-    # What `_has_a_pool_to_begin` asks, as a schema.
+    # The check of `_has_a_pool_to_begin`, as a schema.
     model_config = ConfigDict(
         json_schema_extra={
             "if": _with("inbox_first", {"minimum": 1}),
@@ -107,27 +110,33 @@ class GoogleBroker(_Part):
     )
     kind: Literal["google"]
     inbox_pool: int = Field(0, ge=0, le=1000)
-    """Reply inboxes that Terraform made for this cluster. 0: each API makes its own, which its
-    account has to be allowed to.
+    """Number of reply inboxes that Terraform created for this cluster. 0: each API creates its own,
+    which requires a permission for its account.
     """
     inbox_first: int = Field(0, ge=0)
-    """Number of the first of them."""
+    """Number of the first inbox."""
     inbox_slots: int = Field(8, ge=1, le=200)
-    """Reply slots that the API uses in each inbox. Terraform's `inboxes.slots` is at least this."""
+    """Reply slots that the API uses in each inbox.
+
+    Terraform's `inboxes.slots` must be at least this.
+    """
 
     @model_validator(mode="after")
     def _has_a_pool_to_begin(self) -> GoogleBroker:
         if self.inbox_first and not self.inbox_pool:
-            raise ValueError("inbox_first: is for a pool, and inbox_pool is 0")
+            raise ValueError("inbox_first: requires inbox_pool, which is 0")
         return self
 
 
 class RabbitBroker(_Part):
-    """A RabbitMQ that is there already."""
+    """An existing RabbitMQ."""
 
     kind: Literal["rabbitmq"]
     secret: Name
-    """A Secret with the variable PENSTOCK_BROKER, because the URL has a password."""
+    """A Secret with the variable PENSTOCK_BROKER.
+
+    It is a secret because the URL contains a password.
+    """
     networks: tuple[Network, ...] = Field(min_length=1)
     """Its addresses, for the network policies."""
     port: int = Field(5672, ge=1, le=65535)
@@ -139,8 +148,9 @@ class EmbeddedRows(_Part):
     kind: Literal["embedded"]
     volume: SiteVolume = SiteVolume(size="50Gi")
     archive: bool = False
-    """True if rows go to the object store first, into Parquet files below `usage/`. Then the volume
-    can be lost.
+    """True if rows go to the object store first, as Parquet files below `usage/`.
+
+    Then losing the volume loses no rows.
     """
 
 
@@ -164,17 +174,17 @@ class EmbeddedRedis(_Part):
 
 
 class GivenRedis(_Part):
-    """A Redis that is there already."""
+    """An existing Redis."""
 
     kind: Literal["given"]
     url: str = Field(pattern=r"^rediss?://[^\s@/]+(/[0-9]+)?$")
-    """Without a password, which would be in a ConfigMap."""
+    """URL without a password, because it is stored in a ConfigMap."""
     networks: tuple[Network, ...] = Field(min_length=1)
     """Its addresses, for the network policies."""
 
     @property
     def port(self) -> int:
-        """The address that it listens on."""
+        """Port of the URL."""
         return urlsplit(self.url).port or 6379
 
 
@@ -187,13 +197,15 @@ class VolumeObjects(_Part):
 
 
 class BucketObjects(_Part):
-    """A bucket."""
+    """An existing bucket."""
 
     kind: Literal["bucket"]
     url: str = Field(pattern=BUCKET)
     secret: Name | None = None
-    """A Secret with environment variables for S3: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, and
-    AWS_ENDPOINT and AWS_REGION if they differ from Amazon's.
+    """A Secret with environment variables for S3:
+
+    AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; also AWS_ENDPOINT and AWS_REGION if the store is
+    not Amazon's.
     """
     networks: tuple[Network, ...] = ()
     """Private addresses of the store, for the network policies."""
@@ -209,12 +221,14 @@ class SiteApi(_Part):
 
 
 class Ingress(_Part):
-    """The way in, which ends TLS."""
+    """The ingress, which terminates TLS."""
 
     host: Annotated[str, Field(pattern=r"^([a-z0-9]([a-z0-9-]*[a-z0-9])?\.)+[a-z]{2,}$")]
     class_name: Name
     tls_secret: Name
-    """Has the certificate of `host`. cert-manager writes it where `annotations` say so."""
+    """A Secret with the certificate of `host`. cert-manager writes it if `annotations` ask for
+    that.
+    """
     namespace: Name
     """Namespace of the controller, whose pods may reach the API."""
     networks: tuple[Network, ...] = Field(min_length=1)
@@ -223,12 +237,16 @@ class Ingress(_Part):
 
 
 class Autoscaling(_Part):
-    """Autoscaling of workers by load. The cluster has KEDA 2.17 or later."""
+    """Autoscaling of workers by load. Requires KEDA 2.17 or later in the cluster."""
 
     prometheus: str = Field(pattern=r"^https?://[^\s@/?#]+(/[^\s/?#]+)*$")
-    """The address of its queries, which need no credentials."""
+    """URL for its queries, which need no credentials."""
     labels: dict[LabelName, LabelValue] | None = None
-    """Labels that all series of this site have there, and those of no other. None: `namespace`."""
+    """A Secret with `credentials.json`: an external account (workload identity federation), or a
+    key.
+
+    None: `namespace`.
+    """
 
 
 class Google(_Part):
@@ -240,9 +258,9 @@ class Google(_Part):
 
 
 class SelfHostedSite(_Part):
-    """A whole deployment off Google, in one namespace."""
+    """A whole deployment outside Google, in one namespace."""
 
-    # What `_can_reach_google` asks, as a schema.
+    # The check of `_can_reach_google`, as a schema.
     model_config = ConfigDict(
         json_schema_extra={
             "if": {
@@ -265,28 +283,28 @@ class SelfHostedSite(_Part):
     objects: Annotated[VolumeObjects | BucketObjects, Field(discriminator="kind")]
     dataset: Annotated[str, Field(pattern=r"^[A-Za-z0-9_]+$")] = "penstock"
     keys_secret: Name = "penstock-keys"
-    """Has `keys.json`, the directory of API keys (docs/how-to/keys.md)."""
+    """A Secret with `keys.json`, the directory of API keys (docs/how-to/keys.md)."""
     signing_secret: Name = "penstock-signing"
-    """Has PENSTOCK_SECRET and PENSTOCK_WEBHOOK_SECRETS, as variables."""
+    """A Secret with PENSTOCK_SECRET and PENSTOCK_WEBHOOK_SECRETS, as variables."""
     api: SiteApi = SiteApi()
     billing_tz: Zone = "UTC"
-    """The time zone in which days of scheduled reports and invoices begin."""
+    """Time zone that decides when days in scheduled reports and invoices begin."""
     batches: bool = True
-    """True if a batch runner runs."""
+    """True to run a batch runner."""
     ingress: Ingress | None = None
-    """None: no Ingress is made, and the Service `api` is reached in another way."""
+    """None: no Ingress is created, and the Service `api` is reached in another way."""
     google: Google | None = None
     time_slicing: bool = False
-    """True if nodes with GPUs have the label `nvidia.com/device-plugin.config`, which says how many
-    workers share one. Otherwise workers go to any node with a GPU.
+    """True if GPU nodes have the label `nvidia.com/device-plugin.config`, which sets how many
+    workers share a GPU. Otherwise workers may run on any node with a GPU.
     """
     autoscaling: Autoscaling | None = None
-    """None: each model has `replicas.min` workers, at least one."""
+    """None: each model has `replicas.min` workers, but at least one."""
 
     @model_validator(mode="after")
     def _can_reach_google(self) -> SelfHostedSite:
         if self.google is None and self.uses_google:
-            raise ValueError("google: is needed, because broker, rows or objects are Google's")
+            raise ValueError("google: is required because broker, rows or objects use Google")
         return self
 
     @property
@@ -308,14 +326,14 @@ KINDS: dict[str, dict[str, type[BaseModel]]] = {
     "redis": {"embedded": EmbeddedRedis, "given": GivenRedis},
     "objects": {"volume": VolumeObjects, "bucket": BucketObjects},
 }
-"""The models of the parts whose `kind` is chosen."""
+"""Returns the models of the parts that are selected by `kind`."""
 
 
 def site_schema() -> dict[str, Any]:
-    """The JSON schema (2020-12) of a site file. It accepts what `read_site` does.
+    """Returns the JSON schema (2020-12) of a site file. It accepts the same files as `read_site`.
 
-    Alternatives are conditions on `kind`, so that a validator names the wrong field of the one that
-    was chosen, and not that none of them fits.
+    Alternatives are conditions on `kind`, so that a validator names the invalid field of the
+    selected one instead of reporting that none of them matches.
     """
     schema: dict[str, Any] = _conditional(SelfHostedSite.model_json_schema())
     return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | schema
@@ -335,7 +353,7 @@ def _conditional(schema: Any) -> Any:
         ]
         return chosen | {"allOf": rules}
     if "patternProperties" in schema:
-        # Pydantic refuses other names, and leaves that out of its schema.
+        # Pydantic refuses other names, but omits that from its schema.
         schema = schema | {"additionalProperties": False}
     optional = [one for one in schema.get("anyOf", ()) if one != {"type": "null"}]
     if len(optional) == 1 and len(schema["anyOf"]) == 2:
@@ -345,10 +363,11 @@ def _conditional(schema: Any) -> Any:
 
 
 def read_site(path: Path) -> SelfHostedSite:
-    """The site that a file describes.
+    """Reads the site described by a file.
 
     Raises:
-        ConfigurationError: it can't be read, or a field is wrong. The message names it and why.
+        ConfigurationError: the file can't be read, or a field is invalid. The message names the
+        field and the reason.
     """
     try:
         document = yaml.safe_load(path.read_text(encoding="utf-8"))

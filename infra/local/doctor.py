@@ -1,6 +1,6 @@
 """`penstock doctor`: checks this machine and the configured endpoints, and suggests fixes.
 
-Among other things, the pool's inboxes must exist as the API's settings name them.
+It also checks that the reply inboxes exist as configured in the API's settings.
 """
 
 from __future__ import annotations
@@ -51,27 +51,27 @@ _PLACES = {
     "rows_url",
 }
 Try = tuple[str, str, Callable[[Settings], Coroutine[Any, Any, None]]]
-"""The variable that names a place, the place, and what reaches it."""
+"""Variable that configures an endpoint, the endpoint, and a function that tries to reach it."""
 EXTRAS = ("api", "worker", "functions", "optimize", "local", "simulation", "dev")
-"""The extras that `make setup` installs. The extra `gpu` is for machines with a GPU."""
+"""Extras installed by `make setup`. The extra `gpu` is for machines with a GPU."""
 INSTALL = "make setup"
 DISTRIBUTIONS = ("penstock", "penstock-bigquery-emulator", "penstock-pubsub-emulator")
-"""Distributions of this repository."""
+"""Distributions built from this repository."""
 
 _PIN = re.compile(
     r"(?P<name>[\w.-]+)(\[[\w,]+\])?==(?P<version>[^;\s]+)(.*extra == ['\"](?P<extra>\w+))?"
 )
 
 _CUDA_VERSION = re.compile(r"^cuda\b[^=\n]*= *['\"](?P<version>[^'\"]+)", re.MULTILINE)
-"""In torch/version.py. A build for CPUs has None."""
+"""The CUDA version in torch/version.py. A build for CPUs has None."""
 
 
 async def check_inboxes(settings: ApiSettings, limit_s: float) -> None:
-    """Looks for all subscriptions of each inbox that an instance may lease.
+    """Checks the subscriptions of every inbox that an instance may lease.
 
     Raises:
-        Unavailable: some are missing. An instance that leases such an inbox is never ready.
-        PenstockError: as the admin's calls do.
+        Unavailable: some are missing. An instance that leases such an inbox never becomes ready.
+        PenstockError: see the admin's calls.
     """
     pool = range(settings.inbox_first, settings.inbox_first + settings.inbox_pool)
     wanted = [
@@ -88,13 +88,13 @@ async def check_inboxes(settings: ApiSettings, limit_s: float) -> None:
         others = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
         raise Unavailable(
             f"of {len(wanted)} subscriptions, {missing[0]}{others} are missing; "
-            "penstock up and terraform apply make them"
+            "penstock up and terraform apply create them"
         )
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The result of one check. Without a `fix` it is fine."""
+    """The result of one check. It passed if there is no `fix`."""
 
     what: str
     facts: str
@@ -102,7 +102,7 @@ class Diagnosis:
 
 
 def report(diagnoses: Iterable[Diagnosis], *, as_json: bool = False) -> int:
-    """Prints every finding. Returns 1 when one of them needs a fix."""
+    """Prints every finding. Returns 1 if any of them needs a fix."""
     missing, findings = 0, list[dict[str, str]]()
     for finding in diagnoses:
         missing += bool(finding.fix)
@@ -119,7 +119,7 @@ def report(diagnoses: Iterable[Diagnosis], *, as_json: bool = False) -> int:
 
 def _show(finding: Diagnosis) -> None:
     verdict, color = ("MISS", "red") if finding.fix else ("ok", "green")
-    # Colors are removed if the output is not a terminal.
+    # Colors are dropped if the output is not a terminal.
     typer.echo(f"{typer.style(f'{verdict:<5}', fg=color)} {finding.what:<12} {finding.facts}")
     if finding.fix:
         typer.echo(f"{'':<18} fix: {finding.fix}")
@@ -146,7 +146,7 @@ def examine() -> Iterator[Diagnosis]:
 def _python() -> Diagnosis:
     facts = ".".join(map(str, sys.version_info[:3]))
     if not is_optimized():
-        # A note: it works as well.
+        # Only a note, because it works too.
         facts += (
             ", built without --enable-optimizations: the API and workers take about 15 % more CPU "
             "time than with the Python of Docker, Debian or uv"
@@ -164,12 +164,12 @@ def _packages() -> Diagnosis:
     pins = [pin for pin in map(_PIN.match, asked) if pin and pin["extra"] in (None, *EXTRAS)]
     wrong = sorted({pin["name"] for pin in pins if _installed(pin["name"]) != pin["version"]})
     if wrong:
-        return Diagnosis("packages", f"missing or of another version: {', '.join(wrong)}", INSTALL)
+        return Diagnosis("packages", f"missing, or in another version: {', '.join(wrong)}", INSTALL)
     return Diagnosis("packages", f"{len(pins)} at their pinned versions")
 
 
 def _installed(name: str) -> str | None:
-    """Returns the installed version without its build (`+cpu`)."""
+    """Returns the installed version without its build suffix (`+cpu`)."""
     try:
         return importlib.metadata.version(name).partition("+")[0]
     except importlib.metadata.PackageNotFoundError:
@@ -177,7 +177,7 @@ def _installed(name: str) -> str | None:
 
 
 def _torch_build() -> Diagnosis:
-    """Says for what the installed torch is built, without importing it."""
+    """Reports which platform the installed torch was built for, without importing it."""
     try:
         distribution = importlib.metadata.distribution("torch")
     except importlib.metadata.PackageNotFoundError:
@@ -185,7 +185,7 @@ def _torch_build() -> Diagnosis:
     try:
         facts = Path(str(distribution.locate_file("torch/version.py"))).read_text(encoding="utf-8")
     except OSError as error:
-        return Diagnosis("torch", f"{distribution.version}, but not whole: {error}", INSTALL)
+        return Diagnosis("torch", f"{distribution.version}, but incomplete: {error}", INSTALL)
     cuda = _CUDA_VERSION.search(facts)
     build = f"for CUDA {cuda['version']}" if cuda else "for CPUs"
     return Diagnosis("torch", f"{distribution.version}, built {build}")
@@ -216,7 +216,7 @@ def _ports() -> Diagnosis:
         return Diagnosis(
             "ports",
             f"taken: {listed}",
-            "stop what listens there, or choose others: penstock up --help",
+            "stop the program that listens there, or choose other ports: penstock up --help",
         )
     return Diagnosis("ports", f"{', '.join(map(str, wanted))} are free")
 
@@ -234,7 +234,7 @@ def _disk() -> Diagnosis:
 def _memory() -> Diagnosis:
     free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
-        # Includes caches that Linux can free. Free pages alone are few on a busy machine.
+        # Includes caches that Linux can free. Memory without them is low on any busy machine.
         available = re.search(
             r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(encoding="ascii")
         )
@@ -262,7 +262,7 @@ def _catalog(settings: Settings) -> Iterator[Diagnosis]:
 
 
 def _sources(catalog: Catalog) -> Iterator[Diagnosis]:
-    """Checks the models whose files must be on this machine before a worker starts."""
+    """Checks models whose files must be on this machine before a worker starts."""
     sources = [one for model in catalog.deployed for one in model.sources.items()]
     for name, (source, _) in sources:
         kind, _, place = source.partition(":")
@@ -281,9 +281,12 @@ def _sources(catalog: Catalog) -> Iterator[Diagnosis]:
 
 
 def _endpoints(settings: Settings) -> Iterator[Diagnosis]:
-    """Tries each configured service. Without settings, `penstock up` starts its own."""
+    """Tries to reach each configured service.
+
+    `penstock up` starts its own if none is configured.
+    """
     if not settings.model_fields_set & _PLACES:
-        yield Diagnosis("endpoints", "none set: penstock up starts its own")
+        yield Diagnosis("endpoints", "none configured: penstock up starts its own")
         return
     tries: dict[str, Try] = {
         **_broker(settings),

@@ -1,7 +1,7 @@
-"""Inspects custom models whose sources have changed, and writes their penstock.schema.json.
+"""Inspects custom models whose sources changed, and writes their penstock.schema.json.
 
-The class runs in a process of its own, as for `penstock models check`, which also installs the
-packages that it brings.
+The class runs in a separate process, as in `penstock models check`, which also installs its
+packages.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from shared.tasks import TASKS
 REFRESH = (sys.executable, "-m", "workers.models.custom", "refresh")
 POLL_S = 0.05
 QUIET_S = 5.0
-"""The time after which a person is told what takes so long."""
+"""Seconds until the user is notified that an inspection is still running."""
 
 
 class LocalClass(NamedTuple):
-    """A custom model whose class is on this machine: its name, and the folder."""
+    """A custom model whose class is on this machine: model name and folder."""
 
     model: str
     folder: str
@@ -49,19 +49,19 @@ class Inspection:
 
     @property
     def has_ended(self) -> bool:
-        """True if it is over."""
+        """True if it has finished."""
         return self._process.poll() is not None
 
     def kill(self) -> None:
-        """Kills it, if it runs."""
+        """Kills it if it is running."""
         self._process.kill()
         self._process.wait()
 
     def end(self) -> list[str]:
-        """Ends it, if it runs. Returns what it says to a person.
+        """Ends it if it is running. Returns lines to show to the user.
 
         Raises:
-            ConfigurationError: the class can't be served. The message says why.
+            ConfigurationError: the class can't be served. The message contains the reason.
         """
         self.kill()
         lines = self._said.read_text(errors="replace").splitlines()
@@ -75,16 +75,14 @@ class Inspection:
 
 
 def refresh_interfaces(models_file: Path, say: Callable[[str], None]) -> None:
-    """Inspects the local custom models of a catalog, as far as they have changed.
+    """Inspects the catalog's local custom models whose sources have changed.
 
     Args:
-        say: gets each line for a person.
-
-    A class that can't be served is reported. Its worker refuses it, if it was inspected before.
+        say: receives each line to show to the user.
 
     Raises:
-        ConfigurationError: a class can't be served, and has no penstock.schema.json of an earlier
-            inspection, without which the catalog can't be read.
+        ConfigurationError: a class can't be served and has no penstock.schema.json from an earlier
+        inspection, so the catalog can't be read.
     """
     for one in local_classes(models_file):
         inspection = Inspection(one.folder)
@@ -94,7 +92,7 @@ def refresh_interfaces(models_file: Path, say: Callable[[str], None]) -> None:
                 time.sleep(POLL_S)
                 if time.monotonic() > say_at_s:
                     say_at_s = float("inf")
-                    say(f"{one.model}: its class is inspected, and its packages are installed")
+                    say(f"{one.model}: inspecting its class and installing its packages")
         except BaseException:
             inspection.kill()
             raise
@@ -109,7 +107,10 @@ def refresh_interfaces(models_file: Path, say: Callable[[str], None]) -> None:
 
 
 def local_classes(models_file: Path) -> Iterator[LocalClass]:
-    """Yields the local classes. None, if the catalog can't be read: its reader says so."""
+    """Yields the local classes.
+
+    Yields nothing if the catalog can't be read; its reader reports that.
+    """
     try:
         document: Any = yaml.safe_load(models_file.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError, UnicodeDecodeError):

@@ -10,7 +10,7 @@ from infra.local.process import free_port
 
 @dataclass(frozen=True)
 class Ports:
-    """The ports on 127.0.0.1. Worker number n answers probes on the n-th free port of `health`."""
+    """Ports on 127.0.0.1. Worker number n serves probes on the n-th free port of `health`."""
 
     api: int = 8080
     pubsub: int = 8085
@@ -26,7 +26,7 @@ class Ports:
 
     @classmethod
     def free(cls, workers: int = 8) -> Ports:
-        """Ports that were free a moment ago, with health ports for `workers` workers."""
+        """Returns ports that were free a moment ago, with health ports for `workers` workers."""
         health = [free_port() for _ in range(workers)]
         return cls(
             free_port(),

@@ -1,6 +1,6 @@
-"""One process of the local stack, in its own group, with a log file and a time limit to stop.
+"""A process of the local stack in its own process group, with a log file and a stop limit.
 
-It ends with the process that started it, however that one ends (infra/local/reaper.py).
+It ends when the process that started it ends for any reason (infra/local/reaper.py).
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from infra.local.reaper import add_child, child_marks
 from shared.errors import Unavailable
 
 _CONTROLS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-"""What programs send to a terminal to color and to erase."""
+"""Escape sequences that programs send to a terminal to set colors or erase text."""
 POLL_S = 0.02
 KILL_LIMIT_S = 30.0
 LAST_LINE_BYTES, LAST_LINE_CHARS = 4096, 160
+"""Bytes read from a log's end to find its last line, and characters shown of that line."""
 LAST_LINES = 20
 ANSWER_LIMIT_S = 5.0
-"""What is read of a log to find its last line, and what is shown of that."""
 FREE_PORTS = (15_000, 32_000)
 PORT_TRIES = 1000
 _random = random.SystemRandom()
@@ -39,16 +39,17 @@ _ANY_CERTIFICATE.verify_mode = ssl.CERT_NONE
 
 
 class Process:
-    """A program while it runs. Entering the context starts it, leaving it stops it.
+    """A running program. Entering the context starts it, leaving it stops it.
 
-    Once it ended it stays a zombie until it is stopped or started again: its id, which is that of
-    its group too, then is no other process's (not on a macOS before Python 3.13, see `_code`).
+    Once it has ended it remains a zombie until it is stopped or started again, so that no other
+    process gets its id, which is also its group's id (except on macOS before Python 3.13, see
+    `_code`).
 
     Args:
-        name: for people, and for the log file.
-        log_dir: gets `<name>.log`, both output streams, overwritten at the first start. Later
-            starts append to it, so that it still says why the last one ended.
-        environment: its whole environment. None: that of this process.
+        name: name for messages and for the log file.
+        log_dir: folder of `<name>.log`, which contains both output streams and is overwritten at
+            the first start. Later starts append to it, so the reason for the last exit stays in it.
+        environment: all of its environment variables. None: this process's variables.
         stop_limit_s: seconds from SIGTERM until its whole group is killed.
     """
 
@@ -83,20 +84,15 @@ class Process:
 
     @property
     def pid(self) -> int:
-        """Its process id.
-
-        Raises:
-            Unavailable: it is not running.
-        """
         if self._popen is None:
             raise Unavailable(f"{self.name} is not running")
         return self._popen.pid
 
     def start(self) -> None:
-        """Starts it and returns at once.
+        """Starts it and returns immediately.
 
         Raises:
-            Unavailable: the program can't be run.
+            Unavailable: the program can't be executed.
         """
         if self._popen is not None and not self.is_running:
             self._popen.wait()
@@ -105,8 +101,8 @@ class Process:
         environment = os.environ if self._environment is None else self._environment
         with self.log_path.open(self._log_mode) as output:
             try:
-                # Its own session: Ctrl-C reaches the stack alone, which then stops its parts
-                # in order.
+                # Its own session: Ctrl-C reaches only the stack, which then stops its parts in
+                # order.
                 self._popen = subprocess.Popen(
                     self._command,
                     stdin=subprocess.DEVNULL,
@@ -117,17 +113,17 @@ class Process:
                 )
             except OSError as error:
                 raise Unavailable(
-                    f"{self.name}: {self._command[0]} does not run here: {error.strerror}"
+                    f"{self.name}: {self._command[0]} can't run on this machine: {error.strerror}"
                 ) from error
         add_child(self._popen.pid)
         self._log_mode = "ab"
 
     def wait_ready(self, is_ready: Callable[[], bool], limit_s: float) -> None:
-        """Returns once `is_ready` says so.
+        """Waits until `is_ready` returns true.
 
         Raises:
-            Unavailable: it ended first, or `limit_s` seconds passed, after which it is stopped. The
-                message has the end of its log.
+            Unavailable: it ended first, or was stopped after `limit_s` seconds. The message
+            contains the end of its log.
         """
         deadline_s = time.monotonic() + limit_s
         while not is_ready():
@@ -136,18 +132,18 @@ class Process:
                     f"{self.name} {self.ending} before it was ready{self.last_words()}"
                 )
             if time.monotonic() > deadline_s:
-                self.stop()  # first: what it prints when it is stopped may give the reason
+                self.stop()  # first, because output during the stop may contain the reason
                 raise Unavailable(
                     f"{self.name} was not ready within {limit_s:g} s{self.last_words()}"
                 )
             time.sleep(POLL_S)
 
     def wait_done(self, limit_s: float) -> None:
-        """Returns once it ended by itself with code 0.
+        """Waits until it exits with code 0.
 
         Raises:
-            Unavailable: it ended with another code or not within `limit_s` seconds. The message has
-                the end of its log.
+            Unavailable: it exited with another code, or not within `limit_s` seconds. The message
+            contains the end of its log.
         """
         deadline_s = time.monotonic() + limit_s
         while self.is_running:
@@ -161,12 +157,12 @@ class Process:
 
     @property
     def exit_code(self) -> int | None:
-        """Its exit code, negative for a signal. None: it runs, or was not started."""
+        """Its exit code, negative for a signal. None: it is running, or was not started."""
         return self._code()
 
     @property
     def ending(self) -> str:
-        """Returns how it ended, in words."""
+        """Returns how it ended, for messages."""
         code = self._code()
         if code is None:
             return "is running" if self._popen else "was not started"
@@ -175,22 +171,22 @@ class Process:
         )
 
     def ask_to_stop(self) -> None:
-        """Sends SIGTERM and returns at once, so that several processes can stop concurrently."""
+        """Sends SIGTERM and returns immediately, so that processes can stop concurrently."""
         if self.is_running:
             self.send_signal(signal.SIGTERM)
             # A paused process handles SIGTERM only once it continues.
             self.send_signal(signal.SIGCONT)
 
     def stop(self) -> None:
-        """Sends SIGTERM, then kills its group. Does nothing if it was not started."""
+        """Sends SIGTERM and later kills its group. Does nothing if it was not started."""
         self.ask_to_stop()
         try:
             self._ends_within(self.stop_limit_s)
         finally:
             popen, self._popen = self._popen, None
             if popen is not None:
-                # Ends it if it is deaf, and the processes that it left in its group. Before the
-                # wait that frees its id, which another group may get.
+                # Ends it if it ignores SIGTERM, and also processes that it left in its group. This
+                # comes before the wait that frees its id, which another group may get.
                 _kill_group(popen.pid)
                 popen.wait(KILL_LIMIT_S)
 
@@ -205,11 +201,11 @@ class Process:
             raise Unavailable(f"{self.name} did not end within {KILL_LIMIT_S:g} s of SIGKILL")
 
     def pause(self) -> None:
-        """Freezes it like a machine that hangs: connections stay open without answers."""
+        """Freezes it like a machine that hangs: connections stay open, but nothing answers."""
         self.send_signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Lets a paused process go on."""
+        """Sends SIGCONT, so that a paused process continues."""
         self.send_signal(signal.SIGCONT)
 
     def send_signal(self, number: signal.Signals) -> None:
@@ -225,7 +221,7 @@ class Process:
             os.kill(popen.pid, number)
 
     def _code(self) -> int | None:
-        """Returns its exit code, negative for a signal; None if it runs or was not started."""
+        """Returns its exit code, negative for a signal. None: it is running, or was not started."""
         popen = self._popen
         if popen is None or popen.returncode is not None or not hasattr(os, "waitid"):
             return None if popen is None else popen.poll()
@@ -238,7 +234,7 @@ class Process:
         return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
     def _ends_within(self, limit_s: float) -> bool:
-        """Returns once it has ended or `limit_s` seconds passed: whether it has ended."""
+        """Waits up to `limit_s` seconds for it to end. Returns whether it has ended."""
         deadline_s, pause_s = time.monotonic() + limit_s, POLL_S / 32
         while self.is_running:
             if time.monotonic() > deadline_s:
@@ -249,10 +245,10 @@ class Process:
 
     @property
     def last_line(self) -> str:
-        """The last line of its log, or its end. Empty if the log is."""
+        """The last line of its log, truncated. Empty if the log is empty."""
         with contextlib.suppress(OSError), self.log_path.open("rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - LAST_LINE_BYTES))
-            # A carriage return alone ends a line too: progress bars are written over themselves.
+            # A carriage return also ends a line, because progress bars overwrite themselves.
             text = _CONTROLS.sub("", log.read().decode(errors="replace"))
             lines = [line.strip() for line in text.splitlines()]
             last = next((line for line in reversed(lines) if line), "")
@@ -260,7 +256,7 @@ class Process:
         return ""
 
     def last_words(self) -> str:
-        """The end of its log, as the end of an error's message."""
+        """Returns the end of its log, to append to an error message."""
         said = (
             self.log_path.read_text(errors="replace").strip().splitlines()[-LAST_LINES:]
             if self.log_path.exists()
@@ -277,11 +273,11 @@ def _kill_group(pid: int) -> None:
     try:
         os.killpg(pid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
-        return  # macOS permits no signal to a group of zombies only
+        return  # macOS does not permit signals to a group of zombies
 
 
 def listens(port: int, host: str = "127.0.0.1") -> bool:
-    """Returns whether something accepts connections on `port` of `host`, on this machine."""
+    """Returns whether something on this machine accepts connections on `port` of `host`."""
     try:
         with socket.create_connection((host, port), timeout=1.0):
             return True
@@ -290,9 +286,9 @@ def listens(port: int, host: str = "127.0.0.1") -> bool:
 
 
 def answers(port: int, path: str, *, host: str = "127.0.0.1", tls: bool = False) -> bool:
-    """Returns whether GET `path` on `port` of `host`, on this machine, is answered with 200.
+    """Returns whether GET `path` on `port` of `host`, on this machine, returns status 200.
 
-    With `tls` any certificate is fine: it is for the name that others use.
+    With `tls` any certificate is accepted, because it is for the name used by other machines.
     """
     connection = (
         http.client.HTTPSConnection(host, port, timeout=ANSWER_LIMIT_S, context=_ANY_CERTIFICATE)
@@ -309,15 +305,15 @@ def answers(port: int, path: str, *, host: str = "127.0.0.1", tls: bool = False)
 
 
 def free_port() -> int:
-    """Returns a free TCP port of 127.0.0.1, reserved while this process lives.
+    """Returns a free TCP port on 127.0.0.1, reserved while this process runs.
 
     Raises:
-        Unavailable: none was found.
+        Unavailable: no free port was found.
     """
     for _ in range(PORT_TRIES):
-        # Below the kernel's own ephemeral ports, which another process might get before our caller.
+        # Below the kernel's ephemeral ports, which another process might get before our caller.
         port = _random.randrange(*FREE_PORTS)
-        # The UDP port of the same number, which is not used otherwise, is the reservation. The
+        # The UDP port with the same number is otherwise unused and serves as the reservation. The
         # kernel frees it when this process ends.
         claim = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         try:

@@ -1,7 +1,7 @@
 """`penstock provision`: creates topics, subscriptions and tables on embedded or local servers.
 
-The local stack does the same at its start. Deployments whose servers run in containers run this
-before the API. On Google's own servers, Terraform creates them.
+The local stack does the same when it starts. Deployments whose servers run in containers run this
+before the API starts. On Google's servers, Terraform creates them.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from shared.transport import (
 )
 
 PUSH_LIMIT_S = 60
-"""Time limit of a function for one message."""
+"""Time limit of a function per message."""
 EVENT_RETENTION_S = 24 * 3600
 
 CONNECT_LIMIT_S = 5.0
 TAKEN = "taken:"
-"""Replaces the functions' URL: with RabbitMQ they pull their messages themselves."""
+"""Used in place of the functions' URL: with RabbitMQ the functions pull their messages."""
 
 
 async def provision(
@@ -47,12 +47,12 @@ async def provision(
     """Creates everything that is missing, and changes nothing that exists.
 
     Args:
-        admin: an open connection with permission to create. It bounds the concurrent calls.
-        catalog: its models get a jobs topic, a subscription of each priority for their workers, and
-            a place for dead letters.
+        admin: an open connection with permission to create. It limits concurrent calls.
+        catalog: each model gets a jobs topic, a subscription per priority for its workers, and a
+            dead-letter topic.
         inbox_pool: number of reply inboxes to create, numbered from 0.
         slots: filtered subscriptions of each inbox.
-        functions_url: the URL of the functions, each at its own path. Empty: no functions run.
+        functions_url: URL of the functions, each at its own path. Empty: no functions run.
 
     Raises:
         PenstockError: the broker refused or did not answer.
@@ -94,17 +94,19 @@ async def _provision_pushes(admin: Admin, catalog: Catalog, functions_url: str) 
 def provision_servers(
     settings: ApiSettings, functions_url: str, limit_s: float, say: Callable[[str], None]
 ) -> None:
-    """Makes what is missing on each server that is ours. Changes nothing that is there.
+    """Creates whatever is missing on each of our servers. Changes nothing that exists.
 
     Args:
-        settings: endpoints of the servers. One without an endpoint is Google's, and is left alone.
-        functions_url: the URL that Pub/Sub pushes dead letters and webhooks to. Empty: none.
-        limit_s: time limit of the wait for the servers, in seconds.
-        say: gets a line for each server.
+        settings: endpoints of the servers. A server without an endpoint is Google's and is left
+            alone.
+        functions_url: URL to which Pub/Sub pushes dead letters and webhooks. Empty: it pushes
+            nothing.
+        limit_s: maximum wait for the servers, in seconds.
+        say: receives a line for each server.
 
     Raises:
-        ConfigurationError: the catalog can't be read.
-        Unavailable: a server was not there in time, or refused.
+        ConfigurationError: the catalog can't be read. Unavailable: a server was not ready in time,
+        or refused.
     """
     deadline_s = time.monotonic() + limit_s
     catalog = read_catalog(settings.models_file)
@@ -115,12 +117,12 @@ def provision_servers(
         _until(deadline_s, lambda: _provision_embedded(settings, catalog, functions_url))
         say(f"topics and subscriptions are on {settings.pubsub_endpoint}")
     else:
-        say("topics and subscriptions are Terraform's: PENSTOCK_PUBSUB_ENDPOINT is empty")
+        say("topics and subscriptions are managed by Terraform: PENSTOCK_PUBSUB_ENDPOINT is empty")
     if settings.bigquery_endpoint:
         _until(deadline_s, lambda: create_tables(settings))
         say(f"dataset {settings.dataset} is on {settings.bigquery_endpoint}")
     else:
-        say("the dataset is Terraform's: PENSTOCK_BIGQUERY_ENDPOINT is empty")
+        say("the dataset is managed by Terraform: PENSTOCK_BIGQUERY_ENDPOINT is empty")
 
 
 def provision_broker(settings: ApiSettings, catalog: Catalog, functions_url: str) -> None:
@@ -133,7 +135,7 @@ def provision_broker(settings: ApiSettings, catalog: Catalog, functions_url: str
 
 
 def _provision_embedded(settings: ApiSettings, catalog: Catalog, functions_url: str) -> None:
-    """Does not wait for a server that is not there: gRPC itself tries for half a minute."""
+    """Fails quickly if the server is not there; gRPC itself would try for half a minute."""
     host, _, port = settings.pubsub_endpoint.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=CONNECT_LIMIT_S).close()

@@ -1,13 +1,13 @@
-"""Ends the processes that this one started, directly or not, once this process is gone.
+"""Ends the direct and indirect children of this process once it is gone.
 
 A program that starts others may be killed, or its terminal may close, before it can stop them. So a
-small program, run from this file, waits for the end of the one process that it serves. Then it ends
-every process that has the mark of that one in its environment. Children inherit it, so it also
-finds those in sessions of their own, and those whose parents are gone.
+small program, run from this file, waits until that process ends. Then it ends every process that
+has its mark in the environment. Children inherit the mark, so it also finds children in other
+sessions, and children whose parents are gone.
 
-A signal at the parent's death (PR_SET_PDEATHSIG) would reach direct children only, and would end
-them with the thread that started them. This works on Linux only. Elsewhere nothing is marked and
-nothing is ended.
+A signal at the parent's death (PR_SET_PDEATHSIG) would reach only direct children, and would end
+them along with the thread that started them. This works only on Linux. Elsewhere nothing is marked
+and nothing is ended.
 """
 
 from __future__ import annotations
@@ -22,25 +22,27 @@ import uuid
 from collections.abc import Container
 
 VARIABLE = "STARTED_BY"
-"""The environment variable with the marks of all processes above, separated by spaces.
+"""Environment variable with the marks of all processes above, separated by spaces.
 
-No setting of Penstock, since those are not handed to every child.
+Not a Penstock setting, because those are not passed to every child.
 """
 GRACE_S = 5.0
 """Time from SIGTERM to SIGKILL."""
 LOOK_AGAIN_S = 0.2
-"""A process that was being started at the first look has its environment by then."""
+"""Time until the second look, when a process that was still starting at the first one has its
+environment.
+"""
 
 _started: tuple[int, str, int] | None = None
-"""The reaper that serves this process: its id, as a fork is another process, its mark, and where
-the program learns of its children.
+"""The reaper of this process: the process's id (a fork is another process), its mark, and the
+descriptor through which it is notified of children.
 """
 
 
 def child_marks() -> dict[str, str]:
-    """Returns the variables that a child's environment needs to end with this process.
+    """Returns the variables that a child needs in its environment to end with this process.
 
-    The first call starts the program that waits for this process's end.
+    The first call starts the program that waits for this process to end.
     """
     global _started
     if not _is_supported():
@@ -53,12 +55,12 @@ def child_marks() -> dict[str, str]:
 
 
 def add_child(pid: int) -> None:
-    """Has the child `pid`, started with `child_marks`, end even if it overwrites its environment.
+    """Registers the child `pid`, started with `child_marks`, in case it overwrites its environment.
 
-    Redis does, for its title. The child must not have been waited for.
+    Redis does, to set its title. Call this before waiting for the child.
     """
     if _started is not None:
-        # Whoever killed the program keeps what is left.
+        # If the program was killed, its children are left running.
         with contextlib.suppress(OSError):
             os.write(_started[2], b"%d\n" % pid)
 
@@ -68,15 +70,15 @@ def _is_supported() -> bool:
 
 
 def _start(mark: str) -> int:
-    """Starts the program. Returns the descriptor for the ids of children."""
-    # Not marked by anyone: it ends by itself, after the process that it waits for.
+    """Starts the program. Returns the descriptor to write the ids of children to."""
+    # It has no mark because it ends by itself, after the process that it waits for.
     environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
     theirs, ours = os.pipe()
     os.set_blocking(ours, False)
-    # Not by subprocess, which warns of a process that still runs at the end.
+    # Not started with subprocess, which warns about a process that is still running at the end.
     os.posix_spawn(
         sys.executable,
-        # Without site-packages: it starts in some milliseconds.
+        # Without site-packages it starts within a few milliseconds.
         [sys.executable, "-I", "-S", __file__, str(os.getpid()), mark],
         environment,
         file_actions=[
@@ -91,7 +93,7 @@ def _start(mark: str) -> int:
 
 
 def main(pid: int, mark: str) -> None:
-    """Waits for the end of the parent `pid`, then ends all that has its `mark`."""
+    """Waits for the parent `pid` to end, then ends all processes with its `mark`."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     children = _wait_for_parent(pid)
@@ -116,12 +118,12 @@ def main(pid: int, mark: str) -> None:
 
 
 def _wait_for_parent(pid: int) -> dict[int, int]:
-    """Returns once the parent `pid` has ended: its children by `add_child` that still run."""
+    """Waits for the parent `pid` to end. Returns the registered children that are still running."""
     children: dict[int, int] = {}
     waited_for = [0]
     with contextlib.suppress(ProcessLookupError):
         waited_for.append(os.pidfd_open(pid))
-    # Then the id may be another process's by now.
+    # By then the id may belong to another process.
     has_ended = os.getppid() != pid
     while True:
         ready, _, _ = select.select(waited_for, [], [], 0 if has_ended else None)
@@ -149,12 +151,12 @@ def _forget_ended(children: dict[int, int]) -> None:
 
 
 def _marked(mark: bytes, excluded: Container[int]) -> dict[int, int]:
-    """Opens the processes that have `mark`: their descriptors by their ids."""
+    """Opens the processes that have `mark`. Returns their descriptors by id."""
     processes = {}
     for name in os.listdir("/proc"):
         if not name.isdigit() or int(name) in excluded:
             continue
-        # It may have ended in the meantime, or be somebody else's.
+        # It may have ended in the meantime, or belong to another user.
         with contextlib.suppress(OSError):
             pidfd = os.pidfd_open(int(name))
             if _has_mark(name, mark):

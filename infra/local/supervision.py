@@ -1,7 +1,8 @@
-"""Waits for parts of the local stack to get ready, and starts those again that died.
+"""Waits for parts of the local stack to get ready, and restarts parts that die.
 
-Pauses between starts grow, and the number of starts is limited. An optional part that has not been
-ready since its last start is tried without a limit: what it needs may come.
+Pauses between restarts grow, and the number of restarts is limited. An optional part that has not
+been ready since its last start is restarted without a limit, because whatever it needs may become
+available.
 """
 
 from __future__ import annotations
@@ -16,29 +17,33 @@ from shared.errors import Unavailable
 
 MAX_DEATHS = 5
 WINDOW_S = 600.0
-"""A part that dies more often than MAX_DEATHS times within this time is not started again."""
+"""A part that dies more than MAX_DEATHS times within this time is not restarted."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
-"""Before a part is started again. Each death within WINDOW_S doubles it."""
+"""Pause before a part is restarted. Each death within WINDOW_S doubles it."""
 FIRST_START_PAUSE_S, MAX_START_PAUSE_S = 2.0, 300.0
-"""Before an optional part is started again that died before it was ready. It doubles each time."""
+"""Pause before restarting an optional part that died before it was ready. It doubles each time."""
 PROGRESS_S = 10.0
-"""Time until the first line about a part that is not ready yet. Each later one takes twice as long.
+"""Time until the first line about a part that is not ready yet.
+
+Each interval is twice as long as the one before.
 """
 PATIENCE_S = 60.0
-"""Time after which nobody waits any more for a part that is not ready yet."""
+"""Time after which startup no longer waits for a part that is not ready yet."""
 WRONG_CONFIGURATION = 2
-"""Exit code of a worker that no restart can help: its entry, its package or a setting is wrong."""
+"""Exit code of a worker that can't be fixed by a restart: its entry, package or a setting is
+invalid.
+"""
 
 
 @dataclass(frozen=True)
 class SupervisedPart:
-    """One process of the stack, which was started.
+    """A process of the stack, which has been started.
 
     Args:
-        is_ready: returns whether it does its work.
-        limit_s: time limit to get ready after a start, in seconds.
+        is_ready: returns whether it is working.
+        limit_s: maximum time to get ready after a start, in seconds.
         was_ready: true if it has been ready since it was started.
-        is_optional: true if the others can do their work without it, as without a worker.
+        is_optional: true if the others can work without it. Workers are optional.
     """
 
     process: Process
@@ -49,17 +54,17 @@ class SupervisedPart:
 
 
 def progress_of(process: Process, waited_s: float) -> str:
-    """What a person is told of a process that is not ready yet, with the last line of its log."""
-    said = f"; it said last: {process.last_line}" if process.last_line else ""
-    return f"{process.name} · {waited_s:.0f} s so far{said}; its log: {process.log_path}"
+    """Returns a progress line about a process that is not ready, with its last log line."""
+    said = f"; last log line: {process.last_line}" if process.last_line else ""
+    return f"{process.name} · {waited_s:.0f} s so far{said}; log: {process.log_path}"
 
 
 class Supervisor:
-    """Supervises parts that were started. Its owner calls `look` again and again.
+    """Supervises parts that were started. Its owner calls `look` periodically.
 
     Args:
-        report: gets a word and facts about each death, start and return.
-        clock: seconds.
+        report: receives a word and details of each death, start and recovery.
+        clock: returns seconds.
     """
 
     def __init__(
@@ -77,15 +82,15 @@ class Supervisor:
 
     @property
     def not_ready(self) -> list[str]:
-        """Names of the processes that are not doing their work."""
+        """Names of the processes that are not working."""
         return [watched.name for watched in self._watched if not watched.is_serving]
 
     def look(self) -> str | None:
-        """Starts the parts that died and are due.
+        """Restarts dead parts that are due.
 
         Returns:
-            None while all parts run, will run again, or are optional. Else the reason that the
-            stack can't continue: a part that died too often, with the end of its log.
+            Returns None while all parts run, will be restarted, or are optional. Otherwise returns
+            why the stack can't continue: a part that died too often, with the end of its log.
         """
         for watched in self._watched:
             if failure := watched.look():
@@ -93,13 +98,13 @@ class Supervisor:
         return None
 
     def restart(self, name: str, on_started: Callable[[], None]) -> None:
-        """Has a part stop as ever, and starts it again when it has ended.
+        """Has a part stop as usual, and starts it again when it has ended.
 
-        If it does not get ready then, it stays down until the next restart: what it needs is wrong,
-        and a person is about to mend it.
+        If it does not get ready then, it stays down until the next restart, because its sources are
+        wrong and the user is about to fix them.
 
         Args:
-            on_started: called when it was started again.
+            on_started: called after it has been started again.
         """
         for watched in self._watched:
             if watched.name == name:
@@ -107,7 +112,7 @@ class Supervisor:
 
 
 class _Watched:
-    """One part: it runs, or it waits for its next start, or it was started and is not ready."""
+    """A part that is running, is waiting for its next start, or is starting."""
 
     def __init__(
         self, part: SupervisedPart, report: Callable[[str, str], None], clock: Callable[[], float]
@@ -117,21 +122,21 @@ class _Watched:
         self._clock = clock
         self._deaths_s: deque[float] = deque(maxlen=MAX_DEATHS + 1)
         self._failed_starts = 0
-        """Since it was ready."""
+        """Since when it has been ready."""
         self._start_s: float | None = None
-        """The time of its next start. None: it runs."""
+        """Time of its next start. None: it is running."""
         self._ready_by_s: float | None = None
-        """The time by which it must be ready. None: it was ready."""
+        """Time by which it must be ready. None: it has been ready."""
         self._since_s = 0.0
-        """When it was first started, died, or was asked to stop."""
+        """Time when it was first started, died, or was asked to stop."""
         self._progress_s = 0.0
-        """The time of the next line about its progress."""
+        """Time of the next progress line."""
         self._is_first_start = not part.was_ready
-        """True if this is its first start, and it was not ready yet."""
+        """True if this is its first start, and it has not been ready yet."""
         self._on_started: Callable[[], None] | None = None
-        """To be called after its next start. None: nobody asked for a restart."""
+        """Called after its next start. None: no restart was requested."""
         self._is_changed = False
-        """True if it was restarted and was not ready since."""
+        """True if it was restarted and has not been ready since."""
         self._is_down = False
         """True if it stays down until the next restart."""
         if self._is_first_start:
@@ -151,7 +156,7 @@ class _Watched:
 
     @property
     def is_serving(self) -> bool:
-        """True if it does its work, as far as the last look saw."""
+        """True if it was working when last checked."""
         return not self._is_down and self._start_s is None and self._ready_by_s is None
 
     def restart(self, on_started: Callable[[], None]) -> None:
@@ -161,13 +166,13 @@ class _Watched:
         self._part.process.ask_to_stop()
 
     def _restart(self) -> str | None:
-        """Starts it again, if it has ended, or had its time to."""
+        """Starts it again if it has ended, or its time to stop is over."""
         process = self._part.process
         if process.is_running and self._clock() - self._since_s < process.stop_limit_s:
             return None
         if process.is_running:
             process.kill()
-        process.stop()  # also ends what it left in its group
+        process.stop()  # also ends processes left in its group
         on_started, self._on_started = self._on_started, None
         self._is_changed = True
         failure = self._start()
@@ -176,7 +181,7 @@ class _Watched:
         return failure
 
     def look(self) -> str | None:
-        """Does what is next. Returns why it gives up, or None."""
+        """Does whatever is due. Returns the reason if it gives up, otherwise None."""
         process = self._part.process
         if self._on_started is not None:
             return self._restart()
@@ -191,7 +196,7 @@ class _Watched:
         if self._part.is_ready():
             self._on_ready()
         elif self._clock() > self._ready_by_s:
-            process.stop()  # first: what it prints when it is stopped may give the reason
+            process.stop()  # first, because output during the stop may contain the reason
             return self._died(f"was not ready within {self._part.limit_s:g} s")
         elif self._clock() >= self._progress_s:
             waited_s = self._clock() - self._since_s
@@ -217,7 +222,7 @@ class _Watched:
         process, now_s = self._part.process, self._clock()
         death = f"{process.name} {how}{process.last_words()}"
         is_hopeless = process.exit_code == WRONG_CONFIGURATION and self._part.is_optional
-        # Also ends what it left in its group, which may hold its port or its memory.
+        # This also ends processes left in its group, which may hold its port or memory.
         process.stop()
         was_ready, self._ready_by_s = self._ready_by_s is None, None
         if self._is_changed:
@@ -236,7 +241,7 @@ class _Watched:
             return None
         if deaths > MAX_DEATHS:
             return f"{death}\n{process.name} died {deaths} times within {WINDOW_S:g} s"
-        # Without jitter: nobody else comes back at the same time.
+        # Without jitter, because nothing else restarts at the same time.
         pause_s = min(FIRST_PAUSE_S * 2.0 ** (deaths - 1), MAX_PAUSE_S)
         self._start_again(pause_s, death, f"{deaths} of {MAX_DEATHS}")
         return None

@@ -1,7 +1,7 @@
-"""`penstock up`: the stack until Ctrl-C, with what a person needs to use it.
+"""`penstock up`: runs the stack until Ctrl-C, and prints how to use it.
 
-A part that dies is started again. The others keep what they hold, as they would in the cloud. If
-other machines can reach the API, it needs keys and sends no webhooks to private addresses.
+A part that dies is restarted. The others keep their state, as they would in the cloud. If other
+machines can reach the API, it requires keys and does not send webhooks to private addresses.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from shared.tenants.key_store import NoDirectory
 KEYS_FILE = "keys.json"
 FIRST_KEY = KeyRequest("default", "first")
 PLAIN = (
-    "others can reach the API without TLS, so keys travel as plain text: give --tls-cert and "
-    "--tls-key, or put a proxy before it (docs/how-to/self-hosting.md)"
+    "other machines can reach the API without TLS, so keys are sent in plain text: set "
+    "--tls-cert and --tls-key, or put a proxy in front (docs/how-to/self-hosting.md)"
 )
 
 WATCH_S = 0.25
@@ -48,19 +48,20 @@ def exposed_settings(
     *,
     may_show_key: bool,
 ) -> dict[str, str]:
-    """The settings of a stack, with what its API needs where others can reach it.
+    """Returns the settings of a stack, and makes its API safe if other machines can reach it.
 
-    On loopback they are those given. Elsewhere keys are required: if no directory of keys is
-    given, one is kept in the state's folder. The first start makes a key, or says how to.
+    On loopback the settings are unchanged. Elsewhere keys are required: if no key directory is
+    configured, one is created in the state folder. The first start creates a key, or prints the
+    command that does.
 
     Args:
         variables: `PENSTOCK_*` variables.
-        say: gets each line for a person.
-        may_show_key: True if a person alone reads these lines. Else no key is made, because logs
-            would keep it.
+        say: receives each line to show to the user.
+        may_show_key: True if only the user reads these lines. Otherwise no key is created, because
+            logs would keep it.
 
     Raises:
-        PenstockError: the directory of keys can't be read or made.
+        PenstockError: the key directory can't be read or created.
     """
     if is_loopback(variables.get("PENSTOCK_HOST", "127.0.0.1")):
         return dict(variables)
@@ -75,12 +76,12 @@ def exposed_settings(
 
 
 def keys_url(state_dir: Path) -> str:
-    """The directory of keys in the state's folder."""
+    """Returns the URL of the key directory in the state folder."""
     return (state_dir / KEYS_FILE).resolve().as_uri()
 
 
 async def _ensure_directory(url: str) -> None:
-    """Creates an empty directory of keys, if there is none, so that commands can change it."""
+    """Creates an empty key directory if there is none, so that commands can change it."""
     async with key_store(url, is_writable=True) as store:
         admin = Administration(store, actor="penstock up", address=socket.gethostname())
         try:
@@ -97,7 +98,10 @@ async def _first_key(url: str, say: Callable[[str], None], *, may_show_key: bool
             return
         if may_show_key:
             issued = await admin.create_key(FIRST_KEY)
-            say(f"the first key, of the tenant {FIRST_KEY.tenant}; note it, it is not shown again:")
+            say(
+                f"the first key, for the tenant {FIRST_KEY.tenant}; "
+                "save it now, it will not be shown again:"
+            )
             say(f"  {issued.key.text}")
         else:
             command = f"penstock keys create --tenant {FIRST_KEY.tenant} --name {FIRST_KEY.name}"
@@ -112,7 +116,7 @@ def served_stack(
     say: Callable[[str], None] = print,
     broker: Broker = "pubsub",
 ) -> Stack:
-    """The stack of `penstock up`, not started. Benchmarks measure it."""
+    """Returns the stack of `penstock up`, not started. Benchmarks measure it."""
     return Stack(
         state_dir, ports=ports, settings=settings, keep_messages=True, broker=broker, say=say
     )
@@ -121,10 +125,10 @@ def served_stack(
 def stay_up(
     state_dir: Path, ports: Ports, settings: Mapping[str, str], broker: Broker = "pubsub"
 ) -> int:
-    """Runs everything until interrupted. Returns 1 if a part other than a worker died too often.
+    """Runs the stack until interrupted. Returns 1 if a part other than a worker died too often.
 
     Raises:
-        PenstockError: as Stack.
+        PenstockError: see Stack.
     """
     settings = exposed_settings(state_dir, settings, _say, may_show_key=sys.stdout.isatty())
     models_file = Path(settings.get("PENSTOCK_MODELS_FILE", MODELS_FILE))
@@ -147,7 +151,7 @@ def stay_up(
 
 
 def _supervise(stack: Stack, models_file: Path, announce: Callable[[], None]) -> str:
-    """Starts again what dies. Returns why the stack can't continue."""
+    """Restarts parts that die. Returns why the stack can't continue."""
     supervisor = Supervisor(stack.parts, stack.report)
     reloader = Reloader(
         local_classes(models_file), stack.workers, stack.processes, supervisor, stack.report
@@ -167,7 +171,7 @@ def _supervise(stack: Stack, models_file: Path, announce: Callable[[], None]) ->
 
 
 def _announce(announcement: Announcement, stack: Stack) -> None:
-    """Writes down what commands need to work on this stack."""
+    """Writes the file that lets commands find this stack."""
     settings = {"PENSTOCK_KEYS_URL": keys_url(stack.state_dir), **stack.environment}
     running = {name: part.pid for name, part in stack.processes.items() if part.is_running}
     needs_keys = bool(stack.environment.get("PENSTOCK_KEYS_URL"))
@@ -189,7 +193,7 @@ def _usage(stack: Stack, not_ready: Sequence[str]) -> str:
     listed = "\n".join(f"  {label:<10}{where}" for label, where in lines.items())
     example = model.definition.example_request(model, "a mill by a river")
     body = json.dumps(example.body)
-    # The certificate is for the name that others use.
+    # The certificate is for the name used by other machines.
     options = " -k" if stack.settings.tls_cert else ""
     if stack.settings.keys_url:
         options += " -H 'Authorization: Bearer YOUR_KEY'"

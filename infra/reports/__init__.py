@@ -1,1 +1,1 @@
-"""Reports on the command line: their commands and formats, and the tables that they read."""
+"""Reports on the command line: commands, formats, and the tables that reports read."""

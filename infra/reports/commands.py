@@ -1,4 +1,4 @@
-"""`penstock report`, `penstock invoice`, and `penstock run-daily`, scheduled reports by hand."""
+"""`penstock report`, `penstock invoice`, and `penstock run-daily` for scheduled reports."""
 
 from __future__ import annotations
 
@@ -21,33 +21,40 @@ if TYPE_CHECKING:
 LIST, ALL = "list", "all"
 GIB = 1024**3
 Tz = Annotated[str, typer.Option(metavar="ZONE", help="of days, such as Europe/Berlin")]
-Tenants = Annotated[list[str] | None, typer.Option("--tenant", help="only this tenant's rows")]
-Output = Annotated[Path | None, typer.Option(metavar="PATH", help="a file, or a folder for many")]
-MostGib = Annotated[float, typer.Option(min=0.001, help="GiB that a query may read at most")]
+Tenants = Annotated[list[str] | None, typer.Option("--tenant", help="only rows of this tenant")]
+Output = Annotated[
+    Path | None, typer.Option(metavar="PATH", help=("a file, or a folder for several"))
+]
+MostGib = Annotated[float, typer.Option(min=0.001, help="maximum GiB that a query may read")]
 
 Day = Annotated[str, typer.Option(metavar="DAY", help="such as 2026-10-31: only this day")]
 CALL_LIMIT_S = 600.0
-"""A run takes less, see shared/reports/scheduled.py."""
+"""Scheduled runs use a lower limit, see shared/reports/scheduled.py."""
 
 
 def report(
     name: Annotated[str, typer.Argument(help="its name, `list` or `all`")] = LIST,
-    days: Annotated[int, typer.Option(min=0, help="days to look back, without --from")] = 0,
-    since: Annotated[str, typer.Option("--from", metavar="DAY", help="first day or moment")] = "",
-    until: Annotated[str, typer.Option("--to", metavar="DAY", help="first that is too late")] = "",
+    days: Annotated[int, typer.Option(min=0, help="days to look back if --from is not set")] = 0,
+    since: Annotated[str, typer.Option("--from", metavar="DAY", help="first day or time")] = "",
+    until: Annotated[str, typer.Option("--to", metavar="DAY", help="end (exclusive)")] = "",
     tz: Tz = "UTC",
     tenant: Tenants = None,
-    model: Annotated[list[str] | None, typer.Option(help="only this model's rows")] = None,
+    model: Annotated[list[str] | None, typer.Option(help="only rows of this model")] = None,
     changes: Annotated[
-        list[str] | None, typer.Option("--set", metavar="NAME=NUMBER", help="as its head says")
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="NAME=NUMBER", help="see the parameters in the report's header"
+        ),
     ] = None,
     format_: Annotated[
         str, typer.Option("--format", metavar="FORMAT", help="table, csv, json, parquet or html")
     ] = "table",
     output: Output = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="only say what it would cost")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help=("only print what it would cost"))
+    ] = False,
     max_gib: MostGib = 20.0,
-    as_json: Annotated[bool, typer.Option("--json", help="the same as --format json")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="same as --format json")] = False,
 ) -> None:
     """Run usage reports on the configured BigQuery, or list them."""
     if name == LIST:
@@ -90,13 +97,13 @@ def invoice(
     output: Annotated[Path | None, typer.Option(metavar="DIR", help="a folder")] = None,
     max_gib: MostGib = 20.0,
 ) -> None:
-    """Make the invoices of a month: pages to print, or CSV. With --output a file per tenant."""
+    """Create the invoices of a month: pages to print, or CSV. With --output, a file per tenant."""
     from infra.reports.runs import configured_runner
     from shared.reports.definitions import ask_month, find_report
     from shared.reports.invoice import invoice_page, invoices, invoices_csv
 
     if format_ not in ("html", "csv"):
-        raise BadInput(f"format: {format_!r} is not html or csv", field="format")
+        raise BadInput(f"format: {format_!r} must be html or csv", field="format")
     formatted = invoice_page if format_ == "html" else invoices_csv
     question = ask_month(month, tz, tenants=tuple(tenant) if tenant else None)
     with _waiting(), configured_runner(int(max_gib * GIB)) as runner:
@@ -130,9 +137,9 @@ def _check_format(format_: str, *, is_one: bool) -> None:
 
     known = [*FORMATS, "html"]
     if format_ not in known:
-        raise BadInput(f"format: {format_!r} is not one of {', '.join(known)}", field="format")
+        raise BadInput(f"format: {format_!r} must be one of {', '.join(known)}", field="format")
     if format_ in ("csv", "parquet") and not is_one:
-        raise BadInput(f"format: {format_} is for one report, or for --output", field="format")
+        raise BadInput(f"format: {format_} needs a single report, or --output", field="format")
 
 
 def _numbers(changes: Sequence[str]) -> dict[str, float]:
@@ -142,7 +149,7 @@ def _numbers(changes: Sequence[str]) -> dict[str, float]:
         try:
             parameters[name] = float(text)
         except ValueError:
-            raise BadInput(f"set: {change!r} is not NAME=NUMBER", field="set") from None
+            raise BadInput(f"set must be NAME=NUMBER, got {change!r}", field="set") from None
     return parameters
 
 
@@ -165,7 +172,9 @@ def _write(results: Sequence[ReportResult], format_: str, output: Path | None) -
     formatted = _formatter(format_)
     if output is None:
         if format_ == "parquet" and sys.stdout.isatty():
-            raise BadInput("output: parquet is not for a terminal", field="output")
+            raise BadInput(
+                "output: parquet can't be printed to a terminal; use --output", field="output"
+            )
         sys.stdout.buffer.write(formatted(results))
         sys.stdout.buffer.flush()
         return
@@ -194,7 +203,7 @@ def _save(path: Path, data: bytes) -> None:
 def _waiting() -> Any:
     from rich.console import Console
 
-    return Console(stderr=True).status("waiting for BigQuery")  # shown on a terminal only
+    return Console(stderr=True).status("waiting for BigQuery")  # only shown on a terminal
 
 
 def run_daily(
@@ -202,17 +211,17 @@ def run_daily(
     since: Annotated[str, typer.Option("--from", metavar="DAY", help="first day")] = "",
     until: Annotated[str, typer.Option("--to", metavar="DAY", help="last day, included")] = "",
     hours: Annotated[
-        bool, typer.Option("--hours", help="only judge the hours of today that are over")
+        bool, typer.Option("--hours", help="only check today's completed hours")
     ] = False,
     function: Annotated[
-        str, typer.Option(metavar="URL", help="have a function do it, whose metrics report it")
+        str, typer.Option(metavar="URL", help="let a function do it, whose metrics record the run")
     ] = "",
 ) -> None:
-    """Sum up days, make invoices and summaries, find anomalies. Says the last day's summary."""
+    """Sum up days, create invoices and summaries, find anomalies. Prints the last day's summary."""
     if day and (since or until):
-        raise BadInput("day: is not for a range; use --from and --to", field="day")
+        raise BadInput("day can't be a range; use --from and --to", field="day")
     if hours and (day or since or until):
-        raise BadInput("hours: are those of today; give no day", field="hours")
+        raise BadInput("hours are always today's; omit the day", field="hours")
     options = {"from": day or since, "to": day or until}
     asked = {name: text for name, text in options.items() if text}
     if function:
@@ -238,7 +247,7 @@ def _run(asked: Mapping[str, str], *, hours: bool) -> None:
 
 
 def _called(url: str, asked: Mapping[str, str]) -> str:
-    """Returns the answer of the function at this URL."""
+    """Calls the function at this URL and returns its response."""
     from urllib.error import HTTPError
     from urllib.request import Request, urlopen
 

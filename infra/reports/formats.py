@@ -1,7 +1,7 @@
-"""Writes what a report says as a text table, CSV, JSON, Parquet or HTML.
+"""Writes report results as a text table, CSV, JSON, Parquet or HTML.
 
-The HTML is one page that needs nothing else: plots, each with a table. It is for screens of any
-width, dark ones too, and for paper.
+The HTML is one self-contained page: plots, each with a table. It works on screens of any width, in
+dark mode, and on paper.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _DUCKDB_TYPES = {
 MAX_LINES = 500
 """Maximum rows of a table. CSV and Parquet have all rows."""
 LONG = 40
-"""Characters of a cell that is broken into lines."""
+"""Maximum characters per line in a cell."""
 PLOT_PX = 320
 # Okabe and Ito's colors, which color-blind people can distinguish: https://jfly.uni-koeln.de/color/
 COLORS = (
@@ -51,7 +51,7 @@ _CONFIG = {"displaylogo": False, "responsive": True, "displayModeBar": False}
 
 
 def as_text(results: Sequence[ReportResult]) -> bytes:
-    """Aligned tables, with titles if there are several."""
+    """Returns aligned tables, with titles if there are several."""
     parts = []
     for result in results:
         shown = table(result.heads, _written(result)) if result.rows else _nothing(result)
@@ -60,7 +60,7 @@ def as_text(results: Sequence[ReportResult]) -> bytes:
 
 
 def _written(result: ReportResult) -> list[list[object]]:
-    """Returns the rows with amounts of money as on a page."""
+    """Returns the rows with formatted amounts of money."""
     return [
         [
             amount(value) if _is_money(value, head) else value
@@ -81,9 +81,9 @@ def _nothing(result: ReportResult) -> str:
 
 
 def as_json(results: Sequence[ReportResult]) -> bytes:
-    """The rows as objects. Of several reports an object by their names.
+    """Returns the rows as JSON objects. Several reports become one object, keyed by report name.
 
-    Times and decimals, which JSON does not have, become strings.
+    Times and decimals, for which JSON has no type, become strings.
     """
     shown: Any = {result.report.name: result.records() for result in results}
     if len(results) == 1:
@@ -92,10 +92,10 @@ def as_json(results: Sequence[ReportResult]) -> bytes:
 
 
 def as_csv(results: Sequence[ReportResult]) -> bytes:
-    """CSV (RFC 4180) of one report. NULL is an empty cell.
+    """Returns one report as CSV (RFC 4180). NULL is an empty cell.
 
     Raises:
-        BadInput: there are several.
+        BadInput: there are several reports.
     """
     result = _only(results, "csv")
     file = io.StringIO()
@@ -114,16 +114,16 @@ def _cell(head: str, value: object) -> object:
 
 
 def as_parquet(results: Sequence[ReportResult]) -> bytes:
-    """Parquet of one report, with its types.
+    """Returns one report as Parquet, with its column types.
 
     Raises:
-        BadInput: there are several, or DuckDB, which writes it, is not installed.
+        BadInput: there are several reports, or DuckDB, which writes the file, is not installed.
     """
     result = _only(results, "parquet")
     try:
         import duckdb
     except ImportError:
-        raise BadInput("format: parquet needs the `local` extra", field="format") from None
+        raise BadInput("format: parquet requires the `local` extra", field="format") from None
     columns = ", ".join(
         '"{}" {}'.format(column.name.replace('"', '""'), _DUCKDB_TYPES[column.type])
         for column in result.columns
@@ -140,7 +140,7 @@ def as_parquet(results: Sequence[ReportResult]) -> bytes:
 
 def _only(results: Sequence[ReportResult], format_: str) -> ReportResult:
     if len(results) != 1:
-        raise BadInput(f"format: {format_} is for one report; name it", field="format")
+        raise BadInput(f"format: {format_} needs a single report; name it", field="format")
     return results[0]
 
 
@@ -150,11 +150,11 @@ FORMATS: Mapping[str, Formatted] = {
     "json": as_json,
     "parquet": as_parquet,
 }
-"""Writers by the word after --format. The page is in infra/reports/formats.py."""
+"""Writers by the value of --format."""
 
 
 def as_html(results: Sequence[ReportResult]) -> bytes:
-    """The page. It has its own copy of plotly.js, about 5 MB.
+    """Returns the page. It contains a copy of plotly.js, about 5 MB.
 
     Raises:
         BadInput: plotly is not installed.
@@ -162,7 +162,7 @@ def as_html(results: Sequence[ReportResult]) -> bytes:
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:
-        raise BadInput("format: html needs the `simulation` extra", field="format") from None
+        raise BadInput("format: html requires the `simulation` extra", field="format") from None
     style = resources.files("infra.reports").joinpath("page.css").read_text(encoding="utf-8")
     title = results[0].report.title if len(results) == 1 else "Usage reports"
     links = "".join(
@@ -251,7 +251,7 @@ def _figure(drawing: Drawing) -> Any:
         margin={"l": 8, "r": 8, "t": 8, "b": 8},
         legend={"orientation": "h", "y": -0.25},
         showlegend=len(drawing.series) > 1 and drawing.kind != "heat",
-        # Readable on white and on black, so that the page may be either.
+        # Readable on white and on black, so that the page may have either background.
         paper_bgcolor="rgba(0,0,0,0)",
         plot_bgcolor="rgba(0,0,0,0)",
         font={"color": "#808080"},
@@ -264,7 +264,7 @@ def _figure(drawing: Drawing) -> Any:
         figure.update_yaxes(autorange="reversed")
         figure.update_xaxes(type="category")
     elif drawing.unit != "%":
-        # Shares near 100 % would all be one line.
+        # On a linear axis, shares near 100 % would look the same.
         figure.update_yaxes(rangemode="tozero")
     if drawing.kind == "bars":
         figure.update_traces(marker_line_width=0)
@@ -272,7 +272,7 @@ def _figure(drawing: Drawing) -> Any:
 
 
 def _safe(labels: Sequence[str]) -> list[str]:
-    # Plotly reads tags in labels.
+    # Plotly parses HTML tags in labels.
     return [_escaped(label) for label in labels]
 
 

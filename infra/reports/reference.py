@@ -1,6 +1,6 @@
-"""`python -m infra.reports.reference`: writes reports, views and columns into the reference.
+"""`python -m infra.reports.reference`: writes reports, views and columns into the reference docs.
 
-The document is docs/reference/reports.md. Run this after a change of a report's head. A test
+The document is docs/reference/reports.md. Run this after changing a report's header. A test
 compares them.
 """
 
@@ -22,7 +22,7 @@ VIEWS_END = "<!-- views: end -->\n"
 
 
 def with_reference(document: str) -> str:
-    """The document with the part between its marks as the heads of the reports say."""
+    """Returns the document with the marked part regenerated from the reports' headers."""
     parts = "\n".join("\n".join(_section(report)) for report in reports().values())
     views = "\n".join("\n".join(_view(name)) for name in VIEWS)
     document = _replaced(document, BEGIN, parts, END)
@@ -50,7 +50,7 @@ def _section(report: Report) -> Iterator[str]:
     yield f"{report.title} For {report.owner}; {_audience(report)}.\n"
     if report.parameters:
         for one in report.parameters:
-            default = "" if one.default is None else f", {one.default:g} if not set"
+            default = "" if one.default is None else f", {one.default:g} by default"
             yield f"- `@{one.name}` ({one.type}): {one.about}{default}"
         yield ""
     yield "| column | |"

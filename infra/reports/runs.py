@@ -15,11 +15,11 @@ from shared.settings import ApiSettings, Settings, read_settings
 
 @contextmanager
 def configured_runner(most_bytes: int = MAX_BYTES) -> Iterator[ReportRunner]:
-    """A runner for the BigQuery and the directory of keys that PENSTOCK_* name.
+    """Creates a runner for the BigQuery and key directory configured by PENSTOCK_* variables.
 
     Raises:
-        ConfigurationError: a setting is wrong.
-        Unavailable: BigQuery or the directory is unreachable.
+        ConfigurationError: a setting is invalid. Unavailable: BigQuery or the key directory is
+        unreachable.
     """
     settings = read_settings(ApiSettings)
     budgets_usd = asyncio.run(read_budgets(settings.keys_url))

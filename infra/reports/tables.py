@@ -1,4 +1,4 @@
-"""Creates the tables of usage on the configured BigQuery, and checks that they are there."""
+"""Creates the usage tables in the configured BigQuery, and checks that they exist."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def create_tables(settings: Settings) -> None:
-    """Creates or updates dataset, tables and views.
+    """Creates or updates the dataset, tables and views.
 
     Raises:
         Unavailable: BigQuery is unreachable or refused.
@@ -29,10 +29,10 @@ def create_tables(settings: Settings) -> None:
 
 
 def check_bigquery(settings: Settings, timeout_s: float) -> None:
-    """Checks that the tables of usage are there, with all columns of this release.
+    """Checks that the usage tables exist with all columns of this release.
 
     Raises:
-        Unavailable: BigQuery is unreachable, or has no such table or column.
+        Unavailable: BigQuery is unreachable, or a table or column is missing.
     """
     with _connected(settings) as client:
         for name in usage.tables():

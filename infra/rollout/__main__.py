@@ -1,4 +1,4 @@
-"""`python -m infra.rollout`: rolls out after an apply, or rolls back manually."""
+"""`python -m infra.rollout`: rolls out after an apply, or rolls back."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shared.errors import ConfigurationError, PenstockError
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one of the commands. Returns the exit status."""
     options = _parser().parse_args(argv)
-    # Cloud Build ends a step that runs out of time with SIGTERM: what was begun is taken back.
+    # Cloud Build sends SIGTERM when a step times out: the rollout is then undone.
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         rollout = _rollout(options)
@@ -49,14 +49,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "command",
         choices=["hold", "held", "try", "roll", "back"],
-        help="hold: name the revision that serves, so that the next one gets nothing unasked; "
-        "held: fail unless so; try: real requests to the newest one; "
-        "roll: give it all traffic, step by step; back: all to --revision",
+        help="hold: pin traffic to the serving revision, so that the next one gets none; "
+        "held: fail unless it is pinned; try: send real requests to the newest one; "
+        "roll: move all traffic to it in steps; back: move all to --revision",
     )
     parser.add_argument("--project", required=True)
-    parser.add_argument(
-        "--regions", required=True, help="comma-separated, in the order in which they get it"
-    )
+    parser.add_argument("--regions", required=True, help="comma-separated, in rollout order")
     parser.add_argument("--service", default="penstock-api")
     parser.add_argument("--revision", default="", help="for back")
     parser.add_argument("--models-file", type=Path, default=Path("models.yaml"))
@@ -71,14 +69,15 @@ def _parser() -> argparse.ArgumentParser:
         help="Terraform's output api_urls, as JSON; checked after each step",
     )
     parser.add_argument("--steps", default="5,25,50,100", help="percent (default: %(default)s)")
+    parser.add_argument("--watch-s", type=float, default=360.0, help="how long to watch each step")
     parser.add_argument(
-        "--watch-s", type=float, default=360.0, help="how long each step is looked at"
+        "--error-ratio", type=float, default=0.02, help="share of responses that may be 5xx"
     )
     parser.add_argument(
-        "--error-ratio", type=float, default=0.02, help="part of answers that may be 5xx"
-    )
-    parser.add_argument(
-        "--least-requests", type=int, default=50, help="fewer say nothing of a revision"
+        "--least-requests",
+        type=int,
+        default=50,
+        help=("with fewer requests, a revision is not judged"),
     )
     return parser
 
@@ -102,7 +101,7 @@ def _rollout(options: argparse.Namespace) -> Rollout:
     )
 
     def check(url: str) -> list[str]:
-        # Read when needed, as the first apply makes the secret.
+        # Read only when needed, because the first apply creates the secret.
         key = google.secret(options.project, options.key_secret).strip()
         return smoke(url, key, catalog)
 

@@ -1,4 +1,4 @@
-"""The part of Google's REST APIs that a rollout needs, with time limits and our errors."""
+"""The part of Google's REST APIs that a rollout needs, with time limits and Penstock errors."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class GoogleClient:
     """Calls Google's APIs.
 
     Args:
-        credentials: whose token goes with each call.
-        endpoints: URL of each API by its name.
+        credentials: their token is sent with each call.
+        endpoints: URL of each API by name.
     """
 
     def __init__(self, credentials: Credentials, endpoints: Mapping[str, str] = ENDPOINTS) -> None:
@@ -55,24 +55,27 @@ class GoogleClient:
         *,
         missing_ok: bool = False,
     ) -> dict[str, Any] | None:
-        """The resource at `path`. None if it does not exist and that is allowed.
+        """Returns the resource at `path`. None if it does not exist and that is allowed.
 
         Raises:
-            Unavailable: no answer, or a refusal, whose text is in the message.
+            Unavailable: there was no answer, or a refusal, which is quoted in the message.
         """
         return self._ask("GET", api, path, missing_ok=missing_ok, params=query)
 
     def patch(self, api: str, path: str, body: Mapping[str, object]) -> dict[str, Any]:
-        """Changes the resource at `path`. Returns the operation. Raises like `get`."""
+        """Changes the resource at `path`.
+
+        Returns the operation. Raises the same errors as `get`.
+        """
         return self._ask("PATCH", api, path, json=body) or {}
 
     def await_done(
         self, api: str, operation: Mapping[str, Any], limit_s: float, pause: Callable[[float], None]
     ) -> None:
-        """Returns when a long-running operation has ended well.
+        """Waits until a long-running operation has succeeded.
 
         Raises:
-            Unavailable: it failed, or has not ended in time.
+            Unavailable: it failed, or did not finish in time.
         """
         state: Mapping[str, Any] = operation
         for _ in range(max(1, int(limit_s / 2))):
@@ -86,7 +89,7 @@ class GoogleClient:
             raise Unavailable(f"{operation['name']} has not ended after {limit_s:g} s")
 
     def secret(self, project: str, name: str) -> str:
-        """The latest version of a secret. Raises as `get` does."""
+        """Returns the latest version of a secret. Raises the same errors as `get`."""
         error = (
             self.get(
                 "secretmanager", f"v1/projects/{project}/secrets/{name}/versions/latest:access"
@@ -100,10 +103,10 @@ class GoogleClient:
     ) -> dict[str, Any] | None:
         url = f"{self._endpoints[api]}/{path}"
         try:
-            # A new connection for each call: they are minutes apart.
+            # A new connection for each call, because they are minutes apart.
             with AuthorizedSession(self._credentials) as session:
                 answer = session.request(verb, url, timeout=CALL_LIMIT_S, **options)
-        except (OSError, GoogleAuthError) as error:  # what requests raises is an OSError
+        except (OSError, GoogleAuthError) as error:  # errors of requests are OSErrors
             raise Unavailable(f"{verb} {url}: {error}") from error
         if answer.status_code == 404 and missing_ok:
             return None

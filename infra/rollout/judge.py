@@ -1,4 +1,4 @@
-"""Judges a revision by Cloud Run's counts of requests by class of status.
+"""Judges a revision by Cloud Run's request counts per status class.
 
 Source: the metric run.googleapis.com/request_count, which is up to three minutes late.
 """
@@ -14,7 +14,7 @@ from infra.rollout.google import GoogleClient
 
 @dataclass(frozen=True)
 class CanaryVerdict:
-    """The verdict on a revision by its requests: good unless enough of them failed."""
+    """The verdict on a revision: good unless too many requests failed."""
 
     requests: int
     failed: int
@@ -25,11 +25,11 @@ class CanaryVerdict:
 
 
 class CanaryJudge:
-    """Reads the counts of one service.
+    """Reads the request counts of one service.
 
     Args:
-        error_ratio: part of the answers that may be 5xx.
-        least_requests: fewer say nothing, neither good nor bad.
+        error_ratio: share of responses that may be 5xx.
+        least_requests: with fewer requests, a revision counts as neither good nor bad.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
-"""The rollout, by region: test the candidate, increase its traffic, undo at a bad sign.
+"""The rollout, by region: tests the candidate, increases its traffic, rolls back if it fails.
 
-At rest the traffic names its revision. So an apply of Terraform makes a revision that serves
-nobody, whatever is done manually in between. Terraform ignores `traffic`
+Between rollouts, traffic is pinned to a revision by name. So `terraform apply` creates a revision
+that serves no traffic, whatever is done manually in between. Terraform ignores `traffic`
 (infra/terraform/modules/region/api.tf). The test sends a real request, as a caller would, to each
-model that has a worker at all times.
+model that always has a worker.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ Check = Callable[[str], list[str]]
 def smoke(url: str, key: str, catalog: Catalog) -> list[str]:
     """Sends a request for each model of `catalog` with replicas.min >= 1. Returns a line for each.
 
-    Models that scale to zero are left out: their first answer waits for a GPU, which says nothing
-    of the API.
+    Models that scale to zero are skipped: their first answer waits for a GPU, which does not depend
+    on the API.
 
     Raises:
-        Unavailable: no answer in the model's deadline, or a wrong one.
+        Unavailable: an answer did not arrive within the model's deadline, or was wrong.
     """
     # Not /healthz: on Cloud Run, Google's front end answers that path itself, with 404.
     _call(f"{url}/readyz", "", None, 10.0)
@@ -42,13 +42,13 @@ def smoke(url: str, key: str, catalog: Catalog) -> list[str]:
 
 
 def _ask(url: str, key: str, model: Model) -> str:
-    # A text of its own, so that no cache answers in the place of a worker.
+    # The text is unique, so that no cache answers instead of a worker.
     text = f"smoke test {uuid.uuid4()}"
     try:
         return _ask_with(text, url, key, model)
     except (KeyError, IndexError, TypeError) as error:
         raise Unavailable(
-            f"{url}: {model.name} gave an answer of another shape: {error!r}"
+            f"{url}: {model.name} returned an answer of an unexpected shape: {error!r}"
         ) from error
 
 
@@ -58,7 +58,7 @@ def _ask_with(text: str, url: str, key: str, model: Model) -> str:
     try:
         return f"{model.name}: {model.definition.describe_answer(model, answer)}"
     except ValueError as error:
-        raise Unavailable(f"{url}: {model.name} gave {error}") from error
+        raise Unavailable(f"{url}: {model.name} returned {error}") from error
 
 
 def _call(url: str, key: str, example: ExampleRequest | None, limit_s: float) -> Any:
@@ -87,12 +87,12 @@ class Rollout:
 
     Args:
         services: services by region, in rollout order.
-        judge: says whether a revision answers well.
-        public_urls: the public URL of each region, checked after each step.
+        judge: decides whether a revision works.
+        public_urls: public URL of each region, checked after each step.
         steps_percent: shares of the candidate, rising to 100.
         watch_s: seconds for which each share is watched. The counts are three minutes late.
-        pause: waits this number of seconds.
-        say: gets one line of progress at a time.
+        pause: waits for a number of seconds.
+        say: receives one line of progress at a time.
     """
 
     def __init__(
@@ -125,9 +125,9 @@ class Rollout:
         self._say = say
 
     def hold(self) -> None:
-        """Names the revisions that serve, so that the next one gets nothing unasked.
+        """Pins traffic to the serving revisions by name, so that the next one gets none.
 
-        Callers notice nothing.
+        Callers are not affected.
         """
         for region, service in self._services.items():
             traffic = service.traffic()
@@ -136,10 +136,10 @@ class Rollout:
                 self._say(f"{region}: held at {_shares(traffic.shares)}")
 
     def require_held(self) -> None:
-        """Changes nothing.
+        """Checks that traffic is pinned. Changes nothing.
 
         Raises:
-            ConfigurationError: an apply now would put its new revision before callers at once.
+            ConfigurationError: an apply now would expose its new revision to callers immediately.
         """
         for region, service in self._services.items():
             traffic = service.traffic()
@@ -150,31 +150,31 @@ class Rollout:
                 )
 
     def try_candidate(self) -> None:
-        """Gives each region's newest revision a URL without traffic, and sends requests to it.
+        """Assigns each region's newest revision a URL without traffic, and sends requests to it.
 
         Raises:
-            Unavailable: one did not answer as it should.
+            Unavailable: an answer was missing or wrong.
         """
         for region, service in self._services.items():
             traffic = _present(region, service)
             if traffic.shares == {traffic.newest: 100}:
-                self._say(f"{region}: {traffic.newest} serves already")
+                self._say(f"{region}: {traffic.newest} is already serving")
                 continue
             service.give(traffic.shares, traffic.newest)
             url = _present(region, service).candidate_url
             if not url:
                 self._say(
-                    f"{region}: {traffic.newest} has no URL of its own behind the balancer; its "
-                    "share is watched"
+                    f"{region}: {traffic.newest} has no separate URL behind the load balancer; its "
+                    "share of traffic is watched"
                 )
                 continue
             self._report(region, self._check(url))
 
     def roll(self) -> None:
-        """Gives the newest revisions all traffic in steps. Undoes that at the first bad sign.
+        """Moves all traffic to the newest revisions in steps. Undoes that at the first failure.
 
         Raises:
-            Unavailable: the rollout was undone. The message says why.
+            Unavailable: the rollout was undone. The message contains the reason.
         """
         before = {
             region: _present(region, service).shares for region, service in self._services.items()
@@ -190,10 +190,12 @@ class Rollout:
             raise
 
     def go_back(self, revision: str) -> None:
-        """Gives all traffic to `revision`, at once. Name one region: revisions are named by region.
+        """Moves all traffic to `revision` at once.
+
+        Requires one region, because revision names are per region.
 
         Raises:
-            Unavailable: Cloud Run refused, as it does if the revision does not exist.
+            Unavailable: Cloud Run refused, for example because the revision does not exist.
         """
         for region, service in self._services.items():
             service.give({revision: 100})
@@ -205,10 +207,10 @@ class Rollout:
         others = {name: percent for name, percent in traffic.shares.items() if name != candidate}
         if not others:
             service.give({candidate: 100})
-            self._say(f"{region}: {candidate} serves already")
-            self._check_public(region)  # a first release has nothing that was tried before it
+            self._say(f"{region}: {candidate} is already serving")
+            self._check_public(region)  # nothing tried a first release before
             return
-        # Where an earlier rollout was cut off two serve; the larger one is what callers know.
+        # If an earlier rollout was interrupted, two revisions serve; callers know the larger one.
         stable = max(others, key=lambda name: others[name])
         for percent in self._steps:
             began_s = time.time()
@@ -231,7 +233,7 @@ class Rollout:
         try:
             self._services[region].give(shares)
             self._say(f"{region}: back to {_shares(shares)}")
-        except PenstockError as error:  # the other regions are taken back all the same
+        except PenstockError as error:  # the other regions are rolled back anyway
             self._say(f"{region}: NOT back to {_shares(shares)}, do it manually: {error.message}")
 
     def _report(self, region: str, lines: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""A Cloud Run service as a rollout sees it: its revisions, and who gets how much of the traffic.
+"""A Cloud Run service as seen by a rollout: its revisions, and how traffic is split.
 
 Source: Cloud Run Admin API v2, projects.locations.services
     (https://docs.cloud.google.com/run/docs/reference/rest/v2).
@@ -15,7 +15,7 @@ from infra.rollout.google import GoogleClient
 
 LATEST, NAMED = "TRAFFIC_TARGET_ALLOCATION_TYPE_LATEST", "TRAFFIC_TARGET_ALLOCATION_TYPE_REVISION"
 CHANGE_LIMIT_S = 300.0
-"""Time limit of a change of traffic, which takes some seconds."""
+"""Time limit for changing traffic, which takes a few seconds."""
 CANDIDATE_TAG = "candidate"
 
 
@@ -24,10 +24,10 @@ class Traffic:
     """The revisions that serve.
 
     Attributes:
-        shares: percent of the requests by name of a revision.
-        follows_latest: True if the newest revision gets its share as soon as it is there, unasked.
-        newest: the newest revision that is ready.
-        candidate_url: the URL of the revision with the `candidate` tag. Empty without one.
+        shares: percentage of requests by revision name.
+        follows_latest: True if the newest revision automatically gets its share once it exists.
+        newest: the newest ready revision.
+        candidate_url: URL of the revision with the `candidate` tag. Empty without one.
     """
 
     shares: dict[str, int]
@@ -37,11 +37,10 @@ class Traffic:
 
 
 class CloudRunService:
-    """One service in one region.
+    """A service in one region.
 
     Args:
-        name: projects/PROJECT/locations/REGION/services/SERVICE.
-        pause: waits this number of seconds.
+        pause: waits for a number of seconds.
     """
 
     def __init__(
@@ -52,16 +51,16 @@ class CloudRunService:
         self._pause = pause
 
     def traffic(self) -> Traffic | None:
-        """The current traffic. None if the service does not exist yet.
+        """Returns the current traffic. None if the service does not exist yet.
 
         Raises:
-            Unavailable: Cloud Run can't be asked.
+            Unavailable: Cloud Run is unreachable or refused.
         """
         service = self._google.get("run", f"v2/{self.name}", missing_ok=True)
         if service is None:
             return None
         newest = str(service.get("latestReadyRevision", "")).rpartition("/")[2]
-        # Without any target, Cloud Run gives everything to the newest.
+        # Without any target, Cloud Run sends all traffic to the newest revision.
         targets = service.get("traffic") or [{"type": LATEST, "percent": 100}]
         shares: dict[str, int] = {}
         for target in targets:
@@ -81,13 +80,13 @@ class CloudRunService:
         )
 
     def give(self, shares: dict[str, int], candidate: str = "") -> None:
-        """Divides the traffic by revision, and gives `candidate` its own URL. Returns when done.
+        """Splits the traffic by revision, and assigns `candidate` its own URL. Returns when done.
 
         Raises:
-            Unavailable: Cloud Run refused, or has not done it in time.
+            Unavailable: Cloud Run refused, or did not finish in time.
         """
         if sum(shares.values()) != 100:
-            raise ValueError(f"shares of {shares} are not 100 together: this is a bug")
+            raise ValueError(f"shares {shares} do not add up to 100: this is a bug")
         targets: list[dict[str, Any]] = [
             {"type": NAMED, "revision": revision, "percent": percent}
             for revision, percent in shares.items()

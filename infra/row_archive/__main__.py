@@ -1,6 +1,6 @@
-"""`python -m infra.row_archive`: takes rows from the object store until SIGTERM.
+"""`python -m infra.row_archive`: archives rows from the object store until SIGTERM.
 
-`python -m infra.row_archive restore` loads archived days into a BigQuery that has lost them.
+`python -m infra.row_archive restore` loads archived days into a BigQuery that lost them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shared.stores.objects import ObjectStore
 
 TABLES = ("rows", "worker_hours", "webhook_deliveries")
 MERGED_AFTER = timedelta(days=2)
-"""Rows of a day come late after an outage. Its files are merged when that is over."""
+"""Rows may arrive a day late after an outage. A day's files are merged after that."""
 MAX_PAUSE_S = 30.0
 
 FAILURES = Counter(
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs. Returns 0, or 1 if it could not start or restore."""
+    """Runs until stopped. Returns 0, or 1 if it could not start or restore."""
     exempt_loopback_from_proxies()
     parser = argparse.ArgumentParser(
         prog="penstock row archive", description="Archive rows from the object store."
@@ -53,7 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings = read_settings(RowArchiveSettings)
         if not settings.rows_url:
             raise ConfigurationError(
-                "PENSTOCK_ROWS_URL: is empty, so rows go straight to BigQuery", field="rows_url"
+                ("PENSTOCK_ROWS_URL must be set; while it is empty, rows go straight to BigQuery"),
+                field="rows_url",
             )
         configure_logs(settings.log_level, settings.project)
         objects = ObjectStore(settings.rows_url, setting="rows_url")
@@ -106,13 +107,13 @@ async def _run(settings: RowArchiveSettings, objects: ObjectStore) -> None:
 async def _passes(
     settings: RowArchiveSettings, objects: ObjectStore, stopped: asyncio.Event
 ) -> None:
-    """Passes until stopped. The one that runs then is finished."""
+    """Runs passes until stopped. The current pass is finished first."""
     loader = _loader(settings) if settings.archive_loads else None
     tables = [_Table(objects, table, loader) for table in TABLES]
     pauses = backoff(1.0, MAX_PAUSE_S)
     while not stopped.is_set():
         began_s = time.monotonic()
-        # One table that fails keeps no rows of another one waiting.
+        # A table that fails does not delay the rows of other tables.
         if all([await table.take(stopped) for table in tables]):
             pauses = backoff(1.0, MAX_PAUSE_S)
             pause_s = settings.archive_every_s - (time.monotonic() - began_s)
@@ -123,7 +124,7 @@ async def _passes(
 
 
 class _Table:
-    """The rows of one table, and its days."""
+    """The rows and days of one table."""
 
     def __init__(self, objects: ObjectStore, table: str, loader: BigQueryLoader | None) -> None:
         self._archive = RowArchive(objects, table, loader)
@@ -132,7 +133,7 @@ class _Table:
         self._merged = ""
 
     async def take(self, stopped: asyncio.Event) -> bool:
-        """Archives what is there, and merges days that are over. Returns False for a failure."""
+        """Archives waiting rows, and merges days that are over. Returns False for a failure."""
         try:
             while await self._archive.run_once() and not stopped.is_set():
                 pass
@@ -141,7 +142,7 @@ class _Table:
                 self._merged = day
         except Unavailable as error:
             log.warning("rows not archived", extra={"table": self._name, "reason": error.message})
-        except Exception as error:  # a bug must cost a pause, not all rows that follow
+        except Exception as error:  # a bug must cause only a pause, not block all rows that follow
             log.error(
                 "archiving failed; this is a bug", extra={"table": self._name}, exc_info=error
             )

@@ -1,9 +1,9 @@
-"""Moves the rows of a table from the object store into Parquet files and BigQuery, pass by pass.
+"""Moves a table's rows from the object store into Parquet files and BigQuery, in passes.
 
 A pass begins with a list of its objects, `pending/TABLE.json`. Any process that finds a list
-continues with it, so an interrupted pass is repeated with the same rows, and the same names of
-files and of load jobs. Lines are checked against the schema of their table. Rows leave `incoming`
-when their Parquet file is there and BigQuery has them. Later the small files of a day become one,
+continues with it, so an interrupted pass is repeated with the same rows, file names and load job
+names. Lines are checked against the schema of their table. Rows are removed from `incoming` once
+their Parquet file exists and BigQuery has them. Later the small files of a day are merged into one,
 and lost tables are restored from them.
 """
 
@@ -49,11 +49,17 @@ _TYPES: dict[str, Any] = {
 
 PASS_OBJECTS = 2000
 PASS_MAX_BYTES = 64 * 1024 * 1024
-"""Packed size of a pass. Unpacked it is about ten times that, in a folder that may be memory."""
+"""Maximum compressed size of a pass.
+
+Its rows take up about ten times that, in a folder that may be in memory.
+"""
 CALLS = 8
-"""Objects that are read, or removed, at the same time."""
+"""Number of objects read or removed concurrently."""
 OBJECT_MAX_BYTES = 16 * 1024 * 1024
-"""Writers put about 100 KiB into one. A larger one is not from a writer, and is left in place."""
+"""Writers put about 100 KiB into one.
+
+A larger object is not from a writer, and is left in place.
+"""
 LIST_MAX_BYTES = 1024 * 1024
 PARQUET = "application/vnd.apache.parquet"
 
@@ -75,7 +81,7 @@ OLDEST = Gauge(
 SMALL_BYTES = 32 * 1024 * 1024
 """Larger Parquet files are not merged again."""
 MERGED_BYTES = 256 * 1024 * 1024
-"""The size that is merged at a time, before DuckDB drops equal rows."""
+"""Maximum size merged at a time, before DuckDB drops duplicate rows."""
 FILE_MAX_BYTES = 1024**3
 DAY_FILES_MAX = 10_000
 
@@ -83,7 +89,7 @@ log = logging.getLogger(__name__)
 
 
 class CheckedLines(NamedTuple):
-    """The lines of an object."""
+    """The checked lines of an object."""
 
     good: list[bytes]
     trimmed: int
@@ -93,7 +99,7 @@ class CheckedLines(NamedTuple):
 
 
 class LineChecker:
-    """Sorts lines into those that are rows of a table, and the rest."""
+    """Separates lines that are rows of a table from all others."""
 
     def __init__(self, table: str) -> None:
         fields = [
@@ -108,7 +114,7 @@ class LineChecker:
         self._strict = msgspec.json.Decoder(strict)
 
     def check(self, lines: Iterable[bytes]) -> CheckedLines:
-        """Sorts them. A column that is not known makes no line bad."""
+        """Sorts the lines. An unknown column does not make a line invalid."""
         checked = CheckedLines([], 0, [])
         trimmed = 0
         for line in lines:
@@ -130,10 +136,10 @@ class LineChecker:
 
 
 def unpacked(data: bytes) -> list[bytes]:
-    """Returns the lines of an object.
+    """Decompresses an object. Returns its lines.
 
     Raises:
-        ValueError: it is not gzip, is truncated, or has more than UNPACKED_MAX_BYTES.
+        ValueError: it is not in gzip format, is truncated, or exceeds UNPACKED_MAX_BYTES.
     """
     unpacking = zlib.decompressobj(_GZIP)
     try:
@@ -141,12 +147,12 @@ def unpacked(data: bytes) -> list[bytes]:
     except zlib.error as error:
         raise ValueError(str(error)) from error
     if not unpacking.eof:
-        raise ValueError("cut, or too large")
+        raise ValueError("truncated, or too large")
     return lines.splitlines()
 
 
 class _Pass(msgspec.Struct):
-    """The objects of a pass, as stored."""
+    """The objects in a pass, as stored."""
 
     keys: list[str]
     is_archived: bool = False
@@ -159,17 +165,17 @@ class _Pass(msgspec.Struct):
 
 
 class _TakenOverError(Exception):
-    """Another process has archived the same objects, and removed them."""
+    """Another process has already archived and removed the same objects."""
 
 
 class RowArchive:
     """The archive of one table.
 
-    Two processes may run for a moment, the old one and the new one of a deployment. They do the
-    same work under the same names. The slower one leaves it to the other.
+    Two processes may run for a moment, such as the old and new one of a deployment. They do the
+    same work under the same names. The slower one stops in favor of the other.
 
     Args:
-        loader: puts them into BigQuery too. None: they are not loaded.
+        loader: also loads them into BigQuery. None: they are not loaded.
     """
 
     def __init__(self, objects: ObjectStore, table: str, loader: RowLoader | None) -> None:
@@ -206,7 +212,7 @@ class RowArchive:
         return begun.has_more
 
     async def _begun(self) -> _Pass | None:
-        """The pass that was begun before, or a new one. None without rows."""
+        """Returns an earlier unfinished pass, or a new one. None without rows."""
         objects = await self._objects.listing(incoming(self._table), PASS_OBJECTS)
         waiting = [one for one in objects if one.size_bytes <= OBJECT_MAX_BYTES]
         if len(waiting) < len(objects):
@@ -230,13 +236,14 @@ class RowArchive:
         try:
             return msgspec.json.decode(data, type=_Pass)
         except msgspec.DecodeError as error:
-            # Somebody else wrote it. What it listed is in `incoming`, and maybe in files too.
-            log.error("a damaged list is dropped", extra={"key": self._list_key}, exc_info=error)
+            # It was written by some other program. The objects that it listed are in `incoming`,
+            # and may be in files too.
+            log.error("dropping a damaged list", extra={"key": self._list_key}, exc_info=error)
             await self._objects.delete(self._list_key)
             return None
 
     async def _archive(self, begun: _Pass) -> int:
-        """Writes the rows of a pass. Returns how many they are."""
+        """Writes the rows of a pass. Returns the number of rows."""
         with tempfile.TemporaryDirectory(prefix="penstock-rows-") as name:
             folder = Path(name)
             lines = folder / "rows.jsonl"
@@ -253,7 +260,7 @@ class RowArchive:
         return rows
 
     async def _gather(self, begun: _Pass, lines: Path) -> int:
-        """Writes the good lines of all objects into a file. Returns how many they are."""
+        """Writes the valid lines of all objects into a file. Returns the number of lines."""
         rows, bad = 0, list[bytes]()
         with lines.open("wb") as file:
             for first in range(0, len(begun.keys), CALLS):
@@ -270,18 +277,20 @@ class RowArchive:
         return rows
 
     async def _lines(self, begun: _Pass, key: str) -> list[bytes]:
-        """The lines of an object. A damaged one has none, and is kept under `rejected/`.
+        """Returns the lines of an object.
+
+        A damaged object yields none, and is kept under `rejected/`.
 
         Raises:
-            _TakenOverError: another process has archived it. What this one has by now is not all
-                of the pass, and must not take the place of the other's files.
+            _TakenOverError: another process has archived it. The rows gathered here are then
+            incomplete, and must not replace the other's files.
         """
         try:
             data = await self._objects.get(key, OBJECT_MAX_BYTES)
         except BadInput:
             if await self._kept() != begun:
                 raise _TakenOverError from None
-            log.warning("rows are gone", extra={"key": key})  # somebody deleted them
+            log.warning("rows are gone", extra={"key": key})  # they were deleted from outside
             return []
         try:
             return await asyncio.to_thread(unpacked, data)
@@ -299,7 +308,7 @@ class RowArchive:
 
 
 def _up_to(max_bytes: int, objects: Sequence[StoredObject]) -> list[str]:
-    """The keys of the first objects that have `max_bytes` together, one at least."""
+    """Returns the keys of the first objects with up to `max_bytes` in total, but at least one."""
     keys: list[str] = []
     for one in objects:
         max_bytes -= one.size_bytes
@@ -310,12 +319,12 @@ def _up_to(max_bytes: int, objects: Sequence[StoredObject]) -> list[str]:
 
 
 def archive_folder(table: str, day: str) -> str:
-    """The folder of the Parquet files of a day, as Hive, Spark and DuckDB name partitions."""
+    """Returns the folder for a day's Parquet files. Hive, Spark and DuckDB know such names."""
     return f"archive/{table}/day={day}"
 
 
 def _age_s(key: str) -> float:
-    """The age of an object by its name. 0 if somebody else has named it."""
+    """Returns the age of an object from its name. 0 if the name has another format."""
     try:
         at = datetime.strptime(key.rpartition("/")[2][:22], "%Y%m%dT%H%M%S.%f").replace(tzinfo=UTC)
     except ValueError:
@@ -331,7 +340,7 @@ class ArchivedDays:
         self._table = table
 
     async def days(self) -> list[str]:
-        """The days that have files, in order, as `2026-11-23`.
+        """Returns the days that have files, in order, as `2026-11-23`.
 
         Raises:
             Unavailable: the store is unreachable.
@@ -340,10 +349,12 @@ class ArchivedDays:
         return [name.removeprefix("day=") for name in folders]
 
     async def merge_until(self, day: str) -> int:
-        """Merges the small files of each day up to and with `day`. Returns how many files went.
+        """Merges the small files of each day up to and including `day`.
+
+        Returns how many files were removed.
 
         A process that dies in between leaves both the merged file and its parts. The next call
-        merges them, and drops rows that are equal.
+        merges them and drops duplicate rows.
 
         Raises:
             Unavailable: the store is unreachable.
@@ -380,21 +391,18 @@ class ArchivedDays:
     async def restore(
         self, loader: RowLoader, there: Mapping[str, int], since: str, until: str
     ) -> list[str]:
-        """Loads days into BigQuery again, after its table has lost rows.
+        """Loads days into BigQuery again after its table has lost rows.
 
-        Rows that it still has are then there twice, and the views drop them.
+        Rows that it still has then exist twice, and the views drop the duplicates.
 
         Args:
-            loader: puts files into the table.
-            there: how many different rows the table has, by day. Days that have all are left alone.
-            since: the first day.
-            until: the last day, included.
+            there: number of distinct rows in the table, by day. Complete days are skipped.
 
         Returns:
-            The days that were loaded.
+            The days loaded.
 
         Raises:
-            Unavailable: the store or BigQuery is unreachable. Days before it are done.
+            Unavailable: the store or BigQuery is unreachable. Earlier days are done.
         """
         restored = []
         for day in await self.days():
@@ -424,12 +432,12 @@ class ArchivedDays:
 
 
 class RowArchiveSettings(Settings):
-    """A process that takes rows from the object store."""
+    """Settings of the process that archives rows from the object store."""
 
     archive_every_s: float = Field(30.0, ge=1, le=3600)
-    """Seconds between passes. Each writes a Parquet file for each table and day."""
+    """Seconds between passes. Each pass writes a Parquet file per table and day."""
     archive_loads: bool = True
-    """True if the rows are loaded into BigQuery too. Reports need it."""
+    """True if rows are also loaded into BigQuery. Reports need that."""
     health_host: str = "127.0.0.1"
     health_port: int = Field(8089, ge=0, le=65535)
     """Port of /metrics. It is open once the process runs."""

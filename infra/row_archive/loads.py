@@ -1,4 +1,4 @@
-"""Loads Parquet files into BigQuery, by jobs with names, so that none is loaded twice."""
+"""Loads Parquet files into BigQuery with named jobs, so that no file is loaded twice."""
 
 from __future__ import annotations
 
@@ -13,26 +13,25 @@ from shared.usage.bigquery import open_client
 
 LOAD_LIMIT_S = 120.0
 TRIES = 100
-"""Names of a job. The name of a job that failed is taken too."""
+"""Tries, each under a new job name, because a failed job keeps its name."""
 
 
 class RowLoader(Protocol):
-    """Puts files into tables. Calls block."""
+    """Loads files into tables. Calls block."""
 
     def load(self, table: str, path: Path, name: str) -> None:
-        """Returns once the table has the rows of a file. A name that was loaded is left alone.
+        """Loads a file's rows into the table. Skips a name that was already loaded.
 
         Raises:
-            Unavailable: it can't be said that it has them.
+            Unavailable: it is unknown whether the table has them.
         """
         ...
 
 
 class BigQueryLoader:
-    """Load jobs by Google's client.
+    """Runs load jobs with Google's client.
 
     Args:
-        project: project of the data set.
         endpoint: URL of an embedded BigQuery. Empty for Google's.
     """
 
@@ -42,9 +41,9 @@ class BigQueryLoader:
         self._endpoint = endpoint
 
     def load(self, table: str, path: Path, name: str) -> None:
-        """See RowLoader. BigQuery knows the names of jobs for six months.
+        """See RowLoader. BigQuery remembers job names for six months.
 
-        The embedded one knows them until it ends. What it then loads again, the views drop.
+        The embedded one forgets them when it ends. Views drop the rows that it then loads again.
         """
         from google.api_core.exceptions import GoogleAPICallError
 
@@ -74,11 +73,11 @@ class BigQueryLoader:
             return {row[0]: row[1] for row in client.query(sql, timeout=LOAD_LIMIT_S).result()}
 
     def _start(self, client: Any, table: str, path: Path, job_id: str) -> tuple[Any, bool]:
-        """Returns the job of this name, and whether this call has started it."""
+        """Returns the job with this name, and whether this call started it."""
         from google.api_core.exceptions import Conflict
         from google.cloud.bigquery import LoadJobConfig
 
-        # Whoever could make tables could load into any.
+        # A permission to create tables would also permit loading into any table.
         config = LoadJobConfig(
             source_format="PARQUET",
             write_disposition="WRITE_APPEND",

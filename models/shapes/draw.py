@@ -12,21 +12,20 @@ from PIL import Image, ImageDraw
 from models.shapes.world import BACKGROUNDS, COLORS, SIDE, DrawnShape, Scene
 
 FINER = 4
-"""Drawn so many times larger and averaged down: the edges' shades."""
+"""Factor by which scenes are drawn larger and then averaged, to smooth edges."""
 RING_HOLE = 0.55
 STAR_INNER = 0.42
 CROSS_ARM = 0.34
-"""Fractions of the radius: ring's hole, star's inner corners, half the cross's arms.
-"""
+"""Fractions of the radius: hole of a ring, inner corners of a star, half the arms of a cross."""
 
 
 def draw_many(scenes: Iterable[Scene]) -> npt.NDArray[np.uint8]:
-    """RGB pixels, [scenes, 64, 64, 3]."""
+    """Returns RGB pixels, [scenes, 64, 64, 3]."""
     return np.stack([np.asarray(draw(scene)) for scene in scenes])
 
 
 def draw(scene: Scene) -> Image.Image:
-    """The scene in RGB, 64 x 64."""
+    """Returns the scene in RGB, 64 x 64."""
     image = Image.new("RGB", (SIDE * FINER, SIDE * FINER), BACKGROUNDS[scene.background])
     pen = ImageDraw.Draw(image)
     for figure in scene.figures:
@@ -59,7 +58,7 @@ def _star() -> list[tuple[float, float]]:
 def _cross() -> list[tuple[float, float]]:
     arm = CROSS_ARM
     corner = [(-arm, -1.0), (arm, -1.0), (arm, -arm)]
-    # Each quarter turn takes (right, down) to (-down, right).
+    # Each quarter turn maps (right, down) to (-down, right).
     outline = []
     for _ in range(4):
         outline += corner[:]
@@ -73,4 +72,4 @@ _OUTLINES: dict[str, list[tuple[float, float]]] = {
     "star": _star(),
     "cross": _cross(),
 }
-"""Corners in radii from the middle, to the right and down."""
+"""Corners in radii from the center, to the right and down."""

@@ -1,6 +1,6 @@
-"""What trainings that start from the shipped pipeline share: noised scenes, their loss, the rate.
+"""Shared by trainings that start from the shipped pipeline: noised scenes, loss, learning rate.
 
-The loss is that of the UNet's own training: velocity prediction weighted by min-SNR
+The loss is the same as in the UNet's training: velocity prediction weighted by min-SNR
 (https://arxiv.org/abs/2303.09556).
 """
 
@@ -21,32 +21,32 @@ WARM_UP_STEPS = 30
 
 @dataclass(frozen=True)
 class NoisedScenes:
-    """Latents of images, each at a timestep of its own, as a UNet sees them in training."""
+    """Latents of images, each noised to a separate timestep, as the UNet sees them in training."""
 
     latents: torch.Tensor
-    """[images, channels, 8, 8], with noise."""
+    """Noised latents, [images, channels, 8, 8]."""
     times: torch.Tensor
-    """[images]."""
+    """Timesteps, [images]."""
     told: torch.Tensor
-    """What the text encoder makes of the captions, [images, tokens, width]."""
+    """The text encoder's output for the captions, [images, tokens, width]."""
     velocity: torch.Tensor
-    """What the UNet is to predict, as large as `latents`."""
+    """The UNet's target, same shape as `latents`."""
     weight: torch.Tensor
-    """Of each image in the loss, [images, 1, 1, 1]."""
+    """Weight of each image in the loss, [images, 1, 1, 1]."""
 
     def loss(self, predicted: torch.Tensor) -> torch.Tensor:
-        """The weighted mean of the squared error of a prediction, as large as `latents`."""
+        """Returns the weighted mean squared error of a prediction with the shape of `latents`."""
         squared: torch.Tensor = self.weight * (predicted - self.velocity) ** 2
         return squared.mean() / self.weight.mean()
 
 
 @torch.no_grad()
 def noised(pipeline: Any, images: torch.Tensor, captions: Sequence[str]) -> NoisedScenes:
-    """Noises images at timesteps that are spread over all.
+    """Noises images to timesteps spread over the whole range.
 
     Args:
         images: uint8 [images, 64, 64, 3].
-        captions: of each. An empty one tells nothing.
+        captions: one per image. Empty: no description.
     """
     alphas = pipeline.scheduler.alphas_cumprod
     told = encoded(pipeline, captions)
@@ -68,7 +68,7 @@ def noised(pipeline: Any, images: torch.Tensor, captions: Sequence[str]) -> Nois
 
 @torch.no_grad()
 def encoded(pipeline: Any, captions: Sequence[str]) -> torch.Tensor:
-    """What the text encoder makes of captions, [captions, tokens, width]."""
+    """Returns the text encoder's output for captions, [captions, tokens, width]."""
     states: torch.Tensor = pipeline.text_encoder(
         tokens_of(pipeline.tokenizer, captions)
     ).last_hidden_state
@@ -76,6 +76,6 @@ def encoded(pipeline: Any, captions: Sequence[str]) -> torch.Tensor:
 
 
 def rate(step: int, steps: int) -> float:
-    """The part of the learning rate at a step: a short warm-up, then half a cosine."""
+    """Returns the learning rate factor at a step: a short warm-up, then half a cosine."""
     warm = min(1.0, (step + 1) / WARM_UP_STEPS)
     return warm * 0.5 * (1 + math.cos(math.pi * step / steps))

@@ -1,8 +1,8 @@
 """Detects background, figures, colors, shapes and places by plain image processing.
 
-It knows no model and none of the drawing code: colors by their nearest name, shapes by how well
-they cover outlines that are written here as inequalities. After training, score.py asks it what the
-pipeline has drawn.
+It uses neither a model nor the drawing code: it finds colors by their nearest name, and shapes by
+how well they cover outlines defined here as inequalities. After training, score.py uses it to check
+the pipeline's images.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ Floats = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
 
 CONTRAST = 45.0
-"""A pixel this far from the background, in RGB steps, may belong to a figure."""
+"""Minimum difference from the background, in RGB steps, for a pixel of a figure."""
 AREA_MIN = 25
 """Smaller groups of pixels are specks. The smallest figure, a star, has about 50."""
 COVER_MIN = 0.65
-"""A shape that covers no outline better than this (intersection over union) has no name."""
+"""Minimum overlap with an outline (intersection over union) for a shape to be recognized."""
 GRID = 48
-"""Figures are compared with the outlines at this many points a side."""
+"""Points per side at which figures are compared with the outlines."""
 UNNAMED = "unnamed"
 COLORED_MAX = 0.01
-"""The part of an image in ink that may have a color, by a difference of channels above CONTRAST."""
+"""Maximum share of colored pixels in an ink image: channels that differ by more than CONTRAST."""
 
 
 @dataclass(frozen=True)
 class DetectedShape:
-    """One detected figure: center x, y in pixels from the top left, radius half its longer side."""
+    """A detected figure: center x, y in pixels from the top left; half its longer side."""
 
     shape: str
     color: str
@@ -54,7 +54,7 @@ class DetectedScene:
 
 
 def read(image: Pixels) -> DetectedScene:
-    """Reads an image of [height, width, 3]."""
+    """Analyzes an image of [height, width, 3]."""
     pixels = image.astype(np.float64)
     ground = _ground(pixels)
     labels, number = ndimage.label(_is_far(pixels, ground))
@@ -65,7 +65,7 @@ def read(image: Pixels) -> DetectedScene:
 
 
 def is_ink(image: Pixels) -> bool:
-    """True if an image of [height, width, 3] is of black figures on white, without any color."""
+    """True if an image of [height, width, 3] shows black figures on white, without any color."""
     seen = read(image)
     levels = image.astype(np.int64)
     is_colored = levels.max(axis=2) - levels.min(axis=2) > CONTRAST
@@ -78,18 +78,18 @@ def is_ink(image: Pixels) -> bool:
 
 
 def silhouette(image: Pixels) -> Mask:
-    """Where an image of [height, width, 3] shows figures, [height, width]."""
+    """Returns the pixels of figures, [height, width], in an image of [height, width, 3]."""
     pixels = image.astype(np.float64)
     return _is_far(pixels, _ground(pixels))
 
 
 def overlap(first: Mask, second: Mask) -> float:
-    """Intersection over union."""
+    """Returns intersection over union."""
     return float((first & second).sum() / max((first | second).sum(), 1))
 
 
 def _ground(pixels: Floats) -> Floats:
-    """The color of the background, [3]."""
+    """Returns the background color, [3]."""
     edge = np.concatenate([pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]])
     ground: Floats = np.median(edge, axis=0)
     return ground
@@ -101,12 +101,12 @@ def _is_far(pixels: Floats, ground: Floats) -> Mask:
 
 
 def _figure(pixels: Floats, ground: Floats, part: Mask) -> DetectedShape | None:
-    """The figure in this connected part of the image, or None for a speck."""
+    """Returns the figure in this connected part of the image, or None for a speck."""
     if part.sum() < AREA_MIN:
         return None
     inner = ndimage.binary_erosion(part)
     color = np.median(pixels[inner if inner.sum() >= AREA_MIN // 3 else part], axis=0)
-    # Edges are shades between the two colors: the figure ends half way.
+    # Edge pixels are between the two colors: the figure ends halfway.
     along = (pixels - ground) @ (color - ground) / max(float(np.sum((color - ground) ** 2)), 1.0)
     solid = (along > 0.5) & ndimage.binary_dilation(part)
     if solid.sum() < AREA_MIN:
@@ -131,7 +131,7 @@ def _nearest(color: Floats, names: dict[str, tuple[int, int, int]]) -> str:
 
 
 def _shape(cover: Floats) -> str:
-    """The outline that the figure in this box covers best.
+    """Returns the outline that matches the figure in this box best.
 
     The box must be about as wide as high.
     """
@@ -150,7 +150,7 @@ def _shape(cover: Floats) -> str:
 
 
 def _outlines() -> dict[str, Mask]:
-    """Each shape in its box, by inequalities on x to the right and y down, both from -1 to 1."""
+    """Returns each shape in its box, by inequalities on x (right) and y (down) from -1 to 1."""
     steps = (np.arange(GRID) + 0.5) / GRID * 2 - 1
     x, y = np.meshgrid(steps, steps)
     far = np.hypot(x, y)
@@ -166,9 +166,9 @@ def _outlines() -> dict[str, Mask]:
 
 
 def _star(x: Floats, y: Floats) -> Mask:
-    """Five points, one up, stretched to the box.
+    """Five points, one of them up, stretched to the box.
 
-    By angle, a straight edge from each point to the next inner corner.
+    In polar coordinates, a straight edge leads from each point to the next inner corner.
     """
     across, up, down = math.sin(2 * math.pi / 5), 1.0, math.cos(math.pi / 5)
     right, lower = x * across, (y + 1) / 2 * (up + down) - up

@@ -1,4 +1,4 @@
-"""Scenes with a masked figure that is to become another one, and whether it did, by the judge."""
+"""Scenes with a masked figure to redraw as another one, and a check by the judge."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from models.shapes.world import COLORS, SHAPES, SIDE, DrawnShape, Scene, sample_
 
 SEED = 48
 MARGIN_PX = 4.0
-"""Between a figure and the edge of its mask."""
+"""Margin between a figure and the edge of its mask."""
 STRENGTH = 0.8
 REDRAWN_MIN = 0.85
-"""The part that the shipped model must redraw as told."""
+"""Minimum share that the shipped model must redraw correctly."""
 
 
 @dataclass(frozen=True)
 class Redrawing:
-    """A scene, the scene that is told, and the mask (L, white is drawn anew) of what differs."""
+    """A scene, the requested scene, and the mask (L, white is redrawn) of their difference."""
 
     before: Scene
     after: Scene
@@ -32,7 +32,7 @@ class Redrawing:
 
 
 def redrawings(number: int) -> Iterator[Redrawing]:
-    """Held-out scenes of one and two figures in turn, the first of which is masked."""
+    """Yields held-out scenes, alternating one and two figures. The first figure is masked."""
     rng = random.Random(SEED)
     for seed in range(number):
         before = sample_scene(rng, held_out=True, figures=1 + seed % 2)
@@ -42,13 +42,13 @@ def redrawings(number: int) -> Iterator[Redrawing]:
 
 
 def shows(image: Pixels, scene: Scene) -> bool:
-    """True if an image of [height, width, 3] shows the figures of a scene and no others."""
+    """True if an image of [height, width, 3] shows exactly the figures of a scene."""
     seen = sorted((figure.color, figure.shape) for figure in read(image).figures)
     return seen == sorted((figure.color, figure.shape) for figure in scene.figures)
 
 
 def _with_another_figure(scene: Scene, rng: random.Random) -> Scene:
-    """The scene with another color and shape of its first figure."""
+    """Returns the scene with another color and shape for its first figure."""
     old = scene.figures[0]
     others = {old.color, scene.background} | {figure.color for figure in scene.figures}
     color = rng.choice([name for name in COLORS if name not in others])

@@ -11,12 +11,12 @@ from transformers import CLIPTextConfig, CLIPTextModel
 from models.shapes.world import SIDE
 
 LATENT_SCALE = 8
-"""Pixels of a latent's side, as everywhere."""
+"""Pixels per side of a latent, as everywhere."""
 
 
 @dataclass(frozen=True)
 class Widths:
-    """How wide and deep the parts are. The defaults fit the result into 12 MB at fp16."""
+    """Widths and depths of the parts. By default the result fits into 12 MB in fp16."""
 
     vae: tuple[int, int, int, int] = (16, 24, 48, 64)
     latents: int = 8
@@ -26,9 +26,9 @@ class Widths:
 
 
 def make_vae(widths: Widths) -> Any:
-    """Images [n, 3, 64, 64] from -1 to 1 to latents [n, latents, 8, 8] and back.
+    """Maps images [n, 3, 64, 64] from -1 to 1 to latents [n, latents, 8, 8] and back.
 
-    Convolutions only.
+    Uses only convolutions.
     """
     return AutoencoderKL(
         sample_size=SIDE,
@@ -43,7 +43,7 @@ def make_vae(widths: Widths) -> Any:
 
 
 def make_text_encoder(widths: Widths, tokenizer: Any) -> Any:
-    """Token ids [n, tokens] to [n, tokens, text]."""
+    """Maps token ids [n, tokens] to [n, tokens, text]."""
     return CLIPTextModel(
         CLIPTextConfig(
             vocab_size=len(tokenizer),
@@ -61,7 +61,7 @@ def make_text_encoder(widths: Widths, tokenizer: Any) -> Any:
 
 
 def make_unet(widths: Widths) -> Any:
-    """Latents, a time and a caption's encoding to the velocity.
+    """Maps latents, a time and an encoded caption to the velocity.
 
     Attends to the caption at 8 x 8 and at 4 x 4.
     """
@@ -80,9 +80,9 @@ def make_unet(widths: Widths) -> Any:
 
 
 def make_scheduler() -> Any:
-    """Stable Diffusion's betas, so that other schedulers take them too.
+    """Uses Stable Diffusion's betas, so that other schedulers accept them too.
 
-    Steps counted from the noisiest time.
+    Steps are counted from the noisiest time.
     """
     return DDIMScheduler(
         beta_start=0.00085,
@@ -97,7 +97,7 @@ def make_scheduler() -> Any:
 
 
 def join(vae: Any, text_encoder: Any, tokenizer: Any, unet: Any) -> Any:
-    """The parts as the pipeline that from_pretrained loads."""
+    """Returns the parts as the pipeline that from_pretrained loads."""
     return StableDiffusionPipeline(
         vae=vae,
         text_encoder=text_encoder,

@@ -1,7 +1,7 @@
 """`python -m models.shapes.score FOLDER`: the share of images that the judge accepts.
 
-The captions are of scenes that training never saw. A figure counts as right only if the judge
-reads it in the image. Extra figures count against the image as a whole. Files describe a
+The captions describe scenes that were not in the training. A figure counts as right only if the
+judge finds it in the image. Extra figures count against the whole image. The files describe a
 trained pipeline: scores as JSON, a sheet of samples, and a model card.
 """
 
@@ -33,14 +33,14 @@ SCORES, SHEET, CARD = "scores.json", "sheet.png", "README.md"
 BEGIN, END = "<!-- scores: begin, written by score.py -->", "<!-- scores: end -->"
 COLUMNS = 6
 LARGER = 2
-"""Times that a sample is enlarged on the sheet."""
+"""Factor by which samples are enlarged on the sheet."""
 _LINE_PX, _LINES = 13, 4
 _LETTERS = 25
-"""Maximum letters of a caption in one line under its image."""
+"""Maximum letters per caption line below an image."""
 
 
 def write_scores(folder: Path, scores: Mapping[str, Any], table: str) -> None:
-    """Writes `scores` and the digest of their weights to the folder, and `table` to the card."""
+    """Writes `scores` and the weights' digest to the folder, and `table` to the card."""
     kept = {"weights_sha256": weights_sha256(folder), **scores}
     (folder / SCORES).write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
     card = folder / CARD
@@ -81,10 +81,10 @@ GUIDANCE = 2.0
 STRENGTH = 0.6
 SEED = 2024
 PLACE_MAX = 6.0
-"""Pixels that a figure may have moved in image-to-image to have kept its place."""
+"""Maximum pixels that a figure may move in image-to-image to count as in place."""
 _AT_ONCE = 25
 SAMPLES = 24
-"""Held-out captions, the first ones, on the sheet of samples."""
+"""Number of held-out captions on the sheet of samples."""
 
 
 @dataclass(frozen=True)
@@ -98,19 +98,19 @@ class Asked:
 
 @dataclass
 class Accuracy:
-    """How many were right of how many."""
+    """How many were right, out of how many."""
 
     right: int = 0
     of: int = 0
 
     def add(self, right: int, of: int = 1) -> None:
-        """Counts some more."""
+        """Adds to both counts."""
         self.right += right
         self.of += of
 
     @property
     def part(self) -> float:
-        """From 0 to 1. It is 0 if nothing was counted."""
+        """Returns a share from 0 to 1. It is 0 if nothing was counted."""
         return self.right / self.of if self.of else 0.0
 
 
@@ -121,7 +121,7 @@ TARGETS = {
     "relation right": 0.70,
     "recolored, place kept": 0.80,
 }
-"""What the model must reach, by the names in the table."""
+"""Minimum scores of the model, by their names in the table."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -134,7 +134,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--keep",
         action="store_true",
-        help=f"put {SCORES}, {SHEET} and the card's table into FOLDER",
+        help=f"write {SCORES}, {SHEET} and the card's table into FOLDER",
     )
     options = parser.parse_args(arguments)
     pipeline = load(options.folder)
@@ -158,7 +158,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def load(folder: Path) -> Any:
-    """The text-to-image pipeline of a folder, with nothing of ours in it."""
+    """Returns a folder's text-to-image pipeline, without any code of ours."""
     from diffusers import StableDiffusionPipeline
 
     pipeline = StableDiffusionPipeline.from_pretrained(folder, local_files_only=True)
@@ -167,9 +167,9 @@ def load(folder: Path) -> Any:
 
 
 def held_out(number: int, seed: int = SEED) -> list[Asked]:
-    """Captions that training never saw, alternating one and two figures.
+    """Returns captions that were not in the training, alternating one and two figures.
 
-    They depend on the seed only.
+    They depend only on the seed.
     """
     rng = random.Random(seed)
     scenes = [sample_scene(rng, held_out=True, figures=1 + index % 2) for index in range(number)]
@@ -179,7 +179,7 @@ def held_out(number: int, seed: int = SEED) -> list[Asked]:
 def score_text(
     pipeline: Any, asked: Sequence[Asked], guidance: float = GUIDANCE
 ) -> dict[str, Accuracy]:
-    """The table's part for text-to-image."""
+    """Returns the table's part for text-to-image."""
     images = [
         image
         for at in range(0, len(asked), _AT_ONCE)
@@ -189,7 +189,7 @@ def score_text(
 
 
 def score_drawn(asked: Sequence[Asked], images: Sequence[Pixels]) -> dict[str, Accuracy]:
-    """The table's part for the images of captions, [64, 64, 3] each."""
+    """Returns the table's part for images of captions, [64, 64, 3] each."""
     table = {
         name: Accuracy()
         for name in ("color right", "shape right", "two objects both right", "relation right")
@@ -206,7 +206,7 @@ def score_drawn(asked: Sequence[Asked], images: Sequence[Pixels]) -> dict[str, A
 def draw_asked(
     pipeline: Any, asked: Sequence[Asked], guidance: float = GUIDANCE, steps: int = STEPS
 ) -> list[Pixels]:
-    """Each caption's image, [64, 64, 3]."""
+    """Returns an image per caption, [64, 64, 3]."""
     drawn = pipeline(
         [one.caption for one in asked],
         num_inference_steps=steps,
@@ -239,7 +239,7 @@ def _count(table: dict[str, Accuracy], scene: Scene, detected: DetectedScene) ->
 def matched(
     asked: Sequence[DrawnShape], seen: Sequence[DetectedShape]
 ) -> list[tuple[DrawnShape, DetectedShape | None]]:
-    """Each requested figure with the detected one, paired for the most right colors and shapes."""
+    """Pairs each requested figure with a detected one, to maximize matching colors and shapes."""
     padded: list[DetectedShape | None] = [*seen, *[None] * len(asked)]
     ways = itertools.permutations(padded[: len(seen) + len(asked)], len(asked))
     best = max(
@@ -258,12 +258,12 @@ def _likeness(asked: DrawnShape, seen: DetectedShape | None) -> float:
 
 
 def _is_near(figure: DrawnShape, seen: DetectedShape) -> bool:
-    """Within the same ninth of the image, about: 9 pixels each way."""
+    """True if it is in about the same ninth of the image: within 9 pixels on each axis."""
     return max(abs(figure.x - seen.x), abs(figure.y - seen.y)) <= 9.0
 
 
 def _is_related(scene: Scene, first: DetectedShape | None, second: DetectedShape | None) -> bool:
-    """True if both figures are there, with color or shape, in the right relation."""
+    """True if both figures exist, with color or shape, in the right relation."""
     if first is None or second is None:
         return False
     for figure, seen in zip(scene.figures, (first, second), strict=True):
@@ -272,13 +272,13 @@ def _is_related(scene: Scene, first: DetectedShape | None, second: DetectedShape
     across, down = second.x - first.x, second.y - first.y
     one, other = scene.figures
     if (one.shape, one.color) == (other.shape, other.color):
-        # Either may be the first.
+        # Either one may be the first.
         across, down = abs(across), abs(down)
     return across > abs(down) if scene.relation == "left of" else down > abs(across)
 
 
 def score_edits(pipeline: Any, number: int, guidance: float = GUIDANCE) -> dict[str, Accuracy]:
-    """Image-to-image with a new color: the color changed, the figure's place kept."""
+    """Scores image-to-image with a new color: color changed, and figure still in place."""
     from diffusers import StableDiffusionImg2ImgPipeline
 
     image_to_image = StableDiffusionImg2ImgPipeline(
@@ -308,7 +308,7 @@ def score_edits(pipeline: Any, number: int, guidance: float = GUIDANCE) -> dict[
 
 
 def recolored(figure: DrawnShape, color: str) -> DrawnShape:
-    """The same figure in another color."""
+    """Returns the same figure in another color."""
     return DrawnShape(figure.shape, color, figure.size, figure.x, figure.y, figure.radius)
 
 
@@ -317,7 +317,7 @@ def _has_stayed(before: DrawnShape, seen: DetectedShape) -> bool:
 
 
 def as_text(table: dict[str, Accuracy]) -> str:
-    """The table in Markdown."""
+    """Returns the table in Markdown."""
     lines = ["| what | right | of | part | target |", "|---|---|---|---|---|"]
     for name, tally in table.items():
         target = f"{TARGETS[name]:.0%}" if name in TARGETS else ""
@@ -326,7 +326,7 @@ def as_text(table: dict[str, Accuracy]) -> str:
 
 
 def sheet(images: Sequence[Pixels], columns: int) -> Image.Image:
-    """Images side by side, row by row."""
+    """Returns images side by side, row by row."""
     side = images[0].shape[0]
     rows = -(-len(images) // columns)
     whole = Image.new("RGB", (columns * side, rows * side), (255, 255, 255))

@@ -1,16 +1,16 @@
 """`python -m models.shapes.train FOLDER`: trains the model and writes a diffusers folder.
 
-Three stages, each of which continues a stopped run: the autoencoder, the text encoder, the UNet. At
-intervals the current pipeline draws a sheet of held-out captions and is scored. The tokenizer is
-like CLIP's, with one token per word of the captions, and bytes for other words.
+There are three stages, each of which resumes a stopped run: the autoencoder, the text encoder, the
+UNet. At intervals the current pipeline draws a sheet of held-out captions and is scored. The
+tokenizer is like CLIP's, with one token per word of the captions, and bytes for other words.
 
 The UNet learns to denoise latents, guided by the caption: velocity prediction (Salimans and Ho
 2022) weighted by min-SNR (Hang et al. 2023), captions left out now and then for classifier-free
 guidance (Ho and Salimans 2022), and a moving average of the weights as the result.
 
 The text encoder learns to read captions: its end token (and the padding after it, which is the same
-token) learns to tell what the scene is. Linear heads, dropped afterwards, read every attribute off
-it. So the UNet starts with words that already mean something.
+token) learns to describe the scene. Linear heads, dropped afterwards, predict every attribute from
+it. So the UNet starts with meaningful words.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ _CHOICES = (
     len(RELATIONS),
     *(len(choices) for _ in range(2) for choices in (SHAPES, _COLORS, SIZES)),
 )
-"""What there is to choose from in each target of _ordered."""
+"""Number of choices for each target in _ordered."""
 _KINDS = len(SHAPES) * len(_COLORS)
 _OUTPUTS = sum(_CHOICES) + _KINDS
 
 
 @dataclass(frozen=True)
 class TextPlan:
-    """How long the text encoder is trained."""
+    """Length of the text encoder's training."""
 
     steps: int = 500
     batch: int = 128
@@ -146,7 +146,10 @@ def tokens_of(tokenizer: Any, captions: Sequence[str]) -> torch.Tensor:
 
 
 def _loss(outputs: torch.Tensor, scenes: Sequence[Scene], owner: torch.Tensor) -> torch.Tensor:
-    """Mean of the attributes' losses. `owner` says which scene each row of outputs is about."""
+    """Returns the mean of the attributes' losses.
+
+    `owner` names the scene for each output row.
+    """
     ordered = torch.tensor([_ordered(scene) for scene in scenes], device=outputs.device)[owner]
     shown = torch.tensor([_shown(scene) for scene in scenes], device=outputs.device)[owner]
     parts = torch.split(outputs, [*_CHOICES, _KINDS], dim=1)
@@ -162,7 +165,7 @@ def _loss(outputs: torch.Tensor, scenes: Sequence[Scene], owner: torch.Tensor) -
 
 
 def _ordered(scene: Scene) -> list[int]:
-    """Background, place, relation, then shape, color and size of each figure in the caption."""
+    """Returns background, place, relation, and shape, color and size of each figure."""
     targets = [
         _BACKGROUNDS.index(scene.background),
         _PLACES.index(scene.place) if scene.place else IGNORED,
@@ -179,7 +182,7 @@ def _ordered(scene: Scene) -> list[int]:
 
 
 def _shown(scene: Scene) -> list[float]:
-    """1 for each pair of shape and color that the scene shows."""
+    """Returns 1 for each pair of shape and color in the scene, otherwise 0."""
     shown = [0.0] * _KINDS
     for figure in scene.figures:
         shown[SHAPES.index(figure.shape) * len(_COLORS) + _COLORS.index(figure.color)] = 1.0
@@ -194,22 +197,21 @@ ENCODED_AT_ONCE = 64
 
 @dataclass(frozen=True)
 class UnetPlan:
-    """How long and on what the UNet is trained."""
+    """Length and data of the UNet's training."""
 
     steps: int = 6800
     batch: int = 64
     images: int = 24_000
     lr: float = 1e-3
     untold: float = 0.1
-    """The part of the captions that is left out."""
+    """Share of captions that are dropped."""
 
 
 class Latents:
     """Scenes with their latents in memory.
 
     Args:
-        scenes: what the images show.
-        mean, std: of each image's latents, [scenes, latents, 8, 8].
+        scenes: content of the images. mean, std: of each image's latents, [scenes, latents, 8, 8].
     """
 
     def __init__(self, scenes: Sequence[Scene], mean: torch.Tensor, std: torch.Tensor) -> None:
@@ -217,10 +219,10 @@ class Latents:
         self.mean = mean
         self.std = std
         self.scale = float(1.0 / mean.float().std())
-        """AutoencoderKL's scaling_factor: brings the latents to a deviation of one."""
+        """AutoencoderKL's scaling_factor: scales the latents to a standard deviation of one."""
 
     def sample(self, chosen: Sequence[int]) -> torch.Tensor:
-        """Latents of the chosen scenes as the UNet sees them."""
+        """Returns latents of the chosen scenes as the UNet sees them."""
         mean, std = self.mean[list(chosen)].float(), self.std[list(chosen)].float()
         return (mean + std * torch.randn(mean.shape)) * self.scale
 
@@ -234,7 +236,7 @@ def encode_scenes(
     device: str = "cpu",
     say: Callable[[str], None] = print,
 ) -> Latents:
-    """Draws and encodes `number` scenes, or reads those of an earlier run.
+    """Draws and encodes `number` scenes, or loads the ones from an earlier run.
 
     Normalizes the autoencoder's latents.
     """
@@ -263,9 +265,9 @@ class UnetTraining:
     """The UNet, its moving average and the progress of the training. `run` trains.
 
     Args:
-        state_dir: has `unet.pt`, which an earlier run left.
-        text_encoder, tokenizer: trained. They are not changed.
-        device: where the UNet and the text encoder are.
+        state_dir: folder of `unet.pt`, if an earlier run wrote it. text_encoder, tokenizer:
+            trained. They are not changed.
+        device: device of the UNet and the text encoder.
     """
 
     def __init__(
@@ -281,8 +283,8 @@ class UnetTraining:
         torch.manual_seed(seed)
         self.unet = make_unet(widths).to(device, memory_format=torch.channels_last)
         if device == "cpu":
-            # torch's fused attention is slow backwards at these sizes: a third of a step on a
-            # processor.
+            # The backward pass of torch's fused attention is slow at these sizes: a third of a step
+            # on a CPU.
             self.unet.set_attn_processor(AttnProcessor())
         self.average = make_unet(widths).to(device).eval().requires_grad_(False)
         self.average.load_state_dict(self.unet.state_dict())
@@ -314,7 +316,7 @@ class UnetTraining:
     ) -> None:
         """Trains to the plan's last step.
 
-        `look` is called now and then, and at the end, when the state is saved.
+        `look` is called from time to time, and at the end, when the state is saved.
         """
         self.unet.train()
         began_s = saved_s = looked_s = time.monotonic()
@@ -354,7 +356,7 @@ class UnetTraining:
         ]
         for group in self._optimizer.param_groups:
             group["lr"] = _rate(plan, step)
-        # bf16 halves a step on processors and GPUs that have it; the weights stay fp32.
+        # bf16 halves the time per step on CPUs and GPUs that support it; the weights stay fp32.
         with torch.autocast(self._device.split(":")[0], dtype=torch.bfloat16):
             with torch.no_grad():
                 told = self._text_encoder(
@@ -370,8 +372,8 @@ class UnetTraining:
 
     def _loss(self, clean: torch.Tensor, told: torch.Tensor) -> torch.Tensor:
         number = len(clean)
-        # One time from each of `number` equal parts of the schedule: less chance in the loss than
-        # free draws.
+        # Taking one time from each of `number` equal intervals makes the loss less random than free
+        # draws.
         spread = (torch.randperm(number) + torch.rand(number)) / number
         times = (spread * len(self._alphas)).long().to(clean.device)
         alpha = self._alphas[times].view(-1, 1, 1, 1)
@@ -391,19 +393,22 @@ class UnetTraining:
 
 
 def _rate(plan: UnetPlan, step: int) -> float:
-    """A short warm-up, then level, and from 0.6 of the steps on down to a fiftieth."""
+    """Returns the learning rate: warm-up, then constant, from 0.6 of the steps down to a 50th."""
     return plan.lr * min(1.0, (step + 1) / 100, (1 - step / plan.steps) / 0.4 + 0.02)
 
 
 TOKENS_MAX = 28
-"""The longest caption has 25, with its start and end."""
+"""The longest caption has 25 tokens, including start and end."""
 START, END = "<|startoftext|>", "<|endoftext|>"
 _CAPTIONS = 20_000
 _WORD_END = "</w>"
 
 
 def make_tokenizer() -> Any:
-    """A CLIPTokenizer. Its merges are learned from captions until every word is one token."""
+    """Returns a CLIPTokenizer.
+
+    Its merges are learned from captions until every word is one token.
+    """
     rng = random.Random(0)
     words = sorted(
         {
@@ -436,13 +441,16 @@ LOOK_CAPTIONS = 48
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Trains as the command line says."""
+    """Trains with the options of the command line."""
     parser = argparse.ArgumentParser(prog="models.shapes.train", description=__doc__)
     parser.add_argument(
-        "folder", type=Path, help="where to put the pipeline; what is there is replaced"
+        "folder", type=Path, help="output folder of the pipeline; existing files are replaced"
     )
     parser.add_argument(
-        "--state", type=Path, required=True, help="checkpoints, sheets and scores on the way"
+        "--state",
+        type=Path,
+        required=True,
+        help=("folder for intermediate checkpoints, sheets and scores"),
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
@@ -483,9 +491,9 @@ def train(
     look_captions: int = LOOK_CAPTIONS,
     say: Callable[[str], None] = lambda line: print(line, flush=True),
 ) -> None:
-    """All stages.
+    """Runs all stages.
 
-    At the end `folder` has the pipeline in fp16 and `state_dir` the last sheet and scores.
+    At the end `folder` has the pipeline in fp16, and `state_dir` the last sheet and scores.
     """
     began_s = time.monotonic()
     tokenizer = make_tokenizer()
@@ -508,7 +516,7 @@ def train(
 def _look(
     pipeline: Any, state_dir: Path, step: int, captions: int, say: Callable[[str], None]
 ) -> None:
-    """Draws the sheet and a short table of the weights as they are."""
+    """Draws the sheet and a short table with the current weights."""
     asked = held_out(captions)
     images = draw_asked(pipeline, asked)
     sheet(images, columns=8).save(state_dir / f"sheet-{step:06}.png")
@@ -520,7 +528,7 @@ def _look(
 
 
 def write_pipeline(pipeline: Any, folder: Path) -> None:
-    """Writes the pipeline in fp16 safetensors, completely or not at all."""
+    """Writes the pipeline in fp16 safetensors, atomically."""
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     halved = {
@@ -530,7 +538,7 @@ def write_pipeline(pipeline: Any, folder: Path) -> None:
     join(halved["vae"], halved["text_encoder"], pipeline.tokenizer, halved["unet"]).save_pretrained(
         partial
     )
-    # transformers loads in the precision that this file names, diffusers in fp32: the parts must
+    # transformers loads the precision that this file names, diffusers loads fp32: the parts must
     # agree.
     config = partial / "text_encoder" / "config.json"
     config.write_text(

@@ -1,7 +1,7 @@
-"""First stage of the training: the autoencoder learns to encode images in 8 x 8 latents.
+"""First stage of the training: the autoencoder learns to encode images into 8 x 8 latents.
 
-It has convolutions only, so its first steps see crops of a quarter of an image around a figure,
-which cost a quarter and show little of the flat background.
+It uses only convolutions, so its first steps can use crops around a figure, a quarter of an image
+in size. They cost a quarter and contain little of the flat background.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ KL_WEIGHT = 1e-4
 FIGURE_WEIGHT = 9.0
 """Weight of pixels in and next to a figure of FIGURE_PIXELS, relative to the background.
 
-Smaller figures weigh more, so that they are not drawn as blots, and larger ones less.
+Smaller figures weigh more, so that they don't become blots, and larger ones less.
 """
 FIGURE_PIXELS = 300
 EDGE_PIXELS = 2
 NOISE = 0.07
-"""Deviation of the noise that is added to latents, relative to theirs.
+"""Standard deviation of the noise added to latents, relative to theirs.
 
-The UNet will not find latents exactly, and an image must not depend on finer detail.
+The UNet does not predict latents exactly, so images must not depend on finer detail.
 """
 SAVE_EVERY_S = 60.0
 
 
 @dataclass(frozen=True)
 class VaePlan:
-    """How long and on what the autoencoder is trained.
+    """Length and data of the autoencoder's training.
 
-    `batch` counts crops, and a quarter as many whole images.
+    `batch` counts crops; for whole images it is a quarter of that.
     """
 
     steps: int = 11_000
     full_from: float = 0.4
-    """From this part of the steps on, whole images instead of crops."""
+    """Share of the steps after which whole images are used instead of crops."""
     batch: int = 64
     crop: int = 32
     images: int = 10_000
@@ -67,9 +67,8 @@ def train_vae(
 ) -> Any:
     """Trains the autoencoder, or continues from `state_dir`. Returns it.
 
-    The loss is the pixels' mean absolute and squared difference and that of their hues, plus
-    KL_WEIGHT times the latents' mean divergence from the normal distribution (Kingma and Welling
-    2014).
+    The loss is the mean absolute and squared difference of pixels and of hues, plus KL_WEIGHT times
+    the latents' mean divergence from the normal distribution (Kingma and Welling 2014).
     """
     torch.manual_seed(seed)
     vae = make_vae(widths).to(device, memory_format=torch.channels_last).train()
@@ -110,7 +109,7 @@ def train_vae(
 
 
 def make_images(number: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Images, uint8 [number, 3, 64, 64], and weights of pixels, float16 [number, 1, 64, 64]."""
+    """Returns images, uint8 [number, 3, 64, 64], and pixel weights, float16 [number, 1, 64, 64]."""
     rng = random.Random(seed)
     pixels = draw_many(sample_scene(rng) for _ in range(number))
     weights = np.stack([_weights(image) for image in pixels])[:, None]
@@ -133,14 +132,14 @@ def _weights(image: npt.NDArray[np.uint8]) -> npt.NDArray[np.float16]:
 
 
 def as_input(pixels: torch.Tensor) -> torch.Tensor:
-    """uint8 pixels as the autoencoder takes them, from -1 to 1."""
+    """Converts uint8 pixels to the autoencoder's input, from -1 to 1."""
     return (pixels.float() / 127.5 - 1.0).contiguous(memory_format=torch.channels_last)
 
 
 def _batch(
     images: torch.Tensor, weights: torch.Tensor, plan: VaePlan, step: int, seed: int, device: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The input of this step and the weight of its pixels, whichever run it is in."""
+    """Returns the input of this step and the pixel weights. They depend only on the step."""
     rng = random.Random(f"{seed} {step}")
     whole = step >= plan.full_from * plan.steps
     size = SIDE if whole else plan.crop
@@ -155,7 +154,7 @@ def _batch(
 
 
 def _corner(figure: torch.Tensor, size: int, rng: random.Random) -> tuple[int, int]:
-    """The start of a crop with a figure's pixel near its middle, on the latents' 8-pixel grid."""
+    """Returns the corner of a crop with a figure near its center, on the latents' 8-pixel grid."""
     inside = figure.nonzero()
     row, column = inside[rng.randrange(len(inside))].tolist()
     top, left = (round((at - size / 2 + rng.uniform(-8, 8)) / 8) * 8 for at in (row, column))
@@ -163,7 +162,7 @@ def _corner(figure: torch.Tensor, size: int, rng: random.Random) -> tuple[int, i
 
 
 def _rate(plan: VaePlan, step: int) -> float:
-    """A short warm-up, then level, and from 0.6 of the steps on down to nothing."""
+    """Returns the learning rate: warm-up, then constant, from 0.6 of the steps down to zero."""
     return plan.lr * min(1.0, (step + 1) / 100, (1 - step / plan.steps) / 0.4 + 0.01)
 
 
@@ -183,7 +182,7 @@ def _step(
     ).sample
     error = drawn - pixels
     off = error.abs()
-    # Light alone is most of the error, so hues, the channels' differences, count once more.
+    # Brightness alone is most of the error, so hues, the differences of channels, count once more.
     hue = (error - error.roll(1, dims=1)).abs()
     difference = (weights * (off + off**2 + hue)).mean()
     divergence = 0.5 * (posterior.mean**2 + posterior.var - 1.0 - posterior.logvar).mean()
@@ -198,15 +197,15 @@ def _step(
 def even_out(vae: Any, mean: torch.Tensor, std: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Normalizes each channel of the latents to mean 0 and deviation 1.
 
-    The autoencoder's own 1 x 1 convolutions take it up, so it draws what it drew.
+    The autoencoder's own 1 x 1 convolutions absorb the change, so it draws the same images.
 
     Args:
         vae: changed in place.
-        mean: of many images' latents, [images, latents, 8, 8].
-        std: of the same, [images, latents, 8, 8].
+        mean: means of many images' latents, [images, latents, 8, 8].
+        std: standard deviations of the same latents, [images, latents, 8, 8].
 
     Returns:
-        mean and std as the changed autoencoder gives them.
+        mean and std of the changed autoencoder.
     """
     middle, scale = mean.float().mean(dim=(0, 2, 3)), mean.float().std(dim=(0, 2, 3))
     number = len(scale)

@@ -1,7 +1,6 @@
 """The world of the images: shapes, colors, sizes, places, relations, and random scenes.
 
-First on the path of training: a scene is sampled here, drawn in draw.py and described in
-captions.py.
+Training starts here: a scene is sampled here, drawn in draw.py and described in captions.py.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import random
 from dataclasses import dataclass
 
 SIDE = 64
-"""Pixels of an image's side."""
+"""Pixels per image side."""
 
 COLORS: dict[str, tuple[int, int, int]] = {
     "red": (220, 30, 40),
@@ -35,14 +34,14 @@ BACKGROUNDS: dict[str, tuple[int, int, int]] = {
     "light blue": (185, 215, 245),
 }
 USUAL_BACKGROUND = "white"
-"""The one that a caption may leave out."""
+"""The color that a caption may omit."""
 
 SHAPES = ("circle", "square", "triangle", "star", "ring", "cross")
 SIZES = ("small", "medium", "large")
-"""A caption leaves "medium" out."""
+"""A caption omits "medium"."""
 RADII_ALONE = {"small": (10.5, 12.0), "medium": (14.5, 16.5), "large": (19.5, 22.0)}
 RADII_OF_TWO = {"small": (9.0, 9.8), "medium": (11.0, 11.8), "large": (13.0, 13.5)}
-"""Pixels from least to most, half the side of the square that a figure fills."""
+"""Minimum and maximum in pixels of half the side of the square that a figure fills."""
 
 PLACES: dict[str, tuple[int, int]] = {
     "center": (0, 0),
@@ -55,24 +54,23 @@ PLACES: dict[str, tuple[int, int]] = {
     "bottom left": (-1, 1),
     "bottom right": (1, 1),
 }
-"""The place of a single figure: steps right and down of PLACE_STEP pixels from the middle.
-"""
+"""The place of a single figure: steps right and down of PLACE_STEP pixels from the center."""
 PLACE_STEP = 14.0
 EDGE = 2.0
 """Pixels that every figure keeps from the edge."""
 
 RELATIONS = ("left of", "above", "beside")
-"""Relations of the first figure to the second. "beside" is left or right."""
+"""Relations of the first figure to the second. "beside" means left or right."""
 RELATION_STEP = 15.0
-"""Pixels of each of two figures from the middle."""
+"""Distance of each of two figures from the center, in pixels."""
 
 HELD_OUT_IN = 10
-"""One kind of scene in so many is never trained on."""
+"""One in this many kinds of scenes is never trained on."""
 
 
 @dataclass(frozen=True)
 class DrawnShape:
-    """One shape in an image, with its center (x, y from the top left) and radius in pixels."""
+    """A shape in an image, with its center (x, y from the top left) and radius in pixels."""
 
     shape: str
     color: str
@@ -84,7 +82,7 @@ class DrawnShape:
 
 @dataclass(frozen=True)
 class Scene:
-    """What an image shows: one figure at a place, or two in a relation."""
+    """The content of an image: one figure at a place, or two in a relation."""
 
     background: str
     figures: tuple[DrawnShape, ...]
@@ -93,7 +91,7 @@ class Scene:
 
     @property
     def kind(self) -> str:
-        """The scene without its jitter: what a caption can tell."""
+        """Returns the scene without its jitter, which a caption can describe."""
         figures = [f"{figure.size} {figure.color} {figure.shape}" for figure in self.figures]
         if self.relation == "beside":
             figures.sort()
@@ -101,18 +99,18 @@ class Scene:
 
     @property
     def is_held_out(self) -> bool:
-        """True if this kind of scene is kept for scoring: a tenth of all, by a hash of the kind."""
+        """True if this kind of scene is reserved for scoring: a tenth, chosen by its hash."""
         return hashlib.sha256(self.kind.encode()).digest()[0] % HELD_OUT_IN == 0
 
 
 def sample_scene(
     rng: random.Random, *, held_out: bool = False, figures: int | None = None
 ) -> Scene:
-    """One scene at random, of the kinds to train on or of the held-out ones.
+    """Returns a random scene, of a kind to train on or a held-out one.
 
     Args:
-        rng: the only source of randomness. The same state gives the same scene.
-        held_out: which of the two halves of the world.
+        rng: only source of randomness. The same state produces the same scene.
+        held_out: True for held-out kinds, False for kinds to train on.
         figures: 1 or 2. None means either.
     """
     while True:

@@ -95,7 +95,7 @@ def test_sources_that_can_t_be_served_restart_nothing(world: World) -> None:
     first = world.worker.pid
     world.file.write_text("def predict(:\n")
     wait_until(lambda: world.look() == ["kept"], WAIT_LIMIT_S)
-    assert "mine as it was; its new sources can't be served" in world.reported[0][1]
+    assert "mine unchanged; its new sources can't be served" in world.reported[0][1]
     assert "invalid syntax" in world.reported[0][1]
     assert world.worker.pid == first
 
@@ -123,6 +123,6 @@ def test_a_class_that_takes_long_to_inspect_is_told(
     said: list[str] = []
     refresh_interfaces(tmp_path / "models.yaml", said.append)
     assert said == [
-        "mine: its class is inspected, and its packages are installed",
+        "mine: inspecting its class and installing its packages",
         "mine: note: cog.yaml: image has no effect here",
     ]

@@ -102,7 +102,7 @@ def test_slow_endless_and_failing_setups_hold_up_nobody(up: Up) -> None:
     # By these the probes of the manifests and the health check of Compose decide.
     slow_port = unready_port(up)
     assert status_of(slow_port, "/livez") == 200
-    assert "it said last: loading " in up.said
+    assert "last log line: loading " in up.said
     wait_until(lambda: "ready   worker-slow · warm" in up.said, SETUP_S + START_LIMIT_S)
     assert predict(up, "slow") == "slow a 1"
     assert status_of(slow_port, "/readyz") == 200

@@ -111,7 +111,7 @@ def test_first_start_makes_graphs_that_lack_and_gives_every_worker_all_cores(
     with Stack(tmp_path / "state", ports=ports, settings=servers | own, say=said.append):
         assert list(artifacts_dir.glob("tiny/*/fp32.onnx"))
         backends = [reported_backend(port) for port in ports.health]
-    assert [line for line in said if "tiny: looked for, and made at the first start" in line]
+    assert [line for line in said if "tiny: checking for optimized graphs" in line]
     assert [backend["backend"] for backend in backends] == ["onnx", "torch"]
     assert {backend["processes"] for backend in backends} == {str(min(4, usable_cores()))}
 

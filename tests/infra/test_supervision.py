@@ -92,7 +92,7 @@ def test_worker_that_starts_is_reported_until_it_is_ready(run: Callable[..., Wor
         world.now_s = 1000.0 + waited_s
         assert supervisor.look() is None
     assert [word for word, _ in world.reported] == ["waiting", "waiting"]
-    assert "part · 20 s so far; its log: " in world.reported[1][1]
+    assert "part · 20 s so far; log: " in world.reported[1][1]
     assert (supervisor.is_settled, supervisor.not_ready) == (False, ["part"])
     world.now_s = 1001.0 + PATIENCE_S
     assert (supervisor.is_settled, supervisor.not_ready) == (True, ["part"])
@@ -183,7 +183,7 @@ def test_what_a_slow_worker_said_last_is_shown(tmp_path: Path) -> None:
         world.now_s += PROGRESS_S
         assert supervisor.look() is None
         _, facts = world.reported[-1]
-        shown = facts.partition("it said last: ")[2].partition(";")[0]
+        shown = facts.partition("last log line: ")[2].partition(";")[0]
         assert shown.endswith("x 70 %")
         assert len(shown) == LAST_LINE_CHARS
 
@@ -237,7 +237,7 @@ def test_program_that_is_gone_counts_as_dead(run: Callable[..., World], tmp_path
     world.now_s += FIRST_PAUSE_S
     assert world.supervisor.look() is None
     assert "part did not start: part: " in world.reported[-1][1]
-    assert "does not run here: No such file" in world.reported[-1][1]
+    assert "can't run on this machine: No such file" in world.reported[-1][1]
 
 
 def test_restart_is_no_death(run: Callable[..., World]) -> None:

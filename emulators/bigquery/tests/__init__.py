@@ -1,6 +1,6 @@
-"""Before gRPC is imported: a process that is started while a call runs must not start its threads.
+"""Set before gRPC is imported: a process that is started during a call must not start its threads.
 
-They may keep it from ever becoming the program (https://github.com/grpc/grpc/issues/43055).
+They might prevent it from executing its program (https://github.com/grpc/grpc/issues/43055).
 """
 
 import os

@@ -1,4 +1,4 @@
-"""A server that the tests share, and a client of it in a project that only one test knows."""
+"""A server shared by the tests, and a client with a project per test."""
 
 import os
 import sys
@@ -13,20 +13,20 @@ from tests.connecting import connected
 from tests.limits import START_LIMIT_S
 from tests.process import Process, free_port, listens
 
-# The same examples each time, so that a failure is the change's own; `--hypothesis-profile=explore`
-# tries others.
+# The same examples each time, so that a failure is caused by the change;
+# `--hypothesis-profile=explore` tries others.
 settings.register_profile("repeatable", derandomize=True, deadline=None, print_blob=True)
 settings.register_profile("explore", deadline=None, print_blob=True, max_examples=1000)
 settings.load_profile("repeatable")
 
-# The servers are on this machine. No proxy that the environment names can reach them.
+# The servers are on this machine. A proxy from the environment could not reach them.
 os.environ["no_proxy"] = os.environ["NO_PROXY"] = "localhost,127.0.0.1,::1"
 
 
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
-    """The name of a test's parameter that is bytes: its length; None leaves other values to pytest.
+    """Returns an id for a parameter that is bytes: its length; None leaves other values to pytest.
 
-    Two processes collect the tests and must come to the same names.
+    Two processes collect the tests and must get the same names.
     """
     return f"{argname}-{len(val)}-bytes" if isinstance(val, bytes) else None
 
@@ -45,7 +45,7 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def bigquery_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """URL of a server; shared, so each test names its own project or dataset."""
+    """URL of a shared server, so each test uses its own project or dataset."""
     port, folder = free_port(), tmp_path_factory.mktemp("bigquery")
     data_dir = str(folder / "data")
     command = [sys.executable, "-m", "bigquery_emulator", "--port", str(port)]

@@ -1,4 +1,4 @@
-"""How the tests reach the embedded BigQuery with Google's own client."""
+"""Connects the tests to the embedded BigQuery with Google's own client."""
 
 import gzip
 import http.client
@@ -36,9 +36,7 @@ def rows_of(client: bigquery.Client, sql: str, **config: Any) -> list[tuple[Any,
 def request(
     endpoint: str, verb: str, path: str, body: bytes = b"", **headers: str
 ) -> tuple[int, dict[str, str], Any]:
-    """The status, the headers by lower-case name and the JSON of an answer; None where it has no
-    body.
-    """
+    """Returns status, headers by lower-case name, and JSON of an answer; None if it has no body."""
     connection = http.client.HTTPConnection(endpoint.removeprefix("http://"), timeout=WAIT_LIMIT_S)
     try:
         connection.request(verb, path, body, headers)

@@ -1,4 +1,4 @@
-"""`python -m tests.full_disk_kills FOLDER KILLS`: SIGKILLs, on a disk full at times.
+"""`python -m tests.full_disk_kills FOLDER KILLS`: SIGKILLs, sometimes with a full disk.
 
 It runs in a mount namespace (`unshare --map-root-user --mount`), where it may mount a small disk.
 """
@@ -26,19 +26,19 @@ OK, FULL = 200, 503
 
 @dataclass
 class Ledger:
-    """What the server answered."""
+    """The server's answers."""
 
     answered: set[int] = field(default_factory=set)
     refused: set[int] = field(default_factory=set)
     problem: str = ""
     full_starts: int = 0
-    """Starts on a full disk that succeeded."""
+    """Successful starts on a full disk."""
     told: list[str] = field(default_factory=list)
-    """What the others said."""
+    """Messages of the failed starts."""
 
 
 class Disk:
-    """A disk in memory. What is full gets room when it grows."""
+    """An in-memory disk. A full one gets space by growing."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._mib = folder, DISK_MIB
@@ -54,11 +54,11 @@ class Disk:
 
 
 def insert(url: str, first: int, size: int, ledger: Ledger, is_enough: threading.Event) -> None:
-    """Insert row after row until the server is gone. With a large `size` some are refused first."""
+    """Inserts rows until the server is gone. With a large `size` some are refused first."""
     before = len(ledger.refused)
     with httpx.Client(timeout=WAIT_LIMIT_S) as http:
         for number in range(first, first + 100_000):
-            # DuckDB would compress text that repeats itself, and the disk would not get full.
+            # DuckDB would compress repetitive text, and the disk would not fill up.
             text = random.Random(number).randbytes(size // 2).hex()
             rows = {"rows": [{"json": {"id": number, "text": text}}]}
             try:
@@ -90,7 +90,7 @@ def kill_while_inserting(running: Process, url: str, kill: int, size: int, ledge
 
 
 def start_on_a_full_disk(running: Process, port: int, ledger: Ledger) -> None:
-    """Start it, or see that it says in one line why not."""
+    """Starts it, or checks that it reports in one line why it can't start."""
     said = len(running.log_path.read_text())
     running.start()
     running.wait_ready(lambda: listens(port) or not running.is_running, START_LIMIT_S)
@@ -103,7 +103,7 @@ def start_on_a_full_disk(running: Process, port: int, ledger: Ledger) -> None:
 
 
 def check(endpoint: str, ledger: Ledger, when: object) -> None:
-    """See that each row is there that was answered, once, and none that was refused."""
+    """Checks that each confirmed row exists once, and no refused row does."""
     with connected(endpoint, "p") as client:
         found = [row[0] for row in rows_of(client, "SELECT id FROM d.t")]
     lost = ledger.answered - set(found)
@@ -130,7 +130,7 @@ def main(folder: Path, kills: int) -> str:
         running.wait_ready(lambda: listens(port), START_LIMIT_S)
         create_table(endpoint)
         for kill in range(kills):
-            # Every third time the disk is full before the kill.
+            # For every third kill the disk is full.
             is_full = kill % 3 == 2
             kill_while_inserting(
                 running, url, kill, LARGE_BYTES if is_full else SMALL_BYTES, ledger

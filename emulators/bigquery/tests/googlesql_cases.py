@@ -1,4 +1,4 @@
-"""Expressions of GoogleSQL with the values that BigQuery's reference gives for them."""
+"""GoogleSQL expressions with their values in BigQuery's reference."""
 
 import datetime as dt
 import math
@@ -58,7 +58,7 @@ OF_BIGQUERY: list[tuple[str, Any]] = [
     ("CONTAINS_SUBSTR(CAST([] AS ARRAY<STRING>), 'c')", False),
     ("SAFE.CONTAINS_SUBSTR('a', 'a')", True),
 ]
-"""Functions that the analyzer, and so its evaluator, has not."""
+"""Functions that the analyzer, and therefore its evaluator, lacks."""
 CASTS: list[tuple[str, Any]] = [
     ("CAST(2.5 AS INT64)", 3),
     ("CAST(-2.5 AS INT64)", -3),

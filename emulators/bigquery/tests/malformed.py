@@ -1,8 +1,8 @@
-"""Malformed requests by mutation of valid ones, from a seed, and what the server makes of them.
+"""Sends malformed requests, made by mutating valid ones from a seed, and checks the answers.
 
     python -m tests.malformed --requests 25000 --seed 1
 
-The long run starts a server of its own and prints what it found. test_malformed.py runs a part.
+The long run starts its own server and prints its findings. test_malformed.py runs a part of it.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ _MULTIPART = (
 
 @dataclass
 class Asked:
-    """One request."""
+    """A request."""
 
     verb: str
     path: str
@@ -215,7 +215,7 @@ _VERBS = ("GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS", "TRACE", "
 
 
 class Generator:
-    """Gives requests of a seed, the same ones each time."""
+    """Generates requests from a seed, the same ones each time."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -329,14 +329,14 @@ def _places(value: Any) -> Iterator[tuple[Any, Any]]:
 
 @dataclass
 class Found:
-    """What a run saw: answers by status, and every one that there must not be."""
+    """Results of a run: answers by status, and every invalid answer."""
 
     statuses: Counter[int] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
 
 
 def prepare(address: str) -> None:
-    """Makes what the valid requests name."""
+    """Creates the resources named in the valid requests."""
     for asked in VALID[1], Asked("POST", f"{_DATASET}/tables", {**_TABLE_BODY, **_named("t")}):
         _send(address, asked.verb, asked.path, json.dumps(asked.body).encode(), {})
     query = {"query": "SELECT 1", "useLegacySql": False}
@@ -349,7 +349,7 @@ def _named(name: str) -> Any:
 
 
 def send(address: str, seed: int, count: int) -> Found:
-    """Sends requests of a seed, one after another. A tenth are raw bytes."""
+    """Sends requests from a seed, one after another. A tenth are raw bytes."""
     generator, found = Generator(seed), Found()
     for number in range(count):
         if number % 10 == 9:
@@ -367,7 +367,7 @@ def send(address: str, seed: int, count: int) -> Found:
             found.wrong.append(f"{number}: {verb} {path[:200]} {body[:2000]!r}: {error!r}")
             continue
         found.statuses[status] += 1
-        # 501 is how this server refuses what the service can do.
+        # With 501 this server refuses what the service supports.
         if status >= 500 and (status, reason) != (501, "notImplemented"):
             text = f"{number}: {verb} {path[:200]} {body[:2000]!r} {headers}: {status} {reason}"
             found.wrong.append(text)
@@ -395,7 +395,7 @@ def _send_raw(address: str, sent: bytes, found: Found) -> None:
     host, _, port = address.partition(":")
     first = b""
     reached = socket.create_connection((host, int(port)), timeout=WAIT_LIMIT_S)
-    # The server may close before all is sent. It must not be silent.
+    # The server may close before everything is sent. It must not stay silent.
     with reached as connection, contextlib.suppress(ConnectionError):
         connection.sendall(sent)
         connection.shutdown(socket.SHUT_WR)
@@ -405,13 +405,13 @@ def _send_raw(address: str, sent: bytes, found: Found) -> None:
 
 
 def memory_bytes(pid: int) -> int:
-    """Returns what a process holds of memory now."""
+    """Returns the current memory of a process."""
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return pages * 4096
 
 
 def main() -> int:
-    """Runs the long run and prints what it found. Returns 1 where anything was wrong."""
+    """Does the long run and prints the results. Returns 1 if anything was wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=25_000)
     parser.add_argument("--seed", type=int, default=1)
@@ -423,7 +423,8 @@ def main() -> int:
         with Process("bigquery", [*command, *place], Path(folder)) as process:
             process.wait_ready(lambda: listens(port), START_LIMIT_S)
             address = f"127.0.0.1:{port}"
-            # What the first requests load (the analyzer, DuckDB's pools) is no growth.
+            # Memory loaded by the first requests (the analyzer, DuckDB's pools) does not count as
+            # growth.
             send(address, options.seed + 1, options.requests // 10)
             before = memory_bytes(process.pid)
             found = send(address, options.seed, options.requests)

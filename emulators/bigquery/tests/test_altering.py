@@ -1,4 +1,4 @@
-"""ALTER TABLE, VIEW and SCHEMA, and the options and partitions of CREATE, as dbt writes them."""
+"""ALTER TABLE, VIEW and SCHEMA, and options and partitions of CREATE, as written by dbt."""
 
 import time
 from typing import Any

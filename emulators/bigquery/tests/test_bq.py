@@ -1,4 +1,4 @@
-"""The `bq` tool against the embedded BigQuery, as a person at a shell uses it."""
+"""The `bq` tool with the embedded BigQuery, as used in a shell."""
 
 import json
 import os
@@ -25,8 +25,8 @@ pytestmark = [
 
 @pytest.fixture
 def bq(client: bigquery.Client, dataset: str, bigquery_endpoint: str, tmp_path: Path) -> Bq:
-    """Runs the tool on the client's project, where the data set `d` is."""
-    # Any token will do: the server asks for no credentials, but bq wants to have some.
+    """Runs the tool on the client's project, which has the dataset `d`."""
+    # Any token works: the server does not check credentials, but bq requires some.
     flags = [
         "--api",
         bigquery_endpoint,
@@ -50,7 +50,7 @@ def bq(client: bigquery.Client, dataset: str, bigquery_endpoint: str, tmp_path: 
             check=False,
         )
         assert ended.returncode == status, ended.stdout + ended.stderr
-        # The tool breaks its messages into lines.
+        # The tool wraps its messages.
         return " ".join(ended.stdout.split())
 
     return run

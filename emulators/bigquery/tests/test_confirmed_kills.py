@@ -1,6 +1,6 @@
-"""SIGKILL right behind each answer that confirms something: it is so after a start.
+"""SIGKILL right after each confirming answer: the change is there after a restart.
 
-The kill comes as soon as the answer is read, so it is before whatever the server does later on.
+The kill comes as soon as the answer has been read, before anything that the server does later.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def by_statement(client: bigquery.Client, kill: int, ids: set[int]) -> set[int]:
 
 
 def fresh(kill: int) -> range:
-    """Numbers that no kill before had."""
+    """Numbers that no earlier kill used."""
     return range(1 + kill * ROWS, 1 + (kill + 1) * ROWS)
 
 

@@ -1,4 +1,4 @@
-"""Data sets as Google's client makes, reads, changes and removes them."""
+"""Creating, reading, changing and deleting datasets with Google's client."""
 
 import pytest
 from google.api_core.exceptions import BadRequest, Conflict, NotFound, PreconditionFailed

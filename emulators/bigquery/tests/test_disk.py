@@ -20,11 +20,11 @@ from tests.test_process import process
 
 MIB = 1024 * 1024
 LIMIT_BYTES = 20 * MIB
-"""Above the 16 MiB at which DuckDB writes its log back, and below what it has then."""
+"""More than the 16 MiB at which DuckDB writes its log back, and less than the size it has then."""
 
 
 def insert(endpoint: str, number: int) -> int:
-    """The status of a row of 1 MiB, which does not compress."""
+    """Inserts an incompressible row of 1 MiB. Returns the status."""
     text = random.Random(number).randbytes(MIB // 2).hex()
     body = f'{{"rows": [{{"insertId": "{number}", "json": {{"id": {number}, "text": "{text}"}}}}]}}'
     path = "/bigquery/v2/projects/p/datasets/d/tables/t/insertAll"
@@ -57,7 +57,7 @@ def test_a_full_disk_is_told_of_and_left_behind(tmp_path: Path) -> None:
         assert insert(endpoint, 100) == 200
         assert rows_of(client, "SELECT DISTINCT LENGTH(text) FROM d.t") == [(MIB,)]
         kept = {row[0] for row in rows_of(client, "SELECT id FROM d.t")}
-        # What was refused is not there either: a client that sends it again would have it twice.
+        # Refused rows are not there: a client that sends them again would have them twice.
         assert kept == {number for number, status in answered.items() if status == 200} | {100}
 
 
@@ -96,10 +96,10 @@ def test_kills_on_a_disk_that_gets_full_lose_nothing_that_was_answered(tmp_path:
     probe = [*unshare, "mount", "-t", "tmpfs", "tmpfs", str(disk)]
     if not shutil.which("unshare") or subprocess.run(probe, capture_output=True).returncode:
         pytest.skip("this machine lets no test mount a disk of its own")
-    # The third kill finds the disk full.
+    # For the third kill the disk is full.
     story = "tests.full_disk_kills"
     command = [*unshare, sys.executable, "-m", story, str(disk), "3"]
-    # Four starts, each within its own limit.
+    # Four starts, each within its own time limit.
     done = subprocess.run(
         command,
         capture_output=True,

@@ -1,4 +1,4 @@
-"""Tables and partitions whose time is over, by a clock that the test sets."""
+"""Expiration of tables and partitions, with a clock that the test sets."""
 
 from collections.abc import Iterator
 from dataclasses import replace

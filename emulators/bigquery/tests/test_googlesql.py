@@ -1,6 +1,4 @@
-"""Each function that the embedded BigQuery answers, with the result that BigQuery's reference gives
-for it.
-"""
+"""Each function that the embedded BigQuery supports, with its result in BigQuery's reference."""
 
 from typing import Any
 

@@ -1,6 +1,6 @@
-"""What Grafana's BigQuery data source asks: names, fields, a dry run, and series over time.
+"""Requests of Grafana's BigQuery data source: names, fields, a dry run, and time series.
 
-Its macros become the SQL below. Source:
+Its macros expand to the SQL below. Source:
 https://github.com/grafana/google-bigquery-datasource/blob/main/pkg/bigquery/macros.go
 """
 
@@ -13,7 +13,7 @@ from google.cloud import bigquery
 from tests.connecting import rows_of
 from tests.limits import WAIT_LIMIT_S
 
-# $__timeGroup(received_at, 5m), and the filters of the editor and of the back end.
+# $__timeGroup(received_at, 5m), and filters from the editor and the back end.
 GROUP = "TIMESTAMP_MILLIS(DIV(UNIX_MILLIS(received_at), 300000) * 300000)"
 MONTH = (
     'TIMESTAMP((PARSE_DATE("%Y-%m-%d",CONCAT( CAST((EXTRACT(YEAR FROM received_at)) AS STRING),'

@@ -1,6 +1,4 @@
-"""How many jobs a server runs and remembers, and what becomes of one that fails in an unforeseen
-way.
-"""
+"""The number of jobs that a server runs and remembers, and jobs that fail unexpectedly."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

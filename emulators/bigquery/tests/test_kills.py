@@ -1,4 +1,4 @@
-"""Ten SIGKILLs in the middle of inserts: no row whose insert was answered is lost."""
+"""Ten SIGKILLs during inserts: no row whose insert was confirmed is lost."""
 
 import threading
 from pathlib import Path
@@ -16,7 +16,7 @@ START_LIMIT_S = 60.0
 
 
 def insert(url: str, first: int, answered: set[int], is_enough: threading.Event) -> None:
-    """Insert row after row until the server is gone."""
+    """Inserts rows until the server is gone."""
     with httpx.Client(timeout=START_LIMIT_S) as http:
         for number in range(first, first + 100_000):
             rows = {"rows": [{"insertId": str(number), "json": {"id": number}}]}

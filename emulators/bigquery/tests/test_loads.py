@@ -291,7 +291,7 @@ def test_a_delimiter_of_several_characters_is_refused(
 
 
 def test_job_of_a_region_is_found_there_only(client: bigquery.Client) -> None:
-    """As with Google: without `location`, jobs.get looks in the US and in the EU."""
+    """Like Google: without `location`, jobs.get looks in the US and in the EU."""
     dataset = bigquery.Dataset(f"{client.project}.north")
     dataset.location = "europe-west4"
     client.create_dataset(dataset)

@@ -1,4 +1,4 @@
-"""A bounded part of the long run of malformed requests (malformed.py)."""
+"""A short version of the long run with malformed requests (malformed.py)."""
 
 import http.client
 

@@ -81,7 +81,7 @@ def test_a_load_replaces_one_partition_and_may_widen_the_table(client: bigquery.
 
 
 def test_partitions_are_copied_into_partitions(client: bigquery.Client) -> None:
-    # The way of dbt's insert_overwrite with copy_partitions.
+    # Like dbt's insert_overwrite with copy_partitions.
     rows_of(client, "CREATE TABLE d.fresh (day DATE, n INT64) PARTITION BY day")
     rows_of(client, "INSERT INTO d.fresh VALUES ('2026-01-01', 7), ('2026-01-05', 8)")
     place = f"{client.project}.d."
@@ -117,7 +117,7 @@ def test_ranges_of_numbers_have_partitions_too(client: bigquery.Client) -> None:
     write(client, "r$10", "SELECT 19 AS id", "WRITE_TRUNCATE")
     assert rows_of(client, "SELECT id FROM d.r ORDER BY id") == [(1,), (19,)]
     for wrong in ("5", "100", "-10"):
-        with pytest.raises(BadRequest, match="no partition's start"):
+        with pytest.raises(BadRequest, match="not the start of a partition"):
             write(client, f"r${wrong}", "SELECT 19 AS id", "WRITE_TRUNCATE")
 
 

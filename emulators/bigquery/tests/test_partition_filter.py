@@ -1,6 +1,4 @@
-"""Tables that demand a filter on their partitions, and the pseudo-columns of those cut by ingestion
-time.
-"""
+"""Tables that require a partition filter, and pseudo-columns of ingestion-time partitioning."""
 
 import datetime as dt
 

@@ -1,4 +1,4 @@
-"""The embedded BigQuery as a process: its start, its data across restarts, its plain HTTP."""
+"""The embedded BigQuery as a process: startup, data across restarts, plain HTTP."""
 
 import gzip
 import json

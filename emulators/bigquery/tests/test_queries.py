@@ -1,6 +1,4 @@
-"""Query jobs as Google's client runs them: parameters, pages, dry runs, destinations, errors,
-canceling.
-"""
+"""Query jobs with Google's client: parameters, pages, dry runs, destinations, errors, canceling."""
 
 import datetime as dt
 import json
@@ -22,7 +20,7 @@ from google.cloud.bigquery import (
 from tests.connecting import request, rows_of
 from tests.limits import WAIT_LIMIT_MS, WAIT_LIMIT_S
 
-# Too many pairs to count in the time of a test.
+# Too many pairs to count during a test.
 ENDLESS = (
     "SELECT COUNT(*) FROM UNNEST(GENERATE_ARRAY(1, 1000000)) AS a,"
     " UNNEST(GENERATE_ARRAY(1, 1000000)) AS b"
@@ -130,7 +128,7 @@ def test_columns_without_a_name_get_bigquery_s(client: bigquery.Client) -> None:
 
 
 def test_a_rounded_number_may_be_rounded_again(client: bigquery.Client) -> None:
-    """Each call wrote the one within out thirty times, and two of them did not come to an end."""
+    """Each call expanded the inner one thirty times, so two of them never finished."""
     rounded = "ROUND(TRUNC(ROUND(x / 3, 4) / 3, 3) / 3, 2)"
     sql = f"SELECT {rounded} FROM UNNEST([100.0, NULL]) AS x ORDER BY x DESC"
     assert rows_of(client, sql) == [(3.7,), (None,)]

@@ -1,4 +1,4 @@
-"""Requests whose fields are not of their types: refused by name, whatever route they come to."""
+"""Requests with fields of the wrong type: refused by name on every route."""
 
 import gzip
 import json
@@ -119,11 +119,11 @@ def test_numbers_may_be_text_null_is_not_set_and_the_unknown_is_ignored(
 @pytest.mark.parametrize(
     ("body", "encoding", "status"),
     [
-        # No time of day: the tests' names must be the same in every process that collects them.
+        # Without a time of day, because the test names must be the same in every process.
         (gzip.compress(b"{}", mtime=0)[:-4], "gzip", 400),
         (b"{}", "gzip", 400),
         (b"{}", "br", 400),
-        # A bomb: 40 KB that would be 40 MB.
+        # A gzip bomb: 40 KB that decompress to 40 MB.
         (gzip.compress(b" " * 40_000_000, mtime=0), "gzip", 413),
         (b"[" * 100_000, "identity", 400),
         (

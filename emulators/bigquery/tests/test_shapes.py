@@ -1,4 +1,4 @@
-"""Rows that come while their table is changed: order of events, not times."""
+"""Rows that arrive while their table is changed: order of events, not times."""
 
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -30,7 +30,7 @@ ONE, OTHER = (TableKey("p", "d", name) for name in ("one", "other"))
 @asynccontextmanager
 async def requests_to(catalog: TableCatalog, store: Store) -> AsyncIterator[httpx.AsyncClient]:
     async def keep(_: Result) -> None:
-        """No query has a result here."""
+        pass
 
     async with anyio.create_task_group() as tasks:
         jobs, threads = Jobs(tasks, keep), Threads()

@@ -1,5 +1,6 @@
-"""Statements that change data or tables: INSERT, UPDATE, DELETE, MERGE, CREATE, DROP, ALTER,
-TRUNCATE.
+"""Statements that change data or tables:
+
+INSERT, UPDATE, DELETE, MERGE, CREATE, DROP, ALTER, TRUNCATE.
 """
 
 import pytest

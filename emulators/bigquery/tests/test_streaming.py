@@ -1,4 +1,4 @@
-"""insertAll as Google's client calls it: what goes in, what is refused, what a repeat does."""
+"""insertAll with Google's client: accepted rows, refused rows, and repeats."""
 
 import base64
 import datetime as dt
@@ -208,7 +208,7 @@ def test_a_value_that_does_not_fit_is_refused(
     assert found["errors"][0]["location"] == "v"
 
 
-# Google's client writes the years before 1000 without their zeros.
+# Google's client writes years before 1000 without leading zeros.
 _MOMENTS = st.datetimes(dt.datetime(1000, 1, 1), dt.datetime(9999, 12, 31, 23, 59, 59))
 _TEXT = st.text(st.characters(exclude_categories=["Cs"]))
 _JSON = st.recursive(

@@ -1,4 +1,4 @@
-"""Which words of a statement are tables: names that look like others, in any company."""
+"""Recognizing table names in statements: names that look like other things, in any context."""
 
 import pytest
 from google.api_core.exceptions import BadRequest, MethodNotImplemented, NotFound

@@ -1,4 +1,4 @@
-"""Tables and views as Google's client makes, reads, changes and removes them."""
+"""Creating, reading, changing and deleting tables and views with Google's client."""
 
 import pytest
 from google.api_core.exceptions import (

@@ -1,4 +1,4 @@
-"""Statements that differ in literals only are analyzed once, and translated as if each had been."""
+"""Statements that differ only in literals are analyzed once, and translated like separate ones."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ COLUMNS = {
 
 
 class CountingAnalyzer(Analyzer):
-    """Google's analyzer, which counts what it reads."""
+    """Google's analyzer, counting the statements that it reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class CountingAnalyzer(Analyzer):
 
 
 class Tables:
-    """A catalog with two tables, and translators over it."""
+    """A catalog with two tables, and translators for it."""
 
     def __init__(self, store: Store) -> None:
         self._catalog = TableCatalog(store)
@@ -62,7 +62,7 @@ class Tables:
         self.analyzer = CountingAnalyzer()
 
     def translator(self) -> Translator:
-        """One that has translated nothing."""
+        """Returns a new translator."""
         return Translator(self._catalog.table, lambda *_: pytest.fail("not asked"), self.analyzer)
 
 
@@ -82,7 +82,7 @@ def told(translator: Translator, sql: str) -> Statement | str:
 
 
 def selects(conditions: tuple[str, str]) -> tuple[str, str]:
-    """Two statements that differ in their conditions only."""
+    """Returns two statements that differ only in their conditions."""
     first, second = (f"SELECT name FROM people WHERE {condition}" for condition in conditions)
     return first, second
 
@@ -154,7 +154,7 @@ APART_CONDITIONS = [
 ]
 APART = [
     *map(selects, APART_CONDITIONS),
-    # What the analyzer takes for one expression.
+    # Expressions that the analyzer treats as one.
     ("SELECT id + 1 FROM people GROUP BY id + 1", "SELECT id + 1 FROM people GROUP BY id + 2"),
     ("SELECT id = 1 FROM people GROUP BY id = 1", "SELECT id = 1 FROM people GROUP BY id = 2"),
     (
@@ -162,7 +162,7 @@ APART = [
         "SELECT id = 1, id = 1 FROM people GROUP BY 1, 2",
     ),
     ("SELECT id, name FROM people ORDER BY 1", "SELECT id, name FROM people ORDER BY 2"),
-    # What is read from the value.
+    # Translations that depend on the value.
     ("SELECT FORMAT('%d', id) = 'a' FROM people", "SELECT FORMAT('%s', id) = 'a' FROM people"),
     (
         "SELECT FORMAT_TIMESTAMP('%Y', seen) > '1' FROM people",
@@ -201,7 +201,7 @@ def test_any_other_literals_give_what_the_analyzer_gives(tables: Tables, path: P
 
 
 def varied(sql: str, draw: random.Random) -> str:
-    """The statement with other numbers and texts, equal ones staying equal for the most part."""
+    """Returns the statement with other numbers and strings. Equal ones mostly stay equal."""
     text, parts, at = StatementText(sql), [], 0
     new: dict[int, str] = {}
     for place, one in zip(text.equals, text.literals, strict=True):

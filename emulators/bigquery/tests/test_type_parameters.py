@@ -1,4 +1,4 @@
-"""STRING(n), BYTES(n) and NUMERIC(p, s): kept, shown, and enforced on every way in."""
+"""STRING(n), BYTES(n) and NUMERIC(p, s): stored, returned, and enforced for all writes."""
 
 import io
 

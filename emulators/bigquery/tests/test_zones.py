@@ -1,4 +1,4 @@
-"""Time zones, written out, as parameters and from columns, where clocks change and time ends."""
+"""Time zones in literals, parameters and columns, at clock changes and at the limits of time."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 ZONES = ("UTC", "Europe/Berlin", "America/New_York", "Australia/Lord_Howe", "America/Sao_Paulo")
 CHANGES = [
-    dt.datetime(2024, 3, 31, 2, 30),  # not there in Berlin
+    dt.datetime(2024, 3, 31, 2, 30),  # does not exist in Berlin
     dt.datetime(2024, 10, 27, 2, 30),  # twice
     dt.datetime(2024, 11, 3, 1, 30),
-    dt.datetime(2024, 4, 7, 1, 45),  # twice, as clocks go back by half an hour
+    dt.datetime(2024, 4, 7, 1, 45),  # exists twice, because clocks are set back by half an hour
     dt.datetime(2018, 11, 4),
 ]
 FORMS = (

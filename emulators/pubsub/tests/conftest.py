@@ -1,4 +1,4 @@
-"""A broker with virtual time, or a server of its own, for each test that asks for one."""
+"""A broker with virtual time, or a separate server, for each test that asks for one."""
 
 import os
 from collections.abc import AsyncIterator, Iterator
@@ -11,26 +11,26 @@ from pubsub_emulator.server import PubsubServer, serve
 from tests.wire import TOPIC, Wire, connect
 from tests.world import KeptWorld, World, kept_world
 
-# The same examples each time, so that a failure is the change's own; `--hypothesis-profile=explore`
-# tries others.
+# The same examples each time, so that a failure is caused by the change;
+# `--hypothesis-profile=explore` tries others.
 settings.register_profile("repeatable", derandomize=True, deadline=None, print_blob=True)
 settings.register_profile("explore", deadline=None, print_blob=True, max_examples=1000)
 settings.load_profile("repeatable")
 
-# The servers are on this machine. No proxy that the environment names can reach them.
+# The servers are on this machine. A proxy from the environment could not reach them.
 os.environ["no_proxy"] = os.environ["NO_PROXY"] = "localhost,127.0.0.1,::1"
 
 
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
-    """The name of a test's parameter that is bytes: its length; None leaves other values to pytest.
+    """Returns an id for a parameter that is bytes: its length; None leaves other values to pytest.
 
-    Two processes collect the tests and must come to the same names.
+    Two processes collect the tests and must get the same names.
     """
     return f"{argname}-{len(val)}-bytes" if isinstance(val, bytes) else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Gives async tests their loop."""
+    """Marks async tests for anyio."""
     for item in items:
         if isinstance(item, pytest.Function) and "anyio_backend" in item.fixturenames:
             item.fixturenames.insert(0, "_one_event_loop")
@@ -43,10 +43,10 @@ def anyio_backend() -> str:
 
 @pytest.fixture(scope="session")
 async def _one_event_loop(anyio_backend: str) -> AsyncIterator[None]:
-    """Keeps one event loop for all tests of a process.
+    """Keeps one event loop for all tests in a process.
 
-    gRPC's poller serves all loops of a process: what a closed one still had under way it would hand
-    to the next test as "Event loop is closed".
+    gRPC's poller serves all loops of a process: pending work of a closed loop would fail in the
+    next test with "Event loop is closed".
     """
     yield  # noqa: PT022  what follows a yield keeps the loop
 

@@ -1,4 +1,4 @@
-"""A real HTTP endpoint for push: records what comes and answers what the test says."""
+"""A real HTTP endpoint for push: records requests, and answers as the test specifies."""
 
 import queue
 import threading
@@ -11,9 +11,7 @@ from tests.limits import WAIT_LIMIT_S
 
 
 class Endpoint:
-    """`answers` are used up one for each POST, the last one for ever; `next_post` waits with a
-    limit.
-    """
+    """`answers` are used up one per POST, the last one forever; `next_post` waits with a limit."""
 
     def __init__(self, url: str) -> None:
         self.url = url

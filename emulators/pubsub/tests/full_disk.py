@@ -1,4 +1,4 @@
-"""`python -m tests.full_disk FOLDER`: a server on a disk of its own that gets full.
+"""`python -m tests.full_disk FOLDER`: runs a server on a separate disk that fills up.
 
 It runs in a mount namespace (`unshare --map-root-user --mount`), where it may mount a small disk.
 """
@@ -28,14 +28,14 @@ async def main(folder: Path) -> None:
         answered = await fill(wire)
         assert len(answered) > 100, len(answered)
     server.kill()
-    # It starts on a disk that is full, with all that was answered.
+    # It starts on a full disk, with all confirmed messages.
     server.start()
     async with connect(server.endpoint) as wire:
         received: list[Any] = []
         while len(received) < len(answered):
             received += (await wire.pull(SUBSCRIPTION)).received_messages
         assert {each.message.message_id for each in received} >= set(answered)
-        # Once the backlog is acked there is room again, with nothing else done.
+        # Once the backlog is acked, there is space again, without any other action.
         for start in range(0, len(received), 100):
             await wire.ack(SUBSCRIPTION, received[start : start + 100])
         again = await published_at_last(wire)

@@ -1,4 +1,4 @@
-"""Google's own Pub/Sub emulator, if installed, to compare this one with."""
+"""Google's own Pub/Sub emulator, if installed, for comparison."""
 
 import shutil
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ SDK_ROOTS = (
     "/snap/google-cloud-cli/current",
     "~/google-cloud-sdk",
 )
-"""Where packages and installers put it. Elsewhere it is found by `gcloud` on PATH."""
+"""Paths used by packages and installers. Otherwise it is found through `gcloud` on PATH."""
 JAR = "platform/pubsub-emulator/lib/cloud-pubsub-emulator-*.jar"
 
 
@@ -26,10 +26,10 @@ def find_emulator(jar: str | None = None) -> list[str] | None:
     """Returns the command that starts the emulator, without its options.
 
     Args:
-        jar: the emulator's, where it is known.
+        jar: path of the emulator's jar, if known.
 
     Returns:
-        None where the emulator or a Java is missing.
+        None if the emulator or a Java is missing.
     """
     gcloud, java = shutil.which("gcloud"), shutil.which("java")
     roots = [Path(root).expanduser() for root in SDK_ROOTS]

@@ -9,7 +9,7 @@ from tests.process import free_port
 
 
 class KeptServer:
-    """A server process on one port and one directory; `kill` and `start` may take turns at it."""
+    """A server process on a port and a directory. It may be killed and started repeatedly."""
 
     def __init__(self, data_dir: Path, *, has_rest: bool = False) -> None:
         self.port = free_port()
@@ -26,7 +26,7 @@ class KeptServer:
         return f"http://127.0.0.1:{self._rest_port}"
 
     def start(self) -> int:
-        """Return the process id of a server that listens."""
+        """Returns the process id of a listening server."""
         command = [
             sys.executable,
             "-m",

@@ -1,8 +1,8 @@
-"""`python -m tests.malformed COUNT [SEED]`: requests that no client would send.
+"""`python -m tests.malformed COUNT [SEED]`: sends requests that no client would send.
 
-They are made from the descriptors of all methods: wrong names, huge numbers, odd masks, unknown
-enums, cut protobufs, bytes that are no HTTP/2. Half of them go over REST. The server must refuse
-each with a reason, stay alive, and give the memory back.
+They are generated from the descriptors of all methods: wrong names, huge numbers, odd masks,
+unknown enums, truncated protobufs, bytes that are not HTTP/2. Half of them use REST. The server
+must refuse each with a reason, stay alive, and free the memory.
 """
 
 import asyncio
@@ -58,7 +58,7 @@ _INTEGERS = frozenset(
 
 
 class Requests:
-    """A seeded source of requests."""
+    """Generates requests from a seed."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -68,7 +68,7 @@ class Requests:
         self._names += [TOPIC, "projects/p"]
 
     def of(self, message: Any) -> bytes:
-        """Fill a message at random, and damage its bytes at times."""
+        """Fills a message at random, and sometimes damages its bytes."""
         self.fill(message)
         data: bytes = message.SerializeToString()
         damage = self.random.random()
@@ -79,7 +79,7 @@ class Requests:
         return data
 
     def fill(self, message: Any) -> None:
-        """Fill a message at random."""
+        """Fills a message with random values."""
         self._density = self.random.choice((0.02, 0.1, 0.4))
         self._fill(message, 4)
 
@@ -125,7 +125,7 @@ class Requests:
         return self.random.choice((0.0, -1.0, 1e300, float("nan"), float("inf")))
 
     def _named(self, field: Any) -> str:
-        """A name of the kind that the field wants, most times."""
+        """Returns a name of the kind that the field expects, most of the time."""
         if self.random.random() < 0.2 or field.name not in NEEDED:
             return ""
         if field.name in {"project", "parent"}:
@@ -135,15 +135,15 @@ class Requests:
         return self.random.choice(names) if names else ""
 
     def text(self) -> str:
-        """A name or another text."""
+        """Returns a name or another string."""
         return self.random.choice(self._names if self.random.random() < 0.6 else TEXTS)
 
 
 async def run(server: KeptServer, count: int, seed: int) -> Counter[str]:
-    """Send so many requests. Returns how often each status came.
+    """Sends `count` requests. Returns the number of answers by status.
 
     Raises:
-        AssertionError: a status or a text that no client should get.
+        AssertionError: a status or a message that no client should get.
     """
     requests, statuses = Requests(seed), Counter[str]()
     endpoint, methods = server.endpoint, unary_methods(Broker(lambda: 1e9))
@@ -189,7 +189,7 @@ async def _stream(channel: grpc.aio.Channel, requests: list[bytes]) -> str:
     call: Any = channel.stream_stream(path, None, None)(iter(requests), timeout=WAIT_LIMIT_S)
     code, details = await call.code(), str(await call.details())
     if details == "Internal error from Core":
-        # What this client says when the server ended the stream before it had sent everything.
+        # This client's message if the server ended the stream before it had sent everything.
         return "ended first"
     return _judged(path, b"|".join(requests), code, details)
 
@@ -214,7 +214,7 @@ def _judged(path: str, data: bytes, code: grpc.StatusCode, details: str) -> str:
 
 
 async def clear(wire: Wire) -> None:
-    """Delete everything in all projects that the requests may have made."""
+    """Deletes everything in all projects that the requests may have created."""
     for kind, service, one in (
         ("Snapshots", "Subscriber", "Snapshot"),
         ("Subscriptions", "Subscriber", "Subscription"),
@@ -231,11 +231,11 @@ async def clear(wire: Wire) -> None:
 
 
 async def main(folder: Path, count: int, seed: int) -> str:
-    """Run against a server of its own. Returns what came of it, in a line."""
+    """Runs against a separate server. Returns the result in a line."""
     server = KeptServer(folder, has_rest=True)
     process = psutil.Process(server.start())
     try:
-        # What a server needs that has seen each kind of request once.
+        # Memory of a server that has seen each kind of request once.
         await run(server, count // 10, seed + 1)
         async with connect(server.endpoint) as wire:
             await clear(wire)

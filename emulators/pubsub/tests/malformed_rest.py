@@ -1,4 +1,4 @@
-"""Requests over REST that no client would send. `malformed.py` sends them beside those of gRPC."""
+"""REST requests that no client would send. `malformed.py` sends them along with gRPC requests."""
 
 import asyncio
 import copy
@@ -38,11 +38,11 @@ PARAMETERS = (
 
 
 class RestRequests:
-    """A seeded source of HTTP requests as bytes.
+    """Generates HTTP requests as bytes from a seed.
 
     Args:
         fill: fills a protobuf request at random.
-        kinds: the class of the request of each call.
+        kinds: class of each call's request.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class RestRequests:
         self._random, self._text, self._fill, self._kinds = source, text, fill, kinds
 
     def next(self) -> tuple[Rule, bytes]:
-        """A request, and the rule that it was made from."""
+        """Returns a request, and the rule that it was generated from."""
         rule, chance = self._random.choice(RULES), self._random.random
         verb = rule.verb if chance() < 0.9 else self._random.choice(("PUT", "BREW", "HEAD", "get"))
         target = self._path(rule) + self._query()
@@ -74,7 +74,7 @@ class RestRequests:
         pattern, _, after = rest.partition("}")
         name = self._text()
         if self._random.random() < 0.8:
-            # Of the kind that the rule wants.
+            # A name of the kind that the rule expects.
             name = pattern.partition("=")[2].replace("*", "p", 1)
             name = name.replace("*", f"one{self._random.randrange(4)}")
         if self._random.random() < 0.05:
@@ -98,7 +98,7 @@ class RestRequests:
         try:
             fields = json_format.MessageToDict(request)
         except (ValueError, TypeError, json_format.Error):
-            # A time that no calendar has.
+            # A time that does not exist.
             fields = {"name": self._text()}
         self._damage(fields)
         body = json.dumps(fields).encode()
@@ -108,7 +108,7 @@ class RestRequests:
         return copy.deepcopy(self._random.choice(VALUES))
 
     def _damage(self, fields: Any) -> None:
-        """Put values of wrong types in, and fields that are not there."""
+        """Inserts values of wrong types, and unknown fields."""
         if isinstance(fields, dict):
             if self._random.random() < 0.05:
                 fields[self._text() or "x"] = self._value()
@@ -123,7 +123,7 @@ class RestRequests:
 
 
 async def send(endpoint: str, rule: Rule, data: bytes) -> str:
-    """Send one request. Returns its status.
+    """Sends a request. Returns its status.
 
     Raises:
         AssertionError: an answer that no client should get, or none in time.
@@ -157,7 +157,7 @@ def _ends_early(data: bytes) -> bool:
 def _judged(data: bytes, answer: bytes) -> str:
     answer = answer.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n")
     if not answer:
-        # It hangs up where a body ends before its length.
+        # It hangs up before the end of a body.
         return "REST hung up"
     head, _, body = answer.partition(b"\r\n\r\n")
     status = int(head.split(b" ", 2)[1])

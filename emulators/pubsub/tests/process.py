@@ -1,4 +1,4 @@
-"""A server while it runs as a process of its own, with a log file."""
+"""A server that runs in a separate process, with a log file."""
 
 import ctypes
 import random
@@ -21,11 +21,11 @@ _random = random.SystemRandom()
 
 
 class Process:
-    """A program while it runs. Entering the context starts it, leaving it stops it.
+    """A running program. Entering the context starts it, leaving it stops it.
 
     Args:
-        name: of its log file, without `.log`.
-        log_dir: gets the log file, with both output streams.
+        name: name of its log file, without `.log`.
+        log_dir: folder for the log file with both output streams.
     """
 
     def __init__(self, name: str, command: Sequence[str], log_dir: Path) -> None:
@@ -46,7 +46,10 @@ class Process:
             self.kill()
 
     def start(self) -> None:
-        """Starts it and returns at once. The log is written anew at first, later starts append."""
+        """Starts it and returns immediately.
+
+        The first start overwrites the log, later ones append.
+        """
         with self.log_path.open("ab" if self._popen else "wb") as output:
             self._popen = subprocess.Popen(
                 self._command,
@@ -66,7 +69,7 @@ class Process:
         return self._running.pid
 
     def wait_ready(self, is_ready: Callable[[], bool], limit_s: float) -> None:
-        """Returns once `is_ready` says so.
+        """Waits until `is_ready` returns true.
 
         Raises:
             RuntimeError: it ended first, or `limit_s` seconds passed. The message has its log.

@@ -34,7 +34,7 @@ PAUSES_S = (0.0, 0.01, 0.1, 0.2)
 
 @dataclass
 class Ledger:
-    """What the server answered, and what consumers got."""
+    """The server's answers, and the messages that consumers received."""
 
     answered: dict[str, int] = field(default_factory=dict)
     """The number in each message, by its id."""
@@ -93,7 +93,7 @@ def check_order(pulled: Any) -> None:
 async def kill_in_traffic(
     server: KeptServer, ledger: Ledger, kill: int, draw: random.Random
 ) -> None:
-    """Let all publish, and consume unless the disk is to get full, and kill the server then."""
+    """Runs publishers, and consumers unless the disk must fill up, and then kills the server."""
     is_full = kill % 3 == 2
     size = draw.choice(LARGE_BYTES if is_full else SMALL_BYTES)
     enough = len(ledger.answered) + (ENOUGH_LARGE if is_full else ENOUGH_SMALL)
@@ -107,7 +107,7 @@ async def kill_in_traffic(
                 traffic.create_task(consume_until_killed(wire, ledger, path))
         try:
             async with asyncio.timeout(WAIT_LIMIT_S / 3):
-                # What it waits for is counted by four publishers.
+                # Four publishers count the messages that it waits for.
                 while (  # noqa: ASYNC110
                     len(ledger.answered) < enough or (is_full and ledger.refused == refused)
                 ):
@@ -133,7 +133,7 @@ async def main(folder: Path, seed: int) -> str:
         await wire.subscription(ONCE, TOPIC, enable_exactly_once_delivery=True)
     for kill in range(KILLS):
         await kill_in_traffic(server, ledger, kill, draw)
-        # Whatever the disk has room for, this starts, and lets everything be acked.
+        # However much space the disk has, it starts, and everything can be acked.
         server.start()
         async with connect(server.endpoint) as wire, asyncio.timeout(WAIT_LIMIT_S):
             await asyncio.gather(

@@ -1,4 +1,4 @@
-"""What a publish brings: before or after its answer and its commit, and a slice at a time."""
+"""Delivery of a publish: before or after its answer and its commit, and in slices."""
 
 import asyncio
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.anyio
 
 @dataclass(frozen=True)
 class Caller:
-    """Who makes a call: what it says of itself in `x-goog-api-client`, and nothing if empty."""
+    """A client: the value of its `x-goog-api-client` header, none if empty."""
 
     library: str = ""
 
@@ -97,7 +97,8 @@ async def test_node_has_a_pause_to_see_the_end_of_its_publish(
     monkeypatch.setattr(delivery_order, "NODE_PAUSE_S", 3600.0)
     await publish(publish_request("later"), NODE)
     monkeypatch.undo()
-    # One after another over the same loop: what comes at once is there before the last of these.
+    # One after another on the same loop: messages that arrive at once are there before the last
+    # call.
     await publish(publish_request("now"), PYTHON)
     await wire.publish(TOPIC, "and now")
     taken = backlog.take(Consumer(lambda: None, 10.0))

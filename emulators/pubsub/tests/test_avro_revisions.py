@@ -66,7 +66,7 @@ def test_what_can_be_read_in_both_directions_is_a_revision(one: Any, other: Any)
     ("one", "other", "reason"),
     [
         (record(NAMED), record(NAMED, field("age", "int")), "age, for which there is no default"),
-        (record(NAMED), record(field("name", "int")), "name is string, and is to be read as int"),
+        (record(NAMED), record(field("name", "int")), "name is string, and must be read as int"),
         (record(field("n", "int")), record(field("n", "long")), "n is long"),
         (record(NAMED), record(NAMED, name="Person"), "it is User"),
         (record(NAMED), "string", "it is User"),
@@ -152,7 +152,7 @@ def _record_of(made: list[tuple[str, Any, bool]], depth: int) -> dict[str, Any]:
     for name, kind, has_default in made:
         default = {"int": 0, "string": "", "null": None}
         more = {"default": default[kind]} if has_default and str(kind) in default else {}
-        # Each record has a name of its own place, as a name can be defined once.
+        # Each record is named after its position, because names must be unique.
         fields.append(field(name, _renamed(kind, name), **more))
     return record(*fields, name=f"R{depth}")
 

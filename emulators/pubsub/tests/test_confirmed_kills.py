@@ -1,6 +1,6 @@
 """SIGKILL right behind each answer that confirms something: what it confirmed is so after a start.
 
-The kill comes as soon as the answer is read, so it is before whatever the server does later on.
+The kill comes as soon as the answer has been read, before anything that the server does later.
 """
 
 from collections.abc import Awaitable, Callable, Iterator
@@ -23,7 +23,7 @@ MESSAGES = 50
 
 
 Door = Callable[[KeptServer, Wire, list[str]], Awaitable[set[str]]]
-"""Acks ids and returns those that the answer names. It confirms the others."""
+"""Acks ids and returns the ids named in the answer. It confirms the others."""
 
 
 async def by_unary_call(_: KeptServer, wire: Wire, ack_ids: list[str]) -> set[str]:
@@ -66,7 +66,7 @@ def server(tmp_path: Path) -> Iterator[KeptServer]:
 
 
 async def pulled(wire: Wire) -> list[Any]:
-    """All that is ready."""
+    """Returns all ready messages."""
     found: list[Any] = []
     while batch := (await wire.pull(SUBSCRIPTION, 1000, return_immediately=True)).received_messages:
         found += batch

@@ -73,9 +73,7 @@ def test_consumer_that_was_woken_and_writes_something_else_hands_its_turn_on(wor
 
 
 def test_consumer_that_left_is_woken_for_nothing(world: World) -> None:
-    """A worker dies with a message in hand: what its lease gives back, and all that follows, is for
-    those who stay.
-    """
+    """When a worker dies with a message, its messages are redelivered to the remaining workers."""
     gone, idle = world.consumer(), world.consumer()
     world.publish("a")
     in_hand = world.take(gone)

@@ -85,8 +85,8 @@ def test_every_answered_publish_is_delivered_though_the_server_is_killed_in_traf
     answered: set[str] = set()
     with PublisherClient() as publisher:
         for _ in range(2):
-            # Not open while the server is away: the client takes up to ten seconds to come back to
-            # a stream.
+            # Not open while the server is down, because the client takes up to ten seconds to
+            # reopen a stream.
             with received_by(SUBSCRIPTION, first.take):
                 futures = [publisher.publish(TOPIC, b"x" * 200, retry=AGAIN) for _ in range(500)]
                 futures[-100].result(timeout=WAIT_LIMIT_S)
@@ -94,7 +94,7 @@ def test_every_answered_publish_is_delivered_though_the_server_is_killed_in_traf
             futures[-1200].result(timeout=WAIT_LIMIT_S)
             kept_server.kill()
             kept_server.start()
-            # What had no answer yet is published again by the client.
+            # The client publishes unanswered messages again.
             answered |= {future.result(timeout=WAIT_LIMIT_S) for future in futures}
     for subscription, received in ((SUBSCRIPTION, first), (SECOND, second)):
         with received_by(subscription, received.take):

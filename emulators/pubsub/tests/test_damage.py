@@ -1,4 +1,4 @@
-"""Data directories that were cut, overwritten or replaced: what is said, dropped or refused."""
+"""Truncated, overwritten or replaced data directories: what is reported, dropped or refused."""
 
 import shutil
 import sqlite3
@@ -61,7 +61,7 @@ def test_log_that_was_cut_is_told_with_the_number_of_commits(
         world.topic("another")
         world.flush()
     left_in(tmp_path)
-    assert caplog.text == "", "it is told once"
+    assert caplog.text == "", "it is reported once"
 
 
 def test_log_that_was_overwritten_or_removed_is_told(

@@ -59,7 +59,7 @@ async def test_full_disk_refuses_and_loses_nothing_and_goes_on_when_there_is_roo
             assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
             assert "can't keep anything new in its data directory" in str(refused.value.details())
             assert len(answered) > 10
-            # What is acked while nothing can be written must not come again either.
+            # Messages acked while nothing can be written must not come again either.
             leased = (await wire.pull(SUBSCRIPTION, 3)).received_messages
             await wire.ack(SUBSCRIPTION, leased)
             process.rlimit(psutil.RLIMIT_FSIZE, (psutil.RLIM_INFINITY, psutil.RLIM_INFINITY))

@@ -1,4 +1,4 @@
-"""Exactly-once delivery: only the latest ack id counts, and refusals say so."""
+"""Exactly-once delivery: only the latest ack id is valid, and refusals name the others."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Leases: who may hold a message for how long, and what an ack id is worth."""
+"""Leases: how long a consumer may hold a message, and what its ack id does."""
 
 import pytest
 

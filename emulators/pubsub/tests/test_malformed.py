@@ -1,4 +1,4 @@
-"""Requests that no client would send: a part of those that `malformed.py` makes."""
+"""Requests that no client would send: a short run of `malformed.py`."""
 
 from pathlib import Path
 

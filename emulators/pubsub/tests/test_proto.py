@@ -202,34 +202,34 @@ def test_json_that_fits(text: str, message: str) -> None:
             '{"inner": {"named": {"k": {"text": 1}}}}',
             "inner.named.k.text: it is a number",
         ),
-        (ALL, '{"numbers": [1, 2147483648]}', "numbers[1]: it is out of the range of int32"),
+        (ALL, '{"numbers": [1, 2147483648]}', "numbers[1]: it is out of range for int32"),
         (ALL, '{"numbers": [null]}', "numbers[0]: a list or a map has null"),
         (ALL, '{"numbers": 1}', "numbers: it is a number, and the schema has a list"),
-        (ALL, '{"big": -1}', "big: it is out of the range of uint64"),
+        (ALL, '{"big": -1}', "big: it is out of range for uint64"),
         (ALL, '{"big": 1.5}', "big: it is a number, and the schema has uint64"),
         (ALL, '{"flag": "true"}', "flag: it is a string, and the schema has bool"),
-        (ALL, '{"color": "BLUE"}', "color: it is none of the values of shop.All.Color"),
+        (ALL, '{"color": "BLUE"}', "color: it is not a value of shop.All.Color"),
         (ALL, '{"color": true}', "color: it is a boolean, and the schema has enum"),
         (ALL, '{"left": "x", "number": 1}', "another field of its oneof"),
         (ALL, '{"smallReal": 1, "small_real": 1}', "two names"),
-        (ALL, '{"smallReal": 1e39}', "out of the range of float"),
-        (ALL, '{"real": 1e999}', "out of the range of double"),
+        (ALL, '{"smallReal": 1e39}', "out of range for float"),
+        (ALL, '{"real": 1e999}', "out of range for double"),
         (ALL, '{"real": NaN}', "NaN must be in quotes"),
         (ALL, '{"raw": "a"}', "raw: it is not base64"),
         (ALL, '{"raw": "é"}', "raw: it is not base64"),
-        (ALL, '{"text": "\\ud800"}', "half a surrogate pair"),
+        (ALL, '{"text": "\\ud800"}', "an unpaired surrogate"),
         (ALL, '{"text": "", "text": ""}', "a name twice"),
         (ALL, '{"flags": {"1": 1}}', "flags: a key is neither true nor false"),
         (ALL, '{"numbered": {"a": "x"}}', "numbered.a: it is a string, and the schema has int64"),
         (ALL, '{"named": []}', "named: it is a list, and the schema has a map"),
         (ALL, "[]", "it is a list, and the schema has the message shop.All"),
-        (ALL, "", "no JSON"),
-        (ALL, "\udcff", "no JSON"),
+        (ALL, "", "not valid JSON"),
+        (ALL, "\udcff", "not valid JSON"),
         (ALL, '{"inner":' * 20_000, "nested too deep"),
         (ALL, '{"inner":' * 200 + "{}" + "}" * 200, f"deeper than {MAX_DEPTH}"),
         (REQUIRED, '{"items": [{"x": 1}]}', "items[0]: the required field y is missing"),
         (REQUIRED, '{"one": {"x": 1, "y": null}}', "one: the required field y is missing"),
-        (REQUIRED, '{"color": 6}', "color: it is none of the values of Order.Color"),
+        (REQUIRED, '{"color": 6}', "color: it is not a value of Order.Color"),
     ],
 )
 def test_json_that_does_not_fit_says_where_and_why(text: str, message: str, why: str) -> None:
@@ -266,19 +266,19 @@ def test_binary_that_fits(text: str, data: bytes) -> None:
 @pytest.mark.parametrize(
     ("text", "data", "why"),
     [
-        (ALL, b"{}", "cut"),
-        (ALL, b"\x0a\x05ab", "it is cut"),
-        (ALL, b"\x59\x00", "it is cut"),
+        (ALL, b"{}", "truncated"),
+        (ALL, b"\x0a\x05ab", "it is truncated"),
+        (ALL, b"\x59\x00", "it is truncated"),
         (ALL, b"\x10" + b"\xff" * 11, "a number has more than 10 bytes"),
         (ALL, b"\x00\x00", "a field has no valid number"),
         (ALL, b"\x0f", "the wire type 7"),
-        (ALL, b"\x0c", "a group ends that did not begin"),
-        (ALL, b"\x0b\x14", "a group ends that did not begin"),
+        (ALL, b"\x0c", "a group ends without having begun"),
+        (ALL, b"\x0b\x14", "a group ends without having begun"),
         (ALL, b"\x0b", "a group does not end"),
         (ALL, field(3, field(1, b"\xff")), "inner.text: a string is not UTF-8"),
         (ALL, field(4, field(1, b"\xff")), "named.key: a string is not UTF-8"),
-        (ALL, field(2, b"\x80"), "numbers: it is cut"),
-        (ALL, field(14, b"123"), "fixed: it is cut"),
+        (ALL, field(2, b"\x80"), "numbers: it is truncated"),
+        (ALL, field(14, b"123"), "fixed: it is truncated"),
         (ALL, nested(20_000), f"deeper than {MAX_DEPTH}"),
         (ALL, b"\x0b" * 1_000_000, f"deeper than {MAX_DEPTH}"),
         (REQUIRED, field(3, b"\x08\x01"), "items: the required field y is missing"),
@@ -297,8 +297,8 @@ def test_binary_that_does_not_fit_says_where_and_why(text: str, data: bytes, why
 def test_long_packed_numbers_are_checked_to_the_end() -> None:
     numbers = b"\xff\x01" * 100_000
     assert reason(ALL, field(2, numbers), "BINARY") == ""
-    assert "cut" in reason(ALL, field(2, numbers + b"\xff"), "BINARY")
-    assert "cut" in reason(ALL, field(2, b"\xff" * 200_000), "BINARY")
+    assert "truncated" in reason(ALL, field(2, numbers + b"\xff"), "BINARY")
+    assert "truncated" in reason(ALL, field(2, b"\xff" * 200_000), "BINARY")
 
 
 def test_empty_messages_of_a_large_type_take_no_memory() -> None:

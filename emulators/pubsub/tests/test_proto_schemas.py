@@ -163,7 +163,7 @@ def test_schemas_are_there_after_a_restart(kept: KeptWorld) -> None:
 
 
 async def validate(wire: Wire, definition: str, data: bytes = ALASKA) -> str:
-    """What the server answers to a message of a definition."""
+    """Validates a message with a definition, and returns the server's answer."""
     request = message_class("ValidateMessageRequest")(
         parent="projects/p", schema=schema(definition), encoding=BINARY, message=data
     )

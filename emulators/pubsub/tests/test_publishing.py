@@ -1,4 +1,4 @@
-"""What a publish may carry, and what the server adds."""
+"""Limits on a publish, and attributes that the server adds."""
 
 import pytest
 

@@ -186,7 +186,7 @@ async def test_nested_field_comes_by_query(http: httpx.AsyncClient) -> None:
         ('{"labels": {"a": "\\ud800"}}', "surrogates"),
         ('{"\\uDC00": 1}', "surrogates"),
         ('{"messageRetentionDuration": "x"}', "messageRetentionDuration"),
-        ('{"messageRetentionDuration": NaN}', "NaN is no JSON"),
+        ('{"messageRetentionDuration": NaN}', "NaN is not valid JSON"),
         ('{"kmsKeyName": 1}', "kmsKeyName"),
         ('{"labels": {"a": ' + "9" * 5000 + "}}", "digits"),
         ("[" * 100_000, "nested too deep"),

@@ -1,4 +1,4 @@
-"""A broker in a directory, ended at any moment and started again from what it had written."""
+"""A broker in a directory, killed at any time and restarted from its files."""
 
 from typing import Any
 

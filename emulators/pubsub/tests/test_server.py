@@ -194,7 +194,7 @@ async def test_request_larger_than_any_call_is_refused_unread() -> None:
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await wire.publish("projects/p/topics/jobs", "x" * 11 * 1024**2)
         assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert await wire.publish("projects/p/topics/jobs", "the connection goes on")
+        assert await wire.publish("projects/p/topics/jobs", "the connection stays open")
 
 
 @pytest.mark.anyio
@@ -219,4 +219,4 @@ def test_option_out_of_range_is_refused(option: str, value: str) -> None:
     with running(option, value) as process:
         _, complaints = process.communicate(timeout=WAIT_LIMIT_S)
         assert process.returncode == 2
-        assert f"argument {option}: {value} is not from" in complaints
+        assert f"argument {option}: {value} must be from" in complaints

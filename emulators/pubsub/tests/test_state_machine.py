@@ -51,7 +51,7 @@ class Deliveries(RuleBasedStateMachine):
         self.attempts: dict[str, int] = {}
         self.lease_ends_s: dict[str, tuple[str, float]] = {}
         self.readers_of: dict[str, int] = {}
-        """Who has the messages that are out, by message."""
+        """The consumer of each outstanding message."""
         self.count = 0
 
     def make_world(self) -> World:
@@ -114,7 +114,8 @@ class Deliveries(RuleBasedStateMachine):
     def wait(self, seconds: float) -> None:
         until_s = self.world.now_s + seconds
         while ends := [end_s for _, end_s in self.lease_ends_s.values() if end_s <= until_s]:
-            # One lease at a time, because its end ends those of the later messages of its key.
+            # One lease at a time, because its end also ends the leases of later messages with its
+            # key.
             first_s = min(ends)
             self.world.advance(first_s - self.world.now_s)
             ended = [lease for lease in self.lease_ends_s.items() if lease[1][1] == first_s]

@@ -1,6 +1,4 @@
-"""Whoever waits for messages is woken for them, whichever consumers came, took, gave back and left
-before.
-"""
+"""Waiting consumers are woken for messages, whatever other consumers did before."""
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule

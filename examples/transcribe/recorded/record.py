@@ -1,6 +1,6 @@
 """Records sample.ogg in headless Chromium: `record.py`, with chromium and ffmpeg in the path.
 
-Chromium takes a file for its microphone, so the recordings are those of its MediaRecorder. Writes
+Chromium uses a file as its microphone, so its MediaRecorder makes the recordings. Writes
 chromium.webm and chromium.mp4 to this folder.
 """
 
@@ -39,7 +39,6 @@ class Handler(BaseHTTPRequestHandler):
     """Serves the page, and writes what it records."""
 
     def do_GET(self) -> None:
-        """Sends the page."""
         self.send_response(200)
         self.send_header("content-type", "text/html")
         self.end_headers()
@@ -57,11 +56,10 @@ class Handler(BaseHTTPRequestHandler):
             DONE.set()
 
     def log_message(self, *_: Any) -> None:
-        """Prints nothing."""
+        pass
 
 
 def main() -> None:
-    """Records both files."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     Thread(target=server.serve_forever, daemon=True).start()
     with tempfile.TemporaryDirectory() as folder:

@@ -61,7 +61,7 @@ def test_package_that_the_lock_lacks_is_named_by_hand(tmp_path: Path) -> None:
         model_packages(found, LOCK)
     also = ["Private.Weights==0.3", "my-weights==9"]
     assert model_packages(found, LOCK, also) == ["Private.Weights==0.3", "my-weights==9"]
-    with pytest.raises(ConfigurationError, match="needs its version"):
+    with pytest.raises(ConfigurationError, match="must be pinned"):
         model_packages(found, LOCK, ["private-weights"])
 
 

@@ -254,7 +254,7 @@ def test_plan_says_who_shares_workers(models_file: Path) -> None:
 @pytest.mark.parametrize(
     ("memory", "reason"),
     [
-        ({"words": 6 * GIB}, "its models take 12.00 GiB of a GPU's memory"),
+        ({"words": 6 * GIB}, "its models need 12.00 GiB of GPU memory"),
         ({"words": None}, "words.resources.gpu_memory_bytes: missing"),
     ],
 )

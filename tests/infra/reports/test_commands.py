@@ -100,8 +100,8 @@ def test_query_that_would_read_too_much_is_refused(printed: Told) -> None:
         (("usage", "--format", "xls"), "format: 'xls' is not one of"),
         (("slo", "--set", "weather=1"), "the report slo has no parameter 'weather'"),
         (("budgets", "--set", "budgets_usd=1"), "has no parameter 'budgets_usd'"),
-        (("usage", "--set", "x"), "set: 'x' is not NAME=NUMBER"),
-        (("all", "--format", "csv"), "format: csv is for one report"),
+        (("usage", "--set", "x"), "set must be NAME=NUMBER, got 'x'"),
+        (("all", "--format", "csv"), "format: csv needs a single report"),
         (("usage", "--tenant", "x" * 300), "tenant: 1 to 1000 names"),
     ],
 )

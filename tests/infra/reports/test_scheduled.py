@@ -283,8 +283,8 @@ def test_command_judges_hours(reported: Callable[..., Result]) -> None:
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (("--day", "2026-10-31", "--to", "2026-11-01"), "day: is not for a range"),
-        (("--hours", "--day", "2026-10-31"), "hours: are those of today"),
+        (("--day", "2026-10-31", "--to", "2026-11-01"), "day can't be a range"),
+        (("--hours", "--day", "2026-10-31"), "hours are always today's"),
         (("--day", "tomorrow"), "'tomorrow' is not a day"),
         (("--from", "2020-01-01", "--to", "2020-12-31"), "from: 366 days are more than 31"),
     ],

@@ -46,7 +46,7 @@ def ended(*arguments: str, **settings: str) -> tuple[int, str]:
 @pytest.mark.parametrize(
     ("url", "said"),
     [
-        ("", "PENSTOCK_ROWS_URL: is empty"),
+        ("", "PENSTOCK_ROWS_URL must be set"),
         ("ftp://x", "PENSTOCK_ROWS_URL: 'ftp://x' is not one of file://DIR"),
         ("memory://", "PENSTOCK_ROWS_URL: memory:// is gone with its process"),
     ],

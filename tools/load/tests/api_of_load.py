@@ -1,4 +1,4 @@
-"""An API that `penstock load` can ask: it lists two models, and answers as a test says."""
+"""An API for `penstock load`: it lists two models, and answers as the test specifies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from aiohttp import web
 
 FOREIGN = "x-of-a-proxy"
-"""A header of answers that are not Penstock's."""
+"""A header of answers that are not from Penstock."""
 Answer = Callable[[dict[str, Any]], Awaitable[web.StreamResponse]]
 MODELS = {
     "data": [
@@ -24,7 +24,7 @@ MODELS = {
 
 
 async def answer_texts(body: dict[str, Any]) -> web.StreamResponse:
-    """As the API does: tokens in the body, the cost in a header."""
+    """Like the API: tokens in the body, the cost in a header."""
     reply = {"data": [], "usage": {"total_tokens": 7}}
     headers = {"x-penstock-cost-usd": "0.00000007", "x-penstock-cache": "miss"}
     return web.json_response(reply, headers=headers)
@@ -32,21 +32,21 @@ async def answer_texts(body: dict[str, Any]) -> web.StreamResponse:
 
 @dataclass
 class FakeApi:
-    """What it was asked."""
+    """The requests received."""
 
     url: str = ""
     requests: list[tuple[str, dict[str, str], dict[str, Any]]] = field(default_factory=list)
-    """Path, headers and body of each."""
+    """Path, headers and body of each request."""
     seen: asyncio.Event = field(default_factory=asyncio.Event)
     """Set with each request."""
     reads: list[dict[str, Any]] = field(default_factory=list)
-    """What a prediction is when it is read, one after the other. The last one stays."""
+    """States of a prediction in the order in which it is read. The last one repeats."""
     read_headers: list[dict[str, str]] = field(default_factory=list)
 
 
 @asynccontextmanager
 async def serving(answer: Answer = answer_texts) -> AsyncIterator[FakeApi]:
-    """The API until the end of the context."""
+    """Runs the API until the context ends."""
     api = FakeApi()
 
     async def handle(request: web.Request) -> web.StreamResponse:

@@ -12,7 +12,7 @@ from tools.load.tests.test_comparison import HOUR, NOON_S, RUN, line, reported, 
 
 
 class ComingRows(LoadRows):
-    """Has one row more each time that it is asked."""
+    """Returns one row more each time it is queried."""
 
     def __init__(self, rows: Sequence[RowOfLoad]) -> None:
         self._rows = rows

@@ -1,4 +1,4 @@
-"""The comparison of a ledger with rows and report finds each thing that is wrong, by its name."""
+"""Comparing a ledger with rows and report finds every kind of error, and names it."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def refused(number: int, **changed: object) -> RowOfLoad:
 
 
 def compared(lines: Sequence[LedgerLine], rows: Sequence[RowOfLoad]) -> Comparison:
-    """The comparison with the rows, and with a report that is made from the same rows."""
+    """Compares the lines with the rows, and with a report made from the same rows."""
     ledger = Ledger(LedgerHead(RUN, "http://here", NOON_S), list(lines), 0)
     found, expected = compare_rows(ledger, rows)
     found.differences += compare_report(expected, [], reported(rows))
@@ -136,20 +136,20 @@ def test_a_run_of_a_flow_has_the_rows_of_its_steps() -> None:
     found = compared([run_of_flow()], rows_of_run())
     assert found.differences == []
     assert found.cost_usd == pytest.approx(0.3)
-    # Each model of a step is a group of its own in the report.
+    # Each model of a step is a separate group in the report.
     assert len({(one.hour, one.model) for one in reported(rows_of_run())}) == 2
 
 
 @pytest.mark.parametrize(
     ("ended", "spoil", "kind", "facts"),
     [
-        (200, lambda rows: rows[:2], "row missing", "of step 'check': 1 rows, the answer says 2"),
+        (200, lambda rows: rows[:2], "row missing", "of step 'check': 1 rows, but the answer has"),
         (200, lambda rows: [*rows, rows[2]._replace(item=1002, row_id="req_0:1002")],
-         "row too many", "of step 'check': 3 rows, the answer says 2 items"),
+         "row too many", "of step 'check': 3 rows, but the answer has 2 items"),
         (200, lambda rows: [*rows[:2], rows[2]._replace(status="succeeded")],
-         "wrong status", "0 rows of step 'check' failed, the answer says 1"),
+         "wrong status", "0 rows of step 'check' failed, but the answer has 1"),
         (200, lambda rows: [rows[0]._replace(cost_usd=0.2), *rows[1:]],
-         "wrong cost", "rows say 0.4 dollars, the answer 0.30000000000000004"),
+         "wrong cost", "rows have 0.4 dollars, the answer has 0.30000000000000004"),
         (500, lambda rows: rows[1:], "row missing", "of step 'words': 0 rows"),
         (200, lambda rows: [rows[0]._replace(flow="other"), *rows[1:]],
          "wrong model", "req_0:0 has other, not spell"),
@@ -173,7 +173,7 @@ def test_a_run_that_ended_badly_may_have_rows_of_what_it_left() -> None:
     ("spoil", "kind", "facts"),
     [
         (lambda rows: rows[1:], "row missing", "of item 0; the answer was 200"),
-        (lambda rows: [*rows, row(0, received_at=HOUR)], "row double", "req_0:0 is there 2 times"),
+        (lambda rows: [*rows, row(0, received_at=HOUR)], "row double", "req_0:0 exists 2 times"),
         (
             lambda rows: [*rows, row(0, request_id="req_9", row_id="req_9:0")],
             "row double",
@@ -183,16 +183,20 @@ def test_a_run_that_ended_badly_may_have_rows_of_what_it_left() -> None:
         (
             lambda rows: [row(0, cost_usd=0.11), *rows[1:]],
             "wrong cost",
-            "rows say 0.11 dollars, the answer 0.1; the answer was 200 ",
+            "rows have 0.11 dollars, the answer has 0.1; the answer was 200 ",
         ),
-        (lambda rows: [row(0, tokens=11), *rows[1:]], "wrong tokens", "rows say 11, the answer 10"),
+        (
+            lambda rows: [row(0, tokens=11), *rows[1:]],
+            "wrong tokens",
+            "rows have 11, the answer has 10",
+        ),
         (lambda rows: [row(0, tenant="b"), *rows[1:]], "wrong tenant", "req_0:0 has b, not acme"),
         (lambda rows: [row(0, model="b"), *rows[1:]], "wrong model", "req_0:0 has b, not mini"),
         (lambda rows: [row(0, key_id="b"), *rows[1:]], "wrong key", "req_0:0 has b, not k1"),
         (
             lambda rows: [row(0, status="failed"), *rows[1:]],
             "wrong status",
-            "rows say failed; the answer was 200",
+            "rows have failed; the answer was 200",
         ),
         (
             lambda rows: [row(0, received_at=datetime(2026, 1, 1, tzinfo=UTC)), *rows[1:]],
@@ -310,7 +314,7 @@ def test_any_lost_doubled_or_changed_row_is_found(
     elif flaw == "double":
         spoiled = [*rows, one._replace(received_at=HOUR)]
     else:
-        # Differences up to ABSOLUTE_USD are those of adding.
+        # Differences up to ABSOLUTE_USD are rounding errors.
         dearer = one._replace(cost_usd=(one.cost_usd or 0.0) * 1.01 + 2 * ABSOLUTE_USD)
         spoiled = [*rows[:place], dearer, *rows[place + 1 :]]
     found = {

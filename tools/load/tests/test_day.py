@@ -1,4 +1,4 @@
-"""A day keeps what it promises, to the request."""
+"""A day keeps its promises, to the request."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_repeats_ask_for_the_same(day: Day) -> None:
         whose = (one.tenant, one.model, one.size, one.items)
         repeats += one.group in first
         assert first.setdefault(one.group, whose) == whose
-    # Those without an earlier request of their tenant and model can't repeat one.
+    # Requests without an earlier one of their tenant and model can't repeat it.
     assert repeats <= round(day.repeat_share * day.requests)
     assert repeats >= round(day.repeat_share * day.requests) - 2 * len(day.tenants) * len(
         day.models
@@ -92,7 +92,7 @@ def test_hours_follow_the_curve(day: Day) -> None:
 
 
 def _wave(day: Day, hour: int) -> float:
-    """The part of the wave that is over at an hour: the integral of 1 - swing cos."""
+    """Returns the part of the wave that is over at an hour: the integral of 1 - swing cos."""
     turn = hour / 24
     return turn - day.swing * math.sin(2 * math.pi * turn) / (2 * math.pi)
 
@@ -102,11 +102,11 @@ def test_bursts_are_short_and_mostly_of_one_tenant() -> None:
     model = DayModel(share=1, sizes=((1.0, 5, 15),))
     day = Day(requests=100_000, tenants=tenants, models={"a": model}, zipf=0, rush_share=0, swing=0)
     minutes = Counter(int(one.at_s // 60) for one in arrivals_of(day))
-    # 3,000 requests in six times two minutes, beside 67 in each minute of the day.
+    # 3,000 requests in six times two minutes, compared with 67 in each minute of the day.
     busy = [minute for minute, count in minutes.items() if count > 150]
     assert 12 <= len(busy) <= 18
     whose = Counter(one.tenant for one in arrivals_of(day) if int(one.at_s // 60) in busy)
-    # Others have about 50 requests in these minutes.
+    # Other tenants have about 50 requests in these minutes.
     assert len([tenant for tenant, count in whose.items() if count > 400]) in (1, 2)
 
 

@@ -1,4 +1,4 @@
-"""A ledger is read as it was written, whatever broke off."""
+"""A ledger is read as written, even if it is truncated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is replayed fits what the target serves, or is refused by name."""
+"""A plan contains only requests that the target can serve; others are refused by name."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ async def test_day_has_the_models_shares_and_tenants_that_are_named() -> None:
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
-        ({"models": ("huge",)}, "model: 'huge' is not served there; served: mini, "),
+        ({"models": ("huge",)}, "model: 'huge' is not served there; available: mini, "),
         ({"models": ("pairs",)}, "model: pairs has the task similarity, which can't be replayed"),
-        ({"models": ("spell",)}, "model: spell takes inputs of its own"),
-        ({"models": ("mini=x",)}, "model: 'mini=x' is not NAME or NAME=SHARE"),
-        ({"models": ("mini=-1",)}, "model: 'mini=-1' is not NAME or NAME=SHARE"),
-        ({"tenants": 5}, "tenants: 5 tenants, but keys of 1"),
-        ({"numbers": {"speed": 1.0}}, "set: a day has no 'speed'; there are: zipf, "),
-        ({"numbers": {"repeat_share": 2.0}}, "repeat_share: 2.0 is not from 0 to 1"),
-        ({"numbers": {"swing": 1.5}}, "swing: 1.5 is not from 0 to 1"),
-        ({"numbers": {"zipf": -1.0}}, "zipf: -1.0 is not from 0 to 10"),
-        ({"numbers": {"bursts": -1.0}}, "bursts: -1 is not from 0 to 10000"),
-        ({"numbers": {"cancel_within_s": float("nan")}}, "cancel_within_s: nan is not from"),
+        ({"models": ("spell",)}, "model: spell requires custom inputs"),
+        ({"models": ("mini=x",)}, "model must be NAME or NAME=SHARE, got 'mini=x'"),
+        ({"models": ("mini=-1",)}, "model must be NAME or NAME=SHARE, got 'mini=-1'"),
+        ({"tenants": 5}, "tenants: 5 tenants, but only 1 keys"),
+        ({"numbers": {"speed": 1.0}}, "set: a day does not have 'speed'; available: zipf, "),
+        ({"numbers": {"repeat_share": 2.0}}, "repeat_share must be from 0 to 1, got 2.0"),
+        ({"numbers": {"swing": 1.5}}, "swing must be from 0 to 1, got 1.5"),
+        ({"numbers": {"zipf": -1.0}}, "zipf must be from 0 to 10"),
+        ({"numbers": {"bursts": -1.0}}, "bursts must be from 0 to 10000"),
+        ({"numbers": {"cancel_within_s": float("nan")}}, "cancel_within_s must be from"),
     ],
 )
 async def test_wrong_days_are_refused_by_name(changed: dict[str, Any], reason: str) -> None:
@@ -77,11 +77,11 @@ async def test_trace_gets_names_for_aliases_and_a_usual_model(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("at_s,tenant\n0,nobody\n", "no key of the tenant 'nobody'"),
+        ("at_s,tenant\n0,nobody\n", "no key for the tenant 'nobody'"),
         ("at_s,tenant,model\n0,acme,huge\n", "model: 'huge' is not served there"),
         ("at_s,tenant,model\n0,acme,pairs\n", "model: pairs has the task similarity"),
-        ("at_s,tenant,model,input\n0,acme,spell,a b\n", "input: spell takes a JSON object"),
-        ("at_s,tenant,model\n0,acme,spell\n", "input: spell takes a JSON object"),
+        ("at_s,tenant,model,input\n0,acme,spell,a b\n", "input: spell requires a JSON object"),
+        ("at_s,tenant,model\n0,acme,spell\n", "input: spell requires a JSON object"),
     ],
 )
 async def test_trace_that_does_not_fit_is_refused(tmp_path: Path, text: str, reason: str) -> None:

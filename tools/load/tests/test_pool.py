@@ -1,4 +1,4 @@
-"""Kept connections: what waits, what is hung up, and what never reached a server."""
+"""Persistent connections: requests that wait, are disconnected, or never reach a server."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Ends:
-    """The requests that ended, with their bodies."""
+    """Collects the requests that ended, with their bodies."""
 
     def __init__(self) -> None:
         self.exchanges: list[Exchange] = []

@@ -1,4 +1,4 @@
-"""A replay sends what is due, whatever becomes of it, and its ledger has each request."""
+"""A replay sends every due request, whatever its outcome, and its ledger has each one."""
 
 from __future__ import annotations
 
@@ -218,13 +218,13 @@ async def test_endings_without_an_answer_are_told_apart(tmp_path: Path) -> None:
         "1": ("foreign", 502, ""),
         "2": ("canceled", 0, ""),
     }
-    assert set(tally.by_outcome) == {"429 overloaded", "502 of a proxy", "canceled"}
+    assert set(tally.by_outcome) == {"429 overloaded", "502 from a proxy", "canceled"}
     assert all(line.cost_usd is None for line in ledger.lines)
 
 
 @pytest.mark.anyio
 async def test_speed_and_duration_bound_what_is_sent(tmp_path: Path) -> None:
-    # An hour of a trace in 0.1 s, and the hour after that is never waited for.
+    # An hour of a trace in 0.1 s; the hour after that is never waited for.
     arrivals = [text(100 + 36 * number) for number in range(101)] + [text(1e9)]
     async with serving() as api:
         ledger, tally = await replayed(
@@ -235,7 +235,7 @@ async def test_speed_and_duration_bound_what_is_sent(tmp_path: Path) -> None:
 
 @asynccontextmanager
 async def commanded(*words: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    """Python with these words, until the end of the context."""
+    """Runs Python with these arguments until the context ends."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         *words,
@@ -282,8 +282,8 @@ async def test_interrupted_command_keeps_a_whole_ledger(tmp_path: Path) -> None:
             api.seen.clear()
         process.send_signal(signal.SIGINT)
         await process.communicate()
-    # A shell says 130 of both. CPython ends by the signal if KeyboardInterrupt passed an `exec`,
-    # such as a dataclass has in a module that is being imported.
+    # A shell reports 130 for both. CPython exits by the signal if KeyboardInterrupt passed through
+    # an `exec`, which a dataclass in a module being imported uses.
     assert process.returncode in (130, -signal.SIGINT)
     ledger = read_ledger(tmp_path / "ledger")
     assert [line.status for line in ledger.lines] == [200] * 5

@@ -1,4 +1,4 @@
-"""All queries of alerts, rules and dashboards, and what they ask for."""
+"""All queries in alerts, rules and dashboards, and the metrics that they use."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _IN_GRAFANA = {"$availability": "0.999", "$deadlines": "0.99", "$worker_hour_usd
 
 @dataclass
 class Asked:
-    """The metrics of a query, each with its matchers, and the labels it groups and joins by."""
+    """The metrics in a query, each with its matchers, and the labels it groups and joins by."""
 
     metrics: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
     labels: set[str] = field(default_factory=set)
@@ -61,11 +61,11 @@ def _walk(node: Any, asked: Asked) -> None:
         case "NumberLiteral" | "StringLiteral":
             pass
         case kind:
-            raise AssertionError(f"{kind} is not looked into")
+            raise AssertionError(f"{kind} is not supported here")
 
 
 def queries() -> Iterator[tuple[str, str]]:
-    """(where it stands, text) of every query, with numbers for variables."""
+    """Yields the location and text of every query, with numbers in place of variables."""
     alerts = json.loads(_filled("alerts.json.tftpl"))
     for key, alert in alerts.items():
         yield f"alert {key}", alert["query"]
@@ -81,7 +81,7 @@ def queries() -> Iterator[tuple[str, str]]:
 
 
 def grafana_queries() -> Iterator[tuple[str, str, str]]:
-    """(panel, text, legend) of each query in Grafana."""
+    """Yields (panel, text, legend) of each query in Grafana."""
     for panel in grafana()["panels"]:
         for target in panel.get("targets", []):
             query = _replaced(target["expr"], _IN_GRAFANA)
@@ -97,13 +97,13 @@ def grafana() -> Any:
 
 
 def google_dashboard() -> Any:
-    """The dashboard of Cloud Monitoring, as Terraform fills it in."""
+    """Returns the dashboard for Cloud Monitoring, as filled in by Terraform."""
     return json.loads(_filled("dashboard.json.tftpl"))
 
 
 def _filled(name: str) -> str:
     text = _replaced((RENDERED / name).read_text(encoding="utf-8"), _IN_TERRAFORM)
-    assert not re.search(r"(?<!\$)\$\{", text), "Terraform gives no other variables"
+    assert not re.search(r"(?<!\$)\$\{", text), "Terraform does not provide other variables"
     return text.replace("$${", "${")
 
 

@@ -1,5 +1,5 @@
-"""Alerts by kind of error. The rules for Prometheus run in promtool if it is installed, the
-alerts of Cloud Monitoring in the simulation's own evaluator.
+"""Alerts by kind of error. promtool runs the rules for Prometheus if it is installed, and the
+simulation's evaluator runs the alerts for Cloud Monitoring.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Fired = set[tuple[str, str | None]]
 
 @dataclass(frozen=True)
 class Counted:
-    """A counter: for so many minutes, so many events a minute."""
+    """A counter: a number of events per minute, for a number of minutes."""
 
     name: str
     labels: dict[str, str]
@@ -39,13 +39,13 @@ class Counted:
 
 @dataclass(frozen=True)
 class Case:
-    """Events until now, and the alerts that fire."""
+    """Past events, and the alerts that fire."""
 
     about: str
     counted: Sequence[Counted]
     fired: Fired
     every_min: int = 1
-    """Minutes between two scrapes."""
+    """Minutes between scrapes."""
 
 
 def requests(
@@ -60,7 +60,7 @@ def items(end: str, *parts: tuple[int, float], model: str = "m") -> Counted:
 
 
 def both(key: str, model: str = "m") -> Fired:
-    """The alert for a model, and for all together."""
+    """Returns the alert for a model, and for all together."""
     return {(key, model), (key, None)}
 
 
@@ -179,7 +179,7 @@ def test_alerts_of_cloud_monitoring(case: Case) -> None:
 
 
 def samples(counted: Counted, every_min: int) -> list[tuple[int, float]]:
-    """(minute, value) of each scrape. A counter is there at 0 first."""
+    """Returns (minute, value) of each scrape. A counter starts at 0."""
     found, value, minute = [(0, 0.0)], 0.0, 0
     for length, per_min in counted.parts:
         for _ in range(length // every_min):
@@ -200,7 +200,7 @@ def minutes(case: Case) -> int:
 def test_rules_of_prometheus(tmp_path: Path) -> None:
     if shutil.which("promtool") is None:
         pytest.skip("promtool is not installed")
-    # Evaluated every few minutes only: days in seconds.
+    # Evaluated only every few minutes, so days take seconds.
     seldom = {"groups": [group | {"interval": "4m"} for group in rules(BOUNDS, "file")["groups"]]}
     (tmp_path / "rules.yaml").write_text(json.dumps(seldom), encoding="utf-8")
     tests = {
@@ -208,7 +208,7 @@ def test_rules_of_prometheus(tmp_path: Path) -> None:
         "evaluation_interval": "4m",
         "tests": [as_promtool(case) for case in CASES if minutes(case) <= DAY],
     }
-    # JSON is YAML too, and quicker to write.
+    # JSON is valid YAML, and faster to write.
     (tmp_path / "tests.yaml").write_text(json.dumps(tests), encoding="utf-8")
     done = subprocess.run(
         ["promtool", "test", "rules", "tests.yaml"],

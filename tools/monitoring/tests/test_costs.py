@@ -1,4 +1,4 @@
-"""What the panels of costs say, with two models and several pods of each. Run by promtool."""
+"""Values of the cost panels, with two models and several pods of each. promtool evaluates them."""
 
 import json
 import shutil
@@ -18,7 +18,7 @@ PRICES = " or ".join(
     f"label_replace(vector({usd}), 'worker', '{worker}', '', '')"
     for worker, usd in (("texts", 0.5), ("images", 2))
 )
-"""As Terraform writes them: dollars per hour of one worker."""
+"""As written by Terraform: dollars per hour of one worker."""
 
 
 def query(terms: Terms, title: str) -> str:
@@ -33,11 +33,11 @@ def query(terms: Terms, title: str) -> str:
 
 
 def series() -> list[dict[str, str]]:
-    """Two hours. Three pods of `texts` take 0.25 s for an item, one of `images` 4 s.
+    """Two hours. Three pods of `texts` take 0.25 s per item, one of `images` 4 s.
 
-    A text is 0.375 s in the model, of which 0.125 s are spare.
+    A text takes 0.375 s in the model, of which 0.125 s are spare.
 
-    The cache answers 2 texts a second, and no image.
+    The cache answers 2 texts per second, and no images.
     """
     pods = [("texts", "MiniLM", n, 40, 15, 5) for n in range(3)]
     pods += [("images", "SD", 0, 15, 60, 0)]
@@ -60,12 +60,12 @@ def series() -> list[dict[str, str]]:
     [
         ("Workers' cost per hour", {"texts": 1.5, "images": 2}, {"texts": 1.5, "images": 0.5}),
         (
-            "Cost of 1000 computed items",
+            "7200 texts and 900 images per hour.",
             # 7200 texts and 900 images an hour.
             {"texts": 1500 / 7200, "images": 2000 / 900},
             {"texts": 1500 / 7200, "images": 500 / 900},
         ),
-        # 2 texts/s of 0.25 s: half a worker.
+        # 2 texts/s at 0.25 s: half a worker.
         ("Saved by the cache per hour", {"texts": 0.25}, {"texts": 0.25}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

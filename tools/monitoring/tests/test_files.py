@@ -1,4 +1,4 @@
-"""The files of alerts and dashboards: those in the repository, and those that a user gets."""
+"""Alert and dashboard files, both in the repository and for users."""
 
 import json
 import shutil
@@ -28,7 +28,7 @@ def test_repository_has_what_the_code_makes() -> None:
 
 
 def test_grafana_knows_every_field_of_its_dashboard() -> None:
-    """Read by Grafana's own models, which drop what they do not know, and written again."""
+    """Grafana's own models read it, dropping unknown fields, and write it again."""
     given = grafana()
     read = grafana_models.Dashboard.from_json(given)
     again = json.loads(JSONEncoder().encode(read))
@@ -38,7 +38,7 @@ def test_grafana_knows_every_field_of_its_dashboard() -> None:
 
 
 def missing(given: Any, found: Any, path: str = "") -> list[str]:
-    """The places in `given` that `found` has not, or has another value at."""
+    """Returns the paths in `given` that are missing in `found`, or have another value there."""
     if isinstance(given, dict) and isinstance(found, dict):
         return [
             place

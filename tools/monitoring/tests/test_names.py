@@ -32,7 +32,7 @@ MODULES = (
     "workers.functions.__main__",
     "infra.row_archive.__main__",
 )
-"""What the processes of the product import at their start. That registers their metrics."""
+"""Modules that the product's processes import at startup, which registers their metrics."""
 _DUMP = """
 import importlib, json, sys
 for module in sys.argv[1:]:
@@ -43,7 +43,7 @@ print(json.dumps({c._name: [c._type, list(c._labelnames)] for c in REGISTRY._col
 """
 _SAMPLES = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"], "gauge": [""]}
 FROM_THE_COLLECTOR = "worker"
-"""Label of the workers' series: infra/kubernetes/cluster/pod-monitoring.yaml,
+"""Label on the workers' series: infra/kubernetes/cluster/pod-monitoring.yaml,
 penstock_monitoring/files.py.
 """
 OF_GOOGLE = {
@@ -79,16 +79,17 @@ OF_OTHERS = {
         "service",
     },
 }
-"""What others export, with the labels that are asked for: DCGM's exporter
-(etc/default-counters.csv), kube-state-metrics, KEDA (Integrate with Prometheus), Google's list of
-metrics, blackbox_exporter and redis_exporter.
+"""Metrics exported by others, with the labels used:
+
+DCGM's exporter (etc/default-counters.csv), kube-state-metrics, KEDA (Integrate with Prometheus),
+Google's list of metrics, blackbox_exporter and redis_exporter.
 """
 RECORDED = re.compile(r"penstock:slo_(errors:ratio|bad:increase)\d+[mhd]")
 
 
 @cache
 def exported() -> dict[str, set[str]]:
-    """The labels of each series of our processes, by its name."""
+    """Returns the labels of each of our series, by name."""
     found: dict[str, set[str]] = {}
     done = subprocess.run(
         [sys.executable, "-c", _DUMP, *MODULES],

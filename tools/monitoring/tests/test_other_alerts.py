@@ -1,8 +1,8 @@
 """Each alert that is not about an objective fires when it must, is silent when it must not, and
 leads to a section of the runbook.
 
-The house's evaluator runs the queries of Cloud Monitoring, promtool, if it is installed, those of
-Prometheus, with the time for which they must hold.
+Our own evaluator runs the queries of Cloud Monitoring. promtool, if installed, runs the queries for
+Prometheus, including how long they must hold.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ UPTIME = "monitoring_googleapis_com:uptime_check_check_passed"
 
 @dataclass(frozen=True)
 class Series:
-    """A gauge that has a value for an hour, or a counter that grows by `per_min`, from 0."""
+    """A gauge that keeps a value for an hour, or a counter that grows by `per_min` from 0."""
 
     name: str
     labels: Mapping[str, str]
@@ -139,7 +139,7 @@ FIRES: list[tuple[str, list[Series]]] = [
     ("undecodable", [Series("penstock_worker_undecodable_messages_total", {}, 0, 1)]),
 ]
 UP = Series("penstock_api_requests_open", {}, 0)
-"""Without it, none arrive from the API."""
+"""Without it, no metrics arrive from the API."""
 SILENT: list[tuple[str, list[Series]]] = [
     ("a program's own error", [Series(XID, L4, 31), Series(XID, L4 | {"gpu": "1"}, 43)]),
     ("no error", [Series(XID, L4, 0), Series("DCGM_FI_DEV_ROW_REMAP_FAILURE", L4, 0)]),
@@ -179,7 +179,7 @@ SILENT: list[tuple[str, list[Series]]] = [
 
 
 def firing(given: Iterable[Alert], series: Iterable[Series]) -> set[str]:
-    """The alerts whose queries return something after an hour."""
+    """Returns the alerts whose queries return something after an hour."""
     stored = TimeSeries()
     for one in series:
         for minute in range(HOUR + 1):
@@ -224,7 +224,7 @@ def test_each_alert_leads_to_a_section_that_says_what_to_do() -> None:
 def test_alerts_of_prometheus_fire_there(tmp_path: Path) -> None:
     if shutil.which("promtool") is None:
         pytest.skip("promtool is not installed")
-    # Without those of objectives, which look back for days.
+    # Without the alerts on objectives, which look back for days.
     groups = [one for one in rules(BOUNDS, "file")["groups"] if one["name"] == "penstock-alerts"]
     (tmp_path / "rules.yaml").write_text(json.dumps({"groups": groups}), encoding="utf-8")
     named = {alert.key: alert for alert in IN_PROMETHEUS}

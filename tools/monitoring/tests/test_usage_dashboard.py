@@ -1,4 +1,4 @@
-"""Each query of the dashboard of usage, with Grafana's macros expanded, on the embedded BigQuery.
+"""Runs each query of the usage dashboard, with Grafana's macros expanded, on the embedded BigQuery.
 
 https://github.com/grafana/google-bigquery-datasource/blob/main/pkg/bigquery/macros_test.go
 """
@@ -38,7 +38,7 @@ INTERVALS_MS = {"1h": 3_600_000, "6h": 21_600_000, "1d": 86_400_000}
 
 
 def expanded(sql: str, interval: str = "1h", **variables: str) -> str:
-    """What Grafana sends: its variables first, as its page knows them, then its macros."""
+    """Expands a query as Grafana does: first variables, with its syntax, then macros."""
     given = {"dataset": DATASET, "tenant": "", "model": ""} | variables
     for name, value in given.items():
         quoted = value.replace('"', '\\"')
@@ -134,10 +134,10 @@ def test_unusual_hours_are_those_of_the_table(client: bigquery.Client) -> None:
 
 
 def test_grafana_knows_every_field() -> None:
-    """Read by Grafana's own models, which drop what they do not know, and written again."""
+    """Grafana's own models read it, dropping unknown fields, and write it again."""
     given = json.loads(json.dumps(usage_dashboard()))
     again = json.loads(JSONEncoder().encode(grafana_models.Dashboard.from_json(given)))
-    for dashboard in (given, again):  # the models of queries are not those of dashboards
+    for dashboard in (given, again):  # queries have other models than dashboards
         for panel in dashboard["panels"]:
             panel.pop("targets", None)
     assert missing(given, again) == []

@@ -1,4 +1,4 @@
-"""Leaves files of the other tier out, and takes fixtures from tests/conftest.py."""
+"""Skips files of the other tier, and takes fixtures from tests/conftest.py."""
 
 from pathlib import Path
 
@@ -11,5 +11,5 @@ __all__ = ["_no_settings_from_outside", "anyio_backend", "bigquery_endpoint"]
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """True if a file or folder needn't be imported for this tier."""
+    """Returns True if this tier does not need to import a file or folder."""
     return has_none_of(config.option.markexpr, collection_path) or None

@@ -1,15 +1,15 @@
-"""A BigQuery for one machine and for tests: the REST API v2 over DuckDB.
+"""A BigQuery for one machine and for tests: the REST API v2 on top of DuckDB.
 
-Google's Python client and the `bq` tool talk to it as to the service. `bigquery-emulator` runs it
-alone.
+Google's Python client and the `bq` tool use it like the service. `bigquery-emulator` runs it alone.
 
     bq --api http://127.0.0.1:9050 --project_id=p --oauth_access_token=none query
     --use_legacy_sql=false 'SELECT 1'
 
-Not the service's answer: NUMERIC / NUMERIC and AVG(NUMERIC) are FLOAT64, ROUND and CEIL of an INT64
-stay INT64, a dry run counts the bytes of whole tables. What else it can't answer it refuses.
+Differences from the service: NUMERIC / NUMERIC and AVG(NUMERIC) are FLOAT64, ROUND and CEIL of an
+INT64 stay INT64, and a dry run counts the bytes of whole tables. Anything else that it can't answer
+is refused.
 
-`Analyzer` checks a statement against tables that are named to it, as the server does, without one.
+`Analyzer` checks a statement against tables passed to it, like the server, without running one.
 """
 
 from bigquery_emulator.errors import InvalidQueryError

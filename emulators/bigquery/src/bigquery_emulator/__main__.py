@@ -17,10 +17,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Serves until SIGINT or SIGTERM.
 
     Args:
-        argv: the arguments, without the program's name. None means those of the process.
+        argv: the arguments without the program name. None: the process's arguments.
 
     Returns:
-        The exit status: 0, or 1 where the port or the data directory can't be had.
+        The exit status: 0, or 1 if the port or the data directory is not available.
     """
     parser = argparse.ArgumentParser(
         prog="bigquery-emulator", description="Serve BigQuery's REST API v2 over DuckDB."
@@ -29,10 +29,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--host", default="127.0.0.1", help="address to listen on (default: %(default)s)"
     )
     parser.add_argument(
-        "--port", type=int, default=DEFAULT_PORT, help="0 takes a free one (default: %(default)s)"
+        "--port", type=int, default=DEFAULT_PORT, help="0 picks a free one (default: %(default)s)"
     )
     parser.add_argument(
-        "--data-dir", type=Path, metavar="DIR", help="where the data is kept (default: in memory)"
+        "--data-dir", type=Path, metavar="DIR", help="directory for the data (default: in memory)"
     )
     options = parser.parse_args(argv)
     try:

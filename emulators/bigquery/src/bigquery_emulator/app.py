@@ -1,4 +1,4 @@
-"""The web application of the embedded BigQuery: which path goes to which route."""
+"""The web application of the embedded BigQuery: maps paths to routes."""
 
 from collections.abc import Awaitable, Callable
 
@@ -28,7 +28,7 @@ def create_app(service: BigQueryService) -> Starlette:
     """Returns the application of one server.
 
     Args:
-        service: its parts, open for as long as the application runs.
+        service: its parts, open as long as the application runs.
     """
     routes = [
         Mount(
@@ -40,7 +40,7 @@ def create_app(service: BigQueryService) -> Starlette:
             for mount in ("/upload", "/resumable/upload")
             for verb, endpoint in (("POST", uploads.upload), ("PUT", uploads.resume))
         ),
-        # The first is Google's address of old, the second what the bq tool asks for.
+        # The first is Google's old address, the second is used by the bq tool.
         Route("/discovery/v1/apis/bigquery/v2/rest", discovery.describe),
         Route("/$discovery/rest", discovery.describe),
         Route("/healthz", _healthy),

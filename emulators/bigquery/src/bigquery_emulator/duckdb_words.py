@@ -1,6 +1,6 @@
-"""DuckDB's error messages in the words of GoogleSQL.
+"""Translates DuckDB's error messages into GoogleSQL terms.
 
-Its own speak of types that nobody wrote, such as INT128, and of SQL that nobody sees.
+DuckDB's messages mention types that nobody wrote, such as INT128, and SQL that nobody sees.
 """
 
 import logging
@@ -64,16 +64,16 @@ _OWN_WORDS = re.compile(
 
 
 def is_of_the_database(text: str) -> bool:
-    """True if a message has a word that only this server knows."""
+    """True if a message contains a term that only this server uses."""
     return text == _FALLBACK or _OWN_WORDS.search(text) is not None
 
 
 def message_of(error: Exception) -> str:
-    """Returns what an error of DuckDB says, without its kind, in words that users know.
+    """Returns the text of a DuckDB error, without its kind, in terms that users know.
 
     Args:
-        error: any of `duckdb.Error`, or the UnicodeDecodeError that stands for one whose message
-            DuckDB cut inside of a letter.
+        error: any `duckdb.Error`, or a UnicodeDecodeError, which replaces an error whose message
+            DuckDB cut in the middle of a letter.
     """
     text = str(error)
     if isinstance(error, UnicodeDecodeError):
@@ -82,16 +82,16 @@ def message_of(error: Exception) -> str:
 
 
 def in_googlesql(text: str) -> str:
-    """Returns the first line of a message in words that users know.
+    """Returns the first line of a message in terms that users know.
 
     Args:
-        text: DuckDB's message, without the kind of error that begins it.
+        text: DuckDB's message, without the kind of error at the beginning.
     """
     for pattern, words in _RULES:
         if found := pattern.match(text):
             return found.expand(words)
-    # Python 3.11.2 has no text for a message that DuckDB cut inside of a letter.
+    # Python 3.11.2 has no text for a message that DuckDB cut in the middle of a letter.
     if not text or is_of_the_database(text):
-        _log.warning("an error of the database has no words of GoogleSQL: %s", text)
+        _log.warning("a database error has no translation to GoogleSQL: %s", text)
         return _FALLBACK
     return text

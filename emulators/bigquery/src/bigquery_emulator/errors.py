@@ -1,4 +1,4 @@
-"""The errors that the embedded BigQuery answers with, in the service's own words and shape.
+"""The errors of the embedded BigQuery, with the service's wording and format.
 
 ServiceError                 anything below ├── InvalidError             400 invalid: a request that
 makes no sense ├── InvalidQueryError        400 invalidQuery: SQL that can't be read or run ├──
@@ -26,20 +26,20 @@ _NO_SPACE = "No space left on device"
 
 
 class ServiceError(Exception):
-    """An error with its HTTP status, the service's reason and the place it points at."""
+    """An error with its HTTP status, the service's reason and the location that it points to."""
 
     status = 500
     reason = "internalError"
     grpc_status = "INTERNAL"
 
     def __init__(self, message: str, location: str | None = None) -> None:
-        # A name in it may have half of a surrogate pair, which no response can carry.
+        # A name in it may contain an unpaired surrogate, which no response can carry.
         self.message = message.encode("utf-8", "replace").decode()
         super().__init__(self.message)
         self.location = location
 
     def proto(self) -> dict[str, Any]:
-        """Returns the ErrorProto that a job's `status.errorResult` carries."""
+        """Returns the ErrorProto for a job's `status.errorResult`."""
         found: dict[str, Any] = {"reason": self.reason, "message": self.message}
         if self.location is not None:
             found["location"] = self.location
@@ -65,13 +65,13 @@ class ServiceError(Exception):
 
 
 class InvalidError(ServiceError):
-    """The request makes no sense."""
+    """The request is invalid."""
 
     status, reason, grpc_status = 400, "invalid", "INVALID_ARGUMENT"
 
 
 class InvalidQueryError(ServiceError):
-    """The SQL can't be read or run."""
+    """The SQL can't be parsed or run."""
 
     status, reason, grpc_status = 400, "invalidQuery", "INVALID_ARGUMENT"
 
@@ -80,37 +80,37 @@ class InvalidQueryError(ServiceError):
 
 
 class NotFoundError(ServiceError):
-    """What the request names does not exist."""
+    """A resource in the request does not exist."""
 
     status, reason, grpc_status = 404, "notFound", "NOT_FOUND"
 
 
 class DuplicateError(ServiceError):
-    """What the request would create exists."""
+    """The resource to create already exists."""
 
     status, reason, grpc_status = 409, "duplicate", "ALREADY_EXISTS"
 
 
 class InUseError(ServiceError):
-    """The data set still holds tables."""
+    """The dataset still contains tables."""
 
     status, reason, grpc_status = 400, "resourceInUse", "FAILED_PRECONDITION"
 
 
 class ConditionError(ServiceError):
-    """The etag that the request expects is not the resource's any more."""
+    """The etag in the request is no longer the resource's."""
 
     status, reason, grpc_status = 412, "conditionNotMet", "FAILED_PRECONDITION"
 
 
 class TooLargeError(ServiceError):
-    """The request's body is over the service's limit."""
+    """The request's body exceeds the service's limit."""
 
     status, reason, grpc_status = 413, "requestTooLarge", "INVALID_ARGUMENT"
 
 
 class BusyError(ServiceError):
-    """More jobs are waiting than this server holds."""
+    """More jobs are waiting than this server allows."""
 
     status, reason, grpc_status = 403, "rateLimitExceeded", "RESOURCE_EXHAUSTED"
 
@@ -128,32 +128,36 @@ class StoppedError(ServiceError):
 
 
 class UnsupportedError(ServiceError):
-    """The service knows this, the embedded server does not."""
+    """The service supports this, the embedded server does not."""
 
     status, reason, grpc_status = 501, "notImplemented", "UNIMPLEMENTED"
 
 
 class ResourcesError(ServiceError):
-    """The query or load needs more memory than this server gives."""
+    """The query or load needs more memory than this server has."""
 
     status, reason, grpc_status = 400, "resourcesExceeded", "INVALID_ARGUMENT"
 
 
 class UnavailableError(ServiceError):
-    """The server can't write now, as on a full disk. It is worth a retry."""
+    """The server can't write at the moment, for example because the disk is full.
+
+    Retrying may help.
+    """
 
     status, reason, grpc_status = 503, "backendError", "UNAVAILABLE"
 
 
 class BugError(ServiceError):
-    """The embedded server has failed where it should not."""
+    """The embedded server failed in an unexpected way."""
 
     status, reason, grpc_status = 500, "bug", "INTERNAL"
 
 
 def is_unavailable(error: Exception) -> bool:
-    """True if DuckDB can't read or write its file, as on a full disk."""
-    # It names a full disk in either, as it is found at a commit or elsewhere.
+    """True if DuckDB can't read or write its file, for example because the disk is full."""
+    # DuckDB raises either for a full disk, depending on whether it notices at a commit or
+    # elsewhere.
     is_unwritten = isinstance(error, duckdb.TransactionException) and "Could not write" in str(
         error
     )
@@ -161,10 +165,10 @@ def is_unavailable(error: Exception) -> bool:
 
 
 def as_service_error(error: Exception) -> ServiceError:
-    """Returns the service's error for whatever was raised.
+    """Converts any exception to one of the service's errors.
 
     Args:
-        error: a ServiceError, one of DuckDB's, or any other, which is a bug.
+        error: a ServiceError, one of DuckDB's errors, or any other, which is a bug.
     """
     if isinstance(error, ServiceError):
         return error
@@ -172,9 +176,7 @@ def as_service_error(error: Exception) -> ServiceError:
     if isinstance(error, RecursionError):
         return InvalidError("The request is nested too deep")
     if isinstance(error, duckdb.OutOfMemoryException):
-        return ResourcesError(
-            "Resources exceeded: the memory that this server gives to its queries is full"
-        )
+        return ResourcesError("Resources exceeded: the memory of this server for queries is full")
     if is_unavailable(error):
         log.warning("the data can't be written or read: %s", text)
         reason = "no space left on the disk" if _NO_SPACE in text else "see the server's log"

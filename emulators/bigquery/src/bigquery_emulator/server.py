@@ -1,4 +1,4 @@
-"""Opens and closes the embedded BigQuery: database, services and web server."""
+"""Starts and stops the embedded BigQuery: database, services and web server."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -34,21 +34,20 @@ class BigQueryServer:
 
     @property
     def endpoint(self) -> str:
-        """The address to give to a client as its `api_endpoint`."""
+        """The address for a client's `api_endpoint`."""
         return f"http://{self.host}:{self.port}"
 
 
 @asynccontextmanager
 async def serve(host: str, port: int, data_dir: Path | None) -> AsyncIterator[BigQueryServer]:
-    """Runs the server for the length of a `with` block.
+    """Runs the server during a `with` block.
 
     Args:
-        host: the address to listen on.
-        port: 0 takes a free one.
-        data_dir: where the data is kept. None keeps it in memory.
+        port: 0 picks a free one.
+        data_dir: directory for the data. None keeps it in memory.
 
     Raises:
-        OSError: where the port is taken, or the data directory is in use by another process.
+        OSError: the port is in use, or another process uses the data directory.
     """
     with bound(host, port) as listener:
         store = Store(data_dir)
@@ -60,7 +59,7 @@ async def serve(host: str, port: int, data_dir: Path | None) -> AsyncIterator[Bi
             except (duckdb.Error, ValueError, TypeError) as error:
                 reason = str(error).split("\n")[0]
                 raise OSError(f"cannot read the catalog in {data_dir}: {reason}") from error
-            # Only now: a port that listens says that the data is there.
+            # Only now, because a listening port means that the data is available.
             listener.listen(_BACKLOG)
             async with anyio.create_task_group() as tasks:
                 service = _service(store, catalog, tasks)
@@ -74,7 +73,7 @@ async def serve(host: str, port: int, data_dir: Path | None) -> AsyncIterator[Bi
 
 
 async def _load_analyzer(service: BigQueryService) -> None:
-    """Loads GoogleSQL's analyzer beside everything else. The first queries wait for it."""
+    """Loads GoogleSQL's analyzer in the background. The first queries wait for it."""
     await to_thread.run_sync(service.translator.analyzer.load, abandon_on_cancel=True)
 
 

@@ -1,8 +1,8 @@
 """The DuckDB database of the embedded BigQuery: file, sessions and GoogleSQL macros.
 
-Tables live in the attached database `data` (one file, or memory), results of queries in `memory`,
-so a large result never touches the file. Statements that change `data` hold the server's writer,
-which is one at a time. Streamed rows are added beside it, in transactions of their own.
+Tables are in the attached database `data` (one file, or memory), query results in `memory`, so a
+large result never touches the file. Statements that change `data` run in the server's writer
+thread, one at a time. Streamed rows are added concurrently, in separate transactions.
 """
 
 import logging
@@ -22,20 +22,20 @@ log = logging.getLogger(__name__)
 Cursor = Any
 FILE_NAME = "bigquery.duckdb"
 _SUFFIXES = ("", ".wal", ".wal.checkpoint", ".wal.recovery")
-"""Of the files of a database."""
+"""Suffixes of the database files."""
 _LOST = "has been invalidated"
 _IS_DURABLE = "COMMIT succeeded and is durable"
-"""DuckDB's word where it could not write the log back after a commit."""
+"""DuckDB's message when it could not write the log back after a commit."""
 _IS_ATTACHED = "SELECT 1 FROM duckdb_databases() WHERE database_name = 'data'"
 _MEMORY_LIMIT = "2GB"
 _MACROS = Path(__file__).parent / "googlesql" / "macros.sql"
 
 
 class Store:
-    """One DuckDB instance. The server calls `open` at its start and `close` at its end.
+    """A DuckDB instance. The server calls `open` when it starts and `close` when it stops.
 
     Args:
-        data_dir: the directory that holds the database file, created if missing. None keeps all in
+        data_dir: directory of the database file, created if missing. None keeps everything in
             memory.
     """
 
@@ -44,10 +44,10 @@ class Store:
         self._root: Cursor = None
         self._place = ":memory:"
         self.changes = 0
-        """Grows with each transaction, before its caller is answered."""
+        """Incremented by each transaction, before its caller is answered."""
         self._is_lost = False
         self._reopened = 0
-        """How often the database was let go to be opened again."""
+        """How often the database was closed to be opened again."""
         self._reopening = threading.Lock()
         self._counting = threading.Lock()
         self._uploads: tempfile.TemporaryDirectory[str] | None = None
@@ -56,21 +56,21 @@ class Store:
         """Opens the database and loads the macros.
 
         Raises:
-            OSError: where the file is in use by another process, damaged, of a newer version or
-                isn't a database, or the disk is full.
+            OSError: another process uses the file, it is damaged, from a newer version or not a
+            database, or the disk is full.
         """
         self._root = duckdb.connect(":memory:")
         self._root.execute("SET GLOBAL TimeZone = 'UTC'")
         self._root.execute(f"SET GLOBAL memory_limit = '{_MEMORY_LIMIT}'")
-        # LN(0) and the like are errors in GoogleSQL, not infinities.
+        # In GoogleSQL, LN(0) and the like are errors instead of infinities.
         self._root.execute("SET GLOBAL ieee_floating_point_ops = false")
         spill_dir = ""
         if self._data_dir is not None:
             self._data_dir.mkdir(parents=True, exist_ok=True)
             self._place = str(self._data_dir / FILE_NAME)
             spill_dir = str(self._data_dir / "spill")
-        # Without data on disk a query that outgrows the memory fails; DuckDB's own default is the
-        # working directory.
+        # Without data on disk, a query that exceeds the memory fails. DuckDB would use the working
+        # directory by default.
         self._root.execute(f"SET GLOBAL temp_directory = {_literal(spill_dir)}")
         try:
             self._attach()
@@ -82,8 +82,8 @@ class Store:
         self._root.execute("CREATE SCHEMA bq")
         register(self._root)
         self._root.execute(_MACROS.read_text())
-        # Nothing that a query says may reach the machine's files or the network. Only Parquet
-        # files are read in place, from this folder, and the database may be opened again.
+        # No query may access the machine's files or the network. Only Parquet files in this folder
+        # may be read, and the database itself may be opened again.
         self._uploads = tempfile.TemporaryDirectory(prefix="penstock-bigquery-")
         self._root.execute(f"SET GLOBAL allowed_directories = [{_literal(self.uploads_dir)}]")
         if self._data_dir is not None:
@@ -94,12 +94,12 @@ class Store:
 
     @property
     def uploads_dir(self) -> str:
-        """The one folder whose files DuckDB may read: uploads, while they are loaded."""
+        """The only folder whose files DuckDB may read: uploads, while they are loaded."""
         assert self._uploads is not None, "the store is not open: this is a bug"
         return self._uploads.name
 
     def close(self) -> None:
-        """Writes the log into the file and lets it go."""
+        """Writes the log back into the file and closes it."""
         if self._uploads is not None:
             self._uploads.cleanup()
             self._uploads = None
@@ -107,7 +107,8 @@ class Store:
             try:
                 self._root.execute("CHECKPOINT data")
             except duckdb.Error as error:
-                # As on a full disk. The log has everything and is read at the next start.
+                # For example because the disk is full. The log has everything and is read at the
+                # next start.
                 log.warning("the log stays beside the data: %s", str(error).split("\n")[0])
             unregister(self._root)
             self._root.close()
@@ -118,8 +119,8 @@ class Store:
         """Opens a session that does not change `data`, and sees one state of it per statement.
 
         Raises:
-            duckdb.IOException: the database was lost to a full disk, and can't be opened yet, or
-                was opened again meanwhile.
+            duckdb.IOException: the database was lost because the disk is full and can't be opened
+            yet, or it was just opened again.
         """
         if self._is_lost:
             self._reopen()
@@ -128,20 +129,21 @@ class Store:
         try:
             yield cursor
         except duckdb.Error as error:
-            # DuckDB gives up a database whose log it could not write back, as on a full disk.
+            # DuckDB gives up a database whose log it could not write back, for example on a full
+            # disk.
             self._is_lost = self._is_lost or _LOST in str(error)
             is_told = isinstance(error, duckdb.IOException | duckdb.InterruptException)
             if is_told or reopened == self._reopened:
                 raise
-            # Without the database no table is there, which says nothing about the statement.
+            # Without the database no table exists, which does not mean that the statement is wrong.
             raise duckdb.IOException("the database was opened again meanwhile") from error
         finally:
             cursor.close()
 
     def _reopen(self) -> None:
-        """Opens the database again, whose log has all that was answered.
+        """Opens the database again. Its log has all confirmed changes.
 
-        It takes until the sessions have ended that were open when the database was lost.
+        Waits until all sessions have ended that were open when the database was lost.
         """
         with self._reopening:
             if not self._is_lost:
@@ -163,10 +165,12 @@ class Store:
 
     @contextmanager
     def transaction(self) -> Iterator[Cursor]:
-        """Gives a session that may change `data`: its statements are kept together or not at all.
+        """Opens a session that may change `data`.
+
+        Its statements are committed together or not at all.
 
         Raises:
-            duckdb.Error: nothing was kept.
+            duckdb.Error: nothing was committed.
         """
         try:
             with self.reading() as cursor:
@@ -183,7 +187,8 @@ class Store:
                 self.changes += 1
 
     def _commit(self, cursor: Cursor) -> None:
-        # Not by a statement alone, which would fail in the same way, and look as if it had failed.
+        # Not with a statement alone, which would fail in the same way and look like a failed
+        # commit.
         try:
             cursor.execute("COMMIT")
         except duckdb.IOException as error:

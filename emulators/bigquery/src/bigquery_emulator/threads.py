@@ -1,8 +1,7 @@
-"""Threads for DuckDB's blocking calls: for metadata, for queries, for streamed rows, one writer.
+"""Threads for DuckDB's blocking calls: for metadata, queries, streamed rows, and one writer.
 
-Every request and every job goes through `read`, `query`, `append` or `write`. Two statements that
-change rows or tables never meet. Long ones keep nobody from a table's description and from
-streaming rows.
+Every request and every job uses `read`, `query`, `append` or `write`. Two statements that change
+rows or tables never overlap. Long ones do not block table descriptions or row streaming.
 """
 
 import asyncio
@@ -16,7 +15,7 @@ from bigquery_emulator.errors import BusyError
 
 _Found = TypeVar("_Found")
 MAX_QUERIES = 8
-"""That read rows at the same time."""
+"""Threads that read rows concurrently."""
 _READERS = 8
 _LONGEST_WAIT_S = 60.0
 _INTERRUPT_EVERY_S = 0.05
@@ -39,12 +38,12 @@ class Threads:
         """Runs a short function that only reads. Waits for a free thread.
 
         Raises:
-            BusyError: there was none for a minute.
+            BusyError: no thread was free for a minute.
         """
         return await self._run(self._readers, _LONGEST_WAIT_S, _nothing, function, *args)
 
     async def tidy(self, function: Callable[..., None], *args: object) -> None:
-        """Runs a short function that must run, in a canceled job too."""
+        """Runs a short function that must run even in a canceled job."""
         with anyio.CancelScope(shield=True):
             await self._run(self._readers, None, _nothing, function, *args)
 
@@ -54,26 +53,30 @@ class Threads:
         *args: object,
         interrupt: Callable[[], None] = _nothing,
     ) -> _Found:
-        """Runs a function that reads rows for as long as its job may last. Waits as long.
+        """Runs a function that reads rows as long as its job may take.
+
+        Waits just as long for a thread.
 
         Args:
-            interrupt: ends what runs in the function, where its job is stopped.
+            interrupt: interrupts the function if its job is stopped.
         """
         return await self._run(self._queries, None, interrupt, function, *args)
 
     async def append(self, function: Callable[..., _Found], *args: object) -> _Found:
-        """Runs a short function that only adds rows. Waits for the others, not for the writer.
+        """Runs a short function that only adds rows.
+
+        Waits for other such functions, not for the writer.
 
         Raises:
-            BusyError: they took more than a minute.
+            BusyError: the others took more than a minute.
         """
         return await self._run(self._appender, _LONGEST_WAIT_S, _nothing, function, *args)
 
     async def write(self, function: Callable[..., _Found], *args: object) -> _Found:
-        """Runs a request's change of the data or the catalog. Waits for the others.
+        """Runs a request's change to the data or the catalog. Waits for others.
 
         Raises:
-            BusyError: they took more than a minute.
+            BusyError: the others took more than a minute.
         """
         return await self._run(self._writer, _LONGEST_WAIT_S, _nothing, function, *args)
 
@@ -83,7 +86,7 @@ class Threads:
         *args: object,
         interrupt: Callable[[], None] = _nothing,
     ) -> _Found:
-        """Runs a job's change. Waits for the others as long as its job may last. See `query`."""
+        """Runs a job's change. Waits for others as long as its job may take. See `query`."""
         return await self._run(self._writer, None, interrupt, function, *args)
 
     async def _run(
@@ -96,7 +99,7 @@ class Threads:
     ) -> _Found:
         work = pool.submit(function, *args)
         done = asyncio.wrap_future(work)
-        # One that runs can't be canceled.
+        # A running function can't be canceled.
         give_up = wait_s and asyncio.get_running_loop().call_later(wait_s, work.cancel)
         try:
             await asyncio.wait((done,))
@@ -104,7 +107,7 @@ class Threads:
             if work.cancel():
                 raise
             with anyio.CancelScope(shield=True):
-                # Again and again: an interrupt between two statements of a session is lost.
+                # Repeatedly, because an interrupt between two statements of a session is lost.
                 while not done.done():
                     interrupt()
                     await asyncio.wait((done,), timeout=_INTERRUPT_EVERY_S)

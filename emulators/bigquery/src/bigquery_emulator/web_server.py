@@ -1,4 +1,4 @@
-"""A web server in a `with` block: a bound port, and uvicorn on it without its signals."""
+"""A web server in a `with` block: a bound port, served by uvicorn without its signal handlers."""
 
 import asyncio
 import contextlib
@@ -13,24 +13,25 @@ from starlette.types import ASGIApp
 _SHUTDOWN_S = 5
 _MOST_CONNECTIONS = 1_000
 _IDLE_S = 620
-"""How long a connection stays open between requests, as Google's frontends hold it. A client that
-writes on one that was just closed sees a broken pipe.
+"""How long a connection stays open between requests, the same as on Google's frontends.
+
+A client that writes to a connection that was just closed gets a broken pipe.
 """
 _log = logging.getLogger(__name__)
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """Return a socket that is bound and does not listen yet.
+    """Return a socket that is bound but not listening yet.
 
     Args:
-        port: 0 takes a free one.
+        port: 0 picks a free one.
 
     Raises:
-        OSError: the port is taken, or the address is not this machine's.
+        OSError: the port is in use, or the address does not belong to this machine.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # Without the protocol asyncio leaves Nagle on, and each answer waits 40 ms for an
-    # acknowledgment.
+    # Without an explicit protocol, asyncio leaves Nagle's algorithm on, and each answer waits 40 ms
+    # for an acknowledgment.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -42,7 +43,7 @@ def bound(host: str, port: int) -> socket.socket:
 
 
 class _Server(uvicorn.Server):
-    """Signals belong to the program that runs this server."""
+    """Leaves signals to the program that runs this server."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -51,11 +52,7 @@ class _Server(uvicorn.Server):
 
 @asynccontextmanager
 async def answering(app: ASGIApp, listener: socket.socket) -> AsyncIterator[None]:
-    """Answer on a socket that listens, until the block ends and open requests are answered.
-
-    Args:
-        listener: closed at the end.
-    """
+    """Serve on a listening socket until the block ends and open requests have been answered."""
     config = uvicorn.Config(
         app,
         lifespan="off",

@@ -1,4 +1,4 @@
-"""Random expressions and queries of GoogleSQL, from seeds."""
+"""Random GoogleSQL expressions and queries from seeds."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ _WANTED = ("int", "float", "text", "bool", "date", "at", "numeric", "ints")
 
 
 def random_query(seed: int) -> str:
-    """A query with one expression, up to three calls deep."""
+    """Returns a query with one expression, up to three calls deep."""
     chance = random.Random(seed)
     return f"SELECT {_expression(chance, chance.choice(_WANTED), chance.choice((1, 2, 2, 3)))}"
 
@@ -149,7 +149,7 @@ def _expression(
     chance: random.Random, kind: str, depth: int, columns: Mapping[str, Sequence[str]] = _NONE
 ) -> str:
     if depth == 0 or chance.random() < 0.15:
-        # Columns more often than values, where there are any.
+        # Columns more often than constants, if there are any.
         return chance.choice([*_VALUES[kind], *tuple(columns.get(kind, ())) * 6])
     form = chance.choice(_BY_TYPE[kind])
     return re.sub(r"\{(\w+)\}", lambda name: _expression(chance, name[1], depth - 1, columns), form)

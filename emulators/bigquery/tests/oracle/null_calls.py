@@ -1,7 +1,7 @@
-"""Calls of every function that has a translation, with each argument NULL in turn.
+"""Calls of every translated function, with each argument NULL in turn.
 
-The types of the arguments come from the analyzer's own signatures, so a function that gets a
-translation is asked without anybody thinking of it.
+The argument types come from the analyzer's own signatures, so a newly translated function is tested
+automatically.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from zetasql.wasi._pb2.zetasql.public import type_pb2 as types
 from bigquery_emulator.googlesql.analysis.language import language
 from bigquery_emulator.googlesql.analysis.module import AnalyzerModule
 
-# What is special to some function stands first: it must not be looked at before a NULL beside it.
+# Values with a special meaning for some function come first: they must not be checked before a NULL
+# in another argument.
 _VALUES: dict[int, tuple[str, list[str]]] = {
     types.TYPE_INT64: ("INT64", ["0", "64", "-1"]),
     types.TYPE_DOUBLE: ("FLOAT64", ["0.0", "CAST('inf' AS FLOAT64)", "-1.0"]),
@@ -94,12 +95,12 @@ NEVER_ASKED = frozenset(
     {"current_timestamp", "double", "error", "generate_uuid", "lax_double"}
     | {"octet_length", "rand", "regexp_substr", "contains_substr"}
 )
-"""No arguments, other names of functions that are asked, or none that the analyzer knows."""
+"""No arguments, aliases of tested functions, or functions unknown to the analyzer."""
 _VOLATILE = frozenset({"rand", "generate_uuid", "error"})
 
 
 def builtin_functions() -> list[Any]:
-    """Every function of the dialect, as the analyzer describes it."""
+    """Returns every function of the dialect, as described by the analyzer."""
     wanted = ZetaSQLBuiltinFunctionOptionsProto()
     wanted.language_options.CopyFrom(language())
     answer = AnalyzerModule().call(
@@ -109,7 +110,7 @@ def builtin_functions() -> list[Any]:
 
 
 def null_calls(functions: Sequence[Any], names: frozenset[str]) -> Iterator[tuple[str, str]]:
-    """Yields each function's name and a query of it with a NULL among its arguments."""
+    """Yields each function's name and a query that calls it with a NULL argument."""
     for function in functions:
         name = function.name_path[-1]
         if len(function.name_path) > 1 or name not in names - _VOLATILE:
@@ -146,7 +147,7 @@ def _required(signature: Any) -> int:
 
 
 def _kind(name: str, place: int, argument: Any) -> tuple[str, list[str]] | None:
-    """The name of an argument's type, "" for one that is never NULL, and values of it."""
+    """Returns the name of an argument's type, "" if it is never NULL, and values of it."""
     if argument.type.type_kind == types.TYPE_ENUM:
         part = "UNNAMED" if "DateTimestampPart" not in str(argument) else _PARTS.get(name, "DAY")
         return None if part == "UNNAMED" else ("", [part])

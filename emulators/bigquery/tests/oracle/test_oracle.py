@@ -1,9 +1,9 @@
 """GoogleSQL against Google's own reference evaluator, which comes with the analyzer.
 
-The files in `queries` have a query a line. Each must give the evaluator's value and order, fail
-where the evaluator fails, or be refused as unsupported. What is refused is written down in
-`unsupported.txt`, so that support can't shrink unseen: `python -m
-tests.oracle.test_oracle` writes it anew.
+The files in `queries` have one query per line. Each must return the evaluator's value and order,
+fail if the evaluator fails, or be refused as unsupported. Refused queries are listed in
+`unsupported.txt`, so that support can't shrink unnoticed: `python -m tests.oracle.test_oracle`
+updates the list.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.oracle.world import Found, World
 QUERIES = Path(__file__).parent / "queries"
 _UNSUPPORTED = Path(__file__).parent / "unsupported.txt"
 _RULES = ("Array cannot have a null element", "Duplicate column names in the result")
-"""Errors of BigQuery about a result, which the evaluator has not."""
+"""Errors of BigQuery about a result, which the evaluator does not raise."""
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,10 @@ def world() -> Iterator[World]:
 
 @pytest.fixture(scope="module")
 def given(world: World) -> Callable[[str], Found]:
-    """What the embedded BigQuery gives. A query is run once, whatever is asked about its answer."""
+    """Returns the embedded BigQuery's result.
+
+    A query runs once, however often its result is used.
+    """
     return cache(world.given)
 
 
@@ -89,7 +92,7 @@ def test_random_queries_answer_as_google_s_evaluator_does(
             refused += 1
             continue
         expected = world.expected(sql)
-        # Which rows are looked at before others are dropped is not said: an error may be missed.
+        # The order in which rows are evaluated and dropped is undefined, so an error may be missed.
         is_missed = query is random_table_query and expected.error and not given.error
         if not (_agree(expected, given) or _is_only_null(expected, given) or is_missed):
             wrong.append(f"{seed}: {sql}\n  expected: {expected}\n  given:    {given}")
@@ -98,7 +101,10 @@ def test_random_queries_answer_as_google_s_evaluator_does(
 
 
 def _is_only_null(expected: Found, given: Found) -> bool:
-    """Whether one has NULL for the error of the other. What is beside a NULL may be left out."""
+    """True if one result has NULL in place of the other's error.
+
+    Values next to a NULL need not be evaluated.
+    """
     answers = [found.rows for found in (expected, given) if not found.error]
     return answers == [[(None,)]] or answers == [[([],)]]
 

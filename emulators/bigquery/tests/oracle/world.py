@@ -1,4 +1,4 @@
-"""One query at two places: ZetaSQL's reference evaluator, and the embedded BigQuery's engine."""
+"""Runs a query in two places: ZetaSQL's reference evaluator, and the embedded BigQuery's engine."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ _THINGS: list[dict[str, Any]] = [
         "fields": [{"name": "p", "type": "STRING"}, {"name": "q", "type": "INT64"}],
     },
 ]
-"""NULLs and extremes of all types."""
+"""NULLs and extremes for all types."""
 _ROWS: dict[str, tuple[list[dict[str, Any]], str]] = {
     "people": (
         _PEOPLE,
@@ -136,7 +136,7 @@ UNION ALL SELECT 7, NUMERIC '0.000000001', 1.5, NULL, b'zz', DATETIME '2024-02-2
 
 @dataclass(frozen=True)
 class Found:
-    """What a query gave: rows in an order that can be compared, or why there are none."""
+    """The result of a query: rows in a comparable order, or an error."""
 
     rows: list[tuple[Any, ...]] | None
     error: str = ""
@@ -144,7 +144,7 @@ class Found:
 
 
 class World:
-    """Both places, with the same tables `people`, `orders` and `things`."""
+    """Both engines, with the same tables `people`, `orders` and `things`."""
 
     def __init__(self) -> None:
         self._store = Store(None)
@@ -165,7 +165,7 @@ class World:
             self._fill(name, fields, rows)
 
     def close(self) -> None:
-        """Lets the database go."""
+        """Closes the database."""
         self._store.close()
 
     def _fill(self, name: str, fields: list[dict[str, Any]], rows: str) -> None:
@@ -195,7 +195,7 @@ class World:
         return self._module.call("EvaluateQuery", request, service.EvaluateQueryResponse)
 
     def expected(self, sql: str) -> Found:
-        """What the reference evaluator gives."""
+        """Returns the reference evaluator's result."""
         try:
             found = self._evaluated(sql)
         except (AnalyzerRefusedError, AnalyzerTrappedError) as error:
@@ -212,14 +212,14 @@ class World:
         return Found(self._comparable(rows, sql))
 
     def _comparable(self, rows: list[tuple[Any, ...]], sql: str) -> list[tuple[Any, ...]]:
-        """The rows in the query's order, or in one order if it asks for none."""
-        if len(rows) < 2:  # most queries have one, and the analyzer takes a third of their time
+        """Returns the rows in the query's order, or else in a fixed order."""
+        if len(rows) < 2:  # most queries have one, and analyzing takes a third of their time
             return rows
         tree = self._translator.analyzer.analyze(sql, self._named, ParameterTypes())
         return rows if tree.query.is_ordered else sorted(rows, key=repr)
 
     def given(self, sql: str) -> Found:
-        """What the embedded BigQuery gives."""
+        """Returns the embedded BigQuery's result."""
         try:
             statement = self._translator.translate(sql, "p", DATASET)
             result = self._queries.select(statement, lambda _: None)
@@ -248,7 +248,7 @@ class World:
 
 def _of_evaluator(value: Any, kind: Any, *, is_top: bool = False) -> Any:
     if kind.type_kind == types.TYPE_ARRAY:
-        # A result has no NULL for an array.
+        # A result never contains NULL for an array.
         if not value.HasField("array_value"):
             return [] if is_top else None
         element = kind.array_type.element_type
@@ -303,7 +303,7 @@ _SCALARS: dict[int, Callable[[Any], Any]] = {
 
 
 def _float(number: float) -> float | str:
-    """A FLOAT64 to 12 digits. NaN equals itself, and 0 below zero is told from 0."""
+    """Returns a FLOAT64 with 12 digits. NaN equals itself, and -0 differs from 0."""
     if math.isnan(number):
         return "NaN"
     return "-0" if number == 0 and math.copysign(1, number) < 0 else float(f"{number:.12g}")
@@ -329,10 +329,10 @@ def _of_duckdb(value: Any, kind: Any) -> Any:
 
 
 def _json(text: str) -> Any:
-    """A JSON value that also tells the order of the names in an object."""
+    """Returns a JSON value that preserves the order of an object's names."""
     return json.loads(text, object_pairs_hook=lambda pairs: ("object", *pairs))
 
 
 def _no_listing() -> Any:
-    """INFORMATION_SCHEMA has no part here."""
+    """INFORMATION_SCHEMA is not used here."""
     raise AssertionError

@@ -1,11 +1,11 @@
 """A Pub/Sub for one machine and for tests: `google.pubsub.v1` over gRPC and REST.
 
-It keeps its state in memory or in a directory. `pubsub-emulator` runs it alone. In a program:
+It stores its state in memory or in a directory. `pubsub-emulator` runs it alone. In a program:
 
     async with serve("127.0.0.1", 0) as server:
         os.environ["PUBSUB_EMULATOR_HOST"] = server.endpoint
 
-`parse_filter` reads a subscription's filter as the server does.
+`parse_filter` parses a subscription's filter like the server.
 """
 
 from pubsub_emulator.server import PubsubServer, serve

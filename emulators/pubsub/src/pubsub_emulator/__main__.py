@@ -15,9 +15,9 @@ from pubsub_emulator.server import serve
 from pubsub_emulator.state.resources import is_http_url
 
 YOUNG_OBJECTS = 20_000
-"""Allocations between two looks of the garbage collector at the young objects.
+"""Allocations between two passes of the garbage collector over young objects.
 
-The default of 700 means several looks in each call.
+The default of 700 means several passes per call.
 """
 
 
@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the server. Returns the exit code.
 
     Args:
-        argv: the arguments after the program's name. None means those of the process.
+        argv: the arguments without the program name. None: the process's arguments.
     """
     parser = argparse.ArgumentParser(prog="pubsub-emulator", description="Serve google.pubsub.v1.")
     parser.add_argument(
@@ -35,12 +35,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--port",
         type=_number(0, 65_535),
         default=8085,
-        help="0 takes a free one (default: %(default)s)",
+        help="0 picks a free one (default: %(default)s)",
     )
     parser.add_argument(
         "--rest-port",
         type=_number(0, 65_535),
-        help="serve REST too, as gcloud speaks it: its port, 0 takes a free one",
+        help="also serve REST, as used by gcloud, on this port; 0 picks a free one",
     )
     parser.add_argument(
         "--socket", type=Path, metavar="PATH", help="a Unix socket to listen on as well"
@@ -49,20 +49,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--storage-mib",
         type=_number(1, 1024**2),
         default=DEFAULT_STORAGE_BYTES // 1024**2,
-        help="memory of all messages before publishes are refused, in MiB (default: %(default)s)",
+        help=(
+            "maximum memory of all messages, in MiB; further publishes are refused (default: "
+            "%(default)s)"
+        ),
     )
     parser.add_argument(
-        "--data-dir", type=Path, metavar="DIR", help="where everything is kept (default: in memory)"
+        "--data-dir", type=Path, metavar="DIR", help="directory for all data (default: in memory)"
     )
     parser.add_argument(
-        "--fsync", action="store_true", help="with --data-dir: outlive a power cut too, at a price"
+        "--fsync",
+        action="store_true",
+        help=("with --data-dir: also survive a power failure, which is slower"),
     )
     parser.add_argument(
         "--bigquery-endpoint",
         type=_web_url,
         metavar="URL",
-        help="a BigQuery without credentials, for BigQuery subscriptions (default: they are "
-        "refused)",
+        help="URL of a BigQuery without credentials, for BigQuery subscriptions (default: they "
+        "are refused)",
     )
     options = parser.parse_args(argv)
     try:
@@ -76,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _number(least: int, most: int) -> Callable[[str], int]:
     def number(text: str) -> int:
         if not (text.isdecimal() and least <= int(text) <= most):
-            raise argparse.ArgumentTypeError(f"{text} is not from {least} to {most}")
+            raise argparse.ArgumentTypeError(f"{text} must be from {least} to {most}")
         return int(text)
 
     return number
@@ -84,7 +89,7 @@ def _number(least: int, most: int) -> Callable[[str], int]:
 
 def _web_url(text: str) -> str:
     if not is_http_url(text):
-        raise argparse.ArgumentTypeError(f"{text} is not an http or https URL")
+        raise argparse.ArgumentTypeError(f"{text} must be an http or https URL")
     return text
 
 
@@ -112,10 +117,10 @@ async def _serve_until_signal(options: argparse.Namespace) -> None:
 
 
 def _settle_heap() -> None:
-    """Excludes all objects of the startup from later collections, and makes collections rarer.
+    """Excludes all startup objects from later collections, and makes collections less frequent.
 
-    Messages come and stay by millions. They are looked at in small portions (400,000 take 0.1 s),
-    and all together hardly ever.
+    Millions of messages come and stay. The collector visits them in small portions (400,000 take
+    0.1 s), and hardly ever all together.
     """
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""A loop for each subscription whose messages this server delivers: by push and to BigQuery."""
+"""A loop for each subscription whose messages this server delivers: push and BigQuery."""
 
 import asyncio
 import logging
@@ -27,7 +27,7 @@ async def delivery_loops(broker: Broker) -> AsyncIterator[None]:
 
 
 class _DeliveryLoops:
-    """The running loops by subscription, and their tasks."""
+    """Running loops by subscription, and their tasks."""
 
     def __init__(self, broker: Broker) -> None:
         self._subscriptions = broker.registry.subscriptions
@@ -36,7 +36,7 @@ class _DeliveryLoops:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def follow(self, subscription: SubscriptionState) -> None:
-        """Start or stop a loop. Only a different destination has an effect."""
+        """Start or stop a loop. Only a change of destination has an effect."""
         is_alive = self._subscriptions.get(subscription.path) is subscription
         wanted = self._destination(subscription) if is_alive else b""
         current, task = self._running.pop(subscription.path, (b"", None))
@@ -53,14 +53,14 @@ class _DeliveryLoops:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _destination(self, subscription: SubscriptionState) -> bytes:
-        """Return the destination as bytes to compare. Empty: nothing delivers the messages."""
+        """Return the destination as bytes, for comparison. Empty: nothing delivers the messages."""
         proto, kind = subscription.proto, subscription.settings.kind
         if proto.detached or kind == "PULL":
             return b""
         if kind == "PUSH":
             return bytes(proto.push_config.SerializeToString(deterministic=True))
         if not self._bigquery_endpoint:
-            # It was created by a server that had one. Its messages wait.
+            # It was created by a server that had a BigQuery. Its messages wait.
             return b""
         config = type(proto.bigquery_config)()
         config.CopyFrom(proto.bigquery_config)

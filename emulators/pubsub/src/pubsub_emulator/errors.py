@@ -1,6 +1,6 @@
 """The errors of the embedded Pub/Sub, with the service's wording.
 
-`protocols` turns them into gRPC statuses and HTTP errors.
+`protocols` converts them to gRPC statuses and HTTP errors.
 
 PubsubError
 ├── InvalidArgument
@@ -24,8 +24,7 @@ INVALID_ACK_ID = "PERMANENT_FAILURE_INVALID_ACK_ID"
 class PubsubError(Exception):
     """A request was refused. `status` is the name of its gRPC status code.
 
-    `reason` and `metadata`, if there are any, are those of the `google.rpc.ErrorInfo` that goes
-    with it.
+    `reason` and `metadata`, if set, go into the `google.rpc.ErrorInfo` sent with it.
     """
 
     status = "INTERNAL"
@@ -34,7 +33,7 @@ class PubsubError(Exception):
 
 
 class InvalidArgument(PubsubError):
-    """The request is wrong whatever the state of the server."""
+    """The request is invalid regardless of the server's state."""
 
     status = "INVALID_ARGUMENT"
 
@@ -57,12 +56,12 @@ class AckIdsRefused(InvalidArgument):
 
 
 class MessageRefused(InvalidArgument):
-    """A message does not fit the schema of its topic, or the one that it is validated against.
+    """A message does not match the schema of its topic, or the schema it is validated against.
 
     Args:
         encoding: JSON or BINARY.
         kind: AVRO or PROTO.
-        why: what the last revision that was tried says.
+        why: reason reported by the last revision tried.
     """
 
     def __init__(self, encoding: str, kind: str, why: str) -> None:
@@ -84,25 +83,25 @@ class ResourceExists(PubsubError):
 
 
 class ChangedMeanwhile(PubsubError):
-    """What the request is based on is no longer what is stored."""
+    """The resource has changed since the version on which the request is based."""
 
     status = "ABORTED"
 
 
 class FailedPrecondition(PubsubError):
-    """The resource is in a state that forbids this."""
+    """The resource's state does not allow this."""
 
     status = "FAILED_PRECONDITION"
 
 
 class ResourceExhausted(PubsubError):
-    """There is as much of something as there may be."""
+    """A limit has been reached."""
 
     status = "RESOURCE_EXHAUSTED"
 
 
 class Unimplemented(PubsubError):
-    """The service can do this and the embedded server cannot."""
+    """The service supports this and the embedded server does not."""
 
     status = "UNIMPLEMENTED"
 
@@ -119,7 +118,7 @@ def resource_not_found(path: str) -> ResourceNotFound:
 
 
 def resource_exists(path: str) -> ResourceExists:
-    """Return the refusal for a name that is taken. `path` is `projects/…/<kind>/<id>`."""
+    """Return the refusal for a name that is already taken. `path` is `projects/…/<kind>/<id>`."""
     return ResourceExists(
         f"Resource already exists in the project (resource={path.rpartition('/')[2]})."
     )

@@ -1,6 +1,6 @@
-"""One kept-alive HTTP/1.1 connection, to a push endpoint or to BigQuery.
+"""A keep-alive HTTP/1.1 connection to a push endpoint or BigQuery.
 
-h11 rather than an HTTP client: the service takes a 102 for an ack, and clients swallow
+It uses h11 instead of an HTTP client: the service accepts a 102 as an ack, and clients swallow
 informational answers.
 """
 
@@ -12,23 +12,23 @@ from urllib.parse import urlsplit
 import h11
 
 MOST_BODY_BYTES = 32 * 1024**2
-"""Bytes of an answer's body that are kept. The rest is read and dropped."""
+"""Maximum bytes kept of an answer's body. The rest is read and dropped."""
 _READ_BYTES = 65_536
 
 
 class HttpFailed(Exception):
-    """The other side could not be reached, or did not speak HTTP."""
+    """The other side was unreachable, or did not speak HTTP."""
 
 
 class HttpAnswer(NamedTuple):
-    """A status, 102 included, and the body up to `MOST_BODY_BYTES`."""
+    """The status, which may be 102, and the body up to `MOST_BODY_BYTES`."""
 
     status: int
     body: bytes
 
 
 class HttpConnection:
-    """Sends one request at a time, over a connection that is opened on demand.
+    """Sends one request at a time over a connection that is opened on demand.
 
     Args:
         base_url: an http or https URL.
@@ -46,7 +46,7 @@ class HttpConnection:
         self._writer: asyncio.StreamWriter | None = None
 
     async def post(self, headers: list[tuple[str, str]], body: bytes) -> HttpAnswer:
-        """Send one POST to the URL itself. See `send`."""
+        """Send a POST to the URL itself. See `send`."""
         return await self.send("POST", self._target, headers, body)
 
     async def send(
@@ -54,13 +54,13 @@ class HttpConnection:
     ) -> HttpAnswer:
         """Send one request to the host of the URL and return the answer.
 
-        The caller limits the time. A request that was cut off closes the connection.
+        The caller limits the time. An interrupted request closes the connection.
 
         Args:
-            target: the path, from its first slash on.
+            target: path, including the first slash.
 
         Raises:
-            HttpFailed: there is no connection, or the answer is not HTTP.
+            HttpFailed: connecting failed, or the answer is not HTTP.
         """
         request = h11.Request(
             method=method,
@@ -73,8 +73,8 @@ class HttpConnection:
                 return await self._send(request, body)
             except (OSError, EOFError, UnicodeError, h11.ProtocolError) as error:
                 self.close()
-                # The other side may close an idle connection at any time; only a fresh one's
-                # failure counts.
+                # The other side may close an idle connection at any time; only failures of new
+                # connections count.
                 if not is_reused:
                     raise HttpFailed(str(error) or type(error).__name__) from error
             except BaseException:
@@ -82,7 +82,7 @@ class HttpConnection:
                 raise
 
     def close(self) -> None:
-        """Drop the connection, if there is one."""
+        """Close the connection, if there is one."""
         if self._writer is not None:
             self._writer.close()
         self._http = self._reader = self._writer = None
@@ -121,5 +121,5 @@ class HttpConnection:
             elif isinstance(event, h11.Data):
                 body += event.data[: MOST_BODY_BYTES - len(body)]
             else:
-                # End of the answer, or of the connection: the status stands.
+                # The answer or the connection has ended: the status is valid.
                 return HttpAnswer(status, bytes(body))

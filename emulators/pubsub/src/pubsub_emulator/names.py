@@ -1,4 +1,4 @@
-"""The words of a refusal: resource names and numbers out of range, as the service puts it.
+"""Refusals for resource names and numbers out of range, worded like the service's.
 
 Rules: https://cloud.google.com/pubsub/docs/pubsub-basics#resource_names
 """
@@ -22,7 +22,7 @@ def check_name(path: str, kind: str) -> None:
     `kind` is topics, subscriptions, snapshots or schemas.
 
     Raises:
-        InvalidArgument: with the name as it came.
+        InvalidArgument: the path is invalid. The message contains it.
     """
     parts = path.split("/")
     if (
@@ -43,7 +43,7 @@ def check_project(path: str) -> None:
     """Refuse a path that is not `projects/<project>`.
 
     Raises:
-        InvalidArgument: with the name as it came.
+        InvalidArgument: the path is invalid. The message contains it.
     """
     prefix, _, project = path.partition("/")
     if prefix != "projects" or not _PROJECT_ID.fullmatch(project):
@@ -54,7 +54,7 @@ def check_range(field: str, value: float, minimum: float, maximum: float) -> Non
     """Refuse a value outside `minimum`..`maximum`, naming the field as the service does.
 
     Raises:
-        InvalidArgument: with the field, the value and the bound.
+        InvalidArgument: the message has the field, the value and the bound.
     """
     if value < minimum:
         raise InvalidArgument(
@@ -69,17 +69,17 @@ def check_range(field: str, value: float, minimum: float, maximum: float) -> Non
 
 
 def check_time(field: str, timestamp: Any) -> None:
-    """Refuse a protobuf Timestamp that is no time.
+    """Refuse a protobuf Timestamp that is not a valid time.
 
     Raises:
-        InvalidArgument: it is not within the years 1 to 9999, or its nanos are not a fraction.
+        InvalidArgument: it is outside the years 1 to 9999, or its nanos are not a fraction.
     """
     check_range(f"{field}.seconds", timestamp.seconds, _FIRST_S, _LAST_S)
     check_range(f"{field}.nanos", timestamp.nanos, 0, 999_999_999)
 
 
 def check_duration(field: str, duration: Any) -> None:
-    """Refuse a protobuf Duration that is none, or is negative.
+    """Refuse a protobuf Duration that is invalid or negative.
 
     Raises:
         InvalidArgument: it is negative, above 10,000 years, or its nanos are not a fraction.
@@ -89,5 +89,5 @@ def check_duration(field: str, duration: Any) -> None:
 
 
 def plain_number(value: float) -> str:
-    """Return a number as a message shows it: without a fraction that is zero."""
+    """Return a number as shown in messages: without a fraction of zero."""
     return str(int(value)) if value == int(value) else str(value)

@@ -1,6 +1,6 @@
-"""The raw protobuf classes of `google.pubsub.v1`, as the installed client carries them.
+"""The raw protobuf classes of `google.pubsub.v1`, from the installed client.
 
-The proto-plus wrappers cost about 0.1 ms a message, so nothing here touches them after import.
+The proto-plus wrappers cost about 0.1 ms per message, so nothing here uses them after import.
 """
 
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -10,7 +10,7 @@ from google.protobuf import empty_pb2
 from google.pubsub_v1 import types
 
 if TYPE_CHECKING:
-    # The classes are made at run time, so a checker knows them only by name.
+    # The classes are created at run time, so type checkers know only their names.
     BigQueryConfig: TypeAlias = Any
     Message: TypeAlias = Any
     Policy: TypeAlias = Any
@@ -55,10 +55,10 @@ _OF_OTHERS = {
 
 
 def message_class(name: str) -> Any:
-    """Return the raw protobuf class of a request, a response or a resource of the service."""
+    """Return the raw protobuf class of a request, response or resource."""
     return _OF_OTHERS.get(name) or getattr(types, name).pb()
 
 
 def empty() -> Any:
-    """Return a new `google.protobuf.Empty`, the response of calls that have nothing to say."""
+    """Return a new `google.protobuf.Empty`, the response of calls without a result."""
     return empty_pb2.Empty()

@@ -1,4 +1,4 @@
-"""Opens the embedded Pub/Sub on a port, and drives its timers by the event loop's clock."""
+"""Runs the embedded Pub/Sub on a port, with timers driven by the event loop's clock."""
 
 import asyncio
 import time
@@ -19,16 +19,17 @@ from pubsub_emulator.storage.data_dir import durable_broker
 _STOP_GRACE_S = 1.0
 _REST_BACKLOG = 1024
 _CHANNEL_OPTIONS = (
-    # A second server on the same port must fail to start, not share its connections.
+    # A second server on the same port must fail to start instead of sharing connections.
     ("grpc.so_reuseport", 0),
-    # Above what any call may carry, so that those are refused with a reason. What is larger yet is
-    # refused before it is read.
+    # More than any call may contain, so that larger ones are refused with a reason. Even larger
+    # ones are refused before they are read.
     ("grpc.max_receive_message_length", 16 * 1024**2),
     ("grpc.max_send_message_length", -1),
-    # A call above it waits without a word, and so does every other call of its connection. The
-    # service has about 100, which is few for the streams of one process.
+    # Further calls wait silently, and so does every other call on the connection. The service
+    # allows about 100, which is few for the streams of one process.
     ("grpc.max_concurrent_streams", 1000),
-    # Google's clients ping every 30 s, on idle channels too; the default would hang up on them.
+    # Google's clients ping every 30 s, even on idle channels; by default they would be
+    # disconnected.
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
 )
@@ -36,7 +37,7 @@ _CHANNEL_OPTIONS = (
 
 @dataclass(frozen=True)
 class PubsubServer:
-    """A listening server. `broker` is its state, for inspection within the process."""
+    """A listening server. `broker` is its state, for inspection in the same process."""
 
     host: str
     port: int
@@ -45,12 +46,12 @@ class PubsubServer:
 
     @property
     def endpoint(self) -> str:
-        """`host:port`, as `PUBSUB_EMULATOR_HOST` wants it."""
+        """`host:port`, in the format of `PUBSUB_EMULATOR_HOST`."""
         return f"{self.host}:{self.port}"
 
     @property
     def rest_endpoint(self) -> str | None:
-        """The address of the REST server, as a URL. None if there is none."""
+        """The URL of the REST server, or None."""
         return None if self.rest_port is None else f"http://{self.host}:{self.rest_port}"
 
 
@@ -66,29 +67,28 @@ async def serve(
     fsync: bool = False,
     bigquery_endpoint: str = "",
 ) -> AsyncIterator[PubsubServer]:
-    """Listen until the block ends. Then open streams end with UNAVAILABLE.
+    """Listen until the block ends. Open streams then end with UNAVAILABLE.
 
     Args:
-        host: the address to listen on.
-        port: the port of gRPC, 0 for a free one.
-        rest_port: the port of REST, 0 for a free one. None: no REST.
+        port: port for gRPC, 0 for a free one.
+        rest_port: port for REST, 0 for a free one. None: no REST.
         socket_path: a Unix socket to listen on as well. It saves 0.1 ms per local call.
-        storage_bytes: what messages may take of memory before publishes are refused.
-        data_dir: where the state is kept and read at the next start. None keeps it in memory.
-        fsync: True if the state also survives power cuts, not only the end of this process.
-        bigquery_endpoint: URL of a BigQuery that asks for no credentials. BigQuery subscriptions
-            write to it. Empty: they are refused.
+        storage_bytes: maximum memory for messages. Further publishes are refused.
+        data_dir: directory that stores the state across restarts. None keeps it in memory.
+        fsync: True if the state must also survive power failures, not only the end of this process.
+        bigquery_endpoint: URL of a BigQuery without credentials, to which BigQuery subscriptions
+            write. Empty: they are refused.
 
     Yields:
-        The server with the ports that it got.
+        The server with its actual ports.
 
     Raises:
-        OSError: a port or the socket is taken, the address is not this machine's, or the
-            directory can't be used.
+        OSError: a port or the socket is in use, the address does not belong to this machine, or the
+        directory can't be used.
     """
     async with (
         _opened_broker(data_dir, storage_bytes, bigquery_endpoint, fsync=fsync) as broker,
-        # Around gRPC, whose end also ends the pulls that wait here.
+        # Outside gRPC, whose end also ends the pulls that wait here.
         _answering_rest(broker, host, rest_port) as bound_rest_port,
         _listening(broker, host, port, socket_path) as bound_port,
     ):
@@ -109,7 +109,7 @@ async def _answering_rest(broker: Broker, host: str, port: int | None) -> AsyncI
     if port is None:
         yield None
         return
-    # Who does not ask for REST need not wait for its imports.
+    # Callers that don't use REST need not wait for its imports.
     from pubsub_emulator.protocols.rest_app import rest_app
     from pubsub_emulator.web_server import answering, bound
 
@@ -152,7 +152,7 @@ def _listen(server: grpc.aio.Server, address: str) -> int:
 
 
 class _Alarm:
-    """Runs due timers with one pending call on the loop, moved if an earlier one is scheduled."""
+    """Runs due timers with a single pending call on the loop, moved for an earlier one."""
 
     def __init__(self, timers: Timers, loop: asyncio.AbstractEventLoop) -> None:
         self._timers = timers
@@ -177,11 +177,11 @@ class _Alarm:
         try:
             self._timers.run_due()
         finally:
-            # Whatever one action does, the others still come.
+            # Whatever an action does, the others still run.
             self._set()
 
 
 def _steady_clock() -> Callable[[], float]:
-    # Wall time, since messages show it and seeks name it, but of a kind that nobody can set back.
+    # Wall time, because messages contain it and seeks refer to it, but it never goes backwards.
     ahead_s = time.time() - time.monotonic()
     return lambda: ahead_s + time.monotonic()

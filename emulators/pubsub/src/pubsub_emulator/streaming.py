@@ -1,7 +1,7 @@
-"""The two calls that wait: StreamingPull and Pull, between gRPC and a subscription.
+"""The two calls that wait, StreamingPull and Pull, between gRPC and a subscription.
 
-A stream is one reading task, which applies acks and modacks as they come, and one writing loop,
-which takes whatever is ready each time the last write is through. Nothing polls and nothing is
+A stream has a reading task, which applies acks and modacks as they arrive, and a writing loop,
+which takes all ready messages whenever the last write is finished. Nothing polls, and nothing is
 queued in between.
 """
 
@@ -24,24 +24,24 @@ from pubsub_emulator.state.journal import ChangeJournal
 from pubsub_emulator.state.subscription import SubscriptionState
 
 PULL_WAIT_S = 20.0
-# A waiting pull answers empty this long before its caller would give up.
+# A waiting pull returns an empty response this long before its caller would give up.
 PULL_MARGIN_S = 0.5
 
 
 async def pull(broker: Broker, request: Any, time_left_s: float | None) -> bytes:
     """Answer a Pull with the ready messages, or wait for one.
 
-        It waits for at most 20 s or the caller's deadline, and may answer with nothing.
+        It waits for at most 20 s or the caller's deadline, and may return no messages.
 
     Args:
         request: a `PullRequest`.
-        time_left_s: seconds until the caller gives up, None if it never does.
+        time_left_s: seconds until the caller gives up. None: it never does.
 
     Returns:
         The serialized `PullResponse`.
 
     Raises:
-        PubsubError: a refused request, or the subscription was deleted or detached meanwhile.
+        PubsubError: the request was refused, or the subscription was deleted or detached.
     """
     subscription = broker.pullable(request.subscription)
     check_range("max_messages", request.max_messages, 1, float("inf"))
@@ -61,7 +61,7 @@ async def pull(broker: Broker, request: Any, time_left_s: float | None) -> bytes
                         woken.clear()
                         deliveries = subscription.backlog.take(consumer)
     finally:
-        # Also when the caller hangs up: whoever waits behind it must be woken instead.
+        # Also when the caller hangs up, because a consumer waiting behind it must be woken instead.
         subscription.leave(consumer)
     if consumer.ended is not None:
         raise consumer.ended
@@ -71,15 +71,15 @@ async def pull(broker: Broker, request: Any, time_left_s: float | None) -> bytes
 async def streaming_pull(
     broker: Broker, requests: AsyncIterator[StreamingPullRequest], context: Any
 ) -> None:
-    """Serve one StreamingPull until the client half-closes or goes away.
+    """Serve a StreamingPull until the client half-closes or disconnects.
 
     Args:
-        requests: the client's side of the stream.
-        context: the call, to write responses to.
+        requests: client's side of the stream.
+        context: the call, to which responses are written.
 
     Raises:
-        PubsubError: a refused request, the subscription was deleted or detached, or the server
-            stops.
+        PubsubError: the request was refused, the subscription was deleted or detached, or the
+        server is stopping.
     """
     first = await anext(requests, None)
     if first is None:
@@ -99,7 +99,7 @@ async def streaming_pull(
 
 
 class _Stream:
-    """One open StreamingPull."""
+    """An open StreamingPull."""
 
     def __init__(
         self, subscription: SubscriptionState, journal: ChangeJournal, first: StreamingPullRequest
@@ -122,7 +122,7 @@ class _Stream:
         self._apply_outcomes(first)
 
     async def read(self, requests: AsyncIterator[StreamingPullRequest]) -> None:
-        """Apply what the client sends until it half-closes."""
+        """Process the client's requests until it half-closes."""
         try:
             async for request in requests:
                 self._apply(request)
@@ -133,7 +133,7 @@ class _Stream:
         self._woken.set()
 
     async def write(self, context: Any) -> None:
-        """Send messages whenever some are ready, for as long as the client stays."""
+        """Send messages whenever some are ready, as long as the client stays."""
         while True:
             self._woken.clear()
             failure = self._failure or self.consumer.ended
@@ -143,7 +143,7 @@ class _Stream:
             response = self._next_response()
             if response is not None:
                 if confirms_acks:
-                    # Confirmed means that the message does not come again, whatever becomes of this
+                    # Confirmed means that the message does not come again, whatever happens to this
                     # process.
                     await self._journal.acks_committed()
                 await context.write(response)
@@ -171,8 +171,8 @@ class _Stream:
             self.consumer.ack_deadline_s = request.stream_ack_deadline_seconds
         self._subscription.touch()
         self._apply_outcomes(request)
-        # Clients of protocol version 1 take a stream without answers to their empty pings for dead
-        # after 15 s.
+        # Clients of protocol version 1 consider a stream dead after 15 s without answers to their
+        # empty pings.
         if self._wants_pongs and not request.ack_ids and not request.modify_deadline_ack_ids:
             self._owes_pong = True
             self._woken.set()
@@ -203,14 +203,14 @@ class _Stream:
     def _confirm(
         self, confirmed: tuple[list[str], list[str]], ack_ids: Any, refused: dict[str, str]
     ) -> None:
-        # Only exactly-once delivery confirms; elsewhere acks are best effort and say nothing.
+        # Only exactly-once delivery confirms acks; otherwise they are best effort and unanswered.
         if self._subscription.settings.exactly_once:
             for ack_id in ack_ids:
                 confirmed[ack_id in refused].append(ack_id)
             self._woken.set()
 
     def _next_response(self) -> bytes | None:
-        """Serialize what there is to say. None: nothing."""
+        """Serialize the pending confirmations. None: there are none."""
         backlog, settings = self._subscription.backlog, self._subscription.settings
         deliveries = [] if self._is_half_closed else backlog.take(self.consumer)
         is_due = self._owes_pong or any(self._acked) or any(self._modified)

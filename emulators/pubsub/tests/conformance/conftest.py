@@ -1,7 +1,7 @@
 """Every test here runs against the embedded server, in memory and in a directory, and against
 Google's emulator.
 
-That one only where it is installed.
+Google's emulator is used only if it is installed.
 """
 
 import itertools
@@ -20,7 +20,7 @@ from tests.conformance.target import (
     google_emulator,
 )
 
-# The jar's place may be given in the environment, which the tests are otherwise kept from.
+# The jar's path may be in the environment, which tests otherwise do not see.
 _JAR = os.environ.get("PUBSUB_EMULATOR_JAR")
 _numbers = itertools.count(1)
 
@@ -44,7 +44,7 @@ def target(
 
 @pytest.fixture
 def project(target: Target) -> str:
-    """A project that no other test uses, so tests share a server."""
+    """Returns a project that no other test uses, so tests can share a server."""
     return f"projects/conformance-{next(_numbers)}"
 
 

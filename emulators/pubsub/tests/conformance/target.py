@@ -1,4 +1,4 @@
-"""The two servers that the same tests run against, and what the one from Google does not do."""
+"""The two servers for the same tests, and features that Google's emulator lacks."""
 
 import sys
 from collections.abc import Iterator
@@ -16,8 +16,7 @@ EMBEDDED = "embedded"
 EMBEDDED_KEPT = "embedded-kept"
 GOOGLE_EMULATOR = "google-emulator"
 
-# What emulator 0.8.20 does otherwise, seen by running these tests against it without the
-# exceptions.
+# Differences of emulator 0.8.20, found by running these tests without the exceptions.
 _LACKING = {
     "BASIC views": "shows definitions in lists too",
     "DetachSubscription": "answers UNIMPLEMENTED",
@@ -42,7 +41,7 @@ class Target:
     rest_host: str
 
     def requires(self, feature: str) -> None:
-        """Skip the test when this server lacks the feature, with what it does instead."""
+        """Skips the test if this server lacks the feature; the reason has its actual behavior."""
         if self.name == GOOGLE_EMULATOR:
             pytest.skip(f"Google's emulator: {_LACKING[feature]}")
 
@@ -64,7 +63,7 @@ def embedded(name: str, folder: Path) -> Iterator[Target]:
 
 @contextmanager
 def google_emulator(given_jar: str | None, folder: Path) -> Iterator[Target]:
-    """Run Google's emulator; skips when this machine has no jar or no java."""
+    """Runs Google's emulator. Skips if this machine has no jar or no java."""
     words = find_emulator(given_jar)
     if words is None:
         pytest.skip(

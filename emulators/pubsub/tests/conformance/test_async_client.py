@@ -1,4 +1,4 @@
-"""Google's generated asyncio clients: publish, pull and a StreamingPull driven by hand."""
+"""Google's generated asyncio clients: publish, pull, and a manually driven StreamingPull."""
 
 import asyncio
 from collections.abc import AsyncIterator

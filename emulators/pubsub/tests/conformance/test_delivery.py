@@ -1,4 +1,4 @@
-"""Publishing and receiving through Google's hand-written client, as applications do."""
+"""Publishing and receiving with Google's hand-written client, as in applications."""
 
 import queue
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ from tests.conformance.target import Target
 from tests.limits import WAIT_LIMIT_S
 
 Make = Callable[..., str]
-# Deprecated by the client, and the one way to see that nothing is there without waiting for it.
+# Deprecated in the client, but the only way to see an empty backlog without waiting for it.
 PULL_AT_ONCE = "ignore:The return_immediately flag:DeprecationWarning"
 
 
@@ -28,7 +28,7 @@ def subscribed(
     callback: Callable[[Message], None],
     **options: Any,
 ) -> Iterator[None]:
-    """Receive in the background until the block ends."""
+    """Receives in the background until the block ends."""
     streaming = subscriber.subscribe(subscription, callback, **options)
     try:
         yield
@@ -38,7 +38,7 @@ def subscribed(
 
 
 def pulled_data(subscriber: SubscriberClient, subscription: str, count: int) -> list[bytes]:
-    """Pull and ack until `count` messages came; a pull may bring fewer than wait."""
+    """Pulls and acks until `count` messages arrived; a pull may return fewer than are waiting."""
     data: list[bytes] = []
     while len(data) < count:
         pulled = subscriber.pull(
@@ -213,7 +213,7 @@ def test_failing_message_is_dead_lettered_with_its_attempts(
             subscription=path, ack_ids=[pulled.ack_id], ack_deadline_seconds=0
         )
     assert attempts == [1, 2, 3, 4, 5]
-    # The emulator forwards when it would deliver for the sixth time, so it needs somebody to ask.
+    # The emulator forwards on the sixth delivery, so it needs a pull.
     assert pull_at_once(subscriber, path) == []
     letters: queue.Queue[Message] = queue.Queue()
     with subscribed(subscriber, morgue, letters.put):

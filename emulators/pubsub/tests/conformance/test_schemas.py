@@ -15,7 +15,7 @@ Make = Callable[..., str]
 
 
 def avro(**fields: object) -> Schema:
-    # The service refuses a revision with a field that older messages lack, and has no default.
+    # The service refuses a revision with a field that older messages lack and that has no default.
     default = {"int": {"default": 0}}
     listed = [
         {"name": name, "type": kind, **default.get(str(kind), {})} for name, kind in fields.items()
@@ -33,7 +33,7 @@ def schemas(target: Target, monkeypatch: pytest.MonkeyPatch) -> Iterator[SchemaS
 
 @pytest.fixture
 def user(schemas: SchemaServiceClient, project: str) -> Schema:
-    """The schema `user` of this project, with its first revision."""
+    """Returns the schema `user` of this project, with its first revision."""
     request = {"parent": project, "schema": avro(name="string"), "schema_id": "user"}
     made: Schema = schemas.create_schema(request=request)
     return made

@@ -1,1 +1,1 @@
-"""`penstock load`: replays a day or a trace, keeps a ledger, and compares it with the rows."""
+"""`penstock load`: replays a day or a trace, keeps a ledger, and compares it with usage rows."""

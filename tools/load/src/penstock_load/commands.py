@@ -1,4 +1,4 @@
-"""`penstock load`: replays a day or a trace, or checks the ledger of one."""
+"""`penstock load`: replays a day or a trace, or checks the ledger of a replay."""
 
 from __future__ import annotations
 
@@ -41,32 +41,35 @@ def load(
         Path | None, typer.Option(metavar="FILE", help="CSV or JSONL, instead of a day")
     ] = None,
     requests: Annotated[
-        int, typer.Option(min=0, help="of the day (1,400,000), or the first of a trace")
+        int, typer.Option(min=0, help="of the whole day (1,400,000), or the first N of a trace")
     ] = 0,
     speed: Annotated[
-        float, typer.Option(min=0.001, help="seconds of the day or trace in one second")
+        float, typer.Option(min=0.001, help="seconds of the day or trace per second")
     ] = 1.0,
     duration: Annotated[
         float, typer.Option(min=0, metavar="SECONDS", help="stop sending after this time")
     ] = 0.0,
-    tenants: Annotated[int, typer.Option(min=0, help="of the day: 20, or all of --keys")] = 0,
+    tenants: Annotated[int, typer.Option(min=0, help="in the day: 20, or all of --keys")] = 0,
     model: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME[=SHARE]", help="a model of the day (all that are served)"),
+        typer.Option(
+            metavar="NAME[=SHARE]", help=("a model of the day (default: all that are served)")
+        ),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="the same seed sends the same")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="the same seed sends the same requests")] = 0,
     changes: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="NAME=NUMBER", help="of the day: repeat_share=0.2"),
     ] = None,
     max_in_flight: Annotated[
-        int, typer.Option(min=1, max=50_000, help="what is due beyond it is not sent")
+        int, typer.Option(min=1, max=50_000, help="requests due beyond this limit are not sent")
     ] = 1000,
     ledger: Annotated[
         Path | None, typer.Option(metavar="FILE", help="a new file (load-….jsonl)")
     ] = None,
     write_trace: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="write the arrivals, and send nothing")
+        Path | None,
+        typer.Option(metavar="FILE", help=("write the arrivals without sending anything")),
     ] = None,
     check: Annotated[
         Path | None, typer.Option(metavar="LEDGER", help="compare a ledger with BigQuery")
@@ -74,23 +77,25 @@ def load(
     wait: Annotated[
         float, typer.Option(min=0, metavar="SECONDS", help="how long --check waits for rows")
     ] = 60.0,
-    max_gib: Annotated[float, typer.Option(min=0.001, help="GiB that a query may read")] = 20.0,
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON, for a program")] = False,
+    max_gib: Annotated[
+        float, typer.Option(min=0.001, help=("maximum GiB that a query may read"))
+    ] = 20.0,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON, for programs")] = False,
 ) -> None:
-    """Send a day of requests, or a trace, and check what was charged for it."""
+    """Send a day of requests, or a trace, and check the charges."""
     if check is not None:
         raise typer.Exit(_check(check, wait, int(max_gib * GIB), as_json=as_json))
     if find_spec("httptools") is None:
-        raise ConfigurationError("sending needs the `api` extra: pip install 'penstock[api]'")
+        raise ConfigurationError("sending requires the `api` extra: pip install 'penstock[api]'")
     from penstock_load.plan import DayOptions, plan_day, plan_trace
     from penstock_load.replay import Pace
     from penstock_load.target import Target, read_keys
 
     if key and keys:
-        raise BadInput("key: give --key or --keys, not both", field="key")
+        raise BadInput("key and keys are mutually exclusive", field="key")
     target = Target(url, key, read_keys(keys) if keys else None)
     if trace is not None and (tenants or model or changes):
-        raise BadInput("trace: has its own tenants and models", field="trace")
+        raise BadInput("trace: it already contains tenants and models", field="trace")
     options = DayOptions(
         requests or REQUESTS_OF_A_DAY,
         tenants or len(target.keys) or TENANTS_WITHOUT_KEYS,
@@ -113,7 +118,7 @@ def _numbers(changes: Sequence[str]) -> dict[str, float]:
         try:
             models_[name] = float(text)
         except ValueError:
-            raise BadInput(f"set: {change!r} is not NAME=NUMBER", field="set") from None
+            raise BadInput(f"set must be NAME=NUMBER, got {change!r}", field="set") from None
     return models_
 
 
@@ -127,7 +132,7 @@ def _write(plan: LoadPlan, path: Path) -> None:
 def _send(
     target: Target, plan: LoadPlan, pace: Pace, seed: int, ledger: Path | None, *, as_json: bool
 ) -> int:
-    """Returns 130, as a shell does, if it was stopped before its end."""
+    """Returns 130, as a shell does, if it was interrupted."""
     from penstock_load.plan import run_id
     from penstock_load.session import replay
 
@@ -162,7 +167,7 @@ def _show_summary(summary: dict[str, Any], *, as_json: bool) -> None:
 
 
 def _check(path: Path, wait_s: float, most_bytes: int, *, as_json: bool) -> int:
-    """Returns 1 if something differs."""
+    """Returns 1 if there are differences."""
     import json
 
     from rich.console import Console
@@ -174,7 +179,7 @@ def _check(path: Path, wait_s: float, most_bytes: int, *, as_json: bool) -> int:
 
     ledger = read_ledger(path)
     if ledger.cut_lines:
-        typer.echo(f"{path}: the last line breaks off and is left out", err=True)
+        typer.echo(f"{path}: skipped the last line, which is incomplete", err=True)
     waiting = Console(stderr=True).status("waiting for the rows")
     with waiting, opened_rows(read_settings(Settings), most_bytes) as rows:
         comparison = check(ledger, rows, wait_s)
@@ -199,7 +204,7 @@ def _show_comparison(comparison: Comparison) -> None:
             f"{dollars(comparison.cost_usd)}",
             "rows": f"{comparison.rows:,}, and {comparison.copies:,} copies, which count once",
             "known from rows only": known or "nothing: all requests were answered",
-            "others": f"{comparison.others:,} requests of others as the same tenants, "
+            "others": f"{comparison.others:,} requests by other callers of these tenants, "
             "counted apart",
             "report": f"{comparison.groups:,} groups of hour, tenant and model",
             "differences": f"{len(comparison.differences):,}",

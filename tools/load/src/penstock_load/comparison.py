@@ -1,4 +1,4 @@
-"""Compares the ledger of a replay with its rows and with the report: to the row, token and cent.
+"""Compares a replay's ledger with rows and report, down to single rows, tokens and cents.
 
 - A request that was answered has the rows, tokens and cost that its answer said.
 - A run of a flow has a row for each item of each step, as its answer says, and their cost.
@@ -26,24 +26,27 @@ from penstock_load.rows import LoadRows, RowOfLoad, UsageGroup
 from shared.money import plain
 
 CLOCK_SKEW_S = 60.0
-"""Maximum difference between the clocks of this machine and of the API."""
+"""Maximum difference between this machine's clock and the API's."""
 RELATIVE, ABSOLUTE_USD = 1e-9, 1e-9
-"""Sums of doubles differ in their last digits with the order of adding. Single rows may not."""
+"""Sums of doubles differ in the last digits with the order of addition.
+
+Single rows must be equal.
+"""
 REFUSED = "refused"
 NO_TENANT = frozenset({401, 431})
-"""Statuses of requests without a known tenant, which leave no row (decision 17)."""
+"""Statuses of requests without a known tenant, which have no row (decision 17)."""
 
 GroupKey = tuple[datetime, str, str]
 """Hour, tenant and model."""
 
 
 class Difference(NamedTuple):
-    """One thing that is not as the ledger says."""
+    """A deviation from the ledger."""
 
     kind: str
-    """Such as `row missing`."""
+    """For example `row missing`."""
     what: str
-    """The id of the request, or the hour, tenant and model of a group."""
+    """The request id; or hour, tenant and model of a group."""
     tenant: str
     model: str
     facts: str
@@ -57,11 +60,11 @@ class Comparison:
     lines: int = 0
     rows: int = 0
     copies: int = 0
-    """Rows that were written again. They count once."""
+    """Rows that were written more than once. They count once."""
     told_by_rows: Counter[str] = field(default_factory=Counter)
-    """Requests without an answer, by ending and by what their rows say."""
+    """Requests without an answer, by ending and by their rows' status."""
     others: int = 0
-    """Requests of other callers of the same tenants, in the same hours."""
+    """Requests by other callers of the same tenants in the same hours."""
     groups: int = 0
     tokens: int = 0
     cost_usd: float = 0.0
@@ -69,7 +72,7 @@ class Comparison:
 
 @dataclass
 class Sums:
-    """The sums of a group. Its fields have the names of UsageGroup."""
+    """Totals of a group. Fields are named as in UsageGroup."""
 
     requests: int = 0
     refused: int = 0
@@ -81,14 +84,14 @@ class Sums:
 
     @property
     def cost_usd(self) -> float:
-        """The sum, without errors of adding."""
+        """The total, without rounding errors."""
         return math.fsum(self.costs_usd)
 
 
 def compare_rows(
     ledger: Ledger, rows: Sequence[RowOfLoad]
 ) -> tuple[Comparison, dict[GroupKey, Sums]]:
-    """Compares each line with its rows. Returns also what the groups must add up to."""
+    """Compares each line with its rows. Also returns the expected totals of the groups."""
     comparison = Comparison(lines=len(ledger.lines), rows=len(rows))
     comparison.copies = sum(row.copies - 1 for row in rows)
     of_request: defaultdict[str, list[RowOfLoad]] = defaultdict(list)
@@ -118,7 +121,7 @@ def compare_rows(
 def compare_report(
     expected: Mapping[GroupKey, Sums], others: Iterable[UsageGroup], report: Iterable[UsageGroup]
 ) -> list[Difference]:
-    """Compares the report with the sums of the ledger, and of the usage of others."""
+    """Compares the report with the totals of the ledger, and of other usage by the tenants."""
     due = {key: _group(key, sums) for key, sums in expected.items()}
     for other in others:
         key = _place(other)
@@ -141,11 +144,11 @@ def compare_report(
 
 
 def _line_differences(line: LedgerLine, rows: Sequence[RowOfLoad]) -> Iterator[tuple[str, str]]:
-    """Yields the differences between a request and its rows: kind and facts."""
+    """Yields the differences between a request and its rows, as kind and facts."""
     row_ids = Counter(row.row_id for row in rows)
     for row_id, count in row_ids.items():
         if count > 1:
-            yield "row double", f"{row_id} is there {count} times"
+            yield "row double", f"{row_id} exists {count} times"
     request_ids = sorted({row.request_id for row in rows})
     if len(request_ids) > 1:
         yield "row double", f"rows of {len(request_ids)} requests: {', '.join(request_ids)}"
@@ -163,7 +166,7 @@ def _caller_differences(line: LedgerLine, rows: Sequence[RowOfLoad]) -> Iterator
             yield "wrong tenant", f"{row.row_id} has {row.tenant}, not {line.tenant}"
         if line.key_id and row.key_id is not None and row.key_id != line.key_id:
             yield "wrong key", f"{row.row_id} has {row.key_id}, not {line.key_id}"
-        # A request may be refused before it named a model.
+        # A request may be refused before it names a model.
         asked = row.flow or row.model
         if asked != line.model and (asked or row.status != REFUSED):
             yield "wrong model", f"{row.row_id} has {asked}, not {line.model}"
@@ -179,21 +182,21 @@ def _answer_differences(line: LedgerLine, rows: Sequence[RowOfLoad]) -> Iterator
     if line.status == 200 or line.cost_usd is not None:
         items = {row.item for row in rows if row.status != REFUSED}
         if missing := sorted(set(range(line.items)) - items):
-            # Tokens and cost differ by the same items, which says nothing more.
+            # Tokens and cost differ by the same items, so they are not reported again.
             yield from (("row missing", f"of item {item}; {answer.rstrip()}") for item in missing)
             return
         if set(statuses) - {"succeeded"} and line.status == 200:
-            yield "wrong status", f"rows say {', '.join(statuses)}; {answer.rstrip()}"
+            yield "wrong status", f"rows have {', '.join(statuses)}; {answer.rstrip()}"
     elif 400 <= line.status < 500 and line.status not in NO_TENANT:
         if not rows:
             yield "row missing", f"of a refused request; {answer}"
         elif statuses != [REFUSED]:
-            yield "wrong status", f"rows say {', '.join(statuses)}; {answer}"
+            yield "wrong status", f"rows have {', '.join(statuses)}; {answer}"
     if len({row.row_id for row in rows}) > line.items:
         yield "row too many", f"{len(rows)} rows for {line.items} items; {answer.rstrip()}"
     tokens = sum(row.tokens or 0 for row in rows)
     if line.tokens is not None and tokens != line.tokens:
-        yield "wrong tokens", f"rows say {tokens}, the answer {line.tokens}"
+        yield "wrong tokens", f"rows have {tokens}, the answer has {line.tokens}"
     yield from _cost_differences(line, rows)
 
 
@@ -201,14 +204,14 @@ def _cost_differences(line: LedgerLine, rows: Sequence[RowOfLoad]) -> Iterator[t
     cost_usd = sum(row.cost_usd or 0.0 for row in rows)
     if abs(cost_usd - (line.cost_usd or 0.0)) > ABSOLUTE_USD:
         answer = f"the answer was {line.status} {line.code}"
-        facts = f"rows say {plain(cost_usd)} dollars, the answer {line.cost_usd!r}; {answer}"
+        facts = f"rows have {plain(cost_usd)} dollars, the answer has {line.cost_usd!r}; {answer}"
         yield "wrong cost", facts
 
 
 def _step_differences(line: LedgerLine, rows: Sequence[RowOfLoad]) -> Iterator[tuple[str, str]]:
-    """Yields the differences between the steps of a run and its rows.
+    """Yields the differences between a run's steps and its rows.
 
-    A run that ended badly has rows also of what it left undone.
+    A run that failed also has rows for the steps that it did not finish.
     """
     items, failed = Counter[str](), Counter[str]()
     for row in rows:
@@ -216,13 +219,13 @@ def _step_differences(line: LedgerLine, rows: Sequence[RowOfLoad]) -> Iterator[t
         failed[row.step or ""] += row.status != "succeeded"
     for step in sorted(items.keys() | line.steps.keys()):
         said, said_failed = line.steps.get(step, (0, 0))
-        facts = f"of step {step!r}: {items[step]} rows, the answer says {said} items"
+        facts = f"of step {step!r}: {items[step]} rows, but the answer has {said} items"
         if items[step] < said:
             yield "row missing", facts
         elif line.status == 200 and items[step] > said:
             yield "row too many", facts
         elif line.status == 200 and failed[step] != said_failed:
-            facts = f"{failed[step]} rows of step {step!r} failed, the answer says {said_failed}"
+            facts = f"{failed[step]} rows of step {step!r} failed, but the answer has {said_failed}"
             yield "wrong status", facts
     yield from _cost_differences(line, rows)
 
@@ -230,9 +233,9 @@ def _step_differences(line: LedgerLine, rows: Sequence[RowOfLoad]) -> Iterator[t
 def _add(
     expected: defaultdict[GroupKey, Sums], line: LedgerLine, rows: Sequence[RowOfLoad]
 ) -> None:
-    """Adds a request to its group: as its answer says, or, without an answer, as its rows do.
+    """Adds a request to its group: from its answer, or from its rows if there is no answer.
 
-    A run of a flow has rows of several models, which its answer does not tell apart by hour.
+    A flow run has rows of several models, which its answer does not separate by hour.
     """
     if line.ending != "answered" or line.status != 200 or line.steps:
         for row in rows:
@@ -252,9 +255,9 @@ def _add(
     sums.items += line.items
     sums.succeeded += line.items
     sums.tokens += line.tokens if line.tokens is not None else sum(row.tokens or 0 for row in rows)
-    # Answers do not say how many pixel-steps an image took, but what it costs.
+    # Answers report an image's cost, but not its pixel-steps.
     sums.pixel_steps += sum(row.pixel_steps or 0 for row in rows)
-    # The rows have all digits. That the answer agrees with them was checked before.
+    # Rows have all digits. They have already been checked against the answer.
     costs_usd = [row.cost_usd or 0.0 for row in rows] or [line.cost_usd or 0.0]
     sums.costs_usd.append(sum(costs_usd))
 
@@ -293,16 +296,14 @@ def check(
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> Comparison:
-    """Compares a ledger with rows and report, again and again while they differ.
+    """Compares a ledger with rows and report, repeatedly while they differ.
 
-    Rows come in the background, and later after an outage. So a difference counts only after
+    Rows arrive in the background, and later after an outage. So a difference counts only after
     `wait_s`.
 
     Args:
-        ledger: the ledger of one replay.
-        wait_s: seconds in which differences may disappear.
-        sleep: waits. Tests replace it.
-        clock: seconds. Tests replace it.
+        wait_s: seconds within which differences may disappear.
+        clock: returns seconds. Tests replace it.
 
     Raises:
         Unavailable: BigQuery is unreachable, or refused.
@@ -335,7 +336,7 @@ def _without_empty(expected: dict[GroupKey, Sums]) -> list[GroupKey]:
 
 
 def _span(ledger: Ledger) -> tuple[datetime, datetime]:
-    """Returns the range in which rows can have been received, with a margin for clock skew."""
+    """Returns the time range in which rows can have been received, with a margin for clock skew."""
     ends_s = max((line.ended_at_s for line in ledger.lines), default=ledger.head.began_at_s)
     skew = timedelta(seconds=CLOCK_SKEW_S)
     return (

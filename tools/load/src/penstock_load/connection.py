@@ -1,6 +1,6 @@
-"""One kept HTTP/1.1 connection of a load generator, with at most one request on it at a time.
+"""A persistent HTTP/1.1 connection of a load generator, with one request at a time.
 
-It uses asyncio protocols, because a client library costs more than the answer of a cache hit.
+It uses asyncio protocols, because a client library would cost more than the answer to a cache hit.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from penstock_load.exchange import LOST, Exchange
 
 
 class Owner(Protocol):
-    """Whoever gives connections their requests."""
+    """Assigns requests to connections."""
 
     def answered(self, connection: Connection, exchange: Exchange) -> None:
-        """Takes a complete answer."""
+        """Called when a connection has received a complete answer."""
 
     def lost(self, connection: Connection, exchange: Exchange | None) -> None:
-        """Takes a connection that the server closed, with the exchange that was open on it."""
+        """Called when the server closed a connection, with the exchange that was open on it."""
 
 
 class Connection(asyncio.Protocol):
-    """A connection that is kept between requests."""
+    """A persistent connection."""
 
     def __init__(self, owner: Owner) -> None:
         self._owner = owner
@@ -48,7 +48,7 @@ class Connection(asyncio.Protocol):
         self._transport.write(request)
 
     def data_received(self, data: bytes) -> None:
-        """Hands received bytes to the parser."""
+        """Passes received bytes to the parser."""
         self._parser.feed_data(data)
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -74,13 +74,13 @@ class Connection(asyncio.Protocol):
                 exchange.total_ms = float(value)
 
     def on_body(self, body: bytes) -> None:
-        """Keeps a piece of the answer."""
+        """Stores a chunk of the answer."""
         self.body.append(body)
 
     def on_message_complete(self) -> None:
         exchange = self._ended()
         if exchange is None:
-            # Proxies say 408 on connections that were idle for long, before they close them.
+            # Proxies send 408 on idle connections before they close them.
             self.close()
             return
         exchange.status = self._parser.get_status_code()
@@ -97,7 +97,7 @@ class Connection(asyncio.Protocol):
         self._transport.close()
 
     def abort(self, status: int) -> None:
-        """Hangs up. The open request ends with `status` as soon as the connection is lost."""
+        """Disconnects. The open request ends with `status` as soon as the connection is lost."""
         if self._exchange is not None:
             self._exchange.status = status
         self.is_open = False
@@ -113,12 +113,11 @@ class Connection(asyncio.Protocol):
 def encode_request(
     host: str, path: str, headers: Mapping[str, str], content: bytes = b"", method: str = "POST"
 ) -> bytes:
-    """The bytes of a request, by default of a POST with a JSON body.
+    """Returns the bytes of a request, by default a POST with a JSON body.
 
     Args:
-        host: with the port, if it is not the usual one.
-        path: with a slash at its start.
-        headers: in addition to those that every request has.
+        host: includes the port unless it is the default.
+        headers: in addition to the standard headers.
     """
     all_headers = {
         "host": host,

@@ -1,8 +1,8 @@
-"""A made-up day: a wave with a rush at noon and bursts, for tenants and models with their shares.
+"""A synthetic day: a wave with a rush at noon and bursts, for tenants and models by share.
 
-Every share is kept to the request: counts are the largest remainders of what was promised, and only
-their order is drawn. Within a slot of time requests arrive at random, as those of a Poisson process
-do whose number is known.
+Shares are exact to the request: counts are rounded by largest remainder, and only the order is
+random. Within a time slot, requests arrive at random, like a Poisson process with a known number of
+events.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from shared.errors import BadInput
 
 DAY_S = 86_400.0
 SLOT_S = 300.0
-"""Seconds in which the rate counts as constant."""
+"""Seconds during which the rate counts as constant."""
 SLOTS = int(DAY_S / SLOT_S)
 RUSH_FROM_S, RUSH_FOR_S = 43_200.0, 7_200.0
 """The rush of the simulator's scenario `day`."""
 BURST_FOR_S = 120.0
 
 Mix = Sequence[tuple[float, int, int]]
-"""Shares of the requests, each with the smallest and the largest number that they have."""
+"""Shares of the requests, each with the smallest and largest value."""
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
 class DayModel:
-    """A model of the day.
+    """A model in the day.
 
     Args:
-        share: the model's part of the requests, relative to the other models' shares.
-        items: numbers of items in its requests.
+        share: the model's part of the requests, relative to the shares of the other models.
+        items: number of items per request.
     """
 
     share: float
@@ -57,7 +57,7 @@ NUMBERS = {
     "cancel_within_s": 86_400,
     "batch_share": 1,
 }
-"""Upper bounds of a day's numbers. The lower bound is 0."""
+"""Upper bounds of the day's numbers. The lower bound is 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,18 +65,18 @@ class Day:
     """The numbers that define a day.
 
     Args:
-        requests: requests of the whole day, 1.4 million in `day` of docs/explanation/simulation.md.
+        requests: total requests of the day, 1.4 million in `day` of docs/explanation/simulation.md.
         tenants: the k-th has a share of 1 / k ** zipf.
         seed: seed of all random numbers.
-        zipf: inequality of tenants. 0: all alike.
-        swing: amplitude of the wave. 0.6: 0.4 to 1.6 times its mean, lowest at midnight.
+        zipf: inequality of tenants. 0: all equal.
+        swing: amplitude of the wave. 0.6: 0.4 to 1.6 times the mean, lowest at midnight.
         rush_share: the share of requests in the rush at noon.
-        bursts: number of bursts. Each is of one tenant.
-        burst_share: the share of requests in all bursts.
-        repeat_share: the share of requests that repeat an earlier one of their tenant and model.
-        cancel_share: the share of requests whose caller hangs up.
-        cancel_within_s: the longest that such a caller waits.
-        batch_share: the share of the requests at `batch` priority.
+        bursts: number of bursts. Each one comes from one tenant.
+        burst_share: share of requests in all bursts.
+        repeat_share: share of requests that repeat an earlier one of the same tenant and model.
+        cancel_share: share of requests whose caller disconnects.
+        cancel_within_s: maximum time that such a caller waits.
+        batch_share: share of requests at `batch` priority.
     """
 
     requests: int
@@ -96,21 +96,25 @@ class Day:
     def __post_init__(self) -> None:
         for name, most in NUMBERS.items():
             if not 0 <= getattr(self, name) <= most:
-                raise BadInput(f"{name}: {getattr(self, name)} is not from 0 to {most}", field=name)
+                value = getattr(self, name)
+                raise BadInput(f"{name} must be from 0 to {most}, got {value}", field=name)
         if self.rush_share + self.burst_share > 1:
-            raise BadInput("burst_share: is more than the rush leaves", field="burst_share")
+            raise BadInput(
+                "burst_share must leave room for rush_share: their total is at most 1",
+                field="burst_share",
+            )
         if self.requests < 1 or not self.tenants or not self.models:
-            raise BadInput("requests: a day has requests, tenants and models", field="requests")
+            raise BadInput("requests: a day needs requests, tenants and models", field="requests")
 
     def slots(self) -> Ints:
-        """The requests of each slot, without bursts."""
+        """The number of requests in each slot, without bursts."""
         edges_s = np.linspace(0.0, DAY_S, SLOTS + 1)
         turns = edges_s / DAY_S
         waved = turns - self.swing * np.sin(2 * math.pi * turns) / (2 * math.pi)
         rushed = np.clip((edges_s - RUSH_FROM_S) / RUSH_FOR_S, 0.0, 1.0)
         steady = self.requests - self.in_bursts
         rush = round(self.rush_share * self.requests)
-        # Sums are rounded, not slots: so no hour is off by more than one.
+        # Cumulative sums are rounded instead of slots, so no hour is off by more than one.
         due = np.round((steady - rush) * waved + rush * rushed).astype(np.int64)
         return np.diff(due)
 
@@ -119,13 +123,13 @@ class Day:
         return round(self.burst_share * self.requests) if self.bursts else 0
 
     def tenant_shares(self) -> list[float]:
-        """The share of each tenant, by its place."""
+        """The share of each tenant, by index."""
         weights = [1 / place**self.zipf for place in range(1, len(self.tenants) + 1)]
         return [weight / sum(weights) for weight in weights]
 
 
 def arrivals_of(day: Day) -> list[Arrival]:
-    """The requests of a day in order. The same day gives the same."""
+    """Returns the requests of a day in order. The same day produces the same requests."""
     chance = np.random.default_rng(day.seed)
     tenants = _shuffled(chance, _apportioned(day.requests, day.tenant_shares()))
     at_s = _times(day, chance)
@@ -161,7 +165,7 @@ def arrivals_of(day: Day) -> list[Arrival]:
 
 
 class _Groups:
-    """Returns which requests repeat an earlier one of their tenant and model."""
+    """Decides which requests repeat an earlier one of their tenant and model."""
 
     def __init__(self, day: Day) -> None:
         self._random = random.Random(day.seed)
@@ -171,22 +175,22 @@ class _Groups:
     def of(
         self, number: int, owner: tuple[int, int], shape: tuple[int, int]
     ) -> tuple[str, tuple[int, int]]:
-        """The group of the next request and its size and items, as those of the first one."""
+        """Returns the next request's group, and the size and items of the group's first request."""
         known = self._known.setdefault(owner, [])
-        # Sampling in one pass (Knuth, volume 2, algorithm S). Who has nothing to repeat yet leaves
-        # it to a later request.
+        # One-pass sampling (Knuth, volume 2, algorithm S). A request that has nothing to repeat yet
+        # leaves its turn to a later one.
         is_repeat = self._random.random() * self._to_come < self._left
         self._to_come -= 1
         if is_repeat and known:
             self._left -= 1
-            # Some inputs are asked for more often than others: the older ones.
+            # Some inputs are requested more often than others: the older ones.
             return known[int(len(known) * self._random.random() ** 2)]
         known.append((str(number), shape))
         return known[-1]
 
 
 def _times(day: Day, chance: np.random.Generator) -> Floats:
-    """The times of all requests, those of bursts last, in the order of the bursts."""
+    """Returns the times of all requests. Those in bursts come last, in the order of the bursts."""
     counts = day.slots()
     starts_s = np.repeat(np.arange(SLOTS) * SLOT_S, counts)
     steady_s = starts_s + chance.uniform(0.0, SLOT_S, len(starts_s))
@@ -197,9 +201,9 @@ def _times(day: Day, chance: np.random.Generator) -> Floats:
 
 
 def _bursting(day: Day, chance: np.random.Generator, tenants: Ints) -> Ints:
-    """The tenants of all requests, with those of bursts last and side by side.
+    """Returns the tenants of all requests. Those in bursts come last and are adjacent.
 
-    So each burst is mostly of one tenant, and no tenant has more than its share.
+    So each burst mostly comes from one tenant, and no tenant exceeds its share.
     """
     by_tenant = np.argsort(tenants, kind="stable")
     start = int(chance.integers(0, len(tenants)))
@@ -208,7 +212,7 @@ def _bursting(day: Day, chance: np.random.Generator, tenants: Ints) -> Ints:
 
 
 def _of_models(chance: np.random.Generator, models: Ints, mixes: Sequence[Mix]) -> Ints:
-    """A number for each request, drawn from the mix of its model."""
+    """Returns a number for each request, drawn from its model's mix."""
     drawn = np.zeros(len(models), dtype=np.int64)
     for place, mix in enumerate(mixes):
         of_model = np.flatnonzero(models == place)
@@ -217,7 +221,7 @@ def _of_models(chance: np.random.Generator, models: Ints, mixes: Sequence[Mix]) 
 
 
 def _drawn(chance: np.random.Generator, count: int, mix: Mix) -> Ints:
-    """Numbers between bounds, each pair of bounds with its share."""
+    """Draws numbers between bounds. Each pair of bounds has a share."""
     kinds = _shuffled(chance, _apportioned(count, [share for share, _, _ in mix]))
     low, high = (np.asarray([one[place] for one in mix]) for place in (1, 2))
     return chance.integers(low[kinds], high[kinds] + 1)
@@ -236,9 +240,9 @@ def _shuffled(chance: np.random.Generator, values: Ints) -> Ints:
 
 
 def _apportioned(count: int, shares: Sequence[float]) -> Ints:
-    """`count` places, each of 0 … len(shares) - 1 as often as its share says.
+    """Returns `count` indexes from 0 to len(shares) - 1, each as often as its share demands.
 
-    By the largest remainders, so that the counts add up and none is off by one or more.
+    Rounds by largest remainder, so the counts add up and none is off by one or more.
     """
     exact = np.asarray(shares, dtype=np.float64) / sum(shares) * count
     counts = np.floor(exact).astype(np.int64)

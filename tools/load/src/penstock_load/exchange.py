@@ -1,4 +1,4 @@
-"""One request of a load generator and its answer."""
+"""A request of a load generator and its answer."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import msgspec
 
 LOST, UNANSWERED, UNCONNECTED, CANCELED = 0, -1, -2, -3
 """Statuses of requests without an answer: the connection broke, the time was up, no connection
-could be opened, or the caller hung up. Only an unconnected request surely never reached the server.
+could be opened, or the caller disconnected. Only an unconnected request certainly never reached the
+server.
 """
 
 
 class Exchange(msgspec.Struct, omit_defaults=True):
-    """One request and its answer, timed from when it was due. The API's headers fill the rest."""
+    """A request and its answer, timed from when it was due.
+
+    The API's headers fill the other fields.
+    """
 
     status: int
     round_trip_ms: float = 0.0
@@ -22,17 +26,17 @@ class Exchange(msgspec.Struct, omit_defaults=True):
     inference_ms: float = 0.0
     total_ms: float = 0.0
     ended_s: float = 0.0
-    """Seconds since the start of the order."""
+    """Seconds since the start of the replay."""
     number: int = -1
     """Index of the request in its order."""
     lag_ms: float = 0.0
-    """Wait for a connection."""
+    """Time spent waiting for a connection."""
     retry_after_s: float = 0.0
-    """The retry-after of a refusal."""
+    """The retry-after header of a refusal."""
     cost_usd: float | None = None
-    """The charge of the request. None if the answer does not say."""
+    """Charge for the request. None if the answer does not contain it."""
 
     @property
     def overhead_ms(self) -> float:
-        """Returns the time that the pipeline added to the model's."""
+        """Returns how much time the pipeline added to the model's."""
         return self.round_trip_ms - self.inference_ms

@@ -1,4 +1,4 @@
-"""The request of an arrival: the route of its model's task, and a body."""
+"""Creates the request for an arrival: the route of its model's task, and a body."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ SEEDS = 2**31
 
 
 class RequestForm(NamedTuple):
-    """The route and bodies for one task."""
+    """Route and bodies for a task."""
 
     path: str
     body: Callable[[Arrival, str], dict[str, Any]]
-    """Makes the body for an arrival, from a text that identifies its group."""
+    """Creates the body for an arrival, from a text that identifies its group."""
     share: float
-    """Default share of a day's requests, relative to the other models."""
+    """Default share of the day's requests, relative to the other models."""
     sizes: Mix
-    """Default sizes of a day's inputs."""
+    """Default input sizes of a day."""
     items: Mix
-    """Default numbers of items in a day's requests."""
+    """Default numbers of items per request."""
     counts_input_once: bool = False
     """True if the answer counts the shared input of all items once."""
     is_run: bool = False
-    """True if the answer is a prediction, whose end is looked for."""
+    """True if the answer is a prediction, which is polled until it ends."""
 
 
 def _texts(arrival: Arrival, group: str) -> dict[str, Any]:
-    """Short queries, paragraphs or pages. The first word distinguishes groups and items."""
+    """Returns short queries, paragraphs or pages. The first word distinguishes groups and items."""
     texts = [
         arrival.input or _text(f"{group}.{item}", arrival.size or USUAL_WORDS)
         for item in range(arrival.items)
@@ -81,7 +81,7 @@ def _image(arrival: Arrival, group: str) -> dict[str, Any]:
 
 
 def _chat(arrival: Arrival, group: str) -> dict[str, Any]:
-    """A question of the given number of words, and a short answer."""
+    """Returns a question with this number of words, and a limit for a short answer."""
     asked = arrival.input or _text(group, arrival.size or USUAL_WORDS)
     return {
         "model": arrival.model,
@@ -93,7 +93,7 @@ def _chat(arrival: Arrival, group: str) -> dict[str, Any]:
 
 
 def _prediction(arrival: Arrival, group: str) -> dict[str, Any]:
-    """The input of the trace: what a class or a flow takes is its own."""
+    """Returns the input in the trace, because classes and flows have custom inputs."""
     return {"version": arrival.model, "input": input_of(arrival)}
 
 
@@ -101,7 +101,7 @@ def input_of(arrival: Arrival) -> dict[str, Any]:
     """Returns the input of a prediction.
 
     Raises:
-        BadInput: it is not a JSON object.
+        BadInput: the input is not a JSON object.
     """
     try:
         value = json.loads(arrival.input)
@@ -109,7 +109,7 @@ def input_of(arrival: Arrival) -> dict[str, Any]:
         value = None
     if not isinstance(value, dict):
         raise BadInput(
-            f"input: {arrival.model} takes a JSON object with its inputs, as in POST "
+            f"input: {arrival.model} requires a JSON object with its inputs, as in POST "
             f"/v1/predictions; the trace has {arrival.input[:80]!r}",
             field="input",
         )
@@ -143,18 +143,20 @@ REQUEST_FORMS: Mapping[str, RequestForm] = {
 
 
 def form_of(model: str, tasks: Mapping[str, str]) -> RequestForm:
-    """Returns the form of requests to a model.
+    """Returns the request form of a model.
 
     Args:
-        tasks: the task of each model that is served.
+        tasks: the task of each served model.
 
     Raises:
-        BadInput: it is not served, or its task can't be replayed.
+        BadInput: the model is not served, or its task can't be replayed.
     """
     name = tasks.get(model)
     if name is None:
         known = ", ".join(tasks) or "none"
-        raise BadInput(f"model: {model[:80]!r} is not served there; served: {known}", field="model")
+        raise BadInput(
+            f"model: {model[:80]!r} is not served there; available: {known}", field="model"
+        )
     if not can_be_replayed(name):
         known = ", ".join(REQUEST_FORMS)
         raise BadInput(
@@ -165,10 +167,10 @@ def form_of(model: str, tasks: Mapping[str, str]) -> RequestForm:
 
 
 def can_be_replayed(name: str) -> bool:
-    """Returns whether requests for a task, by its name, can be sent here."""
+    """Returns whether requests for the task with this name can be sent."""
     return name in REQUEST_FORMS
 
 
 def can_be_made_up(name: str) -> bool:
-    """Returns whether inputs for a task, by its name, can be made here."""
+    """Returns whether inputs for the task with this name can be generated."""
     return can_be_replayed(name) and not REQUEST_FORMS[name].is_run

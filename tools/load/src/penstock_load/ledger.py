@@ -1,9 +1,9 @@
-"""The ledger of a replay: a file with one line for each request, written as each ends.
+"""The ledger of a replay: a file with a line per request, written when the request ends.
 
     {"run":"load-20261123T054500-9f2c01","url":"http://127.0.0.1:8080","began_at_s":1795412700.1}
     {"id":"load-20261123T054500-9f2c01-0000000","tenant":"acme","model":"all-MiniLM-L6-v2",...}
 
-The first line is the head. `id` is the `x-request-id` that was sent, and rows have it as
+The first line is the head. `id` is the `x-request-id` that was sent; rows have it as
 `client_request_id`.
 """
 
@@ -30,56 +30,58 @@ BUFFER_BYTES = 64 * 1024
 
 
 class LedgerHead(msgspec.Struct, frozen=True):
-    """The run that a ledger's lines belong to."""
+    """The run to which a ledger's lines belong."""
 
     run: str
-    """The start of the id of each request."""
+    """Prefix of all request ids."""
     url: str
     began_at_s: float
     """Unix time."""
 
 
 class LedgerLine(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One request, and the answer that its caller got."""
+    """A request, and the answer that its caller received."""
 
     id: str
     tenant: str
-    """Empty: a key without a known tenant, or none."""
+    """Empty: no key, or a key without a known tenant."""
     model: str
     sent_at_s: float
-    """Unix time. What waited for a connection counts from its end."""
+    """Unix time when it was sent, or when it ended if it never got a connection."""
     ended_at_s: float
     items: int
     ending: Ending = "answered"
-    """`foreign`: somebody before Penstock answered, such as a proxy. `unconnected`: it never left.
-    Only rows say what became of the others that are not `answered`.
+    """`foreign`: something in front of Penstock answered, such as a proxy.
+
+    `unconnected`: the request was never sent. For other endings than `answered`, only the rows show
+    the result.
     """
     status: int = 0
     """HTTP status. 0: no answer."""
     code: str = ""
-    """Code of the error in the answer."""
+    """Error code in the answer."""
     cache: str = ""
     tokens: int | None = None
-    """Tokens, as the answer says. None if it does not say."""
+    """Tokens reported in the answer. None if it has no tokens."""
     cost_usd: float | None = None
-    """Cost, as the answer says. None if it does not say."""
+    """Cost reported in the answer. None if it has no cost."""
     key_id: str = ""
     """The public part of the key."""
     steps: dict[str, tuple[int, int]] = {}
-    """Of a flow, by the ids of its steps: their items, and how many of them did not succeed."""
+    """For a flow, by step id: the number of items, and how many of them did not succeed."""
 
 
 class Ledger(NamedTuple):
-    """A ledger that was read."""
+    """A ledger read from a file."""
 
     head: LedgerHead
     lines: list[LedgerLine]
     cut_lines: int
-    """0 or 1: the last line, if the writer died in it."""
+    """0 or 1: the last line, if the writer died while writing it."""
 
 
 class LedgerWriter:
-    """Appends lines to a new file. `opened_ledger` makes one."""
+    """Appends lines to a new file. Created by `opened_ledger`."""
 
     def __init__(self, path: Path, head: LedgerHead) -> None:
         self._path = path
@@ -89,7 +91,7 @@ class LedgerWriter:
         self._file.write(self._encoder.encode(head) + b"\n")
 
     def write(self, line: LedgerLine) -> None:
-        """Adds a line. It is in the file after the next flush.
+        """Adds a line. It reaches the file with the next flush.
 
         Raises:
             ConfigurationError: the file can't be written.
@@ -98,7 +100,7 @@ class LedgerWriter:
             self._file.write(self._encoder.encode(line) + b"\n")
 
     def flush(self) -> None:
-        """Hands the file what was written.
+        """Writes buffered lines to the file.
 
         Raises:
             ConfigurationError: the file can't be written.
@@ -118,7 +120,7 @@ class LedgerWriter:
 
 @contextmanager
 def translated(path: Path) -> Iterator[None]:
-    """Turns errors of the disk into ours.
+    """Converts disk errors to ConfigurationError.
 
     Raises:
         ConfigurationError: the file can't be written.
@@ -131,7 +133,7 @@ def translated(path: Path) -> Iterator[None]:
 
 @contextmanager
 def opened_ledger(path: Path, head: LedgerHead) -> Iterator[LedgerWriter]:
-    """A writer of a new file, closed at the end.
+    """Opens a writer for a new file, and closes it at the end.
 
     Raises:
         ConfigurationError: the file exists, or can't be written.
@@ -145,10 +147,10 @@ def opened_ledger(path: Path, head: LedgerHead) -> Iterator[LedgerWriter]:
 
 
 def read_ledger(path: Path) -> Ledger:
-    """Reads a whole ledger. A last line that breaks off is left out and counted.
+    """Reads a whole ledger. Skips and counts an incomplete last line.
 
     Raises:
-        ConfigurationError: it can't be read, or it is not a ledger.
+        ConfigurationError: the file can't be read, or is not a ledger.
     """
     try:
         whole, _, rest = path.read_bytes().rpartition(b"\n")

@@ -1,4 +1,4 @@
-"""The plan of a replay: arrivals of a day or a trace, with a target's models and tenants."""
+"""The plan of a replay: arrivals of a day or a trace, for the target's models and tenants."""
 
 from __future__ import annotations
 
@@ -26,40 +26,40 @@ class LoadPlan(NamedTuple):
 
 
 class DayOptions(NamedTuple):
-    """A day, as the command line says it."""
+    """Options of a day on the command line."""
 
     requests: int
     tenants: int
     models: tuple[str, ...]
-    """`NAME` or `NAME=SHARE`. None: all that are served and whose inputs can be made."""
+    """`NAME` or `NAME=SHARE`. None: all served models whose inputs can be generated."""
     seed: int
     numbers: Mapping[str, float]
 
 
 def run_id(now: datetime | None = None) -> str:
-    """A new name for a replay: the start of the id of each of its requests."""
+    """Returns a new name for a replay, which all its request ids start with."""
     moment = now or datetime.now(UTC)
     return f"load-{moment:%Y%m%dT%H%M%S}-{secrets.token_hex(3)}"
 
 
 def plan_day(target: Target, options: DayOptions) -> LoadPlan:
-    """The arrivals of a day.
+    """Plans the arrivals of a day.
 
     Raises:
-        BadInput: a model is not served, or a number is wrong.
-        Unavailable: the target does not say what it serves.
+        BadInput: a model is not served, or a number is invalid. Unavailable: the target can't be
+        asked for its models.
     """
     served = target.models()
     shares = _shares(options.models, served)
     forms = {name: form_of(name, _tasks(served)) for name in shares}
     if runs := [name for name, form in forms.items() if form.is_run]:
         raise BadInput(
-            f"model: {runs[0]} takes inputs of its own, which a day does not have; use a trace",
+            f"model: {runs[0]} requires custom inputs, which a day does not have; use a trace",
             field="model",
         )
     if target.keys and options.tenants > len(target.keys):
         raise BadInput(
-            f"tenants: {options.tenants} tenants, but keys of {len(target.keys)}", field="tenants"
+            f"tenants: {options.tenants} tenants, but only {len(target.keys)} keys", field="tenants"
         )
     known = list(target.keys) or [f"tenant-{place + 1}" for place in range(options.tenants)]
     day = Day(
@@ -80,25 +80,25 @@ def plan_day(target: Target, options: DayOptions) -> LoadPlan:
 
 
 def plan_trace(target: Target, path: Path, requests: int = 0) -> LoadPlan:
-    """The arrivals of a trace.
+    """Plans the arrivals of a trace.
 
     Args:
-        target: serves its models, and has keys of its tenants.
-        requests: only the first N are sent. 0: all.
+        target: serves the trace's models, and has keys for its tenants.
+        requests: send only the first N. 0: all.
 
     Raises:
         ConfigurationError: the trace can't be read, or names a tenant without a key.
-        BadInput: it names a model that is not served, or has a task that can't be replayed, or an
-            input is no input of a prediction.
-        Unavailable: the target does not say what it serves.
+        BadInput: a model is not served, its task can't be replayed, or an input is not valid for a
+            prediction.
+        Unavailable: the target can't be asked for its models.
     """
     arrivals = read_trace(path)[: requests or None]
     served = target.models()
     usual = next((one.id for one in served.values() if can_be_made_up(one.task)), "")
     if target.keys and (unknown := {one.tenant for one in arrivals} - target.keys.keys()):
-        raise ConfigurationError(f"{path}: no key of the tenant {min(unknown)!r}", field="keys")
+        raise ConfigurationError(f"{path}: no key for the tenant {min(unknown)!r}", field="keys")
     names = {one.model for one in arrivals}
-    # Rows have names, so the ledger has no aliases.
+    # Rows contain model names, so the ledger has no aliases.
     named = {name: served[name or usual].id for name in names if (name or usual) in served}
     forms = {
         named.get(name, name): form_of(name or usual, _tasks(served)) for name in sorted(names)
@@ -115,11 +115,11 @@ def _tasks(served: Mapping[str, ServedModel]) -> dict[str, str]:
 
 
 def _shares(models: Sequence[str], served: Mapping[str, ServedModel]) -> dict[str, float | None]:
-    """The models of a day with their shares. None: the usual one of its task."""
+    """Returns the day's models with their shares. None: the default share of the task."""
     if not models:
         replayed = {one.id: None for one in served.values() if can_be_made_up(one.task)}
         if not replayed:
-            raise BadInput("model: none is served that can be replayed", field="model")
+            raise BadInput("model: no served model can be replayed", field="model")
         return dict(replayed)
     shares: dict[str, float | None] = {}
     for pair in models:
@@ -129,7 +129,7 @@ def _shares(models: Sequence[str], served: Mapping[str, ServedModel]) -> dict[st
         except ValueError:
             share = -1.0
         if share is not None and not 0 < share < float("inf"):
-            raise BadInput(f"model: {pair!r} is not NAME or NAME=SHARE", field="model")
+            raise BadInput(f"model must be NAME or NAME=SHARE, got {pair!r}", field="model")
         shares[served[name].id if name in served else name] = share
     return shares
 
@@ -137,7 +137,8 @@ def _shares(models: Sequence[str], served: Mapping[str, ServedModel]) -> dict[st
 def _numbers(numbers: Mapping[str, float]) -> dict[str, Any]:
     if unknown := numbers.keys() - NUMBERS.keys():
         raise BadInput(
-            f"set: a day has no {min(unknown)[:80]!r}; there are: {', '.join(NUMBERS)}", field="set"
+            f"set: a day does not have {min(unknown)[:80]!r}; available: {', '.join(NUMBERS)}",
+            field="set",
         )
     return {
         name: int(value) if name == "bursts" and isfinite(value) else value

@@ -1,4 +1,4 @@
-"""Kept connections of a load generator to one server, and the requests that wait for them."""
+"""A load generator's persistent connections to a server, and the requests waiting for them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CONNECT_LIMIT_S = 10.0
 
 
 class Server(NamedTuple):
-    """The address that requests are sent to."""
+    """The address to send requests to."""
 
     host: str
     port: int
@@ -23,13 +23,14 @@ class Server(NamedTuple):
 
 
 class ConnectionPool:
-    """Sends each request on a free connection, and opens up to `most` of them.
+    """Sends each request on a free connection, and opens up to `most` connections.
 
-    Requests beyond that wait in order, and their wait counts.
+    Further requests wait in order, and their waiting time counts.
 
     Args:
-        server: the server that gets the requests.
-        on_end: gets each request once, with the pieces of the answer's body. It may send the next.
+        server: server that receives the requests.
+        on_end: called once per request, with the chunks of the response body. It may send another
+            request.
     """
 
     def __init__(
@@ -47,42 +48,41 @@ class ConnectionPool:
 
     @property
     def in_flight(self) -> int:
-        """Requests that were given to it and have not ended."""
+        """Number of requests passed to `send` that have not ended."""
         return len(self._busy) + len(self._waiting)
 
     async def open(self, count: int) -> None:
-        """Opens connections ahead.
+        """Opens connections in advance.
 
         Raises:
-            OSError: nothing listens.
+            OSError: nothing listens at the address.
         """
         for _ in range(count):
             await self._connect()
 
     def send(self, number: int, request: bytes, due_s: float) -> None:
-        """Sends a request, or has it wait for a connection.
+        """Sends a request, or queues it for a connection.
 
         Args:
-            number: identifies it, in its exchange and for `cancel`.
-            request: all bytes.
-            due_s: when it is due, by time.perf_counter(). Its round trip counts from here.
+            number: identifies it in its exchange and for `cancel`.
+            due_s: when it is due, by time.perf_counter(). Its latency counts from then.
         """
         if self._idle:
-            # The last one that was used: the server has closed it least likely.
+            # The most recently used one, because the server is least likely to have closed it.
             self._begin(self._idle.pop(), number, request, due_s)
             return
         self._waiting[number] = (request, due_s)
         self._open_more()
 
     def cancel(self, number: int) -> None:
-        """Hangs up on a request, if it has not ended."""
+        """Disconnects a request that has not ended."""
         if number in self._waiting:
             self._end_waiting(number, CANCELED)
         elif number in self._busy:
             self._busy[number].abort(CANCELED)
 
     def abandon(self) -> None:
-        """Ends everything that is still open as unanswered."""
+        """Ends all open requests as unanswered."""
         for number in list(self._waiting):
             self._end_waiting(number, UNANSWERED)
         for connection in list(self._busy.values()):
@@ -96,7 +96,7 @@ class ConnectionPool:
             connection.close()
 
     def answered(self, connection: Connection, exchange: Exchange) -> None:
-        """Takes an answer, and gives its connection the next request."""
+        """Handles an answer, and sends the next request on its connection."""
         del self._busy[exchange.number]
         body = connection.body
         if connection.is_open:
@@ -104,7 +104,7 @@ class ConnectionPool:
         self._on_end(exchange, body)
 
     def lost(self, connection: Connection, exchange: Exchange | None) -> None:
-        """Takes a connection that ended, and opens another if requests wait."""
+        """Handles a lost connection, and opens another one if requests are waiting."""
         self._connections.discard(connection)
         if connection in self._idle:
             self._idle.remove(connection)
@@ -156,7 +156,7 @@ class ConnectionPool:
         error = task.exception()
         if error is not None and not isinstance(error, OSError):
             raise error
-        # What waits may still go out on a connection that is open or being opened.
+        # Waiting requests may still be sent on a connection that is open or being opened.
         if error is not None and not self._connections and not self._opening:
             for number in list(self._waiting):
                 self._end_waiting(number, UNCONNECTED)

@@ -1,6 +1,6 @@
-"""Sends arrivals when they are due, whether or not earlier ones are answered.
+"""Sends arrivals when they are due, whether or not earlier ones have been answered.
 
-The outcome of each goes into the ledger.
+The ledger records each outcome.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from penstock_load.trace import Arrival
 from shared.errors import ConfigurationError
 
 ANSWER_LIMIT_S = 330.0
-"""After the last request: more than the longest deadline of a model."""
+"""Time limit after the last request. It exceeds the longest deadline of any model."""
 STOP_LIMIT_S = 10.0
 LOOK_S = 1.0
 POLL_S = 0.5
-"""Pause before the end of a prediction is looked for again."""
+"""Pause before a prediction is polled again."""
 SERVER_ERROR = 500
 FAILED_RUN = 500
-"""Status in the ledger of a prediction that was created and did not succeed."""
+"""Status in the ledger for a prediction that was created but did not succeed."""
 YIELD_EVERY = 32
-"""A replay that is late handles answers after this number of requests."""
+"""If a replay is late, it handles answers after this many requests."""
 
 
 class Show(Protocol):
-    """Shows how a replay goes."""
+    """Shows the progress of a replay."""
 
     def __call__(self, look: ReplayProgress, tally: Tally) -> None:
-        """Gets what happened since the last call, and everything so far."""
+        """Receives events since the last call, and the totals so far."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,9 +48,9 @@ class Pace:
     """The speed and limits of a replay.
 
     Args:
-        speed: seconds of the trace in a second.
-        most_in_flight: requests that are due at this limit are not sent, but counted.
-        duration_s: requests that are due later are not sent. 0: no such limit.
+        speed: seconds of the trace per second.
+        most_in_flight: requests that become due at this limit are counted but not sent.
+        duration_s: requests due after this time are not sent. 0: no limit.
     """
 
     speed: float = 1.0
@@ -59,13 +59,13 @@ class Pace:
 
 
 class _Open(msgspec.Struct):
-    """A request that was given to the pool."""
+    """A request in the pool."""
 
     arrival: Arrival
     given_at_s: float
     due_s: float
     run_id: str = ""
-    """Of a prediction that was created."""
+    """Id of the prediction that it created."""
 
 
 class _Usage(msgspec.Struct):
@@ -108,15 +108,14 @@ class _Run(msgspec.Struct):
 
 
 class Replay:
-    """One replay.
+    """A replay.
 
     Args:
-        target: whom to ask, and with which keys.
-        run: the start of the id of each request.
-        arrivals: in order of time.
-        forms: request forms by model, for all models of the arrivals.
-        ledger: gets a line for each request.
-        show: gets the progress every second.
+        target: API and keys to use.
+        run: prefix of all request ids.
+        forms: request forms for all models of the arrivals, by model.
+        ledger: receives a line for each request.
+        show: receives the progress every second.
     """
 
     def __init__(
@@ -138,7 +137,7 @@ class Replay:
         self._open: dict[int, _Open] = {}
         self._hang_ups: dict[int, asyncio.TimerHandle] = {}
         self._polls: dict[int, asyncio.TimerHandle] = {}
-        """Predictions whose end is looked for after a pause."""
+        """Predictions to poll after a pause."""
         self._is_abandoned = False
         self._decoder = msgspec.json.Decoder(_Answer)
         self._run_decoder = msgspec.json.Decoder(_Run)
@@ -150,16 +149,16 @@ class Replay:
         self._failure: ConfigurationError | None = None
 
     def stop(self) -> None:
-        """Sends nothing more. What is open gets STOP_LIMIT_S to end."""
+        """Stops sending. Open requests have STOP_LIMIT_S to end."""
         self._stopped.set()
         asyncio.get_running_loop().call_later(STOP_LIMIT_S, self._abandon)
 
     async def run(self) -> None:
-        """Sends everything, and returns when all of it has ended and is in the ledger.
+        """Sends everything, and returns once all requests have ended and are in the ledger.
 
         Raises:
-            OSError: nothing listens at the target, before anything was sent.
-            ConfigurationError: the ledger can't be written any more. Without it nothing is sent.
+            OSError: nothing listens at the target; no request was sent. ConfigurationError: the
+            ledger can no longer be written, and without it nothing is sent.
         """
         await self._pool.open(1)
         self._began_s, self._began_at_s = time.perf_counter(), time.time()
@@ -200,7 +199,7 @@ class Replay:
                 self._send(number, arrival, due_s)
 
     async def _pause(self, wait_s: float) -> None:
-        """Waits this time, or until it is stopped."""
+        """Waits, unless stopped first."""
         if wait_s < LOOK_S:
             await asyncio.sleep(max(0.0, wait_s))
             return
@@ -238,7 +237,7 @@ class Replay:
         self._end_poll(number, CANCELED)
 
     def _abandon(self) -> None:
-        """Ends everything that is still open as unanswered."""
+        """Ends all open requests as unanswered."""
         self._is_abandoned = True
         self._pool.abandon()
         for number in list(self._polls):
@@ -251,7 +250,7 @@ class Replay:
             self._close(Exchange(status, waited_ms, number=number), None, b"")
 
     def _poll_later(self, number: int) -> None:
-        """Looks for the end of a prediction after a pause."""
+        """Polls a prediction after a pause."""
         loop = asyncio.get_running_loop()
         self._polls[number] = loop.call_later(POLL_S, self._poll, number)
 
@@ -286,7 +285,7 @@ class Replay:
         line = self._line(exchange, opened, body)
         if run is not None:
             line = _line_of_run(line, run)
-        elif opened.run_id and exchange.status > 0:  # it exists, and can't be read
+        elif opened.run_id and exchange.status > 0:  # it exists, but can't be read
             line = msgspec.structs.replace(line, ending="lost", status=0, code="")
         self.tally.add(line, exchange.round_trip_ms)
         try:
@@ -297,7 +296,10 @@ class Replay:
             self._drained.set()
 
     def _read_run(self, exchange: Exchange, body: bytes) -> _Run | None:
-        """The prediction of an answer. None: it was refused, or somebody else answered."""
+        """Returns the prediction in an answer.
+
+        None: it was refused, or the answer is not Penstock's.
+        """
         if not 200 <= exchange.status < 300 or exchange.request_id != self._id_of(exchange.number):
             return None
         try:
@@ -331,7 +333,7 @@ class Replay:
         )
 
     def _tokens(self, arrival: Arrival, usage: _Usage | None) -> int | None:
-        """The tokens of all items, each of which has a row."""
+        """Returns the tokens of all items, each of which has a row."""
         if usage is None or usage.total_tokens is None:
             return None
         if self._forms[arrival.model].counts_input_once:
@@ -342,7 +344,7 @@ class Replay:
         try:
             return self._decoder.decode(body)
         except msgspec.DecodeError:
-            return _Answer()  # of a proxy, say
+            return _Answer()  # for example from a proxy
 
     async def _wait_for_answers(self) -> None:
         limit_s = STOP_LIMIT_S if self._stopped.is_set() else ANSWER_LIMIT_S
@@ -367,7 +369,7 @@ class Replay:
 
 
 def _line_of_run(line: LedgerLine, run: _Run) -> LedgerLine:
-    """What the end of a prediction says. One that a stop has left open has no answer."""
+    """Completes a line when its prediction ends. One that a stop left open has no answer."""
     if not run.is_over:
         return msgspec.structs.replace(line, ending="unanswered", status=0)
     steps = {step.id: (step.items, step.failed) for step in run.metrics.steps}

@@ -1,4 +1,4 @@
-"""BigQuery's view of a replay: its rows, the `usage_hours` report, and the usage of others."""
+"""Queries BigQuery about a replay: its rows, the `usage_hours` report, and other usage."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ QUERY_LIMIT_S = 120.0
 
 
 class RowOfLoad(NamedTuple):
-    """A row of a replay, as check.sql selects it."""
+    """A row of a replay, as selected by check.sql."""
 
     client_request_id: str
     request_id: str
@@ -36,12 +36,12 @@ class RowOfLoad(NamedTuple):
     copies: int
     """Number of times it was written."""
     flow: str | None = None
-    """The flow that asked for the item."""
+    """The flow that requested the item."""
     step: str | None = None
 
 
 class UsageGroup(NamedTuple):
-    """A tenant's usage of a model in an hour."""
+    """A tenant's usage of a model during an hour."""
 
     hour: datetime
     tenant: str | None
@@ -56,11 +56,10 @@ class UsageGroup(NamedTuple):
 
 
 class LoadRows:
-    """Asks one data set. Calls block.
+    """Queries one dataset. Calls block.
 
     Args:
-        client: Google's client. Open.
-        dataset: the id of the data set.
+        dataset: id of the dataset.
         most_bytes: a query that would read more is refused.
     """
 
@@ -70,7 +69,7 @@ class LoadRows:
         self._most_bytes = most_bytes
 
     def of_run(self, run: str, since: datetime, until: datetime) -> list[RowOfLoad]:
-        """The rows of a replay, each once.
+        """Returns the rows of a replay, without duplicates.
 
         Raises:
             Unavailable: BigQuery is unreachable, or refused.
@@ -81,7 +80,7 @@ class LoadRows:
     def of_others(
         self, run: str, since: datetime, until: datetime, tenants: Sequence[str]
     ) -> list[UsageGroup]:
-        """Returns what others than the replay used as these tenants.
+        """Returns usage by these tenants outside the replay.
 
         Raises:
             Unavailable: BigQuery is unreachable, or refused.
@@ -91,7 +90,7 @@ class LoadRows:
     def reported(
         self, since: datetime, until: datetime, tenants: Sequence[str]
     ) -> list[UsageGroup]:
-        """The report `usage_hours` about these tenants.
+        """Returns the report `usage_hours` for these tenants.
 
         Raises:
             Unavailable: BigQuery is unreachable, or refused.
@@ -139,7 +138,7 @@ class LoadRows:
 
 
 def _group_of(record: Mapping[str, Any]) -> UsageGroup:
-    # A sum over rows without tokens, say, is NULL.
+    # For example, a sum over rows without tokens is NULL.
     sums = (record[name] or 0 for name in UsageGroup._fields[3:])
     place: tuple[Any, ...] = (record["hour"], record["tenant"], record["model"])
     return UsageGroup(*place, *sums)
@@ -147,7 +146,7 @@ def _group_of(record: Mapping[str, Any]) -> UsageGroup:
 
 @contextmanager
 def opened_rows(settings: Settings, most_bytes: int) -> Iterator[LoadRows]:
-    """The rows that the settings name, with a client of its own.
+    """Opens the configured rows with a separate client.
 
     Raises:
         Unavailable: no credentials were found.

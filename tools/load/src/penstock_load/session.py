@@ -1,6 +1,6 @@
-"""Runs a replay from its first request to the summary, and stops it in order.
+"""Runs a replay from the first request to the summary, and stops it gracefully.
 
-Progress is shown as a live table on a terminal, otherwise as a line every LINE_EVERY_S.
+Progress is shown as a live table on a terminal, and otherwise as a line every LINE_EVERY_S.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def shown_progress(total: int) -> Iterator[Show]:
     """Yields a function that reports progress to stderr.
 
     Args:
-        total: requests of the whole replay.
+        total: number of requests in the whole replay.
     """
     console = Console(stderr=True)
     if not console.is_terminal:
@@ -85,15 +85,14 @@ def _table(look: ReplayProgress, tally: Tally, total: int) -> Table:
 def replay(
     target: Target, plan: LoadPlan, pace: Pace, *, run: str, seed: int, path: Path
 ) -> dict[str, Any]:
-    """Sends everything, and returns the summary. SIGINT and SIGTERM stop it in order.
+    """Sends everything, and returns the summary. SIGINT and SIGTERM stop it gracefully.
 
     Args:
-        run: the start of the id of each request.
-        path: path of the ledger, a new file.
+        run: prefix of all request ids.
+        path: path of the ledger, which must not exist yet.
 
     Raises:
-        ConfigurationError: the ledger can't be written.
-        Unavailable: nothing listens at the target.
+        ConfigurationError: the ledger can't be written. Unavailable: nothing listens at the target.
     """
     return uvloop.run(_replay(target, plan, pace, run=run, seed=seed, path=path))
 

@@ -12,30 +12,33 @@ from penstock_load.ledger import LedgerLine
 
 
 class ReplayProgress(NamedTuple):
-    """The replay at one moment. Rates and percentiles are of the time since the look before."""
+    """A snapshot of the replay.
+
+    Rates and percentiles cover the time since the previous snapshot.
+    """
 
     at_s: float
     """Seconds since the start."""
     trace_s: float
-    """The moment of the trace."""
+    """Current time in the trace."""
     due: int
     in_flight: int
     rate: float
-    """Requests that ended, per second."""
+    """Completed requests per second."""
     p50_ms: float
-    """Latency of requests that were answered with 200, from their due times. 0 without any."""
+    """Latency of requests answered with 200, from their due times. 0 if there are none."""
     p99_ms: float
 
 
 class Tally:
-    """Counts requests as they come due and end."""
+    """Counts requests when they become due and when they end."""
 
     def __init__(self) -> None:
         self.due = 0
         self.not_sent = 0
-        """Requests that were due while too many were in flight."""
+        """Requests not sent because too many were in flight."""
         self.by_outcome: Counter[str] = Counter()
-        """200, or the status with the code of the error, or how it ended without an answer."""
+        """200, or the status with the error code, or the ending without an answer."""
         self.tokens = 0
         self.cost_usd = 0.0
         self._waits_ms = array("d")
@@ -43,14 +46,14 @@ class Tally:
 
     @property
     def ended(self) -> int:
-        """Requests that ended, however they did."""
+        """Number of requests that have ended in any way."""
         return self.by_outcome.total()
 
     def add(self, line: LedgerLine, waited_ms: float) -> None:
-        """Counts a request that ended.
+        """Counts a request that has ended.
 
         Args:
-            waited_ms: time from its due time to its end.
+            waited_ms: time from when it was due to its end.
         """
         self.by_outcome[outcome_of(line)] += 1
         self.tokens += line.tokens or 0
@@ -59,12 +62,11 @@ class Tally:
             self._waits_ms.append(waited_ms)
 
     def look(self, at_s: float, trace_s: float, in_flight: int) -> ReplayProgress:
-        """Returns the progress, and begins a new interval.
+        """Returns the progress, and starts a new interval.
 
         Args:
             at_s: seconds since the start.
-            trace_s: the moment of the trace.
-            in_flight: requests that are open.
+            trace_s: current time in the trace.
         """
         waits_ms = self._waits_ms[self._seen :]
         p50_ms, p99_ms = np.percentile(waits_ms, (50, 99)) if waits_ms else (0.0, 0.0)
@@ -75,7 +77,7 @@ class Tally:
         )
 
     def summary(self, took_s: float) -> dict[str, Any]:
-        """Everything, for people and programs.
+        """Returns all results, for people and programs.
 
         Args:
             took_s: time from the first request to the last answer.
@@ -99,9 +101,9 @@ class Tally:
 
 
 def outcome_of(line: LedgerLine) -> str:
-    """Returns how a request ended, in a word or two."""
+    """Returns a request's ending in a word or two."""
     if line.ending == "foreign":
-        return f"{line.status} of a proxy"
+        return f"{line.status} from a proxy"
     if line.ending != "answered":
         return line.ending
     return f"{line.status} {line.code}".rstrip()

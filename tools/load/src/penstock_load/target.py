@@ -1,4 +1,4 @@
-"""The Penstock that is asked: its address, the keys of its tenants, and what it serves."""
+"""The Penstock to test: its address, the keys of its tenants, and its models."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ LIST_LIMIT_S = 20.0
 
 
 class LoadCaller(NamedTuple):
-    """The caller that a request comes from."""
+    """The caller of a request."""
 
     tenant: str
-    """The tenant, as rows name it. Empty: not known."""
+    """The tenant as named in rows. Empty: unknown."""
     key_id: str
-    """The public part of the key. Empty: no key is used, or it is not one of Penstock's."""
+    """The public part of the key. Empty: no key is used, or it is not a Penstock key."""
     headers: dict[str, str]
 
 
 class ServedModel(msgspec.Struct, frozen=True):
-    """A model, as GET /v1/models lists it."""
+    """A model as listed by GET /v1/models."""
 
     id: str
     task: str
@@ -50,10 +50,10 @@ class Target:
     Args:
         url: URL of the API, without /v1.
         key: the key of every request. Empty: none is needed.
-        keys: the key of each tenant, instead.
+        keys: a key for each tenant instead.
 
     Raises:
-        BadInput: it is not a URL.
+        BadInput: `url` is not a URL.
     """
 
     def __init__(self, url: str, key: str = "", keys: Mapping[str, str] | None = None) -> None:
@@ -82,10 +82,10 @@ class Target:
         return self._callers[tenant] if self.keys else self._only
 
     def models(self) -> dict[str, ServedModel]:
-        """Returns the served models, by names and aliases.
+        """Returns the served models by name and alias.
 
         Raises:
-            Unavailable: it is unreachable, or refused.
+            Unavailable: the API is unreachable, or refused.
         """
         caller = next(iter(self._callers.values()), self._only)
         request = urllib.request.Request(f"{self.url}/v1/models", headers=caller.headers)
@@ -103,10 +103,10 @@ class Target:
 
 
 def read_keys(path: Path) -> dict[str, str]:
-    """The key of each tenant, from a CSV file with the columns `tenant` and `key`.
+    """Reads the key of each tenant from a CSV file with the columns `tenant` and `key`.
 
     Raises:
-        ConfigurationError: it can't be read, or a line does not have both.
+        ConfigurationError: the file can't be read, or a line lacks one of them.
     """
     try:
         with path.open(encoding="utf-8", newline="") as file:
@@ -115,7 +115,7 @@ def read_keys(path: Path) -> dict[str, str]:
         raise ConfigurationError(f"keys: {path}: {error.strerror}", field="keys") from error
     except (KeyError, ValueError, csv.Error) as error:
         raise ConfigurationError(
-            f"keys: {path}: needs the columns tenant and key", field="keys"
+            f"keys: {path}: must have the columns tenant and key", field="keys"
         ) from error
     if not keys or not all(tenant and key for tenant, key in keys.items()):
         raise ConfigurationError(

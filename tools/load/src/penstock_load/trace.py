@@ -24,34 +24,37 @@ FIELD = "file"
 
 
 class Arrival(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One request of a trace or a day. Only `at_s` is needed."""
+    """A request in a trace or a day. Only `at_s` is required."""
 
     at_s: Annotated[float, msgspec.Meta(ge=0)]
     """Seconds from the start."""
     tenant: str = ""
-    """The tenant whose key it has. Empty: the only key, or no key."""
+    """The tenant whose key is used. Empty: the only key, or no key."""
     model: str = ""
-    """Empty: the first model that is replayed."""
+    """Empty: the first model replayed."""
     input: str = ""
-    """A text or a prompt. Empty: one is made from `group` and `size`."""
+    """A text or a prompt. Empty: generated from `group` and `size`."""
     size: Annotated[int, msgspec.Meta(ge=0, le=MAX_SIZE)] = 0
-    """Words of a text, or steps of an image. 0: a usual one."""
+    """Words in a text, or steps of an image. 0: a typical number."""
     group: str = ""
-    """Requests of one group have the same input, and an image the same seed. Empty: of its own."""
+    """Requests in one group have the same input, and images the same seed.
+
+    Empty: a separate group.
+    """
     items: Annotated[int, msgspec.Meta(ge=1, le=MAX_ITEMS)] = 1
-    """Texts or images."""
+    """Number of texts or images."""
     deadline_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
-    """The deadline that the caller requests. None: the default of the model."""
+    """Deadline requested by the caller. None: the model's default."""
     cancel_after_s: Annotated[float, msgspec.Meta(ge=0)] | None = None
-    """The time at which the caller hangs up. None: never."""
+    """Time after which the caller disconnects. None: never."""
     priority: Literal["", "interactive", "batch"] = msgspec.field(default="", name="lane")
 
 
 def read_trace(path: Path) -> list[Arrival]:
-    """The arrivals of a trace, in order of time. Columns that it does not know are left out.
+    """Reads the arrivals of a trace, ordered by time. Unknown columns are ignored.
 
     Raises:
-        ConfigurationError: it can't be read, or a line is wrong.
+        ConfigurationError: the file can't be read, or a line is invalid.
     """
     arrivals = []
     for number, line in _numbered(path):
@@ -66,10 +69,10 @@ def read_trace(path: Path) -> list[Arrival]:
 
 
 def read_times(path: Path) -> list[float]:
-    """The times of a trace, in seconds from its start, in order.
+    """Reads the times of a trace, in seconds from its start, in order.
 
     Raises:
-        ConfigurationError: it can't be read, or a line has no number `at_s`.
+        ConfigurationError: the file can't be read, or a line does not have a number `at_s`.
     """
     try:
         return sorted(float(line["at_s"]) for _, line in _numbered(path))
@@ -95,7 +98,7 @@ def write_trace(path: Path, arrivals: Sequence[Arrival]) -> None:
 
 
 def _numbered(path: Path) -> Iterator[tuple[int, Any]]:
-    """The lines of a trace with their numbers. An empty cell of CSV counts as not given."""
+    """Yields the lines of a trace with their numbers. An empty CSV cell counts as missing."""
     number = 1
     try:
         with path.open(encoding="utf-8", newline="") as file:

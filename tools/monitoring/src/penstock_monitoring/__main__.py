@@ -1,6 +1,6 @@
-"""`python -m penstock_monitoring`: writes the rendered alerts and dashboards of the repository.
+"""`python -m penstock_monitoring`: writes the repository's rendered alerts and dashboards.
 
-To be run after a change in this package. A test compares them.
+Run this after changing this package. A test compares the files.
 """
 
 from penstock_monitoring.files import write_rendered

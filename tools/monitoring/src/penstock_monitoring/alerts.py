@@ -1,8 +1,8 @@
-"""All alerts. docs/how-to/troubleshoot.md has a part for each.
+"""All alerts. docs/how-to/troubleshoot.md has a section for each.
 
-Terraform adds those about each model's Pub/Sub subscriptions (platform/monitoring.tf). Besides our
-processes, these tell: DCGM (GPUs), kube-state-metrics (pods, autoscalers), KEDA, and Google's own
-metrics or, elsewhere, the exporters of Redis and of probes.
+Terraform adds alerts on each model's Pub/Sub subscriptions (platform/monitoring.tf). Apart from our
+processes, the metrics come from DCGM (GPUs), kube-state-metrics (pods, autoscalers), KEDA, and
+Google's own metrics or, elsewhere, the exporters for Redis and probes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ RUNBOOK = "docs/how-to/troubleshoot.md"
 
 @dataclass(frozen=True)
 class Alert:
-    """A condition that is reported to somebody."""
+    """A condition that notifies somebody."""
 
     key: str
     title: str
@@ -31,13 +31,13 @@ class Alert:
     every_s: int = 60
     """How often the query is evaluated."""
     log_filter: str = ""
-    """A filter of Cloud Logging, for what Google does not scrape, in which ${service} is the name
+    """A Cloud Logging filter, for sources that Google does not scrape. ${service} in it is the name
     of the function's service.
     """
 
     @property
     def anchor(self) -> str:
-        """The part of RUNBOOK about it, as GitHub makes anchors of headings."""
+        """The anchor of its section in RUNBOOK, in GitHub's format."""
         return re.sub(r"[^a-z0-9 -]", "", self.title.lower()).replace(" ", "-")
 
     @property
@@ -46,7 +46,7 @@ class Alert:
 
 
 def alerts(bounds: Bounds) -> list[Alert]:
-    """Every alert, by key. Queries have `bounds` in them."""
+    """Returns all alerts by key. Their queries contain `bounds`."""
     of_objectives = [
         alert
         for objective in OBJECTIVES
@@ -69,7 +69,8 @@ def alerts(bounds: Bounds) -> list[Alert]:
     return sorted([*of_objectives, *_OTHERS, *_CLUSTER], key=lambda alert: alert.key)
 
 
-# What no objective shows, or shows too late: lost rows, unread keys, and reasons for slowness.
+# Conditions that objectives do not show, or show too late: lost rows, unread keys, causes of
+# slowness.
 _OTHERS = (
     Alert(
         "cache-down",
@@ -87,7 +88,7 @@ _OTHERS = (
     ),
     Alert("keys-unread", "Keys: can't be read", "CRITICAL", "min(penstock_keys_up) < 1", for_s=120),
     Alert(
-        # Objectives are silent without metrics, and an API that is gone has none.
+        # Objectives are silent without metrics, and a dead API exports none.
         "metrics-missing",
         "Metrics: none arrive from the API",
         "CRITICAL",
@@ -153,8 +154,9 @@ _OTHERS = (
 )
 
 HARDWARE_XIDS = (48, 62, 64, 74, 79, 92, 95, 109, 119, 120, 136, 140, 143, 155, 156, 158)
-"""Errors of the driver by which a GPU has failed, not a program (docs.nvidia.com/deploy/xid-errors,
-and EKS' node monitoring agent). infra/kubernetes/gpu-nodes/gpu-monitor.json has the same.
+"""Driver errors that mean the GPU failed, rather than a program (docs.nvidia.com/deploy/xid-errors,
+and the node monitoring agent of EKS). infra/kubernetes/gpu-nodes/gpu-monitor.json has the same
+list.
 """
 _XIDS = " or ".join(f"DCGM_FI_DEV_XID_ERRORS == {xid}" for xid in HARDWARE_XIDS)
 _HPA = "max by (location, horizontalpodautoscaler) (kube_horizontalpodautoscaler_"
@@ -164,7 +166,7 @@ _CLUSTER = (
         "autoscaler-blind",
         "Autoscaler: it can't read its metrics",
         "CRITICAL",
-        # Six failed reads, one each 5 s, and KEDA stands in with the present number (fallback).
+        # After six failed reads, one every 5 s, KEDA falls back to the current number.
         "sum by (scaledObject) (increase(keda_scaler_detail_errors_total[5m])) > 6",
         for_s=120,
     ),
@@ -182,7 +184,7 @@ _CLUSTER = (
         "Workers: pods wait for a place",
         "WARNING",
         'sum by (location) (kube_pod_status_phase{phase="Pending",pod=~"worker-.+"}) > 0',
-        # A node takes some minutes, and longer if another type takes over.
+        # A node takes several minutes, and longer if another type is used instead.
         for_s=1200,
     ),
     Alert(
@@ -194,7 +196,7 @@ _CLUSTER = (
         for_s=900,
     ),
 )
-"""Of GPUs, pods and autoscalers, wherever the cluster is."""
+"""Alerts on GPUs, pods and autoscalers, wherever the cluster is."""
 
 _SHORT_OF_MEMORY = ("redis-memory", "Redis: short of memory")
 _OUTSIDE = ("outside-down", "Outside: the API does not answer")
@@ -203,7 +205,7 @@ ON_GOOGLE = (
     Alert(
         *_OUTSIDE,
         "CRITICAL",
-        # At two places of the world at least: one may be cut off itself.
+        # From at least two locations, because one of them may be cut off itself.
         "count by (check_id) (monitoring_googleapis_com:uptime_check_check_passed"
         '{monitored_resource="uptime_url"} == 0) > 1',
         for_s=120,
@@ -220,7 +222,7 @@ ON_GOOGLE = (
     Alert(
         *_SHORT_OF_MEMORY,
         "WARNING",
-        # Old results go first, at 80 % of a node. What is above can't go.
+        # Old results are evicted first, at 80 % of a node. Memory above that can't be evicted.
         "max by (instance_id) (memorystore_googleapis_com:instance_memory_maximum_utilization"
         '{monitored_resource="memorystore.googleapis.com/Instance"}) > 0.9',
         for_s=600,
@@ -232,14 +234,14 @@ OFF_GOOGLE = (
     Alert(
         *_OUTSIDE,
         "CRITICAL",
-        # Of prometheus-community's blackbox_exporter.
+        # Exported by prometheus-community's blackbox_exporter.
         'max by (instance) (probe_success{job="penstock-outside"}) < 1',
         for_s=120,
     ),
     Alert(
         *_SHORT_OF_MEMORY,
         "WARNING",
-        # Of oliver006's redis_exporter: writes that were refused, as nothing could go.
+        # Exported by oliver006's redis_exporter: writes refused because nothing could be evicted.
         'sum by (instance) (increase(redis_errors_total{err="OOM"}[15m])) > 0',
     ),
     Alert(
@@ -256,7 +258,7 @@ OFF_GOOGLE = (
         for_s=300,
     ),
 )
-"""Alerts that replace those on Google's own metrics and on what is only there."""
+"""Alerts that replace the ones on Google's own metrics and services."""
 
 OF_FUNCTIONS = (
     Alert(
@@ -272,9 +274,9 @@ OF_FUNCTIONS = (
         "Reports: a scheduled run fails",
         "WARNING",
         'sum by (run) (increase(penstock_reports_runs_total{outcome!="done"}[1h])) > 0',
-        # Cloud Scheduler's own log also has runs that did not reach the function.
+        # Cloud Scheduler's own log also includes runs that did not reach the function.
         log_filter='resource.type="cloud_scheduler_job"'
         ' AND resource.labels.job_id=~"^${service}-" AND severity>=ERROR',
     ),
 )
-"""Nothing scrapes functions on Google, so there their alerts read logs."""
+"""Nothing scrapes functions on Google, so their alerts read logs there."""

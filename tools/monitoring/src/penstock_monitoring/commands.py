@@ -21,9 +21,9 @@ def add_monitoring(app: typer.Typer) -> None:
 
 
 def monitoring(
-    out: Annotated[Path, typer.Option(metavar="DIR", help="where the files go")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="folder to write to")],
     models_file: Annotated[
-        Path, typer.Option(metavar="FILE", help="the models of the local stack")
+        Path, typer.Option(metavar="FILE", help="catalog of the local stack")
     ] = Path("models.yaml"),
     availability: Annotated[
         float, typer.Option(help="share of requests that must not fail")
@@ -32,13 +32,13 @@ def monitoring(
         float, typer.Option(help="share of items that must be in time")
     ] = DEFAULT_TARGETS["deadlines"],
     least_bad_events: Annotated[
-        int, typer.Option(help="in a window, before an alert fires")
+        int, typer.Option(help="bad events in a window before an alert fires")
     ] = DEFAULT_LEAST_BAD_EVENTS,
     worker_hour_usd: Annotated[
-        float, typer.Option(help="what one worker costs in an hour")
+        float, typer.Option(help="price of one worker per hour")
     ] = DEFAULT_WORKER_HOUR_USD,
     runbook_url: Annotated[
-        str, typer.Option(metavar="URL", help="where docs/how-to/troubleshoot.md can be read")
+        str, typer.Option(metavar="URL", help="URL of docs/how-to/troubleshoot.md for your team")
     ] = RUNBOOK,
 ) -> None:
     """Write alerts for Prometheus and dashboards for Grafana."""

@@ -1,4 +1,4 @@
-"""The dashboard for Grafana, as JSON that can be imported or provisioned.
+"""The Grafana dashboard, as JSON to import or provision.
 
 https://grafana.com/docs/grafana/latest/dashboards/build-dashboards/view-dashboard-json-model/
 """
@@ -13,7 +13,7 @@ from penstock_monitoring.panels import Panel, PanelQuery, Section, Terms, Unit, 
 
 UID = "penstock"
 SCHEMA_VERSION = 39
-"""Grafana 11's. Later releases migrate it when they load it."""
+"""Schema version of Grafana 11. Later releases migrate it on load."""
 WIDTH, HEIGHT, COLUMNS = 8, 8, 3
 _SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 _UNITS: dict[Unit, str] = {
@@ -26,17 +26,17 @@ _UNITS: dict[Unit, str] = {
 TERMS = Terms(
     Bounds({name: f"(1 - ${name})" for name in DEFAULT_TARGETS}, ""), " * $worker_hour_usd"
 )
-"""Its variables stand for targets and prices, so that a reader can change them in the page."""
+"""Its variables hold targets and prices, so that a reader can change them in the page."""
 
 
 def dashboard(
     worker_hour_usd: float, targets: Mapping[str, float] = DEFAULT_TARGETS
 ) -> dict[str, Any]:
-    """The dashboard, with what its variables are until a reader types something else.
+    """Returns the dashboard, with initial values for its variables.
 
     Args:
         worker_hour_usd: price of one worker per hour.
-        targets: the share of events that must be good, by objective.
+        targets: share of events that must be good, by objective.
     """
     panels: list[dict[str, Any]] = []
     bottom = 0
@@ -72,7 +72,7 @@ def dashboard(
 
 
 def datasource(url: str) -> dict[str, Any]:
-    """Provisioning of a Prometheus as the source of data."""
+    """Returns the provisioning file for a Prometheus data source."""
     source = {
         "name": "Prometheus",
         "type": "prometheus",
@@ -84,13 +84,13 @@ def datasource(url: str) -> dict[str, Any]:
 
 
 def provider(folder: str) -> dict[str, Any]:
-    """Provisioning of the dashboards in a folder, which Grafana reads again when they change."""
+    """Returns the provisioning file for a folder of dashboards, which Grafana reloads."""
     read = {"name": "penstock", "type": "file", "options": {"path": folder}}
     return {"apiVersion": 1, "providers": [read]}
 
 
 def textbox(name: str, label: str, value: str) -> dict[str, Any]:
-    """A variable that a reader types, with what it is until then."""
+    """Returns a variable that readers can type, with its initial value."""
     return {
         "type": "textbox",
         "name": name,
@@ -101,7 +101,7 @@ def textbox(name: str, label: str, value: str) -> dict[str, Any]:
 
 
 def row(title: str, top: int, row_id: int) -> dict[str, Any]:
-    """The head of a section of panels."""
+    """Returns the header of a section of panels."""
     return {
         "type": "row",
         "id": row_id,

@@ -1,7 +1,7 @@
 """The usage dashboard for Grafana's BigQuery data source, as JSON to import or provision.
 
-Its panels have GoogleSQL on the views of infra/bigquery. In a query, Grafana replaces
-$__timeFilter, $__timeGroup and ${...} by the range of the page, the step of the chart and the
+Its panels contain GoogleSQL on the views of infra/bigquery. In a query, Grafana replaces
+$__timeFilter, $__timeGroup and ${...} with the page's time range, the chart's step and the
 variables. The filter on `day` reaches the partitions of the views.
 https://grafana.com/docs/plugins/grafana-bigquery-datasource/latest/query-editor/
 """
@@ -29,22 +29,22 @@ class UsagePanel:
     title: str
     shape: Shape
     unit: UsageUnit
-    """percent: of 1."""
+    """percent: a fraction of 1."""
     sql: str
     about: str = ""
-    """A description, if the title does not suffice."""
+    """A description, if the title is not sufficient."""
 
 
 @dataclass(frozen=True)
 class UsageSection:
-    """A row of them."""
+    """A row of panels."""
 
     title: str
     panels: tuple[UsagePanel, ...]
 
 
 def _by_step(value: str, name: str, view: str, filters: str) -> str:
-    """A query of time, metric and value."""
+    """Returns a query for time, metric and value."""
     return (
         f"SELECT {_STEP} AS time, {name} AS metric, {value} AS value\n"
         f"FROM `${{dataset}}.{view}`\nWHERE {filters}\nGROUP BY time, metric\nORDER BY time, metric"
@@ -78,7 +78,7 @@ _MONEY = UsageSection(
             "bars",
             "usd",
             _workers("SUM(cost_usd)", "deployment"),
-            "All time of workers at the list price of their nodes. Not by tenant.",
+            "Total worker time at the list price of the nodes. Not by tenant.",
         ),
         UsagePanel(
             "Tenants",
@@ -96,7 +96,7 @@ _MONEY = UsageSection(
             "SELECT TIMESTAMP(day) AS time, model AS metric, SUM(cost_usd) AS value\n"
             f"FROM `${{dataset}}.costs_daily`\nWHERE {_DAYS}\n  AND {_TENANT}\n  AND {_MODEL}\n"
             "GROUP BY time, metric\nORDER BY time, metric",
-            "Days of the billing zone that the scheduled reports have summed up.",
+            "Days in the billing time zone, summed up by the scheduled reports.",
         ),
         UsagePanel(
             "Unusual hours",
@@ -130,7 +130,7 @@ _TRAFFIC = UsageSection(
             "lines",
             "percent",
             _usage("SAFE_DIVIDE(SUM(cached), SUM(succeeded))", "model"),
-            "Of delivered items, with those that joined an equal item in flight.",
+            "Share of delivered items, including items that joined an equal item in flight.",
         ),
         UsagePanel("Device seconds, by model", "bars", "count", _usage("SUM(device_s)", "model")),
     ),
@@ -191,15 +191,15 @@ _UNITS: dict[UsageUnit, str] = {
     "usd": "currencyUSD",
 }
 _FORMATS = {"bars": 0, "lines": 0, "table": 1}
-"""Formats of the data source: series over time, or a table."""
+"""Formats of the data source: time series, or a table."""
 
 
 def usage_dashboard(dataset: str = "penstock") -> dict[str, Any]:
-    """The dashboard.
+    """Returns the dashboard.
 
     Args:
-        dataset: what the variable for the data set is until a reader types something else. With
-            the project before it and a dot, it may be in another one than the data source's.
+        dataset: initial value of the dataset variable. It may name a dataset of another project, as
+            PROJECT.DATASET.
     """
     panels: list[dict[str, Any]] = []
     bottom = 0
@@ -212,11 +212,11 @@ def usage_dashboard(dataset: str = "penstock") -> dict[str, Any]:
         "uid": UID,
         "title": "Penstock usage",
         "tags": ["penstock"],
-        # Hours of the views are those of UTC, and so are steps of days.
+        # The views use UTC hours, and so do steps of days.
         "timezone": "utc",
         "editable": True,
         "schemaVersion": SCHEMA_VERSION,
-        # Each refresh is billed. Rows arrive within seconds, but these are hours.
+        # Each refresh is billed. Rows arrive within seconds, but the views have hourly values.
         "refresh": "",
         "time": {"from": "now-7d", "to": "now"},
         "templating": {
@@ -234,7 +234,7 @@ def usage_dashboard(dataset: str = "penstock") -> dict[str, Any]:
 def _panel(panel: UsagePanel, place: int, top: int, panel_id: int) -> dict[str, Any]:
     drawn = {"bars": {"drawStyle": "bars", "fillOpacity": 80, "stacking": {"mode": "normal"}}}
     custom = drawn.get(panel.shape, {})
-    # The data source makes a label of the column metric.
+    # The data source turns the column metric into a label.
     series = {"unit": _UNITS[panel.unit], "displayName": "${__field.labels.metric}"}
     return {
         "type": "table" if panel.shape == "table" else "timeseries",
@@ -242,7 +242,7 @@ def _panel(panel: UsagePanel, place: int, top: int, panel_id: int) -> dict[str, 
         "title": panel.title,
         "description": panel.about,
         "datasource": _SOURCE,
-        # The views have hours: a finer step would draw gaps.
+        # The views are hourly, so a finer step would draw gaps.
         "interval": "1h",
         "gridPos": {
             "x": WIDTH * (place % COLUMNS),

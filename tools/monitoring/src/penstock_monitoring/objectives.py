@@ -1,6 +1,6 @@
-"""The service level objectives, and the PromQL of their error ratios and burn rates.
+"""Service level objectives, and PromQL for their error ratios and burn rates.
 
-Windows and burn rates are those of the SRE workbook, chapter 5 ("Alerting on SLOs", table 5-8 and
+Windows and burn rates follow the SRE workbook, chapter 5 ("Alerting on SLOs", table 5-8 and
 "Multiwindow, Multi-Burn-Rate Alerts", https://sre.google/workbook/alerting-on-slos/). A burn rate
 of 1 uses up the budget of PERIOD in PERIOD.
 """
@@ -12,34 +12,35 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
 PERIOD = "28d"
-"""The period of an error budget. Four whole weeks, so that each has the same number of weekends."""
+"""Period of an error budget: four whole weeks, so that each has the same number of weekends."""
 DEFAULT_TARGETS = {"availability": 0.999, "deadlines": 0.99}
-"""The share of events that must be good. The same in Terraform's variable `slos`."""
+"""Share of events that must be good. Same values as in Terraform's variable `slos`."""
 DEFAULT_LEAST_BAD_EVENTS = 10
 DEFAULT_WORKER_HOUR_USD = 0.853624271
-"""A g2-standard-8 on demand in us-central1, with one L4 (infra/terraform/prices.yaml)."""
+"""Price of a g2-standard-8 on demand in us-central1, with one L4 (infra/terraform/prices.yaml)."""
 Scope: TypeAlias = Literal["model", "all"]
-"""Each model, or all models together, without a label."""
+"""Each model separately, or all models together without a label."""
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 _NO_PROBES = 'route!~"/health|/healthz|/livez|/readyz"'
 
 
 @dataclass(frozen=True)
 class Objective:
-    """A share of events that must be good.
+    """A required share of good events.
 
-    504 does not count against availability. A deadline passed, which callers may choose.
-    429 is not an event at all: within the limits of a plan, `deadlines` has it as `refused`.
+    Status 504 does not count against availability, because the deadline that passed may have been
+    chosen by the caller. 429 is not an event at all: within the limits of a plan, `deadlines`
+    counts it as `refused`.
     """
 
     name: Literal["availability", "deadlines"]
     title: str
     metric: str
-    """A counter of events, by model."""
+    """Counter of events, by model."""
     valid: str
-    """Matchers of all events that count. Empty: all."""
+    """Matchers for all events that count. Empty: all."""
     bad: str
-    """Matchers of those that use up the budget."""
+    """Matchers for events that use up the budget."""
 
 
 AVAILABILITY = Objective(
@@ -61,9 +62,9 @@ OBJECTIVES = (AVAILABILITY, DEADLINES)
 
 @dataclass(frozen=True)
 class BurnRate:
-    """An alert's condition: the budget burns that fast, in a long window and still in a short one.
+    """An alert condition: the budget burns this fast in a long window and also in a short one.
 
-    The short window ends the alert soon after the errors have ended.
+    The short window resolves the alert soon after the errors stop.
     """
 
     rate: float
@@ -72,62 +73,66 @@ class BurnRate:
 
 
 FAST = (BurnRate(14.4, "1h", "5m"), BurnRate(6, "6h", "30m"))
-"""Somebody must act now: 2 % of a 30 days' budget in an hour, or 5 % in six."""
+"""Requires action now: 2 % of a 30-day budget in an hour, or 5 % in six."""
 SLOW = (BurnRate(3, "1d", "2h"), BurnRate(1, "3d", "6h"))
-"""Somebody must act this week: 10 % in a day, or in three."""
+"""Requires action this week: 10 % in a day, or in three."""
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """The numbers in a query, or what Terraform or Grafana puts in their place."""
+    """The numbers in a query, or the placeholders that Terraform or Grafana replaces."""
 
     budgets: Mapping[str, str]
-    """The share of events that may be bad, by objective."""
+    """Share of events that may be bad, by objective."""
     least_bad_events: str
     """Minimum number of bad events in the long window before an alert fires."""
 
 
 def bounds_of(targets: Mapping[str, float], least_bad_events: int) -> Bounds:
-    """The bounds of targets such as DEFAULT_TARGETS."""
+    """Returns the bounds for targets such as DEFAULT_TARGETS."""
     budgets = {name: f"{1 - target:.9g}" for name, target in targets.items()}
     return Bounds(budgets, str(least_bad_events))
 
 
 def valid_events(objective: Objective, window: str, scope: Scope) -> str:
-    """PromQL: how many events of a window count."""
+    """Returns PromQL for the number of events that count within a window."""
     return _increase(objective.metric, objective.valid, window, scope)
 
 
 def bad_events(objective: Objective, window: str, scope: Scope) -> str:
-    """PromQL: how many of them are bad."""
+    """Returns PromQL for the number of bad events within a window."""
     return _increase(objective.metric, objective.bad, window, scope)
 
 
 def _increase(metric: str, matchers: str, window: str, scope: Scope) -> str:
     if scope == "model":
-        # Some requests fail before they have a model. They count for all models together.
+        # Some requests fail before their model is known. They count only for all models together.
         matchers = ",".join(filter(None, [matchers, 'model!=""']))
         return f"sum by (model) (increase({metric}{{{matchers}}}[{window}]))"
     return f"sum(increase({metric}{f'{{{matchers}}}' if matchers else ''}[{window}]))"
 
 
 def error_ratio(objective: Objective, window: str, scope: Scope) -> str:
-    """PromQL: the share of bad events in a window. No series until a bad event occurs."""
+    """Returns PromQL for the share of bad events in a window.
+
+    No series until there is a bad event.
+    """
     bad = bad_events(objective, window, scope)
     return f"{bad} / {valid_events(objective, window, scope)}"
 
 
 def budget_left(objective: Objective, bounds: Bounds, scope: Scope) -> str:
-    """PromQL: the part of the budget of PERIOD that is left. 1: all of it. Negative: overspent."""
+    """Returns PromQL for the remaining share of the budget of PERIOD. Negative: overspent."""
     bad, valid = bad_events(objective, PERIOD, scope), valid_events(objective, PERIOD, scope)
     return f"1 - ({bad} or 0 * {valid}) / {valid} / {bounds.budgets[objective.name]}"
 
 
 def burns(objective: Objective, rates: tuple[BurnRate, ...], bounds: Bounds) -> str:
-    """PromQL: the models whose budget burns at one of the rates, and without a label all together.
+    """Returns PromQL for models whose budget burns at one of the rates; all together has no label.
 
-    Few events say little: one bad among 20 would be a burn rate of 50. So a number of bad
-    events is required too. A number of all events would silence a small service that is down.
+    Few events prove little: one bad event among 20 would be a burn rate of 50. So a minimum number
+    of bad events is also required. A minimum number of all events would silence a small service
+    that is down.
     """
     return " or ".join(_burns(objective, rate, bounds, scope) for scope in SCOPES for rate in rates)
 

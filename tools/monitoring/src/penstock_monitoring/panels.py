@@ -1,7 +1,7 @@
-"""The dashboards' contents: sections of panels with their PromQL, for Google and for Grafana.
+"""Contents of the dashboards: sections of panels with their PromQL, for Google and Grafana.
 
-Labels `model` and `lane` are the API's. `worker` is what the collector calls the pods of a model:
-they say nothing of their deployment.
+The labels `model` and `lane` come from the API. `worker` is added by the collector to all pods of a
+model, because their own metrics don't name their deployment.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Unit = Literal["count", "per_second", "percent", "seconds", "usd"]
 
 @dataclass(frozen=True)
 class PanelQuery:
-    """One PromQL query, and how its series are called: text with {{label}} in it."""
+    """A PromQL query, and the name of its series: text with {{label}} in it."""
 
     promql: str
     legend: str
@@ -29,10 +29,10 @@ class Panel:
 
     title: str
     unit: Unit
-    """percent: of 1."""
+    """percent: a fraction of 1."""
     queries: tuple[PanelQuery, ...]
     about: str = ""
-    """A description, if the title does not suffice."""
+    """A description, if the title is not sufficient."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Terms:
 
     bounds: Bounds
     by_worker_usd: str
-    """PromQL behind a vector by `worker`: makes workers dollars per hour."""
+    """PromQL appended to a vector by `worker`, which converts workers to dollars per hour."""
 
 
 REPLICAS = "count by (worker) (penstock_worker_items_waiting)"
@@ -63,11 +63,11 @@ SAVED_WORKERS = (
     f"sum by (worker) (({_ITEM_S})"
     f" * on (model) group_left () sum by (model) (rate({_FROM_CACHE}[5m])))"
 )
-"""PromQL: seconds of workers per second that results from the cache would have taken."""
+"""PromQL: seconds of workers per second that cached results would have taken."""
 
 
 def sections(terms: Terms) -> tuple[Section, ...]:
-    """All panels, in the order in which they are shown."""
+    """Returns all panels, in display order."""
     return (
         Section("Objectives", _objectives(terms.bounds)),
         Section("Traffic", _TRAFFIC),
@@ -101,7 +101,7 @@ def _objectives(bounds: Bounds) -> tuple[Panel, ...]:
             "Burn rate over an hour, by model",
             "count",
             tuple(PanelQuery(burn_rate(one), f"{one.title} {{{{model}}}}") for one in OBJECTIVES),
-            "1 uses up the budget in 28 days. Above 14.4 somebody is paged at once.",
+            "1 uses up the budget in 28 days. Above 14.4 the on-call engineer is paged at once.",
         ),
     )
 
@@ -132,7 +132,7 @@ _TRAFFIC = (
                 "{{model}} {{end}}",
             ),
         ),
-        "Interactive items whose callers left them the usual time.",
+        "Interactive items whose callers left the default deadline.",
     ),
 )
 _QUEUE = (
@@ -177,7 +177,7 @@ _QUEUE = (
                 "{{worker}}",
             ),
         ),
-        "The part of the computed tokens or pixel-steps that is not padding.",
+        "Share of the computed tokens or pixel-steps that is not padding.",
     ),
 )
 _GPUS = (
@@ -191,7 +191,7 @@ _GPUS = (
                 "{{worker}}",
             ),
         ),
-        "The autoscaler's measure. Spare parts of steps are not busy.",
+        "The autoscaler's input. Spare parts of steps do not count as busy.",
     ),
     Panel(
         "Spare part of the seconds in the model",
@@ -203,7 +203,7 @@ _GPUS = (
                 "{{worker}}",
             ),
         ),
-        "Where items join between steps: what more of them could have used for nothing.",
+        "For models whose items join between steps: time that more items could have used for free.",
     ),
     Panel(
         "Seconds in the model per second, by worker",
@@ -213,7 +213,7 @@ _GPUS = (
                 "sum by (worker) (rate(penstock_worker_inference_seconds_sum[5m]))", "{{worker}}"
             ),
         ),
-        "Divided by the share of a GPU, these are GPU seconds.",
+        "Divide by the share of a GPU to get GPU seconds.",
     ),
 )
 
@@ -225,13 +225,13 @@ def _cost(by_worker_usd: str) -> tuple[Panel, ...]:
             "Workers' cost per hour",
             "usd",
             (PanelQuery(f"{REPLICAS}{by_worker_usd}", "{{worker}}"),),
-            "Replicas that run, at the price of their share of a GPU's machine.",
+            "Running replicas, at the price of their share of a GPU machine.",
         ),
         Panel(
             "Cost of 1000 computed items",
             "usd",
             (PanelQuery(f"1000 * {REPLICAS}{by_worker_usd} / ({items_per_h})", "{{worker}}"),),
-            "Workers that wait cost too.",
+            "Includes the cost of workers that wait.",
         ),
         Panel(
             "Items from the cache, by model",
@@ -243,13 +243,13 @@ def _cost(by_worker_usd: str) -> tuple[Panel, ...]:
                     "{{model}}",
                 ),
             ),
-            "Those that joined an equal item in flight included.",
+            "Includes items that joined an equal item in flight.",
         ),
         Panel(
             "Saved by the cache per hour",
             "usd",
             (PanelQuery(f"({SAVED_WORKERS}){by_worker_usd}", "{{worker}}"),),
-            "What workers would have cost for their time on average, less what was spare of it.",
+            "Average cost of the worker time saved, less its spare part.",
         ),
     )
 
@@ -270,7 +270,7 @@ _TENANTS = (
                 "{{model}} {{lane}}",
             ),
         ),
-        "Of the items that wait for a worker.",
+        "Share of the items that wait for a worker.",
     ),
     Panel(
         "Rows that BigQuery does not have yet",

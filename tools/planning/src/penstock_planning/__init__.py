@@ -1,1 +1,1 @@
-"""Plans and simulations of a deployment. They share the rules that deploy."""
+"""Plans and simulations of a deployment. Both use the rules that are deployed."""

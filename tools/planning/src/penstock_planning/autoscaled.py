@@ -1,7 +1,7 @@
-"""How many workers the autoscaler asks for under a load: one rule for plans and simulations.
+"""How many workers the autoscaler requests under a load: one rule for plans and simulations.
 
-Quotas and bounds that are sized to the usual number cut the autoscaler off: it counts arrivals over
-a short time, in which chance brings more, and asks for more still while it catches up after a step.
+Quotas and limits sized for the average number would cut off the autoscaler: it counts arrivals over
+a short time, in which their number varies, and requests even more while it catches up after a step.
 tools/planning/tests/simulation/test_bounds.py compares the rule with simulations.
 """
 
@@ -14,24 +14,28 @@ from infra.kubernetes.autoscaling import ARRIVED, MAX_UTILIZATION, UTILIZATION
 
 ARRIVED_S = float(ARRIVED.removesuffix("s"))
 CHANCE = 4.0
-"""Standard deviations of what arrives in ARRIVED_S. One in 30,000 such times is beyond: 31 days."""
+"""Standard deviations of the arrivals within ARRIVED_S to allow for.
+
+One in 30,000 intervals exceeds this: one in 31 days.
+"""
 
 
 def usual_workers(load: float) -> int:
-    """The workers at a constant load in Erlangs, without chance."""
-    # A load that fills its workers exactly must not need one more because of the last bit.
+    """Returns the number of workers for a constant load in Erlangs, without variation."""
+    # If a load fills its workers exactly, a rounding error must not require one more.
     return math.ceil(load / UTILIZATION * (1 - 1e-12))
 
 
 def most_workers(load: float, requests_per_s: float) -> int:
-    """The most workers that the autoscaler asks for while a load lasts.
+    """Returns the maximum number of workers that the autoscaler requests under a constant load.
 
-    Of Poisson arrivals, n in ARRIVED_S have a standard deviation of sqrt(n). While workers catch up
-    all of them are busy, and the trigger `work` asks for busy workers / MAX_UTILIZATION.
+    The number n of Poisson arrivals within ARRIVED_S has a standard deviation of sqrt(n). While
+    workers catch up, all of them are busy, and the trigger `work` requests busy workers /
+    MAX_UTILIZATION.
 
     Args:
-        load: offered load in Erlangs: items per second x seconds of one worker that each takes.
-        requests_per_s: arrivals, of any number of items each.
+        load: offered load in Erlangs: items per second x seconds of one worker per item.
+        requests_per_s: arrivals, each with any number of items.
     """
     if load <= 0:
         return 0
@@ -40,5 +44,8 @@ def most_workers(load: float, requests_per_s: float) -> int:
 
 
 def gpu_nodes(workers: Iterable[int], buffer: int, share: int) -> int:
-    """Nodes for the workers of a class, with the places kept warm, `share` to a GPU."""
+    """Returns the nodes for the workers of a class, including warm places.
+
+    `share` workers use a GPU.
+    """
     return math.ceil((sum(workers) + buffer) / share)

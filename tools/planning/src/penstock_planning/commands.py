@@ -1,4 +1,4 @@
-"""`penstock deploy` and `penstock simulate`: their options, and what they print."""
+"""`penstock deploy` and `penstock simulate`: options and output."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def plan(
         typer.Option(metavar="FILE", help="rates of all models; tools/planning/rates.example.yaml"),
     ] = None,
     rate: Annotated[
-        Words, typer.Option(metavar="MODEL=MEAN[:PEAK]", help="requests per second of one model")
+        Words, typer.Option(metavar="MODEL=MEAN[:PEAK]", help="requests per second for a model")
     ] = None,
     seconds: Annotated[
         Words,
-        typer.Option(metavar="MODEL=SECONDS", help="of a worker for one item, with --rate"),
+        typer.Option(metavar="MODEL=SECONDS", help="worker seconds per item, with --rate"),
     ] = None,
     tfvars: Annotated[
         Path | None,
@@ -66,9 +66,9 @@ def plan(
             "which is within a region",
         ),
     ] = None,
-    buffer: Annotated[int, typer.Option(help="places kept warm per GPU class")] = 1,
+    buffer: Annotated[int, typer.Option(help="warm places per GPU class")] = 1,
     as_json: Annotated[
-        bool, typer.Option("--json", help="print every name and figure as JSON, for a program")
+        bool, typer.Option("--json", help="print every name and figure as JSON, for programs")
     ] = False,
 ) -> None:
     """Plan GPUs, nodes, subscriptions, quotas and monthly cost for the expected rates."""
@@ -106,7 +106,7 @@ def _rates(
         return rates_of_words(rate, seconds, catalog)
     if seconds:
         raise ConfigurationError(
-            "--seconds goes with --rate; a file of rates has seconds_per_item", field="seconds"
+            "--seconds requires --rate; a rates file has seconds_per_item", field="seconds"
         )
     return read_rates(rates_file, catalog)
 
@@ -114,7 +114,7 @@ def _rates(
 def simulate(
     scenario: Annotated[str, typer.Argument(help="a file, or the name of a shipped scenario")],
     models: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="a catalog instead of the scenario's")
+        Path | None, typer.Option(metavar="FILE", help="catalog to use instead of the scenario's")
     ] = None,
     changes: Annotated[
         list[str] | None,
@@ -123,9 +123,9 @@ def simulate(
     page: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="write a page with charts")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON, for a program")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON, for programs")] = False,
 ) -> None:
-    """Simulate a deployment under load: GPUs, latency and cost, with the rules that deploy."""
+    """Simulate a deployment under load: GPUs, latency and cost, with the deployed rules."""
     import json
 
     from penstock_planning.simulation.scenario import read_scenario

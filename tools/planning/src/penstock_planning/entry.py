@@ -1,6 +1,6 @@
-"""The entries of files that plans and scenarios are read from.
+"""Entries of the files for plans and scenarios.
 
-Nothing in them is unknown or infinite.
+Unknown keys and infinite numbers are rejected.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ _UNKNOWN = "unknown_key"
 
 
 class Entry(BaseModel):
-    """A part of such a file. A key that is misspelt is refused, with those that are accepted."""
+    """A part of such a file. A misspelled key is rejected with a list of accepted keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     KEPT: ClassVar[frozenset[str]] = frozenset()
-    """Keys that are accepted and kept, and that change no figure. They need `extra="allow"`."""
+    """Keys that are accepted and kept but do not affect any figure. They need `extra="allow"`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -34,7 +34,7 @@ class Entry(BaseModel):
 
 
 def explained(error: ValidationError, where: str) -> ConfigurationError:
-    """The first reason for which an entry is refused, with the name of its field.
+    """Converts the first validation error into a ConfigurationError that names the field.
 
     Args:
         where: the file or option that it was read from.

@@ -1,4 +1,4 @@
-"""What an item weighs and takes, in the same words for rates of a plan and loads of a scenario."""
+"""Work and time per item, with the same fields for a plan's rates and a scenario's loads."""
 
 from __future__ import annotations
 
@@ -13,70 +13,71 @@ from shared.errors import ConfigurationError
 
 
 class ItemLoad(Entry):
-    """A usual item of one model."""
+    """A typical item of a model."""
 
     seconds_per_item: float | None = Field(None, gt=0)
     """Seconds of one worker per item, in full batches.
 
-    A text that is written alone takes many times its part of a full worker.
+    A text that is generated alone takes many times its share of a full worker.
     """
     seconds_per_work: float | None = Field(None, gt=0)
-    """Instead of it, for a class with `work`: seconds of one worker per unit of work."""
+    """For a class with `work`, used instead: worker seconds per unit of work."""
     work_per_item: float | None = Field(None, gt=0)
-    """What `work` of a class returns for an item, on average. With it, batch.max_work bounds the
-    batch.
-    """
+    """Average result of the class's `work` for an item. batch.max_work then limits the batch."""
     tokens_per_item: float | None = Field(None, gt=0)
-    """With it, batch.max_tokens bounds the batch. Without it, batch.max_items.
+    """Tokens per item. batch.max_tokens then limits the batch, otherwise batch.max_items.
 
-    Of a text that is written: its prompt and its `max_tokens`.
+    Tokens of a generated text: its prompt and its `max_tokens`.
     """
     measured: str = ""
-    """The source of the seconds: command, GPU and day."""
+    """Source of the seconds: command, GPU and day."""
     kept_when_sharing: float = Field(1.0, gt=0, le=1)
-    """The share of a GPU's rate that is left when workers share it, measured by bench.gpu."""
+    """Share of a GPU's rate that remains when workers share it, measured by bench.gpu."""
 
     @model_validator(mode="after")
     def _seconds_are_said_once(self) -> Self:
         if self.seconds_per_work is None:
             return self
         if self.seconds_per_item is not None:
-            raise ValueError("seconds_per_work: there is seconds_per_item; leave one of them out")
+            raise ValueError("seconds_per_work and seconds_per_item are mutually exclusive")
         if self.work_per_item is None:
-            raise ValueError("work_per_item is missing: with it, seconds_per_work says seconds")
+            raise ValueError("work_per_item is missing; it is required with seconds_per_work")
         return self
 
     @property
     def item_s(self) -> float | None:
-        """Seconds of one worker per item, in full batches. None: not said."""
+        """Worker seconds per item, in full batches. None: not specified."""
         if self.seconds_per_work is None or self.work_per_item is None:
             return self.seconds_per_item
         return self.seconds_per_work * self.work_per_item
 
 
 def check_work(model: Model, load: ItemLoad, where: str) -> None:
-    """Checks that what an item weighs fits the class.
+    """Checks that the work per item fits the class.
 
     Raises:
-        ConfigurationError: it is missing and would bound the batch, or it is not the class's.
+        ConfigurationError: the field is missing although it limits the batch, or the class does not
+        use it.
     """
     most, work = model.work.max, load.work_per_item
     field = f"{where}.work_per_item"
     if work is None:
         if model.batch.max_work is not None and load.item_s is not None:
             raise ConfigurationError(
-                f"{field} is missing: what `work` of the class returns for a usual input; "
-                "batch.max_work bounds the batch by it",
+                f"{field} is missing: the result of the class's `work` for a typical input; "
+                "batch.max_work limits the batch by it",
                 field=field,
             )
     elif most is None:
-        raise ConfigurationError(f"{field}: the model has no `work`; leave it out", field=field)
+        raise ConfigurationError(
+            f"{field}: must not be set, because the model has no `work`", field=field
+        )
     elif work > most:
-        raise ConfigurationError(f"{field}: above work.max of the catalog ({most})", field=field)
+        raise ConfigurationError(f"{field} exceeds work.max of the catalog ({most})", field=field)
 
 
 def batch_items(model: Model, load: ItemLoad) -> int:
-    """Items of a full batch: the usual items that fit the budget, at most max_items."""
+    """Returns the items in a full batch: typical items that fit the budget, at most max_items."""
     units = load.work_per_item if model.definition.unit == "work" else load.tokens_per_item
     one = SAMPLES[model.task].work(model, units)
     return (

@@ -1,4 +1,4 @@
-"""Catalogs, rates and plans that the tests of `penstock deploy plan` are made of."""
+"""Catalogs, rates and plans used by the tests of `penstock deploy plan`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NO_PRICES = Prices(sources={}, prices={})
 
 
 def entry(name: str = "texts", **given: Any) -> Model:
-    """One embedding model on a GPU of its own."""
+    """Returns an embedding model on its own GPU."""
     fields: dict[str, Any] = {
         "name": name,
         "task": "embedding",
@@ -29,7 +29,7 @@ def entry(name: str = "texts", **given: Any) -> Model:
 
 
 def rate(mean: float = 10.0, **given: Any) -> ModelRate:
-    """A rate with seconds that count as measured."""
+    """Returns a rate with seconds that count as measured."""
     fields: dict[str, Any] = {"mean_per_s": mean, "seconds_per_item": 0.01, "measured": "a test"}
     return ModelRate.model_validate(fields | given)
 
@@ -42,7 +42,7 @@ def plan_of(
     buffer: int = 0,
     **given: Any,
 ) -> DeployPlan:
-    """The plan of these models; without a buffer, so that counts are those of the rates."""
+    """Returns a plan for these models without a buffer, so that counts depend only on the rates."""
     asked = DemandRates(models=rates, **given)
     return make_plan(
         Catalog(models), asked, platform or Platform(), prices, read_gpu_types(), buffer

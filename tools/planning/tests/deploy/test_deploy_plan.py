@@ -33,7 +33,7 @@ def test_the_example_is_planned_by_the_command() -> None:
         "l4-x4-spot",
         "NVIDIA_L4_GPUS",
         "Memorystore of the cache",
-        "0 rows have none",
+        "0 rows have no price",
     ):
         assert words in reported.stdout
 
@@ -72,7 +72,7 @@ def test_regions_can_be_words(capsys: pytest.CaptureFixture[str]) -> None:
     ]
     assert run_penstock("deploy", "plan", *words) == 0
     regions = json.loads(capsys.readouterr().out)["tfvars"]["regions"]
-    # The one that Terraform's default has keeps its index.
+    # The index of Terraform's default region is kept.
     assert {name: region["index"] for name, region in regions.items()} == {
         "us-central1": 1,
         "europe-west4": 0,
@@ -137,7 +137,7 @@ def test_runners_of_batches_have_inboxes_too() -> None:
 
 def test_more_instances_than_a_region_has_inboxes() -> None:
     platform = Platform.model_validate({"api": {"max_instances": 501}})
-    with pytest.raises(ConfigurationError, match="501 instances in a region need 1002 inboxes"):
+    with pytest.raises(ConfigurationError, match="501 instances per region need 1002 inboxes"):
         plan_of(entry(), rates={"texts": rate(1)}, platform=platform)
 
 
@@ -217,7 +217,7 @@ def test_flex_start_and_reservations_are_planned() -> None:
         ),
         (
             f"models: {{{MINILM}: {{mean_per_s: 1}}}}",
-            f"models.{MINILM}: seconds_per_item is missing: what a worker",
+            f"models.{MINILM}: seconds_per_item is missing: worker seconds",
         ),
         (
             f"models: {{{MINILM}: {{mean_per_s: 1, seconds_per_item: 1}}}}",
@@ -245,7 +245,7 @@ def test_flex_start_and_reservations_are_planned() -> None:
         ),
         (
             f"models: {{{MINILM}: {{mean_per_s: 0, work_per_item: 2}}}}",
-            f"models.{MINILM}.work_per_item: the model has no `work`; leave it out",
+            f"models.{MINILM}.work_per_item: must not be set, because the model has no `work`",
         ),
         ("models: {}", "models: Dictionary should have at least 1 item"),
         ("", "file: Input should be"),
@@ -262,14 +262,14 @@ def test_wrong_rates_are_refused_with_field_and_reason(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--rate", MINILM], f"'{MINILM}' is not of the form --rate MODEL=MEAN[:PEAK]"),
-        (["--rate", f"{MINILM}=1:2:3"], "is not of the form --rate"),
-        (["--rate", f"{MINILM}=1"], "seconds_per_item is missing: what a worker takes"),
-        (["--rate", f"{MINILM}=1", "--rate", f"{MINILM}=2"], "has a rate already"),
+        (["--rate", MINILM], f"'{MINILM}' must have the form --rate MODEL=MEAN[:PEAK]"),
+        (["--rate", f"{MINILM}=1:2:3"], "must have the form --rate"),
+        (["--rate", f"{MINILM}=1"], "seconds_per_item is missing: worker seconds"),
+        (["--rate", f"{MINILM}=1", "--rate", f"{MINILM}=2"], "already has a rate"),
         (["--rate", f"{MINILM}=1", "--seconds", "other=1"], "no --rate for 'other'"),
-        (["--rates", EXAMPLE, "--seconds", f"{MINILM}=1"], "--seconds goes with --rate"),
+        (["--rates", EXAMPLE, "--seconds", f"{MINILM}=1"], "--seconds requires --rate"),
         (["--rates", EXAMPLE, "--buffer", "-1"], "--buffer: 0 or more"),
-        (["--rates", EXAMPLE, "--broker-round-trip", "9"], "seconds from 0 to 5, not 9"),
+        (["--rates", EXAMPLE, "--broker-round-trip", "9"], "must be from 0 to 5 seconds, got 9"),
         (["--rates", "nowhere.yaml"], "nowhere.yaml: No such file"),
         (["--rates", EXAMPLE, "--prices", "nowhere.yaml"], "nowhere.yaml: No such file"),
         (["--rates", EXAMPLE, "--tfvars", "nowhere.json"], "nowhere.json: No such file"),
@@ -291,7 +291,7 @@ def test_wrong_words_are_refused_with_the_reason(
         ({"nodes": {"overflow": "h100"}}, "nodes.overflow: h100 is not sold on demand"),
         (
             {"nodes": {"overflow": "a100"}, "regions": {"europe-west1": {}}},
-            "regions.europe-west1: no zone has a100, which takes over",
+            "regions.europe-west1: no zone has a100, the overflow type",
         ),
         (
             {
@@ -310,9 +310,9 @@ def test_wrong_words_are_refused_with_the_reason(
         ),
         (
             {"nodes": {"general": {"machine_type": "custom"}}},
-            "nodes.general.machine_type: 'custom' does not end in",
+            "nodes.general.machine_type: 'custom' must end in",
         ),
-        ({"regions": {"a": {}, "b": {}}}, "every region needs an index of its own"),
+        ({"regions": {"a": {}, "b": {}}}, "every region must have a different index"),
         (
             {"node": {"max_gpus": 9}},
             "node: unknown; accepted here: alert_tokens, alerts, analysts, api, ",

@@ -1,4 +1,4 @@
-"""The view of GPU prices says what the list of prices says, at any time."""
+"""The view of GPU prices matches the price lists at any time."""
 
 import datetime as dt
 
@@ -42,7 +42,7 @@ def test_a_price_that_changed_is_known_on_both_sides() -> None:
 @pytest.mark.parametrize("since", [None, MONTH, dt.date(2026, 9, 1)])
 def test_prices_without_an_order_are_refused(since: dt.date | None) -> None:
     earlier = (EarlierPrice(since=MONTH, usd={"here": 0.4}),)
-    with pytest.raises(ValidationError, match="days that go up"):
+    with pytest.raises(ValidationError, match="increasing days"):
         ListPrice(unit="hour", source="s", usd={"here": 0.5}, since=since, earlier=earlier)
 
 

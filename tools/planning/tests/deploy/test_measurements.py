@@ -75,7 +75,7 @@ def test_a_measured_model_needs_no_seconds(
     assert found["rate"]["measured"] == "on a CPU of a test"
     assert (found["rate"]["input_bytes"], found["rate"]["output_bytes"]) == (1000, 9000)
     assert run_penstock("deploy", "plan", *words) == 0
-    assert "mine: 0.25 s an item: on a CPU of a test" in capsys.readouterr().out
+    assert "mine: 0.25 s per item: on a CPU of a test" in capsys.readouterr().out
 
 
 def test_what_rates_say_goes_before(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -162,7 +162,7 @@ def test_more_memory_than_a_worker_has_is_noted(
 
 @pytest.fixture
 def weighing(folder: Path) -> Path:
-    """A class that says what an input weighs: 4 at a time take a second, and weigh 10 each."""
+    """Writes a class with `work`: 4 inputs at a time take a second, with a work of 10 each."""
     changed = INTERFACE.model_dump() | {"weighs": True, "batches": True}
     interface = ModelInterface.model_validate(changed)
     (folder / "mine" / "penstock.schema.json").write_text(interface.as_json)
@@ -173,7 +173,7 @@ def weighing(folder: Path) -> Path:
 def planned(
     folder: Path, capsys: pytest.CaptureFixture[str], rate: str, **more: Any
 ) -> tuple[float, int, int]:
-    """Seconds of an item, items of a batch, and processes at the peak."""
+    """Returns seconds per item, items per batch, and processes at the peak."""
     rates = folder / "rates.yaml"
     rates.write_text(f"models: {{mine: {rate}}}")
     entry = {"batch": {"max_items": 4, "max_work": 60}, "work": {"max": 1000}} | more
@@ -184,7 +184,7 @@ def planned(
 
 def test_items_count_by_their_work(weighing: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert planned(weighing, capsys, "{mean_per_s: 10}") == (0.25, 4, 4)
-    # Three times the work of what was measured: three times as long, and two in a batch.
+    # Three times the measured work takes three times as long, and two fit into a batch.
     assert planned(weighing, capsys, "{mean_per_s: 10, work_per_item: 30}") == (0.75, 2, 11)
     given = "{mean_per_s: 10, work_per_item: 30, seconds_per_work: 0.1, measured: x}"
     assert planned(weighing, capsys, given) == (3.0, 2, 43)
@@ -198,22 +198,22 @@ def test_items_count_by_their_work(weighing: Path, capsys: pytest.CaptureFixture
         (
             "{mean_per_s: 1, seconds_per_item: 1, measured: x}",
             {},
-            "models.mine.work_per_item is missing: what `work` of the class returns",
+            "models.mine.work_per_item is missing: the result of the class's `work`",
         ),
         (
             "{mean_per_s: 1, work_per_item: 2000}",
             {},
-            "models.mine.work_per_item: above work.max of the catalog (1000)",
+            "models.mine.work_per_item exceeds work.max of the catalog (1000)",
         ),
         (
             "{mean_per_s: 1, seconds_per_work: 1, measured: x}",
             {},
-            "models.mine: work_per_item is missing: with it, seconds_per_work says seconds",
+            "models.mine: work_per_item is missing; it is required with seconds_per_work",
         ),
         (
             "{mean_per_s: 1, seconds_per_work: 1, seconds_per_item: 1, work_per_item: 1}",
             {},
-            "models.mine: seconds_per_work: there is seconds_per_item; leave one of them out",
+            "models.mine: seconds_per_work and seconds_per_item are mutually exclusive",
         ),
     ],
 )

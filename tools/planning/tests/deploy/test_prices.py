@@ -1,6 +1,4 @@
-"""Prices: each has a source and a date, steps and free amounts count once, what is missing is said
-and not made up.
-"""
+"""Prices have sources and dates, steps and free amounts count once, and gaps are reported."""
 
 from __future__ import annotations
 
@@ -99,8 +97,8 @@ def test_what_is_not_known_of_an_item_is_asked_for() -> None:
     plan = plan_of(entry(), rates={"texts": rate()}, prices=read_prices())
     lacking = {cost.item: cost.lacks for cost in plan.costs if cost.lacks}
     assert lacking == {
-        "Pub/Sub, jobs: 1 publish, 2 deliveries": "give input_bytes of texts",
-        "answers to the internet": "give output_bytes of texts",
+        "Pub/Sub, jobs: 1 publish, 2 deliveries": "set input_bytes of texts",
+        "responses to the internet": "set output_bytes of texts",
     }
 
 
@@ -160,7 +158,7 @@ def test_rows_by_way_of_the_archive_are_loaded_and_not_inserted() -> None:
 
 
 class CountingStore(FragileStore):
-    """Counts what Google bills: writes and listings, and reads. To delete costs nothing."""
+    """Counts operations that Google bills: writes and listings, and reads. Deleting is free."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,7 +211,7 @@ def test_a_row_is_no_larger_in_the_archive_than_is_priced(tmp_path: Path) -> Non
     [
         (
             "sources: {}\nprices: {a: {unit: h, source: none, usd: {any: 1}}}",
-            "prices.a.source: 'none' is not among",
+            "prices.a.source: 'none' is not listed in",
         ),
         (
             "sources: {s: {url: ftp, seen: 2026-01-01}}\nprices: {}",
@@ -223,7 +221,7 @@ def test_a_row_is_no_larger_in_the_archive_than_is_priced(tmp_path: Path) -> Non
         (
             "sources: {s: {url: 'https://a.b', seen: 2026-01-01}}\n"
             "prices: {a: {unit: h, source: s, usd: {any: [{up_to: 5, usd: 1}]}}}",
-            "prices.a: steps go up, and only the last has no up_to",
+            "prices.a: steps must increase, and only the last has no up_to",
         ),
         ("prices: [", "while parsing"),
     ],

@@ -1,4 +1,4 @@
-"""Known values of Erlang's formulas, and what must hold of any number of servers."""
+"""Known values of Erlang's formulas, and properties for any number of servers."""
 
 import math
 from functools import partial

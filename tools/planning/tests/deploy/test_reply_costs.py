@@ -1,4 +1,4 @@
-"""What replies cost on either topic of an inbox."""
+"""The cost of replies on either topic of an inbox."""
 
 from __future__ import annotations
 
@@ -80,14 +80,14 @@ def test_both_costs_are_told() -> None:
 def test_it_is_told_what_replies_that_share_messages_cost() -> None:
     direct, shared, count = told(planned(entry(), 5000).notes)
     assert 1 < count <= entry().batch.max_items
-    # A vector is larger than the least that is billed, so only attributes are saved.
+    # A vector exceeds the minimum billed size, so only attributes are saved.
     assert 0.9 * direct < shared < direct
 
 
 def told(notes: Sequence[str]) -> tuple[float, float, int]:
-    """What replies cost direct, and if they share messages, and how many share one."""
+    """Returns the costs of direct replies and shared messages, and how many share one."""
     (note,) = (note for note in notes if "the replies of" in note)
-    found = re.search(r"about ([\d,.]+) USD a month direct.*, ([\d,.]+) if (\d+) share", note)
+    found = re.search(r"about ([\d,.]+) USD per month direct.*, ([\d,.]+) if (\d+) share", note)
     assert found is not None, note
     direct, shared = (float(one.replace(",", "")) for one in found.groups()[:2])
     return direct, shared, int(found[3])

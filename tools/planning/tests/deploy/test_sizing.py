@@ -1,4 +1,4 @@
-"""Workers, GPUs and instances: worked examples, and what must hold of any rate."""
+"""Workers, GPUs and instances: worked examples, and properties for any rate."""
 
 import math
 from typing import Any
@@ -212,7 +212,7 @@ def test_regions_are_sized_for_their_share() -> None:
 
 def test_shares_of_other_regions_are_refused() -> None:
     with pytest.raises(
-        ConfigurationError, match="us-east1 are not the regions of the plan: europe-west4"
+        ConfigurationError, match="us-east1 differ from the plan's regions: europe-west4"
     ):
         plan_of(entry(), rates={"texts": rate()}, regions={"us-east1": 1.0})
 

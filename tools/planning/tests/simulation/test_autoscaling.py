@@ -1,4 +1,4 @@
-"""The rules that deploy, under load: what decision 43 promises of them."""
+"""The deployed rules under load: the promises of decision 43."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_constant_load_has_constant_workers(
     assert one.replicas.most <= 1.1 * one.replicas.mean
     assert one.p95_s is not None
     assert one.p95_s < most_p95_s
-    # GPUs that are kept warm for one more worker are a tenth of so few.
+    # GPUs kept warm for one more worker are a tenth of such a small number.
     assert summary.worker_busy_share >= 0.6
     assert one.served == one.arrived - one.open
 

@@ -1,4 +1,4 @@
-"""Nodes: ordered for what is pending, kept warm, shared, lost, deleted."""
+"""Nodes: ordered for pending pods, kept warm, shared, lost, deleted."""
 
 from __future__ import annotations
 

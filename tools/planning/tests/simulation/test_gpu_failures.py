@@ -1,4 +1,4 @@
-"""GPUs that fail in a simulation: jobs move, nodes are emptied, somebody is called, quotas hold."""
+"""Failing GPUs in a simulation: jobs move, nodes are drained, an alert fires, quotas hold."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_jobs_of_a_gpu_that_fails_are_answered_by_others() -> None:
     assert (one.refused, one.expired, one.lost) == (0, 0, 0)
     assert one.served == one.arrived - one.open
     assert result.summary.workers_lost == {"GPU failed": 1}
-    # What it ran waits until it leaves, and its place is empty until its node is.
+    # Its running jobs wait until it leaves, and its place is free once its node is drained.
     assert max(result.recorder.models["model"].answer_s) > 20
     ready = {sample.at_s: sample.ready for sample in result.recorder.samples}
     assert {count for at_s, count in ready.items() if 625 <= at_s < 700} == {9}

@@ -1,4 +1,4 @@
-"""The algorithm, by the examples of Kubernetes' documentation and its source."""
+"""The algorithm, checked with the examples in Kubernetes' documentation and source."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rules that deploy, where items join between steps: what decision 73 promises of them."""
+"""The deployed rules when items join between steps: the promises of decision 73."""
 
 from __future__ import annotations
 
@@ -76,7 +76,8 @@ def test_images_that_join_count_as_those_that_do_not() -> None:
     needed = math.ceil(wanted(result, "sd-1-5", 3))
     assert needed <= one.replicas.least
     assert one.replicas.most <= needed + 2
-    # Without arrivals, as in a region whose callers are elsewhere, busy workers must say as much.
+    # Without arrivals, as in a region whose callers use other regions, busy workers must have the
+    # same effect.
     assert result.summary.worker_busy_share == pytest.approx(
         result.summary.worker_work_share, rel=0.1
     )

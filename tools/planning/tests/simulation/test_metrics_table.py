@@ -1,4 +1,4 @@
-"""The simulated metrics are the product's."""
+"""The simulated metrics match the product's."""
 
 from __future__ import annotations
 

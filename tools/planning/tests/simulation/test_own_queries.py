@@ -1,4 +1,4 @@
-"""The autoscaler's queries where a Prometheus of the site has our metrics and RabbitMQ's queues."""
+"""The autoscaler's queries on a site's Prometheus with our metrics and RabbitMQ's queues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The evaluator: values that Prometheus' documentation and tests give."""
+"""The evaluator, checked with values from Prometheus' documentation and tests."""
 
 from __future__ import annotations
 

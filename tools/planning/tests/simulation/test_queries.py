@@ -1,4 +1,4 @@
-"""The autoscaler's queries over series that a test writes."""
+"""The autoscaler's queries over series written by the tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MODEL = read_catalog(Path("models.yaml")).find("stable-diffusion-tiny")
 GUESS_S = MODEL.definition.first_guesses.item_s
 QUERIES = TriggerQueries([MODEL], "images", managed_prometheus("here"), 1)
 OF_TWO = TriggerQueries([MODEL], "images", managed_prometheus("here"), 2)
-"""Of workers with two processes."""
+"""Processes per worker."""
 NOW_S = 3000.0
 
 
@@ -123,7 +123,8 @@ def test_worker_with_two_processes_does_twice_as_much() -> None:
     assert world.ask(OF_TWO.arrivals()) == pytest.approx(0.5 * 3.0 / 2)
     waiting = 90 * 3.0 / MODEL.deadline.default_s
     assert world.ask(QUERIES.work()) == pytest.approx(1.0 + waiting)
-    # What is busy is a part of the worker whatever it has. Only the seconds are of a process.
+    # The busy fraction is of the worker, however many processes it has. Only the seconds are per
+    # process.
     assert world.ask(OF_TWO.work()) == pytest.approx(1.0 + waiting / 2)
     of_one, of_two = QUERIES.messages(), OF_TWO.messages()
     assert of_one is not None

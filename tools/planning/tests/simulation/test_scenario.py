@@ -1,4 +1,4 @@
-"""Scenario files: what is wrong is named, and what is shipped runs."""
+"""Scenario files: errors name the field, and shipped scenarios run."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ def written(folder: Path, text: str = GIVEN) -> str:
         ("cluster.nodes=3", "cluster.nodes: unknown; accepted here: buffer, node_idle_s"),
         ("duration=3", "duration: unknown; accepted here: about, api, broker, catalog, cluster"),
         ("models.all-MiniLM-L6-v2.work_per_items=3", "work_per_items: unknown; accepted here: "),
-        ("models.all-MiniLM-L6-v2.seconds_per_work=3", "there is seconds_per_item; leave one"),
+        (
+            "models.all-MiniLM-L6-v2.seconds_per_work=3",
+            "seconds_per_work and seconds_per_item are mutually",
+        ),
         ("regions.us-east4.share=0.5", "shares of the regions"),
         ("events=[{kind: region_loss, at_s: 1, for_s: 1, region: mars}]", "mars"),
         ("events=[{kind: rollout, at_s: 1, model: other}]", "other"),

@@ -1,4 +1,4 @@
-"""What queries see of workers that come and go."""
+"""What queries see when workers start and end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SEEN = PromQuery("count(penstock_worker_busy_ratio{lane='interactive'})")
 
 
 def seen(at_s: float, **fields: object) -> object:
-    """How many workers queries count, of two one of which the autoscaler takes away."""
+    """Returns how many workers queries count after the autoscaler removed one of two."""
     given = scenario(
         entry={"replicas": {"min": 1, "max": 1}},
         load={"start_replicas": 2, "arrivals": [{"kind": "constant", "per_s": 0}]},

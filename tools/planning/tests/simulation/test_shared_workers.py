@@ -1,4 +1,4 @@
-"""Models that share workers, and flows over them, as they were measured and as they are planned."""
+"""Models that share workers, and flows over them, compared with measurements and plans."""
 
 from __future__ import annotations
 

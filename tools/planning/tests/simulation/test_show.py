@@ -1,4 +1,4 @@
-"""What users see of a result."""
+"""The output that users see for a result."""
 
 from __future__ import annotations
 

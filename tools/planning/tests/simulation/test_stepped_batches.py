@@ -1,4 +1,4 @@
-"""Workers whose items join and leave between steps: what can be reckoned by hand."""
+"""Workers whose items join and leave between steps: results that can be calculated by hand."""
 
 from __future__ import annotations
 
@@ -86,6 +86,6 @@ def test_batch_priority_leaves_places_to_callers() -> None:
 
 def test_a_model_takes_time_in_one_way() -> None:
     with pytest.raises(
-        ConfigurationError, match="one of seconds_per_item, seconds_per_work and steps"
+        ConfigurationError, match="exactly one of seconds_per_item, seconds_per_work and"
     ):
         scenario(load={"seconds_per_item": None})

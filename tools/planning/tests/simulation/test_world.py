@@ -1,4 +1,4 @@
-"""Whole runs: theory as the oracle, conservation, determinism, and what must follow from events."""
+"""Whole runs: theory as the oracle, conservation, determinism, and consequences of events."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def test_jobs_of_a_killed_worker_are_answered_when_their_leases_end() -> None:
 
 
 def fast_and_far(round_trip_s: float, **broker: object) -> Scenario:
-    """One worker that has twice the work that it can do, at a distance from its broker."""
+    """Returns a scenario with one overloaded worker, far from its broker."""
     return scenario(
         entry={
             "batch": {"max_tokens": 2048, "max_items": 16},

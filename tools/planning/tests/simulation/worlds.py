@@ -21,7 +21,7 @@ ENTRY: dict[str, Any] = {
 def scenario(
     *, entry: dict[str, Any] | None = None, load: dict[str, Any] | None = None, **fields: Any
 ) -> Scenario:
-    """One model under a constant load, where nothing else is said."""
+    """Returns a scenario with one model under a constant load, unless overridden."""
     given_load = {
         "arrivals": [{"kind": "constant", "per_s": 2.0}],
         "seconds_per_item": 1.0,

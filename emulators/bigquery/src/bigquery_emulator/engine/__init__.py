@@ -1,1 +1,1 @@
-"""What is done with tables: query and load jobs, statements that define, and expiration."""
+"""Operations on tables: query and load jobs, data definition statements, and expiration."""

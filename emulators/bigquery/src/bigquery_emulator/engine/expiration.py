@@ -1,4 +1,4 @@
-"""Removes tables and partitions whose time is over, once a minute."""
+"""Removes expired tables and partitions once a minute."""
 
 import logging
 import time
@@ -27,15 +27,15 @@ async def expire_forever(service: BigQueryService) -> None:
 
 
 def expire(store: Store, catalog: TableCatalog, now_ms: int) -> None:
-    """Removes everything that expired by `now_ms` (unix milliseconds).
+    """Removes everything that has expired by `now_ms` (Unix milliseconds).
 
-    Runs in the server's writer.
+    Runs in the server's writer thread.
     """
     for table in list(catalog.tables.values()):
         try:
             _expire_table(store, catalog, table, now_ms)
         except (ServiceError, ValueError, TypeError, KeyError, ArithmeticError, duckdb.Error):
-            # Of a table that cannot be read the others are not to suffer, nor the server.
+            # An unreadable table must not affect others or the server.
             log.exception("the expiration of %s can't be applied", table.key)
 
 
@@ -50,7 +50,7 @@ def _expire_table(store: Store, catalog: TableCatalog, table: TableResource, now
 def _expire_partitions(store: Store, table: TableResource, now_ms: int) -> None:
     partitioning = table.partitioning
     assert partitioning is not None
-    # A partition lives for the expiration after its own start, whatever its rows' times.
+    # A partition expires relative to its start, whatever its rows' times.
     column = quoted(partitioning.column)
     start = f"date_trunc('{partitioning.unit.lower()}', CAST({column} AS TIMESTAMP))"
     with store.transaction() as cursor:

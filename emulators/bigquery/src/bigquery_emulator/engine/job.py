@@ -1,6 +1,6 @@
-"""One job: a query, a load or a copy. Its state, its work and its end, in a task of the server.
+"""A job: a query, a load or a copy. Its state, work and outcome, in a task of the server.
 
-Work that blocks goes to the threads.
+Blocking work runs in threads.
 """
 
 import contextlib
@@ -26,16 +26,16 @@ from bigquery_emulator.tables.schema import Json
 
 log = logging.getLogger(__name__)
 
-# BigQuery's own limit for a query.
+# BigQuery's own time limit for a query.
 _LONGEST_JOB_S = 6 * 3600.0
 _CANCELED = "Job execution was cancelled: User requested cancellation"
 
 
 @dataclass
 class BigQueryJob:
-    """One job: its request (`configuration`) and its state.
+    """A job: its request (`configuration`) and its state.
 
-    It is PENDING until it has a thread for its rows or its change, then RUNNING, then DONE.
+    It is PENDING until it has a thread for its query or change, then RUNNING, then DONE.
     """
 
     project: str
@@ -55,18 +55,18 @@ class BigQueryJob:
     stopping: anyio.Event = field(default_factory=anyio.Event)
     cursor: Cursor | None = None
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
-    """Of its work."""
+    """Cancels the job's work."""
 
     @property
     def anonymous_table(self) -> TableKey:
-        """The name of the hidden table that a query's result is read by."""
+        """Name of the hidden table through which a query's result is read."""
         return TableKey(self.project, "_anonymous", f"anon{self.job_id}")
 
     def begin(self) -> None:
-        """Says that the job has its thread. It is PENDING before. Again, it changes nothing.
+        """Marks the job as RUNNING, because it has its thread. Later calls have no effect.
 
         Raises:
-            StoppedError: it was canceled while it waited.
+            StoppedError: it was canceled while waiting.
         """
         if self.stopping.is_set():
             raise StoppedError(_CANCELED)
@@ -75,33 +75,31 @@ class BigQueryJob:
             self.state = "RUNNING"
 
     def watch(self, cursor: Cursor) -> None:
-        """Remembers the session at work. Raises if the job was canceled meanwhile.
+        """Records the session that is working. Raises an error if the job has been canceled.
 
         Raises:
-            StoppedError: if so.
+            StoppedError: it has been canceled.
         """
         if self.stopping.is_set():
             raise StoppedError(_CANCELED)
         self.cursor = cursor
 
     def cancel(self) -> None:
-        """Asks the job to stop. A job that is done does not change."""
+        """Asks the job to stop. A finished job does not change."""
         self.stopping.set()
         self.scope.cancel()
 
     def interrupt(self) -> None:
-        """Interrupts the statement that the job's session is at, if any."""
+        """Interrupts the statement that the job's session is running, if any."""
         with contextlib.suppress(duckdb.ConnectionException):
-            # The session may have been closed meanwhile.
+            # The session may have been closed in the meantime.
             if self.cursor is not None:
                 self.cursor.interrupt()
 
     def reference(self) -> Json:
-        """Returns the JobReference."""
         return {"projectId": self.project, "jobId": self.job_id, "location": self.location}
 
     def status(self) -> Json:
-        """Returns the JobStatus."""
         found: Json = {"state": self.state}
         if self.error is not None:
             found["errorResult"] = self.error.proto()
@@ -111,7 +109,7 @@ class BigQueryJob:
         return found
 
     def resource(self) -> Json:
-        """Returns the Job of the API."""
+        """Returns the API's Job resource."""
         times = {
             "creationTime": self.created_ms,
             "startTime": self.started_ms,
@@ -134,11 +132,10 @@ Work = Callable[[BigQueryJob], Awaitable[None]]
 
 
 async def run(job: BigQueryJob, work: Work) -> None:
-    """Does a job's work and ends the job, whatever comes of it.
+    """Does a job's work and ends the job, whatever the outcome.
 
     Args:
-        job: a new job.
-        work: does it, and raises ServiceError where it fails.
+        work: does the work, and raises ServiceError if it fails.
     """
     job.scope.deadline = anyio.current_time() + _limit_s(job.configuration)
     try:
@@ -147,7 +144,7 @@ async def run(job: BigQueryJob, work: Work) -> None:
         if job.scope.cancelled_caught:
             job.error = StoppedError(_CANCELED)
     except Exception as error:
-        # The boundary of a job: whatever it runs into, the server and the other jobs go on.
+        # A job's errors must not affect the server or other jobs.
         job.error = as_service_error(error)
         if isinstance(job.error, BugError):
             log.exception("job failed", extra={"job_id": job.job_id})
@@ -160,7 +157,7 @@ async def run(job: BigQueryJob, work: Work) -> None:
 
 
 def new_job_id() -> str:
-    """Returns an id for a job whose caller gave none."""
+    """Returns an id for a job whose caller did not provide one."""
     return f"job_{secrets.token_urlsafe(18)}"
 
 

@@ -1,7 +1,7 @@
-"""All jobs of a server, from their start until they are forgotten, in memory.
+"""All jobs of a server, in memory from their start until they are forgotten.
 
-`Jobs.start` gives each job a task of the server's task group. Callers who need the outcome wait on
-the job.
+`Jobs.start` runs each job in a task of the server's task group. Callers who need the outcome wait
+for the job.
 """
 
 from collections import OrderedDict
@@ -14,8 +14,8 @@ from bigquery_emulator.engine.query import Result
 from bigquery_emulator.errors import BusyError, DuplicateError, NotFoundError
 from bigquery_emulator.tables.resources import TableKey
 
-# A job stays known, with its result, until this many have followed it or the results have this many
-# rows.
+# A job is remembered, with its result, until this many jobs have followed it or the results have
+# this many rows.
 _KEPT_JOBS = 1_000
 _KEPT_ROWS = 2_000_000
 _MOST_RUNNING = 100
@@ -37,13 +37,13 @@ class Jobs:
         self._jobs: OrderedDict[tuple[str, str], BigQueryJob] = OrderedDict()
         self._running = 0
         self._kept_rows = 0
-        """Of the results of the jobs that are done."""
+        """Number of rows in the results of finished jobs."""
 
     def get(self, project: str, job_id: str) -> BigQueryJob:
         """Returns a job.
 
         Raises:
-            NotFoundError: where there is none, or it was so long ago that it is forgotten.
+            NotFoundError: the job does not exist, or has been forgotten.
         """
         found = self._jobs.get((project, job_id))
         if found is None:
@@ -51,8 +51,8 @@ class Jobs:
         return found
 
     def of_project(self, project: str) -> list[BigQueryJob]:
-        """Returns the jobs of a project, the latest first."""
-        # A query on INFORMATION_SCHEMA.JOBS asks from a thread.
+        """Returns the jobs of a project, latest first."""
+        # A query on INFORMATION_SCHEMA.JOBS calls this from a thread.
         found = list(self._jobs.items())
         return [job for (name, _), job in reversed(found) if name == project]
 
@@ -68,15 +68,13 @@ class Jobs:
         )
 
     def start(self, job: BigQueryJob, work: Work) -> BigQueryJob:
-        """Starts a job's work in a new task.
+        """Starts a job in a new task.
 
         Args:
-            job: a new job.
-            work: does it, and raises ServiceError where it fails.
+            work: does the work, and raises ServiceError if it fails.
 
         Raises:
-            BusyError: where too many jobs run.
-            DuplicateError: where the id is taken.
+            BusyError: too many jobs are running. DuplicateError: the id is taken.
         """
         key = (job.project, job.job_id)
         if key in self._jobs:
@@ -90,7 +88,7 @@ class Jobs:
         return job
 
     def forget(self, job: BigQueryJob) -> None:
-        """Removes a job from what can be asked for, with the rows of its result."""
+        """Forgets a job, with the rows of its result."""
         if self._jobs.pop((job.project, job.job_id), None) is not None and job.state == "DONE":
             self._free(job)
 

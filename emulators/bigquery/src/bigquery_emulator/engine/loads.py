@@ -1,7 +1,7 @@
 """Load jobs: newline-delimited JSON, CSV and Parquet files into a table.
 
-The uploaded file is read in a thread, checked row by row against the schema, and put into the
-destination whole. Source:
+The uploaded file is read in a thread, checked against the schema row by row, and added to the
+destination atomically. Source:
 https://docs.cloud.google.com/bigquery/docs/reference/rest/v2/Job#JobConfigurationLoad
 """
 
@@ -34,7 +34,7 @@ _SHOWN_PROBLEMS = 5
 _GZIP_MAGIC = b"\x1f\x8b"
 _DEFAULT_WRITE = "WRITE_APPEND"
 
-# A row with the line it stood on, or the reason why there is none.
+# A row with its line number, or the reason why it is invalid.
 _Line = tuple[int, Json | str]
 
 
@@ -45,14 +45,14 @@ class _Loaded:
 
 
 async def run_load(service: BigQueryService, file: IO[bytes], job: BigQueryJob) -> None:
-    """Does the work of a load job.
+    """Runs a load job.
 
     Args:
-        file: the uploaded bytes, at their start.
-        job: the job. Its `statistics.load` and `problems` are filled.
+        file: the uploaded file, at its start.
+        job: the job. This sets its `statistics.load` and `problems`.
 
     Raises:
-        ServiceError: where the file, the schema or the destination do not fit.
+        ServiceError: the file, the schema or the destination do not match.
     """
     config = job.configuration["load"]
     if config.get("sourceUris"):
@@ -131,7 +131,7 @@ def _schema(config: Json, file: IO[bytes], known: Schema | None) -> Schema:
         known is None or config.get("writeDisposition") == "WRITE_TRUNCATE"
     ):
         if _is_csv(config) and not config.get("skipLeadingRows"):
-            # Detection takes the first line for the names of the columns.
+            # Detection takes the column names from the first line.
             config["skipLeadingRows"] = "1"
         rows = [
             row
@@ -202,9 +202,9 @@ def _is_csv(config: Json) -> bool:
 
 
 def _read(config: Json, file: IO[bytes], schema: Schema | None) -> Iterator[_Line]:
-    """Gives the rows of a file.
+    """Yields the rows of a file.
 
-    `schema` names the columns of a CSV, without one its first line does.
+    `schema` names the columns of a CSV. Without it, the first line does.
     """
     is_csv = _is_csv(config)
     file.seek(0)
@@ -220,7 +220,7 @@ def _read(config: Json, file: IO[bytes], schema: Schema | None) -> Iterator[_Lin
     except (OSError, EOFError) as error:
         raise InvalidError(f"Error while reading data, error message: {error}") from error
     finally:
-        # The file is read again by a later step; closing the wrapper would close it too.
+        # The file is read again in a later step, and closing the wrapper would close it.
         text.detach()
 
 
@@ -277,7 +277,7 @@ def _header_names(header: list[tuple[int, list[Cell] | str]]) -> list[str]:
 def _csv_row(names: list[str], cells: list[Cell], text_names: set[str], null: str) -> Json:
     row: dict[str, Any] = {}
     for name, (cell, is_quoted) in zip(names, cells, strict=False):
-        # Between quotes there is an empty text, unless NULL has a mark of its own.
+        # Between quotes it is an empty string, unless there is a custom marker for NULL.
         is_text = is_quoted and not null and name in text_names
         row[name] = None if cell == null and not is_text else cell
     return row

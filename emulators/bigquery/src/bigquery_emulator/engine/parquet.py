@@ -1,4 +1,4 @@
-"""Load jobs of Parquet files. DuckDB reads the file; its types are those of the table, or refused.
+"""Load jobs for Parquet files. DuckDB reads the file, whose types must match the table's.
 
 Source: https://docs.cloud.google.com/bigquery/docs/loading-data-cloud-storage-parquet
 """
@@ -24,7 +24,7 @@ from bigquery_emulator.tables.schema import (
     result_schema,
 )
 
-# What else than its own type a column may come from.
+# Types other than its own from which a column may be read.
 _SOURCES = {
     "TIMESTAMP": ("DATETIME",),
     "DATETIME": ("TIMESTAMP",),
@@ -35,11 +35,10 @@ _SOURCES = {
 
 
 class ParquetFile:
-    """One uploaded file, where DuckDB may read it.
+    """An uploaded file in a place where DuckDB may read it.
 
     Args:
-        store: the open database.
-        path: a file in the store's folder for uploads.
+        path: file in the store's folder for uploads.
     """
 
     def __init__(self, store: Store, path: Path) -> None:
@@ -47,15 +46,15 @@ class ParquetFile:
         self._path = path
 
     def schema(self, config: Json, known: Schema | None) -> Schema:
-        """Returns the fields to load: those of the job, of the table, or else of the file.
+        """Returns the fields to load: the job's, the table's, or else the file's.
 
         Args:
-            config: the configuration of the load.
-            known: the fields of the table, None where it is new or is replaced.
+            config: configuration of the load.
+            known: fields of the table. None if it is new or is replaced.
 
         Raises:
-            InvalidError: for a file that is no Parquet, or a column that does not fit.
-            UnsupportedError: for a type that this server does not keep.
+            InvalidError: the file is not in Parquet format, or a column does not match.
+            UnsupportedError: this server does not support a type.
         """
         found = self._fields(config)
         given = config.get("schema", {}).get("fields")
@@ -66,10 +65,10 @@ class ParquetFile:
         return wanted
 
     def stage(self, cursor: Cursor, config: Json, schema: Schema, physical: str) -> int:
-        """Reads the rows into a DuckDB table. Returns how many.
+        """Reads the rows into a DuckDB table. Returns their number.
 
         Raises:
-            InvalidError: for a value that does not fit, or a damaged file.
+            InvalidError: a value does not match, or the file is damaged.
         """
         there = {field.name.lower(): field.name for field in self._fields(config)}
         columns = ", ".join(_column(field, there.get(field.name.lower())) for field in schema)
@@ -119,11 +118,10 @@ class ParquetFile:
 
 @contextmanager
 def parquet_file(store: Store, file: IO[bytes]) -> Iterator[ParquetFile]:
-    """Puts an upload where DuckDB may read it, and removes it after.
+    """Puts an upload where DuckDB may read it, and removes it afterwards.
 
     Args:
-        store: the open database.
-        file: the uploaded bytes.
+        file: the uploaded file.
     """
     file.seek(0)
     with tempfile.NamedTemporaryFile(dir=store.uploads_dir, suffix=".parquet") as kept:

@@ -1,6 +1,7 @@
-"""Runs translated statements on DuckDB: results into memory, changes into the data.
+"""Runs translated statements on DuckDB: results go to memory, changes to the data.
 
-Between a job and the store. Everything here blocks and runs in a thread of the server.
+This is the layer between a job and the store. Everything here blocks and runs in a thread of the
+server.
 """
 
 import itertools
@@ -35,25 +36,25 @@ _LEAST_BILLED_BYTES = 10 * _MIB
 _KEPT_SIZES = 256
 _MOST_FEW_ROWS = 1_000
 _MOST_FEW_BYTES = 256 * 1024
-"""Of a result in Python. Results of 1,000 jobs are kept."""
+"""Maximum size of a result in Python. Results of 1,000 jobs are kept."""
 _FIRST_ROWS = 10
 _MOST_ROWS_READ_TWICE = 100_000
 _RAISED = re.compile(r"[\"']bq: (.*)[\"'](?: to INT32|, expected format)", re.DOTALL)
-"""An error of a macro, which is a cast that fails."""
+"""Error of a macro: a cast that fails."""
 _RAISED_AS_IT_IS = re.compile(r"(?:executing the UDF: \w+|Input Error): bq: (.*)", re.DOTALL)
-"""An error of a function in Python, or of ERROR."""
+"""Error of a Python function, or of ERROR."""
 _UNKNOWN_ZONE = re.compile(r"Unknown TimeZone '(?:bq: (.*embedded BigQuery)|(.*?))'!", re.DOTALL)
-"""A refusal of a macro, which is a zone that DuckDB does not know, or really a zone."""
+"""Refusal by a macro: a time zone that DuckDB does not know, or an invalid one."""
 _UNKNOWN_COLUMN = re.compile(r'Referenced (?:column|table) "([^"]+)" not found')
-# Called with the session that is about to work, so that a cancel can interrupt it.
+# Called with the session that is about to run, so that it can be interrupted.
 OnCursor = Callable[[Cursor], None]
 
 
 @dataclass(frozen=True)
 class Result:
-    """The rows of a query: many in a DuckDB table of their own until `drop`, few in `values`.
+    """The rows of a query: large results in a DuckDB table until `drop`, small ones in `values`.
 
-    `values` are as DuckDB's Python client gives them, for `rows.wire_rows`.
+    `values` are as returned by DuckDB's Python client, for `rows.wire_rows`.
     """
 
     schema: Schema
@@ -64,18 +65,14 @@ class Result:
 
 @dataclass(frozen=True)
 class ReadSize:
-    """What a statement reads: logical bytes of the columns, and rows, over whole tables."""
+    """The size of a statement's input: logical bytes of columns, and rows, for whole tables."""
 
     size_bytes: int = 0
     rows: int = 0
 
 
 class Queries:
-    """Runs statements.
-
-    Args:
-        store: the open database.
-    """
+    """Runs statements."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -83,17 +80,17 @@ class Queries:
         self._size = lru_cache(_KEPT_SIZES)(self._counted)
 
     def select(self, statement: Statement, on_cursor: OnCursor) -> Result:
-        """Runs a query and keeps its rows.
+        """Runs a query and stores its rows.
 
         Args:
-            on_cursor: called with the session before it runs.
+            on_cursor: called with the session before the query runs.
 
         Raises:
-            InvalidQueryError: for a query that fails, at the start or on the way.
-            StoppedError: where the session was interrupted.
+            InvalidQueryError: the query fails, at the start or later. StoppedError: the session was
+            interrupted.
         """
-        # A query whose rows turn out too many for Python runs twice. So not where that is known
-        # before, and not one that reads much.
+        # A query whose rows turn out to be too many for Python runs twice. So this is skipped if
+        # that is known in advance, or if the query reads a lot.
         most = _MOST_FEW_ROWS if statement.gives_all else _MOST_ROWS_READ_TWICE
         if self.read_size(statement).rows <= most:
             values = self.few_rows(statement, on_cursor)
@@ -102,7 +99,7 @@ class Queries:
         return self.select_into_table(statement, on_cursor)
 
     def few_rows(self, statement: Statement, on_cursor: OnCursor) -> list[tuple[Any, ...]] | None:
-        """Returns the rows of a query, or None where they are too many for Python. See `select`."""
+        """Returns the rows of a query, or None if there are too many for Python. See `select`."""
         columns = [f"c{number}" for number in range(len(statement.schema))]
         named = f"({statement.sql}) AS r({', '.join(columns)})"
         query = f"SELECT {readable_columns(statement.schema, columns)} FROM {named}"
@@ -110,9 +107,10 @@ class Queries:
         size_bytes = 0
         with _translated(statement), self._store.reading() as cursor:
             on_cursor(cursor)
-            # Read as it is computed, so it ends with the session where the rows are too many.
+            # Rows are read as they are computed, so if there are too many the query ends with the
+            # session.
             found = cursor.execute(query, values_in(statement.sql, statement.values))
-            count = _FIRST_ROWS  # any may be long
+            count = _FIRST_ROWS  # any row may be large
             while some := found.fetchmany(count):
                 values += some
                 size_bytes += sum(map(_size_bytes, some))
@@ -122,7 +120,7 @@ class Queries:
         return values
 
     def select_into_table(self, statement: Statement, on_cursor: OnCursor) -> Result:
-        """Runs a query and keeps its rows in a table, for another table. See `select`."""
+        """Runs a query and stores its rows in a table, to fill another table. See `select`."""
         schema = statement.schema
         physical = f"memory.main.r{next(self._numbers)}"
         with _translated(statement), self._store.reading() as cursor:
@@ -140,7 +138,7 @@ class Queries:
         return Result(schema, rows, physical)
 
     def stage(self, schema: Schema) -> str:
-        """Creates an empty table in memory for incoming rows. Returns its DuckDB name."""
+        """Creates an empty in-memory table for incoming rows. Returns its DuckDB name."""
         physical = f"memory.main.r{next(self._numbers)}"
         with self._store.reading() as cursor:
             columns = ", ".join(f"{quoted(field.name)} {field.duckdb_type}" for field in schema)
@@ -148,21 +146,22 @@ class Queries:
         return physical
 
     def drop(self, physical: str) -> None:
-        """Lets go of the rows of a table that `select_into_table` or `stage` made."""
+        """Drops a table created by `select_into_table` or `stage`."""
         with self._store.reading() as cursor:
             cursor.execute(f"DROP TABLE IF EXISTS {physical}")
 
     def manipulate(self, statement: Statement, on_cursor: OnCursor) -> int:
-        """Runs INSERT, UPDATE, DELETE or MERGE. It must run in the server's writer.
+        """Runs INSERT, UPDATE, DELETE or MERGE. It must be called in the server's writer thread.
 
         Returns:
             The number of rows inserted, changed or removed.
 
         Raises:
-            InvalidQueryError: it failed and changed nothing.
-            StoppedError: where the session was interrupted.
+            InvalidQueryError: the statement failed and changed nothing. StoppedError: the session
+            was interrupted.
         """
-        # One state of the data for the checks and the change: rows are streamed meanwhile.
+        # Checks and changes see the same snapshot of the data, because rows are streamed at the
+        # same time.
         with _translated(statement), self._store.transaction() as cursor:
             on_cursor(cursor)
             for check in statement.checks:
@@ -172,9 +171,9 @@ class Queries:
         return int(rows)
 
     def read_size(self, statement: Statement) -> ReadSize:
-        """Returns how much a statement reads, of the columns that it names.
+        """Returns how much a statement reads from the columns that it names.
 
-        BigQuery counts only the partitions that pass the filter. This is the most it would be.
+        BigQuery counts only partitions that match the filter. This is an upper bound.
         """
         changes = self._store.changes
         sizes = [
@@ -184,7 +183,7 @@ class Queries:
         return ReadSize(sum(one.size_bytes for one in sizes), sum(one.rows for one in sizes))
 
     def _counted(self, physical: str, row_bytes: str, changes: int) -> ReadSize:
-        """Counts what a table's columns have. `changes` says for which state of the data."""
+        """Measures a table's columns. `changes` identifies the state of the data."""
         with self._store.reading() as cursor:
             query = f"SELECT coalesce(sum({row_bytes}), 0), count(*) FROM {physical}"
             size_bytes, rows = cursor.execute(query).fetchone()
@@ -192,14 +191,14 @@ class Queries:
 
 
 def check_billed(read_bytes: int, limit_bytes: int | None) -> int:
-    """Returns the bytes that BigQuery would bill: whole MiB, at least ten where a table is read.
+    """Returns the bytes that BigQuery would bill: whole MiB, and at least ten if a table is read.
 
     Args:
         read_bytes: logical bytes read.
         limit_bytes: the job's `maximumBytesBilled`.
 
     Raises:
-        BytesBilledError: where the limit is under that.
+        BytesBilledError: the limit is lower than that.
     """
     billed = max(-(-read_bytes // _MIB) * _MIB, _LEAST_BILLED_BYTES) if read_bytes else 0
     if limit_bytes is not None and billed > limit_bytes:
@@ -210,7 +209,7 @@ def check_billed(read_bytes: int, limit_bytes: int | None) -> int:
 
 
 def table_size(cursor: Cursor, table: TableResource) -> tuple[int, int]:
-    """Returns the number of rows of a table and their logical bytes."""
+    """Returns a table's number of rows and their logical bytes."""
     if table.view_query is not None:
         return 0, 0
     query = f"SELECT count(*), coalesce(sum({size_sql(table.schema)}), 0) FROM {table.physical}"
@@ -219,7 +218,7 @@ def table_size(cursor: Cursor, table: TableResource) -> tuple[int, int]:
 
 
 def _size_bytes(value: Any) -> int:
-    """About how much memory a value takes, or a row of them."""
+    """Returns about how much memory a value or a row takes."""
     if isinstance(value, str | bytes):
         return 50 + len(value)
     if isinstance(value, dict):
@@ -234,7 +233,7 @@ def _read_fields(statement: Statement, table: TableResource) -> Schema:
 
 @contextmanager
 def _translated(statement: Statement) -> Iterator[None]:
-    """Turns DuckDB's errors into the service's, with BigQuery's names in them."""
+    """Converts DuckDB's errors to the service's, with BigQuery's names in them."""
     try:
         yield
     except duckdb.InterruptException as error:
@@ -248,7 +247,7 @@ def _translated(statement: Statement) -> Iterator[None]:
             f"Not supported by the embedded BigQuery: {_cleaned(error, statement)}"
         ) from error
     except UnicodeDecodeError as error:
-        # DuckDB cut its message inside of a letter.
+        # DuckDB cut its message in the middle of a letter.
         message = duckdb.Error(error.object.decode("utf-8", "replace"))
         raise InvalidQueryError(_cleaned(message, statement)) from error
     except duckdb.Error as error:

@@ -1,6 +1,6 @@
-"""The embedded BigQuery behind its HTTP routes: its parts, and how they run a job.
+"""The embedded BigQuery behind its HTTP routes: its parts, and how it runs a job.
 
-Routes call it. It calls the catalog, the translator and the queries, through the threads.
+Routes call it. It calls the catalog, the translator and the queries, in threads.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ _COUNTS = {"INSERT": "insertedRowCount", "UPDATE": "updatedRowCount", "DELETE": 
 
 @dataclass(frozen=True)
 class BigQueryService:
-    """One server's parts."""
+    """The parts of a server."""
 
     store: Store
     catalog: TableCatalog
@@ -40,17 +40,17 @@ class BigQueryService:
     jobs: Jobs
 
     async def view_schema(self, sql: str, project: str) -> Schema:
-        """Returns the fields of a view's query, and so checks it."""
+        """Checks a view's query and returns its fields."""
         statement = await self.threads.read(self.translator.translate, sql, project, None, (), True)
         if statement.kind != "SELECT":
             raise InvalidQueryError("A view's query must be a SELECT")
         return statement.schema
 
     async def run_query(self, job: BigQueryJob) -> None:
-        """Does the work of a query job.
+        """Runs a query job.
 
         Raises:
-            ServiceError: it failed. The job keeps the error.
+            ServiceError: it failed. The job stores the error.
         """
         config = job.configuration["query"]
         statement = await self._statement(job.project, config, config["query"])
@@ -65,13 +65,13 @@ class BigQueryService:
             )
             details["numDmlAffectedRows"] = str(affected)
             if statement.target is not None:
-                # Where the service says which table it was, and dbt looks for it.
+                # The service reports the destination table here, and dbt reads it.
                 config["destinationTable"] = statement.target.resource()
             if statement.kind in _COUNTS:
                 details["dmlStats"] = {_COUNTS[statement.kind]: str(affected)}
 
     async def dry_run(self, job: BigQueryJob) -> None:
-        """Fills the statistics of a dry run: fields and bytes of a query that is not run."""
+        """Fills in the statistics of a dry run: fields and bytes of a query that is not run."""
         config = job.configuration["query"]
         statement = await self._statement(job.project, config, config["query"])
         job.statistics["query"] = details = {"statementType": statement.kind, "cacheHit": False}
@@ -81,7 +81,7 @@ class BigQueryService:
         job.state = "DONE"
 
     async def run_copy(self, job: BigQueryJob) -> None:
-        """Does the work of a copy job: one or more tables into another."""
+        """Runs a copy job: one or more tables into another."""
         config = job.configuration["copy"]
         destination = parse_destination(config, "WRITE_EMPTY")
         sources = config.get("sourceTables") or [config["sourceTable"]]
@@ -95,7 +95,7 @@ class BigQueryService:
             if not table.schema:
                 raise InvalidError(f"Table {key} does not have a schema.")
             if table.has_partition_time and destination.partition_id is None:
-                # The rows would move to the partition of now.
+                # The rows would move to the current partition.
                 raise UnsupportedError(
                     f"Copying {key}, which is partitioned by the time of ingestion, other than"
                     " partition by partition: not supported by the embedded BigQuery"
@@ -162,7 +162,7 @@ class BigQueryService:
                 config["destinationTable"] = defined.table.resource()
 
     def _evaluated(self, job: BigQueryJob, expression: str) -> object:
-        """The value of a constant expression, in the API's JSON."""
+        """Returns the value of a constant expression in the API's JSON form."""
         statement = self.translator.translate(f"SELECT {expression}", "", None)
         if statement.kind != "SELECT" or statement.tables:
             raise InvalidQueryError(f"Not a constant expression: {expression}")

@@ -1,5 +1,5 @@
-"""GoogleSQL on DuckDB: reads a statement, names its tables, and writes it in DuckDB's words.
+"""GoogleSQL on DuckDB: parses a statement, resolves its tables, and translates it to DuckDB's SQL.
 
-Between a query job and the store. `translate` is the entry point. Anything that might answer
-differently is refused.
+This is the layer between a query job and the store. The entry point is `translate`. Anything that
+might return a different result is refused.
 """

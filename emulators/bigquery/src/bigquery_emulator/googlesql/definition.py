@@ -1,4 +1,4 @@
-"""Data definitions, such as CREATE TABLE, which sqlglot parses: the analyzer does not read them."""
+"""Data definitions such as CREATE TABLE. sqlglot parses them, because the analyzer doesn't."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from bigquery_emulator.googlesql.calls import unsupported
 
 
 def parse_definition(sql: str) -> exp.Expr:
-    """Parses one data definition.
+    """Parses a data definition.
 
     Raises:
-        InvalidQueryError: for a syntax error, with the line and column.
-        UnsupportedError: for a statement that this server does not know.
+        InvalidQueryError: a syntax error, with line and column. UnsupportedError: this server does
+        not support the statement.
     """
     try:
         tree = sqlglot.parse_one(sql, dialect="bigquery")
@@ -48,7 +48,7 @@ def definition_kind(tree: exp.Expr) -> str:
 
 
 def _is_alter(tree: exp.Expr) -> bool:
-    # sqlglot keeps several forms of ALTER as they are written.
+    # sqlglot stores several forms of ALTER as text.
     if not isinstance(tree, exp.Command) or tree.name.upper() != "ALTER":
         return False
     return _altered_kind(tree) != ""

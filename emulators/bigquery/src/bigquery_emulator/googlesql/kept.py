@@ -1,4 +1,4 @@
-"""Translated statements, kept while the tables that they read stay as they are."""
+"""Caches translated statements as long as the tables that they read do not change."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ Kept = TypeVar("Kept")
 
 @dataclass
 class LookedUp:
-    """The tables and views that a statement named, as they were."""
+    """The tables and views named by a statement, in the state at that time."""
 
     find: Callable[[TableKey], TableResource]
     states: dict[TableKey, tuple[int, str]] = field(default_factory=dict)
     is_lasting: bool = True
-    """True if nothing else was read that may change, such as INFORMATION_SCHEMA."""
+    """True if it read nothing else that may change, such as INFORMATION_SCHEMA."""
 
     def __call__(self, key: TableKey) -> TableResource:
-        """Finds a table, and notes it."""
+        """Finds a table, and records it."""
         table = self.find(key)
         self.states[key] = (table.number, table.etag)
         return table
 
     def is_current(self) -> bool:
-        """True if every table still is what it was."""
+        """True if no table has changed."""
         try:
             now = {key: self.find(key) for key in self.states}
         except NotFoundError:
@@ -40,14 +40,14 @@ class LookedUp:
 
 
 class KeptStatements(Generic[Kept]):
-    """The newest statements by what was asked. May be used from any thread."""
+    """The newest statements by their key. May be used from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._kept: OrderedDict[Hashable, tuple[LookedUp, Kept]] = OrderedDict()
 
     def get(self, key: Hashable) -> Kept | None:
-        """The statement, if its tables have not changed."""
+        """Returns the statement if its tables have not changed."""
         with self._lock:
             found = self._kept.get(key)
             if found is None:
@@ -56,7 +56,7 @@ class KeptStatements(Generic[Kept]):
         return found[1] if found[0].is_current() else None
 
     def put(self, key: Hashable, tables: LookedUp, statement: Kept) -> None:
-        """Keeps a statement, and drops the one that was not asked for the longest."""
+        """Stores a statement, and drops the least recently used one."""
         if not tables.is_lasting:
             return
         with self._lock:

@@ -1,7 +1,7 @@
-"""Names to tables: what each table that a statement names is read from.
+"""Resolves table names in a statement to their sources.
 
-A table is read from its DuckDB table, a view from its translated query, INFORMATION_SCHEMA from a
-list of values.
+A table is read from its DuckDB table, a view from its translated query, and INFORMATION_SCHEMA from
+a list of values.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _MOST_LIKELY_CHARACTERS = 20_000
 
 @dataclass(frozen=True)
 class Names:
-    """Where names are looked up.
+    """The context in which names are resolved.
 
-    `find` returns a table or raises NotFoundError. `listing` gives the rows of an
-    INFORMATION_SCHEMA view: its name, the parts of the name before it, the job's project.
+    `find` returns a table or raises NotFoundError. `listing` returns the rows of an
+    INFORMATION_SCHEMA view, given its name, the parts of the name before it, and the job's project.
     """
 
     project: str
@@ -46,15 +46,15 @@ class Names:
     """The views of INFORMATION_SCHEMA that were read."""
 
     def parts(self, path: Path) -> list[str]:
-        """The parts of a name, whether they stand in one pair of backticks or not."""
+        """Returns the parts of a name, whether or not they share one pair of backticks."""
         return [part for segment in path for part in name_parts(segment)]
 
     def table_key(self, path: Path) -> TableKey:
-        """Returns the full name that a table of a statement has.
+        """Returns the full name of a table in a statement.
 
         Raises:
-            InvalidQueryError: where it has no data set and the job has no default one.
-            UnsupportedError: for a wildcard or a partition decorator.
+            InvalidQueryError: the name has no dataset and the job has no default dataset.
+            UnsupportedError: a wildcard or a partition decorator.
         """
         *before, table_id = self.parts(path)
         if "*" in table_id:
@@ -72,7 +72,7 @@ class Names:
         return TableKey(self.default_dataset.project, self.default_dataset.dataset_id, table_id)
 
     def table_of(self, path: Path) -> TableResource | None:
-        """Returns the table or view of a name, and None where it is no name of one."""
+        """Returns the table or view with this name, or None if there is none."""
         try:
             return self.find(self.table_key(path))
         except (InvalidQueryError, NotFoundError, UnsupportedError):
@@ -81,7 +81,7 @@ class Names:
 
 @dataclass(frozen=True)
 class NamedSource:
-    """A name of a statement: for the analyzer, for DuckDB, and for the check of partitions."""
+    """A name in a statement: for the analyzer, for DuckDB, and for the partition check."""
 
     named: NamedTable
     source: TableSource
@@ -100,15 +100,13 @@ class TranslatedView:
 def look_up(
     path: Path, key: str, names: Names, translate_view: Callable[[TableResource], TranslatedView]
 ) -> NamedSource:
-    """Finds what a name in a statement stands for.
+    """Resolves a name in a statement.
 
     Args:
-        key: names it in the tree.
-        names: where it is looked up.
+        names: the context of the name.
 
     Raises:
-        InvalidQueryError: for a name without a data set.
-        NotFoundError: for a table that does not exist.
+        InvalidQueryError: the name has no dataset. NotFoundError: the table does not exist.
     """
     listed = _information_view(names.parts(path))
     if listed is not None:
@@ -125,15 +123,16 @@ def look_up(
 def likely_sources(sql: str, names: Names) -> tuple[dict[str, NamedSource], list[str]] | None:
     """Finds the tables that a statement may name, from its words.
 
-    A name that is no table's does no harm: the analyzer looks for those that the statement reads.
+    Finding too many names does no harm, because the analyzer only looks up names that the statement
+    reads.
 
     Args:
-        names: where they are looked up.
+        names: the context of the names.
 
     Returns:
-        The tables by their key, and those of their names that stand in one pair of backticks. None
-        if the analyzer has to say which names it reads: the statement is long, may read views, or
-        has two names that differ in upper and lower case, which the analyzer takes for one.
+        The tables by key, and their names that are in a single pair of backticks. None if the
+        analyzer has to find the names: the statement is long, may read views, or has two names that
+        differ only in case, which the analyzer treats as one.
     """
     if len(sql) > _MOST_LIKELY_CHARACTERS:
         return None

@@ -1,4 +1,4 @@
-"""Query parameters: their types for the analyzer, and typed placeholders for DuckDB."""
+"""Query parameters: types for the analyzer, and typed placeholders for DuckDB."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _PLAIN_ZONE = re.compile(r"UTC|(?!SystemV|Canada)[A-Z][a-z]+/[A-Z][A-Za-z_]+")
 class Parameters:
     """The parameters of a statement.
 
-    `types` are for the analyzer. `sql` has DuckDB's SQL of each, by its name in lower case or its
-    position from 1. `values` are the values of the placeholders in it.
+    `types` are for the analyzer. `sql` has DuckDB's SQL for each parameter, by lower-case name or
+    by position from 1. `values` are the placeholders' values.
     """
 
     types: ParameterTypes
@@ -37,32 +37,32 @@ class Parameters:
     values: dict[str, Any] = field(default_factory=dict)
 
     def form(self) -> tuple[object, ...]:
-        """What a translation depends on: names, types and the SQL of all, without the values."""
+        """The parts that a translation depends on: names, types and SQL, but no values."""
         kinds = [*(kind for _, kind in self.types.named), *self.types.positional]
         return (*self.sql.items(), *(kind.SerializeToString() for kind in kinds))
 
 
 def values_in(sql: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of the placeholders that a DuckDB statement has, as it takes no others."""
+    """Returns values for the placeholders in a DuckDB statement, which accepts no others."""
     return {name: values[name] for name in _PLACEHOLDER.findall(sql) if name in values}
 
 
 def is_plain_zone(name: str) -> bool:
-    """True if a text is a time zone as BigQuery and DuckDB both name it."""
+    """True if a text is a time zone with the same name in BigQuery and DuckDB."""
     return _PLAIN_ZONE.fullmatch(name) is not None
 
 
 def is_zone_parameter(sql: str) -> bool:
-    """True if DuckDB's SQL of a value is that of a parameter whose value is such a zone."""
+    """True if DuckDB's SQL of a value is a parameter whose value is such a zone."""
     return sql.startswith("CAST($bq_zone_") and sql.endswith(" AS VARCHAR)")
 
 
 def read_parameters(parameters: Sequence[Json]) -> Parameters:
-    """Reads QueryParameter resources, all named or all positional.
+    """Parses QueryParameter resources, all named or all positional.
 
     Raises:
-        InvalidQueryError: for a value that does not fit its type, or a parameter without one.
-        UnsupportedError: for a type that this server does not keep.
+        InvalidQueryError: a value does not match its type, or a parameter has no type.
+        UnsupportedError: this server does not support a type.
     """
     kinds = [type_of_parameter(item.get("parameterType") or {}) for item in parameters]
     names = [str(item.get("name") or "").lower() for item in parameters]
@@ -102,7 +102,8 @@ def _typed(kind: Json, value: Json, values: dict[str, Any]) -> str:
 def _scalar(name: str, value: Any, values: dict[str, Any]) -> str:
     (kind,) = parse_schema([{"name": "value", "type": name}])
     is_zone = kind.type == "STRING" and isinstance(value, str) and is_plain_zone(value)
-    # The translation may rely on its being one: it is kept for others with the same placeholders.
+    # The translation may assume a valid zone, because it is cached for others with the same
+    # placeholders.
     placeholder = f"bq_zone_{len(values)}" if is_zone else f"bq_{len(values)}"
     if value is not None and kind.type == "BYTES":
         canonical_scalar("BYTES", value)

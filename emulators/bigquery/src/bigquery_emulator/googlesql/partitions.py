@@ -1,9 +1,9 @@
-"""Checks that queries filter on partitions where a table requires it (`requirePartitionFilter`).
+"""Checks that queries filter on partitions if a table requires it (`requirePartitionFilter`).
 
-A filter counts where BigQuery could skip partitions by it: a comparison of the partitioning column
-with something constant, in the WHERE or ON beside the table, or further out if nothing between
-needs the other rows: no LIMIT, no window and no grouping that the column isn't a key of. Source:
-https://docs.cloud.google.com/bigquery/docs/querying-partitioned-tables
+A filter counts if BigQuery could use it to skip partitions: a comparison of the partitioning column
+with a constant, in the WHERE or ON next to the table. It may also be further out if nothing in
+between needs the other rows: no LIMIT, and no window or grouping without the column among its keys.
+Source: https://docs.cloud.google.com/bigquery/docs/querying-partitioned-tables
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ _COMPARISONS = frozenset(
 _MONOTONE = frozenset(
     {"date", "timestamp", "datetime", "date_trunc", "timestamp_trunc", "datetime_trunc"}
 )
-"""A filter on one of these of a column is one on the column, as with a view's DATE(at) AS day."""
+"""A filter on one of these functions of a column counts as a filter on the column, as with a view's
+DATE(at) AS day.
+"""
 _NOTHING: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
 class ReadTable:
-    """What a name in a statement is: a table, or a view with its tree."""
+    """The table or view behind a name in a statement; a view has its tree."""
 
     table: TableResource | None
     view: View | None = None
@@ -36,20 +38,20 @@ class ReadTable:
 
 @dataclass(frozen=True)
 class View:
-    """A view's resolved tree, and what its own names are."""
+    """A view's resolved tree, and the tables behind its names."""
 
     tree: Node
     reads: Mapping[str, ReadTable]
 
 
 def check_partition_filters(tree: Node, reads: Mapping[str, ReadTable]) -> None:
-    """Refuses a statement that reads a whole table which demands a filter on its partitions.
+    """Refuses a statement that reads a whole table although it requires a partition filter.
 
     Args:
-        reads: what the analyzer's keys of tables stand for.
+        reads: tables behind the analyzer's keys.
 
     Raises:
-        InvalidQueryError: naming the table and its column.
+        InvalidQueryError: names the table and its column.
     """
     checks = _Checks(reads)
     if tree.kind in ("UpdateStmt", "DeleteStmt"):
@@ -76,7 +78,7 @@ class _Checks:
         self._named: dict[str, Node] = {}
 
     def check(self, scan: Node, filtered: frozenset[int]) -> None:
-        """Checks a scan of whose columns `filtered` are filtered by what stands around it."""
+        """Checks a scan. Columns in `filtered` are filtered by the surrounding query."""
         if scan.kind == "TableScan":
             self._check_table(scan, filtered)
         elif scan.kind == "FilterScan":
@@ -115,7 +117,7 @@ class _Checks:
                 self.check(child, _NOTHING)
 
     def check_expressions(self, nodes: Iterable[Node | None]) -> None:
-        """Checks the queries inside expressions. Nothing around them filters their tables."""
+        """Checks queries inside expressions. The surrounding query does not filter their tables."""
         for node in nodes:
             if node is None:
                 continue
@@ -152,13 +154,13 @@ class _Checks:
 
 
 def _moved(filtered: frozenset[int], outer: Iterable[Any], inner: Iterable[Any]) -> frozenset[int]:
-    """The same columns of an inner list that stands at the same places."""
+    """Returns the columns at the same positions in an inner list."""
     pairs = zip(outer, inner, strict=True)
     return frozenset(one.column_id for own, one in pairs if own.column_id in filtered)
 
 
 def _behind(filtered: frozenset[int], computed: Iterable[Node]) -> frozenset[int]:
-    """The columns that filtered outputs are made of, where one is passed on or cut by a unit."""
+    """Returns the columns behind filtered outputs, if passed on or truncated to a unit."""
     found = set(filtered)
     for one in computed:
         if one.column.column_id in filtered:
@@ -180,7 +182,7 @@ def _column_behind(expr: Node) -> int | None:
 
 
 def _keys_of_windows(scan: Node) -> frozenset[int]:
-    """The columns that all windows of a scan are partitioned by."""
+    """Returns the columns by which all windows of a scan are partitioned."""
     keys: set[int] | None = None
     for group in scan.function_group_list:
         refs = [] if group.partition_by is None else group.partition_by.partition_by_list
@@ -190,7 +192,7 @@ def _keys_of_windows(scan: Node) -> frozenset[int]:
 
 
 def _pruned(conditions: Iterable[Node | None]) -> frozenset[int]:
-    """The columns by which conditions that all hold let partitions be skipped."""
+    """Returns the columns for which these conditions, which all hold, let partitions be skipped."""
     return frozenset().union(*(_pruned_by(one) for one in conditions if one is not None))
 
 

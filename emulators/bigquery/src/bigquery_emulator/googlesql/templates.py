@@ -1,10 +1,10 @@
-"""Statements that differ in compared values only: one analysis does for all of them.
+"""Caches statements that differ only in compared values, so that they are analyzed only once.
 
-Dashboards and reports send the same statement with other days and ids. What was translated once is
-kept as a template, with marks in place of the literals whose value nothing has looked at. These are
-whole numbers, texts, and dates and timestamps in their plain form, compared with something or
-inserted. All others must come again as they were, and literals that were equal must be equal again,
-since the analyzer takes equal expressions for one.
+Dashboards and reports send the same statement with different days and ids. A translated statement
+is stored as a template, with marks in place of literals whose value did not affect the translation.
+These literals are whole numbers, strings, and dates and timestamps in plain form, which are
+compared with something or inserted. All other literals must be the same again, and equal literals
+must be equal again, because the analyzer treats equal expressions as one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _FUNCTIONS = frozenset(
     f"ZetaSQL:${name}"
     for name in ("equal", "not_equal", "less", "less_or_equal", "greater", "greater_or_equal")
 ) | {"ZetaSQL:$between", "ZetaSQL:$in"}
-"""The functions whose translation never looks at a literal's value, unless it may be NaN."""
+"""Functions whose translation never depends on a literal's value, unless it may be NaN."""
 _NAMES_FROM_VALUES = "PIVOT"  # and UNPIVOT
 _DATE = re.compile(r"\d{4}-\d\d-\d\d")
 _TIMESTAMP = re.compile(r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(\.\d{1,6})?( ?UTC|Z|[+-]\d\d:\d\d)?")
@@ -39,13 +39,13 @@ _EPOCH = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
 _MOST_INT64 = 2**63 - 1
 _MOST_EXACT = 2**53
 _NONCE = secrets.token_hex(8)
-"""So that no text of a statement looks like a mark."""
+"""Makes sure that no text in a statement looks like a mark."""
 _MARK = re.compile(rf"\x01{_NONCE}:\d+\x02")
 
 
 @dataclass(frozen=True)
 class _Literal:
-    """A number or a text as it is written: its content, and where it is, in bytes."""
+    """A number or string as written: its content, and its position in bytes."""
 
     content: int | str
     start: int
@@ -59,7 +59,7 @@ class StatementText:
         self._sql = sql
         self._parts: list[str] = []
         self.literals: list[_Literal] = []
-        """None in a statement that is not worth a template."""
+        """None for a statement that is not worth a template."""
         if len(sql) > _LONGEST or _NAMES_FROM_VALUES in sql.upper():
             return
         found = [_Literal(content, *span) for content, span in _literals(sql)]
@@ -72,19 +72,19 @@ class StatementText:
 
     @cached_property
     def equals(self) -> tuple[int, ...]:
-        """The first literal that is equal to each, itself where there is none."""
+        """Returns, for each literal, the index of the first equal one, which may be itself."""
         first: dict[tuple[type, int | str], int] = {}
         keys = [(type(one.content), one.content) for one in self.literals]
         return tuple(first.setdefault(key, place) for place, key in enumerate(keys))
 
     @property
     def key(self) -> Hashable:
-        """The same for all statements that may share a template."""
+        """Returns a key that is the same for all statements that may share a template."""
         kinds = tuple(isinstance(one.content, str) for one in self.literals)
         return tuple(self._parts), kinds, self.equals
 
     def byte_ranges(self) -> list[tuple[int, int]]:
-        """Where the literals are in UTF-8."""
+        """Positions of the literals in UTF-8."""
         if self._sql.isascii():
             return [(one.start, one.end) for one in self.literals]
         length = [0]
@@ -94,7 +94,7 @@ class StatementText:
 
 
 def _literals(sql: str) -> Iterator[tuple[int | str, tuple[int, int]]]:
-    """Content and span of each whole number, and of each text without escapes or prefix."""
+    """Yields content and span of whole numbers, and of strings without escapes or prefix."""
     before, before_end = "", 0
     found = list(tokens(sql))
     for place, (start, end) in enumerate(found):
@@ -103,7 +103,7 @@ def _literals(sql: str) -> Iterator[tuple[int | str, tuple[int, int]]]:
         following = found[place + 1] if place + 1 < len(found) else None
         after = sql[slice(*following)] if following else ""
         if token.isdecimal() and token.isascii() and len(token) <= _MOST_DIGITS:
-            # Not the half of 1.5, and not a part of a name such as my-project-1.
+            # Not a part of 1.5, nor of a name such as my-project-1.
             if not joined.endswith((".", "-")) and after[:1] not in (".", "-"):
                 yield int(token), (start, end)
         elif token[0] in "'\"" and token[:3] not in ("'''", '"""'):
@@ -115,10 +115,10 @@ def _literals(sql: str) -> Iterator[tuple[int | str, tuple[int, int]]]:
 
 @dataclass(frozen=True)
 class FreeLiterals:
-    """The free literals of a statement.
+    """The literals of a statement that may vary.
 
-    `kinds` are their types, by their places among the literals. `marks` are what is written for
-    them, by their ranges in the statement.
+    `kinds` are their types by literal index. `marks` replace them, by their ranges in the
+    statement.
     """
 
     kinds: dict[int, TypeProto]
@@ -126,19 +126,19 @@ class FreeLiterals:
 
 
 def free_literals(tree: Node, text: StatementText) -> FreeLiterals:
-    """Returns the literals of a statement that are free.
+    """Returns the literals of a statement that may vary.
 
     Args:
-        tree: what the analyzer made of it.
-        text: the text that the analyzer read.
+        tree: the analyzer's tree for it.
+        text: the text given to the analyzer.
     """
     if not text.literals:
         return FreeLiterals({}, {})
     places = {end: place for place, (_, end) in enumerate(text.byte_ranges())}
     found: dict[int, Node] = {}
-    copies = set()  # what a rewriting made of a literal, or what may be that
+    copies = set()  # results of rewriting a literal, or possibly such
     for node, is_free in _literal_nodes(tree):
-        # By the end: that of DATE '2024-01-01' begins before it.
+        # Matched by their end, because DATE '2024-01-01' begins before its literal.
         place = places.get(_range(node)[1])
         if place is None or place in found or not is_free or not _is_plain(node, text, place):
             copies.add(_bytes(node))
@@ -154,7 +154,7 @@ def free_literals(tree: Node, text: StatementText) -> FreeLiterals:
 
 
 def _literal_nodes(tree: Node) -> Iterator[tuple[Node, bool]]:
-    """Each Literal node, and whether nothing looks at its value."""
+    """Yields each Literal node, and whether nothing depends on its value."""
     nodes = [tree]
     for parent in nodes:
         children = parent.children()
@@ -183,7 +183,7 @@ def _range(node: Node) -> tuple[int, int]:
 
 
 def _value(content: int | str, kind: TypeProto) -> ValueProto | None:
-    """What a literal is as a type, if that is plain."""
+    """Returns a literal's value in its type, if it is in plain form."""
     if isinstance(content, int):
         if kind.type_kind == types.TYPE_INT64 and content <= _MOST_INT64:
             return ValueProto(int64_value=content)
@@ -198,7 +198,7 @@ def _value(content: int | str, kind: TypeProto) -> ValueProto | None:
             return ValueProto(date_value=days.days)
         if kind.type_kind == types.TYPE_TIMESTAMP and _TIMESTAMP.fullmatch(content):
             return _moment(content)
-    except ValueError:  # no such day
+    except ValueError:  # the day does not exist
         return None
     return None
 
@@ -214,10 +214,10 @@ def _moment(content: str) -> ValueProto:
 
 @dataclass(frozen=True)
 class StatementTemplate:
-    """A translated statement, without its free literals.
+    """A translated statement without the literals that may vary.
 
     Args:
-        sql: what it was translated to, in DuckDB's SQL with marks.
+        sql: its translation to DuckDB's SQL, with marks.
     """
 
     text: StatementText
@@ -225,7 +225,7 @@ class StatementTemplate:
     sql: tuple[str, ...]
 
     def filled(self, text: StatementText) -> tuple[str, ...] | None:
-        """Returns the SQL of a statement with the same key. None: it must be translated anew."""
+        """Returns the SQL of a statement with the same key. None: it must be translated again."""
         written: dict[str, str] = {}
         for place, one in enumerate(text.literals):
             kind = self.free.kinds.get(place)
@@ -239,9 +239,9 @@ class StatementTemplate:
         return tuple(_MARK.sub(lambda mark: written[mark[0]], one) for one in self.sql)
 
     def with_own(self) -> tuple[str, ...]:
-        """Returns the SQL of the statement itself."""
+        """Returns the SQL of the original statement."""
         own = self.filled(self.text)
-        assert own is not None, "a literal is not what it was: this is a bug"
+        assert own is not None, "a literal has changed: this is a bug"
         return own
 
     @cached_property

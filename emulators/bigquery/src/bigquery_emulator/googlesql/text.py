@@ -1,4 +1,4 @@
-"""What is read from a statement's text before it is analyzed."""
+"""Reads a statement's text before it is analyzed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def is_definition(sql: str) -> bool:
     """True if a statement is a data definition, such as CREATE TABLE.
 
     Raises:
-        UnsupportedError: for a script.
+        UnsupportedError: it is a script.
     """
     first, ended = "", False
     for token in _TOKENS.finditer(sql):
@@ -48,15 +48,15 @@ def is_definition(sql: str) -> bool:
 
 
 def tokens(sql: str) -> Iterator[tuple[int, int]]:
-    """Yields where each token begins and ends: texts, comments, names, words, spaces, signs."""
+    """Yields start and end of each token: strings, comments, names, words, spaces, symbols."""
     for token in _TOKENS.finditer(sql):
         yield token.span()
 
 
 def possible_names(sql: str) -> set[tuple[str, ...]]:
-    """All names in a statement that may be one of a table, in parts, as they are written.
+    """Returns all names in a statement that may be table names, in parts, as written.
 
-    Names of columns are among them. No table is missing, but where a comment is inside its name.
+    This includes column names. No table is missed, unless there is a comment inside its name.
     """
     found: set[tuple[str, ...]] = set()
     parts: list[str] = []
@@ -70,7 +70,7 @@ def possible_names(sql: str) -> set[tuple[str, ...]]:
             parts.append(part)
             joint = ""
         elif joint == "-" and parts and token["word"]:
-            parts[-1] += f"-{part}"  # as in my-project.dataset.table
+            parts[-1] += f"-{part}"  # for example in my-project.dataset.table
             joint = ""
         else:
             found.add(tuple(parts))
@@ -79,14 +79,15 @@ def possible_names(sql: str) -> set[tuple[str, ...]]:
 
 
 class SplitNames:
-    """A statement in which each table name of several parts has each part in its own backquotes.
+    """A statement in which each part of a table name has separate backquotes.
 
-    BigQuery takes `project.dataset.table` in one pair of backquotes for three names, and `table` as
-    its alias. The analyzer takes it for one.
+    BigQuery treats `project.dataset.table` in one pair of backquotes as three names, with `table`
+    as its alias. The analyzer treats it as one name.
     """
 
     def __init__(self, sql: str, names: Iterable[str]) -> None:
-        self._added: list[tuple[int, int, int]] = []  # line, column, and by how much it grew
+        # line, column, and number of inserted characters
+        self._added: list[tuple[int, int, int]] = []
         wanted, parts, at = set(names), [], 0
         for token in _TOKENS.finditer(sql):
             if token["name"] in wanted and token["name"] is not None:
@@ -99,7 +100,7 @@ class SplitNames:
         self.sql = "".join([*parts, sql[at:]])
 
     def as_given(self, message: str) -> str:
-        """An error message with the position in the statement as it was given."""
+        """Returns an error message with the position in the original statement."""
         found = _POSITION.search(message)
         if found is None:
             return message
@@ -111,7 +112,7 @@ class SplitNames:
 
 
 def name_parts(name: str) -> list[str]:
-    """The parts of `project.dataset.table`. A project may have a domain: `example.com:project`."""
+    """Splits `project.dataset.table`. A project may have a domain: `example.com:project`."""
     domain, colon, rest = name.rpartition(":")
     first, *others = rest.split(".")
     return [f"{domain}{colon}{first}", *others]

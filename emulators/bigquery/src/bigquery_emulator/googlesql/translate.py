@@ -1,6 +1,7 @@
-"""From GoogleSQL text to a DuckDB statement: names, analysis, checks, translation.
+"""Converts GoogleSQL text to a DuckDB statement: names, analysis, checks, translation.
 
-The entry of this package, called by query jobs and views. Data definition goes on to `definitions`.
+This is the entry point of the package, called by query jobs and views. Data definitions are passed
+to `definitions`.
 """
 
 from __future__ import annotations
@@ -50,11 +51,11 @@ _DEEPEST_VIEW = 16
 class Statement:
     """A statement ready for DuckDB.
 
-    `kind` is the API's statementType. `checks` are queries that must run first: they fail where the
-    statement must. `columns` are the names of the columns that are read, in lower case, by the
-    number of their table. `schema` has the fields of a query's result. `definition` is the parsed
-    tree of a data definition, which has no `sql`. `target` is the table that INSERT, UPDATE, DELETE
-    or MERGE changes. `gives_all` says that a query gives all rows of a table.
+    `kind` is the API's statementType. `checks` are queries that must run first: they fail if the
+    statement must fail. `columns` are the names of the columns read, in lower case, by table
+    number. `schema` has the fields of a query's result. `definition` is the parsed tree of a data
+    definition, which has no `sql`. `target` is the table changed by INSERT, UPDATE, DELETE or
+    MERGE. `gives_all` is true if a query returns all rows of a table.
     """
 
     kind: str
@@ -71,7 +72,7 @@ class Statement:
 
 @dataclass
 class _Reads:
-    """The tables and columns that a statement reads, those of its views too."""
+    """The tables and columns that a statement reads, including through views."""
 
     tables: dict[int, TableResource] = field(default_factory=dict)
     columns: dict[int, frozenset[str]] = field(default_factory=dict)
@@ -83,12 +84,12 @@ class _Reads:
 
 @dataclass(frozen=True)
 class Translator:
-    """Translates with one catalog.
+    """Translates statements for a catalog.
 
     Args:
-        find: returns a table by its full name or raises NotFoundError.
-        listing: gives the rows of an INFORMATION_SCHEMA view: its name, the parts of the name
-            before it, the job's project.
+        find: returns a table by its full name, or raises NotFoundError.
+        listing: returns the rows of an INFORMATION_SCHEMA view, given its name, the parts of the
+            name before it, and the job's project.
     """
 
     find: Callable[[TableKey], TableResource]
@@ -107,17 +108,16 @@ class Translator:
         parameters: Sequence[Json] = (),
         is_view: bool = False,
     ) -> Statement:
-        """Returns the DuckDB statement for one GoogleSQL statement.
+        """Returns the DuckDB statement for a GoogleSQL statement.
 
         Args:
-            project: the project of names that have none.
-            default_dataset: the data set of names that have none.
-            is_view: True if it is a view's query, on whose result a filter may still come.
+            project: project for names without one.
+            default_dataset: dataset for names without one.
+            is_view: True for a view's query, whose result may be filtered later.
 
         Raises:
-            InvalidQueryError: for what BigQuery refuses as well.
-            NotFoundError: for a table that does not exist.
-            UnsupportedError: for what this server can't answer.
+            InvalidQueryError: BigQuery refuses the statement too. NotFoundError: a table does not
+            exist. UnsupportedError: this server does not support the statement.
         """
         if is_definition(sql):
             tree = parse_definition(sql)
@@ -139,7 +139,7 @@ class Translator:
         return replace(found, values=bound.values)
 
     def _filled(self, text: StatementText, around: tuple[Hashable, ...]) -> Statement | None:
-        """A statement that differs from one before in its literals only."""
+        """Returns a statement that differs from an earlier one only in its literals."""
         kept = self._templates.get((text.key, *around)) if text.literals else None
         if kept is None:
             return None
@@ -175,7 +175,7 @@ class Translator:
         return statement, template
 
     def names(self, project: str, default_dataset: DatasetKey | None) -> Names:
-        """Returns where names of a statement are looked up."""
+        """Returns the context for names in a statement."""
         return Names(project, default_dataset, self.find, self.listing)
 
     def _analyze(
@@ -210,10 +210,10 @@ class Translator:
         parameters: Parameters,
         translate_view: Callable[[TableResource], TranslatedView],
     ) -> tuple[Node, dict[str, NamedSource], str]:
-        """A statement's tree, the tables that it may read by their names in it, and its text."""
+        """Returns a statement's tree, the tables that it may read by name, and its text."""
         likely = likely_sources(sql, names)
         if likely is not None:
-            # Asking the analyzer for the names costs half as much as reading the statement.
+            # Asking the analyzer for the names costs half as much as analyzing the statement.
             with suppress(InvalidQueryError):
                 tree, read_sql = self._tree(sql, *likely, parameters)
                 return tree, likely[0], read_sql

@@ -1,4 +1,4 @@
-"""Routes of data sets and projects.
+"""Routes for datasets and projects.
 
 Source: https://docs.cloud.google.com/bigquery/docs/reference/rest/v2/datasets
 """
@@ -17,7 +17,6 @@ from bigquery_emulator.tables.resources import DatasetKey
 
 
 async def insert(request: Request) -> Response:
-    """Makes a data set."""
     service, body = service_of(request), await json_body(request)
     reference = read_fields(body, NewDataset)["datasetReference"]
     key = DatasetKey(request.path_params["project"], reference["datasetId"])
@@ -26,12 +25,11 @@ async def insert(request: Request) -> Response:
 
 
 async def get(request: Request) -> Response:
-    """Shows a data set."""
     return JSONResponse(service_of(request).catalog.dataset(dataset_key(request)).resource())
 
 
 async def list_all(request: Request) -> Response:
-    """Lists the data sets of a project."""
+    """Lists the datasets of a project."""
     project = request.path_params["project"]
     found = [
         data for key, data in service_of(request).catalog.datasets.items() if key.project == project
@@ -55,7 +53,7 @@ async def list_all(request: Request) -> Response:
 
 
 async def update(request: Request) -> Response:
-    """Changes a data set: PATCH keeps what the body leaves out, PUT does not."""
+    """Changes a dataset: PATCH keeps fields that the body omits, PUT does not."""
     service, body = service_of(request), await json_body(request)
     change = partial(
         service.catalog.update_dataset,
@@ -69,7 +67,7 @@ async def update(request: Request) -> Response:
 
 
 async def delete(request: Request) -> Response:
-    """Removes a data set, with its tables if asked."""
+    """Deletes a dataset, with its tables if requested."""
     service = service_of(request)
     with_contents = query_options(request, DeleteOptions).get("deleteContents", False)
     await service.threads.write(service.catalog.delete_dataset, dataset_key(request), with_contents)
@@ -77,7 +75,7 @@ async def delete(request: Request) -> Response:
 
 
 async def list_projects(request: Request) -> Response:
-    """Lists the projects that have a data set."""
+    """Lists projects that have a dataset."""
     names = sorted({key.project for key in service_of(request).catalog.datasets})
     items = [
         {

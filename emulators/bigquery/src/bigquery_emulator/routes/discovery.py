@@ -1,7 +1,7 @@
-"""The discovery document, from which generated clients such as `bq` learn this API.
+"""The discovery document, which describes this API to generated clients such as `bq`.
 
-It lists the methods that this server has, and for bodies only that they are objects.
-Source: https://developers.google.com/discovery/v1/reference/apis
+It lists the methods of this server; request bodies are only described as objects. Source:
+https://developers.google.com/discovery/v1/reference/apis
 """
 
 from typing import Any
@@ -27,8 +27,7 @@ _RESULT_PARAMETERS = (
     ),
     "formatOptions.timestampOutputFormat",
 )
-# resource: method: verb, path, query parameters, name of the body's schema, name of the answer's
-# schema.
+# resource: method: verb, path, query parameters, schema of the body, schema of the answer.
 _METHODS: dict[str, dict[str, tuple[str, str, tuple[str, ...], str | None, str | None]]] = {
     "projects": {
         "list": ("GET", "projects", ("maxResults", "pageToken"), None, "ProjectList"),
@@ -102,7 +101,7 @@ _METHODS: dict[str, dict[str, tuple[str, str, tuple[str, ...], str | None, str |
             ),
         ),
     },
-    # bq lists these beside tables; the server has none of them.
+    # bq lists these alongside tables; this server does not have any.
     "models": {
         "list": (
             "GET",
@@ -134,7 +133,7 @@ _REPEATED = ("stateFilter",)
 
 
 async def describe(request: Request) -> Response:
-    """Answers with the discovery document, for the address that the request came to."""
+    """Returns the discovery document for the address that received the request."""
     root = f"{request.url.scheme}://{request.url.netloc}/"
     return JSONResponse(document(root))
 

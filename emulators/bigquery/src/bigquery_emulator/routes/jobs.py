@@ -1,4 +1,4 @@
-"""Routes of jobs and queries.
+"""Routes for jobs and queries.
 
 Source: https://docs.cloud.google.com/bigquery/docs/reference/rest/v2/jobs
 """
@@ -41,7 +41,7 @@ _QUERY_FIELDS = (
 )
 
 _MULTI_REGIONS = ("US", "EU")
-"""Where jobs are found without saying where: jobs.get, parameter `location`."""
+"""Location that jobs.get assumes if the parameter `location` is missing."""
 _REFUSED = {"EXTRACT": "Extract jobs", "LOAD": "Loading from Cloud Storage"}
 _STATEMENT_RESULTS = (
     *("numDmlAffectedRows", "dmlStats", "ddlOperationPerformed"),
@@ -50,17 +50,17 @@ _STATEMENT_RESULTS = (
 
 
 class RequestIds:
-    """The jobs of jobs.query by `requestId`, so that a request sent again is not run again."""
+    """Jobs of jobs.query by `requestId`, so that a repeated request does not run again."""
 
     def __init__(self) -> None:
         self._jobs: OrderedDict[str, BigQueryJob] = OrderedDict()
 
     def job_of(self, request_id: str | None) -> BigQueryJob | None:
-        """Returns the job that this request started before."""
+        """Returns the job that an earlier request with this id started."""
         return None if request_id is None else self._jobs.get(request_id)
 
     def remember(self, request_id: str | None, job: BigQueryJob) -> None:
-        """Keeps a request's job."""
+        """Stores a request's job."""
         if request_id is not None:
             self._jobs[request_id] = job
             while len(self._jobs) > _KEPT_REQUEST_IDS:
@@ -68,14 +68,15 @@ class RequestIds:
 
 
 async def insert(request: Request) -> Response:
-    """Starts a query or copy job. An extract job, or a load from Cloud Storage, fails.
+    """Starts a query or copy job. Extract jobs, and loads from Cloud Storage, fail.
 
-    Loads come with a file and go to bigquery_emulator/routes/uploads.py.
+    Loads with a file go to bigquery_emulator/routes/uploads.py.
     """
     service, body = service_of(request), await json_body(request)
     job = new_job(request.path_params["project"], body)
     if job.kind in _REFUSED:
-        # As a job that fails, which is said once. A request that is answered 501 is tried again.
+        # It becomes a failed job, so clients see the error once. They would retry a request
+        # answered with 501.
         service.jobs.start(job, _refuse)
         return JSONResponse(job.resource())
     if job.configuration.get("dryRun"):
@@ -90,10 +91,10 @@ async def _refuse(job: BigQueryJob) -> None:
 
 
 def new_job(project: str, body: Json) -> BigQueryJob:
-    """Returns the job that a request describes, not started yet.
+    """Returns the job that a request describes, without starting it.
 
     Raises:
-        InvalidError: where it names no kind of job, or several, or a field is not of its type.
+        InvalidError: the request names no kind of job, or several, or a field has the wrong type.
     """
     body = read_fields(body, JobFields)
     configuration = body.get("configuration") or {}
@@ -114,12 +115,11 @@ def new_job(project: str, body: Json) -> BigQueryJob:
 
 
 async def get(request: Request) -> Response:
-    """Shows a job."""
     return JSONResponse(_job(request).resource())
 
 
 async def list_all(request: Request) -> Response:
-    """Lists the jobs of a project, the latest first."""
+    """Lists the jobs of a project, latest first."""
     found = service_of(request).jobs.of_project(request.path_params["project"])
     states = {state.upper() for state in request.query_params.getlist("stateFilter")}
     items = [
@@ -136,20 +136,19 @@ async def list_all(request: Request) -> Response:
 
 
 async def cancel(request: Request) -> Response:
-    """Asks a job to stop. The answer may come before it has."""
+    """Asks a job to stop. It may answer before the job has stopped."""
     job = _job(request)
     job.cancel()
     return JSONResponse({"kind": "bigquery#jobCancelResponse", "job": job.resource()})
 
 
 async def delete(request: Request) -> Response:
-    """Forgets a job."""
     service_of(request).jobs.forget(_job(request))
     return Response(status_code=204)
 
 
 async def query(request: Request) -> Response:
-    """Runs a query. Answers with the first page, or with the job after `timeoutMs`."""
+    """Runs a query. Returns the first page, or the job after `timeoutMs`."""
     service, body = service_of(request), read_fields(await json_body(request), QueryRequest)
     is_micros = body.get("formatOptions", {}).get("useInt64Timestamp", False)
     request_ids: RequestIds = request.app.state.request_ids
@@ -172,7 +171,7 @@ async def query(request: Request) -> Response:
 
 
 async def query_results(request: Request) -> Response:
-    """Answers with a page of a query's result, after waiting for it up to `timeoutMs`."""
+    """Returns a page of a query's result, waiting up to `timeoutMs` for it."""
     service, job = service_of(request), _job(request)
     if job.kind != "QUERY":
         raise InvalidError(f"Job {job.job_id} is not a query job")
@@ -212,7 +211,7 @@ async def _results(
         **{name: details[name] for name in _STATEMENT_RESULTS if name in details},
     }
     if job.result is None:
-        # Without `totalRows`: by that clients tell a statement from a query without rows.
+        # Without `totalRows`, by which clients distinguish statements from queries without rows.
         return found
     result = job.result
     count = min(count, _DEFAULT_PAGE_ROWS)

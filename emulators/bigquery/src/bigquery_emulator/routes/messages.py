@@ -1,4 +1,4 @@
-"""Requests and responses of the BigQuery API: JSON bodies, maybe gzipped, and errors."""
+"""Requests and responses of the BigQuery API: JSON bodies, possibly gzipped, and errors."""
 
 import zlib
 from collections.abc import AsyncIterator
@@ -20,17 +20,16 @@ _UNPACKED_BYTES = 1024 * 1024
 
 
 class RowsResponse(Response):
-    """A page of rows. It can have a million values, so the faster encoder writes it."""
+    """A page of rows. It may have a million values, so the faster encoder writes it."""
 
     media_type = "application/json"
 
     def render(self, content: Json) -> bytes:
-        """The body."""
         return msgspec.json.encode(content)
 
 
 def service_of(request: Request) -> BigQueryService:
-    """Returns the server that the request came to."""
+    """Returns the server that received the request."""
     found: BigQueryService = request.app.state.service
     return found
 
@@ -39,8 +38,7 @@ async def json_body(request: Request, most_bytes: int = MOST_BODY_BYTES) -> Json
     """Returns the request's JSON object. An empty body is an empty object.
 
     Raises:
-        InvalidError: for a body that isn't a JSON object.
-        TooLargeError: over `most_bytes`.
+        InvalidError: the body is not a JSON object. TooLargeError: it exceeds `most_bytes`.
     """
     raw = await whole_body(request, most_bytes)
     return json_object(raw) if raw.strip() else {}
@@ -50,7 +48,7 @@ def json_object(raw: bytes) -> Json:
     """Returns the JSON object in a body, or in a part of one.
 
     Raises:
-        InvalidError: it isn't one, or nested too deep.
+        InvalidError: it is not a JSON object, or is nested too deeply.
     """
     try:
         found = read_row(raw)
@@ -64,11 +62,10 @@ def json_object(raw: bytes) -> Json:
 
 
 async def whole_body(request: Request, most_bytes: int) -> bytes:
-    """Returns the request's body, unpacked.
+    """Returns the request's body, decompressed.
 
     Raises:
-        InvalidError: for a broken gzip body.
-        TooLargeError: over `most_bytes`.
+        InvalidError: the gzip body is damaged. TooLargeError: it exceeds `most_bytes`.
     """
     parts, size_bytes = [], 0
     async for part in body_parts(request):
@@ -80,10 +77,10 @@ async def whole_body(request: Request, most_bytes: int) -> bytes:
 
 
 async def body_parts(request: Request) -> AsyncIterator[bytes]:
-    """Gives the request's body as it comes, unpacked.
+    """Yields the request's body as it arrives, decompressed.
 
     Raises:
-        InvalidError: for a broken gzip body.
+        InvalidError: the gzip body is damaged.
     """
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("gzip", "identity", ""):
@@ -95,7 +92,7 @@ async def body_parts(request: Request) -> AsyncIterator[bytes]:
     unpacking = zlib.decompressobj(_GZIP_WINDOW_BITS)
     try:
         async for part in request.stream():
-            # In pieces: a kilobyte may unpack to a megabyte.
+            # In chunks, because a kilobyte may decompress to a megabyte.
             while part:
                 yield unpacking.decompress(part, _UNPACKED_BYTES)
                 part = unpacking.unconsumed_tail
@@ -106,18 +103,18 @@ async def body_parts(request: Request) -> AsyncIterator[bytes]:
 
 
 def dataset_key(request: Request) -> DatasetKey:
-    """Returns the data set that the path names."""
+    """Returns the dataset in the path."""
     return DatasetKey(request.path_params["project"], request.path_params["dataset"])
 
 
 def table_key(request: Request) -> TableKey:
-    """Returns the table that the path names."""
+    """Returns the table in the path."""
     path = request.path_params
     return TableKey(path["project"], path["dataset"], path["table"])
 
 
 def page(request: Request, items: list[Json]) -> tuple[list[Json], Json]:
-    """Returns the asked page of a list, and the `nextPageToken` of the rest."""
+    """Returns the requested page of a list, and the `nextPageToken` for the rest."""
     options = query_options(request, PageOptions)
     start = int(options.get("pageToken", 0))
     count = int(options.get("maxResults", 0)) or 1_000
@@ -126,7 +123,7 @@ def page(request: Request, items: list[Json]) -> tuple[list[Json], Json]:
 
 
 def answer_error(request: Request, error: Exception) -> Response:
-    """Answers with the service's JSON for an error.
+    """Returns an error response in the service's JSON format.
 
     Any other exception is a bug, which the server logs.
     """

@@ -1,6 +1,6 @@
-"""The types of the parameters of query strings, and of upload headers.
+"""Types of query string parameters, and of upload headers.
 
-Source: the pages of the methods at https://cloud.google.com/bigquery/docs/reference/rest/v2.
+Source: the method pages at https://cloud.google.com/bigquery/docs/reference/rest/v2.
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ class RowOptions(PageOptions):
 
 
 class DeleteOptions(Fields):
-    """How a data set is removed."""
+    """Options for deleting a dataset."""
 
     delete_contents: bool | msgspec.UnsetType = NOT_SET
 
 
 class UploadOptions(Fields):
-    """Which kind of upload it is."""
+    """The kind of upload."""
 
     upload_type: Literal["multipart", "resumable"]
 
 
 class SessionOptions(Fields):
-    """Which upload a part belongs to."""
+    """The upload to which a part belongs."""
 
     upload_id: str | msgspec.UnsetType = msgspec.field(default=NOT_SET, name="upload_id")
 
 
 def query_options(request: Request, fields: type[Fields]) -> Json:
-    """Returns the known parameters of a request's query string. Integers are text.
+    """Returns the known parameters in a request's query string. Integers are strings.
 
     Raises:
-        InvalidError: one is not of its type. The message names it.
+        InvalidError: a parameter has the wrong type. The message names it.
     """
-    # An empty parameter is one that is not set.
+    # An empty parameter counts as not set.
     given = {name: value for name, value in request.query_params.items() if value}
     return read_fields(given, fields)

@@ -1,4 +1,4 @@
-"""Routes of rows: insertAll and list.
+"""Routes for rows: insertAll and list.
 
 Source: https://docs.cloud.google.com/bigquery/docs/reference/rest/v2/tabledata
 """
@@ -25,7 +25,7 @@ from bigquery_emulator.tables.rows import insert_rows, read_all_rows, read_rows,
 from bigquery_emulator.tables.schema import Json, Schema
 from bigquery_emulator.tables.values import BadValueError
 
-# One insertAll's limits: https://docs.cloud.google.com/bigquery/quotas#streaming_inserts
+# Limits of a single insertAll: https://docs.cloud.google.com/bigquery/quotas#streaming_inserts
 _MOST_REQUEST_BYTES = 10 * 1024 * 1024
 _MOST_ROWS = 50_000
 _LONGEST_INSERT_ID = 128
@@ -35,7 +35,7 @@ _DEFAULT_PAGE_ROWS = 10_000
 
 
 class InsertIds:
-    """The insertIds seen within the last minute, so that a row sent twice is kept once.
+    """The insertIds of the last minute, so that a row sent twice is stored once.
 
     Like the service, this is best effort.
     """
@@ -44,12 +44,12 @@ class InsertIds:
         self._seen: OrderedDict[tuple[int, str], float] = OrderedDict()
 
     def is_new(self, table: TableResource, insert_id: str) -> bool:
-        """Says whether no row of this id was inserted lately."""
+        """Returns whether no row with this id was inserted recently."""
         self._forget_old()
         return (table.number, insert_id) not in self._seen
 
     def remember(self, table: TableResource, insert_ids: list[str]) -> None:
-        """Keeps the ids of rows that are in the table now."""
+        """Stores the ids of rows that were inserted."""
         now_s = time.monotonic()
         for insert_id in insert_ids:
             self._seen[(table.number, insert_id)] = now_s
@@ -64,10 +64,10 @@ class InsertIds:
 
 
 async def insert_all(request: Request) -> Response:
-    """Streams rows into a table. Rows that don't fit are answered one by one."""
+    """Streams rows into a table. Each row that does not match gets its own error."""
     service = service_of(request)
     body = await json_body(request, _MOST_REQUEST_BYTES)
-    # The rows have a schema of their own, and each its own error.
+    # Rows are checked with the table's schema, and each gets a separate error.
     rows = body.pop("rows", None)
     options = read_fields(body, InsertAllRequest)
     if options.get("templateSuffix"):
@@ -131,8 +131,8 @@ def _insert_into(
 
 
 def _ingested(table: TableResource, partition_id: str) -> str:
-    # As the service: rows are streamed by decorator only where their own values don't say where
-    # they belong.
+    # Like the service: rows may be streamed with a decorator only if their own values don't
+    # determine the partition.
     if not table.has_partition_time:
         raise InvalidError(
             f"Streaming to the partition {table.key}${partition_id}: only tables partitioned by"
@@ -158,7 +158,7 @@ def _insert_id(row: Json) -> str | None:
 
 
 def _row_error(index: int, error: BadValueError | None) -> Json:
-    # A good row beside a bad one is "stopped": it was not inserted either.
+    # A valid row next to an invalid one is "stopped": it was not inserted either.
     reason = "stopped" if error is None else "invalid"
     location, message = ("", "") if error is None else (error.location, error.message)
     detail = {"reason": reason, "location": location, "debugInfo": "", "message": message}
@@ -166,7 +166,7 @@ def _row_error(index: int, error: BadValueError | None) -> Json:
 
 
 async def list_rows(request: Request) -> Response:
-    """Shows a page of a table's rows, or of a query's result by its hidden table."""
+    """Returns a page of a table's rows, or of a query's result through its hidden table."""
     service, key = service_of(request), table_key(request)
     options = query_options(request, RowOptions)
     start = int(options.get("pageToken") or options.get("startIndex") or 0)
@@ -213,7 +213,7 @@ async def read_result(
     count: int,
     is_micros: bool,
 ) -> list[Json]:
-    """Returns a page of a query's result in the wire form."""
+    """Returns a page of a query's result in the wire format."""
     if not result.physical:
         values = result.values[start : start + count]
         if wanted != result.schema:

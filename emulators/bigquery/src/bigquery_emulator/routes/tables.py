@@ -1,4 +1,4 @@
-"""Routes of tables and views.
+"""Routes for tables and views.
 
 Source: https://docs.cloud.google.com/bigquery/docs/reference/rest/v2/tables
 """
@@ -26,7 +26,7 @@ from bigquery_emulator.tables.settings import given_schema, given_view_query
 
 
 async def insert(request: Request) -> Response:
-    """Makes a table or a view."""
+    """Creates a table or a view."""
     service, body = service_of(request), await json_body(request)
     reference = read_fields(body, NewTable)["tableReference"]
     dataset = dataset_key(request)
@@ -38,7 +38,7 @@ async def insert(request: Request) -> Response:
 
 
 async def get(request: Request) -> Response:
-    """Shows a table, a view, or the hidden table of a query's result."""
+    """Returns a table, a view, or the hidden table of a query's result."""
     service, key = service_of(request), table_key(request)
     job = service.jobs.result_of(key)
     if job is None or job.result is None:
@@ -48,7 +48,7 @@ async def get(request: Request) -> Response:
 
 
 async def list_all(request: Request) -> Response:
-    """Lists the tables and views of a data set."""
+    """Lists the tables and views in a dataset."""
     found = service_of(request).catalog.tables_of(dataset_key(request))
     shown, rest = page(request, [table.short_resource() for table in found])
     return JSONResponse(
@@ -63,7 +63,7 @@ async def list_all(request: Request) -> Response:
 
 
 async def update(request: Request) -> Response:
-    """Changes a table or view: PATCH keeps what the body leaves out, PUT does not."""
+    """Changes a table or view: PATCH keeps fields that the body omits, PUT does not."""
     service, body = service_of(request), await json_body(request)
     view_schema = await _view_schema(service, table_key(request), body)
     change = partial(
@@ -78,7 +78,7 @@ async def update(request: Request) -> Response:
 
 
 async def delete(request: Request) -> Response:
-    """Removes a table or view, or one partition's rows."""
+    """Deletes a table or view, or the rows in a partition."""
     service = service_of(request)
     key, partition_id = undecorated(table_key(request))
     if partition_id is None:

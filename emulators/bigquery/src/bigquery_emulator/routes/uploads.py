@@ -1,4 +1,4 @@
-"""Routes of load jobs that bring their file: multipart in one request, or resumable in several.
+"""Routes for load jobs with a file: multipart in one request, or resumable in several.
 
 Source: https://docs.cloud.google.com/bigquery/docs/reference/api-uploads
 """
@@ -53,7 +53,7 @@ def _spool() -> IO[bytes]:
 
 @dataclass
 class Session:
-    """A resumable upload under way."""
+    """A resumable upload in progress."""
 
     project: str
     body: Json
@@ -64,16 +64,16 @@ class Session:
 
 
 class Sessions:
-    """The uploads in progress, by id. An abandoned upload is dropped."""
+    """Uploads in progress by id. Abandoned uploads are dropped."""
 
     def __init__(self) -> None:
         self._sessions: dict[str, Session] = {}
 
     def open(self, session: Session) -> str:
-        """Keeps a new upload and returns its id.
+        """Stores a new upload and returns its id.
 
         Raises:
-            BusyError: where too many are under way.
+            BusyError: too many are in progress.
         """
         oldest_s = time.monotonic() - _SESSION_S
         for name, other in list(self._sessions.items()):
@@ -89,11 +89,10 @@ class Sessions:
 
     @contextmanager
     def held(self, name: str) -> Iterator[Session]:
-        """Gives an upload to one request at a time.
+        """Locks an upload for a single request.
 
         Raises:
-            InvalidError: where another request is at it.
-            NotFoundError: where there is none.
+            InvalidError: another request is using it. NotFoundError: it does not exist.
         """
         found = self._sessions.get(name)
         if found is None:
@@ -107,23 +106,23 @@ class Sessions:
             found.is_held = False
 
     def drop(self, name: str) -> None:
-        """No longer keeps an upload, whose file belongs to its job now."""
+        """Forgets an upload, whose file now belongs to its job."""
         del self._sessions[name]
 
     def close(self, name: str) -> None:
-        """Drops an upload and its bytes."""
+        """Drops an upload and its data."""
         self._sessions.pop(name).file.close()
 
 
 async def upload(request: Request) -> Response:
-    """Starts a load with its file, or a session that sends the file in parts."""
+    """Starts a load with its file, or a session for sending the file in parts."""
     if query_options(request, UploadOptions)["uploadType"] == "multipart":
         return await _multipart(request)
     return await _open_session(request)
 
 
 async def resume(request: Request) -> Response:
-    """Takes the next part of a resumable upload. The last one starts the job."""
+    """Accepts the next part of a resumable upload. The last one starts the job."""
     sessions: Sessions = request.app.state.sessions
     name = query_options(request, SessionOptions).get("upload_id", "")
     with sessions.held(name) as session:
@@ -134,13 +133,13 @@ async def resume(request: Request) -> Response:
 
 
 async def _takes_part(session: Session, request: Request) -> bool:
-    """Adds the part that a request brings. Returns whether the file is whole now."""
+    """Appends the part in a request. Returns whether the file is complete."""
     match = _RANGE.fullmatch(request.headers.get("content-range", "bytes 0-0/*"))
     if match is None:
         raise InvalidError("Invalid value for Content-Range: not bytes FIRST-LAST/TOTAL")
     first, total = match.group(1), match.group(3)
     if "content-range" not in request.headers:
-        # The whole file in one request carries no range.
+        # A request with the whole file has no range.
         await _append(session, request)
         return True
     if first is not None:
@@ -169,7 +168,7 @@ async def _open_session(request: Request) -> Response:
     body = await json_body(request)
     new_job(project, body)
     name = sessions.open(Session(project, body))
-    # A header takes no letter outside latin-1, and a project's name may have any.
+    # A header may only contain latin-1 letters, but a project's name may contain any.
     path = quote(request.url.path)
     place = request.url.replace(path=path, query=f"uploadType=resumable&upload_id={name}")
     return Response(headers={"Location": str(place), "X-GUploader-UploadID": name})
@@ -190,7 +189,7 @@ def _parts(body: bytes, content_type: str) -> tuple[Json, bytes]:
     if match is None:
         raise InvalidError("Multipart body without a boundary")
     mark = b"--" + match.group(1).encode()
-    # Google's clients end lines in both ways.
+    # Google's clients use both kinds of line endings.
     newline = b"\r\n" if mark + b"\r\n" in body else b"\n"
     parts = (newline + body).split(newline + mark)[1:-1]
     if len(parts) != 2:
@@ -214,7 +213,7 @@ async def _start(request: Request, session: Session) -> Response:
 
 
 def _location(service: BigQueryService, job: BigQueryJob, body: Json) -> str:
-    """Where a load runs: if the request does not say, beside its table."""
+    """Returns the location of a load: by default, the location of its table."""
     reference = job.configuration["load"].get("destinationTable") or {}
     named = DatasetKey(reference.get("projectId", job.project), reference.get("datasetId", ""))
     dataset = service.catalog.datasets.get(named)

@@ -1,1 +1,1 @@
-"""What is stored: datasets and tables, their schemas and settings, and rows in and out of them."""
+"""Stored data: datasets and tables, their schemas and settings, and reading and writing rows."""

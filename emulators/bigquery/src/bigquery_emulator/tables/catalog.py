@@ -1,7 +1,8 @@
-"""The catalog of data sets, tables and views, stored in the database and cached in memory.
+"""The catalog of datasets, tables and views, stored in the database and cached in memory.
 
-Between the API or a query's DDL and the store. Methods that change something run in the server's
-writer. Rows are streamed beside it, so what changes a table that has rows keeps new ones from it.
+This is the layer between the API or a query's DDL and the store. Methods that change something run
+in the server's writer thread. Rows are streamed concurrently, so changes to a table with rows keep
+new ones out.
 """
 
 import re
@@ -41,11 +42,10 @@ from bigquery_emulator.tables.shapes import Shapes
 
 
 class TableCatalog:
-    """All data sets and tables.
+    """All datasets and tables.
 
     Args:
-        store: the open database.
-        now_ms: the clock, in unix milliseconds.
+        now_ms: the clock, in Unix milliseconds.
     """
 
     def __init__(
@@ -58,15 +58,15 @@ class TableCatalog:
         self.tables: dict[TableKey, TableResource] = {}
 
     def load(self) -> None:
-        """Reads what an earlier run left in the database."""
+        """Loads the catalog that an earlier run left in the database."""
         with self._store.transaction() as cursor:
             self.datasets, self.tables = stored.load(cursor)
 
     def dataset(self, key: DatasetKey) -> DatasetResource:
-        """Returns a data set.
+        """Returns a dataset.
 
         Raises:
-            NotFoundError: where there is none of that name.
+            NotFoundError: it does not exist.
         """
         found = self.datasets.get(key)
         if found is None:
@@ -77,7 +77,7 @@ class TableCatalog:
         """Returns a table or view.
 
         Raises:
-            NotFoundError: where there is none of that name, or no such data set.
+            NotFoundError: it or its dataset does not exist.
         """
         found = self.tables.get(key)
         if found is None:
@@ -86,20 +86,19 @@ class TableCatalog:
         return found
 
     def tables_of(self, key: DatasetKey) -> list[TableResource]:
-        """Returns the tables and views of a data set, by name."""
+        """Returns the tables and views in a dataset, by name."""
         self.dataset(key)
         found = [table for name, table in list(self.tables.items()) if name.dataset == key]
         return sorted(found, key=lambda table: table.key.table_id)
 
     def create_dataset(self, key: DatasetKey, body: Json) -> DatasetResource:
-        """Makes a data set.
+        """Creates a dataset.
 
         Args:
-            body: the Dataset resource of the request.
+            body: Dataset resource in the request.
 
         Raises:
-            DuplicateError: where it exists.
-            InvalidError: for a name that BigQuery refuses.
+            DuplicateError: it already exists. InvalidError: BigQuery refuses the name.
         """
         if not re.fullmatch(r"[a-z][a-z0-9.:-]{0,99}", key.project):
             raise InvalidError(f'Invalid project ID "{key.project}".')
@@ -113,15 +112,14 @@ class TableCatalog:
     def update_dataset(
         self, key: DatasetKey, body: Json, etag: str | None, is_patch: bool
     ) -> DatasetResource:
-        """Changes a data set's settings.
+        """Changes a dataset's settings.
 
         Args:
-            body: the new settings.
-            etag: what the caller read. None changes any version.
-            is_patch: True if settings that `body` leaves out stay.
+            etag: the version that the caller read. None changes any version.
+            is_patch: True to keep settings that `body` omits.
 
         Raises:
-            ConditionError: where the data set has changed since.
+            ConditionError: the dataset has changed since then.
         """
         old = self.dataset(key)
         _expect(old.etag, etag)
@@ -131,10 +129,10 @@ class TableCatalog:
         )
 
     def delete_dataset(self, key: DatasetKey, with_contents: bool) -> None:
-        """Removes a data set.
+        """Deletes a dataset.
 
         Raises:
-            InUseError: where it holds tables and `with_contents` is false.
+            InUseError: it contains tables and `with_contents` is false.
         """
         tables = self.tables_of(key)
         if tables and not with_contents:
@@ -153,17 +151,17 @@ class TableCatalog:
         filled_by: str | None = None,
         replaces: bool = False,
     ) -> TableResource:
-        """Makes a table or a view.
+        """Creates a table or a view.
 
         Args:
-            schema: its fields, for a view those of its query.
-            body: the Table resource of the request.
-            filled_by: the DuckDB table whose rows the table starts with.
-            replaces: True if a table of this name goes, in the same transaction.
+            schema: its fields; for a view, the fields of its query.
+            body: Table resource in the request.
+            filled_by: DuckDB table with the initial rows.
+            replaces: True to remove a table with this name in the same transaction.
 
         Raises:
-            DuplicateError: where it exists.
-            InvalidError: for a name or partitioning that BigQuery refuses.
+            DuplicateError: it already exists. InvalidError: BigQuery refuses the name or
+            partitioning.
         """
         dataset = self.dataset(key.dataset)
         _check_table_id(key)
@@ -181,7 +179,7 @@ class TableCatalog:
                 if filled_by is not None:
                     physical.fill(cursor, table, schema, filled_by)
                 if old is not None:
-                    # Only now: the old table takes rows for as long as the new one is filled.
+                    # Only now, because the old table accepts rows while the new one is filled.
                     held.enter_context(self.shapes.changing(key))
                     stored.drop_table(cursor, old)
                 stored.keep_table(cursor, table)
@@ -199,14 +197,14 @@ class TableCatalog:
         """Changes a table's settings or widens its schema.
 
         Args:
-            body: the new settings, and maybe a schema.
-            etag: what the caller read. None changes any version.
-            is_patch: True if settings that `body` leaves out stay.
-            view_schema: the fields of a view's new query.
+            body: new settings, possibly with a schema.
+            etag: the version that the caller read. None changes any version.
+            is_patch: True to keep settings that `body` omits.
+            view_schema: fields of a view's new query.
 
         Raises:
-            ConditionError: where the table has changed since.
-            InvalidError: where the schema would lose or change a field.
+            ConditionError: the table has changed since then. InvalidError: the schema would lose or
+            change a field.
         """
         old = self.table(key)
         _expect(old.etag, etag)
@@ -229,15 +227,14 @@ class TableCatalog:
     def reshape_table(
         self, key: TableKey, schema: Schema, settings: Json, sources: Mapping[str, str]
     ) -> TableResource:
-        """Gives a table another schema, whatever it was. Its rows are written anew.
+        """Replaces a table's schema with any other. Its rows are rewritten.
 
         Args:
-            schema: the new fields.
-            settings: the new settings, whole.
-            sources: by each field's name DuckDB's SQL over the old columns.
+            settings: the complete new settings.
+            sources: by field name, DuckDB's SQL over the old columns.
 
         Raises:
-            InvalidError: where a row or a setting does not fit the new schema.
+            InvalidError: a row or setting does not match the new schema.
         """
         old = self.table(key)
         settings = table_settings(schema, settings, self.dataset(key.dataset), old.created_ms)
@@ -251,11 +248,10 @@ class TableCatalog:
         return table
 
     def rename_table(self, key: TableKey, new: TableKey) -> TableResource:
-        """Gives a table another name in its data set.
+        """Renames a table within its dataset.
 
         Raises:
-            DuplicateError: where the name is taken.
-            InvalidError: for a name that BigQuery refuses.
+            DuplicateError: the name is taken. InvalidError: BigQuery refuses the name.
         """
         old = self.table(key)
         _check_table_id(new)
@@ -270,7 +266,7 @@ class TableCatalog:
         return table
 
     def delete_table(self, key: TableKey) -> None:
-        """Removes a table or view and its rows."""
+        """Deletes a table or view and its rows."""
         table = self.table(key)
         with self.shapes.changing(key):
             with self._store.transaction() as cursor:
@@ -284,7 +280,7 @@ class TableCatalog:
         return dataset
 
     def _later(self, than_ms: int) -> int:
-        # Two changes within one millisecond still have two etags.
+        # Two changes within the same millisecond still have different etags.
         return max(self._now_ms(), than_ms + 1)
 
 

@@ -1,7 +1,7 @@
-"""The lines of a CSV file as cells, each with whether it stood in quotes.
+"""Splits the lines of a CSV file into cells, noting which ones were quoted.
 
-Python's reader does not say so, and only by that an empty cell is NULL or an empty text. Source:
-https://cloud.google.com/bigquery/docs/loading-data-cloud-storage-csv
+Python's reader does not report that, and it decides whether an empty cell is NULL or an empty
+string. Source: https://cloud.google.com/bigquery/docs/loading-data-cloud-storage-csv
 """
 
 from __future__ import annotations
@@ -11,22 +11,21 @@ from dataclasses import dataclass
 from typing import TextIO
 
 Cell = tuple[str, bool]
-"""The text, and whether it stood in quotes."""
+"""The text, and whether it was quoted."""
 _LINE_ENDS = "\r\n"
 
 
 class BadLineError(Exception):
-    """A line is no CSV."""
+    """A line is not valid CSV."""
 
 
 @dataclass(frozen=True)
 class CsvForm:
-    """How a file is written.
+    """The format of a file.
 
     Attributes:
-        delimiter: the character between cells.
-        quote: the character around cells, None if there is none.
-        takes_newlines: True if a cell in quotes may have line breaks.
+        quote: character around cells. None: cells are never quoted.
+        takes_newlines: True if a quoted cell may contain line breaks.
     """
 
     delimiter: str
@@ -35,7 +34,7 @@ class CsvForm:
 
 
 def csv_lines(text: TextIO, form: CsvForm) -> Iterator[tuple[int, list[Cell] | str]]:
-    """Yields the rows with the number of their last line, or the reason why there is none.
+    """Yields rows with the number of their last line, or the reason why a row is invalid.
 
     Args:
         text: the file, opened with `newline=""`.
@@ -56,7 +55,7 @@ def csv_lines(text: TextIO, form: CsvForm) -> Iterator[tuple[int, list[Cell] | s
 
 
 class _Lines:
-    """The lines of a file, counted."""
+    """Counts the lines of a file."""
 
     def __init__(self, text: TextIO) -> None:
         self._lines = iter(text)
@@ -94,7 +93,7 @@ def _cells(line: str, more: _Lines, form: CsvForm, quote: str) -> list[Cell]:
 def _quoted_cell(
     line: str, at: int, more: _Lines, form: CsvForm, quote: str
 ) -> tuple[str, str, int]:
-    """The cell whose quote has begun, the line on which it ends, and the place behind it."""
+    """Returns a quoted cell, the line where it ends, and the position after it."""
     parts = []
     while True:
         end = line.find(quote, at)

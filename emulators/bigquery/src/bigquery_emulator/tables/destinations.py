@@ -1,6 +1,6 @@
-"""Puts the rows of a query, a load or a copy into their destination table, as the dispositions say.
+"""Writes the rows of a query, load or copy to a destination table, following its dispositions.
 
-Runs in the server's writer.
+Runs in the server's writer thread.
 """
 
 from dataclasses import dataclass, replace
@@ -22,10 +22,10 @@ from bigquery_emulator.tables.schema import Field, Json, Schema
 
 @dataclass(frozen=True)
 class TableDestination:
-    """Where rows go and how.
+    """The destination for rows.
 
-    `settings` are the table's partitioning, clustering and the like, should it be made.
-    `partition_id` is the one partition that is written, None for the table as a whole.
+    `settings` are the table's partitioning, clustering and so on, in case it has to be created.
+    `partition_id` names a single partition to write, or is None for the whole table.
     """
 
     key: TableKey
@@ -38,14 +38,14 @@ class TableDestination:
 
 
 def parse_destination(config: Json, default_write: str) -> TableDestination:
-    """Reads the destination of a job's configuration.
+    """Parses the destination in a job's configuration.
 
     Args:
-        config: the configuration of the query, load or copy.
-        default_write: WRITE_APPEND for a load, WRITE_EMPTY for the others.
+        config: configuration of the query, load or copy.
+        default_write: WRITE_APPEND for a load, WRITE_EMPTY for others.
 
     Raises:
-        InvalidError: for a disposition that there isn't.
+        InvalidError: the disposition does not exist.
     """
     reference = config["destinationTable"]
     write = config.get("writeDisposition") or default_write
@@ -77,17 +77,15 @@ def parse_destination(config: Json, default_write: str) -> TableDestination:
 def put_rows(
     store: Store, catalog: TableCatalog, destination: TableDestination, schema: Schema, source: str
 ) -> TableResource:
-    """Writes the rows of a DuckDB table into the destination, all or none.
+    """Writes the rows of a DuckDB table to the destination, all or none.
 
     Args:
-        store: the open database.
-        schema: the fields of the rows.
-        source: the DuckDB table that holds them.
+        schema: fields of the rows.
+        source: DuckDB table with the rows.
 
     Raises:
-        DuplicateError: where the destination must be empty and isn't.
-        InvalidError: where the fields don't fit the table's.
-        NotFoundError: where the table does not exist and must not be made.
+        DuplicateError: the destination must be empty but is not. InvalidError: the fields don't
+        match the table. NotFoundError: the table does not exist and must not be created.
     """
     table = catalog.tables.get(destination.key)
     if table is None:
@@ -119,7 +117,7 @@ def _created(
         raise NotFoundError(f"Not found: Table {destination.key}")
     if destination.partition_id is None:
         return catalog.create_table(destination.key, schema, destination.settings, source)
-    # As the service: a table that a decorator makes is partitioned by the time of ingestion.
+    # Like the service: a table created by a decorator is partitioned by ingestion time.
     default = {"timePartitioning": {"type": partition_unit(destination.partition_id)}}
     table = catalog.create_table(destination.key, schema, default | destination.settings)
     try:
@@ -173,7 +171,7 @@ def _replaced(
 ) -> TableResource:
     settings = {**table.settings, **destination.settings}
     modes = {field.name.lower(): field for field in table.schema}
-    # A query knows no descriptions and no REQUIRED; where the table has the field, they stay.
+    # A query has no descriptions and no REQUIRED fields; if the table has the field, it keeps both.
     kept = tuple(_kept(field, modes.get(field.name.lower())) for field in schema)
     return catalog.create_table(table.key, kept, settings, source, replaces=True)
 

@@ -1,4 +1,4 @@
-"""Guesses a schema from the rows of a file, for loads with `autodetect`."""
+"""Detects a schema from the rows of a file, for loads with `autodetect`."""
 
 import re
 from collections.abc import Iterable
@@ -10,18 +10,18 @@ from bigquery_emulator.tables.values import BadValueError, canonical_scalar
 
 _INTEGER = re.compile(r"[-+]?\d{1,19}")
 _FLOAT = re.compile(r"[-+]?(\d+\.\d*|\.\d+|\d+)([eE][-+]?\d+)?")
-# From the narrowest: text is the first of these that all values are.
+# From the narrowest: the first type that matches all values is used.
 _TEXT_TYPES = ("DATE", "TIMESTAMP")
 
 
 def detect_schema(rows: Iterable[Json]) -> Schema:
-    """Returns the fields that fit all rows.
+    """Returns fields that match all rows.
 
     Args:
-        rows: JSON objects, or the cells of a CSV by column.
+        rows: JSON objects, or cells of a CSV by column.
 
     Raises:
-        InvalidError: where there is nothing to guess from, or a name that no field can have.
+        InvalidError: there are no rows, or a column's name is not valid.
     """
     fields = _fields(rows)
     if not fields:

@@ -1,8 +1,8 @@
-"""The reader of requests: every field of a JSON body or a query string, checked by its type.
+"""Parses requests: checks every field of a JSON body or query string by its type.
 
-Fields that a struct does not name are ignored, as most resources of the service do. Null stands
-for a field that is not set. Source: https://cloud.google.com/bigquery/docs/reference/rest/v2.
-Numbers may come as text, as JSON has no 64-bit integers.
+Fields that a struct does not name are ignored, like in most resources of the service. Null means
+that a field is not set. Source: https://cloud.google.com/bigquery/docs/reference/rest/v2. Numbers
+may be strings, because JSON has no 64-bit integers.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ Milliseconds = Natural
 
 
 class Fields(msgspec.Struct, rename="camel", omit_defaults=True):
-    """The fields of a resource. What is not set is left out of what was read."""
+    """The fields of a resource. Unset fields are omitted from the result."""
 
 
 def read_fields(body: Mapping[str, Any], fields: type[msgspec.Struct]) -> Json:
-    """The fields of a resource that are known, each of its type. Integers become text.
+    """Returns the known fields of a resource, checked by type. Integers become strings.
 
     Raises:
-        InvalidError: a value is not of its field's type. The message names the field.
+        InvalidError: a field has a value of the wrong type. The message names the field.
     """
     given = _checked(body, "")
     try:
@@ -60,7 +60,7 @@ def _checked(value: Any, where: str) -> Any:
     if isinstance(value, list):
         return [_checked(each, f"{where}[{at}]") for at, each in enumerate(value)]
     if isinstance(value, float) and not math.isfinite(value):
-        # Python's reader takes them, and JSON has none of them.
+        # Python's parser accepts them, but they are not valid JSON.
         raise InvalidError(f"Invalid value for {where.removeprefix('.')}: {value} is not JSON")
     return _encodable(value, where) if isinstance(value, str) else value
 

@@ -1,4 +1,4 @@
-"""The types of the fields of jobs, of queries and of insertAll.
+"""Field types of jobs, queries and insertAll.
 
 Source: https://cloud.google.com/bigquery/docs/reference/rest/v2/Job and the pages of
 jobs.query and tabledata.insertAll.
@@ -41,7 +41,7 @@ class _ParameterType(Fields):
 
 
 class _ParameterValue(Fields):
-    # Any JSON scalar. The parameter's own type decides, where it is read.
+    # Any JSON scalar. The parameter's own type applies later.
     value: str | bool | int | float | msgspec.UnsetType = NOT_SET
     array_values: list[_ParameterValue] | msgspec.UnsetType = NOT_SET
     struct_values: dict[str, _ParameterValue] | msgspec.UnsetType = NOT_SET
@@ -76,7 +76,7 @@ class _Writing(Fields, kw_only=True):
 
 
 class _QueryJob(_Query, kw_only=True):
-    # A struct has one base, so these are those of _Writing once more.
+    # A struct has one base, so these repeat the fields of _Writing.
     create_disposition: _Create | msgspec.UnsetType = NOT_SET
     write_disposition: _Write | msgspec.UnsetType = NOT_SET
     schema_update_options: list[_SchemaUpdate] | msgspec.UnsetType = NOT_SET
@@ -95,7 +95,7 @@ class _ParquetOptions(Fields):
 
 
 _Delimiter = Annotated[str, msgspec.Meta(pattern=r"^([^\r\n]|tab|\\t)?$")]
-"""One character, or a tab by its name. Nothing is the default, a comma."""
+"""A single character, or a tab by name. The default is a comma."""
 
 
 class _Load(_Writing, kw_only=True):
@@ -142,7 +142,7 @@ class _Configuration(Fields):
 
 
 class JobFields(Fields):
-    """What is kept of a Job resource."""
+    """The stored fields of a Job resource."""
 
     configuration: _Configuration | msgspec.UnsetType = NOT_SET
     job_reference: _JobReference | msgspec.UnsetType = NOT_SET
@@ -168,7 +168,7 @@ class QueryRequest(_Query, kw_only=True):
 
 
 class InsertAllRequest(Fields):
-    """The body of tabledata.insertAll without its rows, which are read by the table's schema."""
+    """The body of insertAll without its rows, which are parsed with the table's schema."""
 
     skip_invalid_rows: bool | msgspec.UnsetType = NOT_SET
     ignore_unknown_values: bool | msgspec.UnsetType = NOT_SET

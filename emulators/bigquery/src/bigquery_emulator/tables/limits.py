@@ -1,7 +1,7 @@
-"""The limits in a column's type: STRING(n), BYTES(n), NUMERIC(p) and NUMERIC(p, s).
+"""Limits in a column's type: STRING(n), BYTES(n), NUMERIC(p) and NUMERIC(p, s).
 
-Rows that come through the API are measured in Python. Every other write meets a CHECK of the DuckDB
-table. Source:
+Rows that arrive through the API are checked in Python. For all other writes, the DuckDB table has a
+CHECK. Source:
 https://docs.cloud.google.com/bigquery/docs/reference/standard-sql/data-types#parameterized_data_types
 """
 
@@ -23,25 +23,25 @@ _Natural = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 @dataclass(frozen=True)
 class TypeLimits:
-    """What a type allows beyond its name. `max_length` counts characters or bytes."""
+    """Limits of a type in addition to its name. `max_length` counts characters or bytes."""
 
     max_length: int | None = None
     precision: int | None = None
     scale: int | None = None
 
     def resource(self) -> dict[str, str]:
-        """Returns the keys of the API's TableFieldSchema, with numbers as text."""
+        """Returns the keys for the API's TableFieldSchema, with numbers as strings."""
         named = {"maxLength": self.max_length, "precision": self.precision, "scale": self.scale}
         return {name: str(value) for name, value in named.items() if value is not None}
 
     @property
     def sql(self) -> str:
-        """The limits as GoogleSQL writes them behind the type's name."""
+        """The limits in GoogleSQL, to append to the type's name."""
         found = [n for n in (self.max_length, self.precision, self.scale) if n is not None]
         return f"({', '.join(str(n) for n in found)})" if found else ""
 
     def holds(self, other: TypeLimits) -> bool:
-        """Says whether every value within `other` is within these limits too."""
+        """Returns whether every value within `other` is also within these limits."""
         if self.max_length is not None:
             return other.max_length is not None and other.max_length <= self.max_length
         if self.precision is None:
@@ -52,11 +52,11 @@ class TypeLimits:
         return old_scale <= scale and other.precision - old_scale <= self.precision - scale
 
     def check_sql(self, kind: str, value: str) -> str | None:
-        """Returns the condition that a column's values meet, None where there is no limit.
+        """Returns the condition for a column's values, None if there is no limit.
 
         Args:
-            kind: the type's name in a schema.
-            value: DuckDB's SQL of the value.
+            kind: name of the type in a schema.
+            value: DuckDB's SQL for the value.
         """
         if self.max_length is not None:
             length = "octet_length" if kind == "BYTES" else "length"
@@ -68,22 +68,22 @@ class TypeLimits:
         return None
 
     def stored_sql(self, value: str) -> str:
-        """Returns DuckDB's SQL of a value as the type keeps it: a NUMERIC is rounded."""
+        """Returns DuckDB's SQL for a value as it is stored: a NUMERIC is rounded."""
         return value if self.precision is None else f"round({value}, {self.scale or 0})"
 
     def fitted(self, kind: str, value: Any, path: str) -> Any:
-        """Returns a canonical value as the type keeps it: a NUMERIC is rounded.
+        """Returns a canonical value as it is stored: a NUMERIC is rounded.
 
         Args:
-            kind: the type's name in a schema.
+            kind: name of the type in a schema.
             value: a canonical value that is not None.
-            path: the field, for the error.
+            path: field name for the error.
 
         Raises:
-            BadValueError: where it is too long or too large.
+            BadValueError: the value is too long or too large.
         """
         if self.max_length is not None:
-            # A canonical byte is four characters, as in \x0A.
+            # A canonical byte has four characters, such as \x0A.
             length = len(value) // 4 if kind == "BYTES" else len(value)
             if length > self.max_length:
                 message = (
@@ -112,16 +112,15 @@ class _Keys(msgspec.Struct, rename="camel"):
 
 
 def parse_limits(field: dict[str, Any], name: str, kind: str, is_repeated: bool) -> TypeLimits:
-    """Reads the limits of a TableFieldSchema.
+    """Parses the limits in a TableFieldSchema.
 
     Args:
-        name: the field's name, for errors.
-        kind: the type's name in a schema.
+        kind: name of the type in a schema.
         is_repeated: True if the field is an array.
 
     Raises:
-        InvalidError: for a limit that the type does not take, or none that there can be.
-        UnsupportedError: for an array's values, which DuckDB can't check.
+        InvalidError: the type does not accept a limit, or it is invalid. UnsupportedError: an array
+        has limits, which DuckDB can't check.
     """
     given = {key: field[key] for key in ("maxLength", "precision", "scale") if field.get(key)}
     if not given:

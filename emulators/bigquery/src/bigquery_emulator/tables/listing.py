@@ -1,4 +1,4 @@
-"""Rows that the server itself knows, as a table of a query: INFORMATION_SCHEMA and the like."""
+"""Rows known to the server itself, as a table for queries: INFORMATION_SCHEMA and the like."""
 
 import json
 from dataclasses import dataclass
@@ -11,27 +11,27 @@ Row = tuple[Any, ...]
 
 
 def fields(text: str) -> Schema:
-    """Returns a schema from words: `name` is a STRING, `name:INTEGER` is what it says."""
+    """Parses a schema: `name` is a STRING, `name:INTEGER` has an explicit type."""
     named = [word.partition(":") for word in text.split()]
     return tuple(Field(name, kind or "STRING") for name, _, kind in named)
 
 
 @dataclass(frozen=True)
 class Listing:
-    """Rows of a schema. A TIMESTAMP is given in milliseconds since 1970, a record as a tuple."""
+    """Rows of a schema. A TIMESTAMP is in milliseconds since 1970, a record is a tuple."""
 
     schema: Schema
     rows: list[Row]
 
     @property
     def json(self) -> str:
-        """The rows as DuckDB's from_json reads them."""
+        """The rows in the format of DuckDB's from_json."""
         found = [_record(self.schema, row) for row in self.rows]
         return json.dumps(found, ensure_ascii=False)
 
     @property
     def structure(self) -> str:
-        """The type of the rows as from_json wants it."""
+        """The type of the rows in the format of from_json."""
         return json.dumps([{field.name: field.duckdb_type for field in self.schema}])
 
     def sql(self) -> str:

@@ -1,4 +1,4 @@
-"""Partition decorators: `table$20260131` names one partition of a table.
+"""Partition decorators: `table$20260131` names a partition of a table.
 
 Source: https://docs.cloud.google.com/bigquery/docs/partitioned-tables#partition_decorators
 """
@@ -16,7 +16,7 @@ _NULL = "__NULL__"
 
 
 def undecorated(key: TableKey) -> tuple[TableKey, str | None]:
-    """Returns a table's name without its decorator, and the partition that this named."""
+    """Returns a table's name without its decorator, and the partition that it named."""
     table_id, mark, partition_id = key.table_id.partition("$")
     if not mark:
         return key, None
@@ -24,10 +24,10 @@ def undecorated(key: TableKey) -> tuple[TableKey, str | None]:
 
 
 def partition_unit(partition_id: str) -> str:
-    """Returns the unit of time that a partition's name is for.
+    """Returns the time unit of a partition's name.
 
     Raises:
-        InvalidError: it names no time.
+        InvalidError: the name is not a time.
     """
     for unit, digits in _DIGITS.items():
         if len(partition_id) == digits and partition_id.isdecimal():
@@ -36,10 +36,10 @@ def partition_unit(partition_id: str) -> str:
 
 
 def partition_condition(table: TableResource, partition_id: str) -> str:
-    """Returns DuckDB's condition for the rows of one partition.
+    """Returns DuckDB's condition for the rows in a partition.
 
     Raises:
-        InvalidError: the table is not partitioned, or has no partitions of such names.
+        InvalidError: the table is not partitioned, or its partitions have other names.
     """
     partitioning = _partitioning(table)
     column = quoted(partitioning.column)
@@ -53,10 +53,10 @@ def partition_condition(table: TableResource, partition_id: str) -> str:
 
 
 def partition_start(table: TableResource, partition_id: str) -> str:
-    """Returns DuckDB's SQL for the moment at which a partition of time begins.
+    """Returns DuckDB's SQL for the start of a time partition.
 
     Raises:
-        InvalidError: the partition's name is of another unit than the table's partitions.
+        InvalidError: the partition's name has another unit than the table's partitions.
     """
     partitioning = _partitioning(table)
     if partition_id.startswith("__"):
@@ -75,7 +75,7 @@ def partition_start(table: TableResource, partition_id: str) -> str:
 
 
 def partition_id_sql(partitioning: Partitioning) -> str:
-    """Returns DuckDB's SQL for the name of a row's partition."""
+    """Returns DuckDB's SQL for the partition name of a row."""
     column = quoted(partitioning.column)
     if partitioning.unit == "RANGE":
         if partitioning.interval is None:
@@ -100,7 +100,9 @@ def _range_condition(table: TableResource, column: str, partition_id: str) -> st
         not partitioning.start <= start < partitioning.end
         or (start - partitioning.start) % partitioning.interval
     ):
-        raise InvalidError(f"Invalid partition decorator: ${partition_id} is no partition's start")
+        raise InvalidError(
+            f"Invalid partition decorator: ${partition_id} is not the start of a partition"
+        )
     return f"{column} >= {start} AND {column} < {start + partitioning.interval}"
 
 

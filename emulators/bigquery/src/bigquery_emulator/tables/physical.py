@@ -1,6 +1,6 @@
-"""The DuckDB tables behind tables: made, filled, widened, or built anew under their name.
+"""Creates, fills, widens and rebuilds the DuckDB tables that store tables.
 
-The catalog calls it inside its transactions. DuckDB's refusals of rows become the service's here.
+The catalog calls it in its transactions. DuckDB's errors about rows are converted here.
 """
 
 import re
@@ -20,7 +20,7 @@ _CHECK = re.compile(r"CHECK constraint failed on table .* with expression CHECK\
 
 
 def create(cursor: Cursor, table: TableResource) -> None:
-    """Makes the empty DuckDB table."""
+    """Creates the empty DuckDB table."""
     cursor.execute(f"CREATE TABLE {table.physical} ({table.columns_sql()})")
 
 
@@ -34,12 +34,12 @@ def fill(
     """Adds rows to a table.
 
     Args:
-        given: which of its fields the rows have.
-        source: the DuckDB table or parenthesized query that has them.
-        partition_time: DuckDB's SQL for the rows' time of ingestion. None is now.
+        given: the table's fields that the rows have.
+        source: DuckDB table or parenthesized query with the rows.
+        partition_time: DuckDB's SQL for the rows' ingestion time. None: now.
 
     Raises:
-        InvalidError: a value is NULL or outside its type's limits, where it must not be.
+        InvalidError: a value is NULL or exceeds its type's limits, and must not.
     """
     limits = {field.name.lower(): field.limits for field in table.schema}
     names = [quoted(field.name) for field in given]
@@ -60,22 +60,22 @@ def fill(
 
 
 def alter(cursor: Cursor, old: TableResource, new: TableResource, changed: Schema) -> None:
-    """Adds columns to a DuckDB table or widens those that it has.
+    """Adds columns to a DuckDB table or widens existing ones.
 
     Args:
-        old: the table as it is.
+        old: the table before the change.
         new: the table with its new schema.
-        changed: the fields of `new` that differ.
+        changed: fields of `new` that differ.
 
     Raises:
-        InvalidError: a row does not fit.
+        InvalidError: a row does not match.
     """
     if old.view_query is None and not old.schema and new.schema:
-        # Its first fields, which may be REQUIRED, as there are no rows.
+        # Its first fields, which may be REQUIRED because there are no rows.
         rebuild(cursor, old, new, {})
         return
     if any(field.checks() for field in (*old.schema, *changed)):
-        # DuckDB neither adds a column with a CHECK nor changes one that has it.
+        # DuckDB can neither add a column with a CHECK nor change one.
         kept = {field.name.lower() for field in old.schema}
         same = {f.name: quoted(f.name) for f in new.schema if f.name.lower() in kept}
         rebuild(cursor, old, new, same)
@@ -89,17 +89,17 @@ def alter(cursor: Cursor, old: TableResource, new: TableResource, changed: Schem
 def rebuild(
     cursor: Cursor, old: TableResource, new: TableResource, sources: Mapping[str, str]
 ) -> None:
-    """Builds a DuckDB table anew, with its rows in their order.
+    """Rebuilds a DuckDB table with its rows in the same order.
 
     Args:
         cursor: a session in a transaction.
-        old: the table as it is.
+        old: the table before the change.
         new: the same table with another schema.
-        sources: by each new column's name DuckDB's SQL over the old columns. A column without one
-            is NULL, or an empty array.
+        sources: by column name, DuckDB's SQL over the old columns. A column without SQL is NULL, or
+            an empty array.
 
     Raises:
-        InvalidError: a row does not fit.
+        InvalidError: a row does not match.
     """
     values = dict(sources)
     if new.has_partition_time:
@@ -119,10 +119,10 @@ def rebuild(
 
 @contextmanager
 def accepted() -> Iterator[None]:
-    """Turns DuckDB's refusals of rows into the service's.
+    """Converts DuckDB's errors about rows to the service's.
 
     Raises:
-        InvalidError: a value is NULL, outside its type's limits or of another type.
+        InvalidError: a value is NULL, exceeds its type's limits or has another type.
     """
     try:
         yield
@@ -131,7 +131,7 @@ def accepted() -> Iterator[None]:
 
 
 def refusal(error: duckdb.Error) -> str:
-    """Returns why a row was refused, with the name of its column."""
+    """Returns why a row was refused, with the column's name."""
     text = str(error).split("\n")[0]
     if match := _NOT_NULL.search(text):
         return f"Required field {match.group(1)} cannot be null"

@@ -1,6 +1,6 @@
-"""Rows on their way in: each field of a JSON object checked against the schema, by name and mode.
+"""Checks incoming rows: each field of a JSON object against the schema, by name and mode.
 
-Used by insertAll and load jobs. The single values are read in `values`.
+Used by insertAll and load jobs. Single values are checked in `values`.
 """
 
 from typing import Any
@@ -15,12 +15,13 @@ from bigquery_emulator.tables.values import (
 
 
 class RowReader:
-    """Reads rows of one schema.
+    """Reads rows with a schema.
 
     Args:
-        ignores_unknown: True if fields that the schema has not are dropped.
-        takes_json: True if a JSON column takes any JSON value (a load), not only text (insertAll).
-        path: the RECORD that the fields belong to, with a dot at its end.
+        ignores_unknown: True to drop fields that are not in the schema.
+        takes_json: True if a JSON column accepts any JSON value (a load), not only strings
+            (insertAll).
+        path: the RECORD that contains the fields, ending with a dot.
     """
 
     def __init__(
@@ -37,13 +38,13 @@ class RowReader:
         }
 
     def canonical(self, row: Json) -> Json:
-        """Returns a row with canonical values under the schema's names, every field present.
+        """Returns a row of canonical values under the schema's names, with every field present.
 
         Args:
-            row: a JSON object. Names match in any case.
+            row: a JSON object. Names are not case-sensitive.
 
         Raises:
-            BadValueError: at the first field that does not fit.
+            BadValueError: a field does not match.
         """
         found: Json = {}
         for name, value in row.items():

@@ -1,4 +1,4 @@
-"""The types of the fields of Dataset and Table resources, and of what jobs share with them.
+"""Field types of Dataset and Table resources, and parts that jobs share with them.
 
 Source: https://cloud.google.com/bigquery/docs/reference/rest/v2/tables#Table.
 """
@@ -13,7 +13,7 @@ from bigquery_emulator.tables.fields import NOT_SET, Fields, Int64, Milliseconds
 
 
 class DatasetReference(Fields):
-    """The name of a data set."""
+    """The name of a dataset."""
 
     dataset_id: str
     project_id: str | msgspec.UnsetType = NOT_SET
@@ -57,7 +57,7 @@ class SchemaFields(Fields):
 
 
 class TimePartitioning(Fields):
-    """How a table is cut by time."""
+    """The partitioning of a table by time."""
 
     type: str | msgspec.UnsetType = NOT_SET
     field: str | msgspec.UnsetType = NOT_SET
@@ -72,14 +72,14 @@ class _Range(Fields):
 
 
 class RangePartitioning(Fields):
-    """How a table is cut by an integer."""
+    """The partitioning of a table by integer range."""
 
     field: str
     range: _Range | msgspec.UnsetType = NOT_SET
 
 
 class Clustering(Fields):
-    """How the rows of a table are sorted."""
+    """The sort order of a table's rows."""
 
     fields: list[str] | msgspec.UnsetType = NOT_SET
 
@@ -96,7 +96,7 @@ class _Resource(Fields):
 
 
 class DatasetFields(_Resource):
-    """What is kept of a Dataset resource."""
+    """The stored fields of a Dataset resource."""
 
     location: str | msgspec.UnsetType = NOT_SET
     access: list[dict[str, Any]] | msgspec.UnsetType = NOT_SET
@@ -108,7 +108,7 @@ class DatasetFields(_Resource):
 
 
 class TableFields(_Resource):
-    """What is kept of a Table resource."""
+    """The stored fields of a Table resource."""
 
     expiration_time: Milliseconds | msgspec.UnsetType = NOT_SET
     time_partitioning: TimePartitioning | msgspec.UnsetType = NOT_SET
@@ -129,12 +129,12 @@ class _TableName(Fields):
 
 
 class NewDataset(Fields):
-    """What names a new data set."""
+    """The name of a new dataset."""
 
     dataset_reference: DatasetReference
 
 
 class NewTable(Fields):
-    """What names a new table. Its data set is in the path."""
+    """The name of a new table. Its dataset is in the path."""
 
     table_reference: _TableName

@@ -1,6 +1,6 @@
-"""What the server knows of a data set and of a table or view, and how the API shows it.
+"""Data about a dataset, table or view, and its API representation.
 
-The catalog keeps these. A record is immutable. A change creates a new one.
+The catalog stores these records. They are immutable. A change creates a new one.
 """
 
 import base64
@@ -12,13 +12,13 @@ from typing import Any
 from bigquery_emulator.tables.schema import Json, Schema, quoted
 
 PARTITION_TIME = "_PARTITIONTIME"
-# No field can have this name. DuckDB has no table without columns, BigQuery has.
+# No field can have this name. Unlike BigQuery, DuckDB does not allow tables without columns.
 _NO_COLUMNS = "no columns"
 
 
 @dataclass(frozen=True)
 class DatasetKey:
-    """A data set's full name."""
+    """A dataset's full name."""
 
     project: str
     dataset_id: str
@@ -27,13 +27,12 @@ class DatasetKey:
         return f"{self.project}:{self.dataset_id}"
 
     def resource(self) -> Json:
-        """Returns the DatasetReference."""
         return {"projectId": self.project, "datasetId": self.dataset_id}
 
 
 @dataclass(frozen=True)
 class TableKey:
-    """A table's or view's full name."""
+    """The full name of a table or view."""
 
     project: str
     dataset_id: str
@@ -44,17 +43,15 @@ class TableKey:
 
     @property
     def dataset(self) -> DatasetKey:
-        """Its data set."""
         return DatasetKey(self.project, self.dataset_id)
 
     def resource(self) -> Json:
-        """Returns the TableReference."""
         return {"projectId": self.project, "datasetId": self.dataset_id, "tableId": self.table_id}
 
 
 @dataclass(frozen=True)
 class DatasetResource:
-    """A data set. `settings` are the fields of its resource that a user sets."""
+    """A dataset. `settings` are the fields of its resource that users set."""
 
     key: DatasetKey
     settings: Json
@@ -63,11 +60,11 @@ class DatasetResource:
 
     @property
     def etag(self) -> str:
-        """Changes with every change of the data set."""
+        """Changes with every change to the dataset."""
         return _etag(str(self.key), self.settings, self.modified_ms)
 
     def resource(self) -> Json:
-        """Returns the Dataset of the API."""
+        """Returns the API's Dataset resource."""
         return {
             "kind": "bigquery#dataset",
             "id": str(self.key),
@@ -82,9 +79,9 @@ class DatasetResource:
 
 @dataclass(frozen=True)
 class Partitioning:
-    """How a table is cut into partitions. `field` is None for the time of ingestion.
+    """The partitioning of a table. `field` is None for ingestion time.
 
-    `start`, `end` and `interval` are those of partitions by range, whose unit is RANGE.
+    `start`, `end` and `interval` are set for partitions by range, whose unit is RANGE.
     """
 
     field: str | None
@@ -105,7 +102,7 @@ class Partitioning:
 class TableResource:
     """A table or a view.
 
-    `settings` are the fields of its resource that a user sets, without the schema.
+    `settings` are the fields of its resource that users set, without the schema.
     """
 
     key: TableKey
@@ -128,7 +125,7 @@ class TableResource:
 
     @property
     def partitioning(self) -> Partitioning | None:
-        """How the table is cut into partitions. None where it isn't."""
+        """The table's partitioning, or None."""
         time = self.settings.get("timePartitioning")
         required = bool(self.settings.get("requirePartitionFilter"))
         if time is not None:
@@ -149,12 +146,12 @@ class TableResource:
 
     @property
     def has_partition_time(self) -> bool:
-        """True if rows carry the time of ingestion in a column of their own."""
+        """True if rows store their ingestion time in a separate column."""
         return self.partitioning is not None and self.partitioning.field is None
 
     @property
     def etag(self) -> str:
-        """Changes with every change of the table's settings or schema."""
+        """Changes with every change to the table's settings or schema."""
         return _etag(
             str(self.key), [self.settings, [f.resource() for f in self.schema]], self.modified_ms
         )
@@ -173,7 +170,6 @@ class TableResource:
         return ", ".join(columns or [f"{quoted(_NO_COLUMNS)} BOOLEAN"])
 
     def short_resource(self) -> Json:
-        """Returns the entry of tables.list."""
         kept = (
             "friendlyName",
             "labels",
@@ -195,11 +191,11 @@ class TableResource:
         return found
 
     def resource(self, rows: int, size_bytes: int, location: str) -> Json:
-        """Returns the Table of the API.
+        """Returns the API's Table resource.
 
         Args:
-            rows: the number of rows now.
-            location: that of the data set.
+            rows: current number of rows.
+            location: location of the dataset.
         """
         return {
             **self.short_resource(),

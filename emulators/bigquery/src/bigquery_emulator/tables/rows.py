@@ -1,7 +1,7 @@
-"""Rows in and out of DuckDB: inserting canonical rows, reading pages in the API's wire form.
+"""Moves rows in and out of DuckDB: inserts canonical rows, reads pages in the API's wire format.
 
-The wire form is `{"f": [{"v": ...}]}` with every scalar as text.
-Source: https://docs.cloud.google.com/bigquery/docs/reference/rest/v2/tabledata/list
+The wire format is `{"f": [{"v": ...}]}` with every scalar as text. Source:
+https://docs.cloud.google.com/bigquery/docs/reference/rest/v2/tabledata/list
 """
 
 import base64
@@ -32,8 +32,7 @@ def insert_rows(
     """Inserts rows in one statement, which is many times faster than one by one.
 
     Args:
-        rows: canonical rows (bigquery_emulator/tables/values.py).
-        partition_time: DuckDB's SQL for the rows' time of ingestion. None is now.
+        partition_time: DuckDB's SQL for the rows' ingestion time. None: now.
     """
     structure = json.dumps([{field.name: _structure(field) for field in schema}])
     names = ", ".join(quoted(field.name) for field in schema)
@@ -53,7 +52,7 @@ def _structure(field: Field) -> Any:
     if field.type == "RECORD":
         inner: Any = {nested.name: _structure(nested) for nested in field.fields}
     else:
-        # BYTES come as text and are read by the cast, which knows the escapes.
+        # BYTES are strings here, converted by the cast, which knows the escapes.
         inner = "VARCHAR" if field.type == "BYTES" else field.element_type
     return [inner] if field.mode == "REPEATED" else inner
 
@@ -61,19 +60,22 @@ def _structure(field: Field) -> Any:
 def read_rows(
     cursor: Cursor, physical: str, schema: Schema, start: int, count: int, is_micros: bool
 ) -> list[Json]:
-    """Returns a page of rows in the wire form, in the order in which they were written.
+    """Returns a page of rows in the wire format, in the order in which they were written.
 
     Args:
         start: the first row, from 0.
-        count: the most rows.
-        is_micros: True if a TIMESTAMP is whole microseconds, or seconds as a float.
+        count: maximum number of rows.
+        is_micros: True if a TIMESTAMP is whole microseconds instead of seconds as a float.
     """
     page = f"{physical} ORDER BY rowid LIMIT {int(count)} OFFSET {int(start)}"
     return _read(cursor, page, schema, is_micros)
 
 
 def read_all_rows(cursor: Cursor, physical: str, schema: Schema, is_micros: bool) -> list[Json]:
-    """As `read_rows`, for a whole table. DuckDB keeps the order by itself then, and is faster."""
+    """Like `read_rows`, for a whole table.
+
+    In this case DuckDB keeps the order by itself, and is faster.
+    """
     return _read(cursor, physical, schema, is_micros)
 
 
@@ -87,14 +89,14 @@ def _read(cursor: Cursor, source: str, schema: Schema, is_micros: bool) -> list[
 
 
 def readable_columns(schema: Schema, names: Sequence[str]) -> str:
-    """Returns DuckDB's SQL of columns whose values its Python client can give.
+    """Returns DuckDB's SQL for columns, in types that its Python client can return.
 
     Args:
-        schema: the fields of the columns.
-        names: of the columns, quoted where they need it.
+        schema: fields of the columns.
+        names: column names, quoted where necessary.
     """
     return ", ".join(
-        # The client needs pytz for a TIMESTAMPTZ. The same moment without a zone needs nothing.
+        # The client needs pytz for a TIMESTAMPTZ. The same time without a zone does not.
         f"CAST(CAST({name} AS {field.duckdb_type}) AS {plain})"
         if (plain := field.duckdb_type.replace("TIMESTAMP WITH TIME ZONE", "TIMESTAMP"))
         != field.duckdb_type
@@ -104,13 +106,13 @@ def readable_columns(schema: Schema, names: Sequence[str]) -> str:
 
 
 def wire_rows(schema: Schema, values: Sequence[tuple[Any, ...]], is_micros: bool) -> list[Json]:
-    """Returns rows in the wire form.
+    """Returns rows in the wire format.
 
     Args:
-        values: what DuckDB's Python client gave for `readable_columns`, row by row.
+        values: values returned by DuckDB's Python client for `readable_columns`, row by row.
         is_micros: see `read_rows`.
     """
-    # Column by column, because the choice of how a type is written is made once then.
+    # Column by column, so that the format of a type is selected only once.
     columns_found = zip(*values, strict=True)
     written = [
         _wire_column(field, column, is_micros)
@@ -120,7 +122,7 @@ def wire_rows(schema: Schema, values: Sequence[tuple[Any, ...]], is_micros: bool
 
 
 def _wire_column(field: Field, values: Sequence[Any], is_micros: bool) -> list[Any]:
-    """The values of one column in the wire form."""
+    """Returns the values of a column in the wire format."""
     text = _TEXTS.get(field.type) if field.mode != "REPEATED" else None
     if text is None:
         return [wire_value(field, value, is_micros) for value in values]
@@ -128,10 +130,10 @@ def _wire_column(field: Field, values: Sequence[Any], is_micros: bool) -> list[A
 
 
 def wire_value(field: Field, value: Any, is_micros: bool) -> Any:
-    """Returns one value in the wire form.
+    """Returns a value in the wire format.
 
     Args:
-        value: what DuckDB's Python client gave.
+        value: value returned by DuckDB's Python client.
         is_micros: see `read_rows`.
     """
     if field.mode == "REPEATED":
@@ -143,7 +145,7 @@ def _single(field: Field, value: Any, is_micros: bool) -> Any:
     if value is None:
         return None
     if isinstance(value, str) and field.type in ("TIMESTAMP", "DATETIME", "DATE"):
-        # DuckDB has times that neither Python nor BigQuery has, and gives them as text.
+        # DuckDB has times that neither Python nor BigQuery supports, and returns them as strings.
         raise InvalidQueryError(f"Field {field.name}: {value} is out of the range of {field.type}")
     if field.type == "RECORD":
         parts = value.values() if isinstance(value, dict) else value
@@ -181,7 +183,7 @@ _TEXTS: dict[str, Callable[[Any], str]] = {
     "INTEGER": str,
     "FLOAT": _float_text,
 }
-"""How types are written whose values need no further look."""
+"""How to write types whose values need no further checks."""
 
 
 def _timestamp_text(value: datetime, is_micros: bool) -> str:
@@ -199,7 +201,7 @@ def _numeric_text(value: Decimal) -> str:
 
 
 def size_sql(schema: Schema) -> str:
-    """Returns the SQL for a row's logical size in bytes, as BigQuery counts it for billing.
+    """Returns SQL for a row's logical size in bytes, as BigQuery counts it for billing.
 
     Source:
         https://docs.cloud.google.com/bigquery/docs/reference/standard-sql/data-types#data_type_sizes
@@ -211,7 +213,7 @@ def _size(name: str, field: Field) -> str:
     if field.mode == "REPEATED":
         if field.type in _WIDTHS:
             return f"coalesce(len({name}) * {_WIDTHS[field.type]}, 0)"
-        # Text of unknown length inside an array or a record: its JSON is close.
+        # A string of unknown length inside an array or a record: the size of its JSON is close.
         return f"coalesce(strlen(CAST(to_json({name}) AS VARCHAR)), 0)"
     if field.type == "RECORD":
         return f"coalesce(strlen(CAST(to_json({name}) AS VARCHAR)), 0)"

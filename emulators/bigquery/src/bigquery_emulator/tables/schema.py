@@ -1,4 +1,4 @@
-"""Table schemas: the fields that the API speaks of, and the DuckDB types they are kept in.
+"""Table schemas: the API's fields, and the DuckDB types that store them.
 
 Used by everything that reads or writes a table. NUMERIC is DECIMAL(38, 9). A TIMESTAMP is a
 TIMESTAMPTZ in the session's zone, UTC. A DATETIME is a plain TIMESTAMP.
@@ -27,7 +27,7 @@ _DUCKDB_TYPES = {
     "NUMERIC": "DECIMAL(38,9)",
     "JSON": "JSON",
 }
-# The API takes the names of both SQL dialects and answers with the older ones.
+# The API accepts type names of both SQL dialects and returns the older ones.
 _TYPE_NAMES = {
     **{name: name for name in (*_DUCKDB_TYPES, "RECORD")},
     "INT64": "INTEGER",
@@ -49,7 +49,7 @@ _RESULT_TYPES = {
     "UINTEGER": "INTEGER",
     "UBIGINT": "INTEGER",
     "UHUGEINT": "INTEGER",
-    # GoogleSQL gives a bare NULL the type INT64.
+    # GoogleSQL assigns a bare NULL the type INT64.
     '"NULL"': "INTEGER",
     "FLOAT": "FLOAT",
     "DOUBLE": "FLOAT",
@@ -73,7 +73,7 @@ _UNSUPPORTED_KEYS = (
 
 @dataclass(frozen=True)
 class Field:
-    """One column, or one field of a RECORD."""
+    """A column, or a field of a RECORD."""
 
     name: str
     type: str
@@ -94,18 +94,17 @@ class Field:
 
     @property
     def element_type(self) -> str:
-        """DuckDB's type of one value, without the array of a REPEATED field."""
+        """DuckDB's type for a single value, without the array of a REPEATED field."""
         if self.type == "RECORD":
             return f"STRUCT({', '.join(f'{quoted(f.name)} {f.duckdb_type}' for f in self.fields)})"
         return _DUCKDB_TYPES[self.type]
 
     @property
     def duckdb_type(self) -> str:
-        """DuckDB's type of the column."""
         return self.element_type + ("[]" if self.mode == "REPEATED" else "")
 
     def checks(self, within: str = "") -> list[str]:
-        """DuckDB's conditions on the column's values, of its nested fields too."""
+        """Returns DuckDB's conditions on the column's values, including nested fields."""
         value = within + quoted(self.name)
         own = self.limits.check_sql(self.type, value)
         nested = [check for field in self.fields for check in field.checks(f"{value}.")]
@@ -116,16 +115,15 @@ Schema = tuple[Field, ...]
 
 
 def quoted(name: str) -> str:
-    """Returns a DuckDB identifier."""
     return '"' + name.replace('"', '""') + '"'
 
 
 def parse_schema(fields: Sequence[Json]) -> Schema:
-    """Reads the `schema.fields` of a request.
+    """Parses the `schema.fields` of a request.
 
     Raises:
-        InvalidError: for a name, type or mode that BigQuery refuses, or a name used twice.
-        UnsupportedError: for a type or an option that this server does not keep.
+        InvalidError: BigQuery refuses a name, type or mode, or a name is used twice.
+        UnsupportedError: this server does not support a type or an option.
     """
     found = tuple(_parse_field(field) for field in fields)
     names = [field.name.lower() for field in found]
@@ -176,8 +174,8 @@ def result_schema(columns: Sequence[tuple[str, Any]]) -> Schema:
 
     Raises:
         InvalidError: a name occurs twice.
-        UnsupportedError: for a type that BigQuery's results can't carry or this server does not
-            know.
+        UnsupportedError: BigQuery's results can't contain a type, or this server does not support
+            it.
     """
     seen: set[str] = set()
     for name, _ in columns:
@@ -214,17 +212,17 @@ def _result_field(name: str, kind: Any) -> Field:
 
 
 def widened(old: Schema, new: Schema, path: str = "") -> list[Field]:
-    """Checks that a table may go from one schema to another, as tables.update and loads allow it.
+    """Checks that a schema may replace another one in tables.update and loads.
 
     Args:
-        new: the wanted fields: all of the old ones, and maybe more.
-        path: the record that the fields belong to, for the message.
+        new: new fields: all of the old ones, and possibly more.
+        path: the record that contains the fields, for the message.
 
     Returns:
-        The columns of `new` whose DuckDB form differs from the old one or that are not there yet.
+        Columns of `new` that do not exist yet or whose DuckDB type differs.
 
     Raises:
-        InvalidError: where a field is missing, changes its type or becomes stricter.
+        InvalidError: a field is missing, changes its type or becomes stricter.
     """
     wanted = {field.name.lower(): field for field in new}
     changed: list[Field] = []
@@ -270,7 +268,7 @@ def _check_limits(old: Field, new: Field, path: str) -> None:
 
 
 def alterations(physical: str, field: Field, exists: bool) -> list[str]:
-    """The DuckDB statements that add a column to a physical table, or widen the one it has."""
+    """Returns the DuckDB statements that add a column to a physical table, or widen it."""
     name = quoted(field.name)
     if not exists:
         default = " DEFAULT []" if field.mode == "REPEATED" else ""

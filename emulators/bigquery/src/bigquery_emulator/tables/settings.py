@@ -1,4 +1,4 @@
-"""The settings of data sets and tables: which fields are kept, and how they are validated."""
+"""Settings of datasets and tables: the stored fields, and their validation."""
 
 from typing import Any
 
@@ -40,11 +40,11 @@ def merged(old: Json, patch: Json) -> Json:
 
 
 def given_schema(body: Json) -> Schema | None:
-    """Returns the schema that a Table resource gives, None where it gives none.
+    """Returns the schema in a Table resource, or None.
 
     Raises:
-        InvalidError: a field of it is not of its type, or can't be.
-        UnsupportedError: for a type or an option that this server does not keep.
+        InvalidError: a field has the wrong type or an invalid value. UnsupportedError: this server
+        does not support a type or an option.
     """
     if body.get("schema") is None:
         return None
@@ -53,10 +53,10 @@ def given_schema(body: Json) -> Schema | None:
 
 
 def given_view_query(body: Json) -> str | None:
-    """Returns the query of the view that a Table resource gives, None where it gives none.
+    """Returns the view's query in a Table resource, or None.
 
     Raises:
-        InvalidError: a field of it is not of its type.
+        InvalidError: a field has the wrong type.
     """
     found = read_fields({"view": body.get("view")}, ViewFields)
     return found.get("view", {}).get("query") or None
@@ -66,8 +66,7 @@ def dataset_settings(body: Json) -> Json:
     """Returns the stored fields of a Dataset resource.
 
     Raises:
-        InvalidError: a field is not of its type.
-        UnsupportedError: names that do not differ by case.
+        InvalidError: a field has the wrong type. UnsupportedError: case-insensitive names.
     """
     found = read_fields(body, DatasetFields)
     if found.get("isCaseInsensitive"):
@@ -79,8 +78,8 @@ def table_settings(schema: Schema, body: Json, dataset: DatasetResource, created
     """Returns the stored fields of a Table resource.
 
     Args:
-        dataset: the data set that contains it. Its defaults apply.
-        created_ms: when the table was made, for the default expiration.
+        dataset: dataset that contains it. Its defaults apply.
+        created_ms: time when the table was created, for the default expiration.
 
     Raises:
         InvalidError: a field is not of its type, or partitioning or clustering names no fitting
@@ -99,7 +98,7 @@ def table_settings(schema: Schema, body: Json, dataset: DatasetResource, created
         found["expirationTime"] = str(created_ms + int(default_ms))
     if "timePartitioning" in found:
         found["timePartitioning"] = _time_partitioning(schema, found["timePartitioning"], dataset)
-        # Older callers write the filter's flag inside the partitioning.
+        # Older clients write the filter flag inside the partitioning.
         if found["timePartitioning"].pop("requirePartitionFilter", False):
             found["requirePartitionFilter"] = True
     if "rangePartitioning" in found:
@@ -112,10 +111,10 @@ def table_settings(schema: Schema, body: Json, dataset: DatasetResource, created
 
 
 def check_same_kind(old: TableResource, settings: Json) -> None:
-    """Refuses settings that would make a view of a table, or change when rows were ingested.
+    """Refuses settings that would turn a table into a view, or change when rows were ingested.
 
     Raises:
-        InvalidError: they do.
+        InvalidError: the settings are refused.
     """
     if (old.view_query is not None) != ("view" in settings):
         raise InvalidError(f"Invalid value for view: {old.key} can't change between table and view")
@@ -148,7 +147,7 @@ def _time_partitioning(schema: Schema, partitioning: Json, dataset: DatasetResou
     if default_ms is not None and found.get("expirationMs") is None:
         found["expirationMs"] = str(default_ms)
     if found.get("expirationMs") in (None, "0"):
-        # Zero is no expiration, as an empty field is.
+        # Zero means no expiration, like an empty field.
         found.pop("expirationMs", None)
     if found.get("field"):
         _check_field(schema, found["field"], _PARTITION_TYPES, "time partitioning")

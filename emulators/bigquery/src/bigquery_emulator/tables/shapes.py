@@ -1,4 +1,4 @@
-"""What keeps streamed rows and changes of the tables that they go to apart."""
+"""Keeps streamed rows apart from changes to their tables."""
 
 import threading
 import time
@@ -14,12 +14,12 @@ _LONGEST_WAIT_S = 60.0
 
 
 class Shapes:
-    """Which tables take rows, and which are altered, replaced or removed.
+    """Tracks which tables are receiving rows, and which are being altered, replaced or removed.
 
-    A row that is added while its table is built anew would be missing there.
+    A row added while its table is being rebuilt would be lost.
 
     Args:
-        patience_s: how long rows wait for a change of their table, from its begin.
+        patience_s: how long rows wait for a change to their table, counted from its start.
     """
 
     def __init__(self, patience_s: float = _PATIENCE_S) -> None:
@@ -27,17 +27,17 @@ class Shapes:
         self._is_free = threading.Condition()
         self._adding: Counter[TableKey] = Counter()
         self._since_s: dict[TableKey, float] = {}
-        """When the change of a table began."""
+        """Start time of a table's change."""
 
     @contextmanager
     def adding(self, key: TableKey) -> Iterator[None]:
-        """Keeps a table as it is while rows are added, for the length of a `with` block.
+        """Prevents changes to a table while rows are added, during a `with` block.
 
-        All rows that come share one thread. So the wait counts from the begin of the change: rows
-        of other tables wait that long at most, however many requests of this table come.
+        All incoming rows share one thread. So the wait is counted from the start of the change:
+        rows for other tables wait at most that long, however many requests for this table arrive.
 
         Raises:
-            UnavailableError: the change takes longer. The rows are worth a retry.
+            UnavailableError: the change takes longer. The rows can be sent again.
         """
         with self._is_free:
             while (since_s := self._since_s.get(key)) is not None:
@@ -51,12 +51,12 @@ class Shapes:
         finally:
             with self._is_free:
                 self._adding[key] -= 1
-                self._adding += Counter()  # forgets those at 0
+                self._adding += Counter()  # drops counts of 0
                 self._is_free.notify_all()
 
     @contextmanager
     def changing(self, key: TableKey) -> Iterator[None]:
-        """Keeps rows from a table for the length of a `with` block. There is one writer.
+        """Keeps rows out of a table during a `with` block. There is only one writer.
 
         Raises:
             BusyError: rows were being added for a minute.

@@ -1,6 +1,6 @@
-"""How data sets and tables are kept in the database, beside the rows.
+"""Stores datasets and tables in the database, alongside the rows.
 
-The catalog calls it, in its own transactions.
+The catalog calls it in its own transactions.
 """
 
 import json
@@ -41,7 +41,7 @@ CREATE SEQUENCE IF NOT EXISTS data.main.table_numbers;
 def load(
     cursor: Cursor,
 ) -> tuple[dict[DatasetKey, DatasetResource], dict[TableKey, TableResource]]:
-    """Returns what an earlier run left in the database, which is set up if it is new."""
+    """Returns the catalog left by an earlier run in the database, which is set up if new."""
     cursor.execute(_SETUP)
     datasets, tables = {}, {}
     for project, name, settings, created_ms, modified_ms in cursor.execute(
@@ -79,7 +79,7 @@ def _schema(fields: Any) -> Schema:
 
 @contextmanager
 def _left_out(key: DatasetKey | TableKey) -> Iterator[None]:
-    """Says which record can't be read, and goes on. It stays in the file."""
+    """Logs which record can't be read, and continues. The record stays in the file."""
     try:
         yield
     except (ServiceError, ValueError, TypeError, KeyError, AttributeError, duckdb.Error) as error:
@@ -88,7 +88,7 @@ def _left_out(key: DatasetKey | TableKey) -> Iterator[None]:
 
 
 def keep_dataset(cursor: Cursor, dataset: DatasetResource) -> None:
-    """Writes a new or changed data set."""
+    """Writes a new or changed dataset."""
     key = dataset.key
     cursor.execute(
         "INSERT OR REPLACE INTO data.main.datasets VALUES (?, ?, ?, ?, ?)",
@@ -100,7 +100,7 @@ def keep_dataset(cursor: Cursor, dataset: DatasetResource) -> None:
 
 
 def drop_dataset(cursor: Cursor, key: DatasetKey) -> None:
-    """Removes a data set, which has no tables."""
+    """Deletes a dataset, which has no tables."""
     cursor.execute(
         "DELETE FROM data.main.datasets WHERE project = ? AND dataset_id = ?",
         [key.project, key.dataset_id],

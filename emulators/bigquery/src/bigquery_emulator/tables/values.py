@@ -1,7 +1,7 @@
-r"""Incoming values: checks them against a field's type and writes them for DuckDB.
+r"""Checks incoming values against a field's type and converts them for DuckDB.
 
-Used by insertAll, load jobs and query parameters. A canonical value is what `from_json` of DuckDB
-turns into the column's type: text for most types, `\xNN` pairs for BYTES, lists and objects for
+Used by insertAll, load jobs and query parameters. DuckDB's `from_json` converts a canonical value
+to the column's type: a string for most types, `\xNN` pairs for BYTES, lists and objects for
 REPEATED and RECORD. Source:
 https://docs.cloud.google.com/bigquery/docs/loading-data-cloud-storage-json#details_of_loading_json_data
 """
@@ -36,10 +36,10 @@ _NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 
 
 class BadValueError(Exception):
-    """A value does not fit its field. The message is the service's."""
+    """A value does not match its field. The message is worded like the service's."""
 
     def __init__(self, location: str, message: str) -> None:
-        # It may quote half of a surrogate pair, which no response can carry.
+        # It may quote an unpaired surrogate, which no response can carry.
         self.location, self.message = (
             text.encode("utf-8", "replace").decode() for text in (location, message)
         )
@@ -47,30 +47,30 @@ class BadValueError(Exception):
 
 
 def canonical_scalar(kind: str, value: Any, path: str = "") -> Any:
-    """Returns one canonical value of a scalar type.
+    """Returns a scalar as a canonical value.
 
     Args:
-        kind: the type's name in a schema, such as INTEGER.
-        value: text or another JSON scalar. None stays None.
-        path: the field that it is for, named in the error.
+        kind: name of the type in a schema, such as INTEGER.
+        value: a string or another JSON scalar. None stays None.
+        path: name of its field for the error.
 
     Raises:
-        BadValueError: where it does not fit.
+        BadValueError: the value does not match.
     """
     return None if value is None else _SCALARS[kind](value, path)
 
 
 def read_row(text: str | bytes) -> Any:
-    """Returns the JSON value of a row that comes in, or of a request with rows.
+    """Parses the JSON value of an incoming row, or of a request with rows.
 
     Raises:
-        ValueError: it is no JSON, as a bare NaN or Infinity and a number beyond FLOAT64 are none.
+        ValueError: it is not valid JSON. NaN, Infinity and numbers beyond FLOAT64 are not.
     """
     return json.loads(text, parse_constant=_no_number, parse_float=_finite)
 
 
 def _no_number(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON value")
+    raise ValueError(f"{name} is not a JSON value")
 
 
 def _finite(text: str) -> float:
@@ -81,7 +81,7 @@ def _finite(text: str) -> float:
 
 
 def shown(value: Any) -> str:
-    """Returns a JSON value as messages show it."""
+    """Returns a JSON value for use in messages."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
@@ -166,10 +166,11 @@ def _json(value: Any, path: str) -> msgspec.Raw:
 
 
 def canonical_json(value: Any) -> msgspec.Raw:
-    """Returns a JSON value of a JSON column, as GoogleSQL writes it."""
-    # Written here: an integer of any size is JSON, and the encoder of rows refuses large ones.
+    """Returns the value of a JSON column in GoogleSQL's format."""
+    # Encoded here, because JSON integers may have any size, and the encoder of rows refuses large
+    # ones.
     text = write_json(value)
-    # Half of a surrogate pair is written as its escape, which DuckDB refuses.
+    # An unpaired surrogate is written as its escape, which DuckDB refuses.
     return msgspec.Raw(text.encode("utf-8", "backslashreplace"))
 
 

@@ -1,4 +1,5 @@
-"""Functions of GoogleSQL that are written in Python, since neither DuckDB nor SQL has them.
+"""GoogleSQL functions written in Python, because neither DuckDB nor SQL has them.
 
-Each takes 5 to 10 µs a row, some fifty times what DuckDB's own take, and holds Python's lock.
+Each takes 5 to 10 µs per row, about fifty times as long as DuckDB's own functions, and holds
+Python's lock.
 """

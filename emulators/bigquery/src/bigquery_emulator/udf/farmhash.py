@@ -124,7 +124,7 @@ def _round(
     mul: int,
     nine: int,
 ) -> tuple[int, int, int, tuple[int, int], tuple[int, int]]:
-    """64 bytes more. The last ones have a factor of 9 in two places."""
+    """Adds 64 bytes. The last 64 bytes use a factor of 9 in two places."""
     x = _rotate(x + y + v[0] + _fetch(data, at + 8), 37) * mul & _MASK
     y = _rotate(y + v[1] + _fetch(data, at + 48), 42) * mul & _MASK
     x ^= w[1] * nine & _MASK

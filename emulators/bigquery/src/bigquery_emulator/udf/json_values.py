@@ -1,4 +1,4 @@
-"""JSON as GoogleSQL keeps it: names of an object are sorted, and the first of equal ones counts.
+"""JSON as stored by GoogleSQL: an object's names are sorted, and the first of equal names counts.
 
 Source: https://cloud.google.com/bigquery/docs/reference/standard-sql/data-types#json_type
 """
@@ -13,16 +13,16 @@ from typing import Any
 _STEP = re.compile(r'\.([A-Za-z_]\w*)|\."([^"\\]+)"|\[(\d{1,6})\]', re.ASCII)
 _ODD_NAME = re.compile(r'[."\\]')
 _MOST_ELEMENTS = 100_000
-"""Of an array that is filled up to a place."""
+"""Maximum length of an array that is filled up to an index."""
 
 Step = str | int
 
 
 def read_json(text: str) -> Any:
-    """Returns the value of a JSON text. Of equal names in an object the first counts.
+    """Parses a JSON text. The first of equal names in an object counts.
 
     Raises:
-        ValueError: it is no JSON, as NaN is none, or is nested too deep.
+        ValueError: it is not valid JSON (NaN is not), or is nested too deeply.
     """
     try:
         return json.loads(text, object_pairs_hook=_firsts, parse_constant=_no_constant)
@@ -38,39 +38,38 @@ def _firsts(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON value")
+    raise ValueError(f"{name} is not a JSON value")
 
 
 def write_json(value: Any) -> str:
-    """Returns a value as GoogleSQL writes it. Code points sort as the bytes of UTF-8 do."""
+    """Returns a value in GoogleSQL's format. Code points sort in the same order as UTF-8 bytes."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), sort_keys=True)
 
 
 def canonical(text: str) -> str:
-    """Returns a JSON text as GoogleSQL would write it.
+    """Returns a JSON text in GoogleSQL's format.
 
     Raises:
-        ValueError: it is no JSON.
+        ValueError: it is not valid JSON.
     """
     return write_json(read_json(text))
 
 
 def pretty(text: str) -> str:
-    """Returns a JSON text with a line for each value, as TO_JSON_STRING writes it if asked to."""
+    """Returns a JSON text with a line per value, as TO_JSON_STRING can write it."""
     return json.dumps(read_json(text), ensure_ascii=False, indent=2, sort_keys=True)
 
 
 def keys(text: str, depth: int, mode: str) -> list[str]:
-    """Returns the paths of the names in a JSON text, sorted, each once: JSON_KEYS.
+    """Returns the paths of the names in a JSON text, sorted and unique: JSON_KEYS.
 
     Args:
-        text: the JSON.
-        depth: how many names a path has at most.
-        mode: `strict` for objects in objects only, `lax` for those in an array, and
-            `lax recursive` for those in arrays of arrays.
+        depth: maximum number of names in a path.
+        mode: `strict` for objects nested in objects, `lax` also for objects in an array, and `lax
+            recursive` also for objects in nested arrays.
 
     Raises:
-        ValueError: the depth is not above 0, or the mode is none of these.
+        ValueError: the depth is not positive, or the mode does not exist.
     """
     if depth < 1:
         raise ValueError("bq: max_depth must be positive.")
@@ -94,7 +93,7 @@ def _paths(value: Any, before: str, depth: int, mode: str, *, is_in_array: bool)
 
 
 def is_path(path: str) -> bool:
-    """True if a path is one of names and places, as `$.a."b c"[0]`."""
+    """True if a path consists of names and indexes, such as `$.a."b c"[0]`."""
     return path.startswith("$") and not _STEP.sub("", path[1:])
 
 
@@ -106,13 +105,12 @@ def _steps(path: str) -> list[Step]:
 
 
 def changed(text: str, path: str, value: str, creates: bool) -> str:
-    """Returns a JSON text with another value at a path: JSON_SET.
+    """Returns a JSON text with a value replaced at a path: JSON_SET.
 
     Args:
-        text: the JSON.
         path: see `is_path`.
-        value: the JSON text of the value.
-        creates: True if what is missing on the way is made.
+        value: JSON text of the value.
+        creates: True to create missing parents.
     """
     root = [read_json(text)]
     _put(root, [0, *_steps(path)], read_json(value), creates)
@@ -120,7 +118,7 @@ def changed(text: str, path: str, value: str, creates: bool) -> str:
 
 
 def _put(place: Any, steps: list[Step], value: Any, creates: bool) -> None:
-    """Puts a value where the steps lead to. Nothing changes if there is another kind of value."""
+    """Sets a value at the end of a path. Does nothing if another kind of value is in the way."""
     step, *rest = steps
     if isinstance(step, int):
         if not isinstance(place, list) or (step >= len(place) and not creates):
@@ -141,7 +139,7 @@ def _put(place: Any, steps: list[Step], value: Any, creates: bool) -> None:
 
 
 def removed(text: str, path: str) -> str:
-    """Returns a JSON text without what is at a path: JSON_REMOVE."""
+    """Returns a JSON text without the value at a path: JSON_REMOVE."""
     root = read_json(text)
     *steps, last = _steps(path)
     place = root

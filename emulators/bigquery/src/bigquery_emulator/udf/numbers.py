@@ -1,4 +1,4 @@
-"""NUMERIC where DuckDB's DECIMAL goes through a DOUBLE, or has no such form."""
+"""NUMERIC functions for which DuckDB's DECIMAL would use a DOUBLE, or has no equivalent."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _MODES = {"ROUND_HALF_AWAY_FROM_ZERO": ROUND_HALF_UP, "ROUND_HALF_EVEN": ROUND_H
 
 
 def round_numeric(value: Decimal, digits: int, mode: str) -> Decimal:
-    """Returns a NUMERIC rounded to a number of digits behind the point, or before it if below 0.
+    """Returns a NUMERIC rounded to this many digits after the point, or before it if negative.
 
     Raises:
-        ValueError: the mode is none, or the result has 30 digits before the point.
+        ValueError: the mode does not exist, or the result has 30 digits before the point.
     """
     if mode not in _MODES:
         raise ValueError(f"bq: Invalid rounding mode: {mode}")
@@ -28,10 +28,10 @@ def round_numeric(value: Decimal, digits: int, mode: str) -> Decimal:
 
 
 def format_numeric(form: str, value: Decimal) -> str:
-    """Returns a NUMERIC by a form of FORMAT, such as `%10.2f`. A half is rounded away from zero.
+    """Formats a NUMERIC with a form of FORMAT, such as `%10.2f`. Halves are rounded away from zero.
 
     Raises:
-        ValueError: more digits are asked for than there is use for.
+        ValueError: too many digits are requested.
     """
     found = _FORM.fullmatch(form)
     assert found is not None, form

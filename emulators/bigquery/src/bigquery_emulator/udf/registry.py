@@ -1,4 +1,4 @@
-"""Registers the functions in a DuckDB database, for the macros and the translations."""
+"""Registers the functions in a DuckDB database, for macros and translations."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _FUNCTIONS: dict[str, tuple[Callable[..., Any], list[str], str]] = {
     "bq_format_numeric": (format_numeric, ["VARCHAR", _NUMERIC], "VARCHAR"),
     "bq_round_numeric": (round_numeric, [_NUMERIC, "BIGINT", "VARCHAR"], _NUMERIC),
 }
-"""By their names in DuckDB: the types of what they take and give. A NULL gives NULL."""
+"""Functions by DuckDB name, with the types of arguments and result. NULL in, NULL out."""
 
 
 def register(connection: Any) -> None:
-    """Makes the functions known to all sessions of a database."""
+    """Registers the functions for all sessions of a database."""
     for name, (function, takes, gives) in _FUNCTIONS.items():
         connection.create_function(name, function, takes, gives)
 
 
 def unregister(connection: Any) -> None:
-    """Lets go of them, which DuckDB otherwise complains about at the end of the process."""
+    """Unregisters them. Otherwise DuckDB complains at the end of the process."""
     for name in _FUNCTIONS:
         connection.remove_function(name)

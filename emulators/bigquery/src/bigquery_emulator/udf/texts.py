@@ -1,10 +1,10 @@
-"""Text as CONTAINS_SUBSTR compares it."""
+"""Normalizes text for comparison by CONTAINS_SUBSTR."""
 
 import unicodedata
 
 
 def folded(text: str) -> str:
-    """Returns a text in a form that is the same for texts that differ in case, or in their marks.
+    """Returns a form that is the same for texts that differ only in case or diacritics.
 
     Source: https://cloud.google.com/bigquery/docs/reference/standard-sql/string_functions#contains_substr
     """

@@ -1,4 +1,4 @@
-"""Writes the messages of one subscription into its BigQuery table, a batch at a time.
+"""Writes a subscription's messages to its BigQuery table, in batches.
 
 The loop is a consumer like a stream is, so leases, backoff, ordering and dead letters are the
 subscription's own. A batch that BigQuery does not answer is nacked, and so is a message that does
@@ -19,10 +19,10 @@ from pubsub_emulator.state.consumers import Consumer, Delivery
 from pubsub_emulator.state.subscription import SubscriptionState
 
 MOST_ROWS = 1000
-"""Rows of one insertAll."""
+"""Maximum rows per insertAll."""
 LINGER_S = 0.1
-"""How long messages wait for more of them. A request for each would cost BigQuery more."""
-# The backoff of push, which the service's documentation compares this one with.
+"""How long messages wait for others to join. One request each would cost BigQuery more."""
+# The same backoff as for push, to which the service's documentation compares it.
 SHORTEST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 60.0
 
@@ -30,10 +30,10 @@ _log = logging.getLogger(__name__)
 
 
 class BigQueryLoop:
-    """The loop of one subscription.
+    """The loop for a subscription.
 
     Args:
-        endpoint: URL of the BigQuery that has its table.
+        endpoint: URL of the BigQuery that contains its table.
     """
 
     def __init__(self, subscription: SubscriptionState, endpoint: str) -> None:
@@ -43,7 +43,7 @@ class BigQueryLoop:
         self._failures = 0
 
     async def run(self) -> None:
-        """Write batches, and wait for more messages, until the task is canceled."""
+        """Write batches and wait for more messages until the task is canceled."""
         woken = asyncio.Event()
         consumer = Consumer(woken.set, self._timeout_s)
         try:
@@ -67,7 +67,7 @@ class BigQueryLoop:
         return self._subscription.settings.ack_deadline_s
 
     async def _is_usable(self) -> bool:
-        """Look at the table, if that was not done or something was wrong. Shows the result."""
+        """Check the table, unless it was usable the last time. Publishes the result."""
         if self._columns is not None:
             return True
         try:
@@ -106,7 +106,7 @@ class BigQueryLoop:
         self._settle(deliveries, refused)
 
     def _rows_of(self, deliveries: Sequence[Delivery]) -> tuple[dict[int, Row], dict[int, str]]:
-        """Rows, and the reasons of messages that make none, by their place in `deliveries`."""
+        """Return rows, and the reasons for messages that yield none, by index in `deliveries`."""
         rows, refused = dict[int, Row](), dict[int, str]()
         config, path = self._subscription.proto.bigquery_config, self._subscription.path
         for place, delivery in enumerate(deliveries):

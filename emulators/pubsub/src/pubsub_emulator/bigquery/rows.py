@@ -1,4 +1,4 @@
-"""The row that a BigQuery subscription writes for a message.
+"""Converts a message to the row that a BigQuery subscription writes.
 
 Sources: https://cloud.google.com/pubsub/docs/bigquery and
     https://cloud.google.com/pubsub/docs/subscription-properties#bigquery
@@ -14,16 +14,16 @@ from pubsub_emulator.protos import BigQueryConfig, PubsubMessage
 
 Row = dict[str, Any]
 Column = Mapping[str, Any]
-"""A field of a table's schema, as `tables.get` shows it."""
+"""A field of a table's schema in the format of `tables.get`."""
 Columns = Mapping[str, Column]
-"""By name in lower case: BigQuery's names have no case."""
+"""By name in lower case, because BigQuery's names are not case-sensitive."""
 
 METADATA_COLUMNS = ("subscription_name", "message_id", "publish_time", "attributes")
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class RowRefused(Exception):
-    """A message does not fit its table. The text is the reason."""
+    """A message does not match its table. The text contains the reason."""
 
 
 def columns_of(schema: Mapping[str, Any]) -> Columns:
@@ -32,7 +32,7 @@ def columns_of(schema: Mapping[str, Any]) -> Columns:
 
 
 def missing_columns(config: BigQueryConfig, columns: Columns) -> list[str]:
-    """Return the columns that every row needs and that the table lacks."""
+    """Return columns that every row needs and the table lacks."""
     needed = () if config.use_table_schema else ("data",)
     metadata = METADATA_COLUMNS if config.write_metadata else ()
     return [name for name in (*needed, *metadata) if name not in columns]
@@ -41,10 +41,10 @@ def missing_columns(config: BigQueryConfig, columns: Columns) -> list[str]:
 def row_of(
     subscription_path: str, config: BigQueryConfig, columns: Columns, message: PubsubMessage
 ) -> Row:
-    """Return the row of a message in the JSON form of insertAll.
+    """Return a message's row in the JSON format of insertAll.
 
     Raises:
-        RowRefused: its data is not what the columns need.
+        RowRefused: its data does not match the columns.
     """
     row = (
         _fields_of(message.data, columns)
@@ -79,7 +79,7 @@ def _as_inserted(fields: Row, columns: Columns) -> Row:
 
 
 def _value(value: Any, column: Column | None) -> Any:
-    """Return a value as insertAll takes it, or as it is if that is for BigQuery to refuse."""
+    """Convert a value for insertAll. A value that BigQuery should refuse is unchanged."""
     if column is None or value is None:
         return value
     if column.get("mode") == "REPEATED" and isinstance(value, list):

@@ -1,4 +1,4 @@
-"""One table of a BigQuery that is reached over REST: its columns, and rows that are added to it.
+"""A BigQuery table accessed over REST: reads its columns, and adds rows.
 
 The service uses the Storage Write API. insertAll has the same effect here, and refuses single rows.
 Source: https://docs.cloud.google.com/bigquery/docs/reference/rest/v2/tabledata/insertAll
@@ -15,15 +15,15 @@ from pubsub_emulator.protos import BigQueryConfig
 
 _HEADERS = [("Content-Type", "application/json"), ("Accept", "application/json")]
 _PASSING_REASONS = frozenset({"rateLimitExceeded", "quotaExceeded"})
-"""Refusals with status 403 that end by themselves."""
+"""Refusals with status 403 that are temporary."""
 
 
 class TableUnavailable(Exception):
-    """BigQuery did not take the rows now. Worth a retry."""
+    """BigQuery did not accept the rows at this time. They can be sent again."""
 
 
 class TableUnusable(Exception):
-    """Nothing can be written to the table until a person changes something.
+    """Nothing can be written to the table until someone changes something.
 
     `state` is the name of the subscription's new `BigQueryConfig.State`.
     """
@@ -36,11 +36,11 @@ class TableUnusable(Exception):
 
 
 class BigQueryTable:
-    """The table of one subscription.
+    """A subscription's table.
 
     Args:
-        endpoint: URL of a BigQuery that asks for no credentials.
-        config: with the table's name and the treatment of unknown fields.
+        endpoint: URL of a BigQuery that requires no credentials.
+        config: the table's name, and how to handle unknown fields.
     """
 
     def __init__(self, endpoint: str, config: BigQueryConfig) -> None:
@@ -54,18 +54,18 @@ class BigQueryTable:
         """Return the table's columns.
 
         Raises:
-            TableUnusable: it does not exist, or we may not see it.
-            TableUnavailable: BigQuery did not answer.
+            TableUnusable: it does not exist, or access is denied. TableUnavailable: BigQuery did
+            not answer.
         """
         answer = await self._send("GET", self._path, b"")
         return columns_of(self._json(answer).get("schema", {}))
 
     async def insert(self, rows: Sequence[Row]) -> dict[int, str]:
-        """Add rows. Return the reason of each refused row, by its index in `rows`.
+        """Add rows. Return the reasons for refused rows, by index in `rows`.
 
         Raises:
-            TableUnusable: the table does not exist, or we may not write to it.
-            TableUnavailable: BigQuery did not answer. It may have taken rows.
+            TableUnusable: the table does not exist, or writing is denied. TableUnavailable:
+            BigQuery did not answer. It may have added rows.
         """
         body = {
             "skipInvalidRows": True,
@@ -80,12 +80,12 @@ class BigQueryTable:
             }
         if len(rows) == 1:
             return {0: _message(answer)}
-        half = len(rows) // 2  # the request is too large, or one row spoils it
+        half = len(rows) // 2  # the request is too large, or one row makes it fail
         first, second = await self.insert(rows[:half]), await self.insert(rows[half:])
         return first | {half + place: why for place, why in second.items()}
 
     def close(self) -> None:
-        """Drop the connection, if there is one."""
+        """Close the connection, if there is one."""
         self._connection.close()
 
     async def _send(self, method: str, target: str, body: bytes) -> HttpAnswer:

@@ -1,1 +1,1 @@
-"""The calls of the Pub/Sub API, one module for each resource."""
+"""The calls of the Pub/Sub API, one module per resource."""

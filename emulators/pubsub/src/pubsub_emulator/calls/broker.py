@@ -1,7 +1,7 @@
-"""The entry point to the state machine: every call of the API by its name.
+"""The entry point to the state machine: every API call by name.
 
-It has no gRPC and no event loop. Only `call`, the steps of a publish, the timers and
-`SubscriptionState.take` change the state, and each change goes to the journal.
+It uses neither gRPC nor an event loop. Only `call`, the steps of a publish, the timers and
+`SubscriptionState.take` change the state, and each change is written to the journal.
 """
 
 from collections.abc import Callable
@@ -24,14 +24,14 @@ DEFAULT_STORAGE_BYTES = 2 * 1024**3
 class Broker:
     """Topics, subscriptions, snapshots and schemas.
 
-    `topics` and `schemas` are for those who run the check of large messages in a thread.
+    `topics` and `schemas` are for callers that check large messages in a thread.
 
     Args:
-        now_s: the clock, in seconds since the epoch. It must never go back.
-        storage_bytes: the limit of the memory that messages take. A publish above it is refused
-            with RESOURCE_EXHAUSTED.
-        journal: receives each change. By default nothing outlives the process.
-        bigquery_endpoint: URL of the BigQuery that BigQuery subscriptions write to. Without it
+        now_s: the clock, in seconds since the epoch. It must never go backwards.
+        storage_bytes: memory limit for messages. A publish that exceeds it is refused with
+            RESOURCE_EXHAUSTED.
+        journal: receives each change. By default nothing survives the process.
+        bigquery_endpoint: URL of the BigQuery to which BigQuery subscriptions write. Without it
             they are refused.
     """
 
@@ -93,10 +93,10 @@ class Broker:
         }
 
     def call(self, name: str, request: Any) -> Any:
-        """Run one call of the API.
+        """Run an API call.
 
         Args:
-            name: as in `google.pubsub.v1`, for example `Publish`. Not Pull or StreamingPull.
+            name: name in `google.pubsub.v1`, for example `Publish`. Not Pull or StreamingPull.
             request: the raw protobuf request of that call. A Publish takes ownership of its
                 messages.
 
@@ -110,7 +110,7 @@ class Broker:
         return self._calls[name](request)
 
     def pullable(self, path: str) -> SubscriptionState:
-        """Return the subscription to `take` from.
+        """Return a subscription to `take` from.
 
         Raises `NotFound` or `FailedPrecondition` like a pull.
         """

@@ -1,4 +1,4 @@
-"""Pages of the list methods: sorted by name, continued by an opaque token."""
+"""Paging in list methods: sorted by name, continued with an opaque token."""
 
 import base64
 import binascii
@@ -16,12 +16,13 @@ Resource = TypeVar("Resource")
 def page_of(
     named: Iterable[tuple[str, Resource]], page_size: int, page_token: str
 ) -> tuple[list[Resource], str]:
-    """Return one page of `(name, resource)` pairs, sorted by name, and the next page's token or "".
+    """Return a page of `(name, resource)` pairs, sorted by name, and the next token or "".
 
-    A token says after which name to go on, so resources made or deleted meanwhile break nothing.
+    A token contains the name to continue after, so creating or deleting resources in between is
+    harmless.
 
     Raises:
-        InvalidArgument: a negative size, or a token that no list method gave out.
+        InvalidArgument: the size is negative, or the token is not from a list method.
     """
     if page_size < 0:
         raise InvalidArgument(

@@ -13,7 +13,7 @@ from pubsub_emulator.state.policy import StoredPolicy, check_policy, check_versi
 from pubsub_emulator.state.registry import Registry
 
 _NEVER_SET_ETAG = bytes([0, 0x20, 0x01])
-"""What the service shows, as base64 `ACAB`, where no policy was ever set."""
+"""The service's default etag in base64, `ACAB`, if no policy was ever set."""
 _ETAG_BYTES = 8
 _MAX_PERMISSIONS = 100
 _FIELDS = frozenset({"version", "bindings", "audit_configs", "etag"})
@@ -27,7 +27,7 @@ class PolicyCalls:
         self._registry = registry
 
     def get_iam_policy(self, request: Any) -> Any:
-        """Show the policy of a resource. It is empty if none was set."""
+        """Return the policy of a resource. It is empty if none was set."""
         self._registry.resource(request.resource)
         check_version("options.requested_policy_version", request.options.requested_policy_version)
         return self._policy(request.resource)
@@ -54,9 +54,9 @@ class PolicyCalls:
         return policy
 
     def test_iam_permissions(self, request: Any) -> Any:
-        """Return all the permissions that were asked for: everyone may do everything here.
+        """Return all permissions in the request, because everything is permitted here.
 
-        For a resource that does not exist there are none, as the service answers.
+        For a resource that does not exist, return none, like the service.
         """
         check_range("permissions count", len(request.permissions), 0, _MAX_PERMISSIONS)
         for permission in request.permissions:

@@ -1,4 +1,4 @@
-"""One Publish call on the broker's state: checked as a whole, taken in at once or by steps."""
+"""A Publish call on the broker's state: checked as a whole, added at once or in steps."""
 
 from collections.abc import Generator, Iterator
 from typing import Any
@@ -14,10 +14,10 @@ _PublishResponse = message_class("PublishResponse")
 
 
 class Publishing:
-    """A publish that was checked. Its messages reach nobody before `let_out`.
+    """A publish that passed its checks. Its messages are delivered only after `let_out`.
 
     Args:
-        request: a `PublishRequest` that passed its checks. This takes its messages.
+        request: a `PublishRequest` that passed its checks. Its messages are moved out of it.
 
     Raises:
         PubsubError: the publish was refused and changed nothing.
@@ -38,14 +38,15 @@ class Publishing:
 
     @property
     def response(self) -> Any:
-        """The `PublishResponse`, when all messages are in."""
+        """Return the `PublishResponse` once all messages have been added."""
         return _PublishResponse(message_ids=self.message_ids)
 
     def take_in(self) -> Generator[None]:
-        """Take the messages in, by steps. Closed before the last, it takes all back.
+        """Add the messages in steps. If closed before the last one, undo everything.
 
         Raises:
-            ResourceExhausted: so many subscriptions get them that they take too much memory.
+            ResourceExhausted: together with copies for all subscriptions, they take too much
+            memory.
         """
         registry, now_s = self._registry, self._registry.timers.now_s()
         is_alone = len(self._messages) == 1
@@ -58,7 +59,7 @@ class Publishing:
                 for _ in self._topic.deliver(stored, self._arrivals):
                     yield
                 if not is_alone:
-                    # What subscriptions with a filter add was not admitted yet.
+                    # Memory added by subscriptions with a filter was not checked before.
                     registry.storage.admit(0)
                     if len(self.message_ids) % messages_a_step == 0:
                         yield
@@ -67,7 +68,7 @@ class Publishing:
             raise
 
     def let_out(self) -> Iterator[None]:
-        """Let the subscribers have the messages, a step between two subscriptions."""
+        """Make the messages available to subscribers, with a step between two subscriptions."""
         return self._arrivals.let_out()
 
     def _withdraw(self) -> None:

@@ -37,7 +37,7 @@ _ValidateMessageResponse = message_class("ValidateMessageResponse")
 
 
 class SchemaCalls:
-    """Schemas: making, showing, revising, deleting, and validating."""
+    """Creates, returns, revises, deletes and validates schemas."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
@@ -55,14 +55,14 @@ class SchemaCalls:
         return self._add_revision(schema, request.schema)
 
     def get_schema(self, request: Any) -> Any:
-        """Show a schema's latest revision, or the one that is named as `name@revision`."""
+        """Return a schema's latest revision, or the one named as `name@revision`."""
         name, _, revision_id = request.name.partition("@")
         revision = self._registry.schema(name).revision(revision_id)
         (shown,) = _shown((revision,), request.view or _FULL)
         return shown
 
     def list_schemas(self, request: Any) -> Any:
-        """List the latest revisions of a project's schemas, a page at a time."""
+        """List the latest revisions of a project's schemas, paged."""
         check_project(request.parent)
         named = (
             (path, schema.latest)
@@ -73,7 +73,7 @@ class SchemaCalls:
         return _ListSchemasResponse(schemas=_shown(page, request.view), next_page_token=token)
 
     def list_schema_revisions(self, request: Any) -> Any:
-        """List a schema's revisions, oldest first, a page at a time."""
+        """List a schema's revisions, oldest first, paged."""
         schema = self._registry.schema(request.name)
         numbered = ((f"{number:04}", each) for number, each in enumerate(schema.revisions))
         page, token = page_of(numbered, request.page_size, request.page_token)
@@ -88,14 +88,14 @@ class SchemaCalls:
         return self._add_revision(schema, request.schema)
 
     def rollback_schema(self, request: Any) -> Any:
-        """Add a revision that is a copy of an older one."""
+        """Add a copy of an older revision as a new one."""
         schema = self._registry.schema(request.name)
         if not request.revision_id:
             raise InvalidArgument("The revision_id in the RollbackSchemaRequest must be set.")
         return self._add_revision(schema, schema.revision(request.revision_id))
 
     def delete_schema_revision(self, request: Any) -> Any:
-        """Delete a revision, but not the only one. Shows the latest of those that stay."""
+        """Delete a revision, but not the only one. Returns the latest remaining revision."""
         name, _, named_id = request.name.partition("@")
         revision_id = named_id or request.revision_id
         schema = self._registry.schema(name)
@@ -122,7 +122,7 @@ class SchemaCalls:
         return schema.latest
 
     def delete_schema(self, request: Any) -> Any:
-        """Delete a schema. Its topics show `_deleted-schema_` and refuse messages."""
+        """Delete a schema. Its topics then show `_deleted-schema_` and refuse messages."""
         schema = self._registry.schema(request.name)
         del self._registry.schemas[schema.path]
         self._registry.erase(schema.path)
@@ -133,18 +133,18 @@ class SchemaCalls:
         return empty()
 
     def validate_schema(self, request: Any) -> Any:
-        """Refuse a definition that is none. Nothing is kept."""
+        """Refuse an invalid definition. Nothing is stored."""
         check_project(request.parent)
         read_definition(request.schema)
         return _ValidateSchemaResponse()
 
     def validate_message(self, request: Any) -> Any:
-        """Refuse a message that does not fit a schema, or the definition in the request."""
+        """Refuse a message that does not match a schema, or the definition in the request."""
         self.validation(request).run([request.message])
         return _ValidateMessageResponse()
 
     def validation(self, request: Any) -> MessageCheck:
-        """Return the check of a ValidateMessage request."""
+        """Return the check for a ValidateMessage request."""
         check_project(request.parent)
         spec = request.WhichOneof("schema_spec")
         if spec is None:
@@ -174,9 +174,9 @@ class SchemaCalls:
 
 
 def _shown(revisions: Iterable[Schema], view: int) -> list[Schema]:
-    """Return revisions with their definitions (view FULL) or without.
+    """Return revisions with their definitions (view FULL), or without.
 
-    Lists have none by default, as the comments of the API say.
+    Lists omit them by default, as documented in the API's comments.
     """
     if view not in (_VIEW_UNSPECIFIED, _BASIC, _FULL):
         raise InvalidArgument(f"Invalid view given (view={view}).")

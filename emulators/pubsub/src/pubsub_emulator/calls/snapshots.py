@@ -1,4 +1,4 @@
-"""The snapshot and seek calls of the Subscriber service on the broker's memory."""
+"""Snapshot and seek calls of the Subscriber service on the broker's state."""
 
 import uuid
 from typing import Any
@@ -20,13 +20,13 @@ _SeekResponse = message_class("SeekResponse")
 
 
 class SnapshotCalls:
-    """Snapshots, and seeking to them or to a time."""
+    """Snapshots, and seeking to a snapshot or a time."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
 
     def create_snapshot(self, request: Any) -> Any:
-        """Keep unacked messages, and all that the topic gets from now on, for up to 7 days."""
+        """Keep unacked messages, and all later messages of the topic, for up to 7 days."""
         subscription = self._registry.subscription(request.subscription)
         if subscription.topic is None or subscription.proto.detached:
             raise FailedPrecondition(
@@ -52,11 +52,10 @@ class SnapshotCalls:
         return snapshot.proto
 
     def get_snapshot(self, request: Any) -> Any:
-        """Show a snapshot."""
         return self._registry.snapshot(request.snapshot).proto
 
     def update_snapshot(self, request: Any) -> Any:
-        """Change the labels of a snapshot, or let it expire earlier or later, within its 7 days."""
+        """Change a snapshot's labels, or its expiration within its 7 days."""
         snapshot = self._registry.snapshot(request.snapshot.name)
         proto = checked_snapshot(
             merge_update(snapshot.proto, request.snapshot, request.update_mask)
@@ -71,7 +70,7 @@ class SnapshotCalls:
         return proto
 
     def list_snapshots(self, request: Any) -> Any:
-        """List a project's snapshots, a page at a time."""
+        """List a project's snapshots, paged."""
         check_project(request.project)
         named = (
             (path, snapshot.proto)
@@ -82,12 +81,12 @@ class SnapshotCalls:
         return _ListSnapshotsResponse(snapshots=page, next_page_token=token)
 
     def delete_snapshot(self, request: Any) -> Any:
-        """Delete a snapshot and what only it kept."""
+        """Delete a snapshot and messages that only it kept."""
         self._registry.remove_snapshot(self._registry.snapshot(request.snapshot))
         return empty()
 
     def seek(self, request: Any) -> Any:
-        """Move a subscription to a time or a snapshot: bulk ack or bulk redelivery."""
+        """Move a subscription to a time or a snapshot: acks or redelivers in bulk."""
         subscription = self._registry.subscription(request.subscription)
         if subscription.proto.detached:
             raise FailedPrecondition(f"Subscription is detached (resource={request.subscription}).")

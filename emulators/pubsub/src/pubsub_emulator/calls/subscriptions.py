@@ -30,10 +30,10 @@ _ListSubscriptionsResponse = message_class("ListSubscriptionsResponse")
 
 
 class SubscriptionCalls:
-    """Subscriptions: making, showing, changing, deleting, and the outcomes of deliveries.
+    """Creates, returns, changes and deletes subscriptions, and handles acks and deadlines.
 
     Args:
-        has_bigquery: True if this server can write to a BigQuery.
+        has_bigquery: True if this server can write to BigQuery.
     """
 
     def __init__(self, registry: Registry, *, has_bigquery: bool) -> None:
@@ -41,7 +41,7 @@ class SubscriptionCalls:
         self._has_bigquery = has_bigquery
 
     def create_subscription(self, request: SubscriptionProto) -> Any:
-        """Create a subscription. It receives messages that are published from now on."""
+        """Create a subscription. It receives messages published from then on."""
         proto = checked_subscription(request)
         if proto.name in self._registry.subscriptions:
             raise resource_exists(proto.name)
@@ -58,7 +58,6 @@ class SubscriptionCalls:
         return _shown(subscription)
 
     def get_subscription(self, request: Any) -> Any:
-        """Show a subscription."""
         subscription = self._registry.subscription(request.subscription)
         subscription.touch()
         return _shown(subscription)
@@ -79,7 +78,7 @@ class SubscriptionCalls:
         return _shown(subscription)
 
     def list_subscriptions(self, request: Any) -> Any:
-        """List a project's subscriptions, a page at a time."""
+        """List a project's subscriptions, paged."""
         check_project(request.project)
         named = (
             (path, subscription)
@@ -97,7 +96,7 @@ class SubscriptionCalls:
         return empty()
 
     def modify_push_config(self, request: Any) -> Any:
-        """Change where messages are pushed to. An empty configuration means pull."""
+        """Change the push endpoint. An empty configuration means pull."""
         subscription = self._registry.subscription(request.subscription)
         push_config = checked_push_config(request.push_config, subscription.proto)
         subscription.proto.push_config.CopyFrom(push_config)
@@ -110,7 +109,7 @@ class SubscriptionCalls:
     def acknowledge(self, request: Any) -> Any:
         """Ack messages.
 
-        Raises `AckIdsRefused` for ids that exactly-once delivery no longer accepts.
+        Raises `AckIdsRefused` for ids that are no longer valid with exactly-once delivery.
         """
         subscription = self.consumable(request.subscription)
         check_ack_request_size(request)
@@ -122,7 +121,7 @@ class SubscriptionCalls:
         return empty()
 
     def modify_ack_deadline(self, request: Any) -> Any:
-        """Move the end of leases, 0 to 600 seconds from now."""
+        """Set the end of leases, 0 to 600 seconds from now."""
         subscription = self.consumable(request.subscription)
         check_ack_request_size(request)
         if not request.ack_ids:
@@ -135,11 +134,11 @@ class SubscriptionCalls:
         return empty()
 
     def consumable(self, path: str, *, for_pull: bool = False) -> SubscriptionState:
-        """Return a subscription to pull from (`for_pull`) or to ack on, and note its use.
+        """Return a subscription to pull from (`for_pull`) or to ack on, and record its use.
 
         Raises:
-            NotFound: it does not exist.
-            FailedPrecondition: it is detached, or cannot be pulled and that is asked for.
+            NotFound: it does not exist. FailedPrecondition: it is detached, or can't be pulled
+            although `for_pull` is set.
         """
         subscription = self._registry.subscription(path)
         if subscription.proto.detached:

@@ -24,7 +24,7 @@ _DetachSubscriptionResponse = message_class("DetachSubscriptionResponse")
 
 
 class TopicCalls:
-    """Topics: making, showing, changing, deleting, publishing."""
+    """Creates, returns, changes and deletes topics, and publishes to them."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
@@ -43,7 +43,6 @@ class TopicCalls:
         return proto
 
     def get_topic(self, request: Any) -> Any:
-        """Show a topic."""
         return self._registry.topic(request.topic).proto
 
     def update_topic(self, request: Any) -> Any:
@@ -58,7 +57,7 @@ class TopicCalls:
         return topic.proto
 
     def list_topics(self, request: Any) -> Any:
-        """List a project's topics, a page at a time."""
+        """List a project's topics, paged."""
         check_project(request.project)
         named = (
             (path, topic.proto)
@@ -69,7 +68,7 @@ class TopicCalls:
         return _ListTopicsResponse(topics=page, next_page_token=token)
 
     def list_topic_subscriptions(self, request: Any) -> Any:
-        """List the names of the subscriptions attached to a topic, a page at a time."""
+        """List the names of a topic's subscriptions, paged."""
         topic = self._registry.topic(request.topic)
         named = (
             (subscription.path, subscription.path)
@@ -80,7 +79,7 @@ class TopicCalls:
         return _ListTopicSubscriptionsResponse(subscriptions=page, next_page_token=token)
 
     def list_topic_snapshots(self, request: Any) -> Any:
-        """List the names of the snapshots of a topic, a page at a time."""
+        """List the names of a topic's snapshots, paged."""
         topic = self._registry.topic(request.topic)
         named = (
             (path, path)
@@ -108,7 +107,7 @@ class TopicCalls:
         return empty()
 
     def publish(self, request: Any) -> Any:
-        """Publish messages, at once. Returns their ids in the order of the request."""
+        """Publish messages in one step. Returns their ids in request order."""
         check = self.message_check(request)
         if check is None:
             publishing = self.begin_publish(request)
@@ -121,7 +120,7 @@ class TopicCalls:
         return publishing.response
 
     def message_check(self, request: Any) -> MessageCheck | None:
-        """Return the check that the messages must pass. None: the topic has no schema."""
+        """Return the check for the messages. None: the topic has no schema."""
         topic = self._registry.topic(request.topic)
         if not topic.has_schema:
             return None
@@ -129,19 +128,19 @@ class TopicCalls:
         return message_check(topic.proto, self._registry.schema)
 
     def begin_publish(self, request: Any) -> Publishing:
-        """Begin a publish to a topic without a schema. It goes on by steps."""
+        """Begin a publish to a topic without a schema. It continues in steps."""
         return Publishing(self._registry, request, check_publish(request))
 
     def begin_checked_publish(
         self, request: Any, check: MessageCheck, revision_ids: Sequence[str]
     ) -> Publishing:
-        """Begin a publish of messages that fit the revisions of their schema."""
+        """Begin a publish of messages that match the revisions of their schema."""
         for message, revision_id in zip(request.messages, revision_ids, strict=True):
             check.stamp(message, revision_id)
         return Publishing(self._registry, request, measured(request))
 
     def detach_subscription(self, request: Any) -> Any:
-        """Cut a subscription off its topic and drop its backlog, for good."""
+        """Detach a subscription from its topic and drop its backlog permanently."""
         subscription = self._registry.subscription(request.subscription)
         if not subscription.proto.detached:
             subscription.proto.detached = True

@@ -1,1 +1,1 @@
-"""How calls come in: gRPC, REST, and the table of methods that both answer from."""
+"""Protocols for calls: gRPC, REST, and the table of methods that both use."""

@@ -43,18 +43,18 @@ def service_handlers(broker: Broker) -> "list[grpc.GenericRpcHandler[Any, Any]]"
 
 
 def _parsed(request: Any, data: bytes) -> Any:
-    # Not by gRPC: it answers what it can't parse with UNKNOWN and a name of Python.
+    # Not parsed by gRPC, which answers invalid requests with UNKNOWN and a Python class name.
     try:
         return request.FromString(data)
     except DecodeError as error:
         raise InvalidArgument(
-            f"The request is not a valid {request.DESCRIPTOR.full_name}: its bytes are cut, "
-            "damaged, or a text of it is not UTF-8."
+            f"The request is not a valid {request.DESCRIPTOR.full_name}: it is truncated "
+            "or damaged, or contains a string that is not UTF-8."
         ) from error
 
 
 def _refusing(handle: Handle, kind: Any = None) -> Handle:
-    """Turn a refusal into the status of the call. With the class of a request, it is parsed."""
+    """Convert refusals to the call's status. With the class of a request, also parse it."""
 
     async def refusing(request: Any, context: Any) -> Any:
         try:

@@ -1,6 +1,6 @@
-"""Every unary call of the services: what it takes, what it answers, and what it waits for.
+"""Every unary call of the services: its request, its response, and what it waits for.
 
-The gRPC server and the REST server both answer from this table.
+Both the gRPC and the REST server use this table.
 """
 
 import asyncio
@@ -81,8 +81,8 @@ _CALLS = {
         "TestIamPermissions": ("TestIamPermissionsRequest", "TestIamPermissionsResponse"),
     },
 }
-# What these change must outlive the process before they are answered; the rest reads, or moves
-# leases.
+# Changes by these calls must outlive the process before they are answered; the other calls read, or
+# move leases.
 _LASTING_CALLS = frozenset(
     {
         "CreateTopic",
@@ -106,18 +106,18 @@ _LASTING_CALLS = frozenset(
     }
 )
 _CALLS_WITH_DEFINITIONS = ("CreateSchema", "CommitSchema", "ValidateSchema")
-# Of their own, so that who sends definitions that take long delays others like them and no more.
+# Separate threads, so that a client with slow definitions only delays similar calls.
 _readers = ThreadPoolExecutor(2, "definitions")
 
 
 class Call(Protocol):
-    """What a method must know of the call that it answers. gRPC's contexts have it."""
+    """What a method must know about its call. Provided by gRPC's contexts."""
 
     def time_remaining(self) -> float | None:
-        """Seconds until the caller gives up. None if it never does."""
+        """Return the seconds until the caller gives up. None if it never does."""
 
     def invocation_metadata(self) -> Iterable[tuple[str, str | bytes]] | None:
-        """The headers, their names in lower case."""
+        """Return the headers, with names in lower case."""
 
 
 Answer = Callable[[Any, Call], Awaitable[bytes]]
@@ -125,7 +125,7 @@ Answer = Callable[[Any, Call], Awaitable[bytes]]
 
 @dataclass(frozen=True)
 class Method:
-    """One unary call. `answer` returns the serialized response, or raises `PubsubError`."""
+    """A unary call. `answer` returns the serialized response, or raises `PubsubError`."""
 
     service: str
     name: str
@@ -135,7 +135,7 @@ class Method:
 
 
 def unary_methods(broker: Broker) -> list[Method]:
-    """Return all calls but StreamingPull, answered by this broker."""
+    """Return all calls except StreamingPull, for this broker."""
     waiting = {
         "Publish": _publish(broker),
         "Acknowledge": _acknowledge(broker),
@@ -170,15 +170,16 @@ def _publish(broker: Broker) -> Answer:
             await _take_in_the_rest(steps, journal)
         pause_s = pause_before_delivery_s(call.invocation_metadata())
         if pause_s is None:
-            run_on(publishing.let_out())  # while it is written: the answer says that it was
+            # while it is being written, because the answer confirms that it was
+            run_on(publishing.let_out())
         else:
-            # By the journal, since a caller that gives up must leave nothing behind that is stuck.
+            # Waits in the journal, because a caller that gives up must leave nothing unfinished.
             let_out = partial(run_on, publishing.let_out())
             journal.after_commit(partial(run_later, pause_s, let_out) if pause_s else let_out)
         await journal.committed()
         if pause_s is None and len(publishing.message_ids) == 1:
-            # Lets the woken stream write first: its reader is what somebody waits for. Costs
-            # nothing under load, where publishers send many at a time.
+            # Lets the woken stream write first, because its reader is being waited for. Costs
+            # nothing under load, when publishers send many at a time.
             await asyncio.sleep(0)
         return _serialize(publishing.response)
 
@@ -186,18 +187,19 @@ def _publish(broker: Broker) -> Answer:
 
 
 async def _begin_checked_publish(broker: Broker, request: Any, check: MessageCheck) -> Publishing:
-    # Others are answered meanwhile: few bytes may take a second.
+    # Other calls are answered in the meantime, because a few bytes may take a second.
     messages = [message.data for message in request.messages]
     revision_ids = await asyncio.to_thread(check.run, messages)
     return broker.topics.begin_checked_publish(request, check, revision_ids)
 
 
 async def _take_in_the_rest(steps: Generator[None], journal: ChangeJournal) -> None:
-    # Closed also when the caller gives up: nothing else would let out or remove what is in.
+    # Also closed when the caller gives up; otherwise nothing would release or remove the added
+    # messages.
     with closing(steps):
         is_through = False
         while not is_through:
-            # Many subscriptions get many messages. A slice is also as much as one commit may have,
+            # Many subscriptions get many messages. A slice is also limited by the size of a commit,
             # because every other publish waits for it.
             await journal.committed()
             await asyncio.sleep(0)
@@ -210,14 +212,14 @@ def _with_definition(broker: Broker, name: str) -> Answer:
     async def answer_with_definition(request: Any, call: Call) -> bytes:
         definitions = await _read_definitions(broker, name, request)
         response = await answer(request, call)
-        del definitions  # kept until here, so they were not read again
+        del definitions  # kept until here, so that they are not parsed again
         return response
 
     return answer_with_definition
 
 
 async def _read_definitions(broker: Broker, name: str, request: Any) -> list[Definition]:
-    """Read what takes long of the definitions that a call needs in a thread."""
+    """Read slow definitions that a call needs in a thread."""
     schemas = [request.schema]
     if name == "CommitSchema" and request.name in broker.registry.schemas:
         schemas.append(broker.registry.schemas[request.name].latest)
@@ -247,7 +249,7 @@ def _acknowledge(broker: Broker) -> Answer:
             # It confirms the ids that it does not name.
             await broker.journal.acks_committed()
             raise
-        # Elsewhere an ack is best effort, and written along with whatever is published next.
+        # Otherwise acks are best effort, and are written with the next publish.
         if broker.registry.subscriptions[request.subscription].settings.exactly_once:
             await broker.journal.acks_committed()
         return response
@@ -268,7 +270,8 @@ def _call(broker: Broker, name: str) -> Answer:
 
     async def answer_lasting(request: Any, call: Call) -> bytes:
         broker.journal.admit()
-        # Before the wait: the response is the broker's own, which the next call may change.
+        # Before the wait, because the response belongs to the broker, and the next call may change
+        # it.
         response = _serialize(broker.call(name, request))
         await broker.journal.committed()
         return response

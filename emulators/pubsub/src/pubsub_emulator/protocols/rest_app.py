@@ -1,4 +1,4 @@
-"""The REST server: the JSON of HTTP requests to the same methods that gRPC calls."""
+"""The REST server: maps HTTP requests with JSON to the same methods as gRPC."""
 
 import asyncio
 import json
@@ -19,9 +19,9 @@ from pubsub_emulator.protocols.rest_rules import find_rule
 from pubsub_emulator.protocols.transcoding import to_json, to_request
 
 _MAX_BODY_BYTES = 16 * 1024**2
-"""As much as a gRPC call may have. Base64 makes a publish a third larger than its limit."""
+"""The same limit as for a gRPC call. Base64 makes a publish a third larger than its limit."""
 _LARGE_BODY_BYTES = 64 * 1024
-"""What is read in a thread, so that others are answered meanwhile."""
+"""Larger bodies are parsed in a thread, so that other calls are answered in the meantime."""
 # Source: https://github.com/googleapis/googleapis/blob/master/google/rpc/code.proto
 _HTTP_STATUSES = {
     "INVALID_ARGUMENT": 400,
@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 
 def rest_app(broker: Broker) -> ASGIApp:
-    """Return the application that answers for a broker."""
+    """Return the application for a broker."""
     methods = {method.name: method for method in unary_methods(broker)}
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -59,7 +59,7 @@ def rest_app(broker: Broker) -> ASGIApp:
 
 
 class _Call:
-    """A caller over HTTP does not say how long it waits."""
+    """An HTTP caller does not specify how long it waits."""
 
     def __init__(self, http: Request) -> None:
         self._http = http
@@ -103,7 +103,7 @@ async def _body(http: Request) -> bytes:
 
 
 async def _until_hung_up(method: Method, request: Any, http: Request) -> bytes:
-    """Answer a call. A pull that nobody waits for any more must take no messages."""
+    """Answer a call. A pull whose caller has gone must not take messages."""
     if method.name != "Pull":
         return await method.answer(request, _Call(http))
     answer = asyncio.ensure_future(method.answer(request, _Call(http)))

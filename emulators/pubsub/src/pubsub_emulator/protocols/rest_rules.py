@@ -1,7 +1,7 @@
-"""Which HTTP request is which call: the `google.api.http` rules of the services.
+"""Maps HTTP requests to calls, by the `google.api.http` rules of the services.
 
-Source: https://github.com/googleapis/googleapis/tree/master/google/pubsub/v1. The installed client
-carries the same rules in its REST transports, and a test compares.
+Source: https://github.com/googleapis/googleapis/tree/master/google/pubsub/v1. A test compares them
+with the rules in the REST transports of the installed client.
 """
 
 import re
@@ -19,7 +19,7 @@ _VARIABLE = re.compile(r"\{(?P<name>[a-z_.]+)=(?P<pattern>[^}]+)\}")
 
 @dataclass(frozen=True)
 class Rule:
-    """One rule. `body` is `*`, the field that the body fills, or empty."""
+    """A rule. `body` is `*`, the field that contains the body, or empty."""
 
     verb: str
     template: str
@@ -27,11 +27,10 @@ class Rule:
     body: str = ""
 
     def match(self, verb: str, path: str) -> Mapping[str, str] | None:
-        """Return the fields that the path fills. None: the request is for another rule.
+        """Return the fields in the path. None: another rule applies to the request.
 
         Args:
             verb: GET, POST, PUT, PATCH or DELETE.
-            path: as it came, percent-encoded.
         """
         if verb != self.verb:
             return None
@@ -52,8 +51,8 @@ class Rule:
             )
         )
         *folders, last = self._variable["pattern"].split("/")
-        # A project's id may have a colon, as in `example.com:project`. A resource's has none: what
-        # follows one is a custom verb.
+        # A project id may contain a colon, as in `example.com:project`. A resource id can't: a
+        # colon is followed by a custom verb.
         inner = "/".join("[^/]+" if part == "*" else part for part in folders)
         last = "[^/]+" if after.startswith("/") else "[^/:]+"
         return re.compile(f"{before}({inner}/{last}){after}")
@@ -124,7 +123,7 @@ RULES = (
 
 
 def find_rule(verb: str, path: str) -> tuple[Rule, Mapping[str, str]] | None:
-    """Return the rule of an HTTP request, and the fields that its path fills."""
+    """Return the rule for an HTTP request, and the fields in its path."""
     for rule in RULES:
         fields = rule.match(verb, path)
         if fields is not None:

@@ -1,25 +1,28 @@
-"""Long work on the event loop, in slices between which other calls are answered."""
+"""Splits long work on the event loop into slices, between which other calls are answered."""
 
 import asyncio
 import time
 from collections.abc import Callable, Iterator
 
 SLICE_S = 0.002
-"""What one slice may take. Another call needs about ten turns of the loop, a slice in each."""
+"""Maximum length of a slice.
+
+Another call needs about ten turns of the loop, with a slice in each.
+"""
 
 
 def run_slice(steps: Iterator[None]) -> bool:
-    """Run steps for a slice of time. Returns whether they are through."""
+    """Run steps for the length of a slice. Returns whether they are finished."""
     until_s = time.monotonic() + SLICE_S
     return all(time.monotonic() <= until_s for _ in steps)
 
 
 def run_later(pause_s: float, act: Callable[[], None]) -> None:
-    """Act after a pause."""
+    """Call `act` after a pause."""
     asyncio.get_running_loop().call_later(pause_s, act)
 
 
 def run_on(steps: Iterator[None]) -> None:
-    """Run a slice now, and the rest in later turns of the loop."""
+    """Run one slice now, and the rest in later turns of the loop."""
     if not run_slice(steps):
         asyncio.get_running_loop().call_soon(run_on, steps)

@@ -1,4 +1,4 @@
-"""Between HTTP with JSON and the protobuf requests and responses of the services.
+"""Converts between HTTP with JSON and the protobuf requests and responses of the services.
 
 Source: https://github.com/googleapis/googleapis/blob/master/google/api/http.proto and
 https://protobuf.dev/programming-guides/json/.
@@ -17,7 +17,10 @@ from pubsub_emulator.protocols.rest_rules import Rule
 _SYSTEM_PARAMETERS = frozenset(
     {"access_token", "alt", "callback", "fields", "key", "oauth_token", "prettyPrint", "quotaUser"}
 )
-"""Source: https://cloud.google.com/apis/docs/system-parameters. Those with a `$` are others."""
+"""Source: https://cloud.google.com/apis/docs/system-parameters.
+
+Parameters with a `$` are separate.
+"""
 _MASKS = frozenset({"updateMask", "update_mask"})
 _BOOLEANS = {"true": True, "false": False}
 _CPP_BOOL = 7
@@ -31,16 +34,15 @@ def to_request(
     parameters: Sequence[tuple[str, str]],
     body: bytes,
 ) -> Any:
-    """Return the protobuf request of an HTTP request.
+    """Convert an HTTP request to its protobuf request.
 
     Args:
-        kind: the class of the request.
-        path_fields: what the path fills, by the names of the fields.
-        parameters: of the query, decoded.
-        body: as it came. Without a body in the rule it is ignored.
+        kind: class of the request.
+        path_fields: fields from the path, by name.
+        body: the raw body. It is ignored if the rule has no body.
 
     Raises:
-        InvalidArgument: with the field and what is wrong with it.
+        InvalidArgument: the message has the field and the problem.
     """
     fields: dict[str, Any] = {}
     if rule.body == "*":
@@ -55,7 +57,7 @@ def to_request(
         json_format.ParseDict(_with_camel_masks(fields), request)
         for name, value in path_fields.items():
             _set(request, name, value)
-    # Beside its own error the parser lets through what it meets in values of a wrong type.
+    # In addition to its own error, the parser raises whatever values of a wrong type cause.
     except (json_format.Error, ValueError, TypeError, AttributeError, KeyError) as error:
         raise InvalidArgument(f"Invalid JSON payload received. {_first_sentence(error)}") from None
     except RecursionError:
@@ -71,10 +73,10 @@ def to_json(kind: Any, response: bytes) -> bytes:
 
 def _decoded(body: bytes) -> dict[str, Any]:
     try:
-        # Bytes that are not UTF-8 would be guessed at.
+        # Bytes that are not UTF-8 would be decoded by guessing.
         decoded = json.loads(body.decode() or "{}", parse_constant=_refuse_constant)
         if _ESCAPED_SURROGATE.search(body):
-            # Half a pair breaks the protobuf library, which ends the process at times.
+            # An unpaired surrogate breaks the protobuf library, which sometimes ends the process.
             json.dumps(decoded, ensure_ascii=False).encode()
     except RecursionError:
         raise InvalidArgument("Invalid JSON payload received. It is nested too deep.") from None
@@ -86,11 +88,11 @@ def _decoded(body: bytes) -> dict[str, Any]:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON.")
+    raise ValueError(f"{name} is not valid JSON.")
 
 
 def _put(fields: dict[str, Any], descriptor: Any, name: str, value: str) -> None:
-    """Put a parameter like `a.b=1` where a body would have it."""
+    """Insert a parameter such as `a.b=1` as if it had been in the body."""
     *parents, last = name.split(".")
     for parent in parents:
         field = _field(descriptor, parent)
@@ -119,7 +121,7 @@ def _field(descriptor: Any, name: str) -> Any:
 
 
 def _with_camel_masks(fields: dict[str, Any]) -> dict[str, Any]:
-    # The service takes `ack_deadline_seconds` in masks, which the parser refuses.
+    # The service accepts `ack_deadline_seconds` in masks, which the parser refuses.
     return {
         name: re.sub(r"_([a-z])", lambda letter: letter[1].upper(), value)
         if name in _MASKS and isinstance(value, str)
@@ -136,5 +138,5 @@ def _set(request: Any, name: str, value: str) -> None:
 
 
 def _first_sentence(error: Exception) -> str:
-    # What follows lists all fields that there are.
+    # The rest of the message lists all existing fields.
     return str(error).split("\n")[0].strip()

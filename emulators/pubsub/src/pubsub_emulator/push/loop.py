@@ -1,7 +1,7 @@
-"""Push delivery: a few workers per subscription, each of which posts one message at a time.
+"""Push delivery: a few workers per subscription, each of which sends one message at a time.
 
-A push worker is a consumer like a stream is, so leases, backoff, ordering and dead letters are the
-subscription's own.
+A push worker is a consumer like a stream, so leases, backoff, ordering and dead letters are handled
+by the subscription.
 """
 
 import asyncio
@@ -14,10 +14,13 @@ from pubsub_emulator.state.consumers import Consumer, Delivery
 from pubsub_emulator.state.subscription import SubscriptionState
 
 PUSH_WORKERS = 32
-"""Messages of a subscription with its endpoint at a time. Most of the time they wait for others."""
-# https://cloud.google.com/pubsub/docs/push#receive_push: these ack, anything else is a nack.
+"""Maximum messages of a subscription at its endpoint at a time.
+
+Most of the time they wait for others.
+"""
+# https://cloud.google.com/pubsub/docs/push#receive_push: these statuses ack, all others nack.
 ACK_STATUSES = frozenset({102, 200, 201, 202, 204})
-# The service's push backoff, used where the subscription has no retry policy of its own.
+# The service's push backoff, used if the subscription does not have a retry policy.
 SHORTEST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 60.0
 
@@ -25,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 class PushLoop:
-    """The push workers of one subscription. They share the pause after a failure."""
+    """The push workers of a subscription. They share the pause after a failure."""
 
     def __init__(self, subscription: SubscriptionState) -> None:
         self._subscription = subscription

@@ -1,1 +1,1 @@
-"""What messages of a topic may look like: Avro definitions, and messages against them."""
+"""Schemas for a topic's messages: definitions, and validation of messages."""

@@ -1,8 +1,8 @@
-"""Checks a message in Avro's binary encoding, without keeping what is in it.
+"""Validates a message in Avro's binary encoding without storing its values.
 
-The decoders of the libraries build all values, and end with the process for some messages: an array
-of a billion nulls takes three bytes, and a type that refers to itself nests as deep as a message is
-long. Source: https://avro.apache.org/docs/1.12.0/specification/#binary-encoding.
+Library decoders construct all values, and some messages make them crash the process: an array of a
+billion nulls takes three bytes, and a recursive type nests as deep as a message is long. Source:
+https://avro.apache.org/docs/1.12.0/specification/#binary-encoding.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ def check_binary(schema: avro.schema.Schema, message: bytes, budget: Budget) -> 
     """Refuse a message that is not exactly one value of a schema.
 
     Raises:
-        Mismatch: with the reason.
+        Mismatch: contains the reason.
     """
     reader = _Reader(message, budget)
     _read(schema, reader, 0)
@@ -45,7 +45,7 @@ class _Reader:
         return taken
 
     def integer(self, bits: int = _LONG_BITS) -> int:
-        """Return a number: a variable-length zig-zag integer."""
+        """Return a number: a variable-length zigzag integer."""
         value = shift = 0
         for _ in range(_LONGEST_VARINT_BYTES):
             byte = self.take(1)[0]
@@ -83,7 +83,7 @@ def _string(schema: Any, reader: _Reader, depth: int) -> None:
 
 def _enum(schema: Any, reader: _Reader, depth: int) -> None:
     if not 0 <= reader.integer(_INT_BITS) < len(schema.symbols):
-        raise Mismatch(f"a value is none of the symbols of {schema.fullname}")
+        raise Mismatch(f"a value is not a symbol of {schema.fullname}")
 
 
 def _record(schema: Any, reader: _Reader, depth: int) -> None:
@@ -122,7 +122,7 @@ def _blocks(reader: _Reader, read_item: Callable[[], None]) -> None:
             before = reader.position
             read_item()
             if reader.position == before:
-                # Items of this type take no bytes, so the rest of them is right too.
+                # Items of this type take no bytes, so all remaining items are valid.
                 break
 
 

@@ -1,7 +1,7 @@
-"""What a revision of an Avro definition may change.
+"""Changes that a revision of an Avro definition may make.
 
 Source: https://avro.apache.org/docs/1.12.0/specification/#schema-resolution, which a revision must
-follow as reader and as writer (https://cloud.google.com/pubsub/docs/commit-schema-revision).
+satisfy as reader and as writer (https://cloud.google.com/pubsub/docs/commit-schema-revision).
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,39 +17,35 @@ _READ_BY = {
     "string": ("bytes",),
     "bytes": ("string",),
 }
-"""The other primitive types that a reader may have."""
+"""The primitive types from which a reader may be promoted."""
 
 Schema = Any
-"""An `avro.schema.Schema`. The library does not say which attributes each kind has."""
+"""An `avro.schema.Schema`. The library does not document the attributes of each kind."""
 Pair = tuple[Schema, Schema, str]
-"""A reader, a writer, and where they are in the definitions."""
+"""A reader, a writer, and their location in the definitions."""
 Branches = Mapping[tuple[str, str], Schema]
-"""Those of a union, by their type and their names and aliases. The first of several."""
+"""Branches of a union by type, name and alias. If there are several, the first one."""
 
 
 def check_changes(latest: Schema, revised: Schema) -> None:
-    """Refuse a revision that can't read what the latest one wrote, or the other way round.
+    """Refuse a revision that can't read data written with the latest one, or vice versa.
 
     Raises:
-        Malformed: with what can't be read.
+        Malformed: names the part that can't be read.
     """
     _Reading("the revision can't read what the one before it wrote").check(revised, latest)
     _Reading("the one before it can't read what the revision writes").check(latest, revised)
 
 
 class _Reading:
-    """What one definition writes, read by the other. Its time grows with the definitions' length.
-
-    Args:
-        told: the beginning of a refusal.
-    """
+    """Reads data of one definition with another. Its time grows with the length of both."""
 
     def __init__(self, told: str) -> None:
         self._told = told
         self._unions: dict[int, Branches] = {}
 
     def check(self, reader: Schema, writer: Schema) -> None:
-        """Refuse a writer that can't be read, by raising `Malformed`."""
+        """Check that a writer can be read. Raises `Malformed` otherwise."""
         compared = set()
         pairs: list[Pair] = [(reader, writer, "")]
         while pairs:
@@ -64,14 +60,14 @@ class _Reading:
                 raise Malformed(f"{self._told}: {where} {error}") from None
 
     def _inner(self, reader: Schema, writer: Schema, path: str) -> Iterator[Pair]:
-        """The pairs within a pair, which must fit too. Raises `Malformed` if it does not itself."""
+        """Check a pair, and yield the pairs inside it that must also match. Raises `Malformed`."""
         if writer.type == "union":
             for branch in writer.schemas:
                 yield reader, branch, path
         elif reader.type == "union":
             yield self._branch(reader, writer), writer, path
         elif not _is_alike(reader, writer):
-            raise Malformed(f"is {_shown(writer)}, and is to be read as {_shown(reader)}")
+            raise Malformed(f"is {_shown(writer)}, and must be read as {_shown(reader)}")
         elif reader.type == "array":
             yield reader.items, writer.items, f"{path}[]"
         elif reader.type == "map":
@@ -81,10 +77,10 @@ class _Reading:
         elif reader.type == "enum":
             _check_symbols(reader, writer)
         elif reader.type == "fixed" and reader.size != writer.size:
-            raise Malformed(f"has {writer.size} bytes, and {reader.size} are to be read")
+            raise Malformed(f"has {writer.size} bytes, and {reader.size} must be read")
 
     def _branch(self, union: Schema, writer: Schema) -> Schema:
-        """The branch that reads a writer."""
+        """Return the branch that reads a writer."""
         branches = self._unions.get(id(union))
         if branches is None:
             branches = self._unions[id(union)] = _by_name(union)
@@ -127,7 +123,7 @@ def _check_symbols(reader: Schema, writer: Schema) -> None:
 
 
 def _is_alike(reader: Schema, writer: Schema) -> bool:
-    """True if the types fit, whatever is inside."""
+    """True if the types match, whatever they contain."""
     if reader.type != writer.type:
         return reader.type in _READ_BY.get(writer.type, ())
     if reader.type not in _NAMED:

@@ -1,4 +1,4 @@
-"""A schema's definition in Avro's JSON, read by Apache's library."""
+"""A schema definition in Avro's JSON, parsed by Apache's library."""
 
 import json
 from collections.abc import Callable
@@ -13,8 +13,10 @@ from pubsub_emulator.schemas.avro_json import check_json
 from pubsub_emulator.schemas.mismatch import Budget, Malformed
 
 MAX_NESTING = 64
-"""How deep the JSON of a definition may be nested. The library's refusals repeat each level, so
-deeper ones took it seconds to write."""
+"""Maximum nesting of a definition's JSON.
+
+The library's errors repeat each level, so writing them took seconds for deeper ones.
+"""
 _CHECKS: dict[str, Callable[[avro.schema.Schema, bytes, Budget], None]] = {
     "JSON": check_json,
     "BINARY": check_binary,
@@ -22,10 +24,10 @@ _CHECKS: dict[str, Callable[[avro.schema.Schema, bytes, Budget], None]] = {
 
 
 class AvroDefinition:
-    """A valid definition in Avro's JSON. It does not change, so threads may share it.
+    """A valid definition in Avro's JSON. It is immutable, so threads may share it.
 
     Raises:
-        Malformed: it is none, with the reason.
+        Malformed: it is not valid, with the reason.
     """
 
     kind = "AVRO"
@@ -34,11 +36,11 @@ class AvroDefinition:
         self._schema = _parsed(definition)
 
     def check(self, message: bytes, encoding: str, budget: Budget) -> None:
-        """Refuse a message that does not fit, by raising `Mismatch`."""
+        """Refuse a message that does not match, by raising `Mismatch`."""
         _CHECKS[encoding](self._schema, message, budget)
 
     def check_revises(self, latest: "AvroDefinition") -> None:
-        """Refuse to follow a revision that it changes too much, by raising `Malformed`."""
+        """Refuse changes that a revision of `latest` may not make, by raising `Malformed`."""
         check_changes(latest._schema, self._schema)
 
 
@@ -49,7 +51,7 @@ def _parsed(definition: str) -> avro.schema.Schema:
         parsed = avro.schema.make_avsc_object(_without_logical_types(decoded))
     except RecursionError:
         raise Malformed(f"it is nested deeper than {MAX_NESTING} levels") from None
-    # Beside its own errors the library lets through what it meets in values of a wrong type.
+    # In addition to its own errors, the library raises whatever values of a wrong type cause.
     except (avro.errors.AvroException, ValueError, TypeError, AttributeError, KeyError) as error:
         raise Malformed(str(error)) from None
     if parsed.type in ("error", "error_union", "request"):
@@ -58,7 +60,7 @@ def _parsed(definition: str) -> avro.schema.Schema:
 
 
 def _without_logical_types(value: Any) -> Any:
-    """Return a definition without what changes no encoding, and makes the library warn."""
+    """Remove parts of a definition that don't affect the encoding and make the library warn."""
     if isinstance(value, list):
         return [_without_logical_types(inner) for inner in value]
     if isinstance(value, dict):

@@ -1,8 +1,8 @@
-"""Checks a message in Avro's JSON encoding.
+"""Validates a message in Avro's JSON encoding.
 
-Source: https://avro.apache.org/docs/1.12.0/specification/#json-encoding. As at the service and its
-emulator a record may have fields that the schema lacks, and a default does not stand for a field
-that is missing.
+Source: https://avro.apache.org/docs/1.12.0/specification/#json-encoding. As in the service and its
+emulator, a record may have fields that the schema lacks, and a default does not replace a missing
+field.
 """
 
 import json
@@ -15,7 +15,7 @@ from pubsub_emulator.schemas.mismatch import Budget, Mismatch
 
 _INTS = {"int": 2**31, "long": 2**63}
 _SYMBOLS_A_VALUE = 16
-"""How many symbols are compared in the time that a value takes."""
+"""Number of symbols compared in the time for one value."""
 _NAMES = {
     dict: "an object",
     list: "a list",
@@ -31,14 +31,14 @@ def check_json(schema: avro.schema.Schema, message: bytes, budget: Budget) -> No
     """Refuse a message that is not exactly one value of a schema.
 
     Raises:
-        Mismatch: with the place and the reason.
+        Mismatch: contains the location and the reason.
     """
     try:
         value = json.loads(message.decode(), parse_constant=_refuse_constant)
     except RecursionError:
         raise Mismatch("the message is nested too deep") from None
     except ValueError as error:
-        raise Mismatch(f"the message is no JSON: {error}") from None
+        raise Mismatch(f"the message is not valid JSON: {error}") from None
     _check(schema, value, budget, 0)
 
 
@@ -78,7 +78,7 @@ def _integer(schema: Any, value: Any, budget: Budget, depth: int) -> None:
         _refuse(schema, value)
     limit = _INTS[schema.type]
     if not -limit <= value < limit:
-        raise Mismatch(f"it is out of the range of {schema.type}")
+        raise Mismatch(f"it is out of range for {schema.type}")
 
 
 def _number(schema: Any, value: Any, budget: Budget, depth: int) -> None:
@@ -92,11 +92,11 @@ def _string(schema: Any, value: Any, budget: Budget, depth: int) -> None:
 
 
 def _bytes(schema: Any, value: Any, budget: Budget, depth: int) -> None:
-    """Refuse a text that is not one character for each byte."""
+    """Refuse a string in which a character does not stand for exactly one byte."""
     if not isinstance(value, str):
         _refuse(schema, value)
     if not value.isascii() and max(value) > "\xff":
-        raise Mismatch("it has characters above U+00FF, which are no bytes")
+        raise Mismatch("it has characters above U+00FF, which are not bytes")
 
 
 def _fixed(schema: Any, value: Any, budget: Budget, depth: int) -> None:
@@ -110,7 +110,7 @@ def _enum(schema: Any, value: Any, budget: Budget, depth: int) -> None:
         _refuse(schema, value)
     budget.enter(depth, len(schema.symbols) // _SYMBOLS_A_VALUE)
     if value not in schema.symbols:
-        raise Mismatch(f"it is none of the symbols of {schema.fullname}")
+        raise Mismatch(f"it is not a symbol of {schema.fullname}")
 
 
 def _record(schema: Any, value: Any, budget: Budget, depth: int) -> None:
@@ -142,7 +142,7 @@ def _union(schema: Any, value: Any, budget: Budget, depth: int) -> None:
     elif isinstance(value, dict) and len(value) == 1:
         ((name, inner),) = value.items()
     else:
-        raise Mismatch("it must be null or an object with the name of one branch of the union")
+        raise Mismatch("it must be null or an object that names one branch of the union")
     budget.enter(depth, len(schema.schemas))
     for branch in schema.schemas:
         if getattr(branch, "fullname", branch.type) == name:

@@ -1,4 +1,4 @@
-"""A schema's definition, read and checked: what messages are validated against."""
+"""A parsed and checked schema definition, against which messages are validated."""
 
 from collections import deque
 from typing import Any
@@ -13,7 +13,7 @@ MAX_DEFINITION_BYTES = 300 * 1024
 """Source: https://cloud.google.com/pubsub/quotas#resource_limits"""
 
 _LONGEST_REASON = 500
-"""Compilers repeat what they could not read."""
+"""Maximum length of a reason, because compilers repeat the text that they could not parse."""
 _QUICKLY_READ_LENGTH = 8 * 1024
 _PROTOCOL_BUFFER = 1
 
@@ -23,20 +23,20 @@ _READERS: dict[int, type[AvroDefinition] | type[ProtoDefinition]] = {
     _PROTOCOL_BUFFER: ProtoDefinition,
 }
 
-# A definition is read once as long as somebody has it, and a while longer: who validates messages
-# sends the definition with each.
+# A definition is parsed only once while it is in use, and for a while after, because callers who
+# validate messages send the definition each time.
 _in_use: "WeakValueDictionary[tuple[int, str], Definition]" = WeakValueDictionary()
 _read_last: "deque[Definition]" = deque(maxlen=8)
 
 
 def read_definition(schema: Any) -> Definition:
-    """Return the definition of a schema, checked.
+    """Return a schema's checked definition.
 
     Args:
         schema: a `google.pubsub.v1.Schema` with a type and a definition.
 
     Raises:
-        InvalidArgument: no type, or not a definition of its type, with the reason.
+        InvalidArgument: the type is missing, or the definition is not valid, with the reason.
     """
     key = (schema.type_, schema.definition)
     definition = _in_use.get(key)
@@ -47,21 +47,21 @@ def read_definition(schema: Any) -> Definition:
 
 
 def kind_of(schema: Any) -> str:
-    """Return AVRO or PROTO, the type of a schema in refusals of messages."""
+    """Return AVRO or PROTO, the schema's type in refusals of messages."""
     return _READERS[schema.type_].kind
 
 
 def is_read_slowly(schema: Any) -> bool:
-    """Say whether to read this definition in a thread, so that others are answered meanwhile."""
+    """Return whether parsing is slow enough for a thread, so that other calls are not delayed."""
     is_compiled: bool = schema.type_ == _PROTOCOL_BUFFER
     return is_compiled or len(schema.definition) > _QUICKLY_READ_LENGTH
 
 
 def check_revision(definition: Definition, latest: Definition) -> None:
-    """Refuse a revision that changes more than a revision may.
+    """Refuse a revision that makes forbidden changes.
 
     Raises:
-        InvalidArgument: it is of another type, or with the field that differs.
+        InvalidArgument: it has another type, or a field differs. The message names it.
     """
     if definition.kind != latest.kind:
         raise InvalidArgument("The type of a schema can't be changed by a revision.")

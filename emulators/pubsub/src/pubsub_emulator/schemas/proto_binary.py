@@ -1,8 +1,7 @@
-"""Checks a message in the binary encoding of protocol buffers, without keeping what is in it.
+"""Validates a message in the binary protocol buffer encoding without storing its values.
 
-As everywhere with protocol buffers, fields that the definition lacks, or that come in another
-encoding, are not an error: readers skip them.
-Source: https://protobuf.dev/programming-guides/encoding/
+As everywhere with protocol buffers, fields that the definition lacks or that have another encoding
+are not an error: readers skip them. Source: https://protobuf.dev/programming-guides/encoding/
 """
 
 import re
@@ -22,13 +21,13 @@ from pubsub_emulator.schemas.proto_types import (
 
 _VARINTS = re.compile(rb"(?:[\x80-\xff]{0,9}[\x00-\x7f])*+")
 _MAX_PARTS = 1000
-"""How many parts of one message, which readers merge, are looked at together."""
+"""Maximum parts of a message, which readers merge, that are checked together."""
 _PIECE_BYTES = 64 * 1024
-"""How much is matched at a time: other threads wait for a match."""
+"""Bytes matched at a time, because other threads wait during a match."""
 _PACKED_BYTES_A_VALUE = 64
-"""How many bytes of packed numbers are checked in the time that a value takes."""
+"""Bytes of packed numbers checked in the time for one value."""
 _LONGEST_VARINT_BYTES = 10
-_NO_VARINT = "it is cut, or a number has more than 10 bytes"
+_NO_VARINT = "it is truncated, or a number has more than 10 bytes"
 _MAX_TAG = 2**32 - 1
 _SIZES = {I64: 8, I32: 4}
 
@@ -36,10 +35,10 @@ _Span = tuple[int, int]
 
 
 def check_binary(root: MessageType, message: bytes, budget: Budget) -> None:
-    """Refuse bytes that are no message of a type.
+    """Refuse bytes that are not a message of a type.
 
     Raises:
-        Mismatch: with the place and the reason.
+        Mismatch: contains the location and the reason.
     """
     whole = (0, len(message))
     reader = _Reader(message, budget)
@@ -65,11 +64,11 @@ class _Reader:
                 raise
 
     def check_required(self, kind: MessageType, spans: Sequence[_Span], depth: int) -> None:
-        """Refuse a message, which may come in parts, that lacks a required field."""
+        """Refuse a message, possibly in parts, that lacks a required field."""
         seen: set[int] = set()
         parts: dict[Field, list[_Span]] = {}
         if kind.is_map_entry:
-            parts[kind.by_number[2]] = []  # without a value it has an empty one
+            parts[kind.by_number[2]] = []  # an absent value counts as empty
         chosen: dict[int, Field] = {}
         for field, inner in self._known_fields(kind, spans, depth):
             seen.add(field.number)
@@ -127,7 +126,7 @@ class _Reader:
         self._budget.enter(depth, (end - begin) // _PACKED_BYTES_A_VALUE)
         if wire_type in _SIZES:
             if (end - begin) % _SIZES[wire_type]:
-                raise Mismatch("it is cut within packed numbers")
+                raise Mismatch("it is truncated within packed numbers")
             return
         while begin < end:
             matched = _VARINTS.match(self._data, begin, min(end, begin + _PIECE_BYTES))
@@ -136,7 +135,7 @@ class _Reader:
             begin = matched.end()
 
     def _fields(self, span: _Span, depth: int) -> Iterator[tuple[int, int, int, int]]:
-        """Yield the number and the wire type of each field, and where its value is."""
+        """Yield number and wire type of each field, and the position of its value."""
         position, end = span
         while position < end:
             self._budget.enter(depth)
@@ -145,21 +144,21 @@ class _Reader:
             if wire_type == START_GROUP:
                 begin, stop, position = position, *self._group_end(number, position, end, depth)
             elif wire_type == END_GROUP:
-                raise Mismatch("a group ends that did not begin")
+                raise Mismatch("a group ends without having begun")
             else:
                 begin, position = self._value(wire_type, position, end)
                 stop = position
             yield number, wire_type, begin, stop
 
     def _tag(self, position: int, end: int) -> tuple[int, int]:
-        """Return the number and the wire type of a field in one, and where its value begins."""
+        """Return number and wire type of a field in one integer, and the position of its value."""
         tag, position = self._varint(position, end)
         if tag > _MAX_TAG or tag < 8:
             raise Mismatch("a field has no valid number")
         return tag, position
 
     def _value(self, wire_type: int, position: int, end: int) -> _Span:
-        """Return where a value begins and ends."""
+        """Return start and end of a value."""
         begin = position
         if wire_type == LEN:
             size_bytes, begin = self._varint(position, end)
@@ -171,11 +170,11 @@ class _Reader:
         else:
             raise Mismatch(f"a field has the wire type {wire_type}, which does not exist")
         if position > end:
-            raise Mismatch("it is cut")
+            raise Mismatch("it is truncated")
         return begin, position
 
     def _group_end(self, number: int, position: int, end: int, depth: int) -> _Span:
-        """Return where the fields of a group end, and where its end tag does."""
+        """Return the end of a group's fields, and the end of its end tag."""
         open_groups = [number]
         while open_groups:
             if position >= end:
@@ -187,13 +186,13 @@ class _Reader:
                 open_groups.append(tag >> 3)
             elif tag & 7 == END_GROUP:
                 if tag >> 3 != open_groups.pop():
-                    raise Mismatch("a group ends that did not begin")
+                    raise Mismatch("a group ends without having begun")
             else:
                 _, position = self._value(tag & 7, position, end)
         return stop, position
 
     def _varint(self, position: int, end: int) -> _Span:
-        """Return a variable-length integer, and where it ends."""
+        """Return a variable-length integer, and its end position."""
         if position < end and (value := self._data[position]) < 0x80:
             return value, position + 1  # most are short
         value = 0

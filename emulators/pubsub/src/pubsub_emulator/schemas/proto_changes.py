@@ -1,16 +1,16 @@
-"""What a revision of a definition in the language of protocol buffers may change."""
+"""Changes that a revision of a protocol buffer definition may make."""
 
 from pubsub_emulator.schemas.mismatch import Malformed
 from pubsub_emulator.schemas.proto_types import Field, MessageType
 
 
 def check_changes(latest: MessageType, revised: MessageType) -> None:
-    """Refuse all changes but optional fields that were added and removed.
+    """Refuse all changes except adding and removing optional fields.
 
     Source: https://cloud.google.com/pubsub/docs/commit-schema-revision
 
     Raises:
-        Malformed: with a field that differs.
+        Malformed: names a field that differs.
     """
     compared = set()
     pairs = [(latest, revised)]
@@ -42,6 +42,6 @@ def _check_optional(field: Field, message: MessageType) -> None:
 
 def _signature(field: Field, root: MessageType) -> tuple[object, ...]:
     kind = field.message or field.enum
-    # Types by their names within the message, which may have a new name.
+    # Types are named within the message, which may have a new name.
     type_name = kind.name.removeprefix(root.name) if kind else ""
     return (field.name, field.type, field.is_repeated, field.is_required, type_name)

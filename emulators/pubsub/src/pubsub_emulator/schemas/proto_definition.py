@@ -1,4 +1,4 @@
-"""A schema's definition in the language of protocol buffers, compiled by Google's compiler."""
+"""A protocol buffer schema definition, compiled by Google's compiler."""
 
 from collections.abc import Callable
 
@@ -18,10 +18,10 @@ _CHECKS: dict[str, Callable[[MessageType, bytes, Budget], None]] = {
 
 
 class ProtoDefinition:
-    """A valid definition of one message. It does not change, so threads may share it.
+    """A valid definition of one message. It is immutable, so threads may share it.
 
     Raises:
-        Malformed: it is none, with the reason.
+        Malformed: it is not valid, with the reason.
     """
 
     kind = "PROTO"
@@ -32,16 +32,19 @@ class ProtoDefinition:
         self._root = root_type(file)
 
     def check(self, message: bytes, encoding: str, budget: Budget) -> None:
-        """Refuse a message that does not fit, by raising `Mismatch`."""
+        """Refuse a message that does not match, by raising `Mismatch`."""
         _CHECKS[encoding](self._root, message, budget)
 
     def check_revises(self, latest: "ProtoDefinition") -> None:
-        """Refuse to follow a revision that it changes too much, by raising `Malformed`."""
+        """Refuse changes that a revision of `latest` may not make, by raising `Malformed`."""
         check_changes(latest._root, self._root)
 
 
 def _check_file(file: FileDescriptorProto) -> None:
-    """Refuse what is right and no schema. Source: https://cloud.google.com/pubsub/docs/schemas."""
+    """Refuse valid files that are not schemas.
+
+    Source: https://cloud.google.com/pubsub/docs/schemas.
+    """
     if file.dependency:
         raise Malformed("a definition can't import others")
     if file.syntax == "editions":

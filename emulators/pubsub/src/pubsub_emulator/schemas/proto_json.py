@@ -1,7 +1,7 @@
-"""Checks a message in the JSON encoding of protocol buffers.
+"""Validates a message in the JSON encoding of protocol buffers.
 
-Source: https://protobuf.dev/programming-guides/json/. A field that the definition lacks is refused,
-as parsers do by default. Definitions import nothing, so no type has a form of its own in JSON.
+Source: https://protobuf.dev/programming-guides/json/. Unknown fields are refused, as parsers do by
+default. Definitions have no imports, so no type has a special form in JSON.
 """
 
 import json
@@ -37,10 +37,10 @@ _KINDS = {
 
 
 def check_json(root: MessageType, message: bytes, budget: Budget) -> None:
-    """Refuse JSON that is no message of a type.
+    """Refuse JSON that is not a message of a type.
 
     Raises:
-        Mismatch: with the place and the reason.
+        Mismatch: contains the location and the reason.
     """
     try:
         value = json.loads(
@@ -49,7 +49,7 @@ def check_json(root: MessageType, message: bytes, budget: Budget) -> None:
     except RecursionError:
         raise Mismatch("the message is nested too deep") from None
     except ValueError as error:
-        raise Mismatch(f"the message is no JSON: {error}") from None
+        raise Mismatch(f"the message is not valid JSON: {error}") from None
     _message(root, value, budget, 0)
 
 
@@ -82,7 +82,7 @@ def _message(kind: MessageType, value: Any, budget: Budget, depth: int) -> None:
         if inner is None:
             continue
         if field.number in seen or field.oneof in oneofs:
-            raise Mismatch(f"{name} is there under two names, or another field of its oneof is")
+            raise Mismatch(f"{name} is set under two names, or another field of its oneof is set")
         seen.add(field.number)
         if field.oneof is not None:
             oneofs.add(field.oneof)
@@ -145,7 +145,7 @@ def _integer(field: Field, value: Any) -> None:
         _refuse(field.type.lower(), value)
     low, high = _RANGES[field.type]
     if not low <= value < high:
-        raise Mismatch(f"it is out of the range of {field.type.lower()}")
+        raise Mismatch(f"it is out of range for {field.type.lower()}")
 
 
 def _number(field: Field, value: Any) -> None:
@@ -161,7 +161,7 @@ def _number(field: Field, value: Any) -> None:
     except OverflowError:
         is_in_range = False
     if not is_in_range:
-        raise Mismatch(f"it is out of the range of {field.type.lower()}")
+        raise Mismatch(f"it is out of range for {field.type.lower()}")
 
 
 def _boolean(field: Field, value: Any) -> None:
@@ -175,7 +175,7 @@ def _string(field: Field, value: Any) -> None:
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise Mismatch("a string has half a surrogate pair") from None
+        raise Mismatch("a string has an unpaired surrogate") from None
 
 
 def _bytes(field: Field, value: Any) -> None:
@@ -189,11 +189,11 @@ def _enum(field: Field, value: Any) -> None:
     assert field.enum is not None
     if isinstance(value, str):
         if value not in field.enum.names:
-            raise Mismatch(f"it is none of the values of {field.enum.name}")
+            raise Mismatch(f"it is not a value of {field.enum.name}")
         return
     _integer(field, value)
     if field.enum.is_closed and value not in field.enum.numbers:
-        raise Mismatch(f"it is none of the values of {field.enum.name}")
+        raise Mismatch(f"it is not a value of {field.enum.name}")
 
 
 _CHECKS: dict[str, Callable[[Field, Any], None]] = {

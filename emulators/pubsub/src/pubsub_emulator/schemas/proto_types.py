@@ -1,7 +1,7 @@
-"""The types of a definition in the language of protocol buffers, as messages are checked by them.
+"""Types in a protocol buffer definition, for validating messages.
 
-They are our own and not the library's classes of messages: those build every value, and of a type
-of 5,000 fields an empty value takes two bytes of a message and 40 KB of memory.
+The library's message classes are not used, because they construct every value: with a type of 5,000
+fields, an empty value takes two bytes of a message and 40 KB of memory.
 """
 
 from collections.abc import Iterable
@@ -32,7 +32,7 @@ _WIRE_TYPES = {
 
 @dataclass(frozen=True)
 class EnumType:
-    """An enum. A closed one, of proto2, has no values but those that it names."""
+    """An enum. A closed one, from proto2, has only the values that it names."""
 
     name: str
     names: frozenset[str]
@@ -44,8 +44,8 @@ class EnumType:
 class Field:
     """A field of a message, or an extension of it.
 
-    `type` is `INT32` and so on, `wire_type` how it is encoded when it is not packed, `oneof` the
-    number of its oneof or None.
+    `type` is `INT32` and so on, `wire_type` its encoding when not packed, `oneof` the number of its
+    oneof or None.
     """
 
     name: str
@@ -61,14 +61,17 @@ class Field:
     may_be_packed: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        """Find how it is encoded."""
+        """Set its encoding."""
         self.wire_type = _WIRE_TYPES.get(self.type, VARINT)
         self.may_be_packed = self.is_repeated and self.wire_type in (VARINT, I64, I32)
 
 
 @dataclass(eq=False, repr=False)
 class MessageType:
-    """A type of messages. `may_lack` says that one, or what is in it, can lack a required field."""
+    """A message type.
+
+    `may_lack` means that a message, or one inside it, may lack a required field.
+    """
 
     name: str
     is_map_entry: bool
@@ -78,7 +81,7 @@ class MessageType:
     may_lack: bool = False
 
     def add(self, added: Field, json_names: Iterable[str]) -> None:
-        """Give it a field that has these names in JSON."""
+        """Add a field with these names in JSON."""
         self.by_number[added.number] = added
         for json_name in json_names:
             self.by_json_name[json_name] = added
@@ -87,12 +90,12 @@ class MessageType:
 
 
 def root_type(file: FileDescriptorProto) -> MessageType:
-    """Return the only top-level message of a file, with all that it refers to."""
+    """Return the only top-level message of a file, with everything that it refers to."""
     return _Types(file).messages[_joined(f".{file.package}", file.message_type[0].name)]
 
 
 class _Types:
-    """All types of a file by their full names, which begin with a dot."""
+    """All types in a file by full name, starting with a dot."""
 
     def __init__(self, file: FileDescriptorProto) -> None:
         self.messages: dict[str, MessageType] = {}

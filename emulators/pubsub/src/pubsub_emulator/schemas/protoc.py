@@ -1,4 +1,4 @@
-"""Runs Google's compiler of protocol buffers in a process of its own."""
+"""Runs Google's protocol buffer compiler in a separate process."""
 
 import re
 import subprocess
@@ -14,8 +14,11 @@ from pubsub_emulator.schemas.protoc_child import FAILED
 
 MAX_CPU_S = 5
 MAX_MEMORY_MIB = 512
-"""Far above what a definition that is used takes. Of 300 KiB, 50,000 reserved numbers took most
-time, and names of 50,000 letters most memory."""
+"""Far more than real definitions need.
+
+With 300 KiB, 50,000 reserved numbers took the most time, and names of 50,000 letters the most
+memory.
+"""
 LIMIT_S = 30.0
 _CHILD = Path(__file__).with_name("protoc_child.py")
 _LIBRARIES = Path(grpc_tools.__file__).parents[1]
@@ -24,9 +27,9 @@ _IN_THE_FILE = re.compile(r"^(?:definition\.proto|/dev/stdin): (.+)", re.M)
 
 
 def compile_definition(definition: str) -> FileDescriptorProto:
-    """Return what a definition in the language of protocol buffers says.
+    """Return the compiled form of a protocol buffer definition.
 
-    It takes tens of milliseconds, so run it in a thread.
+    It takes tens of milliseconds, so call it in a thread.
 
     Raises:
         Malformed: the first error that the compiler reports, with its line and column.
@@ -56,10 +59,10 @@ def compile_definition(definition: str) -> FileDescriptorProto:
 def _first_error(report: str) -> str:
     places = [match.groups() for match in _AT_A_PLACE.finditer(report)]
     errors = [each for each in places if not each[2].startswith("warning: ")]
-    # What is imported is missing first, in a line that does not say where.
+    # A missing import is reported first, in a line without a position.
     for line, column, reason in [each for each in errors if each[2].startswith("Import ")] + errors:
         if reason.startswith("Import "):
             reason = "a definition can't import others"
         return f"line {line}, column {column}: {reason}"
     in_the_file = _IN_THE_FILE.search(report)
-    return in_the_file[1] if in_the_file else "the compiler does not say why"
+    return in_the_file[1] if in_the_file else "the compiler does not report a reason"

@@ -1,4 +1,4 @@
-"""The process of `protoc.py`: compiles its standard input, within limits of time and memory.
+"""The child process of `protoc.py`: compiles its standard input within time and memory limits.
 
 It runs without this package and its libraries: `protoc_child.py <libraries> <seconds> <MiB>`.
 """
@@ -9,7 +9,7 @@ import resource
 import sys
 
 FAILED = 70
-"""The status of a failure that is not the definition's, EX_SOFTWARE of sysexits.h."""
+"""Exit status for failures not caused by the definition: EX_SOFTWARE of sysexits.h."""
 _MIB = 1024**2
 _MAX_OUTPUT_BYTES = 8 * _MIB
 _MAX_ERRORS_BYTES = 64 * 1024
@@ -19,7 +19,7 @@ def main(libraries: str, cpu_s: int, memory_mib: int) -> int:
     """Writes a `FileDescriptorSet` to the standard output, or errors to the standard error.
 
     Returns:
-        The status of the compiler.
+        The exit status of the compiler.
     """
     limits = {
         resource.RLIMIT_CPU: cpu_s,
@@ -31,13 +31,13 @@ def main(libraries: str, cpu_s: int, memory_mib: int) -> int:
         resource.setrlimit(kind, (limit, limit))
     sys.path.insert(0, libraries)
     compiler = importlib.import_module("grpc_tools._protoc_compiler")
-    # Files in memory, since a limit holds for what is written to a file: each of thousands of
-    # errors may repeat a name of 100 KB.
+    # In-memory files, because there is a limit on file sizes: each of thousands of errors may
+    # repeat a name of 100 KB.
     compiled = os.memfd_create("compiled")
     errors = os.memfd_create("errors")
     standard_error = os.dup(2)
     os.dup2(errors, 2)
-    # No folder is searched, so an import finds nothing.
+    # No folder is searched, so imports are never found.
     arguments = [
         "protoc",
         "--proto_path=definition.proto=/dev/stdin",
@@ -63,6 +63,6 @@ if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))
     except Exception as error:
-        # The boundary of this process, whose reader tells it from an error in the definition.
+        # The parent process distinguishes this from an error in the definition.
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(FAILED)

@@ -1,4 +1,4 @@
-"""What consumers say of the messages they have: acked, nacked, or needed for longer."""
+"""Calls by consumers about their messages: acks, nacks, and extensions of leases."""
 
 from collections.abc import Iterable
 
@@ -7,13 +7,15 @@ from pubsub_emulator.protos import Message
 from pubsub_emulator.state.backlog import Backlog
 
 _MAX_REQUEST_BYTES = 512 * 1024
-"""Source: https://cloud.google.com/pubsub/quotas. A refusal that names every id of a request, with
-their reasons, is below the 4 MiB that Google's clients take.
+"""Source: https://cloud.google.com/pubsub/quotas.
+
+A refusal that names every id in a request, with reasons, is smaller than the 4 MiB that Google's
+clients accept.
 """
 
 
 def check_ack_request_size(request: Message) -> None:
-    """Refuse a request with more ack ids than the service takes.
+    """Refuse a request with more ack ids than the service allows.
 
     Raises:
         InvalidArgument: it is too large. Nothing was acked.
@@ -25,14 +27,14 @@ def check_ack_request_size(request: Message) -> None:
 
 
 def acknowledge(backlog: Backlog, ack_ids: Iterable[str]) -> dict[str, str]:
-    """Settle the messages of these ack ids.
+    """Ack the messages with these ack ids.
 
     Returns:
-        The refused ack ids with their reasons. Without exactly-once delivery there are none: an
-        expired id acks the message if it is still there, and is ignored otherwise.
+        The refused ack ids with reasons. Empty without exactly-once delivery: then an expired id
+        acks the message if it still exists, and is ignored otherwise.
 
     Raises:
-        InvalidArgument: an ack id that no server would have made. Nothing was acked.
+        InvalidArgument: an ack id has an invalid format. Nothing was acked.
     """
     refused: dict[str, str] = {}
     exactly_once = backlog.settings.exactly_once
@@ -47,13 +49,13 @@ def acknowledge(backlog: Backlog, ack_ids: Iterable[str]) -> dict[str, str]:
 def modify_ack_deadline(
     backlog: Backlog, ack_ids: Iterable[str], deadlines_s: Iterable[int]
 ) -> dict[str, str]:
-    """Move the end of leases to so many seconds from now. 0 is a nack.
+    """Set the end of leases to this many seconds from now. 0 is a nack.
 
     Returns:
-        The refused ack ids with their reasons. None without exactly-once delivery.
+        The refused ack ids with reasons. Empty without exactly-once delivery.
 
     Raises:
-        InvalidArgument: an ack id that no server would have made. Nothing was changed.
+        InvalidArgument: an ack id has an invalid format. Nothing was changed.
     """
     refused: dict[str, str] = {}
     found = [(ack_id, *backlog.find(ack_id)) for ack_id in ack_ids]

@@ -1,4 +1,4 @@
-"""The ids that consumers ack by: one for each hand-out of a delivery."""
+"""Ids that consumers use for acks: one each time a delivery is handed out."""
 
 from pubsub_emulator.errors import InvalidArgument
 from pubsub_emulator.state.consumers import Delivery
@@ -7,26 +7,26 @@ NO_DELIVERY = -1, 0
 
 
 class AckIds:
-    """Makes and reads the ack ids of one subscription.
+    """Creates and parses the ack ids of a subscription.
 
     Args:
-        holder: a number that no other subscription has, and none had before a restart.
+        holder: a number that is unique to this subscription, also across restarts.
     """
 
     def __init__(self, holder: int) -> None:
         self._prefix = f"{holder:x}"
 
     def of(self, delivery: Delivery) -> str:
-        """The id that acks this hand-out of a delivery."""
+        """Return the ack id for the current hand-out of a delivery."""
         return f"{self._prefix}.{delivery.number}.{delivery.handouts}"
 
     def read(self, ack_id: str) -> tuple[int, int]:
-        """The number of the delivery, and which of its hand-outs it was.
+        """Return the number of the delivery, and of its hand-out.
 
-        NO_DELIVERY if another holder made the id.
+        The number is NO_DELIVERY if another holder created the id.
 
         Raises:
-            InvalidArgument: no server would have made it.
+            InvalidArgument: the id has an invalid format.
         """
         try:
             prefix, number, handout = ack_id.split(".")

@@ -1,6 +1,6 @@
-"""The deliveries of one publish, which wait until all of it was taken in.
+"""Deliveries of a publish, held until all of its messages have been added.
 
-What Google's libraries publish waits until it is committed and answered, too.
+Messages published by Google's libraries are also held until they are committed and answered.
 """
 
 from collections.abc import Iterable, Iterator
@@ -10,31 +10,31 @@ from pubsub_emulator.state.consumers import Delivery
 
 
 class Queue(Protocol):
-    """Where deliveries wait: those of one subscription."""
+    """Holds the deliveries of a subscription."""
 
     def let_out(self, deliveries: Iterable[Delivery]) -> None:
-        """Let consumers have those of them that are still here."""
+        """Make these deliveries, as far as they still exist, available to consumers."""
 
 
 class Arrivals:
-    """Collects what a publish brings to each subscription, and lets it out at last."""
+    """Collects a publish's deliveries to each subscription, and finally releases them."""
 
     def __init__(self) -> None:
         self._waiting: dict[Queue, list[Delivery]] = {}
 
     def note(self, queue: Queue, delivery: Delivery) -> None:
-        """Note a delivery that waits in a queue."""
+        """Record a delivery that waits in a queue."""
         waiting = self._waiting.get(queue)
         if waiting is None:
             waiting = self._waiting[queue] = []
         waiting.append(delivery)
 
     def forget(self) -> None:
-        """Let nothing out. An error whose traceback leads here may live on."""
+        """Release nothing, because an error whose traceback refers to this may live on."""
         self._waiting.clear()
 
     def let_out(self) -> Iterator[None]:
-        """Let all out, a step between two subscriptions."""
+        """Release all deliveries, with a step between two subscriptions."""
         while self._waiting:
             queue, deliveries = self._waiting.popitem()
             queue.let_out(deliveries)

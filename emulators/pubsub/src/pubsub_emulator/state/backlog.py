@@ -1,7 +1,7 @@
-"""The deliveries of one subscription: ready, leased to a consumer, or coming back.
+"""The deliveries of a subscription: ready, leased to a consumer, or returning.
 
-Between a subscription, which adds messages and owns the policies, and the consumers (streams,
-pulls, push workers).
+This is the layer between a subscription, which adds messages and has the policies, and its
+consumers (streams, pulls, push workers).
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -20,28 +20,28 @@ from pubsub_emulator.state.received import received_message
 from pubsub_emulator.state.timers import Timers
 
 MAX_TAKE = 1000
-# One response stays well under what clients accept by default (4 MiB), unless one message alone is
-# bigger.
+# A response stays well below what clients accept by default (4 MiB), unless a single message is
+# larger.
 MAX_TAKE_BYTES = 2 * 1024 * 1024
 
 
 class BacklogOwner(Protocol):
-    """What the backlog asks of its subscription."""
+    """Operations of a subscription that its backlog needs."""
 
     settings: DeliverySettings
 
     def acked(self, message: StoredMessage) -> None:
-        """Note that a message was acked."""
+        """Record that a message was acked."""
 
     def next_number(self) -> int:
-        """Return a number for a delivery that came back, higher than all before."""
+        """Return a number for a delivery that came back, higher than all previous ones."""
 
     def forward_dead_letter(self, delivery: Delivery) -> bool:
         """Publish to the dead-letter topic. Return False if that topic is gone."""
 
 
 class Backlog:
-    """All unacked messages of one subscription, oldest first, each in one `State`."""
+    """All unacked messages of a subscription, oldest first, each in one `State`."""
 
     def __init__(
         self, owner: BacklogOwner, timers: Timers, journal: ChangeJournal, holder: int
@@ -56,12 +56,11 @@ class Backlog:
 
     @property
     def settings(self) -> DeliverySettings:
-        """Those of the subscription."""
+        """The subscription's settings."""
         return self._owner.settings
 
     @property
     def messages(self) -> list[StoredMessage]:
-        """The unacked messages, oldest first."""
         return [delivery.message for delivery in self._queue.deliveries.values()]
 
     @property
@@ -72,22 +71,22 @@ class Backlog:
 
     @property
     def attempts_of_oldest(self) -> int:
-        """How often the oldest unacked message was delivered. 0 if there is none."""
+        """Delivery attempts of the oldest unacked message. 0 if there is none."""
         oldest = self._queue.oldest
         return 0 if oldest is None else oldest.attempts
 
     def add(self, message: StoredMessage, arrivals: Arrivals | None = None) -> None:
-        """Add a message and wake a consumer, unless an older one of its ordering key is present.
+        """Add a message and wake a consumer, unless an older one with its ordering key is present.
 
-        With `arrivals`, nobody gets it before they let it out.
+        With `arrivals`, the message is available only once they are released.
         """
         self._journal.hold(message, self._holder, message.sequence)
         self._queue.place(Delivery(message.sequence, message), arrivals)
 
     def restore(self, message: StoredMessage, number: int, attempts: int) -> None:
-        """Take in a message that was here before a restart: whatever lease it had ended with that.
+        """Add a message from before a restart, which ended any lease.
 
-        One that had its last attempt is a dead letter as soon as time goes on.
+        A message that had its last attempt becomes a dead letter as soon as timers run.
         """
         delivery = Delivery(number, message)
         delivery.attempts = delivery.handouts = attempts
@@ -96,20 +95,20 @@ class Backlog:
         if not 0 < most <= attempts:
             return
         if delivery.state != "ready":
-            # Behind an older one of its key, whose redelivery ended this attempt.
+            # Behind an older one with its key, whose redelivery ended this attempt.
             delivery.attempts = most - 1
             return
         self._queue.took(delivery, None)
         self._lease(delivery, self._timers.now_s())
 
     def take(self, consumer: Consumer, max_messages: int = MAX_TAKE) -> list[Delivery]:
-        """Lease ready messages to a consumer, as many as its room and its share allow.
+        """Lease ready messages to a consumer, within its capacity and share.
 
-        Those that follow on what it has of an ordering key come first.
+        Messages that continue its ordering keys come first.
 
         Returns:
-            At most `max_messages`, oldest first. Empty if nothing is available. Then the consumer
-            is woken when that changes.
+            At most `max_messages`, oldest first. Empty if nothing is available; the consumer is
+            then woken when that changes.
         """
         queue = self._queue
         share = self.consumers.share(consumer, len(queue.ready))
@@ -131,7 +130,7 @@ class Backlog:
         return taken
 
     def _hand_out(self, delivery: Delivery, consumer: Consumer, due_s: float) -> bool:
-        """Lease a delivery. Returns whether it was one that anybody might have taken."""
+        """Lease a delivery. Returns whether any consumer could have taken it."""
         delivery.attempts += 1
         delivery.handouts += 1
         self._journal.hold(delivery.message, self._holder, delivery.number, delivery.attempts)
@@ -140,11 +139,11 @@ class Backlog:
         return self._queue.took(delivery, consumer)
 
     def busy(self, consumer: Consumer) -> None:
-        """Wake others instead of a consumer that took nothing and can't take more now."""
+        """Wake others instead of a consumer that took nothing and has no capacity now."""
         self.consumers.busy(consumer, len(self._queue.ready))
 
     def leave(self, consumer: Consumer) -> None:
-        """Disconnect a consumer. Its leases stay until they are acked, nacked or run out."""
+        """Disconnect a consumer. Its leases stay until they are acked, nacked or expire."""
         self.consumers.leave(consumer, len(self._queue.ready))
 
     def serialized(self, deliveries: Iterable[Delivery]) -> bytes:
@@ -160,10 +159,10 @@ class Backlog:
         )
 
     def find(self, ack_id: str) -> tuple[Delivery | None, bool]:
-        """The delivery that an ack id means, if it is here, and whether the id is of its lease now.
+        """Return an ack id's delivery, if it exists, and whether its current lease has this id.
 
         Raises:
-            InvalidArgument: no server would have made the id. Not with exactly-once delivery.
+            InvalidArgument: the id has an invalid format. Not raised with exactly-once delivery.
         """
         try:
             number, handout = self.ack_ids.read(ack_id)
@@ -177,31 +176,32 @@ class Backlog:
         return delivery, delivery.state == "leased" and delivery.handouts == handout
 
     def settle(self, delivery: Delivery) -> None:
-        """Ack a message that is here, leased or not."""
+        """Ack a message of this backlog, leased or not."""
         if delivery.state != "settled":
             self._remove(delivery)
             self._owner.acked(delivery.message)
 
     def extend(self, delivery: Delivery, deadline_s: float) -> None:
-        """Let a lease, if there still is one, end so many seconds from now."""
+        """If there still is a lease, end it this many seconds from now."""
         if delivery.state == "leased":
             delivery.stop_timer()
             self._lease(delivery, self._timers.now_s() + deadline_s)
 
     def keep_only(self, is_unacked: Callable[[StoredMessage], bool]) -> None:
-        """Ack every message that the predicate denies, leased or not."""
+        """Ack every message for which the predicate is false, leased or not."""
         for delivery in list(self._queue.deliveries.values()):
             if not is_unacked(delivery.message):
                 self.settle(delivery)
 
     def bring_back(self, messages: Iterable[StoredMessage]) -> None:
-        """Deliver from the start: what is here, leased or not, and these messages with it.
+        """Start over with all deliveries, leased or not, and these messages.
 
-        An ack id of the time before does not ack what it brings back.
+        Earlier ack ids do not ack the messages that it brings back.
         """
         for delivery in self._queue.deliveries.values():
             if delivery.state == "leased":
-                # No nack and no lease that ran out, so no attempt. Its number is what ends the id.
+                # This is neither a nack nor an expired lease, so it is not an attempt. The new
+                # number invalidates the id.
                 delivery.attempts -= 1
                 delivery.number = self._owner.next_number()
             self._end_lease(delivery)
@@ -212,19 +212,19 @@ class Backlog:
         self._queue.replace(deliveries)
 
     def drop_oldest(self) -> None:
-        """Forget the message that was published first, unacked."""
+        """Drop the message that was published first, without an ack."""
         if self._queue.oldest is not None:
             self._remove(self._queue.oldest)
 
     def withdraw(self, sequences: Collection[int]) -> None:
-        """Forget messages, leased or not. Acks for them have no effect."""
+        """Drop messages, leased or not. Acks for them have no effect."""
         for delivery in [
             each for each in self._queue.deliveries.values() if each.message.sequence in sequences
         ]:
             self._remove(delivery)
 
     def clear(self) -> None:
-        """Forget every message. Acks for them have no effect."""
+        """Drop every message. Acks for them have no effect."""
         for delivery in self._queue.deliveries.values():
             self._journal.release(delivery.message, self._holder)
             delivery.stop_timer()
@@ -236,7 +236,7 @@ class Backlog:
         delivery.timer = self._timers.at(until_s, partial(self.give_back, delivery))
 
     def give_back(self, delivery: Delivery) -> None:
-        """End a lease without an ack: to the dead-letter topic, into backoff, or ready at once."""
+        """End a lease without an ack: to dead letters, into backoff, or ready immediately."""
         if delivery.state != "leased":
             return
         self._end_lease(delivery)
@@ -257,7 +257,7 @@ class Backlog:
         )
 
     def return_untried(self, deliveries: Iterable[Delivery]) -> None:
-        """End leases of messages that nothing was done with. It does not count as an attempt."""
+        """End leases of messages that were not used. This does not count as an attempt."""
         for delivery in deliveries:
             if delivery.state == "leased":
                 self._end_lease(delivery)
@@ -270,7 +270,10 @@ class Backlog:
                 self._queue.offer_again(delivery)
 
     def _call_back(self, delivery: Delivery) -> None:
-        """End a lease because an older message of its key comes again. That is no attempt."""
+        """End a lease because an older message with its key is redelivered.
+
+        This is not an attempt.
+        """
         self._end_lease(delivery)
         delivery.state = "held"
         delivery.attempts -= 1

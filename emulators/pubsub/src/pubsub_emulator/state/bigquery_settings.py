@@ -1,4 +1,4 @@
-"""Checks the `bigquery_config` of a subscription.
+"""Validates the `bigquery_config` of a subscription.
 
 Source: https://cloud.google.com/pubsub/docs/reference/rest/v1/projects.subscriptions#BigQueryConfig
 """
@@ -12,13 +12,13 @@ _TABLE = re.compile(r"[A-Za-z0-9][A-Za-z0-9:._-]*\.\w{1,1024}\.[\w -]{1,1024}")
 
 
 def complete_bigquery_config(subscription: Subscription) -> None:
-    """Check the `bigquery_config` of a subscription, and set what only the server sets.
+    """Validate the `bigquery_config` of a subscription, and set its output-only fields.
 
-    The table is not looked for. If it is missing, the state of the config shows that later.
+    The table is not looked up. If it is missing, the config's state shows that later.
 
     Raises:
-        InvalidArgument: no name of a table, or settings that exclude each other.
-        Unimplemented: the columns of the topic's schema are asked for.
+        InvalidArgument: the table name is invalid, or settings exclude each other. Unimplemented:
+        the columns of the topic's schema are requested.
     """
     config = subscription.bigquery_config
     if not _TABLE.fullmatch(config.table):

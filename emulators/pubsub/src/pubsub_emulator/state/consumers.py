@@ -1,7 +1,7 @@
-"""The deliveries of a subscription, who takes them, and who is woken when something can be taken.
+"""A subscription's deliveries, their consumers, and waking consumers for new deliveries.
 
-Consumers take as much as they have room for. Nothing is queued for them here. So a stream that
-can't write leaves the messages to the others, and messages that wait while it writes go out in one
+Consumers take as much as they have capacity for. Nothing is queued for them here. So a stream that
+can't write leaves the messages to others, and messages that wait while it writes go out in one
 response.
 """
 
@@ -14,13 +14,13 @@ from pubsub_emulator.state.timers import Timer
 
 
 class Consumer:
-    """One stream, one waiting pull or one push loop, with its flow control.
+    """A stream, a waiting pull or a push loop, with its flow control.
 
     Args:
         wake: called when there may be something to take, or when `ended` was set.
-        ack_deadline_s: the lease of what it takes, in seconds.
-        max_messages: outstanding messages at which no more are taken. 0 means no limit.
-        max_bytes: outstanding bytes at which no more are taken. 0 means no limit.
+        ack_deadline_s: lease duration of messages that it takes, in seconds.
+        max_messages: maximum outstanding messages. 0: no limit.
+        max_bytes: maximum outstanding bytes. 0: no limit.
     """
 
     def __init__(
@@ -39,19 +39,19 @@ class Consumer:
         self.is_waiting = False
         self.has_left = False
         self.keys: dict[str, None] = {}
-        """Ordering keys of which it may take the next, because it has those before it."""
+        """Ordering keys whose next message it may take, because it holds the previous ones."""
         self.ended: PubsubError | None = None
 
     @property
     def has_room(self) -> bool:
-        """True if flow control lets it take one more."""
+        """True if flow control allows it another message."""
         return (self.max_messages <= 0 or self.outstanding_messages < self.max_messages) and (
             self.max_bytes <= 0 or self.outstanding_bytes < self.max_bytes
         )
 
 
 State = Literal["arriving", "ready", "held", "backoff", "leased", "settled"]
-"""The state of a delivery. Every delivery is in exactly one.
+"""The state of a delivery.
 
 - arriving: waits until its publish was taken in, or is committed and answered.
 - ready: can be handed to the next consumer.
@@ -66,14 +66,15 @@ No enum: to look up a member takes 0.1 us, ten times for each message.
 
 
 class Delivery:
-    """A message on its way to being acked.
+    """A message that has not been acked yet.
 
     `number` is unique in the subscription, also after a seek.
 
-    `handouts` counts how often it was handed to a consumer. `attempts` counts those that nothing
-    else took back: 1 + nacks + expired leases at any delivery, as `delivery_attempt` is defined.
+    `handouts` counts how often it was handed to a consumer. `attempts` counts hand-outs that were
+    not revoked for another reason: 1 + nacks + expired leases at each delivery, following the
+    definition of `delivery_attempt`.
 
-    `failure` is why the last attempt failed, if this server made it and knows.
+    `failure` is the reason why the last attempt failed, if this server made the attempt.
     """
 
     __slots__ = (
@@ -98,14 +99,14 @@ class Delivery:
         self.timer: Timer | None = None
 
     def stop_timer(self) -> None:
-        """Cancel the lease's or the backoff's end."""
+        """Cancel the timer that ends the lease or backoff."""
         if self.timer is not None:
             self.timer.cancel()
             self.timer = None
 
 
 class Consumers:
-    """All consumers of one subscription. Hungry ones wait, woken ones are about to take."""
+    """All consumers of a subscription. Hungry ones are waiting, woken ones are about to take."""
 
     def __init__(self) -> None:
         self._joined: set[Consumer] = set()
@@ -116,12 +117,15 @@ class Consumers:
         return len(self._joined)
 
     def join(self, consumer: Consumer) -> None:
-        """Count it as connected. It gets messages only when it takes them."""
+        """Connect a consumer. It gets messages only when it takes them."""
         consumer.has_left = False
         self._joined.add(consumer)
 
     def leave(self, consumer: Consumer, ready: int) -> None:
-        """Forget a consumer. If it was woken, wake the next. Its leases no longer wake it."""
+        """Disconnect a consumer.
+
+        If it was woken, wake the next one. Its leases no longer wake it.
+        """
         consumer.is_waiting = False
         consumer.has_left = True
         consumer.keys.clear()
@@ -131,7 +135,7 @@ class Consumers:
         self.offer(ready)
 
     def end(self, error: PubsubError) -> None:
-        """Tell every consumer that the subscription can't be consumed any more."""
+        """Notify every consumer that the subscription can no longer be consumed."""
         for consumer in list(self._joined):
             consumer.ended = error
             consumer.wake()
@@ -145,33 +149,33 @@ class Consumers:
             consumer.wake()
 
     def share(self, consumer: Consumer, ready: int) -> int:
-        """How many ready messages it may take, leaving as many for each other idle consumer."""
+        """Return how many ready messages it may take, leaving as many for each idle consumer."""
         self._hungry.pop(consumer, None)
         self._woken.discard(consumer)
         consumer.is_waiting = False
         return -(-ready // (1 + len(self._hungry) + len(self._woken)))
 
     def wait(self, consumer: Consumer) -> None:
-        """Wake it when there is something, or room, again."""
+        """Wake the consumer when there are messages, or it has capacity, again."""
         consumer.is_waiting = True
         if consumer.has_room:
             self._hungry[consumer] = None
 
     def busy(self, consumer: Consumer, ready: int) -> None:
-        """It is busy writing. Messages that arrive meanwhile go to the others."""
+        """Mark the consumer as busy writing. New messages go to others."""
         self._hungry.pop(consumer, None)
         self._woken.discard(consumer)
         consumer.is_waiting = False
         self.offer(ready)
 
     def took(self, consumer: Consumer, delivery: Delivery) -> None:
-        """Count a lease against the consumer's flow control."""
+        """Count a lease toward the consumer's flow control."""
         delivery.consumer = consumer
         consumer.outstanding_messages += 1
         consumer.outstanding_bytes += delivery.message.size_bytes
 
     def gave_back(self, delivery: Delivery, ready: int) -> None:
-        """End a lease's count. A consumer that was full may have room again."""
+        """Stop counting a lease. A consumer that was full may have capacity again."""
         consumer, delivery.consumer = delivery.consumer, None
         if consumer is None:
             return
@@ -183,6 +187,6 @@ class Consumers:
             self.follow(consumer)
 
     def follow(self, consumer: Consumer) -> None:
-        """Wake a consumer if it may take more of an ordering key that it has."""
+        """Wake a consumer if it may take more messages with an ordering key that it holds."""
         if consumer.keys and consumer.is_waiting and consumer.has_room:
             consumer.wake()

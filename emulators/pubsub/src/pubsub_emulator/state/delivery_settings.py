@@ -1,4 +1,4 @@
-"""What a subscription's proto says, read once into plain numbers for the hot path."""
+"""A subscription's delivery settings, parsed once into plain numbers for the hot path."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -29,13 +29,13 @@ class DeliverySettings:
     dead_letter_topic: str
     minimum_backoff_s: float
     maximum_backoff_s: float
-    """Both 0: no retry policy, redelivered at once."""
+    """Both 0: no retry policy, redelivered immediately."""
     push_endpoint: str
     kind: Kind
 
     @classmethod
     def of(cls, proto: Subscription) -> "DeliverySettings":
-        """Read a validated proto with its defaults filled in."""
+        """Parse a validated proto with its defaults filled in."""
         minimum_backoff_s = maximum_backoff_s = 0.0
         if proto.HasField("retry_policy"):
             minimum_backoff_s = seconds_of(proto.retry_policy.minimum_backoff)

@@ -1,4 +1,4 @@
-"""The filter language of subscriptions: text in, a tree that matches attributes out.
+"""The filter language of subscriptions: parses text to a tree that matches attributes.
 
 Grammar and refusals: https://cloud.google.com/pubsub/docs/subscription-message-filter
 """
@@ -16,8 +16,8 @@ from pubsub_emulator.errors import InvalidArgument
 
 MAX_FILTER_BYTES = 256
 
-# A filter is one level of AND or one level of OR: mixing them without parentheses has no rule here,
-# on purpose.
+# A filter has one level of AND or one level of OR. The grammar intentionally has no rule for mixing
+# them without parentheses.
 _GRAMMAR = r"""
     ?start: expression
     ?expression: term
@@ -52,7 +52,7 @@ _NAMED_ESCAPES = {
 
 
 class Filter(Protocol):
-    """Anything that says yes or no to the attributes of a message."""
+    """Matches a message by its attributes."""
 
     def matches(self, attributes: Mapping[str, str]) -> bool:
         """True if a message with these attributes is delivered."""
@@ -65,7 +65,7 @@ class Has:
     key: str
 
     def matches(self, attributes: Mapping[str, str]) -> bool:
-        """True if the key is there, whatever its value."""
+        """True if the key exists, whatever its value."""
         return self.key in attributes
 
 
@@ -77,7 +77,7 @@ class Equals:
     value: str
 
     def matches(self, attributes: Mapping[str, str]) -> bool:
-        """True if the key is there with exactly this value."""
+        """True if the key exists with exactly this value."""
         return attributes.get(self.key) == self.value
 
 
@@ -89,14 +89,14 @@ class HasPrefix:
     prefix: str
 
     def matches(self, attributes: Mapping[str, str]) -> bool:
-        """True if the key is there and its value starts so."""
+        """True if the key exists and its value has this prefix."""
         value = attributes.get(self.key)
         return value is not None and value.startswith(self.prefix)
 
 
 @dataclass(frozen=True)
 class Negation:
-    """`NOT x`, `-x`, and `!=`, which is true of a message without the key as well."""
+    """`NOT x`, `-x`, and `!=`, which also matches a message without the key."""
 
     operand: Filter
 
@@ -128,7 +128,7 @@ class AnyOf:
 
 
 def needed_attributes(filter_: Filter) -> tuple[Equals, ...]:
-    """The equal conditions without any of which a filter can't match."""
+    """Return equality conditions, one of which must hold for the filter to match."""
     if isinstance(filter_, Equals):
         return (filter_,)
     if isinstance(filter_, AllOf):
@@ -140,14 +140,13 @@ def parse_filter(text: str) -> Filter | None:
     """Parse a subscription's filter.
 
     Args:
-        text: the filter, at most 256 bytes of UTF-8. Empty means everything matches.
+        text: the filter, at most 256 bytes of UTF-8. Empty matches everything.
 
     Returns:
-        The tree to match attributes with, or None for an empty filter.
+        The tree that matches attributes, or None for an empty filter.
 
     Raises:
-        InvalidArgument: too long, or not in the language. The message names the column and the
-            reason.
+        InvalidArgument: it is too long, or not valid. The message names the column and the reason.
     """
     size_bytes = len(text.encode())
     if size_bytes > MAX_FILTER_BYTES:
@@ -168,17 +167,17 @@ def parse_filter(text: str) -> Filter | None:
 
 @functools.cache
 def _parser() -> Lark:
-    # Built on first use: most processes that start this server never see a filter before they
+    # Built on first use, because most processes that start this server see no filter before they
     # listen.
     return Lark(_GRAMMAR, parser="lalr", transformer=_TreeBuilder())
 
 
 class _BadLiteral(Exception):
-    """A string literal holds an escape that means nothing."""
+    """A string literal contains an invalid escape."""
 
 
 class _TreeBuilder(Transformer[Token, Filter]):
-    """Called by the parser for each rule and literal it completes."""
+    """Called by the parser for each rule and literal that it completes."""
 
     def STRING(self, token: Token) -> str:
         return _unescape(str(token)[1:-1])
@@ -206,7 +205,7 @@ class _TreeBuilder(Transformer[Token, Filter]):
 
 
 def _unescape(literal: str) -> str:
-    # Hex and octal escapes are bytes of UTF-8, so the literal is put together as bytes.
+    # Hex and octal escapes are bytes of UTF-8, so the literal is assembled from bytes.
     try:
         return _ESCAPE.sub(_unescape_one, literal.encode()).decode()
     except UnicodeDecodeError:

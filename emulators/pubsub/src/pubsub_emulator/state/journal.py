@@ -1,8 +1,8 @@
-"""The interface for changes that must outlive the process.
+"""The interface for changes that must survive the process.
 
-The journal here keeps nothing, for a broker in memory.
+The journal here stores nothing, for an in-memory broker.
 
-`durable.DurableJournal` is the one of a broker with a data directory.
+A broker with a data directory uses `durable.DurableJournal`.
 """
 
 import asyncio
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from pubsub_emulator.state.message import StoredMessage
 
 ACKED = -1
-"""In the place of the attempts: the subscription retains the message, acked."""
+"""Stored instead of the attempts: the subscription retains the message, acked."""
 
 
 class Resource(Protocol):
-    """A topic, subscription or snapshot, as it is saved.
+    """A topic, subscription or snapshot in stored form.
 
-    `holder` is its number among those that hold messages.
+    `holder` is its number as a holder of messages.
     """
 
     path: str
@@ -30,62 +30,62 @@ class Resource(Protocol):
 
     @property
     def moment_s(self) -> float:
-        """A subscription's last use, or a snapshot's latest end. 0 for a topic."""
+        """Return a subscription's last use, or a snapshot's latest expiration. 0 for a topic."""
 
 
 class ChangeJournal:
-    """Keeps nothing: every method is a place where a durable journal takes note."""
+    """Stores nothing: each method is a point where a durable journal records something."""
 
     def save(self, resource: Resource) -> None:
-        """Note that a resource was made or changed."""
+        """Record that a resource was created or changed."""
 
     def erase(self, path: str) -> None:
-        """Note that a resource is gone."""
+        """Record that a resource was deleted."""
 
     def keep(self, message: "StoredMessage") -> None:
-        """Note a new message. It stays until it is dropped."""
+        """Record a new message. It stays until it is dropped."""
 
     def drop(self, sequence: int) -> None:
-        """Note that no subscription or snapshot holds a message any more."""
+        """Record that no subscription or snapshot holds a message any longer."""
 
     def offered(self, sequence: int) -> None:
-        """Note that a publisher waits for the answer to a message.
+        """Record that a publisher is waiting for the answer to a message.
 
-        Until then it may be withdrawn.
+        Until then the message may be withdrawn.
         """
 
     def hold(
         self, message: "StoredMessage", holder: int, number: int = 0, attempts: int = 0
     ) -> None:
-        """Note that a resource holds a message: delivery number and attempts, or `ACKED`."""
+        """Record that a resource holds a message: delivery number and attempts, or `ACKED`."""
 
     def release(self, message: "StoredMessage", holder: int) -> None:
-        """Note that a resource no longer holds a message."""
+        """Record that a resource no longer holds a message."""
 
     def admit(self) -> None:
-        """Refuse a call that is to last, before it changes anything.
+        """Refuse a call whose changes must be durable, before it changes anything.
 
         Raises:
-            Unavailable: nothing can be kept at the moment.
+            Unavailable: nothing can be stored at the moment.
         """
 
     async def committed(self) -> None:
-        """Wait until all that was noted so far will outlive this process.
+        """Wait until everything recorded so far will survive this process.
 
         Raises:
-            Unavailable: it could not be kept. Uncommitted messages were withdrawn.
+            Unavailable: it could not be stored. Uncommitted messages were withdrawn.
         """
 
     async def acks_committed(self) -> None:
-        """Wait until all acks that were noted so far will outlive this process.
+        """Wait until all acks recorded so far will survive this process.
 
         Raises:
-            Unavailable: they could not be kept yet.
+            Unavailable: they could not be stored yet.
         """
 
     def after_commit(self, act: Callable[[], None]) -> None:
-        """Act once all that was noted so far will outlive this process.
+        """Call `act` once everything recorded so far will survive this process.
 
-        Whoever waits for that in `committed` goes on first.
+        Callers that wait for that in `committed` continue first.
         """
         asyncio.get_running_loop().call_soon(act)

@@ -6,21 +6,21 @@ from pubsub_emulator.errors import ResourceExhausted
 from pubsub_emulator.protos import PubsubMessage
 
 MESSAGE_COST_BYTES = 320
-"""What a message takes of this process beside its own bytes."""
+"""Memory of a message in this process, in addition to its own bytes."""
 ATTRIBUTE_COST_BYTES = 180
-"""For each attribute: it is in the serialized message, and beside it as text."""
+"""Memory per attribute, which is in the serialized message and also stored as text."""
 DELIVERY_COST_BYTES = 700
-"""For each subscription that has the message, at the most, which is while it is leased."""
+"""Maximum memory per subscription that has the message, reached while it is leased."""
 # All three are rounded up from the growth of a process with 60,000 messages (CPython 3.11).
 
 
 class Storage:
-    """Counts what all messages held take of the memory of this process.
+    """Counts the memory that all messages take in this process.
 
     The bytes of a message count once, however many subscriptions hold it.
 
     Args:
-        limit_bytes: what they may take at most.
+        limit_bytes: maximum memory in bytes.
         drop: called with the sequence of each message that is no longer held.
     """
 
@@ -30,13 +30,13 @@ class Storage:
         self.held_bytes = 0
 
     def admit(self, cost_bytes: int) -> None:
-        """Refuse a publish that would go over the limit.
+        """Refuse a publish that would exceed the limit.
 
         Args:
-            cost_bytes: of its messages, by `cost_of`.
+            cost_bytes: memory of its messages, from `cost_of`.
 
         Raises:
-            ResourceExhausted: consumers are too far behind for the memory this server may use.
+            ResourceExhausted: consumers are too far behind for the memory limit.
         """
         if self.held_bytes + cost_bytes > self.limit_bytes:
             raise ResourceExhausted(
@@ -47,20 +47,19 @@ class Storage:
 
 
 def cost_of(size_bytes: int, attributes: int, messages: int = 1) -> int:
-    """The bytes of memory that messages take, without those who hold them.
+    """Return the memory of messages, without the subscriptions that hold them.
 
     Args:
-        size_bytes: of all of them, serialized.
-        attributes: how many all of them have together.
+        size_bytes: total size in bytes, serialized.
     """
     return size_bytes + MESSAGE_COST_BYTES * messages + ATTRIBUTE_COST_BYTES * attributes
 
 
 class StoredMessage:
-    """One message with its server-given id and time.
+    """A message with its id and time, set by the server.
 
-    `sequence` is the order of arrival over all topics. `serialized` is what goes into each response
-    and into the journal, so it is made once.
+    `sequence` is the order of arrival over all topics. `serialized` is used in each response and in
+    the journal, so it is created only once.
     """
 
     __slots__ = (
@@ -94,11 +93,11 @@ class StoredMessage:
 
     @property
     def proto(self) -> PubsubMessage:
-        """The message, parsed anew. It belongs to the caller."""
+        """Return the message, parsed again. It belongs to the caller."""
         return PubsubMessage.FromString(self.serialized)
 
     def __del__(self) -> None:
-        # Backlogs, snapshots, logs and leases all hold messages; the reference count is the one
-        # true ledger.
+        # Backlogs, snapshots, logs and leases all hold messages; only the reference count knows
+        # about all of them.
         self.storage.held_bytes -= self.cost_bytes
         self.storage.drop(self.sequence)

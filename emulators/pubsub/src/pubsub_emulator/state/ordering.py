@@ -1,7 +1,7 @@
 """The unacked messages of each ordering key, oldest first, and which of them are with a consumer.
 
-Several of a key may be outstanding, all with one consumer. A redelivery of one redelivers those
-after it. Source: https://cloud.google.com/pubsub/docs/ordering
+Several messages with the same key may be outstanding, all with one consumer. If one is redelivered,
+the ones after it are too. Source: https://cloud.google.com/pubsub/docs/ordering
 """
 
 import bisect
@@ -10,7 +10,7 @@ from pubsub_emulator.state.consumers import Consumer, Delivery
 
 
 class OrderingLine:
-    """The messages of one key. The first `out` are leased, to `owner` unless it left."""
+    """Messages with one key. The first `out` are leased, to `owner` unless it left."""
 
     __slots__ = ("deliveries", "out", "owner")
 
@@ -21,23 +21,23 @@ class OrderingLine:
 
     @property
     def next(self) -> Delivery | None:
-        """The oldest one that is with no consumer."""
+        """The oldest one that is not with a consumer."""
         return self.deliveries[self.out] if self.out < len(self.deliveries) else None
 
     def took(self, consumer: Consumer | None) -> None:
-        """Note that the next one was leased. None: to nobody who could take more."""
+        """Record that the next one was leased. None: its consumer can't take more."""
         self.out += 1
         self.owner = consumer
 
     def give_back(self, delivery: Delivery) -> list[Delivery]:
-        """Take back a leased delivery, and those after it, which are returned."""
+        """Take back a leased delivery and the ones after it. Returns the latter."""
         index = self._index(delivery)
         later = self.deliveries[index + 1 : self.out]
         self._keep_out(index)
         return later
 
     def add(self, delivery: Delivery) -> None:
-        """Put a delivery in its place by order of publishing. Nothing after it is leased."""
+        """Insert a delivery in publishing order. Nothing after it is leased."""
         bisect.insort(self.deliveries, delivery, key=_sequence)
 
     def remove(self, delivery: Delivery) -> None:
@@ -63,15 +63,15 @@ class OrderingLines:
         self._lines: dict[str, OrderingLine] = {}
 
     def of(self, delivery: Delivery) -> OrderingLine:
-        """The line of a delivery that is in one."""
+        """Return the line that contains a delivery."""
         return self._lines[delivery.message.ordering_key]
 
     def get(self, key: str) -> OrderingLine | None:
-        """The line of a key, if it has any message."""
+        """Return the line of a key, if it has messages."""
         return self._lines.get(key)
 
     def add(self, delivery: Delivery) -> OrderingLine:
-        """Put a delivery into the line of its key."""
+        """Add a delivery to the line of its key."""
         line = self._lines.setdefault(delivery.message.ordering_key, OrderingLine())
         line.add(delivery)
         return line

@@ -1,4 +1,4 @@
-"""The IAM policy of one resource: stored and shown. It forbids nothing here."""
+"""The IAM policy of a resource: stored and returned, but not enforced."""
 
 from pubsub_emulator.errors import InvalidArgument
 from pubsub_emulator.names import check_range
@@ -13,7 +13,7 @@ VERSIONS = (0, 1, 3)
 
 
 class StoredPolicy:
-    """The policy of a resource, as it is saved.
+    """The policy of a resource in stored form.
 
     `proto` has the resource and the policy. `holder` is its number in the journal.
     """
@@ -28,10 +28,10 @@ class StoredPolicy:
 
 
 def check_version(field: str, version: int) -> None:
-    """Refuse a version of policies that there is none of.
+    """Refuse a policy version that does not exist.
 
     Raises:
-        InvalidArgument: with the field and the version.
+        InvalidArgument: the message has the field and the version.
     """
     if version not in VERSIONS:
         raise InvalidArgument(
@@ -41,13 +41,13 @@ def check_version(field: str, version: int) -> None:
 
 
 def check_policy(policy: Policy) -> None:
-    """Refuse a policy that the service would not take from anyone.
+    """Refuse a policy that the service would not accept from anyone.
 
     Whether its roles and members exist is not known here.
 
     Raises:
-        InvalidArgument: a version that there is none of, a condition in a policy that is not of
-            version 3, a binding without a role, a member without a name, or too much of it.
+        InvalidArgument: the version does not exist, a condition requires version 3, a binding has
+        no role, a member has no name, or a limit is exceeded.
     """
     check_version("policy.version", policy.version)
     check_range("policy size in bytes", policy.ByteSize(), 0, MAX_POLICY_BYTES)

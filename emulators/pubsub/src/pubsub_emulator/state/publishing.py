@@ -1,4 +1,4 @@
-"""What a Publish may carry, checked before any of it is kept.
+"""Limits on a Publish, checked before any of it is stored.
 
 Limits: https://cloud.google.com/pubsub/quotas#resource_limits
 """
@@ -16,17 +16,20 @@ MAX_ATTRIBUTES = 100
 MAX_KEY_BYTES = 256
 MAX_VALUE_BYTES = 1024
 MAX_ORDERING_KEY_BYTES = 1024
-# A character has at most four bytes. Only longer texts are worth encoding to count.
+# A character has at most four bytes, so only longer strings are worth encoding to count them.
 _SHORT_KEY = MAX_KEY_BYTES // 4
 _SHORT_VALUE = MAX_VALUE_BYTES // 4
 
 
 class Measured(NamedTuple):
-    """What a check has read of a request. To read it again takes as long as all the checks."""
+    """Data that a check has read from a request.
+
+    Reading it again takes as long as all the checks.
+    """
 
     size_bytes: int
     attributes: list[dict[str, str]]
-    """Of each message."""
+    """Per message."""
 
 
 def measured(request: PublishRequest) -> Measured:
@@ -35,11 +38,11 @@ def measured(request: PublishRequest) -> Measured:
 
 
 def check_publish(request: PublishRequest) -> Measured:
-    """Check the messages of a publish request. Returns what it has read of them.
+    """Check the messages of a publish request. Returns the data read from them.
 
     Raises:
-        InvalidArgument: too many, too big, an empty message, an attribute out of bounds, or several
-            ordering keys.
+        InvalidArgument: there are too many, or they are too large, empty, have an invalid
+        attribute, or different ordering keys.
     """
     messages = request.messages
     check_range("message_count", len(messages), 1, MAX_MESSAGES)

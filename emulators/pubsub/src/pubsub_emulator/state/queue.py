@@ -1,6 +1,6 @@
-"""The deliveries of one subscription by who may take them: anybody, the owner of a key, nobody yet.
+"""A subscription's deliveries, by who may take them: anyone, the consumer of a key, nobody yet.
 
-Between a backlog, which knows leases and policies, and the ordering lines.
+This is the layer between a backlog, which knows leases and policies, and the ordering lines.
 """
 
 from collections import OrderedDict
@@ -15,13 +15,13 @@ from pubsub_emulator.state.ordering import OrderingLine, OrderingLines
 
 
 class QueueOwner(Protocol):
-    """What the queue asks of its subscription."""
+    """Operations of a subscription that the queue needs."""
 
     settings: DeliverySettings
 
 
 class DeliveryQueue:
-    """All deliveries, oldest first, those that are ready, and the lines of the ordering keys."""
+    """All deliveries, oldest first, the ready ones, and the lines of ordering keys."""
 
     def __init__(self, owner: QueueOwner, consumers: Consumers) -> None:
         self.deliveries: OrderedDict[int, Delivery] = OrderedDict()
@@ -33,11 +33,11 @@ class DeliveryQueue:
 
     @property
     def oldest(self) -> Delivery | None:
-        """The one whose message was published first."""
+        """The delivery whose message was published first."""
         return next(iter(self.deliveries.values())) if self.deliveries else None
 
     def place(self, delivery: Delivery, arrivals: Arrivals | None = None) -> None:
-        """Take a delivery in. With `arrivals`, nobody gets it before they let it out."""
+        """Add a delivery. With `arrivals`, it is available only once they are released."""
         self.deliveries[delivery.number] = delivery
         delivery.message.storage.held_bytes += DELIVERY_COST_BYTES
         line = self._lines.add(delivery) if self._is_ordered(delivery.message) else None
@@ -45,7 +45,7 @@ class DeliveryQueue:
             delivery.state = "arriving"
             arrivals.note(self, delivery)
         if delivery.state == "arriving":
-            # It is in its line: what comes later must wait for it.
+            # It is already in its line, because later messages must wait for it.
             return
         if line is not None:
             delivery.state = "held"
@@ -54,7 +54,7 @@ class DeliveryQueue:
             self._make_ready(delivery)
 
     def let_out(self, deliveries: Iterable[Delivery]) -> None:
-        """Let consumers have what was arriving. Some of it may have gone since."""
+        """Make arriving deliveries available, except for any that have been removed since."""
         for delivery in deliveries:
             if delivery.state != "arriving":
                 continue
@@ -66,7 +66,7 @@ class DeliveryQueue:
         self._consumers.offer(len(self.ready))
 
     def offer_again(self, delivery: Delivery) -> None:
-        """Make a delivery ready that is here, or let it wait behind the older ones of its key."""
+        """Make an existing delivery ready, or let it wait behind older ones with its key."""
         if not self._is_ordered(delivery.message):
             self._make_ready(delivery)
             return
@@ -75,7 +75,7 @@ class DeliveryQueue:
         self._advance(self._lines.of(delivery))
 
     def next_for(self, consumer: Consumer, share: int) -> Delivery | None:
-        """The next for a consumer: of its keys first, then of its share of what is ready."""
+        """Return a consumer's next delivery: from its keys first, then from its share."""
         if consumer.keys:
             following = self._following(consumer)
             if following is not None:
@@ -83,7 +83,7 @@ class DeliveryQueue:
         return next(iter(self.ready.values())) if share > 0 and self.ready else None
 
     def took(self, delivery: Delivery, consumer: Consumer | None) -> bool:
-        """Note that a delivery was leased. Returns whether anybody might have taken it."""
+        """Record that a delivery was leased. Returns whether any consumer could have taken it."""
         was_ready = self.ready.pop(delivery.number, None) is not None
         if self._is_ordered(delivery.message):
             self._lines.of(delivery).took(consumer)
@@ -92,13 +92,13 @@ class DeliveryQueue:
         return was_ready
 
     def give_back(self, delivery: Delivery) -> list[Delivery]:
-        """Note that a lease ended. Returns the leased ones of its key that come after it."""
+        """Record that a lease ended. Returns the later leased deliveries with its key."""
         if not self._is_ordered(delivery.message):
             return []
         return self._lines.of(delivery).give_back(delivery)
 
     def remove(self, delivery: Delivery) -> None:
-        """Take a delivery out that is not ready, for good. The next of its key may go."""
+        """Remove a delivery that is not ready. The next one with its key may follow."""
         del self.deliveries[delivery.number]
         delivery.message.storage.held_bytes -= DELIVERY_COST_BYTES
         delivery.state = "settled"
@@ -106,7 +106,7 @@ class DeliveryQueue:
             self._advance(self._lines.remove(delivery))
 
     def replace(self, deliveries: Iterable[Delivery]) -> None:
-        """Start again with these and nothing else."""
+        """Drop all deliveries and start over with the given ones."""
         for delivery in self.deliveries.values():
             delivery.message.storage.held_bytes -= DELIVERY_COST_BYTES
         self.deliveries.clear()
@@ -126,7 +126,7 @@ class DeliveryQueue:
         return None
 
     def _advance(self, line: OrderingLine) -> None:
-        """Let the next message of a key out: to anybody, or to who has those before it."""
+        """Release a key's next message: to anyone, or to the consumer of the previous ones."""
         delivery = line.next
         if delivery is None or delivery.state != "held":
             return

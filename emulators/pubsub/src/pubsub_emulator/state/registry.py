@@ -1,6 +1,6 @@
-"""All topics, subscriptions, snapshots and schemas of the broker, and the paths between them.
+"""All topics, subscriptions, snapshots and schemas of the broker, and references between them.
 
-The calls of the API are in the package `calls`, which shares this registry.
+The API calls in the package `calls` share this registry.
 """
 
 from collections.abc import Callable, Collection
@@ -28,7 +28,7 @@ Resource = TypeVar("Resource")
 
 
 class Registry:
-    """The broker's memory: what exists, who is attached to what, which id comes next."""
+    """The broker's memory: resources, attachments between them, and the next id."""
 
     def __init__(self, timers: Timers, storage: Storage, journal: ChangeJournal) -> None:
         self.timers = timers
@@ -39,9 +39,9 @@ class Registry:
         self.snapshots: dict[str, Snapshot] = {}
         self.schemas: dict[str, StoredSchema] = {}
         self.policies: dict[str, StoredPolicy] = {}
-        """By the path of the resource."""
+        """By resource path."""
         self.on_delivery_config: Callable[[SubscriptionState], None] = _nobody_delivers
-        # Microseconds since the epoch: ids look like the service's and don't come again after a
+        # Microseconds since the epoch, so that ids look like the service's and don't repeat after a
         # restart.
         self._next_sequence = int(timers.now_s() * 1e6)
 
@@ -51,7 +51,7 @@ class Registry:
         return self._next_sequence
 
     def continue_after(self, sequence: int) -> None:
-        """Make all numbers from now on higher than one that was given out before a restart."""
+        """Make all future numbers higher than one used before a restart."""
         self._next_sequence = max(self._next_sequence, sequence)
 
     def topic(self, path: str) -> Topic:
@@ -86,10 +86,10 @@ class Registry:
     def store(
         self, message: PubsubMessage, attributes: dict[str, str], now_s: float
     ) -> StoredMessage:
-        """Give a checked message an id and a time, and keep it for as long as somebody holds it.
+        """Assign an id and a time to a checked message, and store it as long as it is held.
 
         Args:
-            message: what is published. Its id and time are set.
+            message: the message to publish. Its id and time are set.
             now_s: its time, in seconds since the epoch.
         """
         seconds = int(now_s)
@@ -132,7 +132,7 @@ class Registry:
         return True
 
     def erase(self, path: str) -> None:
-        """Note that a resource is gone, and its policy with it."""
+        """Record that a resource was deleted, and its policy with it."""
         self.journal.erase(path)
         policy = self.policies.pop(path, None)
         if policy is not None:
@@ -164,7 +164,7 @@ class Registry:
         snapshot.timer = self.timers.at(expire_s, partial(self.remove_snapshot, snapshot))
 
     def withdraw(self, sequences: Collection[int]) -> None:
-        """Take messages back from everyone who holds them, as if they had never been published."""
+        """Take messages back from all holders, as if they had never been published."""
         for holders in (self.topics, self.subscriptions, self.snapshots):
             for holder in holders.values():
                 holder.withdraw(sequences)
@@ -179,4 +179,4 @@ def _look_up(resources: dict[str, Resource], path: str, kind: str) -> Resource:
 
 
 def _nobody_delivers(subscription: SubscriptionState) -> None:
-    """Replaces the delivery loops while none run."""
+    """Used in place of the delivery loops when none run."""

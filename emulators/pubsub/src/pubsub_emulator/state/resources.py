@@ -1,7 +1,7 @@
-"""What a topic, subscription or snapshot may look like: ranges, defaults, updates.
+"""Validates topics, subscriptions and snapshots: ranges, defaults, updates.
 
-Every request passes here before it changes anything. Limits: https://cloud.google.com/pubsub/quotas
-and the API's own field comments.
+Every request is checked here before it changes anything. Limits:
+https://cloud.google.com/pubsub/quotas and the API's own field comments.
 """
 
 import re
@@ -75,11 +75,11 @@ _UPDATABLE_SNAPSHOT_FIELDS = frozenset({"labels", "expire_time"})
 
 
 def checked_topic(request: Topic) -> Topic:
-    """Return a copy of a requested topic as GetTopic will show it.
+    """Return a copy of a requested topic as GetTopic will return it.
 
     Raises:
-        InvalidArgument: a name, label or duration out of bounds.
-        Unimplemented: a feature of the service that this server does not have.
+        InvalidArgument: a name, label or duration is out of range. Unimplemented: this server does
+        not support a feature of the service.
     """
     topic = Topic()
     topic.CopyFrom(request)
@@ -98,8 +98,8 @@ def checked_subscription(request: Subscription) -> Subscription:
     """Return a copy of a requested subscription with the service's defaults.
 
     Raises:
-        InvalidArgument: a name, filter, label, number or duration out of bounds.
-        Unimplemented: a feature of the service that this server does not have.
+        InvalidArgument: a name, filter, label, number or duration is out of range. Unimplemented:
+        this server does not support a feature of the service.
     """
     subscription = Subscription()
     subscription.CopyFrom(request)
@@ -125,7 +125,7 @@ def checked_subscription(request: Subscription) -> Subscription:
 
 
 def checked_snapshot(request: Snapshot) -> Snapshot:
-    """Return a copy of a snapshot whose labels are in bounds, or raise `InvalidArgument`."""
+    """Return a copy of a snapshot after checking its labels, or raise `InvalidArgument`."""
     snapshot = Snapshot()
     snapshot.CopyFrom(request)
     _check_labels(snapshot.labels)
@@ -133,11 +133,11 @@ def checked_snapshot(request: Snapshot) -> Snapshot:
 
 
 def checked_push_config(push_config: PushConfig, subscription: Subscription) -> PushConfig:
-    """Check a push configuration of a subscription. An empty one means that it does not push.
+    """Check a subscription's push configuration. An empty one means no push.
 
     Raises:
-        InvalidArgument: the endpoint is not an http(s) URL, or push was asked for together with
-            exactly-once delivery or BigQuery.
+        InvalidArgument: the endpoint is not an http(s) URL, or push is combined with exactly-once
+        delivery or BigQuery.
     """
     if not push_config.push_endpoint:
         return push_config
@@ -167,7 +167,7 @@ def merge_update(current: Any, update: Any, update_mask: Any) -> Any:
     """Return a copy of `current` with the masked fields of `update`.
 
     Raises:
-        InvalidArgument: an empty mask, an unknown field, or one that can't be changed.
+        InvalidArgument: the mask is empty, or a field is unknown or can't be changed.
     """
     kind = current.DESCRIPTOR.name
     if not update_mask.paths:
@@ -215,7 +215,7 @@ def _check_update_path(path: str, current: Any, updatable: Collection[str]) -> N
 
 
 def _is_path(path: str, descriptor: Any) -> bool:
-    """True if each part of a path is a field of the single message that the part before it is."""
+    """True if each part of a path is a field of the single message that the previous part names."""
     for part in path.split("."):
         field = descriptor.fields_by_name.get(part) if descriptor is not None else None
         if field is None:

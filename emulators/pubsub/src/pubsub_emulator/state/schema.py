@@ -1,4 +1,4 @@
-"""One schema with its revisions, and the check of messages against a range of them."""
+"""A schema with its revisions, and the check of messages against a range of them."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ MAX_REVISIONS = 20
 
 
 class StoredSchema:
-    """The revisions of a schema, oldest first, as they are saved.
+    """The revisions of a schema in stored form, oldest first.
 
     `holder` is its number in the journal.
     """
@@ -29,44 +29,43 @@ class StoredSchema:
 
     @property
     def revisions(self) -> Sequence[Schema]:
-        """All revisions, oldest first."""
         revisions: Sequence[Schema] = self.proto.schemas
         return revisions
 
     @property
     def latest(self) -> Schema:
-        """The revision that was committed last."""
+        """The latest revision."""
         return self.revisions[-1]
 
     def revision(self, revision_id: str) -> Schema:
-        """Return a revision. Without an id the latest.
+        """Return a revision. Without an id, return the latest.
 
         Raises:
-            ResourceNotFound: it has no such revision.
+            ResourceNotFound: the revision does not exist.
         """
         return self.revisions[self._index(revision_id)] if revision_id else self.latest
 
     def range(self, first_id: str, last_id: str) -> list[Schema]:
-        """Return the revisions from one to another, the newest first. Empty ids set no bound.
+        """Return the revisions in a range, newest first. Empty ids set no limit.
 
         Raises:
-            ResourceNotFound: it has no such revision.
+            ResourceNotFound: a revision does not exist.
         """
         first = self._index(first_id) if first_id else 0
         last = self._index(last_id) if last_id else len(self.revisions) - 1
         return list(reversed(self.revisions[first : last + 1]))
 
     def definition(self, revision: Schema) -> Definition:
-        """Return what messages of a revision are checked against. It is read once."""
+        """Return the parsed definition of a revision. It is parsed only once."""
         if revision.revision_id not in self._definitions:
             self._definitions[revision.revision_id] = read_definition(revision)
         return self._definitions[revision.revision_id]
 
     def remove(self, revision_id: str) -> None:
-        """Forget a revision.
+        """Remove a revision.
 
         Raises:
-            ResourceNotFound: it has no such revision.
+            ResourceNotFound: the revision does not exist.
         """
         del self.proto.schemas[self._index(revision_id)]
         self._definitions.pop(revision_id, None)
@@ -82,10 +81,10 @@ class StoredSchema:
 
 @dataclass(frozen=True)
 class MessageCheck:
-    """The check of messages against revisions of a schema, the newest first.
+    """Checks messages against revisions of a schema, newest first.
 
-    It may run in a thread. Definitions are read when a message is checked against them. `kind` is
-    that of all of them: AVRO or PROTO.
+    It may run in a thread. Definitions are parsed when a message is checked against them. `kind` is
+    AVRO or PROTO for all of them.
     """
 
     schema_name: str
@@ -94,16 +93,16 @@ class MessageCheck:
     definitions: Sequence[tuple[str, Callable[[], Definition]]]
 
     def run(self, messages: Iterable[bytes]) -> list[str]:
-        """Return the id of the newest revision that each message fits.
+        """Return the id of the newest revision that each message matches.
 
         Raises:
-            MessageRefused: a message fits none.
+            MessageRefused: a message matches no revision.
         """
         budget = Budget()
         return [self._fitting(message, budget) for message in messages]
 
     def stamp(self, message: PubsubMessage, revision_id: str) -> None:
-        """Add the attributes by which subscribers know what the message is.
+        """Add the attributes that identify the message's schema to subscribers.
 
         Source: https://cloud.google.com/pubsub/docs/schemas
         """

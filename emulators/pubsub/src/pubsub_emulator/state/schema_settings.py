@@ -1,4 +1,4 @@
-"""The schema that a topic's messages must fit: what its settings may be, and what they ask."""
+"""The schema settings of a topic: validation, and the resulting check of messages."""
 
 from collections.abc import Callable
 from functools import partial
@@ -18,7 +18,7 @@ def check_encoding(field: str, encoding: int) -> str:
     """Return the name of an encoding.
 
     Raises:
-        InvalidArgument: there is no such encoding, or none is given.
+        InvalidArgument: the encoding does not exist, or is missing.
     """
     if encoding not in _ENCODINGS:
         raise InvalidArgument(f"Invalid {field} given. It must be JSON or BINARY.")
@@ -26,16 +26,17 @@ def check_encoding(field: str, encoding: int) -> str:
 
 
 def check_schema_settings(topic: Topic, current: Topic | None, find_schema: FindSchema) -> None:
-    """Refuse a topic whose schema settings can't be met.
+    """Refuse a topic with invalid schema settings.
 
     Args:
-        topic: as it is to be.
-        current: as it is, None for a new one. What has no schema any more may stay so.
-        find_schema: returns a schema by its name, or raises.
+        topic: the topic after the change.
+        current: the topic before the change, None for a new one. If its schema was deleted, that
+            may stay.
+        find_schema: returns a schema by name, or raises an error.
 
     Raises:
-        InvalidArgument: no name or encoding, or the first revision is later than the last.
-        ResourceNotFound: the schema or a revision does not exist.
+        InvalidArgument: the name or encoding is missing, or the first revision is later than the
+        last. ResourceNotFound: the schema or a revision does not exist.
     """
     if not topic.HasField("schema_settings"):
         return
@@ -56,7 +57,7 @@ def check_schema_settings(topic: Topic, current: Topic | None, find_schema: Find
 
 
 def message_check(topic: Topic, find_schema: FindSchema) -> MessageCheck:
-    """Return the check of messages for a topic with a schema.
+    """Return the check for messages to a topic with a schema.
 
     Raises:
         ResourceNotFound: the schema was deleted.

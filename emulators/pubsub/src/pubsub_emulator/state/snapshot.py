@@ -1,4 +1,4 @@
-"""One snapshot: the backlog of a subscription, and all that its topic received since."""
+"""A snapshot: the backlog of a subscription, and everything its topic received since."""
 
 from collections.abc import Collection
 
@@ -19,8 +19,8 @@ SHORTEST_LIFE_S = 3600.0
 class Snapshot:
     """Holds messages until it expires. It is attached to the topic like a subscription.
 
-    `holder` is its number in the journal. `latest_expire_s`, in seconds since the epoch, is the end
-    that it was created with.
+    `holder` is its number in the journal. `latest_expire_s` is its original expiration, in seconds
+    since the epoch.
     """
 
     def __init__(
@@ -38,35 +38,35 @@ class Snapshot:
         self.latest_expire_s = self.moment_s = latest_expire_s
         self._journal = journal
         self.timer: Timer | None = None
-        # The source's filter is left out: the snapshot may be used on another subscription of the
-        # topic.
+        # The source's filter is ignored, because the snapshot may be used with another subscription
+        # to the topic.
         self.filter: Filter | None = None
         self.messages: dict[int, StoredMessage] = {}
 
     def add(self, message: StoredMessage, arrivals: Arrivals | None = None) -> None:
-        """Keep a message: unacked when the snapshot was made, or published since."""
+        """Hold a message: unacked when the snapshot was created, or published since."""
         self._journal.hold(message, self.holder)
         self.restore(message)
 
     def restore(self, message: StoredMessage) -> None:
-        """Take in a message that was kept before a restart."""
+        """Add a message that it held before a restart."""
         self.messages[message.sequence] = message
 
     def withdraw(self, sequences: Collection[int]) -> None:
-        """Give messages up again."""
+        """Release messages that were withdrawn."""
         for message in [each for each in self.messages.values() if each.sequence in sequences]:
             self._journal.release(message, self.holder)
             del self.messages[message.sequence]
 
     def close(self) -> None:
-        """Release all messages. The snapshot was deleted."""
+        """Release all messages, because the snapshot was deleted."""
         for message in self.messages.values():
             self._journal.release(message, self.holder)
         self.messages.clear()
 
 
 def snapshot_expire_s(source: SubscriptionState, now_s: float) -> float:
-    """Return when a snapshot made now expires: 7 days less the age of the oldest unacked message.
+    """Return when a new snapshot expires: 7 days minus the age of the oldest unacked message.
 
     Source: the field `expire_time` of
         https://cloud.google.com/pubsub/docs/reference/rpc/google.pubsub.v1#snapshot
@@ -86,10 +86,10 @@ def snapshot_expire_s(source: SubscriptionState, now_s: float) -> float:
 
 
 def check_expire_time(snapshot: Snapshot, expire_s: float, now_s: float) -> None:
-    """Refuse an end (seconds since the epoch) in the past, or after the original one.
+    """Refuse an expiration (seconds since the epoch) in the past, or later than the original one.
 
     Raises:
-        InvalidArgument: with the bound that it breaks.
+        InvalidArgument: the message has the limit.
     """
     if expire_s <= now_s:
         raise InvalidArgument(

@@ -1,7 +1,7 @@
-"""One subscription: settings, backlog, and the end of messages (ack, expiry, dead letter).
+"""A subscription: settings, backlog, and how messages leave it (ack, expiry, dead letter).
 
-Plain synchronous code on an injected clock. Every change happens inside one call and goes to the
-journal.
+Plain synchronous code with an injected clock. Every change happens within one call and is recorded
+in the journal.
 """
 
 from collections import deque
@@ -23,13 +23,13 @@ from pubsub_emulator.state.topic import Topic
 
 
 class Surroundings(Protocol):
-    """What a subscription asks of the broker around it."""
+    """Operations of the broker that a subscription needs."""
 
     timers: Timers
     journal: ChangeJournal
 
     def next_sequence(self) -> int:
-        """Return a number that is higher than all before."""
+        """Return a number that is higher than all previous ones."""
 
     def forward_dead_letter(self, subscription: "SubscriptionState", delivery: Delivery) -> bool:
         """Publish to the dead-letter topic. Return False if that topic is gone."""
@@ -39,9 +39,9 @@ class Surroundings(Protocol):
 
 
 class SubscriptionState:
-    """The state of one subscription.
+    """The state of a subscription.
 
-    `proto` is what GetSubscription shows, `holder` its number in the journal.
+    `proto` is returned by GetSubscription, `holder` is its number in the journal.
     """
 
     def __init__(
@@ -62,61 +62,64 @@ class SubscriptionState:
         self.configure(proto)
 
     def configure(self, proto: SubscriptionProto) -> None:
-        """Apply new settings. Running leases keep their deadlines."""
+        """Apply new settings. Current leases keep their deadlines."""
         self.proto = proto
         self.settings = DeliverySettings.of(proto)
         if not self.settings.retain_acked:
             self._forget_acked()
         if self.settings.kind != "PULL":
-            # Delivery loops are not among the connected consumers: these are streams and pulls.
+            # Delivery loops don't count as connected consumers; streams and pulls do.
             self.backlog.consumers.end(not_pullable(self.path, self.settings.kind))
         self._arm_retention()
         self._arm_expiration()
 
     def show_bigquery_state(self, state: str) -> None:
-        """Show whether messages can be written: the name of a `BigQueryConfig.State`."""
+        """Set whether messages can be written: the name of a `BigQueryConfig.State`."""
         self.proto.bigquery_config.state = BigQueryConfig.State.Value(state)
         self.proto.state = SubscriptionProto.State.Value(
             "ACTIVE" if state == "ACTIVE" else "RESOURCE_ERROR"
         )
 
     def follow_topic(self, topic: Topic | None) -> None:
-        """Take note of the topic's changed retention, or that the topic is gone (None)."""
+        """Apply the topic's changed retention, or that the topic was deleted (None)."""
         self.topic = topic
         self._arm_retention()
 
     @property
     def retention_s(self) -> float:
-        """Retention in seconds: the longer of this and the topic's."""
+        """Retention in seconds: the subscription's or the topic's, whichever is longer."""
         return max(self.settings.retention_s, self.topic.retention_s if self.topic else 0.0)
 
     @property
     def moment_s(self) -> float:
-        """The last use, in seconds since the epoch. A connected consumer is always in use."""
+        """The last use, in seconds since the epoch.
+
+        A connected consumer counts as permanent use.
+        """
         return self._timers.now_s() if len(self.backlog.consumers) else self._last_active_s
 
     def touch(self) -> None:
-        """Note that somebody uses the subscription, which puts its expiration off."""
+        """Record a use of the subscription, which postpones its expiration."""
         self._last_active_s = self._timers.now_s()
 
     def join(self, consumer: Consumer) -> None:
-        """Connect a consumer. While one is connected the subscription does not expire."""
+        """Connect a consumer. While one is connected, the subscription does not expire."""
         self.touch()
         self.backlog.consumers.join(consumer)
 
     def leave(self, consumer: Consumer) -> None:
-        """Disconnect a consumer. Its leases stay until they are acked, nacked or run out."""
+        """Disconnect a consumer. Its leases stay until they are acked, nacked or expire."""
         self.touch()
         self.backlog.leave(consumer)
 
     def add(self, message: StoredMessage, arrivals: Arrivals | None = None) -> None:
-        """Take in a published message that matches the filter."""
+        """Add a published message that matches the filter."""
         self.backlog.add(message, arrivals)
         if self._retention_timer is None:
             self._arm_retention()
 
     def acked(self, message: StoredMessage) -> None:
-        """Keep an acked message for a later seek, if the subscription retains them."""
+        """Keep an acked message for a later seek, if the subscription retains acked messages."""
         if self.settings.retain_acked:
             self._journal.hold(message, self.holder, attempts=ACKED)
             self._acked.append(message)
@@ -124,7 +127,7 @@ class SubscriptionState:
                 self._arm_retention()
 
     def restore(self, message: StoredMessage, number: int, attempts: int) -> None:
-        """Restore a message after a restart: acked if the attempts say so, else to be delivered."""
+        """Restore a message after a restart: acked, or to be delivered again."""
         if attempts == ACKED:
             self._acked.append(message)
         else:
@@ -133,12 +136,12 @@ class SubscriptionState:
             self._arm_retention()
 
     def restore_last_use(self, last_active_s: float) -> None:
-        """Let the expiration, if there is one, count from a moment before the restart."""
+        """Count the expiration, if there is one, from a time before the restart."""
         self._last_active_s = last_active_s
         self._arm_expiration()
 
     def withdraw(self, sequences: Collection[int]) -> None:
-        """Drop messages again, also leased and acked ones. Acks for them have no effect."""
+        """Withdraw messages, including leased and acked ones. Acks for them have no effect."""
         self.backlog.withdraw(sequences)
         for message in [each for each in self._acked if each.sequence in sequences]:
             self._journal.release(message, self.holder)
@@ -155,11 +158,11 @@ class SubscriptionState:
     def seek(
         self, is_unacked: Callable[[StoredMessage], bool], candidates: Iterable[StoredMessage]
     ) -> None:
-        """Ack messages for which `is_unacked` is false, and restore those for which it is true.
+        """Ack messages for which `is_unacked` is false, and restore the others.
 
         Retained acked messages and `candidates` can be restored.
 
-        Messages past the retention or not matching the filter stay gone.
+        Messages older than the retention, or not matching the filter, stay gone.
         """
         now_s = self._timers.now_s()
         self.backlog.keep_only(is_unacked)
@@ -177,7 +180,7 @@ class SubscriptionState:
         self._arm_retention()
 
     def close(self, reason: PubsubError) -> None:
-        """Drop everything and end all consumers. The subscription was deleted or detached."""
+        """Drop everything and end all consumers after a deletion or detachment."""
         self.backlog.clear()
         self._forget_acked()
         for timer in (self._retention_timer, self._expiration_timer):
@@ -232,7 +235,7 @@ class SubscriptionState:
 
 
 def not_pullable(path: str, kind: Kind) -> FailedPrecondition:
-    """Return the refusal of a pull from a subscription whose messages this server delivers."""
+    """Return the refusal to pull from a subscription whose messages this server delivers."""
     return FailedPrecondition(
         f"This method is not supported for this subscription type (resource={path}, type={kind})."
     )

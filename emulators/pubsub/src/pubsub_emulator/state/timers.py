@@ -1,7 +1,7 @@
-"""One heap of timers for leases, backoffs, retention and expirations.
+"""A heap of timers for leases, backoffs, retention and expirations.
 
-This module has no event loop: the owner of the clock calls `run_due` at `next_due_s`, so tests
-advance time by hand.
+This module does not use an event loop: the owner of the clock calls `run_due` at `next_due_s`, so
+tests can advance time manually.
 """
 
 import heapq
@@ -12,7 +12,7 @@ _COMPACT_FROM = 1024
 
 
 class Timer:
-    """One action at one time. `cancel` drops its references at once."""
+    """An action at a time. `cancel` drops its references immediately."""
 
     __slots__ = ("_owner", "action")
 
@@ -21,14 +21,14 @@ class Timer:
         self.action: Callable[[], None] | None = action
 
     def cancel(self) -> None:
-        """Cancel the action. This has no effect once it has run."""
+        """Cancel the action. This has no effect after it has run."""
         if self.action is not None:
             self.action = None
             self._owner.note_cancelled()
 
 
 class Timers:
-    """Actions in order of their due time (seconds since the epoch, as `now_s` counts them)."""
+    """Actions ordered by due time (seconds since the epoch, like `now_s`)."""
 
     def __init__(self, now_s: Callable[[], float]) -> None:
         self.now_s = now_s
@@ -42,14 +42,14 @@ class Timers:
 
     @property
     def next_due_s(self) -> float | None:
-        """When the next action is due, or None when nothing is."""
+        """Return when the next action is due, or None."""
         while self._heap and self._heap[0][2].action is None:
             heapq.heappop(self._heap)
             self._cancelled -= 1
         return self._heap[0][0] if self._heap else None
 
     def at(self, due_s: float, action: Callable[[], None]) -> Timer:
-        """Run `action` at `due_s`. Calls `on_earlier` if that is before all others."""
+        """Run `action` at `due_s`. Calls `on_earlier` if that is earlier than all others."""
         timer = Timer(self, action)
         is_earliest = not self._heap or due_s < self._heap[0][0]
         heapq.heappush(self._heap, (due_s, next(self._tie), timer))
@@ -58,7 +58,7 @@ class Timers:
         return timer
 
     def run_due(self) -> None:
-        """Run every action that is due by now, in order. Actions may schedule and cancel."""
+        """Run every action that is due, in order. Actions may schedule and cancel others."""
         while (due_s := self.next_due_s) is not None and due_s <= self.now_s():
             timer = heapq.heappop(self._heap)[2]
             action, timer.action = timer.action, None
@@ -66,10 +66,10 @@ class Timers:
                 action()
 
     def note_cancelled(self) -> None:
-        """Count a canceled timer. The heap is rebuilt when most of it is dead.
+        """Count a canceled timer. The heap is rebuilt when most of its timers are canceled.
 
-        Nearly every lease is acked long before it is due, so without this a minute of traffic would
-        stay.
+        Nearly every lease is acked long before it is due, so otherwise a minute of traffic would
+        stay in memory.
         """
         self._cancelled += 1
         if self._cancelled > _COMPACT_FROM and self._cancelled * 2 > len(self._heap):
@@ -79,4 +79,4 @@ class Timers:
 
 
 def _nobody_waits() -> None:
-    """Replaces the event loop if there is none: virtual time is read, not waited for."""
+    """Used when there is no event loop, because virtual time is read instead of waited for."""

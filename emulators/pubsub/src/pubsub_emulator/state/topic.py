@@ -1,4 +1,4 @@
-"""One topic: which subscriptions a message reaches, and the log that topic retention keeps."""
+"""A topic: the subscriptions that a message reaches, and the log kept for topic retention."""
 
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -13,25 +13,25 @@ from pubsub_emulator.state.message import StoredMessage
 from pubsub_emulator.state.timers import Timer, Timers
 
 STEP_SINKS = 50
-"""Of how many a step takes care. When a message makes them all grow, they take 3 ms."""
+"""Number of subscriptions per step. If a message makes all of them grow, they take 3 ms."""
 
 
 class Sink(Protocol):
-    """What a topic passes messages to: subscriptions, and snapshots, which want all of them."""
+    """Receives a topic's messages: subscriptions, and snapshots, which receive all of them."""
 
     path: str
     filter: Filter | None
 
     def add(self, message: StoredMessage, arrivals: Arrivals | None = None) -> None:
-        """Take in one message. With `arrivals`, consumers get it when these let it out."""
+        """Add a message. With `arrivals`, consumers get it only once they are released."""
 
 
 class Topic:
-    """The state of one topic. `proto` is what GetTopic shows, `holder` its number in the journal.
+    """The state of a topic. `proto` is returned by GetTopic, `holder` is its number in the journal.
 
-    Filters of the form `attributes.KEY = "literal"`, alone or as a part of an AND, are found by two
-    dict look-ups, so a thousand of them cost a publish no more than one. Any other filter is tried
-    on each message.
+    Filters of the form `attributes.KEY = "literal"`, alone or as part of an AND, are found with two
+    dict lookups, so a thousand of them cost a publish no more than one. Other filters are evaluated
+    for each message.
     """
 
     moment_s = 0.0
@@ -46,7 +46,7 @@ class Topic:
         self._journal = journal
         self._log_timer: Timer | None = None
         self._sinks: dict[str, Sink] = {}
-        """All of them."""
+        """All sinks."""
         self._unfiltered: dict[str, Sink] = {}
         self._by_value: dict[str, dict[str, dict[str, Sink]]] = {}
         self._found_by: dict[str, Equals] = {}
@@ -54,7 +54,7 @@ class Topic:
         self.configure(proto)
 
     def configure(self, proto: TopicProto) -> None:
-        """Apply new settings. A log that is no longer kept is dropped."""
+        """Apply new settings. Drops a log that is no longer needed."""
         self.proto = proto
         self.has_schema: bool = proto.HasField("schema_settings")
         self.retention_s = seconds_of(proto.message_retention_duration)
@@ -62,21 +62,22 @@ class Topic:
 
     @property
     def reach(self) -> int:
-        """How many get every message."""
+        """Return how many sinks get every message."""
         return len(self._unfiltered)
 
     @property
     def sinks(self) -> int:
-        """How many may get a message, if it is for all of them."""
+        """Return the maximum number of sinks for a message."""
         return len(self._sinks)
 
     def attach(self, sink: Sink) -> None:
-        """Send it every message from now on that its filter matches."""
+        """Send it every future message that matches its filter."""
         self._sinks[sink.path] = sink
         if sink.filter is None:
             self._unfiltered[sink.path] = sink
         elif needed := needed_attributes(sink.filter):
-            # The rarest: many may ask for one kind of message, and each for another slot of it.
+            # The rarest condition, because many filters may match the same kind of message, but
+            # each another slot of it.
             found_by = min(needed, key=lambda one: len(self._with(one)))
             self._found_by[sink.path] = found_by
             values = self._by_value.setdefault(found_by.key, {})
@@ -85,7 +86,7 @@ class Topic:
             self._filtered[sink.path] = sink
 
     def detach(self, sink: Sink) -> None:
-        """Send it nothing more."""
+        """Stop sending messages to it."""
         self._sinks.pop(sink.path, None)
         self._unfiltered.pop(sink.path, None)
         self._filtered.pop(sink.path, None)
@@ -102,7 +103,7 @@ class Topic:
         return self._by_value.get(needed.key, {}).get(needed.value, {})
 
     def deliver(self, message: StoredMessage, arrivals: Arrivals | None = None) -> Iterable[None]:
-        """Pass a new message to everyone it is for: to 50 at once, to more by steps."""
+        """Pass a new message to its sinks: up to 50 at once, more in steps."""
         if self.retention_s:
             self._journal.hold(message, self.holder)
             self.restore(message)
@@ -117,7 +118,7 @@ class Topic:
         self, message: StoredMessage, sinks: list[Sink], arrivals: Arrivals | None
     ) -> Iterator[None]:
         for count, sink in enumerate(sinks, 1):
-            # It may have gone between two steps.
+            # It may have been removed between two steps.
             if self._sinks.get(sink.path) is sink:
                 sink.add(message, arrivals)
             if count % STEP_SINKS == 0:
@@ -138,19 +139,19 @@ class Topic:
         return reached
 
     def restore(self, message: StoredMessage) -> None:
-        """Take a message into the log."""
+        """Add a message to the log."""
         self.log.append(message)
         if self._log_timer is None:
             self._arm_log_timer()
 
     def withdraw(self, sequences: Collection[int]) -> None:
-        """Take messages out of the log again."""
+        """Remove withdrawn messages from the log."""
         for message in [each for each in self.log if each.sequence in sequences]:
             self._journal.release(message, self.holder)
             self.log.remove(message)
 
     def close(self) -> None:
-        """Drop the log. The topic was deleted."""
+        """Drop the log, because the topic was deleted."""
         self.retention_s = 0.0
         self._drop_old()
 

@@ -1,10 +1,10 @@
-"""One group commit: the changes since the last, each thing once, as its last change left it."""
+"""A group commit: all changes since the last one, each item once, in its final state."""
 
 import asyncio
 from collections.abc import Callable
 
 MESSAGE_OVERHEAD_BYTES = 200
-"""What a small message costs here beside its own bytes."""
+"""Overhead of a small message here, in addition to its own bytes."""
 _HELD_ROW_BYTES = 100
 _FEW_PAGES_BYTES = 64 * 1024
 
@@ -15,7 +15,7 @@ HeldRow = tuple[int, int]
 
 
 class Changes:
-    """The changes of one transaction. None in place of a row deletes it."""
+    """The changes in a transaction. None instead of a row deletes it."""
 
     def __init__(self) -> None:
         self.resources: dict[str, ResourceRow | None] = {}
@@ -24,14 +24,14 @@ class Changes:
         self.held: dict[tuple[int, int], HeldRow | None] = {}
         """By message sequence and holder."""
         self.offered: set[int] = set()
-        """Sequences whose publishers wait for the outcome."""
+        """Sequences whose publishers wait for the result."""
         self.afterwards: list[Callable[[], None]] = []
-        """What is to be done when this is written, after those who wait went on."""
+        """Actions to run once this is written, after waiting callers have continued."""
         self.size_bytes = 0
         self.error = ""
         self.again_in: Changes | None = None
-        """What has all of it but the messages on offer, if it could not be written and is tried
-        again with all room made.
+        """Contains everything except offered messages, for another try after a failed write and
+        freeing space.
         """
         self._settled = asyncio.Event()
 
@@ -40,7 +40,7 @@ class Changes:
 
     @property
     def log_bytes(self) -> int:
-        """About what a transaction of it takes in a log of whole pages."""
+        """Approximate size of its transaction in the log, in whole pages."""
         return self.size_bytes * 5 // 4 + len(self.held) * _HELD_ROW_BYTES + _FEW_PAGES_BYTES
 
     def keep(self, sequence: int, data: bytes) -> None:
@@ -49,14 +49,14 @@ class Changes:
         self.size_bytes += len(data) + MESSAGE_OVERHEAD_BYTES
 
     def release(self, sequence: int, holder: int) -> None:
-        """Remove a holder of a message. If the message was added here, no trace is left."""
+        """Remove a holder of a message. If the message was added here, this leaves no trace."""
         if sequence in self.messages:
             self.held.pop((sequence, holder), None)
         else:
             self.held[sequence, holder] = None
 
     def drop(self, sequence: int) -> None:
-        """Remove a message. If it was added here, no trace is left."""
+        """Remove a message. If it was added here, this leaves no trace."""
         data = self.messages.pop(sequence, None)
         if data is None:
             self.dropped.add(sequence)
@@ -64,7 +64,7 @@ class Changes:
             self.size_bytes -= len(data) + MESSAGE_OVERHEAD_BYTES
 
     def followed_by(self, later: "Changes") -> "Changes":
-        """Return both as one, for a commit that failed and goes with the next."""
+        """Return both as one, for a failed commit that is repeated with the next one."""
         both = Changes()
         both.resources = self.resources | later.resources
         both.held = self.held | later.held
@@ -78,7 +78,7 @@ class Changes:
         return both
 
     def settle(self, error: str = "") -> None:
-        """Tell everyone who waits: written, or why not."""
+        """Notify all waiting callers: it is written, or the reason why not."""
         self.error = error
         self._settled.set()
 

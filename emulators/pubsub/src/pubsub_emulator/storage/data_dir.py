@@ -1,4 +1,4 @@
-"""A broker whose state is in a directory, read at the start and written as it changes."""
+"""A broker whose state is in a directory, read at startup and written on every change."""
 
 import logging
 import sqlite3
@@ -25,8 +25,7 @@ from pubsub_emulator.storage.database import Database, WriteFailed, opened_datab
 from pubsub_emulator.storage.durable import DurableJournal
 
 USE_NOTED_EVERY_S = 3600.0
-"""How much a restart may set back the last use of a subscription.
-"""
+"""Maximum time by which a restart may set back a subscription's last use."""
 
 MOST_NAMED = 10
 _log = logging.getLogger(__name__)
@@ -43,16 +42,16 @@ async def durable_broker(
     *,
     fsync: bool,
 ) -> AsyncIterator[Broker]:
-    """Run a broker on what the directory holds, and keep it there until the block ends.
+    """Run a broker with the directory's contents, and store its changes there until the block ends.
 
     Args:
-        data_dir: made if it is missing.
-        bigquery_endpoint: as `Broker` takes it.
-        fsync: True if each commit waits for the disk, and so outlives a power cut too.
+        data_dir: created if it is missing.
+        bigquery_endpoint: see `Broker`.
+        fsync: True if each commit waits for the disk, to survive a power failure too.
 
     Raises:
-        OSError: the directory can't be written, another server uses it, or the file is none of
-            ours.
+        OSError: the directory is not writable, another server uses it, or the file has another
+        format.
     """
     with opened_database(data_dir, fsync=fsync) as database:
         journal = DurableJournal(database)
@@ -71,17 +70,17 @@ async def durable_broker(
 
 
 def restore(registry: Registry, database: Database) -> None:
-    """Fill an empty registry with what was there when the last process ended, however it did.
+    """Fill an empty registry with the state in which the last process ended, for whatever reason.
 
-    A message that is damaged is left out, which the log says.
+    Damaged messages are skipped and logged.
 
     Raises:
-        OSError: a topic, a subscription or a snapshot is damaged.
-        sqlite3.Error: the file can't be read.
+        OSError: a topic, a subscription or a snapshot is damaged. sqlite3.Error: the file can't be
+        read.
     """
     registry.continue_after(database.highest_number())
     holders: dict[int, Restore] = {}
-    # In order of their making, so a topic comes before its subscriptions, and these before their
+    # In creation order, so a topic comes before its subscriptions, and subscriptions before their
     # snapshots.
     for path, holder, moment_s, data in database.resources():
         if data is None:
@@ -115,7 +114,7 @@ def _restore_subscription(registry: Registry, holder: int, moment_s: float, data
     proto = SubscriptionProto.FromString(data)
     subscription = SubscriptionState(proto, registry.topics.get(proto.topic), registry, holder)
     if subscription.settings.exactly_once:
-        # An attempt that was noted too late would be given the same ack id again, and both would
+        # An attempt that was recorded too late would get the same ack id again, and both would
         # count as current.
         subscription.backlog.ack_ids = AckIds(registry.next_sequence())
     subscription.restore_last_use(min(moment_s + USE_NOTED_EVERY_S, registry.timers.now_s()))
@@ -149,7 +148,7 @@ def _restore_schema(registry: Registry, holder: int, moment_s: float, data: byte
 
 
 def _holds_no_messages(message: StoredMessage, number: int, attempts: int) -> None:
-    """Nothing that holds messages is saved in such a row."""
+    """Resources in such a row never hold messages."""
 
 
 _RESTORE: dict[str, Callable[[Registry, int, float, bytes], Restore]] = {
@@ -167,7 +166,7 @@ def _stored(proto: PubsubMessage, sequence: int, registry: Registry) -> StoredMe
 
 
 def _note_use(registry: Registry) -> None:
-    """Save each subscription once an hour: calls that only use one are not written down."""
+    """Save each subscription once an hour, because calls that only use one are not recorded."""
     for subscription in registry.subscriptions.values():
         registry.journal.save(subscription)
     registry.timers.at(registry.timers.now_s() + USE_NOTED_EVERY_S, partial(_note_use, registry))

@@ -13,15 +13,15 @@ from pubsub_emulator.storage.reserve import RESERVE_BYTES, Reserve
 FILE_NAME = "pubsub.sqlite3"
 VERSION = 2
 CHECKPOINT_PAGES = 2000
-"""The log is written back into the file after 8 MiB and then used anew from its start."""
+"""The log is written back into the file after 8 MiB and then reused from its start."""
 LONGEST_LOG_BYTES = 64 * 1024**2
 CACHE_KIB = 16 * 1024
 SPARE_PAGES = 1024
-"""Free pages that the file keeps for later use, 4 MiB. More are returned to the disk."""
+"""Free pages that the file keeps for later use, 4 MiB. Further ones are returned to the disk."""
 SHRINK_PAGES = 1024
-"""Pages given back at a time, for which a publish may have to wait."""
+"""Pages returned at a time, for which a publish may have to wait."""
 PROBE_BYTES = 64 * 1024
-"""After a failure, room for this much must have been seen before anything new is promised."""
+"""After a failure, this much space must be available before anything new is accepted."""
 
 _SCHEMA = f"""
 BEGIN;
@@ -44,8 +44,8 @@ PRAGMA user_version = {VERSION};
 COMMIT;
 """
 """Version 1 had no checksums."""
-# A message and the row that says who holds it were one transaction; this is for a file that was
-# repaired by hand.
+# A message and its holder rows are written in one transaction; this handles files that were
+# repaired manually.
 _ORPHANS = (
     "DELETE FROM held WHERE holder NOT IN (SELECT holder FROM resource)",
     "DELETE FROM message WHERE sequence NOT IN (SELECT sequence FROM held)",
@@ -68,16 +68,16 @@ class WriteFailed(Exception):
 
 @contextmanager
 def opened_database(data_dir: Path, *, fsync: bool) -> Iterator["Database"]:
-    """Open the file in a directory, which is made if it is missing, and close it at the end.
+    """Open the file in a directory, which is created if missing, and close it at the end.
 
     Args:
         data_dir: the directory. Only one server at a time may use it.
-        fsync: True if each commit waits for the disk. Without it a commit outlives this process,
-            whatever kills it, and the last ones before a power cut may be lost, the file being
-            whole all the same.
+        fsync: True if each commit waits for the disk. Otherwise a commit survives any end of this
+            process, but the last ones before a power failure may be lost; the file stays intact.
 
     Raises:
-        OSError: the directory can't be used, another server uses it, or the file is none of ours.
+        OSError: the directory can't be used, another server uses it, or the file has another
+        format.
     """
     data_dir.mkdir(parents=True, exist_ok=True)
     path, reserve = data_dir / FILE_NAME, Reserve(data_dir)
@@ -104,7 +104,7 @@ def opened_database(data_dir: Path, *, fsync: bool) -> Iterator["Database"]:
         yield database
     finally:
         last_commit.close()
-        # A full disk may refuse the last checkpoint; the log then stays and is read at the next
+        # A full disk may refuse the last checkpoint; then the log stays and is read at the next
         # start.
         with suppress(sqlite3.Error):
             connection.close()
@@ -138,11 +138,11 @@ def _prepare(connection: sqlite3.Connection, *, fsync: bool) -> None:
 
 
 class Database:
-    """Reads everything once, then only writes.
+    """Reads everything once, and only writes after that.
 
     Args:
-        last_commit: what the last process committed last.
-        reserve: room for acks on a disk that is full.
+        last_commit: number of the last process's last commit.
+        reserve: space reserved for acks on a full disk.
     """
 
     def __init__(
@@ -154,9 +154,9 @@ class Database:
         row = connection.execute("SELECT number FROM last_commit").fetchone()
         here, elsewhere = row[0] if row else 0, last_commit.read()
         self.lost_commits = max(0, elsewhere - here)
-        """How many commits of earlier processes are not in the file."""
+        """How many commits of earlier processes are missing in the file."""
         self._commits = here
-        # So that it is told once.
+        # Reset, so that it is reported only once.
         last_commit.write(here)
 
     def resources(self) -> Iterator[tuple[str, int, float, bytes | None]]:
@@ -180,7 +180,7 @@ class Database:
         )
 
     def highest_number(self) -> int:
-        """Return the highest number that any row has, so that none comes again."""
+        """Return the highest number in any row, so that no number is used twice."""
         (highest,) = self._connection.execute(
             "SELECT max((SELECT ifnull(max(sequence), 0) FROM message), "
             "(SELECT ifnull(max(number), 0) FROM held), "
@@ -192,7 +192,7 @@ class Database:
         """Write all changes as one transaction, or none. Do not modify them until this returns.
 
         Raises:
-            WriteFailed: with SQLite's reason, or what is new would take room that acks need.
+            WriteFailed: contains SQLite's reason, or new data would take space that acks need.
         """
         if changes.offered and not self._reserve.covers(changes.log_bytes):
             raise WriteFailed("the disk is nearly full")
@@ -203,16 +203,16 @@ class Database:
         self._last_commit.write(self._commits)
 
     def remove(self, sequences: Collection[int]) -> None:
-        """Remove messages, whoever holds them. On a full disk they stay until the next start."""
+        """Remove messages and their holders. On a full disk they stay until the next start."""
         with suppress(WriteFailed), self._transaction():
             for statement in (_DROP, "DELETE FROM held WHERE sequence = ?"):
                 self._connection.executemany(statement, [(each,) for each in sequences])
 
     def take_reserve(self) -> None:
-        """Keep room for the time when the disk is full.
+        """Reserve space for the time when the disk is full.
 
         Raises:
-            WriteFailed: it is full.
+            WriteFailed: the disk is full.
         """
         if not self._reserve.take():
             raise WriteFailed(f"there is no room for {RESERVE_BYTES // 1024**2} MiB")
@@ -227,7 +227,7 @@ class Database:
             self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
     def give_back(self) -> None:
-        """Return all unused pages to a full disk, as far as there is room for that.
+        """Return all unused pages to a full disk, as far as there is space for that.
 
         Raises:
             WriteFailed: with SQLite's reason.
@@ -237,7 +237,7 @@ class Database:
         self._write_log_back()
 
     def probe(self) -> None:
-        """See whether the disk has some room again.
+        """Check whether the disk has some space again.
 
         Raises:
             WriteFailed: with SQLite's reason.
@@ -250,7 +250,7 @@ class Database:
             self._connection.execute("DELETE FROM probe")
 
     def shrink(self) -> bool:
-        """Return some unused pages to the disk. The result says whether there are more.
+        """Return some unused pages to the disk. Returns whether there are more.
 
         Raises:
             WriteFailed: with SQLite's reason.
@@ -259,8 +259,8 @@ class Database:
             (free,) = self._connection.execute("PRAGMA freelist_count").fetchone()
             if free <= SPARE_PAGES:
                 return False
-            # Not by `execute`, which takes the first step of a statement without rows, and with it
-            # one page.
+            # Not with `execute`, which only runs the first step of a statement without rows, and so
+            # returns one page.
             self._connection.executescript(f"PRAGMA incremental_vacuum({SHRINK_PAGES})")
             if free > SPARE_PAGES + SHRINK_PAGES:
                 return True
@@ -275,7 +275,7 @@ class Database:
                 yield
                 self._connection.execute("COMMIT")
             except sqlite3.Error:
-                # SQLite has rolled some failures back by itself.
+                # SQLite has already rolled back some failures.
                 if self._connection.in_transaction:
                     self._connection.execute("ROLLBACK")
                 raise

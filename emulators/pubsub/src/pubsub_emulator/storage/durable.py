@@ -1,7 +1,7 @@
 """Group commit: changes collect while a transaction is written, and form the next one.
 
-Between the broker, which notes each change, and the file. What is published is answered
-when it is committed.
+This is the layer between the broker, which records each change, and the file. Publishes are
+answered once they are committed.
 """
 
 import asyncio
@@ -18,10 +18,10 @@ from pubsub_emulator.storage.commit_thread import CommitThread
 from pubsub_emulator.storage.database import Database, WriteFailed
 
 LAZY_S = 0.1
-"""How long acks and attempts wait for a publish, and the pause between attempts on a full disk."""
+"""How long acks and attempts wait for a publish, and the pause between tries on a full disk."""
 COMMIT_LIMIT_S = 30.0
 MAX_UNWRITTEN_BYTES = 64 * 1024**2
-"""The limit of bytes that wait for the disk. Above it, publishes are refused."""
+"""Maximum bytes that wait for the disk. Beyond it, publishes are refused."""
 
 Withdraw = Callable[[Collection[int]], None]
 
@@ -33,7 +33,7 @@ class DurableJournal(ChangeJournal):
 
     Args:
         database: the open file. Nothing else may write to it while `running`.
-        commit_limit_s: how long a transaction may take before the disk counts as failing.
+        commit_limit_s: maximum time of a transaction before the disk counts as failing.
     """
 
     def __init__(self, database: Database, commit_limit_s: float = COMMIT_LIMIT_S) -> None:
@@ -47,42 +47,42 @@ class DurableJournal(ChangeJournal):
         self._is_closing = False
 
     def save(self, resource: Resource) -> None:
-        """Note that a resource was made or changed."""
+        """Record that a resource was created or changed."""
         row = (resource.holder, resource.moment_s, resource.proto.SerializeToString())
         self._pending.resources[resource.path] = row
 
     def erase(self, path: str) -> None:
-        """Note that a resource is gone."""
+        """Record that a resource was deleted."""
         self._pending.resources[path] = None
 
     def keep(self, message: StoredMessage) -> None:
-        """Note a new message. It stays until it is dropped."""
+        """Record a new message. It stays until it is dropped."""
         self._pending.keep(message.sequence, message.serialized)
 
     def drop(self, sequence: int) -> None:
-        """Note that no subscription or snapshot holds a message any more."""
+        """Record that no subscription or snapshot holds a message any longer."""
         self._pending.drop(sequence)
 
     def offered(self, sequence: int) -> None:
-        """Note that a publisher waits for the answer to a message.
+        """Record that a publisher is waiting for the answer to a message.
 
-        Until then it may be withdrawn.
+        Until then the message may be withdrawn.
         """
         self._pending.offered.add(sequence)
 
     def hold(self, message: StoredMessage, holder: int, number: int = 0, attempts: int = 0) -> None:
-        """Note that a resource holds a message: delivery number and attempts, or `ACKED`."""
+        """Record that a resource holds a message: delivery number and attempts, or `ACKED`."""
         self._pending.held[message.sequence, holder] = (number, attempts)
 
     def release(self, message: StoredMessage, holder: int) -> None:
-        """Note that a resource no longer holds a message."""
+        """Record that a resource no longer holds a message."""
         self._pending.release(message.sequence, holder)
 
     def admit(self) -> None:
-        """Refuse a call that is to last, before it changes anything.
+        """Refuse a call whose changes must be durable, before it changes anything.
 
         Raises:
-            ServerUnavailable: the last commit failed, or more waits for the disk than may.
+            ServerUnavailable: the last commit failed, or too much is waiting for the disk.
         """
         if self._failure:
             raise _unavailable(self._failure)
@@ -91,23 +91,23 @@ class DurableJournal(ChangeJournal):
             raise _unavailable(f"{unwritten_bytes} bytes wait for the disk")
 
     async def committed(self) -> None:
-        """Wait until all that was noted so far is in the file.
+        """Wait until everything recorded so far is in the file.
 
         Raises:
-            ServerUnavailable: it could not be written and messages on offer were withdrawn, or it
-                was not written in time.
+            ServerUnavailable: it could not be written and offered messages were withdrawn, or it
+            was not written in time.
         """
         await self._written(self._pending)
 
     async def acks_committed(self) -> None:
-        """Wait until all acks that were noted so far are in the file.
+        """Wait until all acks recorded so far are in the file.
 
-        On a disk that is full the first commit fails, which takes messages back and makes room.
-        Acks are in the next.
+        On a full disk, the first commit fails, which withdraws messages and frees space. Acks are
+        in the next one.
 
         Raises:
-            ServerUnavailable: they could not be written with all room made, or not in time. They
-                stay noted.
+            ServerUnavailable: they could not be written even with all space freed, or not in time.
+            They are kept for later.
         """
         changes = self._pending
         try:
@@ -129,10 +129,10 @@ class DurableJournal(ChangeJournal):
         self._ask()
 
     def flush(self) -> None:
-        """Write what was noted, here and now: for a journal that is not running.
+        """Write recorded changes immediately, for a journal that is not running.
 
         Raises:
-            WriteFailed: with SQLite's reason, though all room was made.
+            WriteFailed: contains SQLite's reason; all space was already freed.
         """
         changes, self._pending = self._pending, Changes()
         try:
@@ -143,10 +143,10 @@ class DurableJournal(ChangeJournal):
 
     @asynccontextmanager
     async def running(self, withdraw: Withdraw) -> AsyncIterator[None]:
-        """Commit until the block ends, and once more then.
+        """Commit until the block ends, and once more after that.
 
         Args:
-            withdraw: takes messages back, by their sequences, from everyone who holds them.
+            withdraw: withdraws messages, by sequence, from all holders.
         """
         try:
             self._database.take_reserve()
@@ -185,9 +185,10 @@ class DurableJournal(ChangeJournal):
                 self._failed(str(error), withdraw)
 
     async def _wait(self) -> None:
-        """Wait until a commit is due, or for the time that acks wait."""
+        """Wait until a commit is due, at most as long as acks wait."""
         self._woken.clear()
-        # Not `asyncio.timeout`, which takes several times as long: this comes before each commit.
+        # Not with `asyncio.timeout`, which is several times slower, because this runs before each
+        # commit.
         timer = asyncio.get_running_loop().call_later(LAZY_S, self._woken.set)
         try:
             await self._woken.wait()
@@ -204,7 +205,7 @@ class DurableJournal(ChangeJournal):
                 await thread.do(partial(self._database.write, self._writing))
             finally:
                 hung.cancel()
-        # Not from here: whatever one of them does, the commits go on.
+        # Not called from here, so that commits continue whatever an action does.
         call_soon = asyncio.get_running_loop().call_soon
         self._writing.settle()
         for act in self._writing.afterwards:
@@ -214,13 +215,13 @@ class DurableJournal(ChangeJournal):
             await self._resume(thread)
 
     async def _resume(self, thread: CommitThread) -> None:
-        # Acks leave unused pages. What is taken again should not have to be withdrawn again.
+        # Acks leave unused pages. Newly accepted messages should not have to be withdrawn again.
         try:
             await thread.do(self._database.give_back)
             await thread.do(self._database.probe)
             await thread.do(self._database.take_reserve)
         except WriteFailed as error:
-            # Only acks came meanwhile, and they are in the next commit.
+            # Only acks arrived in the meantime, and they are in the next commit.
             self._failure = str(error)
         else:
             self._failure = ""
@@ -240,8 +241,8 @@ class DurableJournal(ChangeJournal):
                 extra={"error": error},
             )
         self._failure = error
-        # Acks and attempts stay noted for the next try. Publishers hear that theirs failed and will
-        # send them again.
+        # Acks and attempts are kept for the next try. Publishers are notified that theirs failed
+        # and will send them again.
         self._pending = self._writing.followed_by(self._pending)
         self._writing = Changes()
         offered, self._pending.offered = self._pending.offered, set()

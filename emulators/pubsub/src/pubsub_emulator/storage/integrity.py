@@ -1,7 +1,7 @@
-"""Tells what a data directory lost or what is damaged in it, which SQLite does not.
+"""Detects lost or damaged data in a data directory, which SQLite does not.
 
-SQLite ends its log at the first frame that is not whole, without a word, and its file has no
-checksums. So each record has one, and the number of the last commit is also beside the file.
+SQLite silently ends its log at the first incomplete frame, and its file has no checksums. So each
+record has a checksum, and the number of the last commit is also stored in a separate file.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ _NUMBER_BYTES = 8
 
 
 def sealed(data: bytes) -> bytes:
-    """A record with its checksum (CRC-32) behind it."""
+    """Return a record followed by its checksum (CRC-32)."""
     return data + zlib.crc32(data).to_bytes(_CRC_BYTES, "big")
 
 
 def unsealed(record: bytes) -> bytes | None:
-    """The data of a sealed record. None: it is damaged."""
+    """Return the data of a sealed record. None: it is damaged."""
     data, crc = record[:-_CRC_BYTES], record[-_CRC_BYTES:]
     return data if zlib.crc32(data).to_bytes(_CRC_BYTES, "big") == crc else None
 
 
 class LastCommit:
-    """The number of the last commit, in a file of its own.
+    """The number of the last commit, in a separate file.
 
-    It is written after each commit and does not wait for the disk, so it is never ahead of what the
-    process has committed. After a power cut it may be.
+    It is written after each commit without waiting for the disk, so it is never ahead of the
+    process's commits. After a power failure it may be.
 
     Raises:
         OSError: the file can't be opened.
@@ -44,12 +44,12 @@ class LastCommit:
         os.close(self._file)
 
     def read(self) -> int:
-        """The number. 0 if there is none, or it is damaged."""
+        """Return the number. 0 if there is none, or it is damaged."""
         data = unsealed(os.pread(self._file, _NUMBER_BYTES + _CRC_BYTES, 0))
         return int.from_bytes(data, "big") if data else 0
 
     def write(self, number: int) -> None:
-        """Keeps the number. On a disk that is full the old one stays, which only says less."""
+        """Store the number. On a full disk the old one stays, which only makes the check weaker."""
         try:
             os.pwrite(self._file, sealed(number.to_bytes(_NUMBER_BYTES, "big")), 0)
         except OSError:

@@ -1,4 +1,4 @@
-"""Room on the disk that is given up when the disk is full, so that acks can still be written."""
+"""Disk space that is freed when the disk is full, so that acks can still be written."""
 
 import os
 import shutil
@@ -8,19 +8,20 @@ from pathlib import Path
 
 FILE_NAME = "pubsub.reserve"
 RESERVE_BYTES = 8 * 1024**2
-"""As much as SQLite's log grows to before it is written back."""
+"""The size to which SQLite's log grows before it is written back."""
 LEAST_FREE_BYTES = 1024**2
 ROOM_FOR_ACKS_BYTES = 2 * 1024**2
 AMPLE_BYTES = 2 * 1024**3
 AMPLE_S = 0.05
-"""With so much more than is needed, the disk isn't looked at again before this. No disk takes so
-much in so little time, and a look takes 0.02 ms, a quarter of the commit of a message.
+"""If this much more space is available than needed, the disk is not checked again for a while.
+
+No disk fills up that quickly, and a check takes 0.02 ms, a quarter of a message's commit.
 """
 _LOG_NAME = "pubsub.sqlite3-wal"
 
 
 class Reserve:
-    """A file of zeros beside the database."""
+    """A file of zeros next to the database."""
 
     def __init__(self, data_dir: Path) -> None:
         self._path = data_dir / FILE_NAME
@@ -28,9 +29,10 @@ class Reserve:
         self._is_ample_until_s = 0.0
 
     def take(self) -> bool:
-        """Makes the file, or what is missing of it. Returns whether the disk had the room."""
+        """Create the file, or extend it. Returns whether the disk had enough space."""
         try:
-            # Also if it is there: a process that was killed here left less, and a copy has holes.
+            # Even if it exists: a process killed here leaves a shorter file, and a copy may have
+            # holes.
             with self._path.open("ab") as file:
                 os.posix_fallocate(file.fileno(), 0, RESERVE_BYTES)
         except OSError:
@@ -39,10 +41,10 @@ class Reserve:
         return True
 
     def covers(self, new_bytes: int) -> bool:
-        """True if a commit leaves enough to write the log back, whatever the disk takes after it.
+        """True if a commit leaves enough space to write the log back, whatever else uses the disk.
 
-        What is in the log may all be new in the file. Once neither has room to grow, no ack can be
-        written, and no room can be made.
+        Everything in the log may be new to the file. Once neither can grow, acks can't be written
+        and no space can be freed.
         """
         now_s = time.monotonic()
         if now_s < self._is_ample_until_s:
@@ -51,7 +53,7 @@ class Reserve:
             free_bytes = shutil.disk_usage(self._path.parent).free
             log_bytes = self._log_path.stat().st_size if self._log_path.exists() else 0
         except OSError:
-            # Somebody removed the directory. SQLite has its files open and says itself what it can.
+            # The directory was removed. SQLite has its files open and reports errors itself.
             return True
         needed_bytes = log_bytes + 2 * new_bytes + ROOM_FOR_ACKS_BYTES
         if free_bytes >= needed_bytes + AMPLE_BYTES:
@@ -59,11 +61,10 @@ class Reserve:
         return free_bytes + RESERVE_BYTES >= needed_bytes
 
     def give_up_if_full(self) -> None:
-        """Returns the room if nothing could be opened without it."""
+        """Free the space if nothing could be opened without it."""
         if shutil.disk_usage(self._path.parent).free < LEAST_FREE_BYTES:
             self.give_up()
 
     def give_up(self) -> None:
-        """Returns the room to the disk."""
         with suppress(OSError):
             self._path.unlink()

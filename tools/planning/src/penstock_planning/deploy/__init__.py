@@ -1,1 +1,1 @@
-"""Plans a deployment before the first apply: what it needs of Google Cloud, and what it costs."""
+"""Plans a deployment before the first apply: resources on Google Cloud, and costs."""

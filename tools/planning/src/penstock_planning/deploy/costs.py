@@ -1,4 +1,4 @@
-"""The monthly cost table: each row an amount, and its cost if its price is known."""
+"""The monthly cost table: each row has an amount, and its cost if the price is known."""
 
 from __future__ import annotations
 
@@ -18,36 +18,41 @@ from shared.usage.writer import BATCH_ROWS
 GIB = 2**30
 MIN_ROW_BYTES = 1024
 GENERAL_DISK_GIB = 50
-"""Boot disk, as infra/terraform/modules/cluster/nodes.tf has it. Others are in gpus.yaml."""
+"""Boot disk in GiB, as in infra/terraform/modules/cluster/nodes.tf.
+
+Other disks are in gpus.yaml.
+"""
 SIDECAR_CPU, SIDECAR_GIB = 0.5, 0.25
-"""The API's sidecar that collects metrics (infra/terraform/modules/region/api.tf)."""
+"""Resources of the API's metrics sidecar (infra/terraform/modules/region/api.tf)."""
 RUNNER_CPU = 1
-"""CPUs of a runner of batches (infra/terraform/platform/batches.tf)."""
+"""CPUs of a batch runner (infra/terraform/platform/batches.tf)."""
 ARCHIVE_CPU = 1
 """CPUs of the row archive (infra/terraform/platform/row_archive.tf)."""
 ARCHIVE_TABLES = 3
-"""Tables of which each pass of the archive lists the objects (infra/row_archive/__main__.py)."""
+"""Tables whose objects are listed in each archive pass (infra/row_archive/__main__.py)."""
 ARCHIVE_DAYS_MORE, ARCHIVE_DELETED_DAYS = 3, 7
-"""Days that the archive keeps rows for longer than BigQuery, and what is deleted is billed
-(infra/terraform/platform/row_archive.tf).
+"""Days that the archive keeps rows for longer than BigQuery, and days for which deleted objects are
+billed (infra/terraform/platform/row_archive.tf).
 """
 PASS_WRITES, PASS_READS = 3, 2
-"""Of a pass that has rows, besides a listing and its objects: its list is written twice, and a
-file. Read are the list, and the file when its day is merged (infra/row_archive/archive.py).
+"""Operations in a pass that has rows, apart from listing and reading its objects: two writes of its
+list, and one of a file. Its list is read once, and the file when its day is merged
+(infra/row_archive/archive.py).
 """
 ARMOR_RULES = 4
-"""Rules of the policy (infra/terraform/platform/balancer.tf)."""
+"""Rules in the policy (infra/terraform/platform/balancer.tf)."""
 REPLIES: Mapping[Replies, str] = {"direct": "direct replies", "slots": "replies to slots"}
 JOB_DELIVERIES = 2
-"""A job goes to the workers' subscription and to that of `batch` priority.
+"""A job goes to the workers' subscription and to the one for `batch` priority.
 
-What a filter drops is billed too (docs.cloud.google.com/pubsub/docs/subscription-message-filter).
+Messages dropped by a filter are billed too
+(docs.cloud.google.com/pubsub/docs/subscription-message-filter).
 """
 
 
 @dataclass(frozen=True)
 class Cost:
-    """One row: at the mean rate, and were the peak held for all of the month.
+    """A row: cost at the mean rate, and if the peak lasted all month.
 
     Without an amount, `lacks` names the missing input.
     """
@@ -67,7 +72,7 @@ class Cost:
 def cost_table(
     sites: Sequence[Site], volumes: Sequence[Volume], platform: Platform, prices: Prices
 ) -> list[Cost]:
-    """All rows: of each region, then of what the regions share."""
+    """Returns all rows: per region, then for resources that the regions share."""
     bill = _Bill(prices)
     for site in sites:
         _region(bill, site, platform)
@@ -82,9 +87,9 @@ def cost_table(
 
 
 class _Bill:
-    """Looks prices up while rows are added.
+    """Looks up prices while rows are added.
 
-    Rows of one price share its free amount and its steps.
+    Rows with the same price share its free amount and its steps.
     """
 
     def __init__(self, prices: Prices) -> None:
@@ -108,7 +113,7 @@ class _Bill:
         costs: list[float | None] = []
         for column, amount in enumerate((mean, most)):
             if not amount:
-                costs.append(amount)  # nothing costs nothing, whatever its price
+                costs.append(amount)  # zero units cost nothing at any price
                 continue
             if price is None:
                 costs.append(None)
@@ -164,7 +169,7 @@ def _region(bill: _Bill, site: Site, platform: Platform) -> None:
 
 
 def _runners(bill: _Bill, platform: Platform) -> None:
-    """Runners of batches, a worker pool of Cloud Run in the home region."""
+    """Adds the batch runners, a Cloud Run worker pool in the home region."""
     batches, place = platform.batches, platform.home
     if batches.instances:
         seconds = batches.instances * SECONDS
@@ -174,7 +179,7 @@ def _runners(bill: _Bill, platform: Platform) -> None:
 
 
 def _balancer(bill: _Bill, volumes: Sequence[Volume]) -> None:
-    """What a domain costs besides the data."""
+    """Adds the costs of a domain, apart from data."""
     requests = sum(one.requests for one in volumes) / 1e6
     bill.add("load balancer, forwarding rule", "", "hour", "balancer/rule", HOURS)
     bill.add("Cloud Armor, policy", "", "month", "armor/policy", 1)
@@ -183,7 +188,7 @@ def _balancer(bill: _Bill, volumes: Sequence[Volume]) -> None:
 
 
 def disks_gib(site: Site) -> dict[str, tuple[float, float, float]]:
-    """Boot disks of a region's nodes at the mean and the peak, and at most, by disk type."""
+    """Returns the boot disks of a region's nodes at mean, peak and maximum, by disk type."""
     general = (site.general_mean, site.general_peak, site.general_most)
     disks = [("pd-balanced", GENERAL_DISK_GIB, general)]
     for pool in site.pools:
@@ -211,7 +216,7 @@ def _machine(pool: Pool, kind: str) -> str:
 
 
 def on_demand_usd(sites: Sequence[Site], prices: Prices) -> tuple[float, float] | None:
-    """The cost of GPU nodes without spot nodes, at mean and peak. None if a price is missing."""
+    """Returns the cost of GPU nodes without spot, at mean and peak. None if a price is missing."""
     total = [0.0, 0.0]
     for pool in (pool for site in sites for pool in site.pools):
         price = prices.prices.get(_machine(pool, "on-demand"))
@@ -224,7 +229,7 @@ def on_demand_usd(sites: Sequence[Site], prices: Prices) -> tuple[float, float] 
 
 
 def _messages(bill: _Bill, volumes: Sequence[Volume], platform: Platform) -> None:
-    """Publish and each delivery are billed."""
+    """A publish and each delivery are billed."""
     times = 1 + JOB_DELIVERIES
     jobs = {
         one.model: None if one.job_bytes is None else billed_tib(one.jobs, one.job_bytes, times)
@@ -269,7 +274,7 @@ def _rows(
 def _archive(
     bill: _Bill, sites: Sequence[Site], volumes: Sequence[Volume], platform: Platform
 ) -> None:
-    """Rows by way of a bucket: the process, its objects, and load jobs instead of inserts."""
+    """Adds rows written through a bucket: process, objects, and load jobs instead of inserts."""
     home, place = platform.home, platform.storage_location
     cpu, memory = ARCHIVE_CPU + SIDECAR_CPU, platform.rows.memory_gib + SIDECAR_GIB
     bill.add("row archive on Cloud Run, CPU", home, "vCPU-second", "run/cpu", cpu * SECONDS)
@@ -282,12 +287,12 @@ def _archive(
         + sum(site.api_peak + sum(one.pods_peak for one in once(site.workers)) for site in sites),
     )
     passes = ARCHIVE_TABLES * SECONDS / platform.rows.every_s
-    # An object has what came in the linger time, and at most a batch. None is empty.
+    # An object has the rows of the linger time, at most a batch. No object is empty.
     mean, peak = (
         min(rows, count * SECONDS / ObjectSender.linger_s + rows / BATCH_ROWS) for count in writers
     )
     days_kept = row_days() + ARCHIVE_DAYS_MORE
-    listings = passes + days_kept * ARCHIVE_TABLES * DAYS  # each day looks for days to merge
+    listings = passes + days_kept * ARCHIVE_TABLES * DAYS  # the days to merge are listed every day
     writes, reads = listings + PASS_WRITES * passes, PASS_READS * passes
     bill.add(
         "row archive, objects written and listed",
@@ -305,7 +310,7 @@ def _archive(
         (mean + reads) / 1000,
         (peak + reads) / 1000,
     )
-    # Deleted are what writers put, and the small files of each day once they are merged.
+    # Objects put by writers are deleted, and so are a day's small files once they are merged.
     packed = sum(one.items * one.packed_row_bytes for one in volumes) / DAYS / GIB
     item = f"row archive, rows of {days_kept:g} days and what was deleted"
     days = days_kept + 2 * ARCHIVE_DELETED_DAYS
@@ -346,10 +351,10 @@ def _answers(
     for site in sites:
         amount = None if total is None else total * site.share
         bill.add(
-            "answers to the internet", site.region, "GiB", "egress/internet", amount, lacks=lacks
+            "responses to the internet", site.region, "GiB", "egress/internet", amount, lacks=lacks
         )
         if platform.domain is not None:
-            data = "load balancer, requests and answers"
+            data = "load balancer, requests and responses"
             total_gib = None if amount is None or asked is None else amount + asked * site.share
             bill.add(
                 data, site.region, "GiB", "balancer/data", total_gib, lacks=lacks or lacks_asked
@@ -357,14 +362,14 @@ def _answers(
 
 
 def _give(field: str, models: Sequence[str]) -> str:
-    return f"give {field} of {', '.join(models)}" if models else ""
+    return f"set {field} of {', '.join(models)}" if models else ""
 
 
 def totals(rows: Sequence[Cost]) -> tuple[float, float]:
-    """The sums of what has a price, at mean and peak."""
+    """Returns the totals of rows with a price, at mean and peak."""
     return sum(row.mean_usd or 0.0 for row in rows), sum(row.peak_usd or 0.0 for row in rows)
 
 
 def without_price(rows: Sequence[Cost]) -> Iterator[Cost]:
-    """The rows that have none, and so are missing from the totals."""
+    """Yields the rows without a price, which are missing from the totals."""
     return (row for row in rows if row.mean_usd is None)

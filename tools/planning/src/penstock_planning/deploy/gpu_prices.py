@@ -1,7 +1,7 @@
-"""`python -m penstock_planning.deploy.gpu_prices`: writes the `gpu_prices` view from the prices.
+"""`python -m penstock_planning.deploy.gpu_prices`: writes the `gpu_prices` view from price lists.
 
-To be run after a change of prices.yaml or gpus.yaml. A test compares them. A node has one GPU, so
-the price of its machine is that of the GPU plus those of its cores and memory.
+Run this after changing prices.yaml or gpus.yaml. A test compares the files. A node has one GPU, so
+its machine's price is the GPU's price plus the prices of its cores and memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from penstock_planning.deploy.prices import Prices, read_prices
 VIEW_FILE = Path(infra.__file__).parent / "bigquery" / "views" / "gpu_prices.sql"
 KINDS = {"on-demand": False, "spot": True}
 ALWAYS = dt.date(1970, 1, 1)
-"""Start of a machine's oldest price, as no older one is known."""
+"""Start of a machine's oldest price, because no older price is known."""
 _HEAD = """\
 -- Made by penstock_planning.deploy.gpu_prices from prices.yaml and gpus.yaml. Change those.
 -- What an hour of a node with one GPU costs, in US dollars before discounts. The price of an hour
@@ -27,7 +27,7 @@ _HEAD = """\
 
 
 class GpuPrice(NamedTuple):
-    """The price of an hour of a node with one GPU in a region, from a day on (UTC)."""
+    """The hourly price of a node with one GPU in a region, from a day on (UTC)."""
 
     gpu_type: str
     spot: bool
@@ -37,7 +37,7 @@ class GpuPrice(NamedTuple):
 
 
 def gpu_prices(prices: Prices, gpu_types: Mapping[str, GpuType]) -> Iterator[GpuPrice]:
-    """The prices of all GPU types that have some. Stepped prices are not of machines."""
+    """Yields the prices of all GPU types that have prices. Machines do not have stepped prices."""
     for gpu_type, node in gpu_types.items():
         for kind, spot in KINDS.items():
             price = prices.prices.get(f"machine/{node.machine_type}/{kind}")

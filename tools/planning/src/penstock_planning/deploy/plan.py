@@ -44,14 +44,16 @@ RUN_QUOTAS = "depends on the region; cloud.google.com/run/docs/configuring/max-i
 SUBSCRIPTIONS_OF_A_TOPIC = 10_000
 """docs.cloud.google.com/bigquery/docs/analytics-hub-introduction, limitations."""
 SUBSCRIPTIONS_OF_A_PROJECT = 10_000
-"""The quota of infra/terraform/platform/variables.tf, from old copies of Pub/Sub's quota page."""
+"""Quota from infra/terraform/platform/variables.tf, taken from older copies of Pub/Sub's quota
+page.
+"""
 INSERT_MB_PER_S = {"EU": 1000, "US": 1000}
-"""Else 300 (docs.cloud.google.com/bigquery/quotas)."""
+"""Otherwise 300 (docs.cloud.google.com/bigquery/quotas)."""
 
 
 @dataclass(frozen=True)
 class CloudQuota:
-    """One quota: where it holds, how much is needed, and the default if a source says one."""
+    """A quota: where it applies, the amount needed, and the default if a source specifies it."""
 
     name: str
     place: str
@@ -68,9 +70,9 @@ def quotas(
     topic_count: int,
     subscription_count: int,
 ) -> list[CloudQuota]:
-    """The quotas to request before the first apply: of each region, then of the project.
+    """Returns the quotas to request before the first apply: per region, then for the project.
 
-    They hold what the autoscaler asks for at most, not only what the peak needs on average.
+    They cover the maximum that the autoscaler requests, not only the average need at the peak.
     """
     quotas = [quota for site in sites for quota in _region(site, platform, gpus)]
     total = sum(pool.nodes_most for site in sites for pool in site.pools)
@@ -78,7 +80,7 @@ def quotas(
         quotas.append(CloudQuota("GPUS_ALL_REGIONS", "project", total, UNKNOWN, "spot or not"))
     limit = str(SUBSCRIPTIONS_OF_A_PROJECT)
     quotas.append(
-        CloudQuota("Pub/Sub topics", "project", topic_count, limit, "of older copies of the page")
+        CloudQuota("Pub/Sub topics", "project", topic_count, limit, "from older copies of the page")
     )
     quotas.append(
         CloudQuota(
@@ -86,7 +88,7 @@ def quotas(
             "project",
             subscription_count,
             limit,
-            "of older copies of the page",
+            "from older copies of the page",
         )
     )
     per_topic = platform.inboxes.made_slots
@@ -112,9 +114,9 @@ def _gpu_quotas(site: Site, platform: Platform, gpus: dict[str, GpuType]) -> Ite
         nodes = sum(pool.nodes_most for pool in pools) - flex
         metric = gpus[type_].quota
         if gpus[type_].on_demand and nodes:
-            note = "takes over when spot is out" if platform.nodes.spot else ""
+            note = "used when spot is out of stock" if platform.nodes.spot else ""
             yield CloudQuota(metric, site.region, nodes, UNKNOWN, note)
-        # Flex-start nodes count as preemptible ones do.
+        # Flex-start nodes count as preemptible nodes.
         if preemptible := flex + (nodes if platform.nodes.spot else 0):
             yield CloudQuota(f"PREEMPTIBLE_{metric}", site.region, preemptible, UNKNOWN)
     overflow = platform.overflow_in(site.region)
@@ -125,7 +127,7 @@ def _gpu_quotas(site: Site, platform: Platform, gpus: dict[str, GpuType]) -> Ite
             site.region,
             nodes,
             UNKNOWN,
-            "overflow, were all others out of stock",
+            "overflow, if all others were out of stock",
         )
 
 
@@ -148,9 +150,9 @@ def _region(site: Site, platform: Platform, gpus: dict[str, GpuType]) -> Iterato
         site.region,
         1,
         UNKNOWN,
-        "of Cloud NAT, which adds more as it needs; nodes have none",
+        "for Cloud NAT, which adds more as needed; nodes do not have any",
     )
-    # While a new revision starts the old one still runs.
+    # While a new revision starts, the old one is still running.
     instances = 2 * platform.api.max_instances
     cpu = instances * (platform.api.cpu + SIDECAR_CPU)
     yield CloudQuota("Cloud Run vCPUs", site.region, cpu, UNKNOWN, RUN_QUOTAS)
@@ -184,7 +186,7 @@ AUTO_PROVISIONED_GPUS = 64
 
 @dataclass(frozen=True)
 class Change:
-    """A setting that is too low for what the autoscaler asks for at the peak."""
+    """A setting that is lower than what the autoscaler requests at the peak."""
 
     where: str
     setting: str
@@ -194,7 +196,7 @@ class Change:
 
 @dataclass(frozen=True)
 class DeployPlan:
-    """The resources of an apply and their cost, with the changes that the peak requires."""
+    """The resources of an apply and their cost, with the changes required at the peak."""
 
     sites: tuple[Site, ...]
     platform: Platform
@@ -218,18 +220,16 @@ def make_plan(
     gpus: dict[str, GpuType],
     buffer: int = 1,
 ) -> DeployPlan:
-    """The plan.
+    """Makes the plan.
 
     Args:
-        catalog: the models and their workers. Those without a rate are replicas.min.
-        platform: the variables of infra/terraform/platform.
-        gpus: infra/kubernetes/gpus.yaml.
-        buffer: places kept warm for each class of GPU nodes, as `python -m infra.kubernetes
+        catalog: models and workers. Models without a rate have replicas.min workers.
+        buffer: warm places for each class of GPU nodes, as in `python -m infra.kubernetes
             --buffer`.
 
     Raises:
-        ConfigurationError: rates, variables and catalog do not fit together. The message names the
-            field.
+        ConfigurationError: rates, variables and catalog are inconsistent. The message names the
+        field.
     """
     for group in catalog.worker_groups:
         check_gpu_memory(group, gpus)
@@ -279,7 +279,7 @@ def _shares(rates: DemandRates, platform: Platform) -> dict[str, float]:
     if set(rates.regions) != set(platform.regions):
         planned = ", ".join(sorted(platform.regions))
         raise ConfigurationError(
-            f"rates: regions: {', '.join(sorted(rates.regions))} are not the regions of the plan: "
+            f"rates: regions: {', '.join(sorted(rates.regions))} differ from the plan's regions: "
             f"{planned}",
             field="regions",
         )
@@ -304,7 +304,10 @@ def _site(
 
 
 def _rate_of(model: Model, rates: DemandRates) -> ModelRate:
-    """The load of its workers. If its canary is withdrawn, its stable workers get all of it."""
+    """Returns the load of its workers.
+
+    If its canary is withdrawn, its stable workers get all of it.
+    """
     rate = rates.models.get(model.public_name, ModelRate(mean_per_s=0))
     if not model.is_canary or model.canary is None:
         return rate
@@ -314,7 +317,7 @@ def _rate_of(model: Model, rates: DemandRates) -> ModelRate:
 
 
 def _changed(platform: Platform, sites: Sequence[Site]) -> tuple[Platform, list[Change]]:
-    """The variables that the autoscaler needs at the peak, and how they differ."""
+    """Returns the variables that the autoscaler needs at the peak, and the changes."""
     changes: list[Change] = []
 
     def at_least(setting: str, now: int, needed: int) -> int:
@@ -351,7 +354,7 @@ def _changed(platform: Platform, sites: Sequence[Site]) -> tuple[Platform, list[
 def _gpu_limits(
     platform: Platform, sites: Sequence[Site], at_least: Callable[[str, int, int], int]
 ) -> tuple[int, dict[str, Region]]:
-    """The limit of all regions, and the regions, some of which have one of their own."""
+    """Returns the limit for all regions, and the regions, some of which have a separate limit."""
     max_gpus, regions = platform.nodes.max_gpus, dict(platform.regions)
     if platform.nodes.compute_classes:
         return max_gpus, regions
@@ -368,7 +371,7 @@ def _gpu_limits(
 
 
 def _reduced_slots(platform: Platform, most_slots: int) -> dict[str, int]:
-    """The settings of slots that are above `most_slots`, with it as their value."""
+    """Returns the slot settings that exceed `most_slots`, reduced to it."""
     said = {name: getattr(platform.inboxes, name) for name in ("slots", "kept_slots")}
     return {
         name: most_slots for name, value in said.items() if value is not None and value > most_slots
@@ -379,15 +382,15 @@ def _inboxes_of_region(instances: int, platform: Platform) -> int:
     needed = inboxes_for(instances, platform.batches.instances)
     if needed > INBOX_STRIDE:
         raise ConfigurationError(
-            f"api.max_instances: {instances} instances in a region need {needed} inboxes,"
-            f" and a region has {INBOX_STRIDE} at most; divide the load among more regions",
+            f"api.max_instances: {instances} instances per region need {needed} inboxes,"
+            f" and a region has at most {INBOX_STRIDE}; split the load among more regions",
             field="api.max_instances",
         )
     return needed
 
 
 def _too_few_replicas(sites: Sequence[Site]) -> list[Change]:
-    """A region's autoscaler makes replicas.max workers of a model at most."""
+    """Yields models for which a region's autoscaler needs more than replicas.max workers."""
     most: dict[str, tuple[int, int]] = {}
     for one in (one for site in sites for one in once(site.workers)):
         name = f"workers.{one.group.name}" if one.group.is_shared else one.model.name
@@ -407,15 +410,19 @@ def _notes(
     if without:
         notes.append(f"no rate is given for {', '.join(without)}: planned without load")
     if len(sites) > 1:
-        split = "evenly, as the rates name no regions" if not rates.regions else "as the rates say"
+        split = (
+            "evenly, because the rates name no regions"
+            if not rates.regions
+            else "as specified in the rates"
+        )
         notes.append(
-            f"requests spread over the regions {split}; a region that takes another's as well "
+            f"requests spread over the regions {split}; a region that also takes over another's "
             "needs more"
         )
     if rates.api_requests_per_s is None:
         notes.append(
-            "the API is sized by its concurrency alone; give api_requests_per_s, what one instance "
-            "takes"
+            "the API is sized by its concurrency alone; set api_requests_per_s, the rate of one "
+            "instance"
         )
     notes += _distance_notes(rates, sites)
     gpus: dict[str, int] = {}
@@ -432,7 +439,7 @@ def _notes(
 
 
 def _memory_notes(catalog: Catalog, rates: DemandRates, gpus: dict[str, GpuType]) -> Iterator[str]:
-    """Yields the workers whose custom models took more memory than they have."""
+    """Yields the workers whose custom models used more memory than the workers have."""
     for group in catalog.worker_groups:
         if group.models[0].is_canary:
             continue
@@ -442,27 +449,27 @@ def _memory_notes(catalog: Catalog, rates: DemandRates, gpus: dict[str, GpuType]
         if needed_mib > has_mib:
             yield (
                 f"{group.name}: {processes} processes of a worker take up to {needed_mib:,.0f} MiB "
-                f"of memory, and it has {has_mib:,} MiB (infra/kubernetes/placement.py)"
+                f"of memory, but it has {has_mib:,} MiB (infra/kubernetes/placement.py)"
             )
 
 
 def _distance_notes(rates: DemandRates, sites: Sequence[Site]) -> list[str]:
-    """What the distance to the broker means for workers."""
+    """Yields notes on the effects of a distant broker."""
     with_load = [one for site in sites for one in site.workers if one.processes_peak]
     if not with_load:
         return []
     round_trip_s = rates.broker_round_trip_s
     most = max(with_load, key=lambda one: one.repeated_s)
     notes = [
-        f"held: jobs of a priority in the hands of a worker's process, {round_trip_s:g} s from the "
-        f"broker and back; most work has one of {most.model.name}, which takes "
+        f"held: jobs of a priority held by a worker process, {round_trip_s:g} s from the "
+        f"broker and back; {most.model.name} holds the most work, which takes "
         f"{most.repeated_s:.2g} s again if it dies"
     ]
     too_far = {one.model.name: one.most_busy for one in with_load if one.most_busy < 1}
     for name, busy in too_far.items():
         notes.append(
             f"{name}: the broker is too far (broker_round_trip_s: {round_trip_s:g}): a worker "
-            f"holds at most a second of work beyond two batches, so it is busy {busy:.0%} of the "
-            "time at most; its workers are counted with that"
+            f"holds at most a second of work beyond two batches, so it is busy for at most "
+            f"{busy:.0%} of the time; the number of workers allows for that"
         )
     return notes

@@ -1,7 +1,6 @@
-"""The variables of infra/terraform/platform that size it, with Terraform's defaults and bounds.
+"""The variables of infra/terraform/platform that affect its size, with Terraform's defaults.
 
-A file given here is the one that `terraform apply -var-file` takes, so that what is planned is what
-is applied.
+Files use the format of `terraform apply -var-file`, so that the plan matches what is applied.
 """
 
 from __future__ import annotations
@@ -19,18 +18,18 @@ from shared.catalog_entry import GpuTypeName
 from shared.errors import ConfigurationError
 
 MAX_REPLY_SUBSCRIPTIONS = 9000
-"""The limit of reply subscriptions, of a project's 10,000. Terraform has the same limit."""
+"""Maximum reply subscriptions, out of a project's 10,000. Terraform has the same limit."""
 MAX_REGIONS = 16
 INBOX_STRIDE = 1000
-"""A region's inboxes are numbered from this times its index. Terraform has the same stride."""
+"""A region's inboxes are numbered from this value times its index, as in Terraform."""
 MEMORY = r"^[0-9.]+(Gi|Mi)$"
 INSTANCES_TO_INBOXES = 2
-"""Old and new revision of the API lease inboxes at the same time."""
+"""The old and new revision of the API lease inboxes at the same time."""
 
 
 class _Variable(Entry):
-    # What sizes nothing is kept, so that the variables with the plan's changes can be applied as
-    # they are.
+    # Variables that do not affect the size are kept, so that the plan's variables can be applied
+    # directly.
     model_config = ConfigDict(extra="allow", frozen=True)
 
 
@@ -73,7 +72,7 @@ class CacheVariable(_Variable):
 
 
 class RecordsVariable(_Variable):
-    """Terraform's `records`: a Redis of their own, where several regions share them."""
+    """Terraform's `records`: a separate Redis if several regions share records."""
 
     KEPT: ClassVar = frozenset({"backup_days", "engine_version", "from_backup", "maintenance"})
     apart: bool | None = None
@@ -82,7 +81,7 @@ class RecordsVariable(_Variable):
 
 
 class FunctionsVariable(_Variable):
-    """Terraform's `functions`: a function is there as soon as its image is."""
+    """Terraform's `functions`: a function exists if its image is set."""
 
     dead_letters: dict[str, Any] | None = None
     reports: dict[str, Any] | None = None
@@ -98,7 +97,7 @@ class Inboxes(_Variable):
 
     @property
     def made_slots(self) -> int:
-        """Slots of each inbox that exist. Those above `slots` are of revisions that end soon."""
+        """Existing slots of each inbox. Slots above `slots` are used by revisions that end soon."""
         return self.slots if self.kept_slots is None else self.kept_slots
 
     @property
@@ -108,7 +107,7 @@ class Inboxes(_Variable):
 
 
 class BatchesVariable(_Variable):
-    """Terraform's `batches`: each runner leases an inbox, as an instance of the API does."""
+    """Terraform's `batches`: each runner leases an inbox, like an API instance."""
 
     instances: int = Field(0, ge=0)
     memory: str = Field("1Gi", pattern=MEMORY)
@@ -119,7 +118,7 @@ class BatchesVariable(_Variable):
 
 
 class GeneralNodes(_Variable):
-    """Terraform's `nodes.general`. The module `cluster` has the defaults."""
+    """Terraform's `nodes.general`. The defaults are in the module `cluster`."""
 
     machine_type: str = "e2-standard-4"
     max: int = Field(6, ge=1)
@@ -161,7 +160,7 @@ class RowsVariable(_Variable):
 
 
 class ObjectsDays(_Variable):
-    """Terraform's `objects_days`, of the folders that requests fill."""
+    """Terraform's `objects_days`, for folders that requests fill."""
 
     KEPT: ClassVar = frozenset({"answers", "batches", "files"})
     inputs: int = Field(8, ge=1)
@@ -175,14 +174,14 @@ class Region(_Variable):
     index: int = Field(0, ge=0, lt=MAX_REGIONS)
     max_gpus: int | None = Field(None, ge=1)
     overflow: Literal[GpuTypeName, "none"] | None = None
-    """Instead of nodes.overflow."""
+    """Overrides nodes.overflow."""
     reservations: dict[GpuTypeName, GpuReservation] = Field({})
     """Reservations by GPU type. They are used up first."""
     zones: list[str] | None = None
 
 
 class Platform(_Variable):
-    """The variables that size the `platform` stage."""
+    """The variables that affect the size of the `platform` stage."""
 
     KEPT: ClassVar = frozenset(
         {
@@ -227,24 +226,27 @@ class Platform(_Variable):
     @model_validator(mode="after")
     def _regions_are_apart(self) -> Self:
         if len({region.index for region in self.regions.values()}) < len(self.regions):
-            raise ValueError("every region needs an index of its own")
+            raise ValueError("every region must have a different index")
         return self
 
     @property
     def home(self) -> str:
-        """The region of the lowest index, which has everything that exists once."""
+        """The region with the lowest index, which contains everything that exists once."""
         return min(self.regions, key=lambda name: self.regions[name].index)
 
     def overflow_in(self, region: str) -> str | None:
-        """The GPU type that takes over in a region, or None."""
+        """The GPU type used in a region if the others are out of stock, or None."""
         chosen = self.regions[region].overflow or self.nodes.overflow
         return None if chosen == "none" else chosen
 
     def in_regions(self, names: Sequence[str]) -> Platform:
-        """Returns the platform in these regions. Known ones keep their settings, new ones an index.
+        """Returns the platform in these regions.
+
+        Known regions keep their settings, new ones get an index.
 
         Raises:
-            ConfigurationError: there are more than 16, which is what the addresses are cut for.
+            ConfigurationError: there are more than 16 regions, the number that the address range
+            allows.
         """
         if len(names) > MAX_REGIONS:
             raise ConfigurationError(
@@ -264,10 +266,10 @@ class Platform(_Variable):
 
 
 def read_platform(path: Path | None) -> Platform:
-    """The variables of a `.tfvars.json` file, or Terraform's defaults.
+    """Reads the variables in a `.tfvars.json` file. Returns Terraform's defaults without one.
 
     Raises:
-        ConfigurationError: it can't be read, or a variable is wrong.
+        ConfigurationError: the file can't be read, or a variable is invalid.
     """
     if path is None:
         return Platform()
@@ -275,9 +277,9 @@ def read_platform(path: Path | None) -> Platform:
         return Platform.model_validate(json.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
         raise ConfigurationError(f"{path}: {error.strerror}") from error
-    except ValidationError as error:  # before ValueError, which it is too
+    except ValidationError as error:  # before ValueError, its base class
         raise explained(error, str(path)) from error
     except ValueError as error:
         raise ConfigurationError(
-            f"{path}: not JSON ({error}); variables come as .tfvars.json"
+            f"{path}: not JSON ({error}); variables must be in a .tfvars.json file"
         ) from error

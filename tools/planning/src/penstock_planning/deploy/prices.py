@@ -24,12 +24,12 @@ class Source(Entry):
     seen: datetime.date
     """The day on which the prices were read."""
     dated: datetime.date | None = None
-    """The date on the page or file. None if it has none."""
+    """The date on the page or file. None if it does not have one."""
     note: str = ""
 
 
 class Step(Entry):
-    """A price from the previous step up to an amount. Without `up_to` for everything above."""
+    """A price from the previous step up to an amount. Without `up_to`, for everything above."""
 
     up_to: float | None = Field(None, gt=0)
     usd: float = Field(ge=0)
@@ -40,30 +40,30 @@ Usd = dict[str, float | tuple[Step, ...]]
 
 
 class EarlierPrice(Entry):
-    """The price of one unit from a day on (UTC), until the next price."""
+    """The price of a unit from a day on (UTC), until the next price."""
 
     since: datetime.date
     usd: Usd = Field(min_length=1)
 
 
 class ListPrice(Entry):
-    """The price of one unit."""
+    """The price of a unit."""
 
     unit: str
     source: str
     usd: Usd = Field(min_length=1)
     free: float = Field(0.0, ge=0)
-    """Units a month that cost nothing."""
+    """Free units per month."""
     since: datetime.date | None = None
-    """The day (UTC) from which the price holds. Needed if there are earlier prices."""
+    """The day (UTC) from which the price holds. Required if there are earlier prices."""
     earlier: tuple[EarlierPrice, ...] = ()
-    """Earlier prices, oldest first. Reports on past months need them, plans do not."""
+    """Earlier prices, oldest first. Used by reports on past months, not by plans."""
 
     @model_validator(mode="after")
     def _earlier_prices_are_in_order(self) -> Self:
         days = [one.since for one in self.earlier]
         if days and (self.since is None or [*days, self.since] != sorted({*days, self.since})):
-            raise ValueError("since: the price and its earlier ones need days that go up")
+            raise ValueError("since: the price and its earlier ones must have increasing days")
         return self
 
     @model_validator(mode="after")
@@ -78,18 +78,18 @@ class ListPrice(Entry):
                     or len(bounds) < len(ends) - 1
                     or bounds != sorted(set(bounds))
                 ):
-                    raise ValueError("steps go up, and only the last has no up_to")
+                    raise ValueError("steps must increase, and only the last has no up_to")
         return self
 
     def history(self) -> list[tuple[datetime.date, Usd]]:
-        """All prices with the day from which each holds, oldest first."""
+        """Returns all prices with the day from which each holds, oldest first."""
         older = [(one.since, one.usd) for one in self.earlier]
         return [*older, (self.since or datetime.date.min, self.usd)]
 
     def cost_usd(self, place: str, amount: float, before: float = 0.0) -> float | None:
-        """The monthly cost of `amount` units at a place, after `before` others.
+        """Returns the monthly cost of `amount` units at a place, in addition to `before` units.
 
-        None without a price.
+        Returns None without a price.
         """
         steps = self.usd.get(place, self.usd.get(ANYWHERE))
         if steps is None:
@@ -119,21 +119,21 @@ class Prices(Entry):
     def _sources_are_named(self) -> Self:
         for key, price in self.prices.items():
             if price.source not in self.sources:
-                raise ValueError(f"prices.{key}.source: {price.source!r} is not among the sources")
+                raise ValueError(f"prices.{key}.source: {price.source!r} is not listed in sources")
         return self
 
 
 def read_prices(over: Path | None = None) -> Prices:
-    """The shipped prices. Those of the file `over`, with their sources, replace single ones.
+    """Returns the shipped prices. The file `over`, with its own sources, overrides single prices.
 
     Raises:
-        ConfigurationError: a file can't be read, or a price is malformed or without a source.
+        ConfigurationError: a file can't be read, or a price is malformed or has no source.
     """
     prices = _read(PRICES_FILE)
     if over is None:
         return prices
     own = _read(over)
-    # A price is replaced as a whole: half of an old list and half of a new one has no date.
+    # A price is replaced as a whole, because a mix of old and new steps would have no date.
     renamed = {
         name: price.model_copy(update={"source": f"{over}: {price.source}"})
         for name, price in own.prices.items()

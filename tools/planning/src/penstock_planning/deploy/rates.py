@@ -1,6 +1,6 @@
-"""The expected rates, from a file or the command line. Measured values have no defaults.
+"""Expected rates, from a file or the command line. Measured values have no defaults.
 
-What `penstock models measure` found for custom models fills in what rates do not say.
+Results of `penstock models measure` for custom models fill in missing rates.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from shared.errors import ConfigurationError
 from shared.model_measurement import MEASUREMENT_FILE, ModelMeasurement, read_measurement
 
 FIELD = "measurement"
-"""In the rates of a model: the path of its penstock.measured.json, from the folder of the rates."""
+"""A model's field for the path of its penstock.measured.json, relative to the rates file."""
 
 
 def with_measurements(document: Any, catalog: Catalog, folder: Path) -> Any:
-    """The rates with the figures of measured custom models whose seconds rates do not say.
+    """Adds measured seconds of custom models to rates that do not specify them.
 
-    The seconds of a class with `work` are those of a unit of its work, so that the work per item of
-    the rates may be another one than that of the measured inputs.
+    For a class with `work`, the seconds are per unit of work, so the rates may specify another
+    amount of work per item than the measured inputs had.
 
     Args:
-        document: the rates, not checked yet.
-        folder: of the file of rates.
+        document: the rates, not validated yet.
+        folder: folder of the rates file.
 
     Raises:
-        ConfigurationError: a penstock.measured.json is wrong, or is not of this entry: of other
-            sources, or on another GPU.
+        ConfigurationError: a penstock.measured.json is invalid, or was measured with other sources
+        or on another GPU.
     """
     models = document.get("models") if isinstance(document, dict) else None
     if not isinstance(models, dict):
@@ -76,7 +76,10 @@ def _seconds(model: Model, measurement: ModelMeasurement) -> dict[str, float]:
 
 
 def _path_of(model: Model, rate: dict[str, Any], folder: Path) -> Path | None:
-    """The measurement of a model. None: rates name none, and its class's folder has none."""
+    """Returns a model's measurement file.
+
+    None: the rates name none, and the class's folder has none.
+    """
     if isinstance(named := rate.get(FIELD), str):
         return folder / named
     if not model.source.startswith(LOCAL):
@@ -101,40 +104,40 @@ def _check_measurement(model: Model, measurement: ModelMeasurement, path: Path) 
 
 
 BROKER_ROUND_TRIP_S = 0.05
-"""Within a region: from publish to receipt over Pub/Sub, p90 46.8 ms with Google's Go client at 100
-messages/s (https://github.com/davidxia/cloud-message-latency, "Metrics", 2021).
+"""Time within a region from publish to receipt over Pub/Sub: p90 46.8 ms with Google's Go client at
+100 messages/s (https://github.com/davidxia/cloud-message-latency, "Metrics", 2021).
 """
 MAX_BROKER_ROUND_TRIP_S = 5.0
 GIVEN_HERE = "given on the command line"
 HOW_TO_MEASURE = (
-    "what a worker takes for an item on the GPU of the catalog. Where the model runs on it "
-    "already, `penstock report batches` says it (inference_ms_per_item / 1000; of texts only in "
-    "hours whose fill_percent is near 100); else `python -m bench.gpu` on a machine with that GPU "
-    "measures it; for a custom model, `penstock models measure FOLDER` does"
+    "worker seconds per item on the GPU of the catalog. If the model already runs on it, "
+    "`penstock report batches` shows them (inference_ms_per_item / 1000; for texts only in hours "
+    "whose fill_percent is near 100); otherwise measure them with `python -m bench.gpu` on a "
+    "machine with that GPU, or for a custom model with `penstock models measure FOLDER`"
 )
 
 
 class ModelRate(ItemLoad):
-    """The requests of one model, and what one of its items takes.
+    """The requests for a model, and what one of its items takes.
 
     Seconds are required if there are requests.
     """
 
     mean_per_s: float = Field(ge=0)
-    """Requests a second, averaged over a month."""
+    """Requests per second, averaged over a month."""
     peak_per_s: float | None = Field(None, ge=0)
     """Requests per second in the busiest minutes. Default: the mean."""
     items_per_request: float = Field(1.0, ge=1)
     hit_share: float = Field(0.0, ge=0, le=1)
-    """The share of all items that the cache answers."""
+    """Share of all items that the cache answers."""
     measured_share: int = Field(1, ge=1, le=48)
-    """Workers that were busy on the same GPU while it was measured."""
+    """Busy workers on the same GPU during the measurement."""
     input_bytes: int | None = Field(None, ge=0)
-    """Size of one item, as the caller sends it."""
+    """Size of an item as sent by the caller."""
     output_bytes: int | None = Field(None, ge=0)
-    """Size of one item's result, as the caller gets it."""
+    """Size of an item's result as received by the caller."""
     peak_memory_bytes: int | None = Field(None, gt=0)
-    """The most that a process of a custom model had in memory."""
+    """Maximum memory used by a process of a custom model."""
 
     @model_validator(mode="after")
     def _peak_is_above_the_mean(self) -> Self:
@@ -148,50 +151,50 @@ class ModelRate(ItemLoad):
             raise ValueError(f"seconds_per_item is missing: {HOW_TO_MEASURE}")
         if self.peak > 0 and not self.measured:
             raise ValueError(
-                "measured is missing: where seconds_per_item comes from, as `penstock report "
+                "measured is missing: the source of seconds_per_item, such as `penstock report "
                 "batches, L4`"
             )
         return self
 
     @property
     def peak(self) -> float:
-        """Requests a second at the peak."""
+        """Requests per second at the peak."""
         return self.mean_per_s if self.peak_per_s is None else self.peak_per_s
 
 
 class FlowRate(Entry):
-    """The runs of one flow. Its steps are requests of their models."""
+    """The runs of a flow. Its steps are requests to their models."""
 
     mean_per_s: float = Field(ge=0)
-    """Runs a second, averaged over a month."""
+    """Runs per second, averaged over a month."""
     peak_per_s: float | None = Field(None, ge=0)
     """Runs per second in the busiest minutes. Default: the mean."""
     items: dict[str, Annotated[float, Field(ge=0)]] = Field({})
-    """The items that a run has of a step, by its id. Default: one, and of a `for_each` it must be
-    said."""
+    """Items per run in a step, by step id. Default: one. Required for a step with `for_each`."""
 
     @property
     def peak(self) -> float:
-        """Runs a second at the peak."""
+        """Runs per second at the peak."""
         return self.mean_per_s if self.peak_per_s is None else self.peak_per_s
 
 
 class DemandRates(Entry):
-    """The rates of all models, how they spread over regions, and how much slack is wanted."""
+    """The rates of all models, their distribution over regions, and the required slack."""
 
     models: dict[str, ModelRate] = Field(min_length=1)
-    """With what flows ask of them, once the rates are read."""
+    """Includes requests from flows once the rates have been read."""
     flows: dict[str, FlowRate] = Field({})
     regions: dict[str, float] = Field({})
-    """The share of requests of each region. Default: equal shares."""
+    """Share of requests per region. Default: equal shares."""
     late_share: float = Field(0.001, gt=0, lt=1)
-    """The share of requests at the peak that may wait past the deadline."""
+    """Share of requests at the peak that may wait past the deadline."""
     api_requests_per_s: float | None = Field(None, gt=0)
-    """The measured rate of one API instance. Without it, only its concurrency counts."""
+    """Measured rate of an API instance. Without it, only its concurrency counts."""
     broker_round_trip_s: float = Field(BROKER_ROUND_TRIP_S, ge=0, le=MAX_BROKER_ROUND_TRIP_S)
-    """Seconds from a worker to the broker and back, as `penstock_worker_round_trip_seconds` says.
+    """Seconds from a worker to the broker and back, as measured by
+    `penstock_worker_round_trip_seconds`.
 
-    A job and its reply take one each.
+    A job and its reply each take one.
     """
 
     @model_validator(mode="after")
@@ -199,7 +202,7 @@ class DemandRates(Entry):
         if self.regions and (
             min(self.regions.values()) < 0 or abs(sum(self.regions.values()) - 1) > 1e-6
         ):
-            raise ValueError("the shares of the regions are 0 or more and add up to 1")
+            raise ValueError("the shares of the regions must be 0 or more and add up to 1")
         return self
 
 
@@ -207,7 +210,8 @@ def read_rates(path: Path, catalog: Catalog) -> DemandRates:
     """Reads a rates file.
 
     Raises:
-        ConfigurationError: it can't be read, or a field is wrong, missing or of an unknown model.
+        ConfigurationError: the file can't be read, or a field is invalid, missing or names an
+        unknown model.
     """
     try:
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -219,32 +223,32 @@ def read_rates(path: Path, catalog: Catalog) -> DemandRates:
 
 
 def at_distance(rates: DemandRates, round_trip_s: float) -> DemandRates:
-    """The same rates with another round trip to the broker.
+    """Returns the same rates with another round trip to the broker.
 
     Raises:
-        ConfigurationError: it is out of range.
+        ConfigurationError: the value is out of range.
     """
     if not 0 <= round_trip_s <= MAX_BROKER_ROUND_TRIP_S:
         raise ConfigurationError(
-            f"--broker-round-trip: seconds from 0 to {MAX_BROKER_ROUND_TRIP_S:g}, not "
-            f"{round_trip_s:g}",
+            f"--broker-round-trip: must be from 0 to {MAX_BROKER_ROUND_TRIP_S:g} seconds, "
+            f"got {round_trip_s:g}",
             field="broker_round_trip",
         )
     return rates.model_copy(update={"broker_round_trip_s": round_trip_s})
 
 
 def rates_of_words(rates: Sequence[str], seconds: Sequence[str], catalog: Catalog) -> DemandRates:
-    """The rates that `--rate MODEL=MEAN[:PEAK]` and `--seconds MODEL=SECONDS` say.
+    """Returns the rates specified by `--rate MODEL=MEAN[:PEAK]` and `--seconds MODEL=SECONDS`.
 
     Raises:
-        ConfigurationError: a word is malformed, or names no model, or a model's seconds are
-            missing.
+        ConfigurationError: an option is malformed or names an unknown model, or seconds are
+        missing.
     """
     models: dict[str, dict[str, Any]] = {}
     for word in rates:
         name, values = _split(word, "--rate MODEL=MEAN[:PEAK]", most=2)
         if name in models:
-            raise ConfigurationError(f"--rate {word}: {name!r} has a rate already", field=name)
+            raise ConfigurationError(f"--rate {word}: {name!r} already has a rate", field=name)
         models[name] = dict(zip(("mean_per_s", "peak_per_s"), values, strict=False))
     for word in seconds:
         name, (value,) = _split(word, "--seconds MODEL=SECONDS", most=1)
@@ -261,7 +265,7 @@ def _split(word: str, form: str, most: int) -> tuple[str, list[float]]:
     except ValueError:
         values = []
     if not name or not 1 <= len(values) <= most:
-        raise ConfigurationError(f"{word!r} is not of the form {form}", field=form.split()[0])
+        raise ConfigurationError(f"{word!r} must have the form {form}", field=form.split()[0])
     return name, values
 
 
@@ -282,10 +286,10 @@ def _checked(document: object, catalog: Catalog, where: str, folder: Path = Path
 
 
 def _with_flows(rates: DemandRates, catalog: Catalog, where: str) -> DemandRates:
-    """The rates with those of the steps of flows in the rates of their models.
+    """Adds the requests of flow steps to the rates of their models.
 
     Raises:
-        ConfigurationError: a flow or a step is not in the catalog, or the rates say too little.
+        ConfigurationError: a flow or step is not in the catalog, or its rates are incomplete.
     """
     models = dict(rates.models)
     for name, rate in rates.flows.items():
@@ -300,13 +304,13 @@ def _with_flows(rates: DemandRates, catalog: Catalog, where: str) -> DemandRates
         for step, model in zip(steps, flow.step_models, strict=True):
             if step.for_each is not None and step.id not in rate.items:
                 raise ConfigurationError(
-                    f"{place}.items.{step.id}: missing: how many items its for_each has",
+                    f"{place}.items.{step.id}: missing: the number of items in its for_each",
                     field=name,
                 )
             if model.name not in models:
                 raise ConfigurationError(
-                    f"{place}: models.{model.name} is missing: what its items take "
-                    "(with mean_per_s: 0 if nobody else asks for it)",
+                    f"{place}: models.{model.name} is missing: the time per item "
+                    "(with mean_per_s: 0 if only flows use it)",
                     field=name,
                 )
             items = rate.items.get(step.id, 1.0)
@@ -315,7 +319,7 @@ def _with_flows(rates: DemandRates, catalog: Catalog, where: str) -> DemandRates
 
 
 def _more(model: ModelRate, flow: FlowRate, items: float, where: str) -> ModelRate:
-    """The rate of a model with so many items for each run of a flow, each a request."""
+    """Returns a model's rate plus this many items per run of a flow, each of them a request."""
     mean, peak = (model.mean_per_s + flow.mean_per_s * items, model.peak + flow.peak * items)
     own = model.peak * model.items_per_request
     fields = model.model_dump(exclude_unset=True) | {

@@ -1,4 +1,4 @@
-"""Costs of replies on each of the two topics of an inbox."""
+"""Costs of replies on either topic of an inbox."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from shared.catalog_entry import Replies
 
 TIB = 2**40
 MIN_BYTES = 1000
-"""Minimum size of a publish or delivery, as Pub/Sub bills it."""
+"""Minimum size of a publish or delivery billed by Pub/Sub."""
 THROUGHPUT = "pubsub/throughput"
 
 
 def billed_tib(messages: float, size_bytes: int, times: int) -> float:
-    """Returns the billed TiB of the messages, each of which is billed `times` times."""
+    """Returns the billed TiB of messages that are each billed `times` times."""
     return messages * times * max(MIN_BYTES, size_bytes) / TIB
 
 
 def reply_times(replies: Replies, platform: Platform) -> int:
-    """Returns how often a reply is billed: for its publish and for each subscription of its topic.
+    """Returns how often a reply is billed: for its publish, and per subscription of its topic.
 
-    What a filter drops is billed too
+    Messages dropped by a filter are billed too
     (docs.cloud.google.com/pubsub/docs/subscription-message-filter).
     """
     return 2 if replies == "direct" else 1 + platform.inboxes.made_slots
 
 
 def replies_tib(volume: Volume, replies: Replies, platform: Platform) -> float | None:
-    """Returns the billed TiB of a month of replies. None if their size is not known."""
+    """Returns the billed TiB of replies per month. None if their size is unknown."""
     size_bytes = volume.reply_bytes[replies]
     if size_bytes is None:
         return None
@@ -38,25 +38,25 @@ def replies_tib(volume: Volume, replies: Replies, platform: Platform) -> float |
 
 
 def reply_notes(volumes: Sequence[Volume], platform: Platform, prices: Prices) -> Iterator[str]:
-    """Yields a note on the cost of each model's replies on either topic, if it is known."""
+    """Yields a note on the cost of each model's replies on either topic, if known."""
     price = prices.prices.get(THROUGHPUT)
     for one in volumes:
         direct, slots = (replies_tib(one, kind, platform) for kind in ("direct", "slots"))
         if price is None or not direct or not slots:
             continue
-        # The free amount is used up by the rest of the traffic, or small.
+        # Other traffic uses up the free amount, or it is small.
         direct_usd = price.cost_usd("", direct, before=price.free)
         slots_usd = price.cost_usd("", slots, before=price.free)
         if direct_usd is not None and slots_usd is not None:
             yield (
-                f"the replies of {one.model}: about {direct_usd:,.2f} USD a month direct, "
+                f"the replies of {one.model}: about {direct_usd:,.2f} USD per month direct, "
                 f"{slots_usd:,.2f} with {platform.inboxes.made_slots} slots; "
                 f"models.yaml has {one.replies}{_shared(one, platform, price)}"
             )
 
 
 def _shared(volume: Volume, platform: Platform, price: ListPrice) -> str:
-    """What replies cost at least, because those of a batch for one instance share a message."""
+    """Returns a note on the lowest cost of replies, if they share messages."""
     count, size_bytes = volume.shared_replies, volume.shared_reply_bytes
     if count == 1 or size_bytes is None:
         return ""

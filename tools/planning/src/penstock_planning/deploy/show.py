@@ -1,4 +1,4 @@
-"""`penstock deploy plan`: a plan as text for a person, or as JSON for a program."""
+"""`penstock deploy plan`: prints a plan as text for people, or as JSON for programs."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ def text(plan: DeployPlan) -> str:
 def _sections(plan: DeployPlan) -> Iterator[str]:
     yield _headed("Models", _models(plan))
     yield _headed(
-        "Nodes (mean and peak, and the most; max is Terraform's bound of each pool)", _nodes(plan)
+        "Nodes (mean, peak and maximum; max is Terraform's limit for each pool)", _nodes(plan)
     )
     yield _headed("API on Cloud Run", _api(plan))
     yield _headed("Pub/Sub", _pubsub(plan))
     if plan.changes:
         rows = [(one.where, one.setting, one.now, one.needed) for one in plan.changes]
         yield _headed(
-            "To set before the apply (counts, quotas and costs here have it)",
+            "Set before applying (counts, quotas and costs below assume it)",
             _table(_CHANGE_HEADS, rows),
         )
     rows_of_quotas = [
         (one.name, one.place, _number(one.needed), one.default, one.note) for one in plan.quotas
     ]
     yield _headed(
-        "Quotas to request, for what the autoscaler asks for at most",
+        "Quotas to request, for the maximum that the autoscaler requests",
         _table(("quota", "of", "needed", "default", ""), rows_of_quotas),
     )
     yield _headed(
-        "A month, in US dollars: at the mean, and with the machines of the peak all month",
+        "Monthly cost in US dollars: at the mean, and with peak machines all month",
         _costs(plan),
     )
     if plan.notes:
@@ -109,7 +109,7 @@ def _shared(one: Workers) -> str:
 def _measured(one: Workers) -> str:
     rate = one.rate
     shared = "" if one.model.gpu.type == "none" else f", {rate.measured_share} to a GPU"
-    return f"  {one.model.name}: {rate.item_s:g} s an item{shared}: {rate.measured}"
+    return f"  {one.model.name}: {rate.item_s:g} s per item{shared}: {rate.measured}"
 
 
 def _workers(plan: DeployPlan) -> list[Workers]:
@@ -136,7 +136,7 @@ def _nodes(plan: DeployPlan) -> str:
 
 
 def _pool_rows(plan: DeployPlan, site: Site, pool: Pool) -> Iterator[tuple[Any, ...]]:
-    """First where the nodes are meant to be, then what takes over."""
+    """Yields the preferred places first, then those used when they are out of stock."""
     nodes = plan.platform.nodes
     variables = plan.platform.regions[site.region]
     most = plan.platform.regions[site.region].max_gpus or nodes.max_gpus
@@ -214,19 +214,19 @@ def _costs(plan: DeployPlan) -> str:
     missing = list(without_price(plan.costs))
     rows.append(
         (
-            "total of what has a price",
+            "total of rows with a price",
             "",
             "",
             "",
             _usd(mean),
             _usd(peak),
-            f"{len(missing)} rows have none",
+            f"{len(missing)} rows have no price",
         )
     )
     lines = [table(heads, rows)]
     if plan.platform.nodes.spot and plan.on_demand_usd is not None:
         lines.append(
-            f"  the GPU nodes on demand instead: {_usd(plan.on_demand_usd[0])} - "
+            f"  with on-demand GPU nodes instead: {_usd(plan.on_demand_usd[0])} - "
             f"{_usd(plan.on_demand_usd[1])}"
         )
     lines.append(
@@ -262,7 +262,7 @@ def _number(value: float) -> str:
 
 
 def plan_as_json(plan: DeployPlan) -> str:
-    """The plan with every name and figure. `tfvars` has the changed variables."""
+    """Returns the plan with every name and figure. `tfvars` has the changed variables."""
     document = {
         "models": [_model_document(one) for one in _workers(plan)],
         "regions": [_site_document(site) for site in plan.sites],

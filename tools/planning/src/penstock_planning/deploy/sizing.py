@@ -1,14 +1,15 @@
-"""From rates to workers, GPUs, nodes and API instances, per model, region and node class.
+"""Calculates workers, GPUs, nodes and API instances per model, region and node class.
 
-The number of workers follows from the load, the utilization that the autoscaler keeps (decision
-43), and waits within the deadline. Quotas and bounds also have what it asks for by chance.
-Workers of one model are the servers of one queue, as all of them pull from one subscription.
-Arrivals are taken as Poisson and service times as exponential (M/M/c). Batches of one model differ
-less than that, and M/D/c waits less than M/M/c at the same load, so the result is on the safe side.
-With continuous batching, the servers are the slots of all workers, each as slow as in a full
-worker. Workers of several models are the servers of one queue too: the loads of the models add up,
-each wait is as long as the longest full batch among them, and the shortest slack counts.
-Not counted: a request of more items than a batch holds brings them all at once.
+The number of workers follows from the load, the target utilization of the autoscaler (decision 43),
+and the wait that the deadline allows. Quotas and limits also allow for what it requests when
+arrivals vary. The workers of a model are the servers of one queue, because all of them pull from
+one subscription. Arrivals are assumed to be Poisson and service times exponential (M/M/c). The
+batches of one model vary less than that, and M/D/c waits less than M/M/c at the same load, so the
+result is conservative. With continuous batching, the servers are the slots of all workers, each as
+slow as in a full worker. Workers that serve several models are also the servers of one queue: the
+loads of the models add up, each wait is as long as the longest full batch among them, and the
+shortest slack counts. Not modeled: a request with more items than a batch holds, which arrive all
+at once.
 """
 
 from __future__ import annotations
@@ -37,18 +38,18 @@ def servers_needed(
     late_share: float,
     places: int = 1,
 ) -> int:
-    """The least number of servers that keeps to both bounds.
+    """Returns the minimum number of servers that satisfies both limits.
 
     Args:
-        load: offered load in Erlangs: arrivals per second x seconds of one server that each takes.
-        service_s: seconds for which one server is taken at a time, or one of its places.
+        load: offered load in Erlangs: arrivals per second x server seconds per arrival.
+        service_s: seconds for which an arrival occupies a server, or one of its places.
         wait_s: seconds that an arrival may wait for a server. Above 0.
-        late_share: the share of arrivals that may wait longer.
-        places: of a server whose items join and leave one by one. An arrival waits for any place of
-            any server, each of which does its part of the server's work.
+        late_share: share of arrivals that may wait longer.
+        places: places per server, if items join and leave one by one. An arrival waits for any
+            place on any server, and each place does its share of the server's work.
 
     Returns:
-        0 for no load, else at least 1. More load never gives fewer.
+        0 for no load, otherwise at least 1. More load never results in fewer servers.
     """
     if load <= 0:
         return 0
@@ -59,10 +60,10 @@ def servers_needed(
 
 
 def late(servers: int, load: float, service_s: float, wait_s: float) -> float:
-    """The share of arrivals that wait longer than `wait_s`: P(W > t) = C(c, a) exp(-(c - a) t / s).
+    """Returns the share of arrivals that wait longer than `wait_s`.
 
-    Source: Gross, Shortle, Thompson, Harris: Fundamentals of Queueing Theory, section "Multiserver
-        queues (M/M/c)".
+    P(W > t) = C(c, a) exp(-(c - a) t / s). Source: Gross, Shortle, Thompson, Harris: Fundamentals
+    of Queueing Theory, section "Multiserver queues (M/M/c)".
     """
     if load >= servers:
         return 1.0
@@ -83,7 +84,7 @@ def erlang_c(servers: int, load: float) -> float:
 
 
 def mean_wait_s(servers: int, load: float, service_s: float) -> float:
-    """Seconds that an arrival waits on average: C(c, a) s / (c - a), for a < c."""
+    """Returns the mean wait of an arrival in seconds: C(c, a) s / (c - a), for a < c."""
     return erlang_c(servers, load) * service_s / (servers - load) if load else 0.0
 
 
@@ -93,7 +94,7 @@ CPUS_OF_A_WORKER = int(CPU_ONLY["cpu"])
 
 @dataclass(frozen=True)
 class Workers:
-    """The workers of one model in one region. Processes and pods may serve other models too."""
+    """The workers of a model in a region. Processes and pods may also serve other models."""
 
     model: Model
     group: WorkerGroup
@@ -102,41 +103,42 @@ class Workers:
     requests_mean_per_s: float
     requests_peak_per_s: float
     computed_peak_per_s: float
-    """Items at the peak that the cache does not answer."""
+    """Items per second at the peak that the cache does not answer."""
     service_s: float
-    """Seconds of one worker that is full for an item, all shares of its GPU taken."""
+    """Seconds per item of a full worker whose GPU has no free share."""
     batch: int
     processes_mean: int
     processes_peak: int
     pods_mean: int
     pods_peak: int
     pods_most: int
-    """What the autoscaler asks for at the peak by chance, and while it catches up."""
+    """Workers that the autoscaler requests at the peak, with varying load or while catching up."""
     answer_s: float
     """Seconds from request to answer at the peak, without hits: network, mean wait, one batch."""
     held_jobs: int
-    """Jobs of a priority that one of its processes holds at most (shared/service_rate.py)."""
+    """Maximum jobs of a priority that one of its processes holds (shared/service_rate.py)."""
     most_busy: float
-    """Share of its time that it can compute, however much work there is. Below 1 if it would have
-    to hold more than it may, because the broker is too far.
+    """Share of its time in which it can compute, however much work there is.
+
+    Below 1 if it would have to hold more jobs than allowed because the broker is too far away.
     """
     repeated_s: float
-    """Seconds of a process for what it holds. That comes again if it dies."""
+    """Process seconds for the jobs that it holds. They are lost if it dies."""
 
     @property
     def batch_s(self) -> float:
-        """Seconds of one worker for a full batch."""
+        """Worker seconds for a full batch."""
         return self.batch * self.service_s
 
 
 def once(workers: Iterable[Workers]) -> list[Workers]:
-    """One for each group of workers, to count its pods once."""
+    """Returns one member of each group of workers, to count its pods once."""
     return list({(one.region, one.group.name): one for one in workers}.values())
 
 
 @dataclass(frozen=True)
 class Pool:
-    """A class of GPU nodes in one region: machines, and how many at mean, peak and most."""
+    """A class of GPU nodes in a region: machines, and their number at mean, peak and maximum."""
 
     region: str
     gpu: Gpu
@@ -147,21 +149,20 @@ class Pool:
 
     @property
     def machine_type(self) -> str:
-        """Machine type of each node."""
         return self.node.machine_type
 
     @property
     def name(self) -> str:
         """Terraform's name of the on-demand pool.
 
-        Its others end in `-spot` and `-on-<overflow>`.
+        Its other pools end in `-spot` and `-on-<overflow>`.
         """
         return gpu_class(self.gpu)
 
 
 @dataclass(frozen=True)
 class Site:
-    """The sizing of one region."""
+    """The size of a region."""
 
     region: str
     share: float
@@ -177,7 +178,7 @@ class Site:
 
 @dataclass(frozen=True)
 class _Hand:
-    """What a process of a worker holds."""
+    """Jobs held by a worker process."""
 
     jobs: int
     most_busy: float
@@ -186,7 +187,7 @@ class _Hand:
 
 @dataclass(frozen=True)
 class _Demand:
-    """What one model asks of its workers in one region."""
+    """The demand of a model on its workers in one region."""
 
     model: Model
     rate: ModelRate
@@ -198,7 +199,7 @@ class _Demand:
     hand: _Hand
 
     def load(self, requests_per_s: float) -> float:
-        """Erlangs: workers that it keeps busy."""
+        """Returns the load in Erlangs: the number of workers kept busy."""
         computed_per_s = requests_per_s * self.rate.items_per_request * (1 - self.rate.hit_share)
         return computed_per_s * self.service_s / self.hand.most_busy
 
@@ -225,17 +226,17 @@ def size_workers(
     region: str,
     rates: DemandRates,
 ) -> list[Workers]:
-    """Workers for the part `share` of the rates of their models, by model.
+    """Returns the workers for the fraction `share` of their models' rates, by model.
 
-    Offered load = items per second x (1 - hit share) x seconds per item. As many workers as keep
-    their utilization at the target and let no more than `late_share` wait past the deadline
-    (Erlang C). Time-sharing gives each of n workers an n-th of a GPU: with n places
-    taken an item takes n times as long as with one, and longer by what sharing itself costs.
-    Texts join and leave between steps, so they wait for a place of a worker, not for a batch. If
-    their worker has other models, they wait for it.
+    Offered load = items per second x (1 - hit share) x seconds per item. There are enough workers
+    to keep utilization at the target, and so that no more than `late_share` wait past the deadline
+    (Erlang C). With time-sharing, each of n workers gets an n-th of a GPU: with n busy places an
+    item takes n times as long as with one, plus the overhead of sharing. Texts join and leave
+    between steps, so they wait for a place on a worker instead of a batch. If their worker has
+    other models, they wait for the worker.
 
     Raises:
-        ConfigurationError: a full batch alone takes longer than the deadline.
+        ConfigurationError: a full batch takes longer than the deadline.
     """
     demands = [_demand(model, rate_of(model), share, rates) for model in group.models]
     asked = [one for one in demands if one.peak_per_s] or demands
@@ -286,10 +287,10 @@ def size_workers(
 def _hand(
     model: Model, rate: ModelRate, service_s: float, batch: int, round_trip_s: float
 ) -> _Hand:
-    """By the rule of workers: two batches, and the work of the time until a permit is used again.
+    """Follows the workers' rule: two batches, and the work until a permit is used again.
 
-    By Little's law a process that is always busy has its rate times (the time of a batch + that
-    time) in hand. A model that computes in steps holds a fixed number.
+    By Little's law, a process that is always busy holds its rate times (batch time + that time). A
+    model that computes in steps holds a fixed number.
     """
     in_steps = model.definition.shares_weights
     held = held_messages(model.batch.max_items, 1, in_steps=in_steps)
@@ -305,7 +306,7 @@ def _hand(
 
 
 def _service_s(model: Model, rate: ModelRate) -> float:
-    """Seconds for an item on the model's share of a GPU, which may not be the one measured."""
+    """Returns the seconds per item on the model's share of a GPU, maybe not the measured one."""
     share = model.gpu.share if model.gpu.type != "none" else 1
     service_s = rate.item_s or 0.0
     if share == rate.measured_share:
@@ -319,8 +320,8 @@ def _spare_s(model: Model, batch: int, batch_s: float, trips_s: float) -> float:
     if spare_s <= 0:
         raise ConfigurationError(
             f"models.{model.name}: seconds_per_item: a full batch of {batch} takes "
-            f"{batch_s:.3g} s on its share of the GPU, the deadline (deadline.default_s) "
-            f"is {model.deadline.default_s:g} s: no number of workers is enough; lower "
+            f"{batch_s:.3g} s on its share of the GPU, but the deadline (deadline.default_s) "
+            f"is {model.deadline.default_s:g} s: no number of workers is enough; reduce "
             "batch.max_items or gpu.share",
             field=f"models.{model.name}.seconds_per_item",
         )
@@ -336,14 +337,14 @@ def size_site(
     gpus: dict[str, GpuType],
     buffer: int,
 ) -> Site:
-    """The nodes and the API instances of one region, which has the part `share` of all requests.
+    """Returns nodes and API instances of a region that gets the fraction `share` of all requests.
 
-    Peaks of models are assumed to coincide. `buffer` places of each class are kept warm alongside
-    the workers.
+    Models are assumed to peak at the same time. `buffer` places per class are kept warm in
+    addition.
 
     Raises:
-        ConfigurationError: a model's GPU type, or the one that takes over, is in no zone of the
-            region that the platform's variables allow, or is not sold as they want it.
+        ConfigurationError: a model's GPU type, or the overflow type, is not in any allowed zone of
+        the region, or is not sold as the platform's variables require.
     """
     classes: dict[Gpu, list[Workers]] = {}
     deployed = once(workers)
@@ -384,7 +385,7 @@ def _check_gpus(
     for type_, reservation in variables.reservations.items():
         if reservation.zone not in gpus[type_].zones_in(region):
             raise ConfigurationError(
-                f"regions.{region}.reservations.{type_}: {reservation.zone} is not a zone of "
+                f"regions.{region}.reservations.{type_}: {reservation.zone} is not a zone in "
                 f"{region} that has the GPU (infra/kubernetes/gpus.yaml)",
                 field=f"regions.{region}.reservations",
             )
@@ -396,8 +397,8 @@ def _check_gpus(
             )
         if not gpus[overflow].zones_in(region, among):
             raise ConfigurationError(
-                f"regions.{region}: no zone has {overflow}, which takes over (nodes.overflow); set "
-                f"regions.{region}.overflow to another type, or to none",
+                f"regions.{region}: no zone has {overflow}, the overflow type (nodes.overflow); "
+                f"set regions.{region}.overflow to another type, or to none",
                 field=f"regions.{region}.overflow",
             )
 
@@ -414,12 +415,12 @@ def _pool(region: str, members: Sequence[Workers], gpus: dict[str, GpuType], buf
 
 
 def _cpu_workers_per_node(machine_type: str) -> int:
-    """Workers without a GPU per general node. One of its vCPUs is for system pods."""
+    """Returns workers without a GPU per general node. One vCPU of the node is for system pods."""
     tail = machine_type.rpartition("-")[2]
     if not tail.isdigit():
         raise ConfigurationError(
-            f"nodes.general.machine_type: {machine_type!r} does not end in its vCPUs, as "
-            "e2-standard-4 does",
+            f"nodes.general.machine_type: {machine_type!r} must end in its vCPUs, such as "
+            "e2-standard-4",
             field="nodes.general.machine_type",
         )
     return max(1, (int(tail) - 1) // CPUS_OF_A_WORKER)
@@ -430,7 +431,7 @@ def _api_instances(
 ) -> int:
     """By Little's law: requests in flight = rate x seconds until the answer.
 
-    Hits take almost none.
+    Hits take almost no time.
     """
     in_flight = asked_per_s = 0.0
     for one in workers:
@@ -446,5 +447,5 @@ def _api_instances(
 
 
 def inboxes_for(instances: int, runners: int) -> int:
-    """Inboxes of a region with these maximum numbers of API instances and batch runners."""
+    """Returns the inboxes of a region with this maximum of API instances and batch runners."""
     return (instances + runners) * INSTANCES_TO_INBOXES

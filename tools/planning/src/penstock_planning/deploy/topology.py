@@ -1,6 +1,6 @@
 """The resources of Terraform's `platform` stage: topics, subscriptions, node pools, Redis.
 
-A test compares the two.
+A test compares the two lists.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shared.transport import (
 
 
 def topics(models: Iterable[Model], platform: Platform) -> list[str]:
-    """The ids of all topics of the project."""
+    """Returns the ids of all topics in the project."""
     of_models = [
         name
         for model in models
@@ -40,7 +40,7 @@ def topics(models: Iterable[Model], platform: Platform) -> list[str]:
 
 
 def subscriptions(models: Iterable[Model], platform: Platform) -> list[str]:
-    """The ids of all subscriptions of the project."""
+    """Returns the ids of all subscriptions in the project."""
     of_model = [workers_subscription_id, batch_subscription_id, dead_letter_subscription_id]
     if platform.functions.dead_letters is not None:
         of_model.append(dead_letter_push_subscription_id)
@@ -62,7 +62,7 @@ def _inboxes(platform: Platform) -> list[str]:
 def gpu_pools(
     models: Iterable[Model], platform: Platform, region: str, gpus: dict[str, GpuType]
 ) -> list[str]:
-    """The names of a region's GPU node pools. None if ComputeClasses create the nodes."""
+    """Returns a region's GPU node pools by name. None if ComputeClasses create the nodes."""
     if platform.nodes.compute_classes:
         return []
     names, overflow = [], platform.overflow_in(region)
@@ -84,7 +84,7 @@ def gpu_pools(
 
 @dataclass(frozen=True)
 class Redis:
-    """One Memorystore instance: a primary and its replicas."""
+    """A Memorystore instance: a primary and its replicas."""
 
     region: str
     use: str
@@ -93,7 +93,7 @@ class Redis:
 
 
 def redis(platform: Platform) -> list[Redis]:
-    """One in each region for cache and leases, and one for all records if they are separate."""
+    """Returns one per region for cache and leases, and one for all records if they are separate."""
     cache, records = platform.cache, platform.records
     names = [
         Redis(region, "cache", cache.node_type, 1 + cache.replicas) for region in platform.regions

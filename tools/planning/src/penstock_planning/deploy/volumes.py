@@ -1,4 +1,4 @@
-"""The volumes of a month: messages, rows, objects, answers. Sizes are of encoded messages."""
+"""Monthly volumes: messages, rows, objects, answers. Sizes are of encoded messages."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ HOURS = 730.0
 SECONDS = HOURS * 3600
 DAYS = HOURS / 24
 MESSAGE_BYTES = 20 + 16
-"""Timestamp and message id are billed with each message (cloud.google.com/pubsub/pricing)."""
+"""Overhead per message: timestamp and message id are billed (cloud.google.com/pubsub/pricing)."""
 KINDS: tuple[Replies, ...] = get_args(Replies)
 SLOT: Mapping[Replies, str] = {"direct": "", "slots": "7"}
 REQUEST_ID = "req_" + "0" * 32
 NOW_S = 1_790_000_000.25
-"""Any moment: what counts is its length."""
+"""Any fixed time, because only the length of its text matters."""
 
 
 @dataclass(frozen=True)
 class Volume:
-    """A month of one model, all regions together.
+    """A month of one model, in all regions together.
 
-    None: not known, as the rates do not say how large an item is.
+    None: unknown, because the rates do not specify the size of an item.
     """
 
     model: str
@@ -64,27 +64,27 @@ class Volume:
     jobs: float
     job_bytes: int | None
     replies: Replies
-    """The topic of an inbox that replies come to."""
+    """The inbox topic that receives the replies."""
     reply_bytes: Mapping[Replies, int | None]
     """Billed bytes of each publish or delivery of a reply, on either topic."""
     shared_replies: int
-    """Replies that share a message, at most: those of a full batch for one instance."""
+    """Maximum replies that share a message: a full batch for one instance."""
     shared_reply_bytes: int | None
     """Billed bytes of each publish or delivery of such a message."""
     row_bytes: int
     packed_row_bytes: int
-    """Size of a row in the objects of the row archive."""
+    """Size of a row in objects for the row archive."""
     inputs_bytes: float
-    """Size of the inputs that are too large for a message."""
+    """Size of inputs that are too large for a message."""
     results_bytes: float | None
-    """Size of the results that are too large for a message."""
+    """Size of results that are too large for a message."""
     asked_bytes: float | None
-    """Size of the inputs, as callers send them."""
+    """Size of inputs as sent by callers."""
     answered_bytes: float | None
 
 
 def volume(model: Model, rate: ModelRate) -> Volume:
-    """The volumes of a model in a month, at its mean rate. Each item has a row."""
+    """Returns a model's monthly volumes, at its mean rate. Each item has a row."""
     requests = rate.mean_per_s * SECONDS
     items = requests * rate.items_per_request
     computed = items * (1 - rate.hit_share)
@@ -116,13 +116,13 @@ def volume(model: Model, rate: ModelRate) -> Volume:
 
 
 def _apart(model: Model, size_bytes: int | None, limit_bytes: int) -> int:
-    """Bytes that are in the object store instead of a message. Texts and vectors never do."""
+    """Returns bytes in the object store instead of a message. Texts and vectors are never there."""
     is_apart = size_bytes is not None and size_bytes > limit_bytes and model.definition.stores_blobs
     return size_bytes or 0 if is_apart else 0
 
 
 def job_bytes(model: Model, input_bytes: int, items: int) -> int:
-    """Returns the billed bytes of a job: body, attributes and the overhead of each message."""
+    """Returns the billed bytes of a job: body, attributes and overhead per message."""
     sample = SAMPLES[model.task].input(model, input_bytes)
     job = Job(
         _envelope(model),
@@ -132,7 +132,7 @@ def job_bytes(model: Model, input_bytes: int, items: int) -> int:
 
 
 def reply_bytes(model: Model, output_bytes: int | None, items: int, replies: Replies) -> int | None:
-    """Returns the billed bytes of each publish or delivery of a reply. None if not known."""
+    """Returns the billed bytes of each publish or delivery of a reply. None if unknown."""
     model = model.model_copy(update={"replies": replies})
     body = _reply_body(model, output_bytes, items)
     if body is None:
@@ -141,7 +141,7 @@ def reply_bytes(model: Model, output_bytes: int | None, items: int, replies: Rep
 
 
 def shared_reply_bytes(model: Model, output_bytes: int | None, items: int) -> int | None:
-    """Returns the billed bytes of a message with `shared_replies`. None if not known."""
+    """Returns the billed bytes of a message with `shared_replies`. None if unknown."""
     body = _reply_body(model, output_bytes, items)
     if body is None:
         return None
@@ -160,10 +160,10 @@ def _reply_body(model: Model, output_bytes: int | None, items: int) -> ReplyBody
 
 
 def shared_replies(model: Model, size_bytes: int | None, items: int) -> int:
-    """Returns how many replies share a message, at most. Those that name an object share none.
+    """Returns the maximum replies that share a message. Replies that name an object share none.
 
     Args:
-        size_bytes: billed bytes of one reply. None: not known.
+        size_bytes: billed bytes of one reply. None: unknown.
     """
     if model.definition.stores_blobs or not size_bytes:
         return 1
@@ -171,7 +171,7 @@ def shared_replies(model: Model, size_bytes: int | None, items: int) -> int:
 
 
 def row_bytes(model: Model) -> int:
-    """Stored size of a row: 8 bytes per number or time, 2 + length per string (BigQuery's docs)."""
+    """Returns a row's stored size: 8 bytes per number or time, 2 + length per string."""
     return sum(
         2 + len(value) if isinstance(value, str) else 8
         for value in sample_row(model, random.Random(0)).values()
@@ -180,13 +180,16 @@ def row_bytes(model: Model) -> int:
 
 
 SAMPLE_ROWS = 50
-"""Rows that share an object, for their packed size. More share it where more are written."""
+"""Rows per object, to calculate their compressed size.
+
+Busy writers put more rows into an object.
+"""
 
 
 def packed_row_bytes(model: Model) -> int:
-    """Size of a row in the objects that writers put, with ids, times and sizes that differ.
+    """Returns the size of a row in the writers' objects, with varying ids, times and sizes.
 
-    In the Parquet files of the archive a row is smaller.
+    Rows are smaller in the archive's Parquet files.
     """
     chance = random.Random(0)
     rows = [sample_row(model, chance) for _ in range(SAMPLE_ROWS)]
@@ -195,7 +198,7 @@ def packed_row_bytes(model: Model) -> int:
 
 
 def sample_row(model: Model, chance: random.Random) -> Fields:
-    """Returns a row of one item, with ids and times by chance."""
+    """Returns a row for an item with random ids and times."""
     received_at_s = NOW_S + chance.random() * 10
     queued_ms, inference_ms = 100 * chance.random(), 100 * chance.random()
     replied_at_s = received_at_s + (queued_ms + inference_ms) / 1000
@@ -221,7 +224,7 @@ def sample_row(model: Model, chance: random.Random) -> Fields:
 
 
 def row_days() -> float:
-    """Days after which a row is dropped: the partition's expiration."""
+    """Returns the days after which a row is dropped: the partition's expiration."""
     return float(bigquery.table_options()["timePartitioning"]["expirationMs"]) / 86_400_000
 
 

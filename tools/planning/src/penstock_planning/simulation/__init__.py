@@ -1,1 +1,1 @@
-"""`penstock simulate`: a discrete-event model of a deployment, with the autoscaler that deploys."""
+"""`penstock simulate`: a discrete-event model of a deployment, with the deployed autoscaler."""

@@ -1,8 +1,8 @@
-"""Requests, and the API of one region: admits or refuses, as api/dispatch/admission.py does.
+"""Requests, and one region's API, which admits or refuses them like api/dispatch/admission.py.
 
-The service rate is estimated by the very class that the API uses. One estimate stands for all
-instances of a region: with n of them, each has an n-th of the items and of the rate, so the waits
-that they expect are the same. Tenants are not modeled, so all that waits is ahead.
+The service rate is estimated by the same class that the API uses. One estimate represents all
+instances of a region: each of n instances has an n-th of the items and of the rate, so they expect
+the same waits. Tenants are not modeled, so everything that waits is ahead.
 """
 
 from __future__ import annotations
@@ -54,17 +54,16 @@ class SimulatedJob:
         self.read_s = self.steps = 0.0
         """With continuous batching: the rest of its first step, and its other steps."""
         self.share_s = self.spare_s = 0.0
-        """The batch's share_s and spare_s when it was admitted."""
+        """The batch's share_s and spare_s when the job was admitted."""
         self.then: Callable[[SimulatedJob], None] | None = None
-        """What follows when it was served: the next step of a flow."""
+        """Called when the job has been served: the next step of a flow."""
 
 
 class ApiSite:
-    """The instances of one region, for one model.
+    """The instances of a region, for one model.
 
     Args:
-        instances: the maximum number of instances.
-        concurrency: requests that one instance holds.
+        concurrency: number of requests that one instance holds.
     """
 
     def __init__(self, region: str, model: Model, instances: int, concurrency: int) -> None:
@@ -73,21 +72,21 @@ class ApiSite:
         self._most_items = instances * model.max_in_flight
         self.rate = ServiceRate(model.definition.first_guesses)
         self.interactive = self.batch = 0
-        """Items in flight of each priority."""
+        """Items in flight, by priority."""
         self.admitted = [0, 0]
-        """Admitted items of each priority."""
+        """Admitted items, by priority."""
         self.shed = [0, 0]
-        """Items refused, of each priority."""
+        """Refused items, by priority."""
         self.requests = 0
         self.is_lost = False
 
     @property
     def in_flight(self) -> int:
-        """Items that wait for a worker, of both priorities."""
+        """Items waiting for a worker, of both priorities."""
         return self.interactive + self.batch
 
     def admits(self, job: SimulatedJob, now_s: float) -> bool:
-        """Takes a request in, or refuses it."""
+        """Admits or refuses a job."""
         if not self._has_room(job) or (self.in_flight and not self._is_in_time(job, now_s)):
             self.shed[job.is_batch_priority] += job.items
             return False
@@ -96,7 +95,7 @@ class ApiSite:
         return True
 
     def take(self, job: SimulatedJob, now_s: float) -> None:
-        """Takes a job that nobody may refuse: a step of a flow that is not the first."""
+        """Admits a job that must not be refused: a step of a flow other than the first."""
         if self.in_flight == 0:
             self.rate.start_busy_period(now_s)
         self._count(job, 1)
@@ -120,7 +119,7 @@ class ApiSite:
         return wait_s <= left_s
 
     def answered(self, job: SimulatedJob, now_s: float, took_s: float) -> None:
-        """Records an answer in time, `took_s` of which were the model's."""
+        """Records an answer in time. `took_s` seconds of it were spent in the model."""
         self.rate.record_completed(now_s, job.items, self.in_flight, took_s)
         self._count(job, -1)
 
@@ -129,7 +128,7 @@ class ApiSite:
         self._count(job, -1)
 
     def lost(self, job: SimulatedJob) -> None:
-        """Forgets a request of an instance that is gone."""
+        """Drops a request whose instance is gone."""
         self._count(job, -1)
 
     def _count(self, job: SimulatedJob, sign: int) -> None:
@@ -140,6 +139,6 @@ class ApiSite:
             self.interactive += sign * job.items
 
     def published(self, broker_wait_s: float) -> float:
-        """Items that the publish window lets into the topic (api/dispatch/model_window.py)."""
+        """Returns how many items the publish window admits (api/dispatch/model_window.py)."""
         stay_s = broker_wait_s + 2 * self.rate.service_s
         return min(self.in_flight, math.ceil(stay_s / self.rate.item_s))

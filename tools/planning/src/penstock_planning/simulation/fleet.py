@@ -1,4 +1,4 @@
-"""The GPU nodes of one class in one region, as the cluster autoscaler keeps them."""
+"""GPU nodes of one class in a region, managed like the cluster autoscaler does."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ CORDONED_MAX_SHARE = 0.1
 class Fleet:
     """Nodes with one GPU each, shared by `places` workers.
 
-    Pods get the places that are free at once. For what is pending, and for the buffer, nodes are
-    ordered. A node without workers is deleted after a while.
+    Pods get free places immediately. Nodes are ordered for pending pods and for the buffer. A node
+    without workers is deleted after a while.
 
     Args:
-        places: workers that share a GPU.
-        most_nodes: quota or stock. None: no bound.
+        places: number of workers that share a GPU.
+        most_nodes: quota or stock. None: no limit.
     """
 
     def __init__(
@@ -40,14 +40,14 @@ class Fleet:
         self._chance = chance
         self._made = 0
         self.nodes: list[Node] = []
-        """Ordered, started, or on notice. All of them are paid from their order on."""
+        """Ordered, running, or on notice. All are paid for from the order on."""
         self._pending: deque[SimulatedWorker] = deque()
         self.is_out_of_stock = False
         self.is_lost = False
         self.emptied_s: list[float] = []
-        """Times at which nodes with a failed GPU were cordoned."""
+        """Times when nodes with a failed GPU were cordoned."""
         self._retired_busy_s = self._retired_s = 0.0
-        """Seconds of nodes that are gone."""
+        """Total seconds of deleted nodes."""
         env.process(self._scale())
 
     # Pods
@@ -57,7 +57,7 @@ class Fleet:
         self._place()
 
     def give_up(self, worker: SimulatedWorker) -> None:
-        """A pod is gone: its place is free, or it waits no more."""
+        """Removes a pod: frees its place, or stops waiting for one."""
         node = worker.node
         if node is None:
             self._pending.remove(worker)
@@ -81,7 +81,7 @@ class Fleet:
     # Nodes
 
     def start_with(self, nodes: int) -> None:
-        """Nodes that are there at the start."""
+        """Adds nodes that exist from the start."""
         for _ in range(nodes):
             node = self._ordered()
             node.is_ready = True
@@ -144,20 +144,20 @@ class Fleet:
     # Losses
 
     def lose(self, share: float) -> None:
-        """A share of the spot nodes gets its notice now."""
+        """Terminates a share of the spot nodes, with notice."""
         spot = [node for node in self.nodes if node.is_spot and node.is_ready]
         for node in self._chance.sample(spot, round(len(spot) * share)):
             self._env.process(self._lose(node))
 
     def fail_gpus(self, failure: GpuFailure) -> None:
-        """The GPUs of some nodes fail now."""
+        """Lets the GPUs of some nodes fail."""
         nodes = [node for node in self.nodes if node.is_ready and not node.has_failed]
         for node in self._chance.sample(nodes, min(len(nodes), failure.count)):
             node.has_failed = True
             self._env.process(self._empty(node, failure))
 
     def _empty(self, node: Node, failure: GpuFailure) -> Steps:
-        """What happens to a node whose GPU has failed, up to its end."""
+        """Drains a node whose GPU has failed, until it is deleted."""
         for worker in list(node.workers):
             worker.lose_gpu(failure.worker_leaves_s)
         yield self._env.timeout(failure.node_emptied_s)
@@ -179,7 +179,7 @@ class Fleet:
         return sum(node.is_cordoned for node in self.nodes)
 
     def lose_all(self) -> None:
-        """Every node is gone at once, with its workers."""
+        """Removes all nodes at once, with their workers."""
         self.is_lost = True
         for node in list(self.nodes):
             for worker in list(node.workers):
@@ -192,7 +192,7 @@ class Fleet:
             yield self._env.process(self._lose(node))
 
     def _lose(self, node: Node) -> Steps:
-        node.is_ready = False  # no new pods
+        node.is_ready = False  # accepts no new pods
         for worker in list(node.workers):
             worker.evict("spot")
         yield self._env.timeout(self._cluster.spot_notice_s)
@@ -205,7 +205,7 @@ class Fleet:
 
     @property
     def gpu_busy_s(self) -> float:
-        """Seconds in which the GPU of a node computed, over all nodes so far."""
+        """Total seconds in which a node's GPU was computing, over all nodes so far."""
         now_s = self._env.now
         return self._retired_busy_s + sum(
             node.busy_s + (now_s - node.since_s if node.busy else 0.0) for node in self.nodes
@@ -213,12 +213,12 @@ class Fleet:
 
     @property
     def node_s(self) -> float:
-        """Seconds of all nodes so far, from the order to the end: what is paid."""
+        """Paid seconds of all nodes so far, from order to end."""
         now_s = self._env.now
         return self._retired_s + sum(now_s - node.ordered_s for node in self.nodes)
 
 
 def _order(node: Node, worker: SimulatedWorker) -> tuple[int, int]:
-    """Placement order of a pod: with anti-affinity, first the fewest workers of its model."""
+    """Returns the sort key for placing a pod, with anti-affinity between a model's workers."""
     alike = sum(one.model == worker.model for one in node.workers)
     return (alike if worker.is_spread else 0, -len(node.workers))

@@ -17,11 +17,11 @@ SYNC_S = 15.0
 """--horizontal-pod-autoscaler-sync-period of kube-controller-manager."""
 
 Reading = tuple[float | None, float]
-"""The value of a metric over all pods, None if it could not be read, and its target a pod."""
+"""A metric's total over all pods, None if it could not be read, and its target per pod."""
 
 
 class HorizontalPodAutoscaler:
-    """One HPA. Pure: callers pass the time and the metrics.
+    """A HorizontalPodAutoscaler. It is pure: callers pass the time and the metrics.
 
     Args:
         behavior: limits on its rate of change.
@@ -40,7 +40,7 @@ class HorizontalPodAutoscaler:
         if not self._recommended:
             self._recommended.append((now_s, replicas))
         if replicas == 0:
-            return 0  # disabled: only KEDA leaves zero
+            return 0  # disabled: only KEDA scales from zero
         if not self._least <= replicas <= self._most:
             wanted = min(max(replicas, self._least), self._most)
         else:
@@ -59,11 +59,11 @@ class HorizontalPodAutoscaler:
         if not wanted:
             return None
         highest = max(wanted)
-        # A metric that is missing might have asked for more.
+        # A missing metric might have requested more.
         return None if len(wanted) < len(readings) and highest < replicas else highest
 
     def _wanted(self, replicas: int, value: float, target: float) -> int:
-        # The metrics API carries thousandths.
+        # The metrics API has a resolution of thousandths.
         usage, target = math.floor(value * 1000), math.floor(target * 1000)
         ratio = usage / (target * replicas)
         lower = 1 - self._behavior.scaleDown.tolerance

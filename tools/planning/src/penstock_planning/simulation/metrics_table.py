@@ -1,6 +1,6 @@
-"""The metrics that rules may query: one row each. A new metric of a rule needs a row here.
+"""The metrics available to rules. A rule that uses a new metric needs a row here.
 
-A row has the values of one target at a time, with the labels that distinguish them.
+A row returns the values of one target at a time, with the labels that distinguish them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BUSY_DIGITS = 3
 def _of_models(
     value: Callable[[SimulatedWorker], float],
 ) -> Callable[[SimulatedWorker, float], Values]:
-    """A counter with the label `model`, which a worker of several models has for each of them."""
+    """Returns a counter with the label `model`, one per model of a shared worker."""
     return lambda worker, now_s: tuple(
         ((("model", part.model),), value(part)) for part in worker.parts or (worker,)
     )
@@ -51,9 +51,9 @@ OF_WORKERS: dict[str, Callable[[SimulatedWorker, float], Values]] = {
 """Metrics of each pod, as in workers/metrics.py, plus the labels `worker`, `pod` and `location`."""
 
 LOST_GPUS = "penstock_worker_lost_gpus_total"
-"""Counter of each pod. Only alerts query it."""
+"""A counter per pod. Only alerts query it."""
 XID_ERRORS = "DCGM_FI_DEV_XID_ERRORS"
-"""DCGM's gauge of each GPU: the last error of the driver."""
+"""DCGM's gauge per GPU: the last driver error."""
 
 OF_API: dict[str, Callable[[ApiSite], Values]] = {
     "penstock_api_items_in_flight": lambda site: (
@@ -72,6 +72,6 @@ OF_API: dict[str, Callable[[ApiSite], Values]] = {
 """Metrics of each region's API, as in api/metrics.py, plus the labels `model` and `location`."""
 
 UNDELIVERED = "pubsub_googleapis_com:subscription_num_undelivered_messages"
-"""Metric of each subscription, labeled `subscription_id` and `monitored_resource`."""
+"""Metrics per subscription, labeled `subscription_id` and `monitored_resource`."""
 
 KNOWN = frozenset((*OF_WORKERS, *OF_API, UNDELIVERED))

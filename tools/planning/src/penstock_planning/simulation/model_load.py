@@ -1,4 +1,4 @@
-"""The requests for a model in a scenario, and what its workers take for them."""
+"""The requests for a model in a scenario, and the worker time that they need."""
 
 from __future__ import annotations
 
@@ -15,63 +15,65 @@ class StepsLoad(Entry):
     """Step times of a worker with continuous batching."""
 
     count: float = Field(gt=0)
-    """Steps of an item, on average."""
+    """Average steps per item."""
     spread: Literal["none", "exponential"] = "exponential"
-    """The distribution of the number of steps."""
+    """Distribution of the number of steps."""
     fixed_s: Seconds
-    """Seconds of a step that do not depend on its items."""
+    """Fixed seconds per step."""
     per_item_s: Seconds
-    """More for each item that is in."""
+    """Additional seconds for each item in the step."""
     first_s: Seconds = 0.0
-    """An item's first step, in which the others wait: a prompt is read."""
+    """Seconds of an item's first step, during which the others wait while its prompt is read."""
 
     def step_s(self, items: int) -> float:
-        """Seconds of a step of a worker that is alone on its GPU."""
+        """Returns the seconds of a step for a worker that is alone on its GPU."""
         return self.fixed_s + self.per_item_s * items
 
     @property
     def first_work(self) -> int:
-        """Number of items whose step would take as long as a first step, at least 1."""
+        """Number of items whose step takes as long as a first step, at least 1."""
         more_s = max(0.0, self.first_s - self.fixed_s)
         return max(1, round(more_s / self.per_item_s)) if self.per_item_s else 1
 
     def item_s(self, slots: int) -> float:
-        """Seconds that an item takes of a worker whose slots are all taken."""
+        """Returns the seconds per item for a worker whose slots are all taken."""
         return self.first_s + self.count * self.step_s(slots) / slots
 
 
 class ModelLoad(ItemLoad):
-    """The requests for one model, and what its workers take for an item, alone on their GPU."""
+    """The requests for one model, and worker time per item when alone on a GPU."""
 
     arrivals: tuple[Arrivals, ...] = ()
-    """Of its own requests. Empty: only flows ask for it."""
+    """Arrivals of direct requests. Empty: only flows use it."""
     steps: StepsLoad | None = None
     """Step times with continuous batching. None if a worker computes whole batches."""
     fixed_s: Seconds = 0.0
-    """Seconds of a batch that do not depend on its items."""
+    """Fixed seconds per batch."""
     measured: str = Field(min_length=1)
-    """The source of the seconds: command, GPU and day."""
+    """Source of the seconds: command, GPU and day."""
     spread: Literal["none", "exponential"] = "none"
-    """The distribution of batch seconds. `exponential` is for comparisons with theory."""
+    """Distribution of the batch seconds. `exponential` is for comparisons with theory."""
     items_per_request: int = Field(1, ge=1, le=16)
     batch_lane_share: float = Field(0.0, ge=0, le=1)
-    """Share of the requests at `batch` priority."""
+    """Share of requests with `batch` priority."""
     deadline_s: float | None = Field(None, gt=0)
-    """Default: the catalog's."""
+    """Default: from the catalog."""
     start_replicas: int | None = Field(None, ge=0)
-    """Replicas of each region that are ready at the start. Default: replicas.min."""
+    """Ready replicas per region at the start. Default: replicas.min."""
 
     @model_validator(mode="after")
     def _takes_time(self) -> Self:
         if (self.item_s is None) == (self.steps is None):
-            raise ValueError("a model has one of seconds_per_item, seconds_per_work and steps")
+            raise ValueError(
+                "exactly one of seconds_per_item, seconds_per_work and steps is required"
+            )
         return self
 
     def full_item_s(self, batch: int) -> float:
-        """Seconds that an item takes of a worker that is full, alone on its GPU."""
+        """Returns the seconds per item for a full worker that is alone on its GPU."""
         return self.batch_s(batch) / batch if self.steps is None else self.steps.item_s(batch)
 
     def batch_s(self, items: int) -> float:
-        """Seconds of a worker that is alone on its GPU for a batch."""
+        """Returns the seconds per batch for a worker that is alone on its GPU."""
         assert self.item_s is not None, "checked when it was read; this is a bug"
         return self.fixed_s + self.item_s * items

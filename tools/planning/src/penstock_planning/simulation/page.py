@@ -1,4 +1,4 @@
-"""Shows a result as one page that needs nothing else: figures, and what happened over time."""
+"""Renders a result as a self-contained page: figures, and plots over time."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Column = NDArray[np.float64]
 
 
 def write_page(result: SimulationResult, path: Path) -> None:
-    """Writes the page. It has its own copy of plotly.js, about 5 MB."""
+    """Writes the page. It contains a copy of plotly.js, about 5 MB."""
     path.write_text(page(result), encoding="utf-8")
 
 
@@ -190,7 +190,7 @@ def _middles(edges: Column) -> list[float]:
 def _percentiles(
     result: SimulationResult, times: Any, values: Any, which: tuple[int, ...]
 ) -> list[list[float]]:
-    """Returns the line of each percentile over the buckets. An empty bucket has no value."""
+    """Returns one line per percentile over the buckets. An empty bucket has no value."""
     at_s, all_values = np.asarray(times), np.asarray(values)
     order = np.argsort(at_s, kind="stable")
     cuts = np.searchsorted(at_s[order], _edges(result)[1:-1])

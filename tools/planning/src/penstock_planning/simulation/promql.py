@@ -1,7 +1,7 @@
-"""Evaluates the PromQL queries of the autoscaler over simulated time series.
+"""Evaluates the autoscaler's PromQL queries over simulated time series.
 
-The parser is promql-parser's, which follows Prometheus'. An expression that is not supported here
-is refused by name, so that a rule is never simulated as something else.
+It uses the parser promql-parser, which follows Prometheus. Unsupported expressions are rejected by
+name, so that a rule is never simulated incorrectly.
 
 Semantics: prometheus.io/docs/prometheus/latest/querying; extrapolation of `rate` and `increase` as
 in prometheus/prometheus, promql/functions.go, `extrapolatedRate`.
@@ -80,8 +80,8 @@ def increase(series: Series, first: int, last: int, from_s: float, to_s: float) 
     """Returns the growth of a counter, extrapolated to the range. None for less than two samples.
 
     Args:
-        first: the place of its first sample in the range.
-        last: the place after the last one.
+        first: index of its first sample in the range.
+        last: index after the last one.
         from_s: the start of the range.
     """
     if last - first < 2:
@@ -90,7 +90,7 @@ def increase(series: Series, first: int, last: int, from_s: float, to_s: float) 
     start_s, end_s = times_s[first], times_s[last - 1]
     grown = values[last - 1] - values[first]
     if series.has_fallen:
-        # A counter that fell was reset to zero.
+        # A counter that decreased was reset to zero.
         pairs = pairwise(values[first:last])
         grown += sum(before for before, after in pairs if after < before)
     sampled_s = end_s - start_s
@@ -107,7 +107,7 @@ def increase(series: Series, first: int, last: int, from_s: float, to_s: float) 
 
 
 def grouping(modifier: Any) -> Callable[[Labels], Labels]:
-    """The labels that are left of an element's, by the `by` or `without` of an aggregation."""
+    """Returns a function that keeps the labels selected by an aggregation's `by` or `without`."""
     if modifier is None:
         return lambda labels: ()
     kept = frozenset(modifier.labels)
@@ -116,7 +116,7 @@ def grouping(modifier: Any) -> Callable[[Labels], Labels]:
 
 
 def vector(value: Value) -> Vector:
-    """A value as a vector. A number has no labels."""
+    """Returns a value as a vector. A number has no labels."""
     return {(): value} if isinstance(value, float) else value
 
 
@@ -125,19 +125,19 @@ def number(value: Value) -> float:
 
 
 def only(vector: Vector) -> float:
-    """The only element of a vector. NaN if there is not exactly one, as `scalar` says."""
+    """Returns the only element of a vector. NaN unless there is exactly one, like `scalar`."""
     return next(iter(vector.values())) if len(vector) == 1 else math.nan
 
 
 def each(value: Value, how: Callable[[float], float]) -> Value:
-    """A function of one number for each element."""
+    """Applies a function to each element."""
     if isinstance(value, float):
         return how(value)
     return {labels: how(one) for labels, one in value.items()}
 
 
 def set_operation(symbol: str, left: Vector, right: Vector) -> Vector:
-    """`or`, `and` and `unless`, by all labels."""
+    """Evaluates `or`, `and` and `unless`, matching all labels."""
     if symbol == "or":
         return {**right, **left}
     is_kept = symbol == "and"
@@ -145,7 +145,7 @@ def set_operation(symbol: str, left: Vector, right: Vector) -> Vector:
 
 
 def combined(left: Value, right: Value, how: Callable[[float, float], float | None]) -> Value:
-    """Element by element. Vectors are matched by all of their labels."""
+    """Combines values element by element. Vectors match if all their labels are equal."""
     if isinstance(left, float) and isinstance(right, float):
         return how(left, right) or 0.0
     return dict(_pairs(left, right, how))
@@ -165,7 +165,7 @@ def _pairs(
 
 
 LOOKBACK_S = 300.0
-"""Maximum age of the newest sample of an instant vector: Prometheus' default."""
+"""Maximum age of the newest sample in an instant vector: Prometheus' default."""
 
 _MATCHES = {"Equal": "=", "NotEqual": "!=", "Re": "=~", "NotRe": "!~"}
 
@@ -174,7 +174,7 @@ class PromQuery:
     """One PromQL query, parsed once.
 
     Raises:
-        ConfigurationError: it can't be parsed, or has something that is not evaluated here.
+        ConfigurationError: the query can't be parsed, or contains something unsupported.
     """
 
     def __init__(self, text: str) -> None:
@@ -186,18 +186,18 @@ class PromQuery:
         compiler = _Compiler(text)
         self._evaluate = compiler.compiled(parsed)
         self.metrics = frozenset(compiler.metrics)
-        """The names of the metrics that it queries."""
+        """Names of the metrics in the query."""
         self.looks_back_s = compiler.looks_back_s
-        """The lookback in seconds."""
+        """Lookback in seconds."""
 
     def value(self, series: TimeSeries, now_s: float) -> Value:
-        """A number, or a vector by labels, at a time in seconds."""
+        """Returns a number, or a vector by labels, at a time in seconds."""
         return self._evaluate(_Moment(series, now_s, now_s))
 
 
 @dataclass(frozen=True, slots=True)
 class _Moment:
-    """A time to evaluate at, and the time of the query, up to which samples have arrived."""
+    """The time to evaluate at, and the query's time, up to which samples have arrived."""
 
     series: TimeSeries
     at_s: float
@@ -208,7 +208,7 @@ _Step = Callable[[_Moment], Value]
 
 
 class _Compiler:
-    """Turns an expression into nested functions, which takes the parser off the hot path."""
+    """Compiles an expression into nested functions, so that it is parsed only once."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -227,7 +227,7 @@ class _Compiler:
 
     def _refused(self, construct: str) -> ConfigurationError:
         return ConfigurationError(
-            f"query {self._text!r}: {construct} is not evaluated by the simulation "
+            f"query {self._text!r}: {construct} is not supported by the simulation "
             "(penstock_planning/simulation/promql.py)",
             field="query",
         )
@@ -349,7 +349,7 @@ class _Compiler:
 
         def step(at: _Moment) -> Value:
             groups: dict[Labels, list[float]] = {}
-            # Times of a subquery are multiples of its step, whatever the time of the query.
+            # Times of a subquery are multiples of its step, whatever the query's time.
             first = math.floor((at.at_s - range_s) / step_s) + 1
             for turn in range(first, math.floor(at.at_s / step_s) + 1):
                 moment = _Moment(at.series, turn * step_s, at.now_s)

@@ -1,4 +1,4 @@
-"""Records a run: the ending of each request, and series over time."""
+"""Records a run: how each request ended, and series over time."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ class RequestEnd(Enum):
 
     SERVED = "served"
     REFUSED = "refused"
-    """429: no room, or the answer would be late."""
+    """429: no capacity, or the answer would be late."""
     EXPIRED = "expired"
     """504: its deadline passed."""
     LOST = "lost"
-    """Its region was lost while it waited."""
+    """Its region was lost while it was waiting."""
     OPEN = "open"
     """It was in flight when the scenario ended."""
 
 
 @dataclass
 class ModelRecord:
-    """The requests of one model."""
+    """The requests for one model."""
 
     arrived: int = 0
     outcomes: Counter[RequestEnd] = field(default_factory=Counter)
@@ -40,22 +40,22 @@ class ModelRecord:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The state of one model in one region at a time."""
+    """The state of a model in a region at a time."""
 
     at_s: float
     model: str
     region: str
     replicas: int
-    """Replicas, as the autoscaler set them."""
+    """Replicas set by the autoscaler."""
     ready: int
     busy: int
     in_flight: int
-    """Items in the API of this region that wait for an answer."""
+    """Items that wait for an answer in this region's API."""
 
 
 @dataclass(frozen=True, slots=True)
 class GpuSample:
-    """The nodes of one class in one region at a time."""
+    """The nodes of a class in a region at a time."""
 
     at_s: float
     gpu_class: str
@@ -65,18 +65,18 @@ class GpuSample:
 
 
 class Recorder:
-    """Collects what happens. Only the simulation writes to it."""
+    """Collects events. Only the simulation writes to it."""
 
     def __init__(self, models: tuple[str, ...], flows: tuple[str, ...] = ()) -> None:
         self.models = {model: ModelRecord() for model in models}
         self.runs = {flow: ModelRecord() for flow in flows}
-        """Runs of flows. One of which a step is not served has no outcome."""
+        """Runs of flows. A run with a step that is not served has no outcome."""
         self.samples: list[Sample] = []
         self.gpu_samples: list[GpuSample] = []
         self.worker_busy_s = 0.0
         self.worker_work_s = 0.0
         self.worker_ready_s = 0.0
         self.alerted_s: list[float] = []
-        """Times at which the alert on failed GPUs began to fire."""
+        """Times when the alert on failed GPUs began to fire."""
         self.lost_workers: Counter[str] = Counter()
         """Workers that ended, by reason."""

@@ -1,11 +1,11 @@
-"""The workers of one model: the pods of a Deployment, and KEDA, which says how many there are.
+"""A model's workers: the pods of a Deployment, and KEDA, which sets their number.
 
 KEDA reads the triggers, scales from and to zero, and replaces metrics that fail.
 
-Source: kedacore/keda, pkg/scalers/prometheus_scaler.go (ExecutePromQuery),
-pkg/fallback/fallback.go (GetMetricsWithFallback, doFallback),
-pkg/scaling/scale_handler.go (getScalerState), pkg/scaling/executor/scale_scaledobjects.go
-(RequestScale). As of 2.19: older ones apply no fallback in their own loop, so they stay at zero.
+Source: kedacore/keda, pkg/scalers/prometheus_scaler.go (ExecutePromQuery), pkg/fallback/fallback.go
+(GetMetricsWithFallback, doFallback), pkg/scaling/scale_handler.go (getScalerState),
+pkg/scaling/executor/scale_scaledobjects.go (RequestScale). This follows 2.19; older versions don't
+apply the fallback in their own loop, so they stay at zero.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from shared.errors import ConfigurationError
 
 
 class SimulatedDeployment:
-    """The workers of one model, or of several that share them, in one region.
+    """Workers for one model, or shared by several, in a region.
 
     Args:
-        service: the service of the workers' models.
-        fleet: the nodes that they run on.
-        rules: rules of rollouts and drains.
-        recorder: gets the work of ended workers.
+        service: service of the workers' models.
+        fleet: nodes that they run on.
+        rules: rules for rollouts and drains.
+        recorder: records the work of ended workers.
     """
 
     def __init__(
@@ -57,18 +57,18 @@ class SimulatedDeployment:
         self._recorder = recorder
         self.wanted = 0
         self.workers: list[SimulatedWorker] = []
-        """Pods that count, by age. Those that terminate don't."""
+        """Pods that count, by age. Terminating pods don't."""
         self.leaving: list[SimulatedWorker] = []
         self._made = 0
 
     def set(self, wanted: int) -> None:
-        """The autoscaler sets `spec.replicas`."""
+        """Sets `spec.replicas`, as the autoscaler does."""
         if wanted != self.wanted:
             self.wanted = wanted
             self._reconcile()
 
     def start_with(self, count: int) -> None:
-        """Workers that are ready at the start. The fleet has places for them."""
+        """Adds workers that are ready at the start. The fleet has places for them."""
         self.wanted = count
         for _ in range(count):
             worker = self._made_worker()
@@ -78,7 +78,7 @@ class SimulatedDeployment:
                 self.service.add_worker(worker)
 
     def roll_out(self) -> None:
-        """A new version of the pods."""
+        """Rolls out a new version of the pods."""
         for worker in self.workers:
             worker.is_new = False
         self._reconcile()
@@ -97,13 +97,16 @@ class SimulatedDeployment:
             self._create()
         surplus = len(self.workers) - self.wanted
         if surplus > 0:
-            # First those that are not ready, then the youngest, as a ReplicaSet ranks them.
+            # First pods that are not ready, then the youngest, as a ReplicaSet ranks them.
             ranked = sorted(self.workers, key=lambda one: (one.is_ready, -one.ready_s))
             for worker in ranked[:surplus]:
                 self._delete(worker, "scaled down")
 
     def _roll(self) -> None:
-        """One step of a rolling update. Each pod that gets ready or goes allows the next."""
+        """Makes one step of a rolling update.
+
+        Each pod that becomes ready or ends allows the next step.
+        """
         surge = math.ceil(_share(self.rules.max_surge, self.wanted))
         unavailable = math.floor(_share(self.rules.max_unavailable, self.wanted))
         if surge == unavailable == 0:
@@ -146,7 +149,7 @@ class SimulatedDeployment:
         self.fleet.request(worker)
         yield worker.placed
         yield self._env.timeout(self._cluster.pod_start_s)
-        # On a GPU that has failed it never gets ready.
+        # On a failed GPU it never becomes ready.
         if not worker.is_gone and not worker.is_draining and worker.has_gpu:
             self.service.add_worker(worker)
             self._reconcile()
@@ -178,13 +181,13 @@ class SimulatedDeployment:
             self._recorder.worker_work_s += worker.work_s
 
     def count_workers(self) -> None:
-        """Counts the work of the remaining workers, at the end of a run."""
+        """Counts the work of remaining workers at the end of a run."""
         for worker in (*self.workers, *self.leaving):
             worker.settle(self._env.now)
             self._count(worker)
 
     def kill_down_to(self, count: int) -> None:
-        """Kills the oldest pods that serve, until `count` are left."""
+        """Kills the oldest serving pods until `count` are left."""
         for worker in [one for one in self.workers if one.is_serving][: len(self.workers) - count]:
             self.workers.remove(worker)
             self._recorder.lost_workers["killed"] += 1
@@ -194,7 +197,7 @@ class SimulatedDeployment:
         self.wanted = len(self.workers)
 
     def _evict(self, worker: SimulatedWorker, reason: str) -> None:
-        """Its node goes. Another pod is made at once."""
+        """Evicts a pod from its node. Another pod is created immediately."""
         if reason != "region lost":
             if worker in self.workers:
                 self._delete(worker, reason)
@@ -209,9 +212,9 @@ class SimulatedDeployment:
             self._env.process(self._leave_gpu(worker, leaves_s))
 
     def _leave_gpu(self, worker: SimulatedWorker, leaves_s: float) -> Steps:
-        """Its process loses its GPU, starts anew, and loses it again: the worker leaves.
+        """Makes a process lose its GPU, restart and lose it again, after which the worker leaves.
 
-        Its pod starts again on the same GPU, and is not ready, until its node is emptied.
+        Its pod restarts on the same GPU and is not ready until its node is drained.
         """
         worker.lost_gpus = 1
         self.service.lose_gpu(worker)
@@ -228,14 +231,14 @@ class SimulatedDeployment:
         worker.is_ready = False
 
     def lose_all(self) -> None:
-        """The region is gone. Its nodes have evicted their pods already."""
+        """Handles the loss of the region. Its nodes have already evicted their pods."""
         for worker in list(self.workers):
             self._evict(worker, "region lost")
         self.wanted = 0
 
 
 def _share(share: str, replicas: int) -> float:
-    """Pods, of a number or a share of the replicas."""
+    """Returns a number of pods from a number or a percentage of the replicas."""
     return replicas * float(share[:-1]) / 100 if share.endswith("%") else float(share)
 
 
@@ -244,13 +247,10 @@ class QueryFailed(Exception):
 
 
 class Autoscaler:
-    """KEDA and the HPA that it makes, for the workers of one model in one region.
-
-    Args:
-        series: the series that queries see.
+    """KEDA and the HPA that it creates, for a model's workers in a region.
 
     Raises:
-        ConfigurationError: a query can't be evaluated, or has an unknown metric.
+        ConfigurationError: a query can't be evaluated, or uses an unknown metric.
     """
 
     def __init__(self, rules: AutoscalerRules, series: TimeSeries) -> None:
@@ -274,13 +274,13 @@ class Autoscaler:
 
     @property
     def looks_back_s(self) -> float:
-        """The lookback of its queries in seconds."""
+        """Returns the lookback of its queries in seconds."""
         return max((query.looks_back_s for _, query in self._triggers), default=0.0)
 
     def poll(self, now_s: float, replicas: int) -> int:
-        """KEDA's own loop, each `pollingInterval`: from zero and to zero."""
+        """Runs KEDA's own loop, every `pollingInterval`: scales from zero and to zero."""
         if self.is_endpoint_up and 0 < self.rules.minReplicaCount <= replicas:
-            return replicas  # whatever the values are, nothing follows from them
+            return replicas  # the values do not matter here
         is_active = is_error = False
         for number, (trigger, _) in enumerate(self._triggers):
             value, is_fallback = self._read(number, now_s, replicas)
@@ -301,7 +301,10 @@ class Autoscaler:
         return max(replicas, least)
 
     def sync(self, now_s: float, replicas: int) -> int:
-        """The HPA's loop, each 15 s. It asks KEDA for the metrics, which reads them then."""
+        """Runs the HPA's loop, every 15 s.
+
+        It asks KEDA for the metrics, which are read at that time.
+        """
         if replicas == 0:
             return 0
         readings: list[Reading] = []
@@ -311,7 +314,7 @@ class Autoscaler:
         return self._hpa.desired(now_s, replicas, readings)
 
     def _read(self, number: int, now_s: float, replicas: int) -> tuple[float | None, bool]:
-        """A trigger's value, and whether it is of the fallback. None: it failed."""
+        """Returns a trigger's value, and whether it comes from the fallback. None: it failed."""
         trigger, query = self._triggers[number]
         try:
             value = self._queried(trigger, query, now_s)

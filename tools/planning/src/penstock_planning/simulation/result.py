@@ -1,4 +1,4 @@
-"""The results of a run, and the figures that summarize it."""
+"""Results of a run, and the figures that summarize it."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ HOUR_S, DAY_S = 3600.0, 86400.0
 
 @dataclass(frozen=True)
 class FleetCost:
-    """The nodes of one GPU class in one region."""
+    """The nodes of a GPU class in a region."""
 
     gpu_class: str
     region: str
     node_s: float
     gpu_busy_s: float
     dollars_per_h: float | None
-    """Price of one node. None if no price is known there."""
+    """Price of a node. None if the price is unknown."""
     most_nodes: int
-    """Nodes for which quota and bounds have to have room (penstock_planning/autoscaled.py)."""
+    """Nodes that quotas and limits must allow for (penstock_planning/autoscaled.py)."""
 
 
 @dataclass(frozen=True)
 class ReplicaRange:
-    """Replicas over time, all regions together, after the scenario has settled."""
+    """Replicas over time in all regions together, after the scenario has settled."""
 
     least: int
     most: int
@@ -51,7 +51,7 @@ class ModelSummary:
     open: int
     deadline_s: float
     p50_s: float | None
-    """Seconds until the answer, over served requests. None if no request was served."""
+    """Seconds until the answer, over served requests. None if none was served."""
     p95_s: float | None
     p99_s: float | None
     queue_p95_s: float | None
@@ -59,35 +59,35 @@ class ModelSummary:
 
     @property
     def within_deadline(self) -> float:
-        """The share of all requests that was answered in time."""
+        """Share of all requests answered in time."""
         return self.served / max(1, self.arrived - self.open)
 
 
 @dataclass(frozen=True)
 class FlowSummary:
-    """The figures of the runs of one flow."""
+    """The figures of a flow's runs."""
 
     flow: str
     arrived: int
     served: int
     p50_s: float | None
-    """Seconds until the answer, over runs that were served. None if none was."""
+    """Seconds until the answer, over served runs. None if there were none."""
     p95_s: float | None
     gpu_idle_s_per_run: float | None
-    """Seconds of all paid GPUs in which they did not compute, for each run that was served."""
+    """Seconds of all paid GPUs in which they did not compute, per served run."""
 
 
 @dataclass(frozen=True)
 class GpuFailureSummary:
-    """What followed from one `gpu_failure`, in seconds after it. None: not before the end."""
+    """Consequences of a `gpu_failure`, in seconds after it. None: not before the end."""
 
     at_s: float
     alert_s: float | None
-    """The alert on failed GPUs begins to fire. None too if it fires since an earlier failure."""
+    """When the alert on failed GPUs began to fire. Also None if it was already firing."""
     emptied_s: float | None
-    """The last of its nodes is cordoned and emptied."""
+    """When the last of its nodes had been cordoned and drained."""
     replaced_s: float | None
-    """All workers that the autoscaler wants are ready again, on other nodes."""
+    """When all workers that the autoscaler wants were ready again, on other nodes."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class RunSummary:
     flows: tuple[FlowSummary, ...]
     gpus_most: int
     gpus_to_request: int
-    """What `penstock deploy plan` asks a quota for at the highest rate of this load."""
+    """GPUs for which `penstock deploy plan` requests quota at the highest rate of this load."""
     gpus_mean: float
     gpu_hours: float
     gpu_busy_share: float
@@ -106,9 +106,9 @@ class RunSummary:
     worker_busy_share: float
     """Share of ready workers' time in which they computed."""
     worker_work_share: float
-    """Share of ready workers' capacity that was used. Less if steps were not full."""
+    """Used share of ready workers' capacity. Lower if steps were not full."""
     dollars: float | None
-    """Cost of GPU nodes. None if a price is not known."""
+    """Cost of GPU nodes. None if a price is unknown."""
     dollars_per_day: float | None
     workers_lost: dict[str, int]
     gpu_failures: tuple[GpuFailureSummary, ...]
@@ -123,11 +123,11 @@ class SimulationResult:
     recorder: Recorder
     fleets: tuple[FleetCost, ...]
     emptied_s: tuple[float, ...] = ()
-    """Times at which nodes with a failed GPU were emptied."""
+    """Times when nodes with a failed GPU had been drained."""
 
     @cached_property
     def summary(self) -> RunSummary:
-        """The figures that sum it up."""
+        """Returns the figures that summarize it."""
         gpus = self.gpus_over_time
         hours = sum(fleet.node_s for fleet in self.fleets) / HOUR_S
         busy_s = sum(fleet.gpu_busy_s for fleet in self.fleets)
@@ -152,14 +152,14 @@ class SimulationResult:
 
     @cached_property
     def gpus_over_time(self) -> dict[float, int]:
-        """Paid nodes, by the seconds of samples."""
+        """Returns the number of paid nodes by sample time in seconds."""
         counts: dict[float, int] = {}
         for sample in self.recorder.gpu_samples:
             counts[sample.at_s] = counts.get(sample.at_s, 0) + sample.nodes
         return counts
 
     def replicas_over_time(self, model: str) -> dict[float, int]:
-        """Replicas of all regions, by the seconds of samples."""
+        """Returns the replicas in all regions by sample time in seconds."""
         counts: dict[float, int] = {}
         for sample in self.recorder.samples:
             if sample.model == model:
@@ -180,7 +180,7 @@ class SimulationResult:
             )
 
     def _all_ready_s(self, after_s: float) -> float | None:
-        """The first sample after a time in which no worker is missing."""
+        """Returns the first sample after a time in which no worker is missing."""
         missing: dict[float, int] = {}
         for sample in self.recorder.samples:
             if sample.at_s > after_s:

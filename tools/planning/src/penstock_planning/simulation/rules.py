@@ -1,8 +1,8 @@
-"""The rules that deploy, read from the overlay that is deployed: autoscaler, rollout, drain.
+"""The deployed rules, read from the overlay: autoscaler, rollout, drain.
 
-The overlay is written as `python -m infra.kubernetes` writes it, and put together as Kustomize
-does, as far as its files need: resources, components, strategic merges. tests/infra/simulation
-compares the two where kubectl is installed.
+The overlay is written by the same code as `python -m infra.kubernetes`, and rendered like Kustomize
+does, as far as its files require: resources, components, strategic merges. tests/infra/simulation
+compares both if kubectl is installed.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from shared.kubernetes_names import slug
 ALERTS_FILE = Path(infra.__file__).parent / "monitoring/rendered/alerts.json.tftpl"
 Document = dict[str, Any]
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""That of libyaml takes a tenth of the time, if PyYAML was built with it."""
+"""libyaml's loader takes a tenth of the time, if PyYAML was built with it."""
 
 
 class _Read(BaseModel):
-    """Fields that are not named here do not change what is simulated."""
+    """Fields that are not listed do not affect the simulation."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
 
 class ScalingPolicy(_Read):
-    """A limit on how much scaling may change within a period."""
+    """A limit on changes by scaling within a period."""
 
     type: Literal["Percent", "Pods"]
     value: int
@@ -47,13 +47,13 @@ class ScalingPolicy(_Read):
 
 
 class ScalingRules(_Read):
-    """One direction of the HPA's `behavior`."""
+    """One direction in the HPA's `behavior`."""
 
     stabilizationWindowSeconds: float
     policies: tuple[ScalingPolicy, ...]
     selectPolicy: Literal["Max", "Min", "Disabled"] = "Max"
     tolerance: float = 0.1
-    """KEP-4951. Default: of kube-controller-manager, --horizontal-pod-autoscaler-tolerance."""
+    """KEP-4951. Default: --horizontal-pod-autoscaler-tolerance of kube-controller-manager."""
 
 
 DEFAULT_UP = {
@@ -67,11 +67,11 @@ DEFAULT_DOWN = {
     "stabilizationWindowSeconds": 300,
     "policies": [{"type": "Percent", "value": 100, "periodSeconds": 15}],
 }
-"""Values of unset fields: kubernetes.io, Horizontal Pod Autoscaling, "Default Behavior"."""
+"""Defaults of unset fields: kubernetes.io, Horizontal Pod Autoscaling, "Default Behavior"."""
 
 
 class Behavior(_Read):
-    """The HPA's `behavior`, with the defaults of Kubernetes filled in."""
+    """The HPA's `behavior`, with Kubernetes' defaults filled in."""
 
     scaleUp: ScalingRules = ScalingRules.model_validate(DEFAULT_UP)
     scaleDown: ScalingRules = ScalingRules.model_validate(DEFAULT_DOWN)
@@ -88,7 +88,7 @@ class Fallback(_Read):
 
 
 class Trigger(_Read):
-    """One Prometheus trigger. Its threshold is the HPA's AverageValue."""
+    """A Prometheus trigger. Its threshold is the HPA's AverageValue."""
 
     name: str
     query: str
@@ -110,24 +110,24 @@ class AutoscalerRules(_Read):
 
 
 class WorkerRules(_Read):
-    """The manifests' rules for the workers of one model, or of several."""
+    """Rules in the manifests for workers of one or several models."""
 
     models: tuple[str, ...]
     slug: str
     autoscaler: AutoscalerRules
     max_surge: str
     max_unavailable: str
-    """Unavailable pods allowed during a rollout: a number, or a share with `%`."""
+    """Number of pods that may be unavailable during a rollout, or a percentage."""
     drain_s: float
     """Seconds that a stopping worker allows its running batches."""
     processes: int = 1
-    """Model processes of a worker."""
+    """Model processes per worker."""
     spread_over_nodes: bool
-    """True if pods of a model prefer nodes without each other."""
+    """True if a model's pods prefer to be on different nodes."""
 
 
 class AlertRules(_Read):
-    """An alert, as Terraform makes it."""
+    """An alert, as created by Terraform."""
 
     query: str
     duration_s: float
@@ -136,7 +136,7 @@ class AlertRules(_Read):
 
 
 def read_alert(key: str) -> AlertRules:
-    """The alert that deploys under this key."""
+    """Returns the deployed alert with this key."""
     alert = json.loads(ALERTS_FILE.read_text(encoding="utf-8"))[key]
     return AlertRules(
         query=alert["query"],
@@ -148,10 +148,10 @@ def read_alert(key: str) -> AlertRules:
 def read_rules(
     catalog: Catalog, models_file: Path, deployment: Deployment
 ) -> dict[str, WorkerRules]:
-    """The rules of the workers of one region, by the names of their groups.
+    """Returns the rules for the workers of a region, by group name.
 
     Raises:
-        ConfigurationError: the overlay can't be written, or has a field that is not understood.
+        ConfigurationError: the overlay can't be written, or has an unsupported field.
     """
     with tempfile.TemporaryDirectory(prefix="penstock-rules-") as folder:
         out = Path(folder) / "overlay"
@@ -193,23 +193,23 @@ def _worker_rules(group: WorkerGroup, folder: Path) -> WorkerRules:
 
 
 def autoscaler_rules(scaled_object: Document) -> AutoscalerRules:
-    """The rules of a ScaledObject.
+    """Returns the rules of a ScaledObject.
 
     Raises:
-        ConfigurationError: it has something that is not simulated.
+        ConfigurationError: it uses an unsupported feature.
     """
     spec = scaled_object["spec"]
     advanced = spec.get("advanced") or {}
     if advanced.get("scalingModifiers") or spec.get("idleReplicaCount") is not None:
         raise ConfigurationError(
-            "the ScaledObject has scalingModifiers or idleReplicaCount, which is not simulated"
+            "the ScaledObject uses scalingModifiers or idleReplicaCount, which can't be simulated"
         )
     for trigger in spec["triggers"]:
         if trigger["type"] != "prometheus" or trigger.get("metricType", "AverageValue") != (
             "AverageValue"
         ):
             raise ConfigurationError(
-                f"trigger {trigger.get('name')}: only prometheus with AverageValue is simulated"
+                f"trigger {trigger.get('name')}: only prometheus with AverageValue can be simulated"
             )
     config = advanced.get("horizontalPodAutoscalerConfig") or {}
     policy = config.get("behavior") or {}
@@ -243,12 +243,14 @@ def _settings(folder: Path) -> dict[str, str]:
 def _one(objects: list[Document], kind: str) -> Document:
     matching = [one for one in objects if one["kind"] == kind]
     if len(matching) != 1:
-        raise ConfigurationError(f"the overlay of a worker has {len(matching)} objects {kind}")
+        raise ConfigurationError(
+            f"the overlay of a worker has {len(matching)} objects of kind {kind}"
+        )
     return matching[0]
 
 
 def rendered(folder: Path) -> list[Document]:
-    """The objects of a Kustomize folder, without names, labels and namespaces that it adds."""
+    """Returns a Kustomize folder's objects, without added names, labels and namespaces."""
     kustomization = _kustomization(folder)
     objects = list(_resources(folder, kustomization))
     for component in kustomization.get("components", []):
@@ -276,7 +278,7 @@ def _patch(kustomization: Document, objects: list[Document]) -> None:
     for entry in kustomization.get("patches", []):
         patch = yaml.load(entry["patch"], _LOADER)
         if not isinstance(patch, dict):
-            continue  # JSON 6902, which only network policies have
+            continue  # JSON 6902, which only network policies use
         target = entry.get("target") or {
             "kind": patch["kind"],
             "name": patch["metadata"]["name"],
@@ -292,7 +294,10 @@ def _patch(kustomization: Document, objects: list[Document]) -> None:
 
 
 def _merged(base: Any, patch: Any, *, by_name: bool) -> Any:
-    """A strategic merge. Lists of Kubernetes' own kinds are merged by name, others replaced."""
+    """Returns a strategic merge.
+
+    Lists of built-in Kubernetes kinds are merged by name, others replaced.
+    """
     if isinstance(base, dict) and isinstance(patch, dict):
         merged = dict(base)
         for key, value in patch.items():
@@ -319,7 +324,7 @@ Rules = Mapping[str, Mapping[str, WorkerRules]]
 
 
 def deployed_rules(scenario: Scenario, models_file: Path | None = None) -> tuple[Catalog, Rules]:
-    """The catalog of a scenario, and the rules that would be deployed for it.
+    """Returns a scenario's catalog, and the rules that would be deployed for it.
 
     Raises:
         ConfigurationError: the catalog can't be read, or a model of the scenario is missing.
@@ -346,7 +351,7 @@ def deployed_rules(scenario: Scenario, models_file: Path | None = None) -> tuple
 
 
 def _deployment(scenario: Scenario, region: str) -> Deployment:
-    """The deployment of a region. What does not change the rules is made up."""
+    """Returns a region's deployment. Values that do not affect the rules are placeholders."""
     return Deployment(
         project="simulated",
         region=region,

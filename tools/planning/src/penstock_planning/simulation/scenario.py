@@ -1,4 +1,4 @@
-"""A scenario: what arrives, what serves it, and what goes wrong. Read from YAML."""
+"""A scenario in YAML: what requests arrive, what serves them, and what goes wrong."""
 
 from __future__ import annotations
 
@@ -25,27 +25,30 @@ class ScenarioRegion(Entry):
     share: float = Field(gt=0, le=1)
     """Share of all requests."""
     max_gpus: int | None = Field(None, ge=0)
-    """Quota or stock of GPU nodes. Default: no bound."""
+    """Quota or stock of GPU nodes. Default: no limit."""
 
 
 class Cluster(Entry):
-    """Times of nodes and pods, and what is kept. docs/explanation/simulation.md has the sources."""
+    """Delays of nodes and pods, and what is kept.
+
+    For sources see docs/explanation/simulation.md.
+    """
 
     node_start_s: Seconds = 150.0
-    """Time from the order of a GPU node until pods can start on it."""
+    """Time from ordering a GPU node until pods can start on it."""
     pod_start_s: Seconds = 60.0
-    """Time from its placement on a node until a worker is warm and pulls."""
+    """Time from a worker's placement on a node until it is warm and pulls jobs."""
     node_idle_s: Seconds = 600.0
-    """A node without workers is deleted then: cluster-autoscaler's scale-down-unneeded-time."""
+    """Time until an empty node is deleted: cluster-autoscaler's scale-down-unneeded-time."""
     tick_s: float = Field(10.0, gt=0)
     """The cluster autoscaler's scan-interval."""
     buffer: int = Field(1, ge=0)
-    """Places kept warm for each GPU class, as `python -m infra.kubernetes --buffer`."""
+    """Warm places for each GPU class, as in `python -m infra.kubernetes --buffer`."""
     spot: bool = True
     spot_notice_s: Seconds = 30.0
-    """Time from the notice of a spot node to its end."""
+    """Time from a spot node's notice to its end."""
     spot_losses_per_node_day: float = Field(0.0, ge=0)
-    """Losses of single spot nodes, at random."""
+    """Random losses of single spot nodes."""
 
 
 class ScenarioApi(Entry):
@@ -54,23 +57,27 @@ class ScenarioApi(Entry):
     max_instances: int = Field(ApiVariable().max_instances, ge=1)
     concurrency: int = Field(ApiVariable().concurrency, ge=1)
     trip_s: Seconds = 0.1
-    """Both ways over Pub/Sub: 2 x BROKER_ROUND_TRIP_S of penstock_planning/deploy/rates.py."""
+    """Round trip over Pub/Sub: 2 x BROKER_ROUND_TRIP_S of penstock_planning/deploy/rates.py."""
 
 
 class ScenarioBroker(Entry):
-    """Rules by which Pub/Sub delivers jobs to workers."""
+    """How Pub/Sub delivers jobs to workers."""
 
     delivery: Literal["random", "idle_first"] = "random"
-    """`random`: to any worker whose flow control has room. Pub/Sub promises nothing better."""
+    """`random`: to any worker whose flow control has room. Pub/Sub guarantees nothing better."""
     lease_s: Seconds = 20.0
-    """Lease of a job that a worker holds (PubSubTransport.subscribe), renewed after each third."""
+    """Lease of a job held by a worker (PubSubTransport.subscribe), renewed after each third."""
     round_trip_s: Seconds = 0.0
-    """From a worker to its broker and back. The permit of a job that ends is used again after two
-    of them (shared/service_rate.py). 0: at once. The time of one request is `api.trip_s`.
+    """Seconds from a worker to its broker and back.
+
+    The permit of a job that ends is reused after two round trips (shared/service_rate.py). 0:
+    immediately. The time of a request is `api.trip_s`.
     """
     batches_held: int | None = Field(None, ge=1)
-    """Full batches that a worker holds at any distance. None: what workers do, which is two near
-    the broker, and as much more as the distance asks for (shared/service_rate.py).
+    """Full batches that a worker holds at any distance.
+
+    None: like real workers, which hold two near the broker, and more the longer the distance
+    (shared/service_rate.py).
     """
 
 
@@ -78,12 +85,16 @@ class Metrics(Entry):
     """Delays until queries see a sample."""
 
     scrape_s: float = Field(10.0, gt=0)
-    """PodMonitoring and the API's collector (infra/kubernetes/cluster/pod-monitoring.yaml)."""
+    """Interval of PodMonitoring and the API's collector
+    (infra/kubernetes/cluster/pod-monitoring.yaml).
+    """
     age_s: Seconds = 5.0
     """Delay from a scrape until queries see it."""
     has_stale_markers: bool = False
-    """True if queries see at once that a target is gone. Prometheus does, Google's backend does
-    not (cloud.google.com/stackdriver/docs/managed-prometheus/promql-differences).
+    """True if queries immediately see that a target is gone.
+
+    Prometheus does, Google's backend does not
+    (cloud.google.com/stackdriver/docs/managed-prometheus/promql-differences).
     """
     pubsub_sample_s: float = Field(60.0, gt=0)
     """Sampling interval of Pub/Sub's gauges."""
@@ -92,7 +103,7 @@ class Metrics(Entry):
 
 
 class SpotLoss(Entry):
-    """A share of all spot nodes gets its notice at once."""
+    """Some of the spot nodes get their notice at the same time."""
 
     kind: Literal["spot_loss"]
     at_s: Seconds
@@ -102,39 +113,39 @@ class SpotLoss(Entry):
 
 
 class StockOut(Entry):
-    """No GPU node can be had for a while."""
+    """No GPU nodes are available for a while."""
 
     kind: Literal["stock_out"]
     at_s: Seconds
     for_s: float = Field(gt=0)
     gpu: str | None = None
-    """A type of models.yaml. None: all."""
+    """A GPU type in models.yaml. None: all."""
     region: str | None = None
 
 
 class GpuFailure(Entry):
-    """GPUs fail, each on a node of its own (decision 98).
+    """GPUs fail, each on a different node (decision 98).
 
-    Their workers leave, and their nodes are emptied and deleted.
+    Their workers leave, and their nodes are drained and deleted.
     """
 
     kind: Literal["gpu_failure"]
     at_s: Seconds
     count: int = Field(1, ge=1)
     gpu: str | None = None
-    """A type of models.yaml. None: all."""
+    """A GPU type in models.yaml. None: all."""
     region: str | None = None
     """None: all."""
     worker_leaves_s: Seconds = 20.0
     """Time until a worker has lost its GPU twice in a row, which ends it. An assumption."""
     node_emptied_s: Seconds = 45.0
-    """Time until a condition of the node says it and workers/gpu_nodes.py, which looks every 15 s,
-    has cordoned the node. An assumption.
+    """Time until the node reports it in a condition and workers/gpu_nodes.py, which checks every 15
+    s, has cordoned the node. An assumption.
     """
 
 
 class RegionLoss(Entry):
-    """A region is gone for a while: API, nodes and workers. Callers go to the others."""
+    """A region is gone for a while: API, nodes and workers. Callers use the others."""
 
     kind: Literal["region_loss"]
     at_s: Seconds
@@ -143,19 +154,19 @@ class RegionLoss(Entry):
 
 
 class MetricsOutage(Entry):
-    """Metrics are away for a while."""
+    """Metrics are unavailable for a while."""
 
     kind: Literal["metrics_outage"]
     at_s: Seconds
     for_s: float = Field(gt=0)
     what: Literal["endpoint", "samples"] = "endpoint"
-    """`endpoint`: queries fail. `samples`: they are answered, but nothing new is scraped."""
+    """`endpoint`: queries fail. `samples`: queries are answered, but nothing new is scraped."""
     metrics: tuple[str, ...] = ()
-    """Prefixes of the metrics whose samples are affected. Empty: all."""
+    """Name prefixes of the affected metrics. Empty: all."""
 
 
 class RolloutEvent(Entry):
-    """A new version of a model's workers, rolled out as the Deployment says."""
+    """A new version of a model's workers, rolled out with the Deployment's settings."""
 
     kind: Literal["rollout"]
     at_s: Seconds
@@ -163,14 +174,14 @@ class RolloutEvent(Entry):
 
 
 class SetReplicas(Entry):
-    """Somebody sets how many workers a model has in each region, in index of the autoscaler."""
+    """An operator sets a model's number of workers in each region, instead of the autoscaler."""
 
     kind: Literal["set_replicas"]
     at_s: Seconds
     model: str
     count: int = Field(ge=0)
     is_kill: bool = False
-    """True if surplus workers die at once with the jobs that they hold, instead of draining."""
+    """True if surplus workers die immediately with the jobs that they hold, instead of draining."""
 
 
 Event = Annotated[
@@ -180,27 +191,27 @@ Event = Annotated[
 
 
 class ScenarioFlow(Entry):
-    """The runs of a flow. Each step is a request of one item, of its model."""
+    """The runs of a flow. Each step is a request with one item to its model."""
 
     steps: tuple[str, ...] = Field(min_length=1)
-    """The models, one after the other."""
+    """The models in order."""
     arrivals: tuple[Arrivals, ...] = Field(min_length=1)
     deadline_s: float = Field(60.0, gt=0)
-    """Of all steps together."""
+    """Deadline of all steps together."""
 
 
 class Scenario(Entry):
-    """All that a simulation needs in addition to the deployment's rules."""
+    """Everything that a simulation needs in addition to the deployed rules."""
 
     about: str = ""
     duration_s: float = Field(gt=0)
     settle_s: Seconds = 600.0
-    """Replicas are judged after this."""
+    """Time from which replicas are evaluated."""
     seed: int = 0
     catalog: Path | tuple[dict[str, Any], ...] = Path("models.yaml")
-    """A catalog's file, relative to the scenario's, or its entries."""
+    """Path of a catalog, relative to the scenario, or catalog entries."""
     models: dict[str, ModelLoad] = Field(min_length=1)
-    """Load by the catalog's model names. Models without an entry are not simulated."""
+    """Load by model name in the catalog. Models without an entry are not simulated."""
     workers: tuple[dict[str, Any], ...] = ()
     """The list `workers` of the catalog, if its entries are here."""
     flows: dict[str, ScenarioFlow] = Field({})
@@ -217,14 +228,14 @@ class Scenario(Entry):
     @model_validator(mode="after")
     def _names_fit(self) -> Self:
         if abs(sum(region.share for region in self.regions.values()) - 1) > 1e-6:
-            raise ValueError("the shares of the regions add up to 1")
+            raise ValueError("the shares of the regions must add up to 1")
         for name, flow in self.flows.items():
             if unknown := [step for step in flow.steps if step not in self.models]:
                 raise ValueError(f"flows.{name}.steps: no model {unknown[0]!r}")
         of_flows = {step for flow in self.flows.values() for step in flow.steps}
         for name, load in self.models.items():
             if not load.arrivals and name not in of_flows:
-                raise ValueError(f"models.{name}.arrivals: missing, and no flow asks for it")
+                raise ValueError(f"models.{name}.arrivals: missing, and no flow uses the model")
         for event in self.events:
             region = getattr(event, "region", None)
             if region is not None and region not in self.regions:
@@ -242,10 +253,11 @@ def read_scenario(name: str, changes: tuple[str, ...] = ()) -> Scenario:
 
     Args:
         name: a file, or the name of a shipped scenario.
-        changes: `key=value`, with dots between keys. A value is YAML.
+        changes: `key=value`, with dots between keys. The value is YAML.
 
     Raises:
-        ConfigurationError: it can't be read, or a field is wrong. The message names the field.
+        ConfigurationError: the scenario can't be read, or a field is invalid. The message names the
+        field.
     """
     path = Path(name)
     if not path.suffix and (SHIPPED / f"{name}.yaml").is_file():
@@ -257,9 +269,9 @@ def read_scenario(name: str, changes: tuple[str, ...] = ()) -> Scenario:
 
 
 def _read(path: Path, nested: int = 0) -> Any:
-    """The content of a file, with what it has from its `base`."""
+    """Returns the contents of a file, including what it inherits from its `base`."""
     if nested > MAX_BASES:
-        raise ConfigurationError(f"{path}: base: more than {MAX_BASES} of them", field="base")
+        raise ConfigurationError(f"{path}: base: more than {MAX_BASES} levels", field="base")
     try:
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -285,7 +297,7 @@ def scenario_of(document: object, where: str = "scenario") -> Scenario:
     """Checks a scenario.
 
     Raises:
-        ConfigurationError: a field is wrong.
+        ConfigurationError: a field is invalid.
     """
     try:
         return Scenario.model_validate(document)
@@ -296,7 +308,7 @@ def scenario_of(document: object, where: str = "scenario") -> Scenario:
 def _changed(document: Any, change: str) -> Any:
     key, is_set, value = change.partition("=")
     if not is_set or not key:
-        raise ConfigurationError(f"--set {change}: the form is KEY=VALUE", field="set")
+        raise ConfigurationError(f"--set {change}: must have the form KEY=VALUE", field="set")
     try:
         return _with(document, key.split("."), yaml.safe_load(value))
     except (KeyError, IndexError, ValueError, TypeError, yaml.YAMLError) as error:
@@ -309,7 +321,7 @@ def _with(document: Any, keys: list[str], value: Any) -> Any:
     if isinstance(document, list):
         index = int(keys[0])
         return [*document[:index], _with(document[index], keys[1:], value), *document[index + 1 :]]
-    # A model's name may have dots: the longest key that is there wins.
+    # A model's name may contain dots: the longest existing key wins.
     for length in range(len(keys), 0, -1):
         name = ".".join(keys[:length])
         if name in (document or {}):
@@ -318,7 +330,7 @@ def _with(document: Any, keys: list[str], value: Any) -> Any:
 
 
 def _with_paths(document: Any, folder: Path) -> Any:
-    """Files of a scenario are relative to it."""
+    """Paths in a scenario are relative to it."""
     if isinstance(document, dict):
         if isinstance(document.get("catalog"), str):
             document = document | {"catalog": folder / document["catalog"]}

@@ -1,9 +1,9 @@
-"""One model: its subscriptions, and what its workers of all regions get from them.
+"""A model's service: its subscriptions, and the jobs that workers of all regions pull from them.
 
-A whole batch consists of the requests that wait when the model of a worker falls idle. In a batch
-of steps (continuous batching, decision 62), all steps between two changes take the same time, so
-only changes are events: an item is admitted, has read its prompt, or is done. A step is not waited
-for: an item is admitted at once, and one that is late leaves with the next change.
+A whole batch consists of the requests waiting when a worker's model becomes idle. In a batch of
+steps (continuous batching, decision 62), all steps between two changes take the same time, so only
+changes are events: an item is admitted, has read its prompt, or is done. Changes do not wait for
+the end of a step: an item is admitted immediately, and a late one leaves with the next change.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from shared.service_rate import StepTime, held_messages, refill_s
 
 INTERACTIVE, BATCH = 0, 1
 BATCH_PRIORITY_EVERY = 16
-"""Every 16th batch begins with `batch` priority (workers/scheduling/priority_queue.py)."""
+"""Every 16th batch starts with `batch` priority (workers/scheduling/priority_queue.py)."""
 
 OnEnded = Callable[[SimulatedWorker, list[SimulatedJob], float], None]
-"""Called with jobs that a worker is done with, and the seconds that the model took for them."""
+"""Called with jobs that a worker has finished, and the model's seconds for them."""
 
 
 class WholeBatches:
-    """The batches of one model.
+    """Batches of a model that computes whole batches.
 
     Args:
-        load: seconds of batches.
+        load: seconds per batch.
         on_ended: called after each batch. It starts the next one.
     """
 
@@ -62,7 +62,7 @@ class WholeBatches:
         self._batches = 0
 
     def start(self, worker: SimulatedWorker) -> None:
-        """Each process of a worker that has no batch begins one, if the worker holds jobs."""
+        """Starts a batch in each idle process of a worker that holds jobs."""
         while len(worker.computing) < worker.processes:
             jobs = list(self._batch_of(worker))
             if not jobs:
@@ -76,7 +76,7 @@ class WholeBatches:
         took_s = self._load.batch_s(items)
         if self._load.spread == "exponential":
             took_s = self._chance.expovariate(1 / took_s)
-        # Those that compute share the GPU in time. It counts as of the start of the batch.
+        # Processes that compute share the GPU in time. The number at the start of the batch counts.
         took_s *= worker.slowed(self._load.kept_when_sharing)
         in_batch_priority = 0
         for job in jobs:
@@ -91,7 +91,7 @@ class WholeBatches:
         done.callbacks.append(self._finish)
 
     def _batch_of(self, worker: SimulatedWorker) -> Iterator[SimulatedJob]:
-        """Returns waiting jobs, up to a full batch: interactive first, except every 16th time."""
+        """Yields waiting jobs, up to a full batch: interactive first, except every 16th time."""
         self._batches += 1
         priorities = (INTERACTIVE, BATCH)
         if worker.held[BATCH] and self._batches % BATCH_PRIORITY_EVERY == 0:
@@ -108,7 +108,7 @@ class WholeBatches:
                 yield job
 
     def _share(self, worker: SimulatedWorker) -> int:
-        """Items of a batch, as `take` of workers/scheduling/priority_queue.py: an even part.
+        """Returns the items per batch, like `take` of workers/scheduling/priority_queue.py.
 
         A larger batch would delay items that another process could compute at the same time.
         """
@@ -121,7 +121,7 @@ class WholeBatches:
         batch = cast(RunningBatch, event.value)
         worker = batch.worker
         if batch not in worker.computing:
-            return  # it was cut off
+            return  # it was interrupted
         worker.inference_s += batch.took_s
         worker.batches += 1
         self._end(batch)
@@ -138,7 +138,7 @@ class WholeBatches:
             worker.vacate(now_s)
 
     def stop(self, worker: SimulatedWorker) -> list[SimulatedJob]:
-        """Ends the batches of a worker, done or not. Returns its jobs."""
+        """Ends a worker's batches, whether done or not. Returns its jobs."""
         jobs = worker.running
         for batch in list(worker.computing):
             self._end(batch)
@@ -150,11 +150,11 @@ BATCH_SLOTS_SHARE = 1 / 4
 SHARED_WEIGHTS_SHARE = 0.5
 """The value in workers/runtime/execution.py."""
 NEARLY = 1e-9
-"""Steps or seconds of which nothing is left."""
+"""Steps or seconds below this count as zero."""
 
 
 class SteppedBatches:
-    """The batches of one model. Arguments as of WholeBatches."""
+    """Batches of a model that computes in steps. Takes the same arguments as WholeBatches."""
 
     def __init__(
         self,
@@ -164,7 +164,7 @@ class SteppedBatches:
         chance: random.Random,
         on_ended: OnEnded,
     ) -> None:
-        assert load.steps is not None, "the caller asks for them; this is a bug"
+        assert load.steps is not None, "the caller must check this; this is a bug"
         self._env = env
         self._steps = load.steps
         self._kept_when_sharing = load.kept_when_sharing
@@ -174,7 +174,7 @@ class SteppedBatches:
         self._fixed_share = SHARED_WEIGHTS_SHARE if model.definition.shares_weights else 0.0
 
     def start(self, worker: SimulatedWorker) -> None:
-        """Admits the items that a worker holds, up to its free slots."""
+        """Admits items that a worker holds, up to its free slots."""
         self._advance(worker)
         admitted = list(self._admitted(worker))
         if not admitted:
@@ -196,7 +196,7 @@ class SteppedBatches:
         self._schedule(worker, inside)
 
     def _admitted(self, worker: SimulatedWorker) -> Iterator[SimulatedJob]:
-        """Interactive jobs first. Alongside, `batch` priority gets 1/4 of the slots."""
+        """Yields interactive jobs first. In addition, `batch` priority gets 1/4 of the slots."""
         free = self._slots - sum(job.items for job in worker.running)
         has_callers = any(not job.is_batch_priority for job in worker.running)
         for priority in (INTERACTIVE, BATCH):
@@ -214,7 +214,7 @@ class SteppedBatches:
                 yield job
 
     def _schedule(self, worker: SimulatedWorker, inside: Inside) -> None:
-        """Returns the next event in a worker, and its spare time until then."""
+        """Schedules the next event in a worker, and sets its spare time until then."""
         items = sum(job.items for job in worker.running)
         fill = min(1.0, items / self._slots)
         slowed = worker.slowed(self._kept_when_sharing)
@@ -246,7 +246,7 @@ class SteppedBatches:
         worker.batch_done.callbacks.append(self._change)
 
     def _advance(self, worker: SimulatedWorker) -> None:
-        """Counts what a worker did since its last change."""
+        """Counts the worker's progress since its last change."""
         inside = worker.inside
         if inside is None:
             return
@@ -267,7 +267,7 @@ class SteppedBatches:
         worker = cast(SimulatedWorker, event.value)
         inside = worker.inside
         if worker.batch_done is not event or inside is None:
-            return  # something else came before
+            return  # another event came first
         self._advance(worker)
         done = [job for job in worker.running if job.steps <= NEARLY or job.has_ended]
         if not done:
@@ -290,7 +290,7 @@ class SteppedBatches:
         worker.vacate(self._env.now)
 
     def stop(self, worker: SimulatedWorker) -> list[SimulatedJob]:
-        """Ends what a worker computes. Returns its jobs, which start over elsewhere."""
+        """Ends a worker's computation. Returns its jobs, which start over elsewhere."""
         self._advance(worker)
         jobs, worker.running = worker.running, []
         self._leave(worker)
@@ -298,18 +298,17 @@ class SteppedBatches:
 
 
 def _reading(worker: SimulatedWorker) -> SimulatedJob | None:
-    """The job whose prompt is read: one after the other, while the other texts wait."""
+    """Returns the job whose prompt is being read: one at a time, while other texts wait."""
     return next((job for job in worker.running if job.read_s > NEARLY), None)
 
 
 class Service:
-    """The broker's and the workers' side of one model.
+    """A model's broker and workers.
 
     Args:
-        load: seconds of batches.
-        broker: rules of job delivery to workers.
-        record: gets the ending of each request.
-        trip_s: both ways over Pub/Sub.
+        load: seconds per batch.
+        broker: how jobs are delivered to workers.
+        record: records how each request ended.
     """
 
     def __init__(
@@ -333,10 +332,10 @@ class Service:
         self._lease_s = broker.lease_s
         self._refill_s = refill_s(broker.round_trip_s) if broker.round_trip_s else 0.0
         self._batches_held = broker.batches_held
-        # A model that computes in steps holds a fixed number (workers/worker.py).
+        # A model that computes in steps holds a fixed number of jobs (workers/worker.py).
         self._holds_more = broker.batches_held is None and load.steps is None
         self.queues: tuple[deque[SimulatedJob], deque[SimulatedJob]] = (deque(), deque())
-        """Published, and with no worker."""
+        """Jobs that are published, but not yet at a worker."""
         self._open: list[SimulatedWorker] = []
         self._idle: dict[SimulatedWorker, None] = {}
         self._deadlines: deque[SimulatedJob] = deque()
@@ -355,7 +354,7 @@ class Service:
         self._deliver(job)
 
     def _expire(self) -> Steps:
-        """Ends jobs at their deadline, wherever they are. Deadlines come in order of arrival."""
+        """Ends jobs at their deadline, wherever they are. Deadlines are in order of arrival."""
         while True:
             if not self._deadlines:
                 self._has_jobs = self._env.event()
@@ -369,12 +368,12 @@ class Service:
                 self.end(job, RequestEnd.EXPIRED)
 
     def refuse(self) -> None:
-        """Counts a request that was refused at once."""
+        """Counts a request that was refused immediately."""
         self.record.outcomes[RequestEnd.REFUSED] += 1
         self.record.ended_s.append(self._env.now)
 
     def end(self, job: SimulatedJob, outcome: RequestEnd) -> None:
-        """Counts how a job ended that was not served."""
+        """Records the ending of a job that was not served."""
         job.has_ended = True
         self.record.outcomes[outcome] += 1
         self.record.ended_s.append(self._env.now)
@@ -407,7 +406,7 @@ class Service:
         first = int(self._chance.random() * count)
         for number in range(first, first + count):
             worker = self._open[number % count]
-            # Workers are open by their room for `interactive` priority.
+            # Workers are open if they have room for `interactive` priority.
             if worker.has_room(priority):
                 return worker
         return None
@@ -439,24 +438,27 @@ class Service:
             worker.open_at = -1
 
     def _held(self, worker: SimulatedWorker) -> int:
-        """Jobs of each priority that a worker near its broker holds, those that run included."""
+        """Returns how many jobs of each priority a worker near its broker holds."""
         most_items = self.model.batch.max_items
         if self._batches_held is not None:
             return self._batches_held * most_items
         in_steps = self.load.steps is not None
         return held_messages(most_items, worker.processes, in_steps=in_steps)
 
-    # What workers compute
+    # Computing
 
     def _without_work(self, worker: SimulatedWorker) -> None:
-        """A worker has nothing that it could compute."""
+        """True if the worker holds nothing that it could compute."""
         if worker.drained is not None and not worker.drained.triggered:
             worker.drained.succeed()
         elif worker.is_serving:
             self._idle[worker] = None
 
     def _ended(self, worker: SimulatedWorker, jobs: list[SimulatedJob], took_s: float) -> None:
-        """A worker is done with jobs, for which the model took this time. It continues."""
+        """Handles jobs that a worker has finished, with the model's time for them.
+
+        The worker continues.
+        """
         ended = [0, 0]
         for job in jobs:
             ended[BATCH if job.is_batch_priority else INTERACTIVE] += 1
@@ -480,13 +482,13 @@ class Service:
             self._free(worker, ended)
 
     def _free_later(self, worker: SimulatedWorker, ended: list[int]) -> Steps:
-        """Frees permits when the replies and acks have traveled, and the next jobs come."""
+        """Frees permits when replies and acks have traveled, and the next jobs arrive."""
         yield self._env.timeout(self._refill_s)
         if not worker.is_gone:
             self._free(worker, ended)
 
     def _free(self, worker: SimulatedWorker, ended: list[int]) -> None:
-        """Takes the next jobs of each priority in the place of those that ended."""
+        """Takes the next jobs of each priority in place of the ended ones."""
         for priority, count in enumerate(ended):
             worker.held_jobs[priority] -= count
         if not worker.is_draining:
@@ -495,7 +497,7 @@ class Service:
             self._open_up(worker)
 
     def _compute(self, worker: SimulatedWorker) -> None:
-        """A worker takes on what it holds, as far as it can now."""
+        """Lets a worker start on the jobs that it holds, as far as it can."""
         if not worker.has_gpu:
             self._idle.pop(worker, None)
             return
@@ -523,10 +525,10 @@ class Service:
         if job.then is not None:
             job.then(job)
 
-    # Workers that come and go
+    # Workers starting and ending
 
     def add_worker(self, worker: SimulatedWorker) -> None:
-        """A worker is warm: it pulls."""
+        """Adds a warm worker, which pulls jobs."""
         worker.take_turn = partial(self._compute, worker)
         worker.is_ready, worker.ready_s = True, self._env.now
         worker.most_held[:] = [self._held(worker)] * 2
@@ -535,7 +537,10 @@ class Service:
         self._open_up(worker)
 
     def drain(self, worker: SimulatedWorker) -> simpy.Event:
-        """A worker stops pulling. The event comes when it has done what it holds."""
+        """Stops a worker from pulling.
+
+        The event fires when it has finished the jobs that it holds.
+        """
         worker.is_draining = True
         self._close(worker)
         self._idle.pop(worker, None)
@@ -545,18 +550,21 @@ class Service:
         return worker.drained
 
     def leave(self, worker: SimulatedWorker) -> None:
-        """A worker is gone. The broker gets what it still held."""
+        """Removes a worker. The broker gets back the jobs that it still held."""
         self._hand_back(self._taken_from(worker))
 
     def lose_gpu(self, worker: SimulatedWorker) -> None:
-        """A worker's GPU has failed. It still holds what it ran, to try it again, and pulls."""
+        """Handles a worker's failed GPU.
+
+        It keeps its running jobs, to try them again, and pulls.
+        """
         jobs = self._work.stop(worker) if worker.running else []
         for job in sorted(jobs, key=_age, reverse=True):
             worker.held[BATCH if job.is_batch_priority else INTERACTIVE].appendleft(job)
         self._compute(worker)
 
     def lose(self, worker: SimulatedWorker) -> None:
-        """A worker died. The broker gives what it held to others when the leases end."""
+        """Handles a dead worker. The broker redelivers its jobs when their leases end."""
         self._env.process(self._hand_back_later(self._taken_from(worker)))
 
     def _hand_back_later(self, jobs: list[SimulatedJob]) -> Steps:
@@ -590,7 +598,7 @@ def _age(job: SimulatedJob) -> Any:
 
 
 def _pass_turn(worker: SimulatedWorker) -> None:
-    """Of a pod of several models, the one whose oldest job is the oldest computes next."""
+    """In a pod with several models, the one whose oldest job is the oldest computes next."""
     if not worker.others:
         return
     waiting = [one for one in (worker, *worker.others) if any(one.held)]

@@ -1,4 +1,4 @@
-"""Workers that several models share: each pod is a worker of each model, in turn."""
+"""Workers shared by several models: each pod is a worker of each model, in turn."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from shared.errors import ConfigurationError
 
 
 class SharedService:
-    """The workers' side of models that share workers: a pod is a worker of each, in turn.
+    """The workers of models that share them: a pod is a worker of each, in turn.
 
-    Each part pulls from the subscription of its model. One computes at a time, whole batches.
+    Each part pulls from its model's subscription. One of them computes at a time, in whole batches.
 
     Raises:
-        ConfigurationError: a model has `steps`, which is not simulated here.
+        ConfigurationError: a model has `steps`, which is not supported here.
     """
 
     def __init__(self, env: simpy.Environment, name: str, services: Sequence[Service]) -> None:
@@ -25,7 +25,7 @@ class SharedService:
             if service.load.steps is not None:
                 field = f"models.{service.model.name}.steps"
                 raise ConfigurationError(
-                    f"{field}: models that share workers are simulated in whole batches only",
+                    f"{field}: models that share workers can only be simulated in whole batches",
                     field=field,
                 )
         self._env = env
@@ -33,7 +33,7 @@ class SharedService:
         self._services = services
 
     def add_worker(self, pod: SimulatedWorker) -> None:
-        """A pod is warm: it pulls the jobs of all models."""
+        """Adds a warm pod, which pulls the jobs of all models."""
         parts = [self._part(pod, service) for service in self._services]
         pod.parts = tuple(parts)
         pod.is_ready, pod.ready_s = True, self._env.now
@@ -57,19 +57,19 @@ class SharedService:
         return part
 
     def drain(self, pod: SimulatedWorker) -> simpy.Event:
-        """A pod stops pulling. The event comes when it has done what it holds."""
+        """Stops a pod from pulling. The event fires when it has finished the jobs that it holds."""
         pod.is_draining = True
         return self._env.all_of([service.drain(part) for service, part in self._of(pod)])
 
     def leave(self, pod: SimulatedWorker) -> None:
-        """A pod is gone. The broker gets what it still held."""
+        """Removes a pod. The broker gets back the jobs that it still held."""
         pod.settle(self._env.now)
         pod.is_draining = pod.is_gone = True
         for service, part in self._of(pod):
             service.leave(part)
 
     def lose(self, pod: SimulatedWorker) -> None:
-        """A pod died. The broker gives what it held to others when the leases end."""
+        """Handles a dead pod. The broker redelivers its jobs when their leases end."""
         pod.settle(self._env.now)
         pod.is_draining = pod.is_gone = True
         for service, part in self._of(pod):
@@ -80,7 +80,7 @@ class SharedService:
             service.lose_gpu(part)
 
     def _of(self, pod: SimulatedWorker) -> Iterator[tuple[Service, SimulatedWorker]]:
-        # Before it is warm, a pod has none.
+        # Before it is warm, a pod does not have parts.
         return zip(self._services, pod.parts, strict=False)
 
 

@@ -1,4 +1,4 @@
-"""Shows a result as text."""
+"""Prints a result as text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock_planning.simulation.result import (
 
 
 def text(result: SimulationResult) -> str:
-    """The figures of a run: of each model, then of the GPUs."""
+    """Returns the figures of a run: of each model, then of the GPUs."""
     summary, scenario = result.summary, result.scenario
     title = [scenario.about] if scenario.about else []
     return "\n\n".join(
@@ -29,12 +29,12 @@ def text(result: SimulationResult) -> str:
 
 
 def rows_of_models(result: SimulationResult) -> list[tuple[object, ...]]:
-    """The figures of models: a head, and a value of each."""
+    """Returns the figures of models: a header, and a value for each model."""
     return list(zip(_MODEL_HEADS, *map(_model_row, result.summary.models), strict=True))
 
 
 def rows_of_gpus(result: SimulationResult) -> list[tuple[object, ...]]:
-    """The figures of GPUs: a head and its value."""
+    """Returns the figures of GPUs: a header and its value."""
     return list(zip(_GPU_HEADS, _gpu_row(result.summary), strict=True))
 
 
@@ -103,9 +103,9 @@ _GPU_HEADS = (
     "GPUs to request, by the rule of deploy plan",
     "GPUs on average",
     "GPU hours",
-    "GPU busy, share of what is paid",
+    "GPU busy, share of paid time",
     "workers busy, share",
-    "work of what workers can do, share",
+    "workers' used capacity, share",
     "dollars of GPU nodes",
     "dollars a day",
 )

@@ -1,4 +1,4 @@
-"""Streams of requests, as a scenario describes them, and the times at which they come."""
+"""Request streams in a scenario, and the times at which requests arrive."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Seconds = Annotated[float, Field(ge=0)]
 
 
 class _Arrivals(Entry):
-    """A stream of requests. The streams of a model add up."""
+    """A stream of requests. A model's streams add up."""
 
     spacing: Literal["poisson", "even"] = "poisson"
     from_s: Seconds = 0.0
@@ -35,7 +35,7 @@ class Constant(_Arrivals):
 
 
 class Wave(_Arrivals):
-    """A sine between two rates, with the least at the start. A day has 86400 s."""
+    """A sine between two rates, with the minimum at the start. A day has 86400 s."""
 
     kind: Literal["wave"]
     least_per_s: float = Field(ge=0)
@@ -44,7 +44,7 @@ class Wave(_Arrivals):
 
 
 class StepArrivals(_Arrivals):
-    """One rate, and another one from a moment on."""
+    """One rate, and another one from a certain time."""
 
     kind: Literal["step"]
     before_per_s: float = Field(ge=0)
@@ -53,7 +53,7 @@ class StepArrivals(_Arrivals):
 
 
 class Burst(_Arrivals):
-    """One rate, and more for a while."""
+    """One rate, and a higher one for a while."""
 
     kind: Literal["burst"]
     base_per_s: float = Field(0.0, ge=0)
@@ -63,17 +63,17 @@ class Burst(_Arrivals):
 
 
 class Trace(_Arrivals):
-    """Requests at recorded times: a trace of `penstock load`, of which only `at_s` counts."""
+    """Requests at recorded times: a trace of `penstock load`, of which only `at_s` is used."""
 
     kind: Literal["trace"]
     file: Path
-    """Relative to the scenario's file."""
+    """Relative to the scenario file."""
 
 
 Arrivals = Annotated[Constant | Wave | StepArrivals | Burst | Trace, Field(discriminator="kind")]
 
 CHUNK_S = 10.0
-"""Seconds in which a wave's rate counts as constant. Steps and bursts are cut exactly."""
+"""Seconds during which a wave's rate counts as constant. Steps and bursts are exact."""
 
 Times = NDArray[np.float64]
 
@@ -81,7 +81,7 @@ Times = NDArray[np.float64]
 def arrival_times(
     stream: Arrivals, duration_s: float, generator: np.random.Generator
 ) -> Iterator[Times]:
-    """The times of a stream in order, in chunks.
+    """Yields the times of a stream in order, in chunks.
 
     Raises:
         ConfigurationError: a trace can't be read.
@@ -99,7 +99,7 @@ def arrival_times(
             count = generator.poisson(expected)
             yield np.sort(generator.uniform(start_s, end_s, count))
         elif expected > 0:
-            # The k-th request comes when the sum of the rate passes k.
+            # The k-th request arrives when the integral of the rate reaches k.
             first = math.floor(left) + 1
             due = np.arange(first, math.floor(left + expected) + 1, dtype=np.float64)
             yield start_s + (due - left) / expected * (end_s - start_s)
@@ -109,7 +109,7 @@ def arrival_times(
 def _rate_of(
     stream: Constant | Wave | StepArrivals | Burst,
 ) -> tuple[Callable[[float], float], tuple[float, ...]]:
-    """The rate at a time, and the times at which it jumps."""
+    """Returns the rate as a function of time, and the times at which it jumps."""
     if isinstance(stream, Constant):
         per_s = stream.per_s
         return lambda at_s: per_s, ()
@@ -141,9 +141,9 @@ def _chunks(
 
 
 def peak_per_s(streams: Sequence[Arrivals], duration_s: float) -> float:
-    """The highest rate of all streams together, without the chance of their arrivals.
+    """Returns the highest total rate of all streams, ignoring random variation.
 
-    A trace has no rate: its requests are counted over the time over which the autoscaler does.
+    A trace has no rate: its requests are counted over the same period as in the autoscaler.
 
     Raises:
         ConfigurationError: a trace can't be read.

@@ -1,4 +1,4 @@
-"""The time series that queries see: samples with their age, as a scrape brings them."""
+"""Time series as seen by queries: samples with an age, as after a scrape."""
 
 from __future__ import annotations
 
@@ -12,34 +12,36 @@ Labels = tuple[tuple[str, str], ...]
 """Sorted pairs of name and value."""
 
 TRIMMED_AT = 2048
-"""Samples of a series. The older half is dropped then if no query looks so far back."""
+"""Number of samples in a series at which the older half is dropped, if no query looks back that
+far.
+"""
 
 
 @dataclass(slots=True)
 class Series:
-    """The samples of one series, by the time of the scrape."""
+    """The samples of a series, by scrape time."""
 
     labels: Labels
     times_s: list[float] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
     age_s: float = 0.0
-    """Seconds after a scrape before a query sees its samples."""
+    """Seconds after a scrape before queries see its samples."""
     has_fallen: bool = False
-    """True if a value was ever below the one before, as after a counter's reset."""
+    """True if a value was ever lower than the previous one, as after a counter reset."""
     ended_s: float = math.inf
-    """The time its target disappeared, when Prometheus writes a staleness marker."""
+    """Time when its target disappeared and Prometheus writes a staleness marker."""
 
 
 @dataclass(frozen=True)
 class Matcher:
-    """One condition of a selector."""
+    """A condition in a selector."""
 
     label: str
     operator: str
     value: str
 
     def fits(self, labels: Labels) -> bool:
-        """Returns whether labels meet the condition. A missing label is empty, as in Prometheus."""
+        """Returns whether labels meet the condition. As in Prometheus, a missing label is empty."""
         value = dict(labels).get(self.label, "")
         tests: dict[str, Callable[[], bool]] = {
             "=": lambda: value == self.value,
@@ -54,7 +56,7 @@ class TimeSeries:
     """All series by metric name and labels.
 
     Args:
-        kept_s: the longest lookback of queries. Older series and samples may be dropped.
+        kept_s: longest lookback of the queries. Older series and samples may be dropped.
     """
 
     def __init__(self, kept_s: float = math.inf) -> None:
@@ -65,7 +67,7 @@ class TimeSeries:
     def append(
         self, name: str, labels: Labels, at_s: float, value: float, age_s: float = 0.0
     ) -> None:
-        """Adds a sample. Samples of a series come in order of time."""
+        """Adds a sample. Samples of a series must be in order of time."""
         of_name = self._by_name.setdefault(name, {})
         series = of_name.get(labels)
         if series is None:
@@ -81,13 +83,13 @@ class TimeSeries:
             del series.times_s[:half], series.values[:half]
 
     def end(self, name: str, labels: Labels, at_s: float) -> None:
-        """Marks a series as stale: its target is gone."""
+        """Marks a series as stale because its target is gone."""
         series = self._by_name.get(name, {}).get(labels)
         if series is not None:
             series.ended_s = at_s
 
     def select(self, name: str, matchers: tuple[Matcher, ...]) -> list[Series]:
-        """The series of a metric that fit all matchers."""
+        """Returns the series of a metric that fit all matchers."""
         key = (name, matchers)
         if key not in self._chosen:
             self._chosen[key] = [
@@ -98,7 +100,7 @@ class TimeSeries:
         return self._chosen[key]
 
     def forget(self, now_s: float) -> None:
-        """Drops series that no query sees any more."""
+        """Drops series that queries no longer see."""
         for of_name in self._by_name.values():
             oldest_s = now_s - self.kept_s
             for key in [key for key, one in of_name.items() if one.times_s[-1] < oldest_s]:
@@ -107,7 +109,10 @@ class TimeSeries:
 
 
 def newest(series: Series, at_s: float, now_s: float, lookback_s: float) -> float | None:
-    """The newest value up to a time that a query at `now_s` sees. None beyond the lookback."""
+    """Returns the newest value up to a time, as seen by a query at `now_s`.
+
+    None beyond the lookback.
+    """
     seen_s = min(at_s, now_s - series.age_s)
     index = bisect_right(series.times_s, seen_s) - 1
     if index < 0 or series.times_s[index] <= at_s - lookback_s or series.ended_s <= seen_s:
@@ -116,6 +121,6 @@ def newest(series: Series, at_s: float, now_s: float, lookback_s: float) -> floa
 
 
 def window(series: Series, from_s: float, to_s: float, now_s: float) -> tuple[int, int]:
-    """The indices of the samples after `from_s`, up to `to_s`, that a query at `now_s` sees."""
+    """Returns the indices of samples after `from_s`, up to `to_s`, seen by a query at `now_s`."""
     last = bisect_right(series.times_s, min(to_s, now_s - series.age_s))
     return min(bisect_left(series.times_s, from_s), last), last

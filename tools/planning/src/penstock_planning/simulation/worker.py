@@ -18,7 +18,7 @@ BUSY_FADE_S = 30.0
 """Equals FADE_S of workers/metrics.py."""
 
 Steps = Generator[simpy.Event, Any, None]
-"""A process of the simulation."""
+"""A process in the simulation."""
 
 
 @dataclass(slots=True)
@@ -28,28 +28,28 @@ class Inside:
     time: StepTime
     """The worker's estimate of its step times."""
     share_s: float = 0.0
-    """Seconds of the worker that an item got if it was in the batch all the time."""
+    """Worker seconds that an item got if it was in the batch all the time."""
     spare_s: float = 0.0
     """The spare part of share_s."""
     spare_part: float = 0.0
-    """The part of each second that currently counts as spare."""
+    """Fraction of each second that currently counts as spare."""
     work_part: float = 0.0
-    """The part of each second in which a full worker would do the same work."""
+    """Fraction of each second in which a full worker would do the same work."""
     steps_per_s: float = 0.0
-    """0: a prompt is read."""
+    """0: a prompt is being read."""
 
 
 @dataclass(slots=True, eq=False)
 class RunningBatch:
-    """A whole batch that one process of a worker computes."""
+    """A whole batch computed by one process of a worker."""
 
     worker: SimulatedWorker
     jobs: list[SimulatedJob]
     took_s: float
     batch_share: float
-    """Share of its items at `batch` priority."""
+    """Share of its items with `batch` priority."""
     counted_s: float
-    """The time up to which the worker has counted it."""
+    """Time up to which the worker has counted it."""
 
 
 class Node:
@@ -74,12 +74,12 @@ class Node:
         self.places = places
         self.is_spot = is_spot
         self.is_ready = self.has_failed = self.is_cordoned = False
-        """True if pods can start on it, its GPU has failed, and it was cordoned for that."""
+        """True if pods can start on it, although its GPU failed and it was cordoned for that."""
         self.workers: list[SimulatedWorker] = []
         self.busy = 0
-        """Workers that compute right now."""
+        """Workers that are computing now."""
         self.busy_s = 0.0
-        """Seconds in which at least one did."""
+        """Seconds in which at least one of them computed."""
         self.ordered_s = 0.0
         self.since_s = 0.0
         """Start of the current state: idle, or computing."""
@@ -91,23 +91,23 @@ class Node:
 
 @dataclass(slots=True, eq=False)
 class SimulatedWorker:
-    """One pod. It pulls jobs up to its flow control, and runs what it holds in batches."""
+    """A pod. It pulls jobs up to its flow control limit, and computes them in batches."""
 
     name: str
     region: str
     model: str
     _: KW_ONLY
     processes: int
-    """Model processes, each with a CPU of its own if there are several."""
+    """Number of model processes. If there are several, each has a separate CPU."""
     placed: simpy.Event
-    """Comes when it has a place on a node."""
+    """Event that fires when it has a place on a node."""
     is_spread: bool
     on_evict: InitVar[Callable[[SimulatedWorker, str], None]]
     on_lost_gpu: InitVar[Callable[[SimulatedWorker, float], None]]
     evict: Callable[[str], None] = field(init=False)
-    """Tells its Deployment that its node goes, and why."""
+    """Notifies its Deployment that its node is going away, with the reason."""
     lose_gpu: Callable[[float], None] = field(init=False)
-    """Tells its Deployment that its GPU has failed, and after which time it leaves."""
+    """Notifies its Deployment that its GPU failed, and when it will leave."""
     lost_gpus: int = 0
     node: Node | None = None
     is_ready: bool = False
@@ -119,42 +119,45 @@ class SimulatedWorker:
     held: tuple[deque[SimulatedJob], deque[SimulatedJob]] = field(
         default_factory=lambda: (deque(), deque())
     )
-    """Jobs of each priority that wait here: interactive, batch."""
+    """Jobs waiting here, by priority: interactive, batch."""
     held_jobs: list[int] = field(default_factory=lambda: [0, 0])
-    """Of each priority: those that wait or run here, and those whose acks are on their way."""
+    """By priority: jobs that wait or run here, and jobs whose acks are on their way."""
     most_held: list[int] = field(default_factory=lambda: [0, 0])
-    """Jobs of each priority that it holds at most."""
+    """Maximum jobs of each priority that it holds."""
     ahead: tuple[HeldAhead, HeldAhead] = field(default_factory=lambda: (HeldAhead(), HeldAhead()))
-    """What it measures of each priority."""
+    """Its measurements, by priority."""
     running: list[SimulatedJob] = field(default_factory=list)
     computing: list[RunningBatch] = field(default_factory=list)
-    """The whole batches of `running`, at most one for each process."""
+    """Running whole batches, at most one per process."""
     started_s: float = 0.0
     batch_done: simpy.Event | None = None
     drained: simpy.Event | None = None
     open_at: int = -1
-    """Its place among the workers with room."""
+    """Its index among the workers with room."""
     parts: tuple[SimulatedWorker, ...] = ()
-    """Of a pod of several models: what it is to each of them. All but the counts is the pod's."""
+    """For a pod with several models: one part per model.
+
+    All data except the counts belongs to the pod.
+    """
     others: tuple[SimulatedWorker, ...] = ()
-    """Of such a part: the other ones, which compute in turn with it."""
+    """For such a part: the other parts, which take turns computing."""
     take_turn: Callable[[], None] | None = None
-    """Of such a part: has it compute, if it can."""
+    """For such a part: lets it compute, if it can."""
     inside: Inside | None = None
     """Set if the worker admits items between steps."""
     step_time: StepTime | None = None
-    """Its estimate of its step times, from its first step on."""
+    """Its estimate of its step times, after its first step."""
     inference_s: float = 0.0
     spare_s: float = 0.0
     items: int = 0
-    """A counter of its metrics, as `batches` is."""
+    """A counter in its metrics, like `batches`."""
     batches: int = 0
     busy_s: float = 0.0
     """Seconds in which it computed."""
     work_s: float = 0.0
     """Seconds in which a full worker would have done the same work."""
     busy_parts: tuple[float, float] = (0.0, 0.0)
-    """The share of each priority in what it computes."""
+    """Share of each priority in its current computation."""
     busy_average: tuple[float, float] = (0.0, 0.0)
     busy_since_s: float = 0.0
 
@@ -167,11 +170,11 @@ class SimulatedWorker:
         self.lose_gpu = partial(on_lost_gpu, self)
 
     def has_room(self, priority: int) -> bool:
-        """Returns whether its flow control takes another job."""
+        """Returns whether its flow control accepts another job."""
         return self.held_jobs[priority] < self.most_held[priority]
 
     def occupy(self, now_s: float) -> None:
-        """It begins to compute on its GPU."""
+        """Starts computing on its GPU."""
         node = self.node
         assert node is not None
         if node.busy == 0:
@@ -188,21 +191,21 @@ class SimulatedWorker:
 
     @property
     def has_free_process(self) -> bool:
-        """Returns whether a process could begin a whole batch while others compute."""
+        """Returns whether a process could start a whole batch while others compute."""
         return 0 < len(self.computing) < self.processes
 
     @property
     def is_computing(self) -> bool:
-        """Returns whether it, or a part of it, computes."""
+        """Returns whether it or one of its parts is computing."""
         return bool(self.running) or any(part.running for part in self.parts)
 
     @property
     def waits_for_turn(self) -> bool:
-        """Returns whether its pod computes for another model."""
+        """Returns whether its pod is computing for another model."""
         return any(part.running for part in self.others)
 
     def settle(self, now_s: float) -> None:
-        """Counts what it did in what it computes now."""
+        """Counts the work done so far in its current computation."""
         if self.parts:
             for part in self.parts:
                 part.settle(now_s)
@@ -217,30 +220,30 @@ class SimulatedWorker:
             self.count(batch, now_s)
 
     def count(self, batch: RunningBatch, now_s: float) -> None:
-        """Counts what a process did in a batch, as a part of the worker."""
+        """Counts the work of one process in a batch, as a fraction of the worker."""
         part_s = (now_s - batch.counted_s) / self.processes
         batch.counted_s = now_s
         self.busy_s += part_s
         self.work_s += part_s
 
     def set_busy_of_batches(self, now_s: float) -> None:
-        """Its processes compute the batches that they have now."""
+        """Sets its load from the batches that its processes are computing."""
         share = sum(batch.batch_share for batch in self.computing) / self.processes
         self.set_busy((len(self.computing) / self.processes - share, share), now_s)
 
     def slowed(self, kept_when_sharing: float) -> float:
-        """Returns the current slowdown factor from others that compute on the same GPU."""
+        """Returns the current slowdown factor caused by others on the same GPU."""
         node = self.node
         assert node is not None
         return 1.0 if node.busy <= 1 else node.busy / kept_when_sharing
 
     def set_busy(self, parts: tuple[float, float], now_s: float) -> None:
-        """It computes for each priority, by parts of what a full one does, or not at all (0, 0)."""
+        """Sets its load per priority, in fractions of a full worker; (0, 0) while idle."""
         self.busy_average = self.busy_ratio(now_s)
         self.busy_since_s, self.busy_parts = now_s, parts
 
     def busy_ratio(self, now_s: float) -> tuple[float, float]:
-        """Returns penstock_worker_busy_ratio of each priority."""
+        """Returns the value of penstock_worker_busy_ratio for each priority."""
         fade = math.exp((self.busy_since_s - now_s) / BUSY_FADE_S)
         (interactive, batch), (old, old_batch) = self.busy_parts, self.busy_average
         return interactive + (old - interactive) * fade, batch + (old_batch - batch) * fade

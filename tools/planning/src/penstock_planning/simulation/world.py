@@ -1,7 +1,7 @@
-"""Puts a scenario together and runs it, with its failures and the actions of its operators.
+"""Assembles a scenario and runs it, including its failures and operators' actions.
 
-Requests arrive at streams of times, computed a minute at a time. Metrics enter the time series as
-collectors bring them: at intervals, late, and not always. Parts are found by model and region.
+Request arrivals are computed a minute at a time. Metrics reach the time series as with real
+collectors: at intervals, late, and with gaps. Parts are stored by model and region.
 """
 
 from __future__ import annotations
@@ -86,11 +86,11 @@ class Parts:
     fleets: dict[tuple[str, str], Fleet] = field(default_factory=dict)
     """Fleets by GPU class and region."""
     replicas: dict[SiteKey, SimulatedDeployment] = field(default_factory=dict)
-    """Workers by the name of their group, and region."""
+    """Workers by group name and region."""
     autoscalers: dict[SiteKey, Autoscaler] = field(default_factory=dict)
-    """The same, of their autoscalers."""
+    """Autoscalers by group name and region."""
     groups: dict[str, str] = field(default_factory=dict)
-    """The names of the groups of workers by model."""
+    """Names of worker groups by model."""
 
 
 @dataclass(frozen=True)
@@ -103,26 +103,26 @@ class SimulatedRun:
     deadline_s: float
     region: str
     sites: Mapping[tuple[str, int], ApiSite]
-    """What waits of each step, by region and step."""
+    """Jobs waiting in each step, by region and step."""
 
 
 FLOW_SEED = 1
-"""Sets the chance of flows apart from that of models."""
+"""Separates the random numbers of flows from the models' numbers."""
 BROKER_WAIT_S = float(ApiSettings.model_fields["broker_wait_s"].default)
 ROUND_TRIPS = 2
 """Equals ROUND_TRIPS of api/dispatch/model_window.py."""
 
 FORGET_EVERY_S = 300.0
 FALLEN_OFF_THE_BUS = 79
-"""The XID of a GPU that has failed."""
+"""XID of a failed GPU."""
 
 
 class Scraper:
     """The collectors of workers and APIs, and Pub/Sub's own gauges.
 
     Args:
-        broker_wait_s: how long published jobs may be on their way and wait at the broker.
-        has_gpu_failures: True if GPUs fail, and with that metrics that only alerts query.
+        broker_wait_s: how long published jobs may be in transit or wait at the broker.
+        has_gpu_failures: True if GPUs fail, so that metrics that only alerts query are needed.
     """
 
     def __init__(
@@ -142,10 +142,13 @@ class Scraper:
         self._broker_wait_s = broker_wait_s
         self._has_gpu_failures = has_gpu_failures
         self.away: list[tuple[str, ...]] = []
-        """Outages: beginnings of the names that are not scraped. An empty one is any name."""
+        """Current outages: prefixes of metric names that are not scraped.
+
+        An empty prefix matches all.
+        """
         self._forget_s = 0.0
         self._scraped: dict[tuple[str, Labels], None] = {}
-        """The series of the last scrape, by name and labels."""
+        """Series of the last scrape, by name and labels."""
         env.process(self._scrape())
         env.process(self._sample_pubsub())
 
@@ -179,7 +182,7 @@ class Scraper:
         now_s = self._env.now
         for (_, region), replicas in self._parts.replicas.items():
             for worker in (*replicas.workers, *replicas.leaving):
-                # The port answers as soon as the process is up. Until it is ready all is zero.
+                # The port answers once the process is up. Until it is ready, all values are zero.
                 if worker.node is None:
                     continue
                 slug = replicas.rules.slug
@@ -338,14 +341,14 @@ MIN_SAMPLE_S = 5.0
 def simulate(
     scenario: Scenario, *, models_file: Path | None = None, rules: Rules | None = None
 ) -> SimulationResult:
-    """Runs a scenario. The same scenario and rules give the same result.
+    """Runs a scenario. The same scenario and rules produce the same result.
 
     Args:
-        models_file: a catalog that replaces the scenario's.
-        rules: replace those that are read from what deploys (`deployed_rules`).
+        models_file: catalog to use instead of the scenario's.
+        rules: rules to use instead of the deployed ones (`deployed_rules`).
 
     Raises:
-        ConfigurationError: scenario, catalog and rules do not fit together.
+        ConfigurationError: scenario, catalog and rules are inconsistent.
     """
     catalog, deployed = deployed_rules(scenario, models_file)
     world = World(scenario, catalog, rules or deployed, read_prices())
@@ -354,7 +357,7 @@ def simulate(
 
 
 class World:
-    """Everything that a scenario has, in one SimPy environment."""
+    """Everything in a scenario, in one SimPy environment."""
 
     def __init__(self, scenario: Scenario, catalog: Catalog, rules: Rules, prices: Prices) -> None:
         self.env = simpy.Environment()
@@ -377,7 +380,7 @@ class World:
             self.env.process(self._watch(alert, query))
         self.series.kept_s = looks_back_s + scenario.metrics.pubsub_age_s + MARGIN_S
         self._start_workers()
-        # As api/dispatch/model_window.py.
+        # As in api/dispatch/model_window.py.
         stay_s = BROKER_WAIT_S + ROUND_TRIPS * scenario.broker.round_trip_s
         scraper = Scraper(
             self.env,
@@ -420,7 +423,7 @@ class World:
         if pool not in self.parts.fleets:
             cluster = scenario.cluster
             if model.gpu.type == "none":
-                # General nodes: nothing is kept warm for them, and they are not spot.
+                # General nodes are never kept warm, and they are not spot.
                 cluster = cluster.model_copy(update={"buffer": 0, "spot": False})
             most = scenario.regions[region].max_gpus if model.gpu.type != "none" else None
             self.parts.fleets[pool] = Fleet(self.env, cluster, model.gpu.share, most, self._chance)
@@ -446,7 +449,7 @@ class World:
         return services[0] if len(services) == 1 else SharedService(self.env, group, services)
 
     def _start_workers(self) -> None:
-        """Workers, and nodes for them and for the buffer, that are there at the start."""
+        """Adds workers that exist from the start, and nodes for them and the buffer."""
         for fleet in self.parts.fleets.values():
             members = [
                 key for key in self.parts.replicas if self.parts.replicas[key].fleet is fleet
@@ -487,7 +490,7 @@ class World:
         env, load, chance = self.env, self.scenario.models[name], self._chance
         service, record = self.parts.services[name], self.recorder.models[name]
         limit_s = load.deadline_s or self.models[name].deadline.default_s
-        # The reply needs its time too.
+        # The reply takes time too.
         limit_s -= self.scenario.api.trip_s
         generator = np.random.default_rng([self.scenario.seed, number])
         for times in arrival_times(stream, self.scenario.duration_s, generator):
@@ -509,7 +512,10 @@ class World:
                     service.refuse()
 
     def _arrive_runs(self, name: str, stream: Arrivals, number: int) -> Steps:
-        """Runs of a flow. The API sees the flow, and not the requests of its steps' models."""
+        """Starts runs of a flow.
+
+        The API sees the flow instead of requests to the models of its steps.
+        """
         flow, record = self.scenario.flows[name], self.recorder.runs[name]
         sites = {
             (region, step): self._site_of(model, region)
@@ -550,12 +556,12 @@ class World:
         run.record.answer_s.append(self.env.now - run.arrived_s + self.scenario.api.trip_s)
 
     def _next_step(self, run: SimulatedRun, step: int) -> Steps:
-        """Its job takes one way over Pub/Sub, from worker to worker."""
+        """Publishes the next job, which takes one trip over Pub/Sub from worker to worker."""
         yield self.env.timeout(self.scenario.api.trip_s / 2)
         self._publish_step(run, step)
 
     def _site(self, name: str) -> ApiSite | None:
-        """The region of a request. None: all are lost."""
+        """Returns the API of a request's region. None: all regions are lost."""
         regions = self.scenario.regions
         if len(regions) == 1:
             site = self.parts.sites[name, next(iter(regions))]
@@ -567,7 +573,7 @@ class World:
         return self.parts.sites[name, self._chance.choices(up, shares)[0]]
 
     def _watch(self, alert: AlertRules, query: PromQuery) -> Steps:
-        """Notes when an alert begins to fire."""
+        """Records when an alert begins to fire."""
         since_s: float | None = None
         is_firing = False
         while True:
@@ -603,7 +609,7 @@ class World:
     # Result
 
     def result(self) -> SimulationResult:
-        """Returns the results, after the end."""
+        """Returns the results after the end."""
         self._take_samples()
         for replicas in self.parts.replicas.values():
             replicas.count_workers()
@@ -630,7 +636,7 @@ class World:
             yield FleetCost(pool, region, fleet.node_s, fleet.gpu_busy_s, per_h, most)
 
     def _most_nodes(self, pool: str, region: str, fleet: Fleet) -> int:
-        """Nodes for which quota and bounds have to have room, as `penstock deploy plan` counts."""
+        """Returns the nodes that quotas and limits must allow for, like `penstock deploy plan`."""
         share = self.scenario.regions[region].share
         workers = []
         for (_, of_region), replicas in self.parts.replicas.items():
@@ -650,7 +656,7 @@ class World:
         return gpu_nodes(workers, fleet.buffer, fleet.places)
 
     def _peak_per_s(self, model: str) -> float:
-        """The most requests a second, those of flows included."""
+        """Returns the maximum requests per second, including requests from flows."""
         duration_s = self.scenario.duration_s
         return peak_per_s(self.scenario.models[model].arrivals, duration_s) + sum(
             flow.steps.count(model) * peak_per_s(flow.arrivals, duration_s)
@@ -659,7 +665,7 @@ class World:
 
 
 def _machine_price(pool: str, is_spot: bool) -> str:
-    """The price of a node of a GPU class. Workers without a GPU run on general nodes."""
+    """Returns the price key of a GPU class's nodes. Workers without a GPU run on general nodes."""
     gpu_types, type_ = read_gpu_types(), pool.rpartition("-x")[0]
     if type_ not in gpu_types:
         return f"machine/{GeneralNodes().machine_type}/on-demand"

@@ -1,1 +1,1 @@
-"""GoogleSQL's data definition: the statements, their columns, options, and changes of tables."""
+"""GoogleSQL's data definition language: statements, columns, options, and table changes."""

@@ -1,6 +1,6 @@
-"""ALTER TABLE: what its actions, one after the other, make of a table.
+"""ALTER TABLE: the result of its actions, applied one after the other.
 
-All or nothing: what the actions come to is written in one transaction. Source:
+The result is written in one transaction, so all actions are applied or none. Source:
 https://docs.cloud.google.com/bigquery/docs/reference/standard-sql/data-definition-language#alter_table_add_column_statement
 """
 
@@ -18,16 +18,16 @@ from bigquery_emulator.tables.resources import TableResource
 from bigquery_emulator.tables.schema import Field, Json, Schema, parse_schema, quoted
 from bigquery_emulator.tables.settings import merged
 
-# To which types a column's values go without loss, as ALTER COLUMN SET DATA TYPE has it.
+# Types to which a column's values convert without loss, as in ALTER COLUMN SET DATA TYPE.
 _WIDER = {"INTEGER": ("NUMERIC", "FLOAT"), "NUMERIC": ("FLOAT",)}
 
 
 @dataclass
 class Shape:
-    """What a table will be.
+    """The future shape of a table.
 
-    `sources` has DuckDB's SQL over the old columns for each field that has one. `is_only_wider`
-    says that the change needs no new table: columns were added, or are no longer required.
+    `sources` has DuckDB's SQL over the old columns for each field that is kept. `is_only_wider`
+    means that the change needs no new table: columns were added, or are no longer required.
     """
 
     schema: Schema
@@ -37,16 +37,14 @@ class Shape:
 
 
 def altered(table: TableResource, actions: list[str], evaluate: Evaluate) -> Shape:
-    """Returns what a table is after the actions of ALTER TABLE.
+    """Returns the table after the actions of an ALTER TABLE statement.
 
     Args:
         table: the table or view.
-        evaluate: finds the value of an option's expression.
 
     Raises:
-        DuplicateError: for a column that is there.
-        InvalidQueryError: for a column that isn't there, or a change that BigQuery refuses.
-        UnsupportedError: for an action that this server does not know.
+        DuplicateError: a column already exists. InvalidQueryError: a column does not exist, or
+        BigQuery refuses the change. UnsupportedError: this server does not support the action.
     """
     sources = {each.name: quoted(each.name) for each in table.schema}
     shape = Shape(table.schema, table.settings, sources)
@@ -135,7 +133,7 @@ def _alter_column(shape: Shape, text: str, start: list[str]) -> None:
         return
     old, action = shape.schema[position], rest[1:]
     if action[:2] == ["SET", "OPTIONS"]:
-        # The options of a column are parsed as those of a table.
+        # The options of a column are parsed like the options of a table.
         at = text.upper().rindex("OPTIONS", 0, text.index("(") + 1)
         (changes,) = _parsed(f"SET {text[at:]}", exp.AlterSet).expressions
         _put(shape, position, replace(old, **column_options(changes)))
@@ -187,7 +185,7 @@ def _put(shape: Shape, position: int, new: Field) -> None:
 
 
 def _check_free(shape: Shape, old: Field) -> None:
-    """Refuses to take away a column by which the table is partitioned or clustered."""
+    """Refuses to remove a column by which the table is partitioned or clustered."""
     for name in ("timePartitioning", "rangePartitioning"):
         if str(shape.settings.get(name, {}).get("field", "")).lower() == old.name.lower():
             raise InvalidQueryError(f"Cannot change the partitioning column {old.name}")

@@ -1,4 +1,4 @@
-"""The columns and the PARTITION BY of a data definition, as resources of the API."""
+"""Converts the columns and PARTITION BY of a data definition to API resources."""
 
 from sqlglot import exp
 
@@ -10,13 +10,13 @@ _UNITS = ("HOUR", "DAY", "MONTH", "YEAR")
 
 
 def columns(node: exp.Schema) -> Schema:
-    """Returns the fields of a list of columns.
+    """Returns the fields of a column list.
 
     Raises:
-        InvalidError: for a name or type that BigQuery refuses.
-        UnsupportedError: for a constraint or a type that this server has not.
+        InvalidError: BigQuery refuses a name or type. UnsupportedError: this server does not
+        support a constraint or type.
     """
-    # An unenforced key changes nothing about the rows, but who reads it back would miss it.
+    # An unenforced key has no effect on rows, but clients that read it back would miss it.
     wrong = [part for part in node.expressions if not isinstance(part, exp.ColumnDef)]
     if wrong:
         raise unsupported(f"{wrong[0].sql('bigquery')} in CREATE TABLE")
@@ -37,7 +37,7 @@ def column(node: exp.ColumnDef) -> Json:
 
 
 def column_options(properties: exp.Properties) -> Json:
-    """Returns what OPTIONS of a column change in its TableFieldSchema."""
+    """Returns the changes that a column's OPTIONS make to its TableFieldSchema."""
     found: Json = {}
     for item in properties.expressions:
         value = item.args["value"]
@@ -48,7 +48,7 @@ def column_options(properties: exp.Properties) -> Json:
 
 
 def typed(name: str, kind: exp.DataType) -> Json:
-    """Returns the TableFieldSchema of a name and a type."""
+    """Returns the TableFieldSchema for a name and type."""
     if kind.this == exp.DType.ARRAY:
         return {**typed(name, kind.expressions[0]), "mode": "REPEATED"}
     if kind.this == exp.DType.STRUCT:
@@ -64,10 +64,10 @@ def typed(name: str, kind: exp.DataType) -> Json:
 
 
 def partitioning(node: exp.Expr) -> Json:
-    """Returns the settings of a table for its PARTITION BY.
+    """Returns the table settings for its PARTITION BY.
 
     Raises:
-        UnsupportedError: for an expression that BigQuery does not partition by.
+        UnsupportedError: BigQuery does not partition by this expression.
     """
     inner = node.expressions[0] if isinstance(node, exp.Schema | exp.Tuple) else node
     if isinstance(inner, exp.RangeBucket):
@@ -90,6 +90,6 @@ def _ranges(node: exp.RangeBucket) -> Json:
     numbers = [part.sql() for part in parts if isinstance(part, exp.Literal | exp.Neg)]
     if not isinstance(node.this, exp.Column) or len(numbers) < 2:
         raise unsupported(f"PARTITION BY {node.sql('bigquery')}")
-    # Without a step GENERATE_ARRAY counts by one.
+    # Without a step, GENERATE_ARRAY counts by one.
     found = dict(zip(("start", "end", "interval"), [*numbers, "1"], strict=False))
     return {"field": node.this.name, "range": found}

@@ -1,6 +1,7 @@
-"""Runs data definitions: CREATE, DROP, TRUNCATE and ALTER, put into the catalog.
+"""Runs data definitions: CREATE, DROP, TRUNCATE and ALTER on the catalog.
 
-A job runs it in the server's writer. What a statement does not say is as tables.insert has it.
+A job runs it in the server's writer thread. Anything that a statement does not specify is the same
+as in tables.insert.
 """
 
 from dataclasses import dataclass, replace
@@ -41,7 +42,7 @@ _COERCIONS = (("INTEGER", "NUMERIC"), ("INTEGER", "FLOAT"), ("NUMERIC", "FLOAT")
 
 @dataclass(frozen=True)
 class Defined:
-    """What a data definition did: the API's ddlOperationPerformed, and what it was about."""
+    """The result of a data definition: ddlOperationPerformed, and the affected resource."""
 
     operation: str
     table: TableKey | None = None
@@ -49,13 +50,7 @@ class Defined:
 
 
 class Definitions:
-    """Runs data definitions.
-
-    Args:
-        store: the open database.
-        names: where the statement's names are looked up.
-        evaluate: finds the value of an option's expression.
-    """
+    """Runs data definitions."""
 
     def __init__(
         self, store: Store, catalog: TableCatalog, names: Names, evaluate: Evaluate
@@ -71,13 +66,11 @@ class Definitions:
         """Runs one statement.
 
         Args:
-            tree: the parsed statement.
-            result: the rows of CREATE TABLE AS.
-            view_schema: the fields of CREATE VIEW.
+            result: rows of CREATE TABLE AS.
 
         Raises:
-            DuplicateError, NotFoundError: as the statement's IF [NOT] EXISTS allows.
-            UnsupportedError: for a statement that this server does not know.
+            DuplicateError, NotFoundError: unless the statement's IF [NOT] EXISTS allows it.
+            UnsupportedError: this server does not support the statement.
         """
         kind = definition_kind(tree)
         if kind == "CREATE_SCHEMA":
@@ -146,7 +139,7 @@ class Definitions:
         return merged(found, options)
 
     def _model(self, tree: exp.Expr) -> TableResource | None:
-        """The table of CREATE TABLE LIKE or COPY."""
+        """Returns the table named in CREATE TABLE LIKE or COPY."""
         clone = tree.args.get("clone")
         if clone is not None and not clone.args.get("copy"):
             raise unsupported("CREATE TABLE CLONE")
@@ -223,7 +216,7 @@ class Definitions:
         return Defined("ALTER", table.key)
 
     def _alter_schema(self, node: exp.Table, cut: AlterText) -> Defined:
-        # The name of a data set has the form of a table's.
+        # A dataset's name has the form of a table's.
         key = DatasetKey(node.db or self._names.project, node.name)
         if key not in self._catalog.datasets and cut.is_optional:
             return Defined("SKIP", dataset=key)
@@ -263,7 +256,7 @@ def _renamed(result: Result, schema: Schema) -> str:
 
 
 def _view_columns(tree: exp.Expr, found: Schema) -> Schema:
-    """The fields of a view, with the descriptions of its list of columns."""
+    """Returns the fields of a view, with the descriptions in its column list."""
     if not isinstance(tree.this, exp.Schema):
         return found
     parts = tree.this.expressions
@@ -287,7 +280,7 @@ def _like(tree: exp.Expr, model: TableResource, settings: Json) -> tuple[Schema,
     kept = {
         name: value
         for name, value in model.settings.items()
-        # A copy starts a life of its own.
+        # A copy does not inherit the expiration.
         if name != "expirationTime"
     }
     return model.schema, merged(kept, settings), model.physical if is_copy else None

@@ -1,4 +1,4 @@
-"""OPTIONS of data definitions: what each changes in a resource of the API.
+"""OPTIONS in data definitions: their changes to API resources.
 
 A value may be any constant expression, as in
 `expiration_timestamp=TIMESTAMP_ADD(CURRENT_TIMESTAMP(), INTERVAL 12 HOUR)`. Source:
@@ -13,7 +13,7 @@ from sqlglot import exp
 from bigquery_emulator.googlesql.calls import unsupported
 from bigquery_emulator.tables.schema import Json
 
-# Runs `SELECT <expression>` and returns its one value, as the API's JSON has it.
+# Runs `SELECT <expression>` and returns its single value in the API's JSON form.
 Evaluate = Callable[[str], object]
 
 _PAIRS = (exp.Tuple, exp.Struct)
@@ -36,15 +36,11 @@ _DATASET = {
 
 
 def table_options(texts: Mapping[str, str], evaluate: Evaluate) -> Json:
-    """Returns the change of a Table resource, as a merge patch, that OPTIONS ask for.
-
-    Args:
-        texts: the expression of each option by its name.
-        evaluate: finds the value of an expression.
+    """Returns the changes that OPTIONS make to a Table resource, as a merge patch.
 
     Raises:
-        InvalidQueryError: for an expression that has no value.
-        UnsupportedError: for an option that this server does not keep.
+        InvalidQueryError: an expression has no value. UnsupportedError: this server does not
+        support an option.
     """
     others = dict(texts)
     days = others.pop("partition_expiration_days", None)
@@ -55,7 +51,7 @@ def table_options(texts: Mapping[str, str], evaluate: Evaluate) -> Json:
 
 
 def dataset_options(texts: Mapping[str, str], evaluate: Evaluate) -> Json:
-    """Returns the change of a Dataset resource that OPTIONS ask for; see `table_options`."""
+    """Returns the changes that OPTIONS make to a Dataset resource; see `table_options`."""
     return _changes(texts, _DATASET, evaluate)
 
 

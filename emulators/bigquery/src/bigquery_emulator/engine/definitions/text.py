@@ -1,7 +1,7 @@
-"""The text of a data definition, cut at its tokens.
+"""Splits the text of a data definition at its tokens.
 
-A query or an expression inside a definition goes on as it was written: written anew from a parsed
-tree it might mean something else.
+Queries and expressions in a definition are passed on as written: generated from a parsed tree, they
+might have another meaning.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,10 +18,10 @@ _CLOSING = (TokenType.R_PAREN, TokenType.R_BRACKET, TokenType.R_BRACE)
 
 
 def query_text(sql: str) -> str:
-    """Returns the query of CREATE TABLE or CREATE VIEW: what follows the outermost AS.
+    """Returns the query of CREATE TABLE or CREATE VIEW: the text after the outermost AS.
 
     Raises:
-        InvalidQueryError: there is none.
+        InvalidQueryError: there is no query.
     """
     for token, depth in _nested(_tokens(sql)):
         if depth == 0 and token.text.upper() == "AS":
@@ -30,10 +30,10 @@ def query_text(sql: str) -> str:
 
 
 def option_texts(sql: str) -> dict[str, str]:
-    """Returns the outermost OPTIONS of a statement: the expression of each by its lower-case name.
+    """Returns a statement's outermost OPTIONS: expressions by option name in lower case.
 
     Raises:
-        InvalidQueryError: an option has no value, or is there twice.
+        InvalidQueryError: an option has no value, or occurs twice.
     """
     tokens = _tokens(sql)
     for position, (token, depth) in enumerate(_nested(tokens)):
@@ -47,7 +47,7 @@ def option_texts(sql: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class AlterText:
-    """An ALTER statement: the name that it is about, and the text of each action."""
+    """An ALTER statement: the name that it changes, and the text of each action."""
 
     name: str
     is_optional: bool
@@ -55,15 +55,15 @@ class AlterText:
 
 
 def alter_text(sql: str) -> AlterText:
-    """Cuts an ALTER statement.
+    """Splits an ALTER statement.
 
     Raises:
-        InvalidQueryError: it has no name or no action, or an empty one.
+        InvalidQueryError: the statement has no name or no action, or an empty action.
     """
     tokens = [token for token in _tokens(sql) if token.token_type != TokenType.SEMICOLON]
     is_optional = [token.text.upper() for token in tokens[2:4]] == ["IF", "EXISTS"]
     start = 4 if is_optional else 2
-    # A name is words between dots; a dash in it stands without spaces.
+    # A name consists of words between dots; a dash in it has no spaces around it.
     end = start + 1
     while end < len(tokens) and (
         tokens[end].token_type in (TokenType.DOT, TokenType.DASH)
@@ -77,9 +77,9 @@ def alter_text(sql: str) -> AlterText:
 
 
 def words(sql: str) -> list[str]:
-    """Returns the tokens of a text, in upper case but for quoted names and texts."""
+    """Returns the tokens of a text, in upper case except for quoted names and strings."""
     quoted = (TokenType.IDENTIFIER, TokenType.STRING)
-    # At the start of a statement the tokenizer takes RENAME and all behind it for one token.
+    # At the start of a statement, the tokenizer treats RENAME and everything after it as one token.
     tokens = _tokens(f"ALTER {sql}")[1:]
     return [token.text if token.token_type in quoted else token.text.upper() for token in tokens]
 
@@ -95,7 +95,7 @@ def _nested(tokens: Sequence[Token]) -> Iterator[tuple[Token, int]]:
         if token.token_type in _CLOSING:
             depth -= 1
         elif angles and set(token.text) == {">"}:
-            # The end of a STRUCT<...> or ARRAY<...>; two may be one token.
+            # The end of a STRUCT<...> or ARRAY<...>; a token may contain two.
             angles -= len(token.text)
         yield token, depth + angles
         if token.token_type in _OPENING:
@@ -143,5 +143,5 @@ def _named(sql: str, tokens: Sequence[Token]) -> dict[str, str]:
 
 
 def _text(sql: str, tokens: Sequence[Token]) -> str:
-    # A quoted token's text lacks its quotes; its place in the statement has them.
+    # The text of a quoted token lacks the quotes, but its position in the statement includes them.
     return sql[tokens[0].start : tokens[-1].end + 1]

@@ -1,1 +1,1 @@
-"""INFORMATION_SCHEMA: what the server knows of data sets, tables and jobs, as tables of queries."""
+"""INFORMATION_SCHEMA: the server's datasets, tables and jobs as tables for queries."""

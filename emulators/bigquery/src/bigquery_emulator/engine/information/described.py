@@ -1,4 +1,4 @@
-"""What data sets, tables, views and their columns are: rows of SCHEMATA, TABLES, COLUMNS, VIEWS."""
+"""Describes datasets, tables, views and columns: rows of SCHEMATA, TABLES, COLUMNS, VIEWS."""
 
 from collections.abc import Iterator
 
@@ -30,33 +30,33 @@ COLUMN_FIELD_PATHS = fields(
     "table_catalog table_schema table_name column_name field_path data_type description"
     " collation_name rounding_mode"
 )
-# As the service writes what is not set.
+# The service writes unset values like this.
 _NONE = "NULL"
 _SQL_NAMES = {"INTEGER": "INT64", "FLOAT": "FLOAT64", "BOOLEAN": "BOOL"}
 
 
 def dataset_rows(dataset: DatasetResource) -> list[Row]:
-    """The row of SCHEMATA for a data set."""
+    """Returns the row of SCHEMATA for a dataset."""
     key, location = dataset.key, dataset.settings.get("location", "US")
     times = (dataset.created_ms, dataset.modified_ms)
     return [(key.project, key.dataset_id, None, *times, location, _NONE)]
 
 
 def table_rows(table: TableResource) -> list[Row]:
-    """The row of TABLES for a table or view."""
+    """Returns the row of TABLES for a table or view."""
     kind, is_insertable = ("VIEW", "NO") if table.view_query is not None else ("BASE TABLE", "YES")
     return [(*named(table), kind, is_insertable, "NO", table.created_ms, _NONE)]
 
 
 def view_rows(table: TableResource) -> list[Row]:
-    """The row of VIEWS for a view, none for a table."""
+    """Returns the row of VIEWS for a view, nothing for a table."""
     if table.view_query is None:
         return []
     return [(*named(table), table.view_query, None, "YES")]
 
 
 def column_rows(table: TableResource) -> list[Row]:
-    """The rows of COLUMNS for a table or view."""
+    """Returns the rows of COLUMNS for a table or view."""
     clustering = [name.lower() for name in table.settings.get("clustering", {}).get("fields", [])]
     partitioned = table.partitioning.column.lower() if table.partitioning else None
     found: list[Row] = []
@@ -76,7 +76,7 @@ def column_rows(table: TableResource) -> list[Row]:
 
 
 def field_path_rows(table: TableResource) -> list[Row]:
-    """The rows of COLUMN_FIELD_PATHS for a table or view: one for each nested field too."""
+    """Returns rows of COLUMN_FIELD_PATHS for a table or view, including nested fields."""
     return [
         (*named(table), column.name, path, sql_type(field), field.description, _NONE, None)
         for column in table.schema
@@ -85,7 +85,7 @@ def field_path_rows(table: TableResource) -> list[Row]:
 
 
 def sql_type(field: Field) -> str:
-    """Returns a field's type as GoogleSQL writes it."""
+    """Returns a field's type in GoogleSQL."""
     name = _SQL_NAMES.get(field.type, field.type) + field.limits.sql
     if field.type == "RECORD":
         name = f"STRUCT<{', '.join(f'{inner.name} {sql_type(inner)}' for inner in field.fields)}>"
@@ -93,7 +93,7 @@ def sql_type(field: Field) -> str:
 
 
 def named(table: TableResource) -> tuple[str, str, str]:
-    """The columns table_catalog, table_schema and table_name."""
+    """Returns the columns table_catalog, table_schema and table_name."""
     return table.key.project, table.key.dataset_id, table.key.table_id
 
 

@@ -1,4 +1,4 @@
-"""The jobs that the server remembers: rows of JOBS."""
+"""Jobs that the server remembers: rows of JOBS."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ JOBS = (
 
 
 def job_row(job: BigQueryJob) -> Row:
-    """The row of JOBS for a job."""
+    """Returns the row of JOBS for a job."""
     config = job.configuration.get(job.kind.lower(), {})
     details = job.statistics.get("query", {})
     error = None if job.error is None else job.error.proto()

@@ -1,6 +1,6 @@
-"""The options that data sets and tables have: rows of SCHEMATA_OPTIONS and TABLE_OPTIONS.
+"""Options of datasets and tables: rows of SCHEMATA_OPTIONS and TABLE_OPTIONS.
 
-A value is written as GoogleSQL has it in OPTIONS.
+Values are written as in GoogleSQL's OPTIONS.
 """
 
 import json
@@ -17,7 +17,7 @@ _DAY_MS = 86_400_000
 
 
 def dataset_rows(dataset: DatasetResource) -> list[Row]:
-    """The rows of SCHEMATA_OPTIONS for a data set."""
+    """Returns the rows of SCHEMATA_OPTIONS for a dataset."""
     found = _shared(dataset.settings)
     for name, key in (
         ("default_table_expiration_days", "defaultTableExpirationMs"),
@@ -29,7 +29,7 @@ def dataset_rows(dataset: DatasetResource) -> list[Row]:
 
 
 def table_rows(table: TableResource) -> list[Row]:
-    """The rows of TABLE_OPTIONS for a table or view."""
+    """Returns the rows of TABLE_OPTIONS for a table or view."""
     settings = table.settings
     found = _shared(settings)
     if "expirationTime" in settings:

@@ -1,4 +1,4 @@
-"""How much tables hold: rows of PARTITIONS, TABLE_STORAGE and `__TABLES__`, counted when asked."""
+"""Sizes of tables: rows of PARTITIONS, TABLE_STORAGE and `__TABLES__`, counted on demand."""
 
 from bigquery_emulator.engine.information.described import named
 from bigquery_emulator.engine.query import table_size
@@ -25,7 +25,7 @@ _LEGACY_TABLE, _LEGACY_VIEW = 1, 2
 
 
 def partition_rows(cursor: Cursor, table: TableResource) -> list[Row]:
-    """The rows of PARTITIONS for a table, none for a view."""
+    """Returns the rows of PARTITIONS for a table, nothing for a view."""
     if table.view_query is not None:
         return []
     return [
@@ -35,7 +35,7 @@ def partition_rows(cursor: Cursor, table: TableResource) -> list[Row]:
 
 
 def storage_rows(cursor: Cursor, table: TableResource) -> list[Row]:
-    """The row of TABLE_STORAGE for a table, none for a view."""
+    """Returns the row of TABLE_STORAGE for a table, nothing for a view."""
     if table.view_query is not None:
         return []
     found = _partitions(cursor, table)
@@ -48,7 +48,7 @@ def storage_rows(cursor: Cursor, table: TableResource) -> list[Row]:
 
 
 def legacy_rows(cursor: Cursor, table: TableResource) -> list[Row]:
-    """The row of `__TABLES__` for a table or view. Times are milliseconds since 1970."""
+    """Returns the row of `__TABLES__` for a table or view. Times are milliseconds since 1970."""
     kind = _LEGACY_TABLE if table.view_query is None else _LEGACY_VIEW
     times = (table.created_ms, table.modified_ms)
     return [(*named(table), *times, *table_size(cursor, table), kind)]

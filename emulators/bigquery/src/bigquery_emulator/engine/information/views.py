@@ -1,6 +1,6 @@
-"""Which views INFORMATION_SCHEMA has, and what each lists for the place before its name.
+"""The views in INFORMATION_SCHEMA, and their rows for the qualifier before the name.
 
-The translator asks here when a statement names a view. Source:
+The translator calls this when a statement names a view. Source:
 https://docs.cloud.google.com/bigquery/docs/information-schema-intro
 """
 
@@ -28,7 +28,7 @@ _OF_TABLES: dict[str, tuple[Schema, Callable[[TableResource], list[Row]]]] = {
     "COLUMN_FIELD_PATHS": (described.COLUMN_FIELD_PATHS, described.field_path_rows),
     "VIEWS": (described.VIEWS, described.view_rows),
     "TABLE_OPTIONS": (options.TABLE_OPTIONS, options.table_rows),
-    # There are none, and dbt joins them.
+    # Always empty, but dbt joins these views.
     "MATERIALIZED_VIEWS": (described.MATERIALIZED_VIEWS, lambda table: []),
 }
 _OF_ROWS: dict[str, tuple[Schema, Callable[[Cursor, TableResource], list[Row]]]] = {
@@ -42,12 +42,11 @@ _JOB_VIEWS = ("JOBS", "JOBS_BY_PROJECT", "JOBS_BY_USER")
 
 @dataclass(frozen=True)
 class InformationViews:
-    """The views of one server.
+    """The INFORMATION_SCHEMA views of a server.
 
     Args:
-        store: the open database.
-        catalog: its data sets and tables.
-        jobs: the jobs that it remembers.
+        catalog: the server's datasets and tables.
+        jobs: jobs that the server remembers.
     """
 
     store: Store
@@ -58,17 +57,16 @@ class InformationViews:
         """Returns the rows of a view.
 
         Args:
-            view: its name behind INFORMATION_SCHEMA, or `__TABLES__`.
-            before: the parts of the name before that: project, then region or data set.
+            view: name after INFORMATION_SCHEMA, or `__TABLES__`.
+            before: parts of the name before it: project, then region or dataset.
 
         Raises:
-            InvalidQueryError: where the view needs a data set or a region and has none.
-            NotFoundError: where there is no such data set.
-            UnsupportedError: for a view that this server has not.
+            InvalidQueryError: the view needs a dataset or a region and has none. NotFoundError: the
+            dataset does not exist. UnsupportedError: this server does not support the view.
         """
         name = view.upper()
         if name in _OF_DATASETS or name in _JOB_VIEWS:
-            # Before these stands a project or a region, or both.
+            # A project or a region, or both, comes before these names.
             projects = [part for part in before if not part.lower().startswith(_REGION)]
             return self._of_project(name, projects[0] if projects else project)
         *owner, place = before or ("",)

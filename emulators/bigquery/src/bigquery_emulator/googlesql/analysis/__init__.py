@@ -1,1 +1,1 @@
-"""Google's own analyzer of GoogleSQL: names, types and coercions of a statement, or its error."""
+"""Google's own GoogleSQL analyzer: names, types and coercions of a statement, or its error."""

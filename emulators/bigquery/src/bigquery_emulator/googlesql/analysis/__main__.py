@@ -1,4 +1,4 @@
-"""Compiles the analyzer, so that no server has to. Does nothing where that was done."""
+"""Compiles the analyzer, so that no server has to. Does nothing if that was done before."""
 
 from bigquery_emulator.googlesql.analysis.module import AnalyzerModule
 

@@ -1,4 +1,4 @@
-"""Reads a GoogleSQL statement: the tables that it names, and its resolved tree or its error."""
+"""Analyzes a GoogleSQL statement: the tables that it names, and its resolved tree or error."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ _NOT_READ = "Statement not supported: "
 _MOST_CATALOGS = 64
 
 Path = tuple[str, ...]
-"""A name as a statement writes it, in parts: `dataset.table` has two, "`dataset.table`" one."""
+"""A name split into parts as written: `dataset.table` has two, "`dataset.table`" one."""
 
 
 @dataclass(frozen=True)
 class NamedTable:
-    """A table of a statement: its name there, its columns, and a key of the caller.
+    """A table in a statement: its name there, its columns, and a key chosen by the caller.
 
-    `key` comes back as the name of the table in the tree's TableScans.
+    `key` becomes the table's name in the tree's TableScans.
     """
 
     path: Path
@@ -56,19 +56,21 @@ class NamedTable:
 
 @dataclass(frozen=True)
 class ParameterTypes:
-    """The types of a statement's parameters, named in lower case or by position."""
+    """Types of a statement's parameters, named in lower case or by position."""
 
     named: Sequence[tuple[str, TypeProto]] = ()
     positional: Sequence[TypeProto] = ()
 
 
 class Analyzer:
-    """Google's analyzer. It is loaded at the first call, and may be used from any thread."""
+    """Google's analyzer. It is loaded on the first call, and may be used from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._calls = threading.Lock()
-        """Held from registering a catalog to its use: another call might break the instance."""
+        """Held from registering a catalog until it is used, because another call might break the
+        instance.
+        """
         self._module: AnalyzerModule | None = None
         self._catalogs: OrderedDict[bytes, int] = OrderedDict()
         self._generation = 0
@@ -76,17 +78,17 @@ class Analyzer:
         self._functions = own_functions()
 
     def load(self) -> AnalyzerModule:
-        """Loads the module, if that was not done."""
+        """Loads the module if necessary."""
         with self._lock:
             if self._module is None:
                 self._module = AnalyzerModule()
             return self._module
 
     def table_paths(self, sql: str) -> list[Path]:
-        """Returns the names of the tables that a statement reads or writes, each once.
+        """Returns the names of the tables that a statement reads or writes, without duplicates.
 
         Raises:
-            InvalidQueryError: for a syntax error, or a text that is too long.
+            InvalidQueryError: a syntax error, or the text is too long.
         """
         if len(sql) > MOST_CHARACTERS:
             raise InvalidQueryError(
@@ -104,11 +106,11 @@ class Analyzer:
         """Returns the resolved tree of a statement.
 
         Args:
-            tables: those that `table_paths` gave.
+            tables: tables returned by `table_paths`.
 
         Raises:
-            InvalidQueryError: for what GoogleSQL refuses.
-            UnsupportedError: for what the analyzer does not know.
+            InvalidQueryError: GoogleSQL refuses the statement. UnsupportedError: the analyzer does
+            not support it.
         """
         wanted = AnalyzerOptionsProto(
             language_options=self._language,
@@ -132,7 +134,10 @@ class Analyzer:
             return Node(self._call("Analyze", request).resolved_statement)
 
     def _registered(self, catalog: SimpleCatalogProto) -> int:
-        """The id of a catalog in the module, which costs as much to make as three to read."""
+        """Returns a catalog's id in the module.
+
+        Registering one costs as much as reading it thrice.
+        """
         generation = self.load().generation
         if generation != self._generation:
             self._catalogs.clear()
@@ -185,7 +190,7 @@ def _fill(made: SimpleTableProto, table: NamedTable, number: int) -> None:
 
 
 def _as_service_says(message: str) -> InvalidQueryError | UnsupportedError:
-    """Turns the analyzer's message into the service's: `... at [1:8]`."""
+    """Converts the analyzer's message to the service's format: `... at [1:8]`."""
     status = _STATUS.match(message)
     text = _POSITION.sub(r" at [\1]", _STATUS.sub("", message))
     if text.startswith(_NOT_READ) or (status is not None and status[1] == _NOT_IMPLEMENTED):

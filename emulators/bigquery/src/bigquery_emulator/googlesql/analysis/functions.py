@@ -1,6 +1,6 @@
-"""Functions of BigQuery that the analyzer does not have.
+"""BigQuery functions that the analyzer lacks.
 
-Some are described to it here. Of the others there are the names, to refuse them by.
+Some are described to it here. For the others there are only names, to refuse them.
 
 Source: https://cloud.google.com/bigquery/docs/reference/standard-sql/functions-all
 """
@@ -46,18 +46,18 @@ NOT_HERE = frozenset(
         "VECTOR_SEARCH",
     }
 )
-"""Names of BigQuery's reference that nothing here knows."""
+"""Names from BigQuery's reference that are not known here."""
 NOT_HERE_BEGINNINGS = ("AI.", "KEYS.", "KLL_QUANTILES.", "ML.")
 
 
 def is_not_here(name: str) -> bool:
-    """True if BigQuery has a function of this name and nothing here has."""
+    """True if BigQuery has a function with this name that is missing here."""
     name = name.upper()
     return name in NOT_HERE or name.startswith(NOT_HERE_BEGINNINGS)
 
 
 def own_functions() -> list[functions.FunctionProto]:
-    """The functions to describe to the analyzer."""
+    """Returns the functions to describe to the analyzer."""
     any_1, any_2 = enums.ARG_TYPE_ANY_1, enums.ARG_TYPE_ANY_2
     return [
         *(

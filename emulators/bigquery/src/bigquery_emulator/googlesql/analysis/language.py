@@ -1,4 +1,4 @@
-"""Which dialect of ZetaSQL's language BigQuery speaks.
+"""Options for BigQuery's dialect of ZetaSQL.
 
 Source: https://cloud.google.com/bigquery/docs/reference/standard-sql/query-syntax
 """
@@ -81,7 +81,7 @@ _MANIPULATIONS = (
     "OMIT_INSERT_COLUMN_LIST",
 )
 _STATEMENTS = ("QUERY", "INSERT", "UPDATE", "DELETE", "MERGE")
-"""Others are not read by the analyzer. It copies these options ten times for each statement."""
+"""The analyzer does not read other options. It copies these ten times per statement."""
 _REWRITES = (
     "ARRAY_FILTER_TRANSFORM",
     "ARRAY_INCLUDES",
@@ -94,11 +94,11 @@ _REWRITES = (
     "UNPIVOT",
     "WITH_EXPR",
 )
-"""What the analyzer itself turns into simpler nodes."""
+"""Rewrites by the analyzer into simpler nodes."""
 
 
 def language() -> LanguageOptionsProto:
-    """The options of BigQuery's dialect."""
+    """Returns the options for BigQuery's dialect."""
     found = LanguageOptionsProto(
         name_resolution_mode=options.NAME_RESOLUTION_DEFAULT,
         product_mode=options.PRODUCT_EXTERNAL,
@@ -113,5 +113,5 @@ def language() -> LanguageOptionsProto:
 
 
 def rewrites() -> list[int]:
-    """The rewrites that the analyzer does."""
+    """Returns the rewrites that the analyzer applies."""
     return [options.ResolvedASTRewrite.Value(f"REWRITE_{name}") for name in _REWRITES]

@@ -1,8 +1,8 @@
-"""The WebAssembly module with Google's analyzer: loaded, called, and replaced when it breaks.
+"""The WebAssembly module with Google's analyzer: loads, calls, and replaces it when it breaks.
 
-The package `zetasql` carries Google's ZetaSQL (GoogleSQL). Nothing that a statement does in there
-can reach this process: the module has its own memory, no files but the time zones, and a limit on
-its stack and its time.
+The package `zetasql` contains Google's ZetaSQL (GoogleSQL). No statement that it analyzes can
+affect this process: the module has its own memory, no files except the time zones, and limits on
+its stack and time.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ Answer = TypeVar("Answer", bound=Message)
 
 
 class AnalyzerRefusedError(Exception):
-    """The analyzer answered with an error. The message is its own."""
+    """The analyzer returned an error. The message is the analyzer's."""
 
 
 class AnalyzerTrappedError(Exception):
-    """The call ran out of stack or of time, or hit a bug of the analyzer."""
+    """The call ran out of stack or time, or hit a bug in the analyzer."""
 
 
 def _config() -> wasmtime.Config:
@@ -49,14 +49,14 @@ def _config() -> wasmtime.Config:
     config.epoch_interruption = True
     config.max_wasm_stack = _STACK_BYTES
     if sys.platform == "linux" and platform.machine() in _MACHINES:
-        # Code for every CPU of the kind, so that an image can bring it along.
+        # Code for every CPU of this kind, so that an image can include it.
         config.target = f"{platform.machine()}-unknown-linux-gnu"
     _enable_cache(config)
     return config
 
 
 def _enable_cache(config: wasmtime.Config) -> None:
-    """Keeps machine code in the user's cache, or without a home in the virtual environment."""
+    """Caches machine code in the user's cache, or without a home in the virtual environment."""
     try:
         config.cache = True
         return
@@ -73,11 +73,10 @@ def _enable_cache(config: wasmtime.Config) -> None:
 
 
 class AnalyzerModule:
-    """The loaded module and one instance of it. Takes calls from any thread, one at a time.
+    """The loaded module and an instance of it. Takes calls from any thread, one at a time.
 
-    wasmtime keeps the machine code in the user's cache (22 MB): the first load on a machine takes
-    10 s, and 1.1 GB of memory meanwhile, each later one 0.2 s. The package has a program
-    that does it.
+    wasmtime stores the machine code in the user's cache (22 MB): the first load on a machine takes
+    10 s and 1.1 GB of memory, later ones 0.2 s. A program in this package does the first load.
     """
 
     def __init__(self) -> None:
@@ -88,18 +87,17 @@ class AnalyzerModule:
         self._watchdog = _Watchdog(self._engine.increment_epoch)
         self._instance: _Instance | None = None
         self.generation = 0
-        """Counts the instances that broke. What was registered in them is gone."""
+        """Number of instances that broke. Everything registered in them is gone."""
 
     def call(self, method: str, request: Message, answer: type[Answer]) -> Answer:
         """Calls a method of ZetaSQL's local service.
 
         Args:
-            method: such as `Analyze`.
-            answer: the type of its response.
+            method: for example `Analyze`.
 
         Raises:
-            AnalyzerRefusedError: the method answered with an error.
-            AnalyzerTrappedError: it did not come to an end. Nothing of it is left.
+            AnalyzerRefusedError: the method returned an error. AnalyzerTrappedError: it did not
+            finish. It has no lasting effects.
         """
         with self._lock:
             if self._instance is None:
@@ -119,9 +117,9 @@ class AnalyzerModule:
 
 
 class _Watchdog:
-    """Stops a call that takes too long. Calls come one at a time.
+    """Stops calls that take too long. There is one call at a time.
 
-    One thread looks at all of them, and ends when none came for a while. A timer for each call
+    A single thread watches all calls, and ends when there was none for a while. A timer per call
     would start a thread for each.
     """
 
@@ -132,7 +130,6 @@ class _Watchdog:
         self._is_watching = False
 
     def begin(self) -> None:
-        """A call begins."""
         with self._lock:
             self._began_s = time.monotonic()
             if self._is_watching:
@@ -141,7 +138,6 @@ class _Watchdog:
         threading.Thread(target=self._watch, name="sql-watchdog", daemon=True).start()
 
     def end(self) -> None:
-        """The call has ended."""
         self._began_s = None
 
     def _watch(self) -> None:
@@ -191,7 +187,10 @@ class _Instance:
         return data
 
     def _reserve(self, size_bytes: int) -> None:
-        """Makes room for a request. The room is kept: each call into the module has its price."""
+        """Makes room for a request.
+
+        The space is reused, because each call into the module has a cost.
+        """
         if size_bytes > self._request_bytes:
             if self._request_at:
                 self._run("wasm_free", self._request_at)
@@ -203,7 +202,7 @@ class _Instance:
         return int(function(self._store, *args) or 0)
 
     def _base(self) -> int:
-        """Where the module's memory begins. It never moves, but grows."""
+        """Address of the module's memory. It may grow, but never moves."""
         memory: Any = self._exports["memory"]
         return ctypes.addressof(memory.data_ptr().contents)
 

@@ -1,4 +1,4 @@
-"""The resolved tree of a statement, as the analyzer gives it, with plain attribute access.
+"""The resolved tree of a statement from the analyzer, with plain attribute access.
 
 Source: https://github.com/google/googlesql/blob/master/docs/resolved_ast.md
 """
@@ -13,14 +13,14 @@ from google.protobuf.message import Message
 
 
 class Node:
-    """One node of a resolved tree.
+    """A node in a resolved tree.
 
-    A field is an attribute, those that it inherits too. A child that is a node is a Node, a list of
-    children is a list of Nodes, and None stands for a child that is not there. Other messages,
-    such as types and columns, are protocol buffers.
+    Fields are attributes, including inherited ones. A child node is a Node, a list of children is a
+    list of Nodes, and None stands for a missing child. Other messages, such as types and columns,
+    are protocol buffers.
 
     Attributes:
-        kind: the name of the node without `Resolved`, such as `FunctionCall` or `TableScan`.
+        kind: name of the node without `Resolved`, such as `FunctionCall` or `TableScan`.
     """
 
     __slots__ = ("_message", "kind")
@@ -44,7 +44,7 @@ class Node:
         return Node(getattr(message, name)) if message.HasField(name) else None
 
     def enum(self, name: str) -> str:
-        """The name of an enum's value, such as `LEFT` of a `join_type`."""
+        """Returns the name of an enum value, such as `LEFT` for a `join_type`."""
         descriptor = self._message.DESCRIPTOR
         message = self._message
         for _ in range(_paths(descriptor)[name].depth):
@@ -57,7 +57,7 @@ class Node:
         return name in _paths(self._message.DESCRIPTOR)
 
     def children(self) -> list[Node]:
-        """The nodes right below, in the order of their fields."""
+        """Returns the direct child nodes, in the order of their fields."""
         found: list[Node] = []
         for name, path in _paths(self._message.DESCRIPTOR).items():
             if path.is_node:
@@ -66,7 +66,7 @@ class Node:
         return found
 
     def walk(self) -> list[Node]:
-        """This node and all nodes below it."""
+        """Returns this node and all nodes below it."""
         found = [self]
         for node in found:
             found += node.children()  # a list that grows while it is read
@@ -104,7 +104,7 @@ def _is_node(descriptor: Descriptor) -> bool:
 
 
 def _inner(message: Message) -> Message:
-    """The node inside wrappers that may hold any of several kinds."""
+    """Returns the node inside wrappers that may hold any of several kinds."""
     while message.DESCRIPTOR.name.startswith("AnyResolved"):
         message = message.ListFields()[0][1]
     return message

@@ -1,4 +1,4 @@
-"""Types of the API's schemas and the analyzer's types, in both directions."""
+"""Converts types between the API's schemas and the analyzer."""
 
 from zetasql.wasi._pb2.zetasql.public import type_pb2 as types
 from zetasql.wasi._pb2.zetasql.public.type_pb2 import TypeProto
@@ -27,7 +27,6 @@ _SQL_NAMES = {"INT64": "INTEGER", "FLOAT64": "FLOAT", "BOOL": "BOOLEAN", "DECIMA
 
 
 def type_of_field(field: Field) -> TypeProto:
-    """The type of a column."""
     if field.type == "RECORD":
         found = TypeProto(type_kind=types.TYPE_STRUCT)
         for inner in field.fields:
@@ -38,11 +37,11 @@ def type_of_field(field: Field) -> TypeProto:
 
 
 def type_of_parameter(kind: Json) -> TypeProto:
-    """The type of a QueryParameterType resource.
+    """Returns the type described by a QueryParameterType resource.
 
     Raises:
-        InvalidQueryError: for a type that there is not.
-        UnsupportedError: for a type that this server does not keep.
+        InvalidQueryError: the type does not exist. UnsupportedError: this server does not support
+        the type.
     """
     name = str(kind.get("type", "")).upper()
     if name == "ARRAY":
@@ -66,10 +65,10 @@ def type_of_parameter(kind: Json) -> TypeProto:
 
 
 def field_of(name: str, kind: TypeProto) -> Field:
-    """The field of a result's column.
+    """Returns the field for a column of a result.
 
     Raises:
-        UnsupportedError: for a type that results can't carry here.
+        UnsupportedError: results can't contain the type here.
     """
     if kind.type_kind == types.TYPE_ARRAY:
         inner = field_of(name, kind.array_type.element_type)
@@ -86,10 +85,10 @@ def field_of(name: str, kind: TypeProto) -> Field:
 
 
 def duckdb_type(kind: TypeProto) -> str:
-    """DuckDB's type for values of a type.
+    """Returns DuckDB's type for values of a type.
 
     Raises:
-        UnsupportedError: for a type that has none here.
+        UnsupportedError: the type is not supported here.
     """
     if kind.type_kind == types.TYPE_ARRAY:
         return f"{duckdb_type(kind.array_type.element_type)}[]"
@@ -108,7 +107,7 @@ def duckdb_type(kind: TypeProto) -> str:
 
 
 def type_name(kind: TypeProto) -> str:
-    """The type as GoogleSQL writes it."""
+    """Returns the name of a type in GoogleSQL."""
     if kind.type_kind == types.TYPE_ARRAY:
         return f"ARRAY<{type_name(kind.array_type.element_type)}>"
     if kind.type_kind == types.TYPE_STRUCT:
@@ -122,9 +121,9 @@ def type_name(kind: TypeProto) -> str:
 
 
 def struct_field_names(kind: TypeProto) -> list[str]:
-    """The names of a struct's fields in DuckDB: BigQuery's, or `_field_2` for one without a name.
+    """Returns the names of a struct's fields in DuckDB: BigQuery's, or for example `_field_2`.
 
-    A name that comes twice is numbered too, as DuckDB has each once.
+    Duplicate names are numbered too, because DuckDB requires unique ones.
     """
     found: list[str] = []
     for position, field in enumerate(kind.struct_type.field, 1):

@@ -1,1 +1,1 @@
-"""From the resolved tree of a GoogleSQL statement to DuckDB's SQL."""
+"""Translates the resolved tree of a GoogleSQL statement to DuckDB's SQL."""

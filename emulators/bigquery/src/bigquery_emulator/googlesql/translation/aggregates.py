@@ -25,7 +25,7 @@ _PLACE_CONTEXT = Context(prec=60)
 
 @dataclass(frozen=True)
 class Aggregate:
-    """A call of an aggregate function, and what stands inside its parentheses."""
+    """A call of an aggregate function, and the text inside its parentheses."""
 
     call: Call
     node: Node
@@ -39,7 +39,7 @@ class Aggregate:
         return not self.distinct and not self.order
 
     def of(self, name: str, *others: str, condition: str = "") -> str:
-        """The call of a DuckDB aggregate with the first argument and `others`."""
+        """Returns the call of a DuckDB aggregate with the first argument and `others`."""
         inside = ", ".join([*self.call.sql[:1], *others])
         kept = f" FILTER (WHERE {condition})" if condition else ""
         return f"{name}({self.distinct}{inside}{self.order}){kept}{self.over}"
@@ -49,7 +49,7 @@ def aggregate(node: Node, scope: Scope) -> str:
     """Returns DuckDB's SQL for an AggregateFunctionCall.
 
     Raises:
-        UnsupportedError: for a function or a modifier without a translation.
+        UnsupportedError: a function or modifier has no translation.
     """
     if node.having_modifier is not None:
         return _having(node, scope)
@@ -61,7 +61,7 @@ def aggregate(node: Node, scope: Scope) -> str:
 
 
 def _having(node: Node, scope: Scope) -> str:
-    """ANY_VALUE of a row where another value is the greatest or the smallest."""
+    """Returns ANY_VALUE from a row in which another value is the maximum or minimum."""
     call, modifier = call_of(node, scope), node.having_modifier
     if call.name != "any_value":
         raise unsupported("HAVING MAX and HAVING MIN in this aggregate")
@@ -73,7 +73,7 @@ def _having(node: Node, scope: Scope) -> str:
 
 
 def _at_extreme(kind: str, value: str, by: str, by_kind: int, told: str) -> str:
-    """The value of a row where another value is the greatest, or the smallest."""
+    """Returns a value from the row in which another value is the maximum or minimum."""
     if by_kind in (types.TYPE_STRUCT, types.TYPE_ARRAY, types.TYPE_JSON):
         raise unsupported(f"{told} of this type")
     if by_kind == types.TYPE_DOUBLE:
@@ -82,7 +82,7 @@ def _at_extreme(kind: str, value: str, by: str, by_kind: int, told: str) -> str:
 
 
 def _by(kind: str) -> Callable[[Aggregate], str]:
-    """MAX_BY and MIN_BY."""
+    """Translates MAX_BY and MIN_BY."""
 
     def write(one: Aggregate) -> str:
         if not one.is_plain:
@@ -97,7 +97,7 @@ def analytic(node: Node, scope: Scope, window: str) -> str:
     """Returns DuckDB's SQL for an AnalyticFunctionCall over a window.
 
     Args:
-        window: what stands in the parentheses after OVER.
+        window: text in the parentheses after OVER.
     """
     call = call_of(node, scope)
     write = _WINDOWS.get(call.name)
@@ -198,7 +198,7 @@ def _string_agg(one: Aggregate) -> str:
 
 
 def _quantiles(one: Aggregate) -> str:
-    """Exact quantiles: within the promise of an approximation, and the same on every run."""
+    """Returns exact quantiles, which are valid approximations and the same on every run."""
     buckets = one.call.integer(1)
     if buckets is None or not 0 < buckets <= _MOST_QUANTILES:
         raise InvalidQueryError("Argument 2 to APPROX_QUANTILES must be a positive integer literal")
@@ -209,7 +209,10 @@ def _quantiles(one: Aggregate) -> str:
 
 
 def _top_count(one: Aggregate) -> str:
-    """Exact counts, which an approximation may be. Of equal counts the smaller value is first."""
+    """Returns exact counts, which are valid approximations.
+
+    Among equal counts, the smaller value is first.
+    """
     most = one.call.integer(1)
     if most is None or most < 1:
         raise InvalidQueryError("Argument 2 to APPROX_TOP_COUNT must be a positive integer literal")
@@ -229,7 +232,7 @@ def _statistic(name: str) -> Callable[[Aggregate], str]:
             return found
         if one.distinct:
             raise one.call.refused()
-        # DuckDB has NaN for a single pair.
+        # DuckDB returns NaN for a single pair.
         least = 1 if name == "covar_pop" else 2
         count = one.of("regr_count", *one.call.sql[1:])
         return f"(CASE WHEN {count} >= {least} THEN {found} END)"
@@ -281,7 +284,7 @@ def _shifted(name: str) -> Callable[[Call, str], str]:
         words = " IGNORE NULLS" if nulls == "IGNORE_NULLS" else ""
         arguments = list(call.sql)
         if name in ("lag", "lead") and len(arguments) > 1:
-            # DuckDB looks to the other side then.
+            # In that case DuckDB would look in the other direction.
             message = f"The offset to the function {name.upper()} must not be negative"
             arguments[1] = (
                 f"CASE WHEN {arguments[1]} < 0 THEN bq.fail('{message}') ELSE {arguments[1]} END"
@@ -307,10 +310,10 @@ def _percentile(name: str) -> Callable[[Call, str], str]:
 
 
 def _exact(place: float) -> str:
-    """A percentile as a DECIMAL, by which DuckDB multiplies exactly, as GoogleSQL does by a double.
+    """Returns a percentile as a DECIMAL, with which DuckDB multiplies as exactly as GoogleSQL.
 
-    What is cut off matters for more rows than there is memory for. It is cut and not rounded: a
-    percentile that is exact and falls on a row stays there.
+    The lost digits matter only for more rows than fit into memory. It is truncated instead of
+    rounded, so that an exact percentile that falls on a row stays there.
     """
     digits = Decimal(place).quantize(Decimal(1).scaleb(-_PLACE_DIGITS), ROUND_DOWN, _PLACE_CONTEXT)
     return f"CAST('{digits:f}' AS DECIMAL({_PLACE_DIGITS + 1},{_PLACE_DIGITS}))"

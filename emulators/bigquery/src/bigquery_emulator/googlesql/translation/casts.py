@@ -1,4 +1,4 @@
-"""CAST and SAFE_CAST, and the coercions that the analyzer has written out.
+"""CAST and SAFE_CAST, and coercions that the analyzer made explicit.
 
 Source: https://cloud.google.com/bigquery/docs/reference/standard-sql/conversion_functions
 """
@@ -22,7 +22,7 @@ _STRING, _BYTES, _BOOL = types.TYPE_STRING, types.TYPE_BYTES, types.TYPE_BOOL
 _DATE, _DATETIME = types.TYPE_DATE, types.TYPE_DATETIME
 _TIMESTAMP, _TIME = types.TYPE_TIMESTAMP, types.TYPE_TIME
 _MOST_WHOLE_DIGITS = 29
-"""Of a NUMERIC, before its point."""
+"""Maximum digits of a NUMERIC before the point."""
 
 _MACROS: dict[tuple[int, int], str] = {
     (_INT, _STRING): "CAST({0} AS VARCHAR)",
@@ -63,13 +63,10 @@ _MACROS: dict[tuple[int, int], str] = {
 
 
 def cast(value: str, source: TypeProto, target: TypeProto) -> str:
-    """Returns the value in another type.
-
-    Args:
-        source: the type that it has.
+    """Returns a value converted to another type.
 
     Raises:
-        UnsupportedError: for a pair of types that has no translation.
+        UnsupportedError: there is no translation for this pair of types.
     """
     if _is_same(source, target):
         return value
@@ -77,10 +74,10 @@ def cast(value: str, source: TypeProto, target: TypeProto) -> str:
 
 
 def limited(value: str, kind: int, parameters: TypeParametersProto) -> str:
-    """Returns a value within the parameters of a type, such as `NUMERIC(10, 2)`.
+    """Checks a value against the parameters of a type, such as `NUMERIC(10, 2)`.
 
     Raises:
-        UnsupportedError: for the parameters of another type.
+        UnsupportedError: another type has parameters.
     """
     if kind in (_STRING, _BYTES) and parameters.string_type_parameters.HasField("max_length"):
         most = parameters.string_type_parameters.max_length
@@ -118,7 +115,7 @@ def _cast(value: str, source: TypeProto, target: TypeProto) -> str:
 
 
 def _cast_struct(value: str, source: TypeProto, target: TypeProto) -> str:
-    """By position. A cast of DuckDB would go by name."""
+    """Casts a struct by position. DuckDB's cast would go by name."""
     names = struct_field_names(target)
     parts = []
     for place, (own, wanted) in enumerate(
@@ -133,7 +130,7 @@ def _cast_struct(value: str, source: TypeProto, target: TypeProto) -> str:
 
 
 def _is_same(one: TypeProto, other: TypeProto) -> bool:
-    """True if DuckDB's types are the same, names of fields included."""
+    """True if DuckDB's types are the same, including field names."""
     if one.type_kind != other.type_kind:
         return False
     if one.type_kind in (types.TYPE_ARRAY, types.TYPE_STRUCT):

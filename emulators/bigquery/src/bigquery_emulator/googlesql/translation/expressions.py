@@ -1,4 +1,4 @@
-"""Expressions: each node of a resolved tree becomes an expression of DuckDB."""
+"""Translates expressions: each node in a resolved tree becomes a DuckDB expression."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def expression(node: Node, scope: Scope) -> str:
     """Returns DuckDB's SQL for an expression.
 
     Args:
-        node: an expression of the resolved tree.
-        scope: what its columns and parameters stand for.
+        node: an expression in the resolved tree.
+        scope: translates its columns and parameters.
 
     Raises:
-        UnsupportedError: for a node or a function that has no translation.
+        UnsupportedError: a node or function has no translation.
     """
     translate = _EXPRESSIONS.get(node.kind)
     if translate is None:
@@ -38,7 +38,7 @@ def expression(node: Node, scope: Scope) -> str:
 
 
 def call_of(node: Node, scope: Scope) -> Call:
-    """The function call of a node, with its arguments in DuckDB's SQL."""
+    """Returns the function call of a node, with its arguments in DuckDB's SQL."""
     arguments = list(node.argument_list)
     if not arguments and node.generic_argument_list:
         arguments = [one.expr for one in node.generic_argument_list]
@@ -63,14 +63,14 @@ def _moved(name: str, arguments: list[Node]) -> tuple[str, list[Node]]:
 
 
 def _span(node: Node) -> list[Node]:
-    """The number and the date part of an INTERVAL, which has no translation alone."""
+    """Returns the number and date part of an INTERVAL, which has no translation alone."""
     if node.kind != "FunctionCall" or node.function.name != "ZetaSQL:$interval":
         raise unsupported("An INTERVAL that is not a number and a date part")
     return list(node.argument_list)
 
 
 def _argument(node: Node, scope: Scope) -> str:
-    # Names such as DAY are read from the node by the functions that take them.
+    # Names such as DAY are read from the node by the functions that use them.
     return "" if is_name(node) else expression(node, scope)
 
 

@@ -1,4 +1,4 @@
-"""Values of the analyzer as DuckDB's SQL.
+"""Converts the analyzer's values to DuckDB's SQL.
 
 Source of the encodings:
 https://github.com/google/googlesql/blob/master/googlesql/public/value.proto
@@ -28,13 +28,13 @@ _EXACT = Context(prec=60)
 
 
 def text(value: str) -> str:
-    """A string literal."""
+    """Returns a string literal."""
     parts = ["'" + part.replace("'", "''") + "'" for part in value.split("\0")]
     return parts[0] if len(parts) == 1 else f"({' || chr(0) || '.join(parts)})"
 
 
 def date_part(value: Any) -> str:
-    """The name of a date part, which the analyzer gives as an enum, such as `ISOWEEK`."""
+    """Returns a date part's name from the analyzer's enum, such as `ISOWEEK`."""
     return str(datetime_pb2.DateTimestampPart.Name(value.enum_value))
 
 
@@ -42,10 +42,10 @@ def literal(value: Any, kind: TypeProto) -> str:
     """Returns a typed literal.
 
     Args:
-        value: a ValueProto. Without any field it is NULL.
+        value: a ValueProto. If it has no field set, it is NULL.
 
     Raises:
-        UnsupportedError: for a type that has none in DuckDB.
+        UnsupportedError: DuckDB has no equivalent type.
     """
     if not value.ListFields() and kind.type_kind != types.TYPE_ENUM:
         return f"CAST(NULL AS {duckdb_type(kind)})"
@@ -72,14 +72,14 @@ def _struct(value: Any, kind: TypeProto) -> str:
 
 def _integer(value: Any) -> str:
     number = value.int64_value
-    # The smallest number has no positive counterpart to put a minus before.
+    # The smallest number has no positive counterpart for a minus in front.
     return f"CAST('{number}' AS BIGINT)" if number < 0 else f"CAST({number} AS BIGINT)"
 
 
 def _double(value: Any) -> str:
     number = value.double_value
     if math.isfinite(number):
-        # A minus before 0 would be lost.
+        # A minus in front of 0 would be lost.
         is_negative = math.copysign(1, number) < 0
         return f"CAST('{number!r}' AS DOUBLE)" if is_negative else f"CAST({number!r} AS DOUBLE)"
     return f"CAST('{number}' AS DOUBLE)"

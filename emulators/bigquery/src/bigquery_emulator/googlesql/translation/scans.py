@@ -1,4 +1,4 @@
-"""Queries: each scan of a resolved tree becomes a SELECT whose columns are named by their ids.
+"""Translates queries: each scan in a resolved tree becomes a SELECT with columns named by id.
 
 Source of the tree: https://github.com/google/googlesql/blob/master/docs/resolved_ast.md
 """
@@ -22,7 +22,7 @@ from bigquery_emulator.tables.schema import quoted
 _JOINS = {"INNER": "JOIN", "LEFT": "LEFT JOIN", "RIGHT": "RIGHT JOIN", "FULL": "FULL JOIN"}
 _LEVEL = "level"
 _MOST_ITERATIONS = 500
-"""Of a WITH query that refers to itself, as at the service."""
+"""Maximum iterations of a recursive WITH query, as in the service."""
 _SET_OPERATIONS = {
     "UNION_ALL": "UNION ALL",
     "UNION_DISTINCT": "UNION",
@@ -32,10 +32,10 @@ _SET_OPERATIONS = {
 
 
 def query(scan: Node, scope: Scope) -> str:
-    """Returns the SELECT of a scan. Its columns are named by `scope.column`.
+    """Returns the SELECT for a scan. Its columns are named by `scope.column`.
 
     Raises:
-        UnsupportedError: for a scan or an expression that has no translation.
+        UnsupportedError: a scan or an expression has no translation.
     """
     translate = _SCANS.get(scan.kind)
     if translate is None:
@@ -104,7 +104,7 @@ def _computed(columns: Iterable[Node], scope: Scope) -> dict[int, str]:
 
 
 def _columns(scan: Node, scope: Scope, computed: dict[int, str] | None = None) -> str:
-    """The SELECT list of a scan: what it computes, and what it passes on."""
+    """Returns the SELECT list of a scan: columns that are computed, or passed on."""
     computed, parts, seen = computed or {}, [], set()
     for column in scan.column_list:
         if column.column_id not in seen:
@@ -128,7 +128,10 @@ def _join(scan: Node, scope: Scope) -> str:
 
 
 def _array(scan: Node, scope: Scope) -> str:
-    """UNNEST, alone or beside what its array comes from. A NULL array has no elements."""
+    """Translates UNNEST, alone or joined with the source of its array.
+
+    A NULL array has no elements.
+    """
     if len(scan.array_expr_list) != 1 or scan.array_zip_mode is not None:
         raise unsupported("UNNEST of several arrays")
     array = expression(scan.array_expr_list[0], scope)
@@ -153,7 +156,7 @@ def _array(scan: Node, scope: Scope) -> str:
 
 
 def _joined_array(scan: Node, scope: Scope, array: str, offset: Node | None) -> str:
-    """`LEFT JOIN UNNEST`, or one with a condition."""
+    """Translates `LEFT JOIN UNNEST`, or UNNEST with a condition."""
     element = scope.column(scan.element_column_list[0].column_id)
     taken = [f"unnest({array}) AS {element}"]
     if offset is not None:
@@ -173,18 +176,18 @@ def _aggregate(scan: Node, scope: Scope) -> str:
     keys = _computed(scan.group_by_list, scope)
     values = {one.column.column_id: aggregate(one.expr, scope) for one in scan.aggregate_list}
     inner = query(scan.input_scan, scope)
-    # The keys come first, so that GROUP BY can name them by their places.
+    # The keys come first, so that GROUP BY can refer to them by position.
     listed = [f"{sql} AS {scope.column(key)}" for key, sql in {**keys, **values}.items()]
     grouped = f"SELECT {', '.join(listed) or '1 AS one'} FROM ({inner})"
     if keys:
         grouped += f" GROUP BY {', '.join(str(place) for place in range(1, len(keys) + 1))}"
     elif not values:
-        grouped += " LIMIT 1"  # an aggregation without keys or results still has one row
+        grouped += " LIMIT 1"  # an aggregation without keys or results still returns one row
     return grouped
 
 
 def _grouping_sets(scan: Node, scope: Scope) -> str:
-    """ROLLUP, CUBE and GROUPING SETS. The analyzer has written out the sets."""
+    """Translates ROLLUP, CUBE and GROUPING SETS. The analyzer has expanded them to sets."""
     keys = _computed(scan.group_by_list, scope)
     places = {key: f"k{place}" for place, key in enumerate(keys, 1)}
     sets = []
@@ -232,7 +235,7 @@ def _limit(scan: Node, scope: Scope) -> str:
 def _count(node: Node, scope: Scope) -> str:
     count = expression(node, scope)
     if node.kind == "Parameter":
-        # DuckDB takes a NULL for no limit.
+        # In DuckDB, NULL means no limit.
         message = "LIMIT and OFFSET must not be null or negative"
         return f"(CASE WHEN {count} >= 0 THEN {count} ELSE error('{message}') END)"
     return count
@@ -247,7 +250,7 @@ def _set_operation(scan: Node, scope: Scope) -> str:
 
 
 def _renamed(item: Node, scan: Node, scope: Scope) -> str:
-    """One side of a set operation, with the names of its columns."""
+    """Returns one side of a set operation, with column names."""
     names = [
         f"{scope.column(inner.column_id)} AS {scope.column(outer.column_id)}"
         for inner, outer in zip(item.output_column_list, scan.column_list, strict=True)
@@ -269,7 +272,7 @@ def _with(scan: Node, scope: Scope) -> str:
 
 
 def _recursive(scan: Node, scope: Scope) -> str:
-    """A WITH query that refers to itself. Its column `level` counts, so that it ends."""
+    """Translates a recursive WITH query. Its column `level` counts iterations, so that it ends."""
     if scan.enum("op_type") != "UNION_ALL" or scan.recursion_depth_modifier is not None:
         raise unsupported("WITH RECURSIVE by UNION DISTINCT, or with WITH DEPTH")
     name = scope.recursive_names[-1]
@@ -280,7 +283,7 @@ def _recursive(scan: Node, scope: Scope) -> str:
     scope.recursive_names.pop()
     level = f"(SELECT any_value({_LEVEL}) FROM {_query_name(name, scope)}) + 1"
     message = f"A recursive CTE has reached the maximum number of iterations: {_MOST_ITERATIONS}"
-    # In a condition, as a column that nobody reads would not be computed.
+    # Checked in a condition, because an unused column would not be computed.
     is_in_time = (
         f"CASE WHEN {level} > {_MOST_ITERATIONS} THEN bq.fail('{message}') = 0 ELSE true END"
     )
@@ -291,7 +294,7 @@ def _recursive(scan: Node, scope: Scope) -> str:
 
 
 def _recursive_ref(scan: Node, scope: Scope) -> str:
-    """The rows that the last iteration gave."""
+    """Returns the rows of the previous iteration."""
     name = scope.recursive_names[-1]
     return _selected(name, scan, scope)
 
@@ -301,7 +304,7 @@ def _with_ref(scan: Node, scope: Scope) -> str:
 
 
 def _selected(name: str, scan: Node, scope: Scope) -> str:
-    """The columns of a WITH query, under the names that they have in a scan of it."""
+    """Returns the columns of a WITH query, under their names in a scan of it."""
     names = [
         f"{scope.column(inner)} AS {scope.column(outer.column_id)}"
         for inner, outer in zip(scope.named_queries[name], scan.column_list, strict=True)
@@ -314,7 +317,7 @@ def _query_name(name: str, scope: Scope) -> str:
 
 
 def _in_words(kind: str) -> str:
-    """The name of a node as a person knows it: `PivotScan` is PIVOT."""
+    """Returns a node's name as users know it: `PivotScan` is PIVOT."""
     return kind.removesuffix("Scan").removesuffix("Stmt").upper()
 
 

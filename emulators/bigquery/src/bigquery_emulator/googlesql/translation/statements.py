@@ -26,8 +26,8 @@ _TARGET = "target"
 class Written:
     """A statement in DuckDB's SQL.
 
-    `checks` are queries that must run first, in the same transaction: they fail where the statement
-    must. `schema` has the fields of a query's result.
+    `checks` are queries that must run first, in the same transaction: they fail if the statement
+    must fail. `schema` has the fields of a query's result.
     """
 
     kind: str
@@ -40,8 +40,8 @@ def write_query(tree: Node, scope: Scope) -> Written:
     """Translates a QueryStmt, or the query of a CREATE TABLE or VIEW.
 
     Raises:
-        InvalidQueryError: where two columns of the result have one name.
-        UnsupportedError: for what has no translation.
+        InvalidQueryError: two columns of the result have the same name. UnsupportedError: something
+        has no translation.
     """
     names = _result_names([str(output.name) for output in tree.output_column_list])
     schema, parts = [], []
@@ -54,10 +54,10 @@ def write_query(tree: Node, scope: Scope) -> Written:
 
 
 def _result_names(given: Sequence[str]) -> list[str]:
-    """Names what has none as BigQuery does: f0_, f1_ and so on.
+    """Names unnamed columns like BigQuery: f0_, f1_ and so on.
 
     Raises:
-        InvalidQueryError: for a name that comes twice.
+        InvalidQueryError: a name occurs twice.
     """
     names, unnamed = [], 0
     for name in given:
@@ -75,7 +75,7 @@ def _result_names(given: Sequence[str]) -> list[str]:
 
 
 def _checked(value: str, kind: TypeProto, name: str) -> str:
-    """The value as a result or a table has it: no NULL for an array, and no NULL inside."""
+    """Checks a value for a result or a table: arrays become non-NULL, and must not contain NULL."""
     has_null = _has_null_element(value, kind)
     if not has_null:
         return value
@@ -86,7 +86,10 @@ def _checked(value: str, kind: TypeProto, name: str) -> str:
 
 
 def _has_null_element(value: str, kind: TypeProto, depth: int = 0) -> str:
-    """True if an array in a value has a NULL. Empty for a type without arrays."""
+    """Returns a condition that is true if an array in a value contains NULL.
+
+    Empty if it has no arrays.
+    """
     if kind.type_kind == types.TYPE_STRUCT:
         parts = [
             _has_null_element(f"struct_extract_at({value}, {place})", field.field_type, depth)
@@ -106,10 +109,10 @@ def write_manipulation(tree: Node, scope: Scope, table: str) -> Written:
     """Translates INSERT, UPDATE, DELETE or MERGE.
 
     Args:
-        table: DuckDB's name of the table that is changed.
+        table: DuckDB's name for the table to change.
 
     Raises:
-        UnsupportedError: for what has no translation.
+        UnsupportedError: something has no translation.
     """
     if tree.has("returning") and tree.returning is not None:
         raise unsupported("THEN RETURN")
@@ -156,7 +159,7 @@ def _delete(tree: Node, scope: Scope, table: str) -> Written:
 
 
 def _name_target(scan: Node, scope: Scope) -> None:
-    """Lets the columns of the changed table be read by their own names."""
+    """Makes the columns of the changed table readable by their own names."""
     source = scope.source(scan.table)
     for column in scan.column_list:
         own = source.columns[column.name]
@@ -179,7 +182,7 @@ def _update(tree: Node, scope: Scope, table: str) -> Written:
 
 
 def _changes(items: Sequence[Node], scope: Scope) -> list[tuple[str, str]]:
-    """The names of the columns that are set, and their values."""
+    """Returns the names of the columns to set, and their values."""
     found = []
     for item in items:
         if item.target.kind != "ColumnRef" or item.set_value is None:
@@ -190,7 +193,7 @@ def _changes(items: Sequence[Node], scope: Scope) -> list[tuple[str, str]]:
 
 
 def _update_from(tree: Node, scope: Scope, table: str) -> Written:
-    """Joins first, as two source rows for one target row are an error."""
+    """Joins first, because two source rows for one target row are an error."""
     target = tree.table_scan
     names = {column.column_id: scope.column(column.column_id) for column in target.column_list}
     own = ", ".join(
@@ -226,7 +229,7 @@ def _merge(tree: Node, scope: Scope, table: str) -> Written:
 
 
 def _two_matches(tree: Node, scope: Scope, table: str, source: str) -> str | None:
-    """A query that fails where one row would be changed twice."""
+    """Returns a query that fails if a row would be changed twice."""
     clauses = [one for one in tree.when_clause_list if one.enum("match_type") == "MATCHED"]
     if not clauses:
         return None

@@ -21,10 +21,10 @@ _FRAME_ENDS = {
 
 
 def window_functions(scan: Node, scope: Scope) -> dict[int, str]:
-    """Returns DuckDB's SQL of each function of an AnalyticScan, by the id of its column.
+    """Returns DuckDB's SQL for each function in an AnalyticScan, by column id.
 
     Raises:
-        UnsupportedError: for a function without a translation.
+        UnsupportedError: a function has no translation.
     """
     computed: dict[int, str] = {}
     for group in scan.function_group_list:
@@ -48,14 +48,14 @@ def window_functions(scan: Node, scope: Scope) -> dict[int, str]:
 
 
 def _is_by_value(frame: Node) -> bool:
-    """True if a frame's ends are found by adding to the value of the key."""
+    """True if a frame's bounds are calculated from the key's value."""
     ends = (frame.start_expr, frame.end_expr)
     is_offset = any(end.enum("boundary_type").startswith("OFFSET") for end in ends)
     return frame.enum("frame_unit") == "RANGE" and is_offset
 
 
 def _check_bounded(frame: Node) -> None:
-    """Refuses a frame that may begin or end with NaN, which DuckDB has at the other end."""
+    """Refuses frames that may start or end with NaN, which DuckDB has at the other end."""
     for end in (frame.start_expr, frame.end_expr):
         if end.enum("boundary_type").startswith("UNBOUNDED"):
             raise unsupported("RANGE over FLOAT64 with one end UNBOUNDED")

@@ -1,5 +1,5 @@
-"""GoogleSQL's functions in DuckDB's words, by name and types of arguments.
+"""Translates GoogleSQL's functions to DuckDB, by name and argument types.
 
-Only what is known to give BigQuery's answer has a translation. Everything else is refused: a wrong
-number in a report costs more than an error.
+Only functions known to return the same result as BigQuery have a translation. Everything else is
+refused: a wrong number in a report costs more than an error.
 """

@@ -1,4 +1,4 @@
-"""Functions of arrays."""
+"""Array functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FORMAT_* and PARSE_* of dates and times.
+"""FORMAT_* and PARSE_* for dates and times.
 
 Source: https://cloud.google.com/bigquery/docs/reference/standard-sql/format-elements
 """
@@ -22,7 +22,7 @@ _OF_DATES = frozenset("aAbBdejmUuVWwgGyYQ") | {"E4Y"}
 _OF_CLOCKS = frozenset("HIklMpPS")
 _ANYWHERE = frozenset("%nt")
 _NATIVE = frozenset("aAbBdjmUuVWwGyHIMpS%")
-"""Those that DuckDB's strftime writes alike."""
+"""Elements that DuckDB's strftime writes the same way."""
 _SEVERAL = {
     "F": "%E4Y-%m-%d",
     "D": "%m/%d/%y",
@@ -54,14 +54,14 @@ _ZONED = {
 }
 _FRACTION = re.compile("E([1-6])S")
 _PARSED = frozenset("aAbBdDeFhHImMpRSTxXyY%") | {"E*S", "z", "Ez"}
-"""Those that DuckDB's strptime reads as GoogleSQL does, once some are written out."""
+"""Elements that DuckDB's strptime reads like GoogleSQL, once some of them are expanded."""
 _CLOCKS_PARSED = frozenset("HIMpRSTX") | {"E*S"}
 _HOURS = "0[0-9]|1[0-3]"
 _OFFSETS = {
     "z": f"[-+](?:(?:{_HOURS})(?:[0-5][0-9])?|14(?:00)?)",
     "Ez": f"[-+](?:(?:{_HOURS})(?::?[0-5][0-9])?|14(?::?00)?)|Z",
 }
-"""The ends of texts with an offset from UTC."""
+"""Endings of texts with an offset from UTC."""
 _OFFSET_AT_END = re.compile("(?<!%)%(Ez|z)$")
 _READ_AS = {
     **{"F": "%Y-%m-%d", "h": "%b", "R": "%H:%M", "T": "%H:%M:%S", "X": "%H:%M:%S"},
@@ -70,7 +70,7 @@ _READ_AS = {
 
 
 class _Moment(NamedTuple):
-    """What is formatted: its local time, its moment where it has a zone, and what it has."""
+    """The value to format: its local time, its instant if it has a zone, and its parts."""
 
     local: str
     moment: str
@@ -78,7 +78,7 @@ class _Moment(NamedTuple):
 
 
 def formatted(call: Call) -> str:
-    """FORMAT_DATE, FORMAT_TIME, FORMAT_DATETIME and FORMAT_TIMESTAMP."""
+    """Translates FORMAT_DATE, FORMAT_TIME, FORMAT_DATETIME and FORMAT_TIMESTAMP."""
     pattern = call.text(0)
     if pattern is None:
         raise unsupported("A date format that is not a literal")
@@ -102,7 +102,7 @@ def _moment(call: Call) -> _Moment:
 
 
 def _written_out(pattern: str) -> str:
-    """The format without the elements that stand for several."""
+    """Expands elements that are abbreviations for several others."""
     return _ELEMENT.sub(
         lambda found: _written_out(_SEVERAL[found[1]]) if found[1] in _SEVERAL else found[0],
         pattern,
@@ -110,7 +110,10 @@ def _written_out(pattern: str) -> str:
 
 
 def _parts(pattern: str, moment: _Moment, told: str) -> list[str]:
-    """DuckDB's SQL for each part, in order. What its strftime can write is one part."""
+    """Returns DuckDB's SQL for each part, in order.
+
+    Everything that its strftime supports is one part.
+    """
     parts: list[str] = []
     native, at = "", 0
 
@@ -147,7 +150,7 @@ def _parts(pattern: str, moment: _Moment, told: str) -> list[str]:
 
 
 def parsed(kind: str) -> Translate:
-    """PARSE_DATE, PARSE_TIME, PARSE_DATETIME or PARSE_TIMESTAMP, by DuckDB's type."""
+    """Translates PARSE_DATE, PARSE_TIME, PARSE_DATETIME or PARSE_TIMESTAMP, by DuckDB's type."""
 
     def write(call: Call) -> str:
         pattern, value = _parsed_pattern(call, kind), call.sql[1]
@@ -175,7 +178,7 @@ def parsed(kind: str) -> Translate:
 
 
 def _read(value: str, pattern: str) -> str:
-    """The moment in a text. Short and full names of days and months stand for each other."""
+    """Returns the time in a text. Short and full names of days and months are interchangeable."""
     seconds = ("%S", "%S.%f") if "%E*S" in pattern else ("",)
     patterns = dict.fromkeys(
         _replaced(pattern, {"a": day, "A": day, "b": month, "B": month, "E*S": second})
@@ -200,12 +203,12 @@ def _parsed_pattern(call: Call, kind: str) -> str:
         refused |= elements - _CLOCKS_PARSED - {"%"}
     if elements & _OFFSETS.keys() and (kind != "TIMESTAMPTZ" or not _OFFSET_AT_END.search(pattern)):
         refused |= elements & _OFFSETS.keys()
-    # An hour of twelve needs its half of the day, which an hour of 24 does not.
+    # A 12-hour hour needs AM or PM, which a 24-hour hour does not.
     if refused or ("p" in elements) != ("I" in elements):
         raise unsupported(f"Date format elements in {pattern!r}")
     return _replaced(pattern, _READ_AS)
 
 
 def _replaced(pattern: str, others: Mapping[str, str]) -> str:
-    """The format with other elements for some of its own."""
+    """Replaces some elements of a format with others."""
     return _ELEMENT.sub(lambda found: others.get(found[1], found[0]), pattern)

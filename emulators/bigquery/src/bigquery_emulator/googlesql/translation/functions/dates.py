@@ -1,7 +1,7 @@
-"""Functions of DATE, TIME, DATETIME and TIMESTAMP.
+"""Functions for DATE, TIME, DATETIME and TIMESTAMP.
 
-A TIMESTAMP is DuckDB's TIMESTAMPTZ, and the session's zone is UTC. A DATETIME is its TIMESTAMP.
-DuckDB's weeks begin on Monday: a shift moves the wanted first day there.
+A TIMESTAMP is a TIMESTAMPTZ in DuckDB, and the session's zone is UTC. A DATETIME is a TIMESTAMP.
+DuckDB's weeks begin on Monday; other first days are shifted there.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _WEEKDAYS = ("MONDAY", "SUNDAY", "SATURDAY", "FRIDAY", "THURSDAY", "WEDNESDAY", 
 
 
 def _unit(part: str) -> tuple[str, int]:
-    """DuckDB's unit, and the days that move the week's first day onto Monday."""
+    """Returns DuckDB's unit, and the days to shift the week's first day to Monday."""
     if part.startswith("WEEK_"):
         return "week", _WEEKDAYS.index(part.removeprefix("WEEK_"))
     if part == "WEEK":
@@ -80,7 +80,7 @@ def _added(sign: str) -> Translate:
 def _difference(call: Call) -> str:
     later, earlier, part = call.sql[0], call.sql[1], call.part(2)
     if call.kind() == _TIMESTAMP:
-        # Whole units, cut towards zero.
+        # Whole units, truncated toward zero.
         if part not in _UNIT_US:
             raise InvalidQueryError(f"TIMESTAMP_DIFF does not support the {part} date part")
         return f"bq.timestamp_diff({_UNIT_US[part]}, {later}, {earlier})"
@@ -88,7 +88,7 @@ def _difference(call: Call) -> str:
         return f"bq.clock_diff({_UNIT_US[part]}, {later}, {earlier})"
     if call.kind() not in (_DATE, _DATETIME):
         raise call.refused()
-    # The boundaries between two moments.
+    # Counts the boundaries between two times.
     unit, shift = _unit(part)
     return f"bq.date_diff('{unit}', {later}, {earlier}, {shift})"
 
@@ -111,7 +111,7 @@ def _extracted(call: Call) -> str:
     if part == "DAYOFWEEK":
         return f"(dayofweek({value}) + 1)"
     if part in ("MILLISECOND", "MICROSECOND"):
-        # DuckDB counts the seconds in: 1.5 s is 1,500 ms there and 500 ms in GoogleSQL.
+        # DuckDB includes the seconds: 1.5 s is 1,500 ms there and 500 ms in GoogleSQL.
         scale = 1_000 if part == "MILLISECOND" else 1_000_000
         return f"({part.lower()}({value}) % {scale})"
     if part == "WEEK" or part.startswith("WEEK_"):
@@ -162,7 +162,8 @@ def _timestamp(call: Call) -> str:
         raise call.refused()
     value, zone = call.sql[0], call.zone(1)
     if zone.startswith("bq.zone("):
-        # What is no zone fails, and so does what is no time, but neither does beside a NULL.
+        # An invalid zone fails, and so does an invalid time, but neither fails if the other
+        # argument is NULL.
         zone = f"bq.zone(CASE WHEN {value} IS NOT NULL THEN {call.sql[1]} END)"
         value = f"(CASE WHEN {call.sql[1]} IS NOT NULL THEN {value} END)"
     if kinds[0] == types.TYPE_STRING:
@@ -234,7 +235,7 @@ def _timestamp_array(call: Call) -> str:
 
 
 def _bucket(call: Call) -> str:
-    """Where the bucket begins that a value is in. Its width is a number and a date part."""
+    """Returns the start of a value's bucket. The width is a number and a date part."""
     value, count, part = call.sql[0], call.sql[1], call.part(2)
     origin = f"CAST({call.sql[3]} AS TIMESTAMP)" if len(call.sql) > 3 else _FIRST_BUCKET
     moment = f"CAST({value} AS TIMESTAMP)"

@@ -1,4 +1,4 @@
-"""Functions of JSON, and of a STRING that holds JSON."""
+"""Functions for JSON, and for a STRING that contains JSON."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from bigquery_emulator.googlesql.translation.literals import text
 from bigquery_emulator.udf.json_values import is_path
 
 _PATH = re.compile(r"""\$(\.[A-Za-z_]\w*|\."[^"\\]+"|\[\d{1,9}\])*""", re.ASCII)
-"""Paths that DuckDB reads as BigQuery does."""
+"""Paths that DuckDB reads like BigQuery."""
 _MOST_DEPTH = 1_000
-"""More than JSON may be nested."""
+"""Exceeds the nesting limit of JSON."""
 
 
 def _path(call: Call) -> str:
@@ -33,7 +33,10 @@ def _path(call: Call) -> str:
 
 
 def _text(call: Call) -> str:
-    """The STRING of a call. A place such as `[0]` also finds the name 0 of an object there."""
+    """Returns the STRING of a call.
+
+    An index such as `[0]` would also find the name 0 in an object.
+    """
     value, path = call.sql[0], _path(call)
     prefixes = [path[: found.start()] for found in re.finditer(r"\[", path)]
     if not prefixes:
@@ -75,7 +78,7 @@ def _array(macro: str, *, of_text: str) -> Translate:
 
 
 def _parse(call: Call) -> str:
-    # The mode for numbers that FLOAT64 can't hold, which is 'exact' if nothing is said.
+    # The mode for numbers that FLOAT64 can't represent; the default is 'exact'.
     if len(call.sql) > 1 and call.text(1) != "exact":
         raise call.refused()
     return f"bq.parse_json({call.sql[0]})"
@@ -85,7 +88,7 @@ def _of_json(macro: str) -> Translate:
     def write(call: Call) -> str:
         if call.kind() != types.TYPE_JSON:
             raise call.refused()
-        # The mode for numbers that FLOAT64 can't hold. They are refused.
+        # The mode for numbers that FLOAT64 can't represent. They are refused.
         if len(call.sql) > 1 and call.text(1) != "round":
             raise call.refused()
         return f"bq.{macro}({call.sql[0]})"
@@ -119,7 +122,10 @@ def _json_array(call: Call) -> str:
 
 
 def _json_object(call: Call) -> str:
-    """Of names and values in turn. Equal names would need a look at all of them."""
+    """Builds an object from alternating names and values.
+
+    Equal names would require comparing all of them.
+    """
     names = [call.text(place) for place in range(0, len(call.sql), 2)]
     if any(node.type.type_kind == types.TYPE_ARRAY for node in call.nodes[::2]):
         raise call.refused()
@@ -136,7 +142,7 @@ def _json_object(call: Call) -> str:
 
 
 def _path_steps(call: Call, place: int) -> str:
-    """DuckDB's SQL of a path that is known."""
+    """Returns DuckDB's SQL for a path that is known."""
     path = call.text(place)
     if path is None or not is_path(path):
         raise unsupported("A JSON path that is not a literal of names and places")
@@ -156,7 +162,7 @@ def _set(call: Call) -> str:
     for place in range(1, 1 + len(pairs), 2):
         value = json_text(call.sql[place + 1], call.nodes[place + 1].type, is_json=True)
         path = _path_steps(call, place)
-        # A condition that is NULL leaves all as it is.
+        # A condition that is NULL changes nothing.
         found = f"coalesce(bq_json_set({found}, {path}, {value}, {creates}), {found})"
     return f"CAST({found} AS JSON)"
 

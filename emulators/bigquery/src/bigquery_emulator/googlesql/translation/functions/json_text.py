@@ -1,4 +1,4 @@
-"""Values as the text of JSON, as TO_JSON_STRING and TO_JSON write them.
+"""Values as JSON text, in the format of TO_JSON_STRING and TO_JSON.
 
 Source: https://cloud.google.com/bigquery/docs/reference/standard-sql/json_functions#json_encodings
 """
@@ -35,17 +35,17 @@ _FORMS_OF_JSON = {
     types.TYPE_NUMERIC: "bq.json_numeric_value({0})",
     types.TYPE_JSON: "CAST({0} AS VARCHAR)",
 }
-"""In JSON all numbers are numbers. In the text the wide ones are strings."""
+"""In JSON all numbers are numbers. In the text, wide ones are strings."""
 
 
 def json_text(value: str, kind: TypeProto, depth: int = 0, *, is_json: bool = False) -> str:
     """Returns DuckDB's SQL for the text of a value.
 
     Args:
-        is_json: True if the text becomes a value of type JSON, as TO_JSON has it.
+        is_json: True if the text becomes a JSON value, as in TO_JSON.
 
     Raises:
-        UnsupportedError: for a type without a translation.
+        UnsupportedError: the type has no translation.
     """
     if kind.type_kind == types.TYPE_ARRAY:
         one = f"e{depth}"
@@ -65,10 +65,10 @@ def _struct(value: str, kind: TypeProto, depth: int, is_json: bool) -> str:
     parts: dict[str, str] = {}
     for field, name in zip(kind.struct_type.field, struct_field_names(kind), strict=True):
         if is_json and field.field_name in parts:
-            continue  # of equal names JSON has the first
+            continue  # JSON keeps the first of equal names
         head = f"bq.json_of_text({text(field.field_name)}) || ':'"
         inner = json_text(f"({value}).{quoted(name)}", field.field_type, depth, is_json=is_json)
-        # TO_JSON_STRING has all of them.
+        # TO_JSON_STRING keeps all of them.
         parts[field.field_name if is_json else name] = f"{head} || {inner}"
     if is_json:
         parts = dict(sorted(parts.items()))

@@ -13,12 +13,12 @@ from bigquery_emulator.googlesql.translation.functions.registry import (
 )
 
 _ROUNDING_MODES = {1: "ROUND_HALF_AWAY_FROM_ZERO", 2: "ROUND_HALF_EVEN"}
-"""Of `zetasql.functions.RoundingMode`."""
+"""Values of `zetasql.functions.RoundingMode`."""
 _INT, _DOUBLE, _NUMERIC = types.TYPE_INT64, types.TYPE_DOUBLE, types.TYPE_NUMERIC
 
 
 def _by_type(**forms: Translate | str) -> Translate:
-    """A form for each type of the first argument: `int`, `double`, `numeric`."""
+    """Returns a translation with a form per type of the first argument: `int` and so on."""
     kinds = {"int": _INT, "double": _DOUBLE, "numeric": _NUMERIC}
     by_kind = {kinds[name]: form for name, form in forms.items()}
 
@@ -32,7 +32,7 @@ def _by_type(**forms: Translate | str) -> Translate:
 
 
 def _tried(form: str) -> Translate:
-    """A form that gives NULL where it fails."""
+    """Returns a form that yields NULL if it fails."""
     return lambda call: tried(call.nodes, call.sql, lambda sql: form.format(*sql))
 
 
@@ -61,8 +61,8 @@ def _with_digits(name: str, call: Call) -> str:
     is_computed = call.nodes[0].kind == "FunctionCall" and not call.is_constant
     if not is_computed or call.integer(1) is None:
         return f"bq.{name}_digits({value}, {digits})"
-    # The macro writes its argument out some thirty times, and DuckDB plans every copy, also of what
-    # the argument itself writes out. A lambda has it once, for 0.1 us more for each row.
+    # The macro expands its argument about thirty times, and DuckDB plans every copy, including the
+    # expansion of the argument itself. A lambda evaluates it once, at a cost of 0.1 us per row.
     rounded = f"lambda computed: bq.{name}_digits(computed, {digits})"
     return f"list_extract(list_transform([{value}], {rounded}), 1)"
 
@@ -74,20 +74,20 @@ def _log(call: Call) -> str:
 
 
 def _safe(operator: str) -> Translate:
-    """An operator that gives NULL for a result out of range."""
+    """Returns an operator that yields NULL for a result out of range."""
     plain = _tried(f"{{0}} {operator} {{1}}")
     of_float = (
         f"(CASE WHEN isinf({{0}} {operator} {{1}}) AND NOT isinf({{0}}) AND NOT isinf({{1}})"
         f" THEN NULL ELSE {{0}} {operator} {{1}} END)"
     )
-    # DuckDB's sum and difference of two DECIMAL(38,9) are one, and fail where it overflows.
+    # DuckDB's sum and difference of two DECIMAL(38,9) have the same type, and fail on overflow.
     numeric = "bq.safe_numeric_multiply({0}, {1})" if operator == "*" else plain
     return _by_type(int=plain, double=of_float, numeric=numeric)
 
 
 def _range_bucket(call: Call) -> str:
     if call.kind() == _DOUBLE:
-        raise call.refused()  # for the sake of NaN
+        raise call.refused()  # because of NaN
     return call.put("bq.range_bucket({0}, {1})")
 
 

@@ -1,7 +1,7 @@
 """Operators and conditional expressions.
 
-NaN equals nothing in GoogleSQL and is not greater than any number. DuckDB has it equal to itself
-and above all numbers, so a comparison of FLOAT64 asks.
+In GoogleSQL, NaN equals nothing and is not greater than any number. In DuckDB, it equals itself and
+is greater than all numbers, so comparisons of FLOAT64 check for it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _compared(operator: str) -> Translate:
 
 
 def _equal(left: str, right: str, kind: TypeProto, other: TypeProto) -> str:
-    """True if two values are equal. A STRUCT is so where all its fields are, by position."""
+    """True if two values are equal. STRUCTs are compared field by field, by position."""
     if kind.type_kind != types.TYPE_STRUCT:
         if types.TYPE_ARRAY in (kind.type_kind, other.type_kind):
             raise unsupported("Comparison of ARRAY")
@@ -57,7 +57,7 @@ def _equal(left: str, right: str, kind: TypeProto, other: TypeProto) -> str:
 
 
 def _not_distinct(left: str, right: str, kind: TypeProto, other: TypeProto) -> str:
-    """True if two values are equal or both NULL, so are the fields of two STRUCTs."""
+    """True if two values are equal or both NULL; STRUCTs are compared field by field."""
     if types.TYPE_ARRAY in (kind.type_kind, other.type_kind):
         raise unsupported("Comparison of ARRAY")
     if kind.type_kind != types.TYPE_STRUCT:
@@ -71,14 +71,14 @@ def _not_distinct(left: str, right: str, kind: TypeProto, other: TypeProto) -> s
 
 
 def comparison(operator: str, left: str, right: str, may_be_nan: list[bool]) -> str:
-    """A comparison of two numbers, each of which may be NaN or not."""
+    """Compares two numbers, either of which may be NaN."""
     plain = f"({left} {operator} {right})"
     if operator in ("=", "<>"):
         if not all(may_be_nan):
             return plain
         both = f"isnan({left}) AND isnan({right})"
         return f"(CASE WHEN {both} THEN {'false' if operator == '=' else 'true'} ELSE {plain} END)"
-    # The side that would be the greater one.
+    # The side that would be greater.
     greater, other = (right, left) if operator in ("<", "<=") else (left, right)
     if not may_be_nan[0 if greater is left else 1]:
         return plain
@@ -156,7 +156,7 @@ def _arithmetic(operator: str) -> Translate:
             types.TYPE_DATE in (call.kind(), call.kind(1))
             and call.type.type_kind == types.TYPE_DATE
         ):
-            # DATE and a number of days.
+            # DATE plus a number of days.
             day, days = (left, right) if call.kind() == types.TYPE_DATE else (right, left)
             return f"bq.add_days({day}, {operator if operator == '-' else ''}({days}))"
         raise call.refused()
@@ -200,7 +200,7 @@ def _shift(macro: str) -> Translate:
 
 def _minus(call: Call) -> str:
     if call.kind() == types.TYPE_INT64:
-        # A minus before the smallest number would widen it.
+        # A minus in front of the smallest number would widen it.
         return f"(CAST(0 AS BIGINT) - {call.sql[0]})"
     return f"(-({call.sql[0]}))"
 
@@ -243,7 +243,7 @@ def _many(name: str) -> Translate:
 
 
 def _extreme(name: str) -> Translate:
-    """GREATEST and LEAST give NULL where one is NULL. DuckDB passes over it."""
+    """GREATEST and LEAST return NULL if any argument is NULL. DuckDB skips NULLs."""
 
     def write(call: Call) -> str:
         if call.type.type_kind == types.TYPE_DOUBLE and any(
@@ -264,7 +264,7 @@ def _extreme(name: str) -> Translate:
 def _like(call: Call) -> str:
     if call.kind() != types.TYPE_STRING:
         raise call.refused()
-    # GoogleSQL escapes with a backslash. DuckDB has no escape unless told.
+    # GoogleSQL escapes with a backslash. DuckDB has no escape character by default.
     return f"({call.sql[0]} LIKE {call.sql[1]} ESCAPE '\\')"
 
 

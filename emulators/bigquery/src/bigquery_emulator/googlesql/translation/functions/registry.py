@@ -1,4 +1,4 @@
-"""A call of a function, and what a translation of one is."""
+"""A function call, and the type of its translation."""
 
 from __future__ import annotations
 
@@ -19,10 +19,8 @@ class Call:
     """A call of a function.
 
     Attributes:
-        name: ZetaSQL's name, in lower case, such as `date_trunc` or `$add`.
-        nodes: the arguments.
-        sql: the arguments in DuckDB's SQL. A name, such as a date part, is empty.
-        type: of the result.
+        name: ZetaSQL's name in lower case, such as `date_trunc` or `$add`.
+        sql: arguments in DuckDB's SQL. A name, such as a date part, is empty.
     """
 
     name: str
@@ -31,46 +29,45 @@ class Call:
     type: TypeProto
 
     def kind(self, place: int = 0) -> int:
-        """The kind of type of an argument."""
+        """Returns the type kind of an argument."""
         return int(self.nodes[place].type.type_kind)
 
     def part(self, place: int) -> str:
-        """The date part that an argument names."""
+        """Returns the date part named by an argument."""
         return date_part(self.nodes[place].value.value)
 
     def text(self, place: int) -> str | None:
-        """The text of an argument that is a literal, else None."""
+        """Returns the text of an argument that is a literal, otherwise None."""
         node = self.nodes[place]
         if node.kind != "Literal" or not node.value.value.HasField("string_value"):
             return None
         return str(node.value.value.string_value)
 
     def integer(self, place: int) -> int | None:
-        """The number of an argument that is an INT64 literal, else None."""
+        """Returns the number in an argument that is an INT64 literal, otherwise None."""
         node = self.nodes[place]
         if node.kind != "Literal" or not node.value.value.HasField("int64_value"):
             return None
         return int(node.value.value.int64_value)
 
     def zone(self, place: int) -> str:
-        """DuckDB's SQL of an argument that names a time zone."""
+        """Returns DuckDB's SQL for an argument that names a time zone."""
         name, sql = self.text(place), self.sql[place]
-        # Most are like `Europe/Berlin`. What a macro would test of them is known.
+        # Most are like `Europe/Berlin`, which a macro does not need to validate.
         is_plain = is_zone_parameter(sql) if name is None else is_plain_zone(name)
         return sql if is_plain else f"bq.zone({sql})"
 
     @property
     def is_constant(self) -> bool:
-        """True if no argument has a column in it."""
+        """True if no argument contains a column."""
         inner = (one for node in self.nodes for one in node.walk())
         return not any(one.kind == "ColumnRef" or one.kind.endswith("Scan") for one in inner)
 
     def put(self, form: str) -> str:
-        """Puts the arguments where a form has {0}, {1} and so on."""
+        """Replaces {0}, {1} and so on in a form with the arguments."""
         return form.format(*self.sql)
 
     def refused(self) -> Exception:
-        """The error for these arguments."""
         kinds = ", ".join(type_name(node.type) for node in self.nodes)
         return unsupported(f"{self.name.strip('$').upper()}({kinds})")
 
@@ -81,15 +78,15 @@ def is_name(node: Node) -> bool:
 
 
 def tried(nodes: Sequence[Node], sql: Sequence[str], write: Callable[[list[str]], str]) -> str:
-    """Returns what gives NULL where a function of some arguments fails.
+    """Returns SQL that yields NULL if a function of some arguments fails.
 
-    An error in an argument stays one, so only columns stand inside TRY. Others are handed in as
-    an element of a list. Constants need that too: DuckDB computes their conditions ahead, where TRY
-    does not catch an error.
+    Errors in the arguments themselves must still be raised, so only columns are inside TRY. Other
+    arguments are passed as elements of a list. Constants need that too: DuckDB evaluates their
+    conditions in advance, when TRY does not catch an error.
 
     Args:
-        sql: the arguments in DuckDB's SQL.
-        write: writes the function of arguments in SQL.
+        sql: arguments in DuckDB's SQL.
+        write: returns the SQL of the function for arguments.
     """
     handed = {
         place: f"a{place} := {sql[place]}"
@@ -105,13 +102,15 @@ def tried(nodes: Sequence[Node], sql: Sequence[str], write: Callable[[list[str]]
 
 Translate = Callable[[Call], str]
 Functions = Mapping[str, Translate | str]
-"""By name: DuckDB's SQL with {0}, {1} ... for the arguments, all of which must be there, or a
-function that writes it.
+"""By name:
+
+DuckDB's SQL with {0}, {1} ... for the arguments, all of which are required, or a function that
+returns it.
 """
 
 
 def fill(found: Translate | str, call: Call) -> str:
-    """Puts the arguments of a call into its translation."""
+    """Inserts the arguments of a call into its translation."""
     if not isinstance(found, str):
         return found(call)
     if found.count("{") and f"{{{len(call.sql) - 1}}}" not in found:

@@ -16,7 +16,7 @@ def function(call: Call) -> str:
     """Returns DuckDB's SQL for a call.
 
     Raises:
-        UnsupportedError: for a function, or types of arguments, without a translation.
+        UnsupportedError: a function, or its argument types, have no translation.
     """
     found = FUNCTIONS.get(call.name)
     if found is None:

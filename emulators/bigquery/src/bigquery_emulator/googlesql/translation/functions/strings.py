@@ -1,4 +1,4 @@
-"""Functions of STRING and BYTES."""
+"""Functions for STRING and BYTES."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from bigquery_emulator.udf.texts import folded
 
 _STRING, _BYTES = types.TYPE_STRING, types.TYPE_BYTES
 _WORD_BREAKS = r"""\s\x0b\[\](){}/|\\<>!?@"^#$&~_,.:;*%+\-"""
-"""What INITCAP has between words, as characters of a class of RE2."""
+"""INITCAP's default delimiters, as characters of an RE2 class."""
 _FORMAT_PART = re.compile(r"%([-+ 0#']*)(\d*)(?:\.(\d+))?(.)")
 
 
 def _of_text(form: str) -> Translate:
-    """A form for STRING only."""
+    """Returns a form that only accepts STRING."""
 
     def write(call: Call) -> str:
         if call.kind() != _STRING or (form.count("{") and f"{{{len(call.sql) - 1}}}" not in form):
@@ -44,7 +44,7 @@ def _byte_length(call: Call) -> str:
 
 
 def _concat(call: Call) -> str:
-    # DuckDB's concat passes over NULL.
+    # DuckDB's concat skips NULL.
     return f"({' || '.join(call.sql)})"
 
 
@@ -82,7 +82,7 @@ def _split(call: Call) -> str:
 
 
 def _regexp(form: str, group_form: str | None = None) -> Translate:
-    """A function with an RE2 pattern, which must be a literal that DuckDB reads alike."""
+    """Returns a function with an RE2 pattern: a literal that DuckDB reads the same way."""
 
     def write(call: Call) -> str:
         pattern = call.text(1)
@@ -109,7 +109,7 @@ def _groups(pattern: str) -> int:
 def _regexp_extract_all(call: Call) -> str:
     pattern = call.text(1)
     if pattern is not None and _groups(pattern) <= 1 and _can_be_empty(pattern):
-        # DuckDB finds one empty match more, at the end.
+        # DuckDB finds an additional empty match at the end.
         raise unsupported("REGEXP_EXTRACT_ALL with a pattern that matches an empty text")
     return _regexp("regexp_extract_all({0}, {1}, 0)", "bq.regexp_extract_groups({0}, {1})")(call)
 
@@ -127,7 +127,7 @@ def _regexp_instr(call: Call) -> str:
         raise call.refused()
     if _groups(pattern) or _can_be_empty(pattern):
         raise unsupported("REGEXP_INSTR with a group or an empty match")
-    # What is before the first match.
+    # The text before the first match.
     return f"bq.regexp_instr({call.sql[0]}, {call.sql[1]}, {text(f'(?s)^(.*?)(?:{pattern})')})"
 
 
@@ -200,7 +200,7 @@ def _shown(call: Call, place: int) -> str:
         wanted = type(kind)(type_kind=_STRING)
         shown = cast(call.sql[place], kind, wanted)
     if kind.type_kind == types.TYPE_DOUBLE:
-        # A whole FLOAT64 is 1.0 here, and 1 as a STRING.
+        # A whole FLOAT64 is 1.0 here, and 1 when cast to STRING.
         shown = f"bq.float_shown({call.sql[place]})"
     return f"coalesce({shown}, 'NULL')"
 
@@ -214,7 +214,7 @@ def _edge(name: str) -> Translate:
 
 
 def _with_edge(name: str) -> Translate:
-    """True if a value begins or ends with another one. The digits of BYTES do so alike."""
+    """Tests whether a value starts or ends with another one. Works on the digits of BYTES too."""
 
     def write(call: Call) -> str:
         if call.kind() == _BYTES:
@@ -225,7 +225,7 @@ def _with_edge(name: str) -> Translate:
 
 
 def _by_kind(of_text: str, of_bytes: str) -> Translate:
-    """A form for a STRING, and one for BYTES."""
+    """Returns one form for STRING, and one for BYTES."""
 
     def write(call: Call) -> str:
         return call.put(of_bytes if call.kind() == _BYTES else of_text)
@@ -268,7 +268,7 @@ def _contains_substr(call: Call) -> str:
 
 
 def _contained(value: str, kind: TypeProto, wanted: str, depth: int = 0) -> str:
-    """Whether a value, or one inside of it, has a text. NULL if one may have it."""
+    """Tests whether a value, or one nested in it, contains a text. NULL if that is unknown."""
     if kind.type_kind == types.TYPE_STRUCT:
         parts = [
             _contained(f"struct_extract_at({value}, {place})", field.field_type, wanted, depth)
