@@ -193,7 +193,6 @@ def blocks_of(lines: Sequence[Line], regions: Sequence[Region], height: int) -> 
 
     Args:
         lines: in reading order. Lines in a table are skipped, because its region has their words.
-        height: height of the page.
     """
     tables = [one.box for one in regions if one.kind == "table"]
     shown = [one for one in lines if not any(is_inside(one.box, box) for box in tables)]

@@ -191,7 +191,6 @@ class Predictor(BasePredictor):
     """Reads documents."""
 
     def setup(self) -> None:
-        """Loads the weights."""
         self.reader = Reader(int(os.environ.get("OMP_NUM_THREADS", "0")))
 
     def work(self, input: Any) -> int:
@@ -275,7 +274,6 @@ class PageReader:
     """Reads one page.
 
     Args:
-        max_images: maximum number of images.
         min_px: minimum width and height of an image.
     """
 

@@ -82,7 +82,6 @@ class Predictor(BasePredictor):
     """Scores images."""
 
     def setup(self) -> None:
-        """Loads the graph."""
         if not WEIGHTS.is_dir():
             raise FileNotFoundError(f"{WEIGHTS} is missing: make example NAME=safety")
         options = onnxruntime.SessionOptions()

@@ -58,7 +58,6 @@ class Predictor(BasePredictor):
         self.say("Ready.")
 
     def work(self, input: Any) -> int:
-        """Returns the number of characters."""
         return len(input.input)
 
     def predict(

@@ -86,7 +86,6 @@ class Detector:
         self.at = 0
 
     def probabilities(self, samples: Any) -> list[float]:
-        """Returns the next ones."""
         first, self.at = self.at, self.at + len(samples) // ours.FRAME
         return [float(one) for one in Detector.known[first : self.at]]
 

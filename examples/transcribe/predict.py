@@ -38,7 +38,6 @@ class Predictor(BasePredictor):
     """Transcribes and translates."""
 
     def setup(self) -> None:
-        """Loads the weights."""
         if not WEIGHTS.is_dir():
             raise FileNotFoundError(f"{WEIGHTS} is missing: make example NAME=transcribe")
         import ctranslate2

@@ -559,7 +559,6 @@ def _xing_trim(data: bytes, place: int, end: int) -> int:
     Args:
         data: all bytes of the recording.
         place: index of the header's first byte.
-        end: index after its frame.
     """
     (flags,) = struct.unpack_from(">I", data.ljust(place + 8, b"\0"), place + 4)
     sizes = (4, 4, 100, 4)

@@ -118,7 +118,6 @@ class PartFinder:
         """Processes the next frame. Returns the part that it completes.
 
         Args:
-            probability: speech probability.
             power: mean square of its samples.
         """
         now, self.at = self.at, self.at + FRAME

@@ -214,7 +214,6 @@ class Predictor(BasePredictor):
     """Enlarges images."""
 
     def setup(self) -> None:
-        """Loads the weights."""
         if not WEIGHTS.is_dir():
             raise FileNotFoundError(f"{WEIGHTS} is missing: make example NAME=upscale")
         layers = read_layers((WEIGHTS / "realesrgan-x4plus.param").read_text())

@@ -26,7 +26,6 @@ class Traffic:
     Attributes:
         shares: percentage of requests by revision name.
         follows_latest: True if the newest revision automatically gets its share once it exists.
-        newest: the newest ready revision.
         candidate_url: URL of the revision with the `candidate` tag. Empty without one.
     """
 

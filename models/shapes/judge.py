@@ -84,7 +84,6 @@ def silhouette(image: Pixels) -> Mask:
 
 
 def overlap(first: Mask, second: Mask) -> float:
-    """Returns intersection over union."""
     return float((first & second).sum() / max((first | second).sum(), 1))
 
 

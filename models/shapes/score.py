@@ -104,7 +104,6 @@ class Accuracy:
     of: int = 0
 
     def add(self, right: int, of: int = 1) -> None:
-        """Adds to both counts."""
         self.right += right
         self.of += of
 
@@ -317,7 +316,6 @@ def _has_stayed(before: DrawnShape, seen: DetectedShape) -> bool:
 
 
 def as_text(table: dict[str, Accuracy]) -> str:
-    """Returns the table in Markdown."""
     lines = ["| what | right | of | part | target |", "|---|---|---|---|---|"]
     for name, tally in table.items():
         target = f"{TARGETS[name]:.0%}" if name in TARGETS else ""

@@ -200,7 +200,6 @@ def even_out(vae: Any, mean: torch.Tensor, std: torch.Tensor) -> tuple[torch.Ten
     The autoencoder's own 1 x 1 convolutions absorb the change, so it draws the same images.
 
     Args:
-        vae: changed in place.
         mean: means of many images' latents, [images, latents, 8, 8].
         std: standard deviations of the same latents, [images, latents, 8, 8].
 

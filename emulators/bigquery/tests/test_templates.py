@@ -62,7 +62,6 @@ class Tables:
         self.analyzer = CountingAnalyzer()
 
     def translator(self) -> Translator:
-        """Returns a new translator."""
         return Translator(self._catalog.table, lambda *_: pytest.fail("not asked"), self.analyzer)
 
 

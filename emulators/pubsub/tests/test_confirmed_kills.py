@@ -66,7 +66,6 @@ def server(tmp_path: Path) -> Iterator[KeptServer]:
 
 
 async def pulled(wire: Wire) -> list[Any]:
-    """Returns all ready messages."""
     found: list[Any] = []
     while batch := (await wire.pull(SUBSCRIPTION, 1000, return_immediately=True)).received_messages:
         found += batch

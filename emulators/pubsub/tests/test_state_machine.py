@@ -34,8 +34,7 @@ MAX_ATTEMPTS = 5
 
 
 class Deliveries(RuleBasedStateMachine):
-    """Publishes, takes, acks, nacks, extends and waits in any order, beside a model of what must be
-    true.
+    """Publishes, takes, acks, nacks, extends and waits in any order, and compares with a model.
 
     The model knows, for each message of the subscription, whether it was acked and how often it was
     handed out.
@@ -181,9 +180,7 @@ class Deliveries(RuleBasedStateMachine):
         return {each.proto.data.decode() for each in backlog.messages}
 
     def teardown(self) -> None:
-        """Whatever happened, every message is in the end acked, or with dead letters failed often
-        enough to be one.
-        """
+        """In the end every message is acked, or has failed often enough to be a dead letter."""
         if not hasattr(self, "readers"):
             return
         for _ in range((len(self.published) + 1) * (MAX_ATTEMPTS if self.dead else 1)):

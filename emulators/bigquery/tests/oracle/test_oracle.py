@@ -115,7 +115,7 @@ def _agree(expected: Found, given: Found) -> bool:
 
 @pytest.mark.parametrize("part", range(4))
 def test_an_argument_that_is_null_comes_before_every_special_case(world: World, part: int) -> None:
-    """Calls of each scalar function with a NULL, beside values that are special to some of them."""
+    """Calls each scalar function with a NULL, also combined with special values."""
     names = frozenset(sorted(FUNCTIONS)[part::4])
     wrong = []
     for _, sql in null_calls(builtin_functions(), names):

@@ -165,7 +165,6 @@ class World:
             self._fill(name, fields, rows)
 
     def close(self) -> None:
-        """Closes the database."""
         self._store.close()
 
     def _fill(self, name: str, fields: list[dict[str, Any]], rows: str) -> None:
@@ -195,7 +194,6 @@ class World:
         return self._module.call("EvaluateQuery", request, service.EvaluateQueryResponse)
 
     def expected(self, sql: str) -> Found:
-        """Returns the reference evaluator's result."""
         try:
             found = self._evaluated(sql)
         except (AnalyzerRefusedError, AnalyzerTrappedError) as error:
@@ -219,7 +217,6 @@ class World:
         return rows if tree.query.is_ordered else sorted(rows, key=repr)
 
     def given(self, sql: str) -> Found:
-        """Returns the embedded BigQuery's result."""
         try:
             statement = self._translator.translate(sql, "p", DATASET)
             result = self._queries.select(statement, lambda _: None)

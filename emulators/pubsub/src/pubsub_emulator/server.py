@@ -177,7 +177,7 @@ class _Alarm:
         try:
             self._timers.run_due()
         finally:
-            # Whatever an action does, the others still run.
+            # An action that fails must not prevent the others.
             self._set()
 
 

@@ -84,7 +84,6 @@ class Sums:
 
     @property
     def cost_usd(self) -> float:
-        """The total, without rounding errors."""
         return math.fsum(self.costs_usd)
 
 

@@ -199,7 +199,6 @@ class Replay:
                 self._send(number, arrival, due_s)
 
     async def _pause(self, wait_s: float) -> None:
-        """Waits, unless stopped first."""
         if wait_s < LOOK_S:
             await asyncio.sleep(max(0.0, wait_s))
             return

@@ -59,7 +59,6 @@ class LoadRows:
     """Queries one dataset. Calls block.
 
     Args:
-        dataset: id of the dataset.
         most_bytes: a query that would read more is refused.
     """
 

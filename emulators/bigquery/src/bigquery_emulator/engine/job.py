@@ -109,7 +109,6 @@ class BigQueryJob:
         return found
 
     def resource(self) -> Json:
-        """Returns the API's Job resource."""
         times = {
             "creationTime": self.created_ms,
             "startTime": self.started_ms,

@@ -49,7 +49,6 @@ class ParquetFile:
         """Returns the fields to load: the job's, the table's, or else the file's.
 
         Args:
-            config: configuration of the load.
             known: fields of the table. None if it is new or is replaced.
 
         Raises:
@@ -118,11 +117,7 @@ class ParquetFile:
 
 @contextmanager
 def parquet_file(store: Store, file: IO[bytes]) -> Iterator[ParquetFile]:
-    """Puts an upload where DuckDB may read it, and removes it afterwards.
-
-    Args:
-        file: the uploaded file.
-    """
+    """Puts an upload where DuckDB may read it, and removes it afterwards."""
     file.seek(0)
     with tempfile.NamedTemporaryFile(dir=store.uploads_dir, suffix=".parquet") as kept:
         shutil.copyfileobj(file, kept)

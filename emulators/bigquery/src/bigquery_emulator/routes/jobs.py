@@ -60,7 +60,6 @@ class RequestIds:
         return None if request_id is None else self._jobs.get(request_id)
 
     def remember(self, request_id: str | None, job: BigQueryJob) -> None:
-        """Stores a request's job."""
         if request_id is not None:
             self._jobs[request_id] = job
             while len(self._jobs) > _KEPT_REQUEST_IDS:

@@ -230,7 +230,6 @@ class TableCatalog:
         """Replaces a table's schema with any other. Its rows are rewritten.
 
         Args:
-            settings: the complete new settings.
             sources: by field name, DuckDB's SQL over the old columns.
 
         Raises:

@@ -80,7 +80,6 @@ def put_rows(
     """Writes the rows of a DuckDB table to the destination, all or none.
 
     Args:
-        schema: fields of the rows.
         source: DuckDB table with the rows.
 
     Raises:

@@ -20,7 +20,6 @@ _CHECK = re.compile(r"CHECK constraint failed on table .* with expression CHECK\
 
 
 def create(cursor: Cursor, table: TableResource) -> None:
-    """Creates the empty DuckDB table."""
     cursor.execute(f"CREATE TABLE {table.physical} ({table.columns_sql()})")
 
 

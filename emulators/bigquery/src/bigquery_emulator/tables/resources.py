@@ -64,7 +64,6 @@ class DatasetResource:
         return _etag(str(self.key), self.settings, self.modified_ms)
 
     def resource(self) -> Json:
-        """Returns the API's Dataset resource."""
         return {
             "kind": "bigquery#dataset",
             "id": str(self.key),
@@ -191,12 +190,7 @@ class TableResource:
         return found
 
     def resource(self, rows: int, size_bytes: int, location: str) -> Json:
-        """Returns the API's Table resource.
-
-        Args:
-            rows: current number of rows.
-            location: location of the dataset.
-        """
+        """Returns the API's Table resource."""
         return {
             **self.short_resource(),
             "etag": self.etag,

@@ -64,7 +64,6 @@ def read_rows(
 
     Args:
         start: the first row, from 0.
-        count: maximum number of rows.
         is_micros: True if a TIMESTAMP is whole microseconds instead of seconds as a float.
     """
     page = f"{physical} ORDER BY rowid LIMIT {int(count)} OFFSET {int(start)}"
@@ -92,7 +91,6 @@ def readable_columns(schema: Schema, names: Sequence[str]) -> str:
     """Returns DuckDB's SQL for columns, in types that its Python client can return.
 
     Args:
-        schema: fields of the columns.
         names: column names, quoted where necessary.
     """
     return ", ".join(

@@ -70,7 +70,6 @@ class SnapshotCalls:
         return proto
 
     def list_snapshots(self, request: Any) -> Any:
-        """List a project's snapshots, paged."""
         check_project(request.project)
         named = (
             (path, snapshot.proto)

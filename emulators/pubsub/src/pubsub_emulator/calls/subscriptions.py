@@ -78,7 +78,6 @@ class SubscriptionCalls:
         return _shown(subscription)
 
     def list_subscriptions(self, request: Any) -> Any:
-        """List a project's subscriptions, paged."""
         check_project(request.project)
         named = (
             (path, subscription)

@@ -57,7 +57,6 @@ class TopicCalls:
         return topic.proto
 
     def list_topics(self, request: Any) -> Any:
-        """List a project's topics, paged."""
         check_project(request.project)
         named = (
             (path, topic.proto)

@@ -111,7 +111,7 @@ _readers = ThreadPoolExecutor(2, "definitions")
 
 
 class Call(Protocol):
-    """What a method must know about its call. Provided by gRPC's contexts."""
+    """The properties of a call that a method needs. Provided by gRPC's contexts."""
 
     def time_remaining(self) -> float | None:
         """Return the seconds until the caller gives up. None if it never does."""

@@ -37,7 +37,6 @@ def to_request(
     """Convert an HTTP request to its protobuf request.
 
     Args:
-        kind: class of the request.
         path_fields: fields from the path, by name.
         body: the raw body. It is ignored if the rule has no body.
 

@@ -61,7 +61,6 @@ class Field:
     may_be_packed: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        """Set its encoding."""
         self.wire_type = _WIRE_TYPES.get(self.type, VARINT)
         self.may_be_packed = self.is_repeated and self.wire_type in (VARINT, I64, I32)
 

@@ -56,7 +56,6 @@ class Backlog:
 
     @property
     def settings(self) -> DeliverySettings:
-        """The subscription's settings."""
         return self._owner.settings
 
     @property

@@ -34,7 +34,6 @@ class StoredSchema:
 
     @property
     def latest(self) -> Schema:
-        """The latest revision."""
         return self.revisions[-1]
 
     def revision(self, revision_id: str) -> Schema:

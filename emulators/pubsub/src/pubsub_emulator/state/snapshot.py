@@ -53,7 +53,6 @@ class Snapshot:
         self.messages[message.sequence] = message
 
     def withdraw(self, sequences: Collection[int]) -> None:
-        """Release messages that were withdrawn."""
         for message in [each for each in self.messages.values() if each.sequence in sequences]:
             self._journal.release(message, self.holder)
             del self.messages[message.sequence]

@@ -86,7 +86,6 @@ class Topic:
             self._filtered[sink.path] = sink
 
     def detach(self, sink: Sink) -> None:
-        """Stop sending messages to it."""
         self._sinks.pop(sink.path, None)
         self._unfiltered.pop(sink.path, None)
         self._filtered.pop(sink.path, None)

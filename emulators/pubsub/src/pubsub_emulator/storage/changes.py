@@ -44,7 +44,6 @@ class Changes:
         return self.size_bytes * 5 // 4 + len(self.held) * _HELD_ROW_BYTES + _FEW_PAGES_BYTES
 
     def keep(self, sequence: int, data: bytes) -> None:
-        """Add a message."""
         self.messages[sequence] = data
         self.size_bytes += len(data) + MESSAGE_OVERHEAD_BYTES
 

@@ -40,7 +40,6 @@ class LastCommit:
         self._file = os.open(data_dir / FILE_NAME, os.O_RDWR | os.O_CREAT, 0o600)
 
     def close(self) -> None:
-        """Closes the file."""
         os.close(self._file)
 
     def read(self) -> int:

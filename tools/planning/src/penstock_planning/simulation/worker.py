@@ -174,7 +174,6 @@ class SimulatedWorker:
         return self.held_jobs[priority] < self.most_held[priority]
 
     def occupy(self, now_s: float) -> None:
-        """Starts computing on its GPU."""
         node = self.node
         assert node is not None
         if node.busy == 0:

@@ -82,7 +82,6 @@ def _at_extreme(kind: str, value: str, by: str, by_kind: int, told: str) -> str:
 
 
 def _by(kind: str) -> Callable[[Aggregate], str]:
-    """Translates MAX_BY and MIN_BY."""
 
     def write(one: Aggregate) -> str:
         if not one.is_plain:

@@ -28,7 +28,6 @@ _EXACT = Context(prec=60)
 
 
 def text(value: str) -> str:
-    """Returns a string literal."""
     parts = ["'" + part.replace("'", "''") + "'" for part in value.split("\0")]
     return parts[0] if len(parts) == 1 else f"({' || chr(0) || '.join(parts)})"
 

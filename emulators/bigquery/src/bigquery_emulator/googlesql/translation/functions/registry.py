@@ -85,7 +85,6 @@ def tried(nodes: Sequence[Node], sql: Sequence[str], write: Callable[[list[str]]
     conditions in advance, when TRY does not catch an error.
 
     Args:
-        sql: arguments in DuckDB's SQL.
         write: returns the SQL of the function for arguments.
     """
     handed = {
