@@ -1,4 +1,4 @@
-"""`python -m api`: settings, logs, the real broker and rows, then uvicorn until SIGTERM."""
+"""`python -m api`: connects to the broker and BigQuery, and runs uvicorn until SIGTERM."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def main() -> int:
 
 def _serve(settings: ApiSettings) -> int:
     configure_logs(settings.log_level, settings.project)
-    deny_inspection()  # a custom class may run on this machine, as the same user
+    deny_inspection()  # a custom class may run on this machine as the same user
     catalog = read_catalog(settings.models_file)
     signal.signal(
         signal.SIGHUP, lambda number, frame: reread_interfaces(catalog, settings.models_file)

@@ -1,6 +1,7 @@
-"""Composes the API: `create_app` adds routes and layers, and its lifespan opens connections.
+"""Composes the API: `create_app` adds routes and middleware, and its lifespan opens connections.
 
-The OpenAPI document gets the shared schemas, and responses of the server that no route sends.
+The OpenAPI document gets the shared schemas, and the responses that the server sends without a
+route.
 """
 
 from __future__ import annotations
@@ -222,9 +223,9 @@ _ABOUT = (
 
 
 def describe(app: FastAPI, catalog: Catalog) -> None:
-    """Adds to the OpenAPI document of `app` the schemas that its routes refer to.
+    """Adds the schemas that the routes refer to to the OpenAPI document of `app`.
 
-    Bodies for images have the fields for what the models of the catalog take.
+    Bodies of image requests have the fields that the models in the catalog accept.
     """
 
     def openapi() -> Described:
@@ -259,14 +260,14 @@ def _document(app: FastAPI, catalog: Catalog) -> Described:
     for path in page["paths"].values():
         for operation in path.values():
             _without_fastapis_errors(operation["responses"])
-            # The server answers this before a route is known, like 400, 408 and 429 for a head
-            # (api/server.py).
+            # The server sends this before it knows the route, like 400, 408 and 429 for request
+            # headers (api/server.py).
             operation["responses"]["431"] = {"$ref": "#/components/responses/HeadTooLarge"}
     return page
 
 
 def _without_fastapis_errors(responses: Described) -> None:
-    """Removes the 422 that FastAPI adds for parameters, in a shape that this API does not use."""
+    """Removes the 422 that FastAPI adds for parameters, which has a shape this API does not use."""
     content = responses.get("422", {}).get("content", {})
     schema = content.get("application/json", {}).get("schema", {})
     if schema.get("$ref", "").endswith("/HTTPValidationError"):
@@ -284,14 +285,14 @@ def create_app(
     """Returns the API as an ASGI app. Only its lifespan opens connections.
 
     Args:
-        settings: the settings of this process.
-        transport: the connection to the broker. Not yet open.
+        transport: connection to the broker, not yet open.
         admin: creates an inbox if no pool has one. Not yet open.
-        rows: takes the rows that the API writes. Not yet open.
-        spent: adds up rows. None: those in BigQuery.
+        rows: receives the rows that the API writes. Not yet open.
+        spent: adds up spending. None: from the rows in BigQuery.
 
     Raises:
-        ConfigurationError: the API keys or the object store's URL are wrong, or keys are needed.
+        ConfigurationError: the API keys or the object store's URL are invalid, or API keys are
+            required but missing.
     """
     configuration = _Configuration(
         settings,
@@ -330,7 +331,7 @@ def _app(
         BodyBudget(
             settings.request_max_bytes,
             settings.bodies_max_bytes,
-            # Half of the connections: the room lets small tenants in up to twice its bound.
+            # Half of the connections, because the room admits small tenants up to twice its bound.
             FairRoom(max(1, settings.max_connections // 2)),
         ),
         origins=[origin.strip() for origin in settings.cors_origins.split(",") if origin.strip()],
@@ -340,8 +341,8 @@ def _app(
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
-        # A path with a slash too many is not known: a redirect would name this API's own idea of
-        # its scheme and host, and clients would send their keys there.
+        # A path with an extra slash is unknown. A redirect would contain this API's own idea of its
+        # scheme and host, and clients would send their keys there.
         redirect_slashes=False,
     )
 
@@ -386,7 +387,7 @@ def _add_routes(app: FastRouteApp) -> None:
 
 
 class _Configuration(NamedTuple):
-    """Settings validated before any connection opens, so that a wrong setting fails at once."""
+    """Settings validated before any connection opens, so that invalid settings fail at once."""
 
     settings: ApiSettings
     catalog: Catalog
@@ -402,7 +403,7 @@ async def _open(
     admin: AbstractAsyncContextManager[Admin],
     rows: AbstractAsyncContextManager[RowSink],
 ) -> Dependencies:
-    """Opens everything in the order of its dependencies. `opened` closes it in reverse order."""
+    """Opens everything in dependency order. `opened` closes it in reverse order."""
     settings, instance = configuration.settings, f"api-{secrets.token_hex(4)}"
     enter = opened.enter_async_context
     access = await enter(configuration.access)
@@ -483,7 +484,6 @@ def _dependencies(
     generation_streams: GenerationStreams,
     image_codec: ImageCodec,
 ) -> Dependencies:
-    """Returns the dependencies of the routes."""
     settings, turns = configuration.settings, QueryPermits()
     storage = Storage(configuration.objects)
     sources = Files(configuration.objects, storage)

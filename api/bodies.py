@@ -1,11 +1,11 @@
-"""Bodies that several endpoints share, and limits on JSON.
+"""Request bodies shared by several endpoints, and limits on JSON.
 
 Requests are pydantic models, which validate and document them. Replies are msgspec structs, which
-encode bytes as JSON without intermediate Python objects. Fields are those of OpenAI's API
-(https://platform.openai.com/docs/api-reference). Extensions are marked as such.
+encode to JSON without intermediate Python objects. The fields follow OpenAI's API
+(https://platform.openai.com/docs/api-reference). Extensions are marked.
 
-The number of values and their depth are checked before JSON from callers is parsed. Parsing blocks
-the event loop, and pydantic reports every single error: 15 MB of wrong numbers took 5 s, 18 MB of
+The number and depth of values are checked before JSON from callers is parsed. Parsing blocks the
+event loop, and pydantic reports every single error: 15 MB of wrong numbers took 5 s, 18 MB of
 unknown fields 1.7 s.
 """
 
@@ -34,26 +34,26 @@ from shared.image_flow import SCALES
 MAX_URL_CHARS = 2048
 
 MAX_SEED = 2**53 - 11
-"""JSON numbers above 2^53 are not exact everywhere, and ten images have consecutive seeds."""
+"""JSON numbers above 2^53 are not exact everywhere, and ten images use consecutive seeds."""
 MAX_PROMPT_CHARS = 32_000
 _WHITE = (
     "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAEAAAABACAIAAAAlC+aJAAAATUlEQVR42u3PQQ0AAAgEILV/5zOFDz"
     "doQCepz6aeExAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQELi3cqoDfaKuZM4AAAAASUVORK5CYI"
     "I="
 )
-"""A white PNG of 64 x 64 pixels, so that the example works as it is."""
+"""A white PNG of 64 x 64 pixels, so that the example works unchanged."""
 MetadataKey = Annotated[str, Field(max_length=64)]
 MetadataValue = Annotated[str, Field(max_length=512)]
 Metadata = Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)]
-"""OpenAI's bounds."""
+"""OpenAI's limits."""
 EndUser = Annotated[str, Field(max_length=128)]
-"""The end user of the caller's application. The bound is OpenAI's for `safety_identifier`."""
+"""The end user of the caller's application. The limit is OpenAI's for `safety_identifier`."""
 CacheKey = Annotated[str, Field(max_length=64)]
-"""OpenAI's bound for `prompt_cache_key`."""
+"""OpenAI's limit for `prompt_cache_key`."""
 Option = Annotated[str, Field(max_length=64)]
-"""A choice among a few words. New ones are accepted."""
+"""One of a few words. Unknown words are accepted."""
 ItemId = Annotated[str, Field(max_length=256)]
-"""The id of an answer, of a part of it or of a call. OpenAI's are shorter."""
+"""The ID of an answer, an answer part or a call. OpenAI's IDs are shorter."""
 OPTIONS_MAX_BYTES = 1024
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 Text = Annotated[str, Field(min_length=1)]
@@ -63,24 +63,24 @@ SCHEDULER_CHOICE = (
     f"one of {', '.join(SCHEDULER_NAMES)}, or the name that Replicate or diffusers has for it."
 )
 ClipSkip = Annotated[int, Field(ge=0, le=32)]
-"""How many of the last layers of CLIP do not read the prompt. A model may have fewer."""
+"""Number of final CLIP layers to skip when reading the prompt. A model may have fewer."""
 GuidanceRescale = Annotated[float, Field(ge=0, le=1)]
-"""How much of the contrast that guidance adds is taken back."""
+"""How much of the contrast added by guidance to remove."""
 
 MAX_VALUES = 300_000
-"""Numbers and strings in one body. OpenAI's API accepts as many token ids."""
+"""Maximum number of numbers and strings in one body. OpenAI's API accepts as many token IDs."""
 MAX_STRINGS = 20_000
-"""Strings and field names in one body. Each of them may be an unknown field."""
+"""Maximum number of strings and field names in one body, because each may be an unknown field."""
 SURELY_FEW = 1000
-"""Bodies with at most this many commas are not checked further."""
+"""Bodies with at most this many commas need no further check."""
 MAX_NESTED = 100
-"""Levels of nesting. Pydantic has a limit of 200."""
-# Possessive, and with an optional end: the expression reads each byte only once.
+"""Maximum nesting depth. Pydantic has a limit of 200."""
+# Possessive and with an optional end, so the expression reads each byte only once.
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 
 
 class Usage(msgspec.Struct):
-    """Tokens of all inputs, with special tokens. Those of results from the cache count here too."""
+    """Tokens of all inputs, including special tokens and results from the cache."""
 
     prompt_tokens: int
     total_tokens: int
@@ -107,7 +107,10 @@ def _is_scale(value: int) -> int:
 
 
 Upscale = Annotated[int, AfterValidator(_is_scale), Field(json_schema_extra={"enum": list(SCALES)})]
-"""How many times as wide and high an image becomes. Forms have it as text, as no Literal does."""
+"""Factor by which the width and height of an image grow.
+
+Not a Literal, because forms send it as text.
+"""
 
 
 def _is_short(options: dict[str, Any]) -> dict[str, Any]:
@@ -117,7 +120,7 @@ def _is_short(options: dict[str, Any]) -> dict[str, Any]:
 
 
 Options = Annotated[dict[str, Any], AfterValidator(_is_short)]
-"""Options that have no effect."""
+"""Options without effect."""
 
 
 class _NullIs(BeforeValidator):
@@ -129,7 +132,10 @@ class _NullIs(BeforeValidator):
 
 
 def null_is(default: Any) -> BeforeValidator:
-    """Returns what takes null for `default`: OpenAI's clients send null for what is not set."""
+    """Returns a validator that replaces null by `default`.
+
+    OpenAI's clients send null for unset fields.
+    """
     return _NullIs(lambda value: default if value is None else value)
 
 
@@ -148,19 +154,22 @@ def _is_on(value: bool) -> bool:
 Off = Annotated[
     bool, Field(strict=True, json_schema_extra={"enum": [False]}), AfterValidator(_is_off)
 ]
-"""A switch that can only be off. A Literal would take 0 for it."""
+"""A switch that can only be off. A Literal would accept 0."""
 On = Annotated[bool, Field(strict=True, json_schema_extra={"enum": [True]}), AfterValidator(_is_on)]
 """A switch that can only be on."""
 
 
 class Body(BaseModel):
-    """Base of request bodies: unknown fields are refused."""
+    """Base class of request bodies. Rejects unknown fields."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 def shape_of(value: Any) -> str:
-    """Returns the shape of an input by its first element: errors mention only this shape."""
+    """Returns the shape of an input, judged by its first element.
+
+    Errors mention only this shape.
+    """
     first = value[0] if isinstance(value, list) and value else value
     if isinstance(value, list):
         return (
@@ -174,12 +183,12 @@ def shape_of(value: Any) -> str:
 
 
 def check_amount(body: bytes) -> None:
-    """Refuses a body with too many values to parse quickly.
+    """Rejects a body with too many values to parse quickly.
 
-    In a usual body, only the commas are counted.
+    For most bodies, only the commas are counted.
 
     Raises:
-        InputTooLarge: it has more values or strings than any request needs.
+        InputTooLarge: the body has more values or strings than any request needs.
     """
     if body.count(b",") <= SURELY_FEW:
         return
@@ -197,20 +206,21 @@ def check_amount(body: bytes) -> None:
 
 
 def strip_mark(body: bytes) -> bytes:
-    """Removes a byte order mark, which a parser of JSON may ignore (RFC 8259, section 8.1)."""
+    """Removes a byte order mark, which JSON parsers may ignore (RFC 8259, section 8.1)."""
     return body.removeprefix(codecs.BOM_UTF8)
 
 
 def object_in(text: str | bytes, field: str) -> dict[str, Any]:
-    """Parses a JSON object that can be encoded as JSON again. Errors name it by `field`.
+    """Parses a JSON object that can be encoded as JSON again.
 
     Raises:
-        BadInput: it is not a JSON object, or nests deeper than MAX_NESTED.
+        BadInput: the text is not a JSON object, or nests deeper than MAX_NESTED. The message begins
+            with `field`.
     """
     try:
         value = msgspec.json.decode(text)
         _check_depth(value)
-    # A surrogate without its other half is neither text nor JSON (RFC 8259, section 8.2).
+    # A lone surrogate is neither text nor JSON (RFC 8259, section 8.2).
     except (msgspec.MsgspecError, UnicodeError) as error:
         raise BadInput(f"{field}: not valid JSON: {error}", field=field) from error
     except RecursionError as error:

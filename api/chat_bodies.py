@@ -1,7 +1,7 @@
-"""Bodies of chat completions and completions, with their tools.
+"""Request bodies of chat completions and completions, with their tools.
 
-Fields are those of OpenAI's API (https://platform.openai.com/docs/api-reference/chat and
-/completions). Extensions are marked as such. api/openai/chat_replies.py has the replies.
+The fields follow OpenAI's API (https://platform.openai.com/docs/api-reference/chat and
+/completions). Extensions are marked. The replies are in api/openai/chat_replies.py.
 """
 
 from __future__ import annotations
@@ -31,10 +31,13 @@ TOOL_NAME = r"^[A-Za-z0-9_-]{1,64}$"
 MAX_TOOLS = 128
 MAX_CHOICES, MAX_PROMPTS = 8, 512
 MAX_TEXTS, MAX_STREAMED_TEXTS = 1024, 64
-"""Prompts times `n` in one request. The second is MAX_ITEMS of shared/stores/token_streams.py."""
+"""Maximum number of prompts times `n` in one request.
+
+The second is MAX_ITEMS of shared/stores/token_streams.py.
+"""
 MAX_BIASES = 1024
 TEMPLATE_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt"})
-"""What a chat template gets from other fields."""
+"""Template variables that are set from other fields."""
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
@@ -56,7 +59,7 @@ class FunctionTool(Body):
 
 
 class Tool(Body):
-    """A tool. There are only functions."""
+    """A tool. Only functions are supported."""
 
     type: Literal["function"]
     function: FunctionTool
@@ -69,28 +72,28 @@ class NamedFunction(Body):
 
 
 class ToolChoice(Body):
-    """The one function that the model is to call."""
+    """The one function that the model must call."""
 
     type: Literal["function"]
     function: NamedFunction
 
 
 class AllowedTools(Body):
-    """Some of the tools, of which the model may call one, or must."""
+    """The subset of tools that the model may or must call."""
 
     mode: Literal["auto", "required"]
     tools: list[ToolChoice] = Field(min_length=1, max_length=128)
 
 
 class AllowedToolChoice(Body):
-    """The tools that count in this request."""
+    """The tools allowed in this request."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
 
 
 def _choice_tag(choice: Any) -> str:
-    """Returns the tag of a form, so that errors are about the one that was meant."""
+    """Returns the tag of a variant, so that errors refer to the variant that the client meant."""
     if isinstance(choice, ToolChoice) or not isinstance(choice, dict | AllowedToolChoice):
         return "named:" if isinstance(choice, ToolChoice) else "mode:"
     is_allowed = isinstance(choice, AllowedToolChoice) or choice.get("type") == "allowed_tools"
@@ -118,7 +121,7 @@ def allowed_tools(tools: list[Tool] | None, choice: AnyToolChoice | None) -> lis
 def forced_tools(
     tools: list[Tool] | None, choice: AnyToolChoice | None
 ) -> list[FunctionTool] | None:
-    """Returns the tools of which the model must call one. None if it need not call any.
+    """Returns the tools of which the model must call one. None if it may answer without a call.
 
     Raises:
         ValueError: the chosen tool does not exist.
@@ -148,12 +151,12 @@ def _no_such_tool(tools: list[Tool] | None, choice: AnyToolChoice) -> str:
 
 
 def text_or_list(value: Any) -> str:
-    """Returns the tag of a form, so that errors are about the one that was meant."""
+    """Returns the tag of a variant, so that errors refer to the variant that the client meant."""
     return "list:" if isinstance(value, list) else "text:"
 
 
 class TextPart(Body):
-    """A part of a message. Text models read text only."""
+    """A text part of a message. Text models read only text."""
 
     type: Literal["text", "input_text", "output_text", "refusal"]
     text: str = Field(validation_alias=AliasChoices("text", "refusal"))
@@ -163,7 +166,7 @@ class TextPart(Body):
 
 
 class FunctionCall(Body):
-    """A function that an assistant called. `arguments` is JSON."""
+    """A function call made by the assistant. `arguments` is JSON."""
 
     name: str
     arguments: str
@@ -172,7 +175,7 @@ class FunctionCall(Body):
 
 
 class ToolCall(Body):
-    """A call in an earlier message of the assistant."""
+    """A tool call in an earlier message of the assistant."""
 
     id: ItemId
     type: Annotated[Literal["function"], null_is("function")] = "function"
@@ -220,7 +223,7 @@ class Message(Body):
     def to_template(self) -> dict[str, Any]:
         """Returns the message for chat templates: text in one piece, arguments as objects."""
         message: dict[str, Any] = {
-            # Open models know no developers.
+            # Open models do not know the developer role.
             "role": "system" if self.role == "developer" else self.role,
             "content": self.text,
         }
@@ -247,7 +250,7 @@ class Message(Body):
 def _parsed(call: FunctionCall) -> dict[str, Any]:
     """Returns the call with its arguments as objects, or as text if they are not valid JSON."""
     try:
-        # Its bound on nesting is that of bodies, and it takes no lone surrogates.
+        # Uses the parser for request bodies, which limits nesting and rejects lone surrogates.
         arguments = from_json(call.arguments, allow_inf_nan=False)
     except ValueError:
         arguments = call.arguments
@@ -255,7 +258,7 @@ def _parsed(call: FunctionCall) -> dict[str, Any]:
 
 
 class JsonSchema(Body):
-    """A schema that the answer matches."""
+    """A schema that the answer must match."""
 
     name: str = Field(pattern=TOOL_NAME)
     description: str | None = None
@@ -276,7 +279,7 @@ class ResponseFormat(Body):
         return self
 
     def to_schema(self) -> str:
-        """Returns the JSON schema of the answer, as JSON. Empty: any text."""
+        """Returns the JSON schema of the answer as JSON. Empty: any text."""
         if self.type == "text":
             return ""
         if self.json_schema is None or self.json_schema.schema_ is None:
@@ -292,12 +295,17 @@ class StreamOptions(Body):
 
 
 class _SampledBody(Body):
-    """Fields of all requests for text."""
+    """Fields shared by all text requests."""
 
     model: str | None = Field(None, description="Default: the first text model of the catalog.")
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     top_p: Share | None = None
-    top_k: int | None = Field(None, ge=0, le=2**20, description="Extension: 0 keeps all tokens.")
+    top_k: int | None = Field(
+        None,
+        ge=0,
+        le=2**20,
+        description="Extension: 0 keeps all tokens.",
+    )
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
     seed: int | None = Field(
@@ -347,13 +355,12 @@ class _SampledBody(Body):
 
     @property
     def biases(self) -> dict[int, float]:
-        """What is added to the logits of tokens, in the order of their ids."""
+        """The biases to add to token logits, in token ID order."""
         biases = {int(token): bias for token, bias in (self.logit_bias or {}).items()}
         return dict(sorted(biases.items()))
 
     @property
     def stops(self) -> list[str]:
-        """The stop sequences."""
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
 
 
@@ -398,12 +405,12 @@ class ChatBody(_SampledBody):
 
     @property
     def forced_tools(self) -> list[FunctionTool]:
-        """The tools of which the model must call one. Empty: it need not."""
+        """The tools of which the model must call one. Empty: it may answer without a call."""
         return forced_tools(self.tools, self.tool_choice) or []
 
     @model_validator(mode="after")
     def _can_be_forced(self) -> ChatBody:
-        # A forced call is no message, so a response_format has no part in it.
+        # A forced call is not a message, so response_format does not apply to it.
         forced_tools(self.tools, self.tool_choice)
         return self
 
@@ -458,7 +465,7 @@ class CompletionBody(_SampledBody):
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
-        """The prompts, each as a text or as token ids."""
+        """The prompts, as text or as token IDs."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if tokens := [one for one in self.prompt if isinstance(one, int)]:

@@ -1,17 +1,17 @@
-"""Weighted capacity limiter: a bounded number of items, shared by tenants in proportion to weights.
+"""Weighted capacity limiter: tenants share a bounded number of items by weight.
 
-Pure: no clock, no I/O. Three rules, of which the first that applies decides:
+Uses no clock and no I/O. The first of three rules that applies decides:
 
-- While more than the reserve is left, any tenant is admitted. So idle capacity is used.
-- Within the bound, a tenant below its fair share is admitted: its weight over the weights of all
-  tenants with items here. A tenant alone has all of the capacity.
+- While more room than the reserve is left, any tenant is admitted. So idle capacity is used.
+- Within the bound, a tenant below its fair share is admitted. The share is its weight divided by
+  the weights of all tenants with items here. A tenant that is alone has all of the capacity.
 - Beyond the bound, a tenant is admitted up to its guaranteed part, which is its share of the
   reserve and at least one item. So a small tenant is admitted while others fill their shares, even
-  if a single request of theirs was larger than the remaining capacity.
+  if one of their requests was larger than the remaining capacity.
 
-A request is admitted with all of its items as soon as one fits. Otherwise large requests would
+A request is admitted with all of its items as soon as one fits. Otherwise, large requests would
 never be admitted alongside small ones. Only the guaranteed part counts items exactly. The state has
-one entry for each tenant with items here, and there are at most MAX_OVER times the bound, plus one
+one entry per tenant with items here, and there are at most MAX_OVER times the bound plus one
 request.
 """
 
@@ -25,13 +25,15 @@ from shared.tenants.plan import DEFAULT_TENANT, Priority
 RESERVE = 0.125
 """The part of the room that only tenants below their fair share may fill.
 
-Items leave at the rate of the workers, so the reserve is what other tenants can send at once,
-before something leaves. An eighth of 512 items is 64 requests of one text. More would be taken from
-a tenant whose neighbors send little.
+Items leave at the workers' rate, so the reserve is the number of items that other tenants can send
+at once, before any leaves. An eighth of 512 items is 64 requests with one text each. A larger
+reserve would take capacity from a tenant whose neighbors send little.
 """
 MAX_OVER = 2
-"""Beyond MAX_OVER times the bound, no tenant is admitted. Only as many tenants as the bound has
-items can reach it."""
+"""Beyond MAX_OVER times the bound, no tenant is admitted.
+
+Reaching it takes as many tenants as the bound has items.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +51,15 @@ class Demand:
 
 
 class Asks(Protocol):
-    """Items for which a tenant requests capacity."""
+    """A request for capacity for a tenant's items."""
 
     @property
     def tenant(self) -> str:
-        """The tenant that asks."""
+        """The tenant's name."""
 
     @property
     def weight(self) -> float:
-        """Its share, relative to other tenants."""
+        """The tenant's weight relative to others."""
 
     @property
     def items(self) -> int:
@@ -84,7 +86,7 @@ class FairRoom:
     """The items of all tenants under one bound.
 
     Args:
-        bound: the number of items it is meant for.
+        bound: target number of items.
     """
 
     def __init__(self, bound: float) -> None:
@@ -104,15 +106,15 @@ class FairRoom:
         return 0 if holding is None else holding.items
 
     def part_of(self, asked: Asks) -> float:
-        """Returns the weight of its tenant over those of all with items here, itself included."""
+        """Returns the tenant's share of the weights of all tenants with items, including itself."""
         holding = self._holdings.get(asked.tenant)
         others = self.weights if holding is None else max(0.0, self.weights - holding.weight)
         return asked.weight / (others + asked.weight)
 
     def turns_to_wait(self, asked: Asks) -> float:
-        """Returns how many items must leave before it is admitted. 0: now.
+        """Returns how many items must leave before the request is admitted. 0: none.
 
-        Items leave in fair order. So the tenant's own are its share of those that leave.
+        Items leave in fair order, so the tenant's items are its share of them.
         """
         idle = self.bound * (1 - RESERVE)
         if self.total < idle:
@@ -129,14 +131,14 @@ class FairRoom:
         return max(1.0, min(self.total - idle + 1, max(until_share, until_bound)))
 
     def ahead_of(self, asked: Asks, enough: float) -> float:
-        """Returns how many items leave in fair order before the last one of the request.
+        """Returns how many items leave in fair order before the last item of the request.
 
-        While n items of a tenant leave, those of another one of the same weight do too, but no more
-        than n (generalized processor sharing: Parekh and Gallager, IEEE/ACM ToN 1(3), 1993).
+        While n items of a tenant leave, up to n items of another tenant with the same weight also
+        leave (generalized processor sharing: Parekh and Gallager, IEEE/ACM ToN 1(3), 1993).
 
         Args:
-            asked: not yet admitted.
-            enough: up to this number the result may be too high, which saves time.
+            asked: request that is not yet admitted.
+            enough: above this number the result may be too high, which saves time.
         """
         holding = self._holdings.get(asked.tenant)
         own = asked.items + (0 if holding is None else holding.items)
@@ -159,7 +161,7 @@ class FairRoom:
         )
 
     def take(self, asked: Asks) -> None:
-        """Lets its items in."""
+        """Admits the items."""
         holding = self._holdings.get(asked.tenant)
         if holding is None:
             holding = self._holdings[asked.tenant] = Holding(asked.weight)

@@ -1,7 +1,8 @@
 """The Prometheus metrics of the API, and the port that serves all metrics of the process.
 
-Callers must not reach that port: models, load and errors are for operators. A path on the public
-port is not safe, because a rule that denies a path can be bypassed by another spelling of the path.
+Callers must not reach that port, because models, load and errors are for operators. A path on the
+public port is not safe, because a rule that denies a path can be bypassed by another spelling of
+the path.
 """
 
 from __future__ import annotations
@@ -94,15 +95,15 @@ MAX_TENANT = Gauge(
 )
 PREDICTIONS = Counter(
     "penstock_api_predictions_total",
-    "Predictions created, found again, refused by the broker, canceled, "
-    "or ended here because their deadline passed.",
+    "Predictions created, found again, refused by the broker, canceled, or ended here because "
+    "their deadline passed.",
     ["model", "event"],
 )
 SHED = Counter("penstock_api_items_shed_total", "Items refused with 429.", ["model", "lane"])
 IDEMPOTENT_REQUESTS = Counter(
     "penstock_api_keyed_requests_total",
-    "Requests with an Idempotency-Key: computed, joined or repeated. "
-    "not_kept: answered, but the answer was not kept.",
+    "Requests with an Idempotency-Key: computed, joined or repeated. not_kept: answered, but the "
+    "answer was not kept.",
     ["end"],
 )
 IMAGES = Counter(
@@ -129,32 +130,34 @@ JOBS_CANCELED = Counter(
 
 @lru_cache(maxsize=1024)
 def of_requests(route: str, model: str, status: int) -> tuple[Counter, Histogram]:
-    """Returns the counter and histogram of such requests.
+    """Returns the counter and histogram for these labels.
 
-    Cached, since label lookups cost more than counting.
+    Cached, because label lookups cost more than counting.
     """
     return REQUESTS.labels(route, model, str(status)), REQUEST_SECONDS.labels(route, model)
 
 
 @lru_cache(maxsize=1024)
 def of_errors(route: str, status: int, code: str) -> Counter:
-    """Returns the counter of such errors."""
+    """Returns the counter for these labels."""
     return ERRORS.labels(route, str(status), code)
 
 
 @lru_cache(maxsize=1024)
 def of_items(model: str, cache: str, status: str) -> Counter:
-    """Returns the counter of such items."""
+    """Returns the counter for these labels."""
     return ITEMS.labels(model, cache, status)
 
 
 @lru_cache(maxsize=1024)
 def of_admission(model: str, priority: Priority) -> tuple[Counter, Counter, Gauge]:
-    """Items of `model` refused, admitted and in flight. The first call shows all at 0.
+    """Returns counters of rejected and admitted items and a gauge of items in flight.
+
+    The first call initializes all of them to 0.
 
     Args:
-        model: its name in the catalog.
-        priority: the items'.
+        model: model name in the catalog.
+        priority: priority of the items.
     """
     return (
         SHED.labels(model, priority),
@@ -165,7 +168,9 @@ def of_admission(model: str, priority: Priority) -> tuple[Counter, Counter, Gaug
 
 @contextmanager
 def served(host: str, port: int) -> Iterator[int]:
-    """Serves the metrics of this process during the block. Yields the port, which is random for 0.
+    """Serves the metrics of this process for the duration of the block.
+
+    Yields the port, which is random for 0.
 
     Raises:
         ConfigurationError: the port can't be opened.

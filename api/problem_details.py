@@ -32,14 +32,14 @@ from api.errors import (
 from shared.errors import BadInput, PenstockError
 
 MAX_FIELDS = 100
-"""Maximum number of invalid fields that one response names."""
+"""Maximum number of invalid fields in one response."""
 UNPROCESSABLE = frozenset(
     {"invalid_input", "input_too_large", "context_length_exceeded", "storage_quota_exceeded"}
 )
 
 
 class InvalidField(msgspec.Struct):
-    """One field that is wrong, and why."""
+    """An invalid field, and the reason."""
 
     type: str
     field: str
@@ -56,7 +56,7 @@ class Problem(msgspec.Struct, omit_defaults=True):
 
 
 class InvalidFields(BadInput):
-    """Fields of the request are not valid."""
+    """Some fields of the request are invalid."""
 
     def __init__(self, fields: list[InvalidField]) -> None:
         super().__init__("\n".join(f"- {one.field}: {one.description}" for one in fields))
@@ -64,7 +64,7 @@ class InvalidFields(BadInput):
 
 
 class ErrorRoute(APIRoute):
-    """A route whose errors have a shape of their own: that of `respond`."""
+    """A route with its own error format, implemented by `respond`."""
 
     def respond(self, request: Request, error: Exception) -> Response:
         """Returns the response for one of EXPECTED_ERRORS."""

@@ -1,9 +1,9 @@
-"""The configuration of uvicorn, and its HTTP protocol with limits on heads and connections.
+"""The configuration of uvicorn, and its HTTP protocol with limits on request heads and connections.
 
 Tests use both. A head is the URL and the headers of a request. h11, uvicorn's other parser, limits
-its size. httptools does not. It copies the header read so far for each piece that arrives, so one
-endless header blocks all other requests. A typical request, whose head arrives in one piece, sets
-no timer here.
+its size. httptools does not: it copies the header read so far for each piece that arrives, so one
+endless header blocks all other requests. A typical request, whose head arrives in one piece, does
+not set a timer here.
 """
 
 from __future__ import annotations
@@ -30,15 +30,18 @@ from shared.settings import ApiSettings
 HEAD_LIMIT_BYTES = 64 * 1024
 """The limit of Google's load balancer."""
 CHUNK_FRAME_BYTES = 24
-"""The overhead of a chunk of a body. Longer chunk extensions and trailers count as head."""
+"""Overhead allowed per chunk of a body. Longer chunk extensions and trailers count as head."""
 MAX_PIPELINED = 16
-"""Requests that wait behind the current one. A single read may contain ten thousand."""
+"""Maximum number of requests waiting for the current one.
+
+A single read may contain ten thousand.
+"""
 UNREAD_LIMIT_S = 60
-"""After this time without any reads by the peer the connection is closed."""
+"""A connection whose peer reads nothing for this long is closed."""
 UNREAD_MAX_BYTES = 256 * 1024 * 1024
-"""The memory for all unread answers together."""
+"""Maximum memory for all unread answers together."""
 RESERVED_FILES = 128
-"""File descriptors that are reserved for the process itself."""
+"""File descriptors reserved for the process itself."""
 MAX_PORT = 65535
 _HOST = re.compile(
     rb"(?:\[(?P<ipv6>[0-9A-Fa-f:.]{2,45})\]"
@@ -47,18 +50,25 @@ _HOST = re.compile(
 )
 
 DRAIN_S = 4
-"""For open requests after SIGTERM. Cloud Run kills after 10 s, and rows take up to 5 s to be
-stored."""
+"""Seconds for open requests after SIGTERM.
+
+Cloud Run kills the process after 10 s, and storing rows takes up to 5 s.
+"""
 KEEP_ALIVE_S = 620
-"""Above the 600 s of Google's load balancer. Otherwise it may reuse a connection that just
-closed."""
+"""More than the 600 s of Google's load balancer.
+
+Otherwise it may reuse a connection that was just closed.
+"""
 
 TLS_CIPHERS = (
     "@SECLEVEL=2:ECDH+AESGCM:ECDH+CHACHA20:ECDH+AES:DHE+AES:!aNULL:!eNULL:!aDSS:!SHA1:!AESCCM"
 )
-"""What is taken in TLS 1.2: all with forward secrecy, none with SHA-1. It is the list of Python's
-own builds, https://github.com/python/cpython/blob/v3.11.7/Modules/_ssl.c. Debian and Ubuntu build
-Python with that of the system's OpenSSL, which has both."""
+"""Ciphers accepted in TLS 1.2: all with forward secrecy, none with SHA-1.
+
+The list is the same as in Python's own builds,
+https://github.com/python/cpython/blob/v3.11.7/Modules/_ssl.c. Debian and Ubuntu build Python with
+the list of the system's OpenSSL, which allows both.
+"""
 
 
 class BoundedHttp(HttpToolsProtocol):
@@ -67,14 +77,14 @@ class BoundedHttp(HttpToolsProtocol):
     head_timeout_s: ClassVar[float]
     max_connections: ClassVar[int]
     idle: ClassVar[dict[BoundedHttp, None]]
-    """Connections without a request, the longest idle first."""
+    """Connections without a request, longest idle first."""
     unread: ClassVar[dict[BoundedHttp, int]]
-    """Connections with an unread answer, the longest first, with its size in bytes."""
+    """Connections with an unread answer, longest first, with its size in bytes."""
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
         self._beside_bytes = 0
-        """The bytes since the last head or end of a request that belong to no body."""
+        """Bytes since the last head, or since the end of a request, that are not part of a body."""
         self._in_head = self._in_body = False
         self._timer: asyncio.TimerHandle | None = None
         self._error: PenstockError | None = None
@@ -82,7 +92,7 @@ class BoundedHttp(HttpToolsProtocol):
         """The current head offers an upgrade to another protocol."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Counts the connection. If there are too many, closes the longest idle one."""
+        """Counts the connection. If there are too many, closes the one idle the longest."""
         super().connection_made(transport)
         opened = transport.get_extra_info("socket")
         if (
@@ -112,7 +122,10 @@ class BoundedHttp(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
-        """The caller reads slower than the answer is written. The rest is kept, within a limit."""
+        """Called when the caller reads more slowly than the answer is written.
+
+        The rest is buffered up to a limit.
+        """
         super().pause_writing()
         self.unread[self] = self.transport.get_write_buffer_size()
         metrics.CONNECTIONS_UNREAD.set(len(self.unread))
@@ -120,7 +133,7 @@ class BoundedHttp(HttpToolsProtocol):
             next(iter(self.unread))._cut("unread")
 
     def resume_writing(self) -> None:
-        """The caller has read nearly all of the answer."""
+        """Called when the caller has read nearly all of the answer."""
         self._leave_unread()
         super().resume_writing()
 
@@ -135,14 +148,14 @@ class BoundedHttp(HttpToolsProtocol):
             self._arm()
 
     def on_message_begin(self) -> None:
-        """The head of a request begins."""
+        """Called at the start of a request's head."""
         super().on_message_begin()
         self._in_head = True
 
     def on_headers_complete(self) -> None:
-        """The head is complete.
+        """Called at the end of the head.
 
-        Starts the request, unless the head is too large or the pipeline full.
+        Starts the request unless the head is too large or the pipeline is full.
         """
         if self.parser.should_upgrade():
             if self.parser.get_method() == b"CONNECT":
@@ -180,7 +193,10 @@ class BoundedHttp(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """The answer is written. An unread body may continue for as long as a head may take."""
+        """Called after the answer is written.
+
+        An unread body may continue for as long as a head may take.
+        """
         super().on_response_complete()
         if self.cycle.response_complete and not self.transport.is_closing():
             self.idle[self] = None
@@ -188,15 +204,15 @@ class BoundedHttp(HttpToolsProtocol):
                 self._arm()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuses what the parser can't read, or what a callback refused."""
+        """Rejects input that the parser can't read, or that a callback rejected."""
         self._refuse("invalid", self._error or BadInput("this is not a valid HTTP/1.1 request"))
 
     def _parse(self, data: bytes) -> None:
         """Feeds received bytes to the parser.
 
-        Offers of another protocol (RFC 9110, 7.8) are ignored: Java's client offers h2c with every
-        request. httptools reads such a request as one without a body, and its body as the next
-        request. So a new parser gets the head again, without the offer.
+        Offers of another protocol (RFC 9110, 7.8) are ignored, because Java's client offers h2c
+        with every request. httptools treats such a request as one without a body, and its body as
+        the next request. So a new parser gets the head again, without the offer.
         """
         head = b""
         while True:
@@ -204,7 +220,7 @@ class BoundedHttp(HttpToolsProtocol):
                 self.parser.feed_data(head + data)
             except httptools.HttpParserUpgrade as offer:
                 data, head = (head + data)[offer.args[0] :], self._head_without_offer()
-                # Without leniency a parser stops after a head that closes the connection.
+                # Without leniency, a parser stops after a head that closes the connection.
                 self.parser, self._offers_protocol = httptools.HttpRequestParser(self), False
                 self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
             except httptools.HttpParserError:
@@ -222,7 +238,7 @@ class BoundedHttp(HttpToolsProtocol):
         return len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
 
     def _wrong_host(self) -> str:
-        """Returns why the Host header is refused (RFC 9112, 3.2). Empty if it is accepted."""
+        """Returns why the Host header is rejected (RFC 9112, 3.2). Empty if it is accepted."""
         hosts = [value for name, value in self.headers if name == b"host"]
         if not hosts:
             is_needed = self.parser.get_http_version() == "1.1"
@@ -251,7 +267,7 @@ class BoundedHttp(HttpToolsProtocol):
             self._cut("idle")
 
     def _refuse(self, reason: str, error: PenstockError) -> None:
-        """Sends the error, unless another answer is being written, and closes the connection."""
+        """Sends the error unless another answer is being written, and closes the connection."""
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
             response = error_response(error)
             fields = [*response.raw_headers, (b"connection", b"close")]
@@ -270,7 +286,7 @@ class BoundedHttp(HttpToolsProtocol):
             self.transport.close()
 
     def _leave_unread(self) -> bool:
-        """Removes the connection from the unread ones. Returns whether it was one."""
+        """Removes the connection from the unread ones. Returns whether it was one of them."""
         was_unread = self.unread.pop(self, None) is not None
         metrics.CONNECTIONS_UNREAD.set(len(self.unread))
         return was_unread
@@ -293,7 +309,10 @@ def protocol_with(settings: ApiSettings) -> type[BoundedHttp]:
 
 @lru_cache(maxsize=256)
 def _is_host(value: bytes) -> bool:
-    """Returns whether it is `uri-host [ ":" port ]` (RFC 9110, 7.2; RFC 3986, 3.2.2), not empty."""
+    """Returns whether it is a nonempty `uri-host [ ":" port ]`.
+
+    See RFC 9110, 7.2 and RFC 3986, 3.2.2.
+    """
     match = _HOST.fullmatch(value)
     if match is None or int(match["port"] or 0) > MAX_PORT:
         return False
@@ -311,7 +330,7 @@ def _too_large() -> PenstockError:
 
 
 def server_config(app: ASGIApp, settings: ApiSettings) -> uvicorn.Config:
-    """Returns the configuration of the server.
+    """Returns uvicorn's configuration.
 
     Raises:
         ConfigurationError: the certificate and its key can't be used.
@@ -327,15 +346,15 @@ def server_config(app: ASGIApp, settings: ApiSettings) -> uvicorn.Config:
         lifespan="on",
         log_config=None,
         access_log=False,
-        # Decides whether links are https. A Host that a proxy changed is not taken back from
-        # X-Forwarded-Host, which Google's front end passes on as the caller wrote it.
-        # PENSTOCK_PUBLIC_URL is for that.
+        # Decides whether links use https. A Host changed by a proxy is not restored from
+        # X-Forwarded-Host, which Google's front end forwards as sent by the caller. Use
+        # PENSTOCK_PUBLIC_URL for that.
         proxy_headers=bool(settings.trusted_proxies),
         forwarded_allow_ips=settings.trusted_proxies,
         server_header=False,
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=DRAIN_S,
-        # uvicorn's own context has no list of ciphers.
+        # uvicorn's own context does not set a list of ciphers.
         ssl_context_factory=None if context is None else lambda config, default: context,
     )
 
@@ -345,7 +364,7 @@ def _tls_context(settings: ApiSettings) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_ciphers(TLS_CIPHERS)
     try:
-        # An empty password: without one, a key that has one would ask the terminal for it.
+        # An empty password: otherwise, an encrypted key would prompt for it on the terminal.
         context.load_cert_chain(settings.tls_cert, settings.tls_key, password="")
     except OSError as error:
         raise ConfigurationError(

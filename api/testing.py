@@ -1,14 +1,14 @@
-"""The API for tests: the real app over a broker in memory, without a port.
+"""The API for tests: the real app with an in-memory broker, without a port.
 
     async with running_api(InMemoryBroker(), [ENTRY]) as api:
         transport = httpx.ASGITransport(api.app)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
             answer = await http.post("/v1/embeddings", json={...})
 
-Routes, checks, limits, deadlines and errors are those of production. Not there is what uvicorn does
-before the app (bounds on heads and slow bodies). Without `redis_url` it answers as it does while
-Redis is away: predictions and streams are refused. Something must answer the jobs, such as
-workers/testing.py.
+Routes, checks, limits, deadlines and errors are the same as in production. It does not include
+checks that uvicorn makes before the app (limits on request heads and slow bodies). Without
+`redis_url`, it answers as if Redis were unreachable: predictions and streams are rejected.
+Something must process the jobs, such as workers/testing.py.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from shared.usage.row_list import RowList
 
 @dataclass
 class ApiUnderTest:
-    """A running API. `rows`: what it would write to BigQuery."""
+    """A running API. `rows`: the rows it would write to BigQuery."""
 
     app: FastAPI
     rows: list[Row]
@@ -49,14 +49,14 @@ async def running_api(
     """Runs an API until the block is left.
 
     Args:
-        broker: shared with the workers. The API makes its own inbox there.
-        flows: what `shared.catalog.flow_of` makes of flows of these models.
-        redis_url: keeps records, limits, streams and results, if there is a Redis.
-        objects_url: where large results lie. Workers must have the same.
-        settings: of ApiSettings, by name. The environment has the others.
+        broker: shared with the workers. The API creates its inbox there.
+        flows: results of `shared.catalog.flow_of` for flows of these models.
+        redis_url: stores records, limits, streams and results, if there is a Redis.
+        objects_url: store for large results. Workers must use the same.
+        settings: fields of ApiSettings by name. Others come from the environment.
 
     Raises:
-        ConfigurationError: a setting is wrong.
+        ConfigurationError: a setting is invalid.
     """
     api_settings = read_settings(
         ApiSettings, redis_url=redis_url, objects_url=objects_url, **settings

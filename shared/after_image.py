@@ -1,12 +1,12 @@
-"""What follows an image before it is delivered: a safety check, and an upscaler.
+"""Steps after an image is drawn and before it is delivered: a safety check and an upscaler.
 
-An entry of an image model may name both (`image.safety`, `image.upscale`). A request that needs one
-of them is run as a flow, whose first step draws its images. Each image is checked alone, and
-enlarged if it is safe. So a run has one deadline and one price, and any worker carries it on
+An image model's entry may name both (`image.safety`, `image.upscale`). A request that needs one of
+them is run as a flow, whose first step draws its images. Each image is checked separately, and
+enlarged if it is safe. So a run has one deadline and one price, and any worker can continue it
 (docs/decisions/0113-after-the-image.md).
 
-shared/image_flow.py makes these flows. Callers see the image model: its name, its version, and a
-list of images.
+shared/image_flow.py builds these flows. Callers see only the image model: its name, its version and
+a list of images.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _PNG = "image/png"
 def input_of(
     images: Sequence[ImageInput], upscale: int | None, *, is_repeatable: bool
 ) -> CustomInput:
-    """Returns the input of a run.
+    """Returns the input of a flow run.
 
     Args:
-        images: to draw. They differ in their seeds. Their large sources are in the object store.
-        upscale: how many times as wide and high they become. None: not at all.
-        is_repeatable: True if equal requests get equal images, which the cache may keep.
+        images: images to draw, which differ in their seeds. Large sources are in the object store.
+        upscale: factor by which they are enlarged. None: they are not.
+        is_repeatable: True if equal requests produce equal images, which may be cached.
     """
     values = {
         "drawing": msgspec.to_builtins(images[0]),
@@ -51,21 +51,21 @@ def input_of(
 
 
 def drawings_of(input: CustomInput) -> list[ImageInput]:
-    """Returns the images that a run draws, from its input."""
+    """Returns the images that a run draws, based on its input."""
     first = msgspec.convert(input.values["drawing"], ImageInput)
     return [msgspec.structs.replace(first, seed=seed) for seed in input.values["seeds"]]
 
 
 def images_of(scope: Mapping[str, Any], drawn: Sequence[TaskResult | None]) -> ImagesResult:
-    """Returns what a run gives.
+    """Returns the result of a run.
 
     Args:
-        scope: the values of its input and its steps, by their names.
-        drawn: the results of its first step.
+        scope: values of its input and its steps by name.
+        drawn: results of its first step.
 
     Raises:
-        ModerationBlocked: the check has flagged all of them.
-        ModelFailed: what the upscaler gave is no PNG file.
+        ModerationBlocked: the check flagged all of them.
+        ModelFailed: the upscaler did not return a PNG file.
     """
     scale = scope["input"]["upscale"]
     checks, enlarged = scope.get(SAFETY), scope.get(UPSCALE)
@@ -96,6 +96,6 @@ def _enlarged(image: ImageResult, file: Any, scale: int) -> ImageResult:
 
 
 def blocked_message(images: int) -> str:
-    """Returns the words of a request whose images are all withheld."""
+    """Returns the error message for a request whose images are all withheld."""
     subject = "the image was" if images == 1 else f"all {images} images were"
     return f"moderation_blocked: {subject} drawn and then withheld by the safety check"

@@ -1,6 +1,7 @@
-"""The broker that the settings name: Pub/Sub, or RabbitMQ. The only place that knows both.
+"""The configured broker: Pub/Sub or RabbitMQ. The only place that knows both.
 
-A process imports the client of its own broker only: Google's takes a third of a second of CPU time.
+A process imports only the client it uses, because importing Google's takes a third of a second of
+CPU time.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from shared.transport import Admin, Transport
 
 
 def transport_of(settings: Settings) -> AbstractAsyncContextManager[Transport]:
-    """The transport of these settings, not opened. Enter it to open it."""
+    """Returns the transport for these settings, not yet open."""
     if settings.broker:
         from shared.rabbitmq.client import RabbitTransport
 
@@ -23,10 +24,10 @@ def transport_of(settings: Settings) -> AbstractAsyncContextManager[Transport]:
 
 
 def admin_of(settings: Settings, timeout_s: float = 30.0) -> AbstractAsyncContextManager[Admin]:
-    """The admin connection of these settings, not opened. Enter it to open it.
+    """Returns the admin connection for these settings, not yet open.
 
     Args:
-        timeout_s: limit of each call, retries included.
+        timeout_s: limit per call, including retries.
     """
     if settings.broker:
         from shared.rabbitmq.admin import RabbitAdmin

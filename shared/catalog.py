@@ -1,4 +1,4 @@
-"""The catalog (`models.yaml`) of served models. Every process reads and checks it at its start."""
+"""The catalog (`models.yaml`) of served models. Every process reads and validates it at startup."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ log = logging.getLogger(__name__)
 
 CANARY_SUFFIX = ".canary"
 RUNS_AT_A_TIME = 64
-"""Of a flow. A tenant with twice as many open gets `batch` priority for further ones."""
+"""Open runs of a flow. A tenant with twice as many gets `batch` priority for further ones."""
 OF_CATALOG = "an entry of the catalog"
 """The context in which entries are validated."""
 
 
 class Model(CatalogEntry):
-    """One served model, checked by the rules of its task. Or a flow, which is served like one."""
+    """One served model, validated by the rules of its task, or a flow, served like a model."""
 
     step_models: tuple[Model, ...] = ()
-    """The models of a flow's steps, in the order of these."""
+    """Models of a flow's steps, in step order."""
     drawn_by: Model | None = None
-    """Of the flow that a request for images is: the image model, whose name it has."""
+    """For the flow of an image request: the image model whose name it has."""
 
     @field_validator("task")
     @classmethod
@@ -61,7 +61,7 @@ class Model(CatalogEntry):
     @field_validator("name")
     @classmethod
     def _is_no_canary(cls, value: str, info: ValidationInfo) -> str:
-        # Canaries are read too, by model processes, but no catalog has their names.
+        # Model processes read canaries too, but a catalog can't contain their names.
         if info.context == OF_CATALOG and value.endswith(CANARY_SUFFIX):
             raise ValueError(
                 f"a name can't end in {CANARY_SUFFIX}: its topic would be that of another model's "
@@ -146,16 +146,19 @@ class Model(CatalogEntry):
 
     @property
     def is_canary(self) -> bool:
-        """True if it is the canary of a model, and not a catalog model of its own."""
+        """True for the canary of a model, False for a model in the catalog."""
         return self.name.endswith(CANARY_SUFFIX)
 
     @property
     def public_name(self) -> str:
-        """The name that callers know. A canary has that of its model."""
+        """The name known to callers. A canary has its model's name."""
         return self.name.removesuffix(CANARY_SUFFIX)
 
     def as_canary(self) -> Model | None:
-        """The model that its canary is to the pipeline: `<name>.canary`. None without a canary."""
+        """The model `<name>.canary` that represents its canary in the pipeline.
+
+        None without a canary.
+        """
         canary = self.canary
         if canary is None:
             return None
@@ -174,37 +177,37 @@ class Model(CatalogEntry):
 
     @property
     def limited_unit(self) -> Unit:
-        """The unit of the work that limits count."""
+        """The unit of work counted by limits."""
         return (self.drawn_by or self).definition.unit
 
     @property
     def budget(self) -> int:
-        """The most work (in the unit of the task) in one batch."""
+        """Maximum work per batch, in the task's unit."""
         return self.definition.budget(self)
 
     @property
     def result_tolerance(self) -> float:
-        """Maximum distance of results from those of torch fp32, in the measure of the task."""
+        """Maximum distance of results from torch fp32 results, as measured for the task."""
         return self.definition.tolerance(self)
 
 
 @dataclass(frozen=True)
 class WorkerGroup:
-    """Workers that are deployed and scaled together: of one model, or of several."""
+    """Workers deployed and scaled together, which serve one or more models."""
 
     name: str
-    """That of its only model, or of the entry of `workers`."""
+    """Name of its only model, or of its entry in `workers`."""
     models: tuple[Model, ...]
     replicas: Replicas
 
     @property
     def gpu(self) -> Gpu:
-        """What each of them gets, the same for all models."""
+        """Resources of each worker, the same for all models."""
         return self.models[0].gpu
 
     @property
     def startup_s(self) -> float:
-        """Time limit for one of their model processes, which loads all models, to get ready."""
+        """Time limit for one of their model processes, which loads all models, to become ready."""
         return sum(model.startup_s for model in self.models)
 
     @property
@@ -216,8 +219,8 @@ class WorkerGroup:
 class Catalog:
     """All served models, by name and alias.
 
-    `models` are those that callers know. `deployed` has their canaries too: all that have topics
-    and workers. `flows` have neither. `shared_workers` are the workers of several models.
+    `models` are known to callers. `deployed` also includes their canaries: all models with topics
+    and workers. `flows` have neither. `shared_workers` are workers that serve several models.
     """
 
     def __init__(
@@ -232,7 +235,7 @@ class Catalog:
         self.canaries = {
             model.name: canary for model in models if (canary := model.as_canary()) is not None
         }
-        """The entries by the names of their models."""
+        """Entries by model name."""
         self.deployed = (*models, *self.canaries.values())
         self._deployed_by_name = {canary.name: canary for canary in self.canaries.values()}
         self._by_name = {
@@ -241,14 +244,13 @@ class Catalog:
         self._image_flows: dict[tuple[str, bool], Model | None] = {}
 
     def image_flow(self, model: Model, images: int, *, upscales: bool) -> Model | None:
-        """The flow that a request for images is. None: it has no step after the image.
+        """Returns the flow for an image request. None: no step follows the image.
 
         Args:
-            images: how many it asks for.
-            upscales: True if it asks for larger ones.
+            upscales: True if larger images are requested.
 
         Raises:
-            FlowError: an entry that no file had names what is not there.
+            FlowError: an entry created without a file names a missing model.
         """
         key = model.name, upscales
         if key not in self._image_flows:
@@ -260,12 +262,12 @@ class Catalog:
 
     @property
     def served(self) -> tuple[Model, ...]:
-        """All that callers can ask: models and flows."""
+        """Everything that callers can request: models and flows."""
         return (*self.models, *self.flows)
 
     @property
     def worker_groups(self) -> tuple[WorkerGroup, ...]:
-        """Every deployed model once, in the order of the models. A canary has its own workers."""
+        """All deployed models, each in one group, in model order. A canary has separate workers."""
         shared = {name: entry for entry in self.shared_workers for name in entry.models}
         groups: dict[str, WorkerGroup] = {}
         for model in self.deployed:
@@ -278,10 +280,10 @@ class Catalog:
         return tuple(groups.values())
 
     def find(self, name: str, task: str | None = None) -> Model:
-        """The model or flow called `name` (or by that alias), which must serve `task`, if passed.
+        """Returns the model or flow with this name or alias, which must serve `task` if set.
 
         Raises:
-            UnknownModel: there is none, or it serves another task.
+            UnknownModel: it does not exist, or serves another task.
         """
         model = self._by_name.get(name)
         if model is None:
@@ -291,25 +293,26 @@ class Catalog:
         return model
 
     def step_schema(self, name: str) -> StepSchema | None:
-        """What a step may give to the model of this name and gets. None: there is none."""
+        """Returns the inputs and output of a model as a flow step. None: it does not exist."""
         model = self._by_name.get(name)
         return None if model is None else model.definition.step_schema(model)
 
     def find_deployed(self, name: str) -> Model:
-        """The model that jobs and workers call `name`: one of the catalog, or a canary.
+        """Returns the model called `name` by jobs and workers: a model in the catalog or a canary.
 
         Raises:
-            UnknownModel: there is none.
+            UnknownModel: the model does not exist.
         """
         return self._deployed_by_name.get(name) or self.find(name)
 
     def take_interfaces(self, newer: Catalog) -> list[str]:
-        """Takes the interfaces of custom models from a catalog that was read later.
+        """Takes the interfaces of custom models from a newer catalog.
 
-        Only of models that are the same otherwise: an entry needs a new start of all processes.
+        Only for models that are otherwise unchanged, because other changes to an entry require a
+        restart of all processes.
 
         Returns:
-            The names of the models whose interface is another one now.
+            The names of models whose interface changed.
         """
         changed = []
         for old in self.deployed:
@@ -330,7 +333,7 @@ class Catalog:
     def _replace(self, model: Model) -> None:
         self.models = tuple(model if one.name == model.name else one for one in self.models)
         if model.is_canary:
-            # In place: others hold it.
+            # In place, because other objects refer to it.
             self.canaries[model.public_name] = self._deployed_by_name[model.name] = model
         else:
             self._by_name |= dict.fromkeys((model.name, *model.aliases), model)
@@ -338,7 +341,7 @@ class Catalog:
 
     @property
     def deadline(self) -> Deadline:
-        """The most that any model allows, for what is asked before the model is known."""
+        """The maximum over all models, for use before the model is known."""
         every = [model.deadline for model in self.served]
         return Deadline(
             default_s=max((one.default_s for one in every), default=Deadline().default_s),
@@ -346,20 +349,20 @@ class Catalog:
         )
 
     def of_task(self, task: str) -> list[Model]:
-        """The models of `task`, in the order of the catalog."""
+        """Returns the models of `task`, in catalog order."""
         return [model for model in self.models if model.definition is TASKS[task]]
 
     def default(self, task: str) -> Model:
-        """The first model of `task` in the catalog, for callers who name none."""
+        """Returns the first model of `task` in the catalog, for callers who name none."""
         for model in self.of_task(task):
             return model
         raise UnknownModel(f"no {task} model is served here", field="model")
 
     def serving(self, api: ServedApi, name: str | None) -> Model:
-        """The custom model called `name` that serves an endpoint. None: the first of them.
+        """Returns the custom model called `name` that serves an endpoint. None: the first one.
 
         Raises:
-            UnknownModel: there is none, or it does not serve this endpoint.
+            UnknownModel: the model does not exist, or does not serve this endpoint.
         """
         if name is not None:
             model = self.find(name)
@@ -373,7 +376,7 @@ class Catalog:
 
 
 def _with_interface(model: Model, interface: ModelInterface | None) -> Model:
-    """An entry as it would be with another interface, from which its batches may follow."""
+    """Returns an entry with another interface, which may also change its batches."""
     batch = model.batch
     if batch.max_items == _usual_items(model, model.interface):
         batch = batch.model_copy(update={"max_items": _usual_items(model, interface)})
@@ -381,15 +384,15 @@ def _with_interface(model: Model, interface: ModelInterface | None) -> Model:
 
 
 def _usual_items(model: Model, interface: ModelInterface | None) -> int:
-    """The items of a batch if the entry does not set their number."""
+    """Returns the number of items in a batch if the entry does not set it."""
     defaults = model.definition.entry_defaults({"interface": interface}).get("batch", {})
     return Batch(**defaults).max_items
 
 
 def unknown_model(name: str) -> UnknownModel:
-    """The error for a model that is not there, or that this caller may not see.
+    """Returns the error for a model that does not exist, or that this caller may not see.
 
-    It names no other model, because the caller may see only some.
+    It does not name other models, because the caller may see only some.
     """
     return UnknownModel(
         f"model {name[:80]!r} is not served here (GET /v1/models lists those that are)",
@@ -398,10 +401,10 @@ def unknown_model(name: str) -> UnknownModel:
 
 
 def flow_of(entry: FlowEntry, catalog: Catalog) -> Model:
-    """Returns a flow as it is served: like a custom model, with the models of its steps.
+    """Returns a flow in its served form: like a custom model, with the models of its steps.
 
     Raises:
-        FlowError: the steps do not fit their models.
+        FlowError: the steps do not match their models.
         ValidationError: the name can't be served.
     """
     plan = FlowPlan.model_validate(
@@ -411,16 +414,16 @@ def flow_of(entry: FlowEntry, catalog: Catalog) -> Model:
 
 
 def image_flow_of(model: Model, catalog: Catalog, *, upscales: bool) -> Model | None:
-    """Returns the flow that requests for images of a model are. None: they have one step.
+    """Returns the flow for image requests of a model. None: they have only one step.
 
-    It has as much time as its steps together.
+    Its time limit is the sum of its steps' time limits.
 
     Args:
         catalog: has the models of the steps.
-        upscales: True if the requests ask for larger images.
+        upscales: True if larger images are requested.
 
     Raises:
-        FlowError: a step does not fit its model.
+        FlowError: a step does not match its model.
     """
     plan = plan_of_images(model, upscales=upscales)
     if plan is None:

@@ -1,4 +1,4 @@
-"""The fields of an entry in the catalog (`models.yaml`), without the rules of its task."""
+"""The fields of an entry in the catalog (`models.yaml`), without task-specific rules."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from shared.image_entry import ImageDefaults
 from shared.model_interface import ModelInterface
 
 Replies = Literal["direct", "slots"]
-"""Which of the two topics of an inbox takes the replies (docs/decisions/0001-reply-inboxes.md).
+"""The inbox topic used for replies (docs/decisions/0001-reply-inboxes.md).
 
-`direct`: one subscription, for items that take milliseconds. `slots`: a filtered subscription for a
+`direct`: one subscription, for items that take milliseconds. `slots`: a filtered subscription per
 request in flight, for items that take seconds. Each slot is billed for each reply, so replies there
 are small: results above 1 KiB are in the object store.
 """
@@ -33,27 +33,28 @@ DEFAULT_STARTUP_S = 180.0
 MAX_STARTUP_S = 7200.0
 
 ServedApi = Literal["transcription", "speech", "ocr"]
-"""An endpoint of another API that a custom model serves, beside predictions.
+"""An endpoint of another API that a custom model serves in addition to predictions.
 
-`transcription`: OpenAI's /v1/audio/transcriptions and /v1/audio/translations. `speech`: its
-/v1/audio/speech. `ocr`: Mistral's /v1/ocr.
-shared/tasks/custom.py says which inputs it has then.
+`transcription`: OpenAI's /v1/audio/transcriptions and /v1/audio/translations. `speech`: OpenAI's
+/v1/audio/speech. `ocr`: Mistral's /v1/ocr. See shared/tasks/custom.py for their inputs.
 """
 Rerank = Literal["cosine", "cross-encoder"]
 """How a similarity model compares a text with a query.
 
-`cosine`: of the vectors of an encoder, which reads each text alone. `cross-encoder`: a model that
-reads both together (`AutoModelForSequenceClassification` with one label).
+`cosine`: cosine of vectors from an encoder, which reads each text separately. `cross-encoder`: a
+model that reads both texts together (`AutoModelForSequenceClassification` with one label).
 """
 MAX_DEADLINE_S = 86_400
-"""No model, and no caller, asks for more."""
+"""Upper bound for all models and callers."""
 
 GpuTypeName = Literal["l4", "a100", "a100-80gb", "h100", "rtx-pro-6000", "t4"]
-"""The types of infra/kubernetes/gpus.yaml, which describes them. A test compares the two."""
+"""The GPU types described in infra/kubernetes/gpus.yaml. A test compares the two."""
 MAX_SHARES: dict[str, int] = {"l4": 22, "a100": 36, "t4": 14}
-"""The most workers that may share a GPU: each gets 1 GiB of its memory at least, after the part
-that CUDA contexts need. GKE allows 48, which larger GPUs reach first. A test compares them with the
-memory in infra/kubernetes/gpus.yaml.
+"""Maximum number of workers that may share a GPU: each gets at least 1 GiB of its memory, after the
+part that CUDA contexts need.
+
+GKE allows 48, which larger GPUs reach first. A test compares these numbers with the memory in
+infra/kubernetes/gpus.yaml.
 """
 
 DEFAULT_DISK_BYTES = 4 * 1024**3
@@ -62,41 +63,45 @@ NAME_PATTERN = r"^[A-Za-z][A-Za-z0-9._-]{2,199}$"
 
 
 class Batch(EntryPart):
-    """Limits of one batch: the budget of its task, and a number of items."""
+    """Limits of one batch: the task's budget, and a number of items."""
 
     max_tokens: Positive | None = None
     max_pixel_steps: Positive | None = None
     max_items: Positive = 64
     max_work: Positive | None = None
-    """Of custom models that weigh their items. None: `max_items` of the heaviest."""
+    """For custom models that weigh their items. None: `max_items` of the heaviest."""
     key: str | None = None
-    """The input of a custom model whose values are equal in a batch. None: any may share
-    one."""
+    """The input of a custom model that must have equal values within a batch.
+
+    None: any values may share one.
+    """
 
 
 class ItemWork(EntryPart):
-    """Bounds of an item of a custom model."""
+    """Upper bounds for an item of a custom model."""
 
     max: int | None = Field(None, ge=1, le=MAX_WORK)
     """Maximum weight, which limits reserve."""
     max_s: float | None = Field(None, gt=0, allow_inf_nan=False)
-    """Maximum time in seconds that a class without `predict_batch` computes an item, whatever it
-    weighs. None: until the deadline of its request."""
+    """Maximum seconds that a class without `predict_batch` computes an item, whatever it weighs.
+
+    None: until the deadline of its request.
+    """
 
 
 class Deadline(EntryPart):
-    """Seconds from receipt to answer: the default, and the longest that a caller may ask for."""
+    """Seconds from receipt to answer: the default, and the maximum that a caller may request."""
 
     default_s: float = Field(30.0, gt=0, le=MAX_DEADLINE_S)
     longest_s: float = Field(300.0, gt=0, le=MAX_DEADLINE_S)
 
 
 class Cache(EntryPart):
-    """Cache settings: the time that results are kept (0: never), and who may get them.
+    """Cache settings: how long results are kept (0: never), and for which callers.
 
-    `tenant`: callers of the tenant that sent the same input before. `global`: all callers. Then the
-    response shows one tenant (by `x-penstock-cache` and by its time) whether another one sent the
-    same input. Use it for models whose inputs are not secret.
+    `tenant`: callers of the tenant that sent the same input before. `global`: all callers. The
+    response then reveals to one tenant (by `x-penstock-cache` and by its time) whether another one
+    sent the same input. Use it only for models whose inputs are not secret.
     """
 
     ttl_s: int = Field(86400, ge=0)
@@ -104,14 +109,15 @@ class Cache(EntryPart):
 
 
 class Gpu(EntryPart):
-    """The GPU type a worker asks for and how many workers share one of them in time."""
+    """The GPU type requested by a worker, and how many workers time-share one GPU."""
 
     type: Literal[GpuTypeName, "none"] = "none"
     share: int = Field(1, ge=1, le=48)
     provisioning: Literal["standard", "flex-start"] = "standard"
-    """`flex-start`: nodes of Google's Dynamic Workload Scheduler alone. They cost less and wait for
-    capacity, for as long as that takes, and they end after seven days. `standard`: a reservation
-    that the deployment names, spot and on demand, in this order.
+    """`flex-start`: only nodes of Google's Dynamic Workload Scheduler.
+
+    They cost less, wait for capacity however long it takes, and end after seven days. `standard`: a
+    reservation named in the deployment, spot, and on demand, in this order.
     """
 
     @model_validator(mode="after")
@@ -119,8 +125,8 @@ class Gpu(EntryPart):
         most = MAX_SHARES.get(self.type, 48)
         if self.share > most:
             raise ValueError(
-                f"share: {self.share} workers on one {self.type} get less than 1 GiB of its memory "
-                f"each; at most {most}"
+                f"share: {self.share} workers on one {self.type} get less than 1 GiB of its "
+                f"memory each; at most {most}"
             )
         return self
 
@@ -144,18 +150,26 @@ class PriceTerms(EntryPart):
     """The name of these terms in rows and invoices. None: a digest of the figures."""
     per_million_tokens_usd: float = Field(0.0, ge=0, allow_inf_nan=False)
     per_million_output_tokens_usd: float | None = Field(None, ge=0, allow_inf_nan=False)
-    """The price of tokens that a text model writes. None: as for those that it reads."""
+    """The price of tokens generated by a text model. None: the same as for tokens it reads."""
     per_million_cached_tokens_usd: float | None = Field(None, ge=0, allow_inf_nan=False)
-    """The price of prompt tokens that a worker had computed before. None: as for others."""
+    """The price of prompt tokens that a worker had already computed.
+
+    None: the same as for others.
+    """
     per_million_pixel_steps_usd: float = Field(0.0, ge=0, allow_inf_nan=False)
     per_item_usd: float = Field(0.0, ge=0, allow_inf_nan=False)
     """The price of a delivered result, whatever its size."""
     per_work_usd: float = Field(0.0, ge=0, allow_inf_nan=False)
-    """The price of a unit of work, as `work` of a custom class says it. Others have 1."""
+    """The price per unit of work, as returned by `work` of a custom class.
+
+    Classes without it have 1 unit per item.
+    """
     per_second_usd: float = Field(0.0, ge=0, allow_inf_nan=False)
-    """The price of a second of computing. The time of a batch is divided among its items."""
+    """The price per second of computing. The time of a batch is divided among its items."""
     cached_share: float = Field(0.0, ge=0, le=1)
-    """The part of the price for a result from the cache or of an identical item in flight."""
+    """The fraction of the price to charge for a result from the cache or of an identical item in
+    flight.
+    """
 
     @field_validator("version", mode="before")
     @classmethod
@@ -164,14 +178,17 @@ class PriceTerms(EntryPart):
 
     @property
     def name(self) -> str:
-        """The version. Other figures have another one, unless the catalog names it."""
+        """The version.
+
+        Different figures have different versions, unless the catalog names the version.
+        """
         figures = [
             self.per_million_tokens_usd,
             self.per_million_pixel_steps_usd,
             self.cached_share,
         ]
         written = (self.per_million_output_tokens_usd, self.per_million_cached_tokens_usd)
-        if written != (None, None):  # entries without them keep the versions that they had
+        if written != (None, None):  # entries without them keep their earlier versions
             figures += [-1.0 if price is None else price for price in written]
         if self.per_item_usd:  # as above
             figures.append(self.per_item_usd)
@@ -181,22 +198,22 @@ class PriceTerms(EntryPart):
 
 
 class PriceChange(PriceTerms):
-    """Terms that hold from a moment on, for requests that arrive then or later."""
+    """Terms for requests that arrive at or after a given time."""
 
     starts_at: AwareDatetime
     """RFC 3339, with a zone: `2026-12-01T00:00:00Z`."""
 
     @cached_property
     def starts_at_s(self) -> float:
-        """The moment in Unix seconds."""
+        """The time in Unix seconds."""
         return self.starts_at.timestamp()
 
 
 class Price(PriceTerms):
     """The terms of a model, and how they change.
 
-    A change is in the catalog before it starts. So API instances and workers of every release in
-    between charge a request alike.
+    A change is in the catalog before it starts, so that API instances and workers of every release
+    charge a request the same.
     """
 
     changes: tuple[PriceChange, ...] = ()
@@ -212,7 +229,7 @@ class Price(PriceTerms):
         return self
 
     def terms_at(self, at_s: float) -> PriceTerms:
-        """The terms for a request that arrives at `at_s`, in Unix seconds."""
+        """Returns the terms for a request that arrives at `at_s`, in Unix seconds."""
         terms: PriceTerms = self
         for change in self.changes:
             if at_s < change.starts_at_s:
@@ -222,32 +239,43 @@ class Price(PriceTerms):
 
 
 class ModelResources(EntryPart):
-    """What a model may take in each model process. All but `gpu_memory_bytes` is of classes."""
+    """Resources that a model may use in each model process.
+
+    Only `gpu_memory_bytes` is not limited to classes.
+    """
 
     gpu_memory_bytes: Positive | None = None
-    """Memory of the GPU that its weights and its largest batch take together. It is needed if the
-    model shares workers with others, which all stay in that memory."""
+    """GPU memory that its weights and its largest batch take together.
+
+    Required if the model shares workers with others, which all stay in memory.
+    """
     memory_bytes: Positive | None = None
-    """Memory of its process and of all that it starts. Above it, they are killed. None: 80 % of the
-    machine's, or of its control group's."""
+    """Memory of its process and its child processes.
+
+    If they exceed it, they are killed. None: 80 % of the memory of the machine or its control
+    group.
+    """
     disk_bytes: Positive = DEFAULT_DISK_BYTES
-    """What they have on disk at a time, above the files of the class's folder, and the largest file
-    that they may write. At most half of what is free when it starts. Above it, they are killed."""
+    """Disk space of its processes at a time, in addition to the files in the class's folder, and
+    maximum file size.
+
+    At most half of the free space at startup. If they exceed it, they are killed.
+    """
 
 
 class Generation(EntryPart):
-    """Defaults and bounds of a text model's parameters, in tokens."""
+    """Defaults and limits of a text model's parameters, in tokens."""
 
     context_tokens: Positive = 2048
     """Maximum tokens of a prompt and its continuation together."""
     default_tokens: Positive = 256
-    """Maximum generated tokens, if the caller does not say."""
+    """Maximum number of generated tokens, unless set by the caller."""
     longest_tokens: Positive = 1024
-    """The most that a caller may ask for."""
+    """Maximum that a caller may request."""
     chunk_tokens: Positive = 256
-    """Prompt tokens that are read between two steps of the texts that are being written."""
+    """Prompt tokens to read between two generation steps of other texts."""
     lookup_tokens: int = Field(0, ge=0, le=64)
-    """The most that are guessed at a time from what a text said before, while it writes alone."""
+    """Maximum tokens to guess at a time from earlier text, while a text is generated alone."""
 
     @model_validator(mode="after")
     def _fits_the_context(self) -> Self:
@@ -262,18 +290,20 @@ class GenerationLimits(EntryPart):
     max_items: Positive = 2048
     max_input_bytes: Positive = 64 * 1024
     max_input_tokens: Positive | None = None
-    """Tokens that the model reads of a text, special tokens and prompt included. A budget reserves
-    at most their price for a text. A worker whose model reads more does not start. None: a budget
-    reserves a token for each byte."""
+    """Maximum tokens that the model reads of a text, including special tokens and prompt.
+
+    A budget reserves at most their price per text. A worker whose model reads more does not start.
+    None: a budget reserves one token per byte.
+    """
 
 
 class Tolerance(EntryPart):
-    """Maximum distance of results from those of torch fp32, the reference.
+    """Maximum distance of results from torch fp32 results, which are the reference.
 
-    `cosine`: the least cosine similarity of an embedding to the reference's. The minimum over a
-    calibration set counts, not the mean, since a caller gets single vectors. `psnr_db`: the least
-    peak signal-to-noise ratio of an image. `rouge_l`: the least ROUGE-L of a text of a canary, if
-    these are compared at all. Only texts at temperature 0 are.
+    `cosine`: minimum cosine similarity of an embedding to the reference. It applies to the minimum
+    over a calibration set, not the mean, because callers receive single vectors. `psnr_db`: minimum
+    peak signal-to-noise ratio of an image. `rouge_l`: minimum ROUGE-L of a canary's text, if texts
+    are compared at all, which requires temperature 0.
     """
 
     cosine: float = Field(0.9999, ge=0, le=1)
@@ -282,32 +312,33 @@ class Tolerance(EntryPart):
 
 
 class Canary(EntryPart):
-    """A new revision that serves a share of the requests alongside the one in the entry.
+    """A new revision that serves a share of the requests alongside the revision in the entry.
 
-    It has workers and topics of its own. It gets nothing more as soon as it does worse than the
-    other revision, by any of the limits here (shared/canary/verdict.py).
+    It has separate workers and topics. It no longer receives requests as soon as it does worse than
+    the other revision by any of these limits (shared/canary/verdict.py).
     """
 
     revision: Revision
     source: Source | None = None
-    """The source of its weights. None: the source of the model."""
+    """The source of its weights. None: the model's source."""
     share: float = Field(0.05, gt=0, le=0.5)
-    """The part of the requests that it gets."""
+    """The fraction of requests that it receives."""
     by: Literal["input", "tenant"] = "input"
-    """The key of the split. `input`: equal requests of a tenant get the same revision.
-    `tenant`: all requests of a tenant do.
+    """How to split requests.
+
+    `input`: equal requests of a tenant go to the same revision. `tenant`: all requests of a tenant
+    do.
     """
     replicas: Replicas = Replicas(min=1)
-    """Bounds of the autoscaler of its workers. With none of them up it gets no requests."""
+    """Bounds for scaling its workers. While none of them is up, it receives no requests."""
     error_ratio: float = Field(0.02, ge=0, lt=1)
-    """The part of its items that may fail, above that of the other revision."""
+    """The fraction of its items that may fail in excess of the other revision's."""
     p95_ratio: float = Field(1.5, ge=1)
-    """Its 95th percentile of seconds to the response may be this multiple of the other one's."""
+    """Maximum ratio of its 95th percentile response time to the other revision's."""
     compare_share: float = Field(0.1, ge=0, le=1)
-    """The part of its requests that the other revision computes too, to compare the results."""
+    """The fraction of its requests that the other revision also computes, to compare results."""
     tolerance: Tolerance | None = None
-    """Maximum distance of its results from the other revision's. None: as `tolerance`
-    says."""
+    """Maximum distance of its results from the other revision's. None: the model's `tolerance`."""
 
     @field_validator("replicas")
     @classmethod
@@ -318,16 +349,16 @@ class Canary(EntryPart):
 
 
 class FlowEntry(FlowPlan):
-    """One served flow, as the catalog describes it (docs/reference/flows.md)."""
+    """One served flow, as described in the catalog (docs/reference/flows.md)."""
 
     name: str = Field(pattern=NAME_PATTERN)
     aliases: tuple[str, ...] = ()
     deadline: Deadline = Deadline()
-    """Of all steps together."""
+    """For all steps together."""
     max_in_flight: Positive = 512
-    """As of a model: the runs that an API instance is starting."""
+    """The same as for a model: maximum number of runs that an API instance is starting."""
     api: Literal["transcription", "ocr"] | None = None
-    """The endpoint of OpenAI's or Mistral's API that it serves too."""
+    """An endpoint of OpenAI's or Mistral's API that it serves in addition."""
     gives: None = None
 
 
@@ -336,12 +367,12 @@ class WorkersEntry(EntryPart):
 
     name: str = Field(pattern=NAME_PATTERN)
     models: tuple[str, ...] = Field(min_length=2)
-    """Names of entries of `models`, which have the same `gpu` and no `replicas`."""
+    """Names of entries in `models`, which must have the same `gpu` and no `replicas`."""
     replicas: Replicas = Replicas()
 
 
 class CatalogEntry(EntryPart):
-    """One served model, as the catalog describes it. `models.yaml` has two in full."""
+    """One served model, as described in the catalog. `models.yaml` has two complete examples."""
 
     name: str = Field(pattern=NAME_PATTERN)
     task: str
@@ -350,36 +381,48 @@ class CatalogEntry(EntryPart):
     revision: Revision = "main"
     aliases: tuple[str, ...] = ()
     backend: Literal["auto", "torch", "onnx", "vllm"] = "auto"
-    """The library that computes. `auto`: the fastest within the tolerance. Image models need torch.
+    """The library that computes results.
 
-    `vllm` is for text models, if vLLM is installed."""
+    `auto`: the fastest within the tolerance. Image models need torch.
+
+    `vllm` is for text models, if vLLM is installed.
+    """
     engine: Literal["auto", "llama.cpp"] = "auto"
-    """What computes a text model. `llama.cpp`: its own server, in a process of its own, which reads
-    GGUF files. `auto`: the library that `backend` names."""
-    precision: Literal["auto", "fp32", "bf16", "fp16", "int8", "int4"] = "auto"
-    """`auto`: the fastest that the tolerance allows. For images, the best for the device.
+    """The engine for a text model.
 
-    `int4` is for text models on CPUs."""
+    `llama.cpp`: its server, in a separate process, which reads GGUF files. `auto`: the library
+    selected by `backend`.
+    """
+    precision: Literal["auto", "fp32", "bf16", "fp16", "int8", "int4"] = "auto"
+    """`auto`: the fastest within the tolerance. For images, the best for the device.
+
+    `int4` is for text models on CPUs.
+    """
     tolerance: Tolerance = Tolerance()
     dimensions: Positive | None = None
     batch: Batch = Batch()
     work: ItemWork = ItemWork()
     max_in_flight: Positive = 512
-    """While this number of items wait for a worker, an API instance takes items (429) only of
-    tenants that have less than their share.
+    """While this many items wait for a worker, an API instance accepts items only from tenants
+    below their fair share, and rejects others with 429.
     """
     deadline: Deadline = Deadline()
     cache: Cache = Cache()
     deterministic: bool = False
-    """True if a custom model gives equal outputs for equal inputs. Then results are cached,
-    and those of a canary are compared.
+    """True if a custom model returns equal outputs for equal inputs.
+
+    Its results are then cached, and compared with a canary's.
     """
     api: ServedApi | None = None
-    """What a custom model serves beside predictions. None: nothing."""
+    """The endpoint that a custom model serves in addition to predictions.
+
+    None: no other endpoint.
+    """
     rerank: Rerank = "cosine"
-    """What a similarity model is. Others leave it out."""
+    """The kind of a similarity model. Not allowed for other models."""
     replies: Replies = "direct"
-    """Image models have `slots` by default. These need results that the object store can hold."""
+    """Image models default to `slots`, which require results that can be put into the object store.
+    """
     text: GenerationLimits = GenerationLimits()
     image: ImageDefaults = ImageDefaults()
     generation: Generation = Generation()
@@ -387,29 +430,33 @@ class CatalogEntry(EntryPart):
     replicas: Replicas = Replicas()
     resources: ModelResources = ModelResources()
     environment: PlainVariables = Field({})
-    """Variables that the process of a class gets, beside those of its cog.yaml."""
+    """Environment variables for a class's process, in addition to those in its cog.yaml."""
     secrets: SecretVariables = Field({})
-    """The same for secrets: where each is, by the name of its variable."""
+    """The same for secrets: the location of each by variable name."""
     processes: Positive | None = None
-    """Model processes of a worker, each with an instance of the class, whatever the settings say.
-    None: as these say, or one for each core or GPU. 1 is for a class that listens on a fixed port,
-    or keeps what others need in its memory.
+    """Model processes per worker, each with an instance of the class, regardless of the settings.
+
+    None: the number in the settings, or one per core or GPU. Use 1 for a class that listens on a
+    fixed port, or keeps shared state in memory.
     """
     startup_s: float = Field(DEFAULT_STARTUP_S, gt=0, le=MAX_STARTUP_S)
-    """Time limit for a model process to load and warm up this model. A process that is not ready
-    then is killed. Downloads of weights, and installations, happen before and do not count.
+    """Time limit for a model process to load and warm up this model.
+
+    A process that is not ready by then is killed. Downloads of weights and installations happen
+    before and do not count.
     """
     price: Price = Price()
     canary: Canary | None = None
-    """A new revision that gets a share of the requests. None: there is none."""
+    """A new revision that receives a share of the requests. None: no canary."""
     interface: ModelInterface | None = None
-    """What a custom model takes and returns. In the file it is the path of its
-    penstock.schema.json, from the catalog's folder. Default: the one in the folder of a `local:`
-    source.
+    """The inputs and output of a custom model.
+
+    In the file, the path of its penstock.schema.json, relative to the catalog's folder. Default:
+    the file in the folder of a `local:` source.
     """
 
     flow: FlowPlan | None = None
-    """The steps of a flow, which is an entry of `flows`. None: it is a model."""
+    """The steps of a flow in `flows`. None: not a flow."""
 
     @model_validator(mode="after")
     def _names_each_variable_once(self) -> Self:
@@ -419,7 +466,7 @@ class CatalogEntry(EntryPart):
 
     @property
     def sources(self) -> dict[str, tuple[str, str]]:
-        """Source and revision of all its weights: its own by its name, others' by both names."""
+        """Source and revision of all its weights. Others are under both names."""
         own = {self.name: (self.source, self.revision)}
         for kind, beside in (("", self.image.controls), ("ip_adapter ", self.image.ip_adapters)):
             for name, one in beside.items():
@@ -428,5 +475,5 @@ class CatalogEntry(EntryPart):
 
     @property
     def reply_limit_bytes(self) -> int:
-        """The largest blob in a reply. A larger one is in the object store."""
+        """Maximum size of a blob in a reply. A larger one is put into the object store."""
         return SLOT_INLINE_LIMIT_BYTES if self.replies == "slots" else INLINE_LIMIT_BYTES

@@ -1,4 +1,4 @@
-"""A part of an output that is streamed: tokens of a text, or pieces of a custom class."""
+"""A part of a streamed output: tokens of a text, or pieces of a custom class."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import msgspec
 
 
 class StreamChunk(msgspec.Struct, omit_defaults=True):
-    """Units of an output that were written one after another: tokens or pieces.
+    """Consecutive units of an output: tokens or pieces.
 
-    `first`: how many units of the item come before. `ids`: a number for each. Whoever computes an
-    item again, or reads on, compares them with those before.
+    `first`: number of units before it. `ids`: one number per unit. A process that
+    computes an item again, or continues reading, compares them with earlier ones.
     """
 
     first: int
@@ -18,5 +18,5 @@ class StreamChunk(msgspec.Struct, omit_defaults=True):
 
     @property
     def end(self) -> int:
-        """The number of units that the item has with these."""
+        """Number of units up to and including this chunk."""
         return self.first + len(self.ids)

@@ -1,4 +1,4 @@
-"""The files that we write into the folder of a custom class, among the author's own."""
+"""Files that Penstock writes into the folder of a custom class, next to the author's files."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pathlib import Path
 from shared.errors import ConfigurationError
 
 MAX_BYTES = 1024 * 1024
-"""A larger file is not one of ours."""
+"""A larger file was not written by Penstock."""
 
 
 @dataclass(frozen=True)
 class ClassFile:
-    """A JSON file of ours, of which each class has at most one.
+    """A JSON file written by Penstock, at most one per class.
 
-    `name`: of the file. `old_name`: until release 0.1.0, which an author may use for something
+    `name`: file name. `old_name`: name until release 0.1.0, which an author may use for something
     else. `marks`: fields that each of our files has.
     """
 
@@ -27,15 +27,15 @@ class ClassFile:
     marks: frozenset[str]
 
     def find(self, folder: Path) -> Path:
-        """Returns the path of the file in a folder, whether it is there or not.
+        """Returns the path of the file in a folder, whether it exists or not.
 
-        That is the old one if there is no other and we wrote it.
+        Returns the old path if only that exists and we wrote it.
         """
         path, old = folder / self.name, folder / self.old_name
         return old if not path.exists() and self._is_ours(old) else path
 
     def write(self, folder: Path, text: str) -> Path:
-        """Writes the whole file at once. Returns its path.
+        """Writes the file atomically. Returns its path.
 
         Raises:
             ConfigurationError: it can't be written, or there is a file that we did not write.

@@ -1,7 +1,7 @@
-"""Environment variables that a catalog entry gives to its class: plain values and secrets.
+"""Environment variables that a catalog entry sets for its class: plain values and secrets.
 
 An entry has a reference to each secret, never the secret itself. Only the worker of the class reads
-the secret, and only the process of the class gets it.
+the secret, and only the process of the class receives it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MAX_VARIABLES = 64
 MAX_VALUE_CHARS = 4096
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 OURS = "PENSTOCK_"
-"""What the names of our own settings begin with."""
+"""Prefix of our own settings."""
 _REFERENCES = {
     "local": re.compile(r"local:(?P<path>[/~][^\0]+)"),
     "kubernetes": re.compile(
@@ -30,7 +30,7 @@ _REFERENCES = {
 
 
 class SecretReference(NamedTuple):
-    """The place of a secret.
+    """The location of a secret.
 
     Attributes:
         kind: `local`, `kubernetes` or `google`.
@@ -43,15 +43,15 @@ class SecretReference(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Reads a reference as an entry has it.
+        """Parses a reference in an entry.
 
         Raises:
-            ValueError: it has none of the forms.
+            ValueError: the text does not have any of the formats.
         """
         for kind, form in _REFERENCES.items():
             if parts := form.fullmatch(text):
                 return cls(kind, parts.groupdict())
-        # The text is not repeated: it may be the secret itself.
+        # The text is not repeated because it may be the secret itself.
         raise ValueError(
             "a secret is a reference: local:/PATH, kubernetes:SECRET/KEY or "
             "google:projects/PROJECT/secrets/SECRET/versions/VERSION"
@@ -59,17 +59,17 @@ class SecretReference(NamedTuple):
 
     @property
     def variable(self) -> str:
-        """The variable by which the manifests give a secret of Kubernetes to the worker."""
+        """The variable in which the manifests pass a Kubernetes secret to the worker."""
         place = f"{self.parts['secret']}/{self.parts['key']}"
         digest = hashlib.blake2b(place.encode(), digest_size=8).hexdigest()
         return f"{OURS}CLASS_SECRET_{digest.upper()}"
 
 
 def check_name(name: str) -> str:
-    """Returns the name of a variable.
+    """Returns the name if it is a valid variable name.
 
     Raises:
-        ValueError: it is no name, or one of our settings.
+        ValueError: the name is invalid, or is one of our settings.
     """
     if not _NAME.fullmatch(name):
         raise ValueError(

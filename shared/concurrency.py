@@ -1,4 +1,4 @@
-"""Concurrent work in one process: tasks beside requests, pauses between attempts, fair permits."""
+"""Concurrent work in one process: background tasks, pauses between attempts, fair permits."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ log = logging.getLogger(__name__)
 
 
 class BackgroundTask:
-    """Runs a coroutine that never returns. If it ends before `stop`, that is logged as a bug.
+    """Runs a coroutine that never returns. If it ends before `stop`, this is logged as a bug.
 
     Args:
-        work: what it does, for the log.
+        work: description of the work, for the log.
         on_bug: called if it ends before `stop`.
     """
 
@@ -37,7 +37,7 @@ class BackgroundTask:
         self._task.add_done_callback(self._ended)
 
     async def stop(self) -> None:
-        """Ends it and waits for its end. Does nothing if it was not started."""
+        """Stops it and waits for it to finish. Does nothing if it was not started."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -52,12 +52,11 @@ class BackgroundTask:
 def backoff(first_s: float = 0.1, longest_s: float = 10.0) -> Iterator[float]:
     """Yields the pause before each further attempt, in seconds.
 
-    Each pause is drawn at random between zero and a bound, so that clients that failed together
-    do not come back together. After a success, start over with a new iterator.
+    Each pause is drawn at random between zero and a bound, so that clients that failed together do
+    not come back together. After a success, start over with a new iterator.
 
     Args:
-        first_s: the bound of the first pause. It doubles with each pause.
-        longest_s: the bound never exceeds this.
+        first_s: bound of the first pause. It doubles with each pause.
     """
     bound_s = min(first_s, longest_s)
     while True:
@@ -71,11 +70,11 @@ def jittered(period_s: float) -> float:
 
 
 class FairPermits:
-    """A bounded number of permits, such as the threads of a client that blocks, by owner.
+    """A bounded number of permits, shared by owners, for example for threads of a blocking client.
 
-    An owner starts if more permits are free than it has. So alone it has half of them and leaves
-    half, and it takes several owners at their worst to hold all. Those who wait take turns by
-    owner.
+    An owner may start if there are more free permits than it has. So an owner alone takes half of
+    them and leaves half, and only several owners at their maximum can take all. Waiting owners take
+    turns.
     """
 
     def __init__(self, permits: int) -> None:
@@ -84,7 +83,7 @@ class FairPermits:
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
 
     async def take(self, owner: str) -> None:
-        """Waits for a permit. `give` must follow, unless this raises."""
+        """Waits for a permit. Must be followed by `give`, unless it raises."""
         if not self._waiting and self._may_start(owner):
             self._running[owner] += 1
             return
@@ -94,7 +93,7 @@ class FairPermits:
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # it had its turn at the same moment
+            if turn.done() and not turn.cancelled():  # it got its turn at the same moment
                 self.give(owner)
             else:
                 self._leave(owner, turn)
@@ -111,7 +110,7 @@ class FairPermits:
         return self._running[owner] < self._permits - self._running.total()
 
     def _start_next(self) -> None:
-        """Gives permits while anybody who waits may have one, to the owner that waits longest."""
+        """Hands out permits while a waiting owner may have one, longest waiting first."""
         while (owner := next(filter(self._may_start, self._waiting), None)) is not None:
             turn = self._waiting[owner].popleft()
             if self._waiting[owner]:

@@ -7,21 +7,20 @@ import os
 from pathlib import Path
 
 QUOTA_FILE = Path("/sys/fs/cgroup/cpu.max")
-"""`<quota> <period>` in microseconds, or `max <period>`: cgroup v2, as a container sees its own
-group.
-"""
+"""`<quota> <period>` in microseconds, or `max <period>`: cgroup v2, as seen inside a container."""
 
 
 def usable_cores(quota_file: Path = QUOTA_FILE) -> int:
-    """Returns the cores that this process may use.
+    """Returns the number of cores that this process may use.
 
-    That is its affinity, or the quota of its control group if that is less. Kubernetes sets quotas.
+    This is its CPU affinity, or the quota of its control group if that is lower. Kubernetes sets
+    quotas.
 
     Args:
-        quota_file: the control group's `cpu.max`. It need not exist.
+        quota_file: `cpu.max` of the control group. It need not exist.
 
     Returns:
-        At least 1. A part of a core counts as one.
+        At least 1. A fraction of a core counts as one.
     """
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,8 +1,8 @@
-"""The short names of diffusion schedulers for image requests, and the diffusers class of each.
+"""Short names of diffusion schedulers in image requests, and the diffusers class of each.
 
-This module has only names, so the API can check a request without a model library.
-workers/models/image/model.py builds the schedulers. The names that Replicate's models have for
-them, and those of the classes, stand for the short ones.
+This module has only names, so that the API can validate a request without a model library.
+workers/models/image/model.py creates the schedulers. Replicate's names and the class names are
+aliases for the short names.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 OWN_SCHEDULER = "default"
-"""Asks for the scheduler that the model's folder names, whichever it is (flow-matching models have
-no other).
+"""Requests the scheduler named in the model's folder (flow-matching models do not have any other).
 """
 
 _OF_REPLICATE = {
@@ -29,7 +28,7 @@ _OF_REPLICATE = {
 
 
 class Scheduler(NamedTuple):
-    """A diffusers class, its options beyond the pipeline's scheduler settings, and its steps."""
+    """A diffusers class, its options beyond the pipeline's settings, and its steps."""
 
     class_name: str
     options: Mapping[str, str | bool] = MappingProxyType({})
@@ -60,6 +59,6 @@ SCHEDULERS: dict[str, Scheduler] = {
 SCHEDULER_NAMES = (OWN_SCHEDULER, *SCHEDULERS)
 
 _OF_DIFFUSERS = {choice.class_name: name for name, choice in reversed(SCHEDULERS.items())}
-"""By the first name of each class, which has the fewest options of its own."""
+"""By the first short name of each class, which has the fewest custom options."""
 SCHEDULER_ALIASES: Mapping[str, str] = MappingProxyType(_OF_REPLICATE | _OF_DIFFUSERS)
-"""Short names by the other names that requests may have for them."""
+"""Short names by their aliases."""

@@ -1,4 +1,4 @@
-"""What the parts of the catalog's entries are made of: their base class and types of fields."""
+"""Base class and field types of catalog entries."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 Positive = Annotated[int, Field(gt=0)]
 FLOW_SOURCE = "flow:"
-"""The source of a flow, which no file has."""
+"""The source of a flow, which has no files."""
 Source = Annotated[str, Field(pattern=rf"^(hf:|gs://|local:|package:|{FLOW_SOURCE}).+")]
-"""Where weights are."""
+"""The location of weights."""
 
 
 def quoted(noun: str, value: object) -> object:
-    """Returns a value that YAML may have read as a number.
+    """Rejects a value that YAML may have read as a number.
 
-    YAML reads 1.10 as 1.1 and 0123 as 83: only quotes keep what was meant.
+    YAML reads 1.10 as 1.1 and 0123 as 83. Only quotes preserve the intended text.
 
     Raises:
-        ValueError: it is a number.
+        ValueError: the value is a number.
     """
     if isinstance(value, int | float):
         raise ValueError(f"a {noun} that looks like a number needs quotes")
@@ -31,10 +31,10 @@ def _quoted_revision(value: object) -> object:
 
 
 Revision = Annotated[str, Field(pattern=r"^[!-~]{1,200}$"), BeforeValidator(_quoted_revision)]
-"""Headers and keys in Redis have revisions, so they are of printable ASCII without spaces."""
+"""Revisions appear in headers and Redis keys, so they must be printable ASCII without spaces."""
 
 
 class EntryPart(BaseModel):
-    """A part of the catalog. It has no fields but its own, and does not change."""
+    """A part of the catalog. It is immutable and rejects unknown fields."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)

@@ -1,21 +1,22 @@
-"""Carries flows from step to step: whoever ends the last item of a step publishes the next ones.
+"""Moves flows from step to step. The process that ends a step publishes the next ones.
 
-There is no orchestrator. The API publishes the first steps of a run, each worker what follows its
-items, and the dead-letter function what follows those that no worker could compute. All of them do
-it here, and come to the same however often they do it (shared/stores/flow_runs.py):
+There is no orchestrator. The API publishes the first steps of a run, each worker publishes the
+steps after its items, and the dead-letter function those after items that no worker could compute.
+All of them use this engine, with the same result however often they do so
+(shared/stores/flow_runs.py):
 
-1. `mark`: notes how the items of a job ended. The first outcome counts.
+1. `mark`: records the outcomes of a job's items. The first outcome counts.
 2. `advance`: publishes further jobs of the step. If the step is over, it plans the steps that wait
-   for it and publishes their first jobs, or ends the run.
-3. The caller writes rows, and acks its message last. If it dies before that, the message comes
-   again, finds its items done, and is advanced again.
+  for it and publishes their first jobs, or ends the run.
+3. The caller writes rows, and acks its message last. If it dies before that, the message is
+  delivered again, its items are found done, and it is advanced again.
 
-A job of a step has ids that follow from its place: its request is the run, its part and the indexes
-of its items follow from step and position. So a job that is published twice is computed once, but
-for deliveries at the same time, of which one counts.
+A step's job has IDs derived from its position: its request is the run, and its part and item
+indexes are based on step and position. So a job published twice is computed once, except for
+concurrent deliveries, of which only one counts.
 
-A run that fails, is late or canceled is closed first: from then on no item counts. So what its
-reply says of its items, and what their rows are charged, is the same.
+A run that fails, is late or is canceled is closed first, after which no further items count. So its
+reply and the charges in its rows agree.
 
 Calls raise Unavailable if Redis or the broker does not answer.
 """
@@ -85,12 +86,12 @@ from shared.webhook_publisher import WebhookPublisher
 NOT_RETRIED = frozenset(
     {"invalid_input", "input_too_large", "context_length_exceeded", "model_withdrawn"}
 )
-"""Codes of errors that the same input would have again."""
+"""Codes of errors that would occur again with the same input."""
 MAX_JOB_BYTES = MAX_DATA_BYTES - 64 * 1024
-"""Of the items of a job, as JSON. The rest is for what else is in its message."""
+"""Maximum JSON size of a job's items. The rest is for other parts of the message."""
 ORPHANED_S = 5.0
-"""The time after its arrival after which a run is taken over whose API instance did not say that it
-has published all of its first jobs.
+"""Seconds after its arrival after which a run is taken over if its API instance has not reported
+that all first jobs are published.
 """
 _outcomes = msgspec.json.Decoder(ItemOutcome)
 _bodies = msgspec.json.Decoder(JobBody)
@@ -99,9 +100,9 @@ _inputs = msgspec.json.Decoder(CustomInput)
 
 
 class StepRow(NamedTuple):
-    """An item that no worker computed: its result was in the cache, or its input was wrong.
+    """An item that no worker computed: its result was cached, or its input was invalid.
 
-    Whoever planned its step writes its row.
+    The process that planned its step writes its row.
     """
 
     model: Model
@@ -110,21 +111,21 @@ class StepRow(NamedTuple):
 
 
 class JobEnd(NamedTuple):
-    """How the items of a job ended, for its rows."""
+    """The outcomes of a job's items, for its rows."""
 
     marked: Marked
     outcomes: list[ItemOutcome]
-    """What counts of each."""
+    """The outcome that counts for each item."""
 
 
 class FlowEngine:
-    """Carries the runs of all flows on.
+    """Advances the runs of all flows.
 
     Args:
-        catalog: the models of the steps.
-        publisher: publishes jobs, events, and the reply to an instance that waits.
-        cache: may have results of steps. None: it is not asked before they are published.
-        purges: says how often what the cache had of a revision was purged.
+        catalog: has the models of the steps.
+        publisher: publishes jobs, events, and the reply to a waiting instance.
+        cache: may have results of steps. None: the cache is not used before publishing.
+        purges: returns how often cached results of a revision were purged.
     """
 
     def __init__(
@@ -147,11 +148,8 @@ class FlowEngine:
         """Publishes the first steps of a run whose record exists. May be called again.
 
         Args:
-            envelope: of the run: that of a job of a model, with the name of the flow.
-            body: its one item, and whether the cache is asked.
-
-        Raises:
-            Overloaded: the broker is full.
+            envelope: the run's envelope: like a job of a model, with the name of the flow.
+            body: its single item, and whether to use the cache.
         """
         data = msgspec.json.encode(body.items[0].input)
         await self._runs.open(envelope.request_id, data)
@@ -159,19 +157,19 @@ class FlowEngine:
         return await self._advance(run, body, is_repeated=True)
 
     async def look(self, jobs: Sequence[Job]) -> list[Look]:
-        """Returns whether jobs of steps are still to be done."""
+        """Returns whether step jobs still need to be done."""
         return await self._runs.look(
             [(job.envelope.request_id, [item.index for item in job.body.items]) for job in jobs]
         )
 
     async def mark(self, job: Job, outcomes: Sequence[ItemOutcome]) -> JobEnd:
-        """Notes how items of a job ended. The first call for an item counts.
+        """Records outcomes of a job's items. Only the first call for an item counts.
 
         Args:
-            outcomes: of its items, or of some. Large results are in the object store.
+            outcomes: outcomes of all or some of its items. Large results are in the object store.
 
         Raises:
-            Unavailable: Redis did not answer. It may have noted them.
+            Unavailable: Redis did not answer, but may have recorded them.
         """
         encoded = {one.index: msgspec.json.encode(one) for one in outcomes}
         step = step_of(outcomes[0].index)
@@ -180,17 +178,13 @@ class FlowEngine:
         for one, kept in zip(outcomes, marked.outcomes, strict=True):
             if kept is not None:
                 counting.append(_outcomes.decode(kept))
-            else:  # it came too late
+            else:  # it was too late
                 is_over = one.status in ("canceled", "expired")
                 counting.append(one if is_over else failure(one.index, Canceled(), one.receipt))
         return JobEnd(marked, counting)
 
     async def advance(self, job: Job, end: JobEnd) -> list[StepRow]:
-        """Does what follows from the items of a job. Returns rows to write.
-
-        Raises:
-            Overloaded: the broker is full.
-        """
+        """Continues the run after items of a job. Returns rows to write."""
         envelope, marked = job.envelope, end.marked
         if marked.is_open and marked.jobs:
             step = step_of(end.outcomes[0].index)
@@ -207,12 +201,7 @@ class FlowEngine:
         return rows
 
     async def retry(self, job: Job, indexes: Sequence[int]) -> None:
-        """Publishes items of a job again, which failed and may be computed again.
-
-        Raises:
-            Overloaded: the broker is full.
-            Unavailable: the broker is unreachable.
-        """
+        """Publishes failed items of a job again, if they may be computed again."""
         items = [item for item in job.body.items if item.index in indexes]
         envelope = msgspec.structs.replace(job.envelope, tries=job.envelope.tries + 1)
         await self._send(envelope, msgspec.structs.replace(job.body, items=items))
@@ -223,13 +212,13 @@ class FlowEngine:
         await self.settle(prediction)
 
     async def abandon(self, run_id: str, error: PenstockError) -> None:
-        """Ends a run one of whose jobs can't be read."""
+        """Ends a run after one of its jobs could not be read."""
         record = await self._records.read(run_id)
         if record is not None and record.document:
             await self.fail(decode_document(record.document), error)
 
     async def settle(self, prediction: Prediction) -> None:
-        """Ends the record of a run that is closed or canceled, with what its items cost."""
+        """Ends the record of a closed or canceled run, with the cost of its items."""
         record = await self._records.read(prediction.record)
         if record is not None:
             await self._settle(prediction.record, record, prediction.webhook_events, None)
@@ -240,11 +229,11 @@ class FlowEngine:
         run_id, rows, is_notified = envelope.request_id, list[StepRow](), is_repeated
         while True:
             record = await self._records.read(run_id)
-            if record is None or not record.document:  # dropped, or deleted
+            if record is None or not record.document:  # dropped or deleted
                 return rows
             prediction, state = decode_document(record.document), await self._runs.read(run_id)
             if is_repeated:
-                # Whoever planned them may have died before their rows were written.
+                # The process that planned them may have died before their rows were written.
                 rows[:] = self._planned_rows(prediction, state, envelope)
             if record.is_over or record.closed:
                 events = prediction.webhook_events
@@ -263,7 +252,7 @@ class FlowEngine:
     def _planned_rows(
         self, prediction: Prediction, state: RunState, envelope: Envelope
     ) -> list[StepRow]:
-        """The items that no worker ended: it would have noted when it pulled them."""
+        """Items that no worker ended. A worker would have recorded them when it pulled them."""
         rows, steps = [], plan_of(prediction).steps
         for index, data in state.outcomes.items():
             outcome, step = _outcomes.decode(data), steps[step_of(index)]
@@ -283,7 +272,7 @@ class FlowEngine:
         *,
         is_repeated: bool,
     ) -> bool:
-        """Plans what can begin. Returns whether nothing more follows now.
+        """Plans steps that can start. Returns whether nothing more follows now.
 
         Raises:
             BadInput: the run fails.
@@ -302,7 +291,7 @@ class FlowEngine:
     async def _plan(
         self, run: Run, number: int, envelope: Envelope, body: JobBody, rows: list[StepRow]
     ) -> bool:
-        """Plans a step and publishes its first jobs. Returns whether it is over already."""
+        """Plans a step and publishes its first jobs. Returns whether it is already over."""
         step = run.plan.steps[number]
         try:
             model = self._catalog.find(step.model)
@@ -327,7 +316,7 @@ class FlowEngine:
         if noted == -2:
             reason = f"step {step.id!r}: unfinished predictions leave no room for it"
             raise _FlowFailed(ItemError(Overloaded.code, reason))
-        if noted <= 0:  # somebody else did it, or the run is over
+        if noted <= 0:  # another process did it, or the run is over
             return noted < 0
         rows += [StepRow(model, own, outcome) for outcome in done.values()]
         await self._publish_first(envelope, number, len(jobs), run)
@@ -341,7 +330,7 @@ class FlowEngine:
         tenant: str,
         body: JobBody,
     ) -> tuple[list[Item], dict[int, ItemOutcome]]:
-        """The items of a step, and the outcomes of those whose input is wrong."""
+        """Returns the items of a step, and the outcomes of items with invalid input."""
         items, failed = list[Item](), dict[int, ItemOutcome]()
         is_kept, purges = body.cache_write and model.cache.ttl_s > 0, self._purges(model)
         taken = model.definition.step_schema(model).inputs
@@ -380,7 +369,7 @@ class FlowEngine:
     def _leave_unpaid(
         self, items: Sequence[Item], done: Mapping[int, ItemOutcome], model: Model
     ) -> None:
-        """Marks hits again that were to be paid by a plan that does not count."""
+        """Marks cache hits as unpaid again if the plan that would pay for them does not count."""
         owed = {
             item.cache_key: mark
             for item in items
@@ -402,7 +391,7 @@ class FlowEngine:
         jobs: Sequence[int],
         step: FlowStep | None = None,
     ) -> None:
-        """Publishes jobs of a step, by default of that of the envelope."""
+        """Publishes jobs of a step, by default of the envelope's step."""
         model = None if step is None else self._catalog.find(step.model)
         sending = []
         for data in await self._runs.jobs(envelope.request_id, number, jobs):
@@ -440,7 +429,7 @@ class FlowEngine:
                 WITHHELD.labels(envelope.flow).inc(output.withheld)
 
     def _count_toward_slo(self, envelope: Envelope, status: str) -> None:
-        """Counts a run. Those that the API ends are late beyond all measure."""
+        """Counts a run. Runs ended by the API always count as late."""
         with suppress(UnknownModel):  # the flow was removed from the catalog
             flow = self._catalog.find(envelope.flow)
             limits_s = (
@@ -460,9 +449,10 @@ class FlowEngine:
         *,
         again: bool = False,
     ) -> None:
-        """Ends the record of a run that is closed or canceled. Notifies who waits for its end.
+        """Ends the record of a closed or canceled run. Notifies waiters.
 
-        `again`: also if somebody has ended it, and may have died before the notice.
+        `again`: also if another process has ended it, because it may have died before notifying
+        them.
         """
         if record.reply is not None and not again:
             return
@@ -486,12 +476,12 @@ class FlowEngine:
             try:
                 await self._publisher.publish(envelope.inbox, wakes, attributes)
             except BadInput:
-                return  # the instance is gone, and its caller with it
+                return  # the instance is gone, and its caller as well
 
     async def _finish(self, run_id: str, state: EndState, reply: ReplyBody) -> bool:
-        """Ends the record, unless it is over, or a caller has canceled it first.
+        """Ends the record unless it is over, or a caller has canceled it first.
 
-        Returns whether it ended so.
+        Returns whether this call ended it.
         """
         finish = await self._records.finish(run_id, state, encode_reply_body(reply))
         is_ours = finish is not None and finish.is_ours
@@ -504,7 +494,7 @@ class FlowEngine:
 
 
 class _FlowFailed(BadInput):
-    """The run ends with an error that a step had."""
+    """The run ends with the error of a step."""
 
     def __init__(self, error: ItemError) -> None:
         super().__init__(error.message, field=error.field)
@@ -512,12 +502,12 @@ class _FlowFailed(BadInput):
 
 
 def plan_of(prediction: Prediction) -> FlowPlan:
-    """Returns the plan that a run began with."""
+    """Returns the plan that a run started with."""
     return FlowPlan.model_validate(prediction.flow)
 
 
 def may_retry(job: Job, outcome: ItemOutcome) -> bool:
-    """Returns whether an item of a step is to be computed again."""
+    """Returns whether an item of a step should be computed again."""
     return (
         job.envelope.tries < job.envelope.retries
         and outcome.status == "failed"
@@ -527,12 +517,12 @@ def may_retry(job: Job, outcome: ItemOutcome) -> bool:
 
 
 def jobs_of(items: Sequence[Item], largest: int) -> list[list[Item]]:
-    """Divides items into jobs that messages can carry.
+    """Divides items into jobs that fit into messages.
 
-    Equal items share one, so that they are computed once.
+    Equal items share a job, so that they are computed once.
 
     Args:
-        largest: the most items of a job that are not equal.
+        largest: maximum number of distinct items per job.
     """
     equal: dict[str, list[Item]] = {}
     for item in items:
@@ -555,7 +545,7 @@ def _bytes_of(item: Item) -> int:
 
 
 def _of_step(envelope: Envelope, step: FlowStep, model: Model, first: int) -> Envelope:
-    """The envelope of a job of a step, whose first item has this index."""
+    """Returns the envelope of a step's job, whose first item has this index."""
     return msgspec.structs.replace(
         envelope,
         model=model.name,

@@ -1,12 +1,12 @@
-"""A flow as the catalog declares it: steps, references between them, and conditions.
+"""A flow as declared in the catalog: steps, references between them, and conditions.
 
-Plain rules without a broker or a store. The API keeps the plan of a flow with each run of it, so a
-run ends by the plan that it began with.
+Plain rules without a broker or a store. The API stores a flow's plan with each run, so a run ends
+with the plan that it started with.
 
-A reference is `$name` with fields after it: `$input.document`, `$pages`, `$read.text`, `$item`. A
-field of a list is the list of that field of its elements. Of lists side by side, which `for_each`
-names, `$item.name` is the element of one. A text that begins with `$$` stands for the text with one
-`$`. A condition compares two operands: `$check.flagged == false`.
+A reference is `$name` followed by fields: `$input.document`, `$pages`, `$read.text`, `$item`. A
+field of a list is the list of its elements' fields. With several parallel lists in `for_each`,
+`$item.name` is the element of one of them. Text that begins with `$$` means the same text with a
+single `$`. A condition compares two operands: `$check.flagged == false`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shared.errors import BadInput
 
 MAX_STEPS = 16
 MAX_STEP_ITEMS = 1000
-"""The most items of a step. Item `i` of step `s` has the index s * MAX_STEP_ITEMS + i."""
+"""Maximum number of items in a step. Item `i` of step `s` has the index s * MAX_STEP_ITEMS + i."""
 MAX_RETRIES = 5
 INPUT, ITEM = "input", "item"
 TYPES: Mapping[str, Mapping[str, Any]] = {
@@ -38,7 +38,7 @@ TYPES: Mapping[str, Mapping[str, Any]] = {
     "object": {"type": "object"},
     "any": {},
 }
-"""What an input may be, in one word, as JSON Schema."""
+"""One-word input types, as JSON Schema."""
 _REFERENCE = re.compile(r"\$([a-z][a-z0-9_]*)((?:\.[A-Za-z_][A-Za-z0-9_]*)*)")
 _OPERATORS: Mapping[str, Callable[[Any, Any], bool]] = {
     "==": operator.eq,
@@ -57,7 +57,7 @@ FieldName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
 
 class Missing:
-    """The value of what was skipped. There is one: MISSING."""
+    """The type of MISSING, the value of everything that was skipped."""
 
     def __repr__(self) -> str:
         return "MISSING"
@@ -79,7 +79,7 @@ class Reference(NamedTuple):
         """Returns its value.
 
         Raises:
-            BadInput: there is no such field.
+            BadInput: the field does not exist.
         """
         value = scope[self.name]
         for field in self.fields:
@@ -97,7 +97,7 @@ class Reference(NamedTuple):
 
 
 class NoSuchField(BadInput):
-    """A value has no field of this name."""
+    """A value does not have this field."""
 
     def __init__(self, reference: Reference, name: str) -> None:
         super().__init__(f"{reference}: the value has no field {name!r}")
@@ -112,10 +112,10 @@ class Condition(NamedTuple):
     right: Any
 
     def holds(self, scope: Mapping[str, Any]) -> bool:
-        """Returns whether it holds. What was skipped equals null, and has no order.
+        """Returns whether it is true. A skipped value equals null, and can't be ordered.
 
         Raises:
-            BadInput: two values have no order.
+            BadInput: the two values can't be ordered.
         """
         left, right = (
             one.in_scope(scope) if isinstance(one, Reference) else one
@@ -123,7 +123,7 @@ class Condition(NamedTuple):
         )
         left, right = (None if one is MISSING else one for one in (left, right))
         if self.operator in ("==", "!="):
-            # To Python, true equals 1.
+            # In Python, True equals 1.
             same_kind = isinstance(left, bool) == isinstance(right, bool)
             return (same_kind and left == right) == (self.operator == "==")
         if left is None or right is None:
@@ -141,7 +141,6 @@ class Condition(NamedTuple):
 
     @property
     def references(self) -> list[Reference]:
-        """Those of its operands that are references."""
         return [one for one in (self.left, self.right) if isinstance(one, Reference)]
 
 
@@ -153,32 +152,32 @@ def _have_order(left: Any, right: Any) -> bool:
 
 
 def parse_reference(text: str) -> Reference:
-    """Reads a reference.
+    """Parses a reference.
 
     Raises:
-        ValueError: it is not one.
+        ValueError: the text is not a reference.
     """
     match = _REFERENCE.fullmatch(text)
     if match is None:
         raise ValueError(
-            f"{text[:80]!r} is not a reference, such as $input.x, $step.field or $item; "
-            "a text that begins with $ is written with $$"
+            f"{text[:80]!r} is not a reference, such as $input.x, $step.field or $item; a text "
+            "that begins with $ is written with $$"
         )
     return Reference(match[1], tuple(match[2].split(".")[1:]))
 
 
 @lru_cache(maxsize=1024)
 def parse_condition(text: str) -> Condition:
-    """Reads a condition.
+    """Parses a condition.
 
     Raises:
-        ValueError: it is not one.
+        ValueError: the text is not a condition.
     """
     match = _CONDITION.fullmatch(text)
     if match is None:
         raise ValueError(
-            f"{text[:80]!r} is not a condition, such as $check.flagged == false: two operands with "
-            "==, !=, <, <=, > or >= between them"
+            f"{text[:80]!r} is not a condition, such as $check.flagged == false: two operands "
+            "with ==, !=, <, <=, > or >= between them"
         )
     return Condition(_operand(match["left"]), match["operator"], _operand(match["right"]))
 
@@ -201,7 +200,7 @@ def references_in(value: Any) -> Iterator[Reference]:
     """Yields the references in a value, at any depth.
 
     Raises:
-        ValueError: a text begins with `$` and is no reference.
+        ValueError: a text begins with `$` but is not a reference.
     """
     if isinstance(value, str):
         if value.startswith("$") and not value.startswith("$$"):
@@ -215,9 +214,9 @@ def references_in(value: Any) -> Iterator[Reference]:
 
 
 def input_named(references: Sequence[Reference]) -> str | None:
-    """Returns what the caller of a flow calls the one input that all of these refer to.
+    """Returns the flow input that all of the references refer to.
 
-    `input`: they are several. None: not all are inputs of the flow.
+    `input`: they refer to several. None: not all of them are inputs of the flow.
     """
     if not references or any(one.name != INPUT for one in references):
         return None
@@ -226,14 +225,14 @@ def input_named(references: Sequence[Reference]) -> str | None:
 
 
 def lists_in(for_each: str | Mapping[str, str] | None) -> dict[str, str]:
-    """Returns the references of a `for_each` by the names of their lists. One has none: ""."""
+    """Returns the references of a `for_each` by list name. A single list has the name ""."""
     if for_each is None:
         return {}
     return {"": for_each} if isinstance(for_each, str) else dict(for_each)
 
 
 def resolved(value: Any, scope: Mapping[str, Any]) -> Any:
-    """Returns a value with the values of its references in their places.
+    """Returns a value with its references replaced by their values.
 
     Returns MISSING if one of them was skipped.
 
@@ -258,14 +257,14 @@ class _Part(BaseModel):
 
 
 class FlowStep(_Part):
-    """A step: what a model is asked, for one item or for each of a list."""
+    """A step: a model and its input, for one item or for each item of a list."""
 
     id: str = Field(pattern=r"^[a-z][a-z0-9_]{0,39}$")
-    """The name that references have."""
+    """The name used in references."""
     model: str
     """The name of a model in the catalog, or an alias."""
     input: dict[str, Any]
-    """The input of the model: literals and references, at any depth."""
+    """The model's input: literals and references, at any depth."""
     for_each: str | Annotated[dict[FieldName, str], Field(min_length=1)] | None = None
     """A reference to a list. The step has an item for each element, which is `$item`. Or several of
     equal length by names: then `$item.name` is the element of one of them."""
@@ -275,9 +274,9 @@ class FlowStep(_Part):
     """The value of what fails or is skipped. Without it, the flow fails with the step, and what is
     skipped is null."""
     retries: int = Field(0, ge=0, le=MAX_RETRIES)
-    """How often an item is computed again that failed."""
+    """How often to compute a failed item again."""
     max_items: int = Field(MAX_STEP_ITEMS, ge=1, le=MAX_STEP_ITEMS)
-    """The most elements of the list."""
+    """Maximum number of elements in the list."""
 
     @field_validator("id")
     @classmethod
@@ -324,7 +323,7 @@ class FlowStep(_Part):
 
     @property
     def lists(self) -> dict[str, Reference]:
-        """The lists that it has an item for each element of, by their names. One has none: ""."""
+        """The lists that it has items for, by name. A single list has the name ""."""
         return {name: parse_reference(one) for name, one in lists_in(self.for_each).items()}
 
     @property
@@ -334,7 +333,7 @@ class FlowStep(_Part):
 
     @property
     def condition(self) -> Condition | None:
-        """The condition of the step. None: it always runs."""
+        """The step's condition. None: it always runs."""
         return None if self.when is None else parse_condition(self.when)
 
     @property
@@ -344,17 +343,18 @@ class FlowStep(_Part):
         return [*lists, *conditions, *references_in(self.input), *references_in(self.default)]
 
     def origins_of(self, name: str, position: int) -> list[Reference]:
-        """Returns where an input of its model comes from.
+        """Returns the origin of an input of its model.
 
         Args:
-            name: of the input. `input`, if none has that name: all of them.
-            position: of the item. `$item` is this element of its list: `$input.documents.3`.
+            name: input name. `input`, if none has that name: all inputs.
+            position: position of the item. `$item` is this element of its list:
+                `$input.documents.3`.
         """
         value = self.input.get(name, self.input if name == INPUT else None)
         return [self.origin_of(one, position) for one in references_in(value)]
 
     def origin_of(self, reference: Reference, position: int) -> Reference:
-        """Returns the element of the list that `$item` is, or the reference itself."""
+        """Returns the list element that `$item` refers to, or the reference itself."""
         if reference.name != ITEM:
             return reference
         name, fields = "", reference.fields
@@ -365,20 +365,22 @@ class FlowStep(_Part):
 
     @property
     def depends_on(self) -> frozenset[str]:
-        """The ids of the steps that must have ended before."""
+        """IDs of steps that must end first."""
         return frozenset(one.name for one in self.references) - {INPUT, ITEM}
 
 
 class FlowPlan(_Part):
-    """What a flow takes, its steps, and what it gives."""
+    """The inputs, steps and output of a flow."""
 
     input: dict[FieldName, Any] = {}
-    """The type of each input: a word of TYPES, a list with one of them, or JSON Schema."""
+    """The type of each input: a word from TYPES, a list with one of them, or JSON Schema."""
     steps: tuple[FlowStep, ...] = Field(min_length=1, max_length=MAX_STEPS)
     output: Any
     """What the flow gives: literals and references."""
     gives: Literal["images"] | None = None
-    """`images`: it was made of a request for images, and gives these (shared/after_image.py)."""
+    """`images`: the flow was created for an image request, and returns images
+    (shared/after_image.py).
+    """
 
     @field_validator("input")
     @classmethod
@@ -401,10 +403,10 @@ class FlowPlan(_Part):
         return self
 
     def order(self) -> list[int]:
-        """Returns the numbers of the steps, each after those that it depends on.
+        """Returns the step numbers, each after the steps that it depends on.
 
         Raises:
-            ValueError: they depend on each other in a circle.
+            ValueError: the steps depend on each other in a circle.
         """
         numbers = {step.id: number for number, step in enumerate(self.steps)}
         graph = {step.id: sorted(step.depends_on, key=numbers.__getitem__) for step in self.steps}
@@ -426,22 +428,22 @@ class FlowPlan(_Part):
         return schema | ({"required": required} if required else {})
 
     def as_json(self) -> dict[str, Any]:
-        """The plan as a record keeps it."""
+        """The plan in the form stored in a record."""
         return self.model_dump(mode="json", exclude_unset=True)
 
 
 def _type_of(name: str, written: Any) -> dict[str, Any]:
-    """The JSON Schema of an input.
+    """Returns the JSON Schema of an input.
 
     Raises:
-        ValueError: it is no type.
+        ValueError: the type is invalid.
     """
     if isinstance(written, str) and written in TYPES:
         return dict(TYPES[written])
     if isinstance(written, list) and len(written) == 1 and written[0] in TYPES:
         return {"type": "array", "items": dict(TYPES[written[0]])}
     if isinstance(written, Mapping) and ("type" in written or not written):
-        return dict(written)  # an empty one is `any`, in a plan that was read before
+        return dict(written)  # an empty one means `any`, in a plan that was read before
     raise ValueError(
         f"{name}: {written!r} is not a type; use one of {', '.join(TYPES)}, a list with one of "
         "them for several, or a JSON Schema with a type"
@@ -449,11 +451,10 @@ def _type_of(name: str, written: Any) -> dict[str, Any]:
 
 
 def index_of(step: int, position: int) -> int:
-    """Returns the index of an item in its run.
+    """Returns an item's index in its run.
 
     Args:
-        step: the number of its step.
-        position: its own within the step.
+        position: position of the item within the step.
     """
     return step * MAX_STEP_ITEMS + position
 
@@ -464,13 +465,13 @@ def step_of(index: int) -> int:
 
 
 def plan_step(step: FlowStep, scope: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
-    """Returns the inputs of the items of a step, by position. What is missing is skipped.
+    """Returns a step's item inputs by position. Missing items are skipped.
 
     Args:
-        step: whose references all have values.
+        step: a step whose references all have values.
 
     Raises:
-        BadInput: a value is not what the step needs.
+        BadInput: a value does not match the step.
     """
     inputs = {}
     for position, own_scope in enumerate(_scopes(step, scope)):
@@ -486,10 +487,10 @@ def plan_step(step: FlowStep, scope: Mapping[str, Any]) -> dict[int, dict[str, A
 
 
 def _scopes(step: FlowStep, scope: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The scope of each item of a step.
+    """Returns the scope for each item of a step.
 
     Raises:
-        BadInput: what it has an item for each of is no list, or too long.
+        BadInput: a value of for_each is not a list, or is too long.
     """
     if step.for_each is None:
         return [scope]
@@ -515,7 +516,7 @@ def _scopes(step: FlowStep, scope: Mapping[str, Any]) -> list[Mapping[str, Any]]
 
 
 def _item_input(step: FlowStep, scope: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The input of one item. None: it is skipped."""
+    """Returns the input of one item. None: it is skipped."""
     if step.condition is not None and not step.condition.holds(scope):
         return None
     values = resolved(step.input, scope)
@@ -523,11 +524,10 @@ def _item_input(step: FlowStep, scope: Mapping[str, Any]) -> dict[str, Any] | No
 
 
 def value_of(step: FlowStep, results: Mapping[int, Any], scope: Mapping[str, Any]) -> Any:
-    """Returns the value of a step that is over.
+    """Returns the value of a finished step.
 
     Args:
-        results: the values of its items, by position. Those that failed or were skipped have none.
-        scope: the values that its references had.
+        results: values of its items by position. Failed and skipped items are absent.
     """
     values = [
         results[position]
@@ -541,12 +541,12 @@ def value_of(step: FlowStep, results: Mapping[int, Any], scope: Mapping[str, Any
 
 
 def shown(value: Any) -> Any:
-    """Returns a value with null for what was skipped."""
+    """Returns a value with skipped parts replaced by null."""
     return None if value is MISSING else value
 
 
 def output_of(plan: FlowPlan, scope: Mapping[str, Any]) -> Any:
-    """Returns what a flow gives, with null for what was skipped.
+    """Returns the output of a flow, with null for skipped parts.
 
     Raises:
         BadInput: a reference has no value.

@@ -1,7 +1,7 @@
-"""What a run of a flow has, and what follows: values, the steps that can begin, and failures.
+"""The state of a flow run, and what follows from it: values, steps that can start, and failures.
 
-Built anew from what Redis has (shared/stores/flow_runs.py) whenever something follows. So there is
-nothing to keep up to date.
+It is rebuilt from Redis (shared/stores/flow_runs.py) at every step, so there is nothing to keep up
+to date.
 """
 
 from __future__ import annotations
@@ -37,17 +37,14 @@ _bodies = msgspec.json.Decoder(JobBody)
 _inputs = msgspec.json.Decoder(CustomInput)
 
 PAGE_ITEMS = 64
-"""Items whose outcomes are read together."""
+"""Number of items whose outcomes are read together."""
 
 
 class Run:
-    """A run as Redis has it, and what follows.
-
-    Args:
-        state: what Redis has of it.
+    """A run as stored in Redis, and what follows from it.
 
     Raises:
-        BadInput: a value is not what the plan needs.
+        BadInput: a value does not match the plan.
     """
 
     def __init__(self, run_id: str, plan: FlowPlan, state: RunState) -> None:
@@ -59,7 +56,7 @@ class Run:
         self.ready: list[int] = []
         """Steps that can be planned."""
         self.unpublished: list[int] = []
-        """Steps that are planned, and of which the broker may have nothing."""
+        """Planned steps that may not have reached the broker."""
         for number in self.plan.order():
             self._take(number)
 
@@ -97,22 +94,22 @@ class Run:
 
     @cached_property
     def failure(self) -> ItemError | None:
-        """Why the run fails: the first item that has failed without a default."""
+        """Why the run fails: the error of the first failed item without a default."""
         for index in sorted(self.outcomes):
             outcome, step = self.outcomes[index], self.plan.steps[step_of(index)]
             is_borne = step.has_default and outcome.status == "failed"
             if outcome.error is not None and not is_borne:
                 if self.plan.gives == "images" and step_of(index) == 0:
-                    return outcome.error  # what it says is of the caller's own input
+                    return outcome.error  # the error is about the caller's input
                 return _error_of_step(step, index, outcome.error)
         return None
 
     def output(self) -> Result:
-        """Returns what the flow gives, once all steps are over.
+        """Returns the flow's output, once all steps are over.
 
         Raises:
             BadInput: a reference has no value. ModerationBlocked: all images are withheld.
-            ModelFailed: a model gave something else than it should.
+            ModelFailed: a model returned an unexpected type.
         """
         if self.plan.gives == "images":
             drawn = sorted(index for index in self.outcomes if step_of(index) == 0)
@@ -126,11 +123,7 @@ class Run:
 
 
 async def own_objects(runs: FlowRuns, run_id: str) -> list[str]:
-    """Returns the keys of the files that a run has made, but not of those that the cache may have.
-
-    Raises:
-        Unavailable: Redis did not answer.
-    """
+    """Returns the keys of files created by a run, except files that may be in the cache."""
     state = await runs.read(run_id)
     bodies = map(_bodies.decode, await runs.planned(run_id))
     uncached = [item.index for body in bodies for item in body.items if not item.cache_key]
@@ -140,7 +133,7 @@ async def own_objects(runs: FlowRuns, run_id: str) -> list[str]:
         if index in state.outcomes
     ]
     blobs = [blob for result in results if result is not None for blob in result.blobs]
-    # A class may give on a file that it got.
+    # A class may return a file that it received.
     own = f"{RESULTS}/{run_id}/"
     return [key for blob in blobs if (key := blob.object_key) and key.startswith(own)]
 
@@ -148,18 +141,15 @@ async def own_objects(runs: FlowRuns, run_id: str) -> list[str]:
 async def outcomes_after(
     runs: FlowRuns, run_id: str, plan: FlowPlan, seen: int, *, is_over: bool
 ) -> AsyncIterator[tuple[int, ItemOutcome]]:
-    """Yields the items of a run that are done, in the order of the steps and of their positions.
+    """Yields finished items of a run, in step and position order.
 
-    An item is not yielded before those in front of it, while they may still come.
+    An item is yielded only after those before it, as long as they may still finish.
 
     Args:
-        seen: the number of the last item that is known. -1: none.
+        seen: number of the last known item. -1: none.
 
     Yields:
-        The number of the item in this order, and how it ended.
-
-    Raises:
-        Unavailable: Redis did not answer.
+        The item's number in this order, and its outcome.
     """
     progress = await runs.progress(run_id, len(plan.steps))
     first = max(0, seen + 1)
@@ -187,7 +177,7 @@ async def outcomes_after(
 
 
 def receipts_of(state: RunState) -> list[ItemOutcome]:
-    """Returns the outcomes of the items of a run, in their order, without their results."""
+    """Returns outcomes of a run's items, in order, without their results."""
     outcomes = [_outcomes.decode(state.outcomes[index]) for index in sorted(state.outcomes)]
     return [msgspec.structs.replace(one, result=None, logs=None) for one in outcomes]
 
@@ -201,5 +191,6 @@ def _error_of_step(step: FlowStep, index: int, error: ItemError) -> ItemError:
         if own is not None:
             reason = error.message.removeprefix(f"{error.field}: ")
             return ItemError(error.code, f"{own}: {reason}", own)
-        known = ModelFailed(error.message)  # it is not the caller's: the step before gave it
+        # not the caller's error: the value came from the previous step
+        known = ModelFailed(error.message)
     return ItemError(known.code, f"step {step.id!r}{item}: {error.message}")

@@ -1,7 +1,8 @@
-"""Checks a flow against its models, when the catalog is read, and derives the type of its output.
+"""Checks a flow against its models when the catalog is read, and derives the type of its output.
 
-Types are JSON Schema, as far as a class's penstock.schema.json has it. What is not known (an object
-without properties, `Any`) fits everything, and the process that computes the item checks it.
+Types are JSON Schema, limited to the features of a class's penstock.schema.json. Unknown types (an
+object without properties, `Any`) match everything, and the process that computes the item checks
+them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from shared.flow_plan import (
 Schema = Mapping[str, Any]
 Place = tuple[int | str, ...]
 _SHOWN = ("type", "format", "enum", "items", "properties", "anyOf")
-"""What the type of an output says. Titles and defaults are those of a step."""
+"""Schema keywords to copy to the output type. Titles and defaults belong to a step."""
 _KINDS = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
 
 _PYTHON_TYPES: Mapping[str, tuple[type, ...]] = {
@@ -38,10 +39,10 @@ _PYTHON_TYPES: Mapping[str, tuple[type, ...]] = {
 
 
 class StepSchema(NamedTuple):
-    """What a step of a flow may give to a model, and what it gets, as JSON Schema."""
+    """Inputs and output of a model as a flow step, as JSON Schema."""
 
     inputs: Mapping[str, Any]
-    """Of the object with all inputs."""
+    """Schema of the object with all inputs."""
     output: Mapping[str, Any]
 
 
@@ -49,11 +50,7 @@ Find = Callable[[str], StepSchema | None]
 
 
 class FlowError(ValueError):
-    """Something in a flow is wrong.
-
-    Args:
-        place: the path to it in the entry.
-    """
+    """A flow is invalid."""
 
     def __init__(self, place: Place, reason: str) -> None:
         super().__init__(reason)
@@ -64,10 +61,10 @@ def check_flow(plan: FlowPlan, find: Find) -> dict[str, Any]:
     """Checks the references and types of a flow. Returns the type of its output.
 
     Args:
-        find: returns what the model of this name takes and gives, or None.
+        find: returns the inputs and output of a model by name, or None.
 
     Raises:
-        FlowError: a reference, a type or a model is wrong.
+        FlowError: a reference, a type or a model is invalid.
     """
     scope: dict[str, Schema] = {INPUT: {"type": "object", "properties": plan.input}}
     for number in plan.order():
@@ -186,7 +183,7 @@ def _nullable(schema: Schema) -> Schema:
 
 
 def _plain(schema: Schema) -> Schema:
-    """The type of a value that is not null: null is never passed on, but skipped."""
+    """Returns the type of a value that is not null. Null is never passed on, but skipped."""
     options = [one for one in schema.get("anyOf", ()) if one.get("type") != "null"]
     return _plain(options[0]) if len(options) == 1 else schema
 
@@ -207,7 +204,7 @@ def _noun(schema: Schema) -> str:
 
 
 def check_values(values: Mapping[str, Any], inputs: Schema) -> None:
-    """Checks the types of computed inputs: a class may return another type than it declares.
+    """Checks the types of computed inputs, because a class may return another type than declared.
 
     Raises:
         BadInput: a value has another type. The message names its input.
@@ -221,7 +218,10 @@ def check_values(values: Mapping[str, Any], inputs: Schema) -> None:
 
 
 def _has_type(value: Any, wanted: Schema) -> bool:
-    """True if a value may be of a type. Files and objects are checked where they are used."""
+    """Returns whether a value may be of a type.
+
+    Files and objects are checked where they are used.
+    """
     options = [one for one in wanted.get("anyOf", ()) if one.get("type") != "null"]
     if options:
         return any(_has_type(value, one) for one in options)
@@ -236,7 +236,7 @@ def _has_type(value: Any, wanted: Schema) -> bool:
 
 
 def misfit(value: Schema, wanted: Schema) -> str:
-    """Returns why a value of one type is not one of another. Empty: it may be."""
+    """Returns why a value of one type does not match another. Empty: it may match."""
     value = _plain(value)
     options = [one for one in wanted.get("anyOf", ()) if one.get("type") != "null"]
     if options:
@@ -272,7 +272,7 @@ def _misfits_of_literal(value: Any, wanted: Schema) -> Iterator[str]:
 
 
 def _shown(schema: Schema) -> Schema:
-    """What a type says to callers."""
+    """Returns the parts of a type that are shown to callers."""
     shown = {name: schema[name] for name in _SHOWN if name in schema}
     if "items" in shown:
         shown["items"] = _shown(shown["items"])

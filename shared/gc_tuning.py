@@ -5,20 +5,20 @@ from __future__ import annotations
 import gc
 
 YOUNG_OBJECTS = 20_000
-"""Allocations between two looks at the young objects.
+"""Allocations between two collections of young objects.
 
-The default of 700 means several looks in each request.
+The default of 700 means several collections per request.
 """
 
 
 def settle_heap(*, grows_by_millions: bool = False) -> None:
-    """Excludes all objects of the startup from later collections, and makes collections rarer.
+    """Excludes all objects created at startup from later collections, and makes collections rarer.
 
     Modules and long-lived objects would cost milliseconds in each collection.
 
     Args:
-        grows_by_millions: True if millions of objects may come and stay. They are then looked at
-            in smaller portions (400,000 take 0.1 s), and all together hardly ever.
+        grows_by_millions: True if millions of objects may be created and stay. They are then
+            collected in smaller portions (400,000 take 0.1 s), and almost never all together.
     """
     gc.collect()
     gc.freeze()

@@ -1,6 +1,6 @@
-"""The steps of a request for images that are checked or enlarged, as its model's entry says.
+"""The steps of an image request that is checked or enlarged, as configured in its model's entry.
 
-The catalog makes these flows, and no file has them (docs/decisions/0113-after-the-image.md).
+The catalog creates these flows; they are not in any file (docs/decisions/0113-after-the-image.md).
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from shared.flow_plan import FlowPlan
 from shared.flow_types import FlowError, StepSchema, check_flow, misfit
 
 IMAGE, SAFETY, UPSCALE = "image", "safety", "upscale"
-"""The steps by their ids. The first one draws."""
+"""Steps by ID. The first one draws."""
 SCALES = (2, 4)
-"""How many times as wide and high an image may become."""
+"""Factors by which an image may be enlarged."""
 MAX_IMAGES = 10
-"""Of a request."""
+"""Maximum number of images per request."""
 _FILE = {"type": "string", "format": FILE_FORMAT}
 _DRAWING = {"drawing": {}, "seed": {"type": "integer"}, "is_repeatable": {"type": "boolean"}}
 _INPUT = {
@@ -30,7 +30,9 @@ _INPUT = {
 
 
 def plan_of_images(entry: CatalogEntry, *, upscales: bool) -> FlowPlan | None:
-    """Returns the steps of a request for images. None: it has one, so it needs no flow.
+    """Returns the steps of an image request.
+
+    None: it has a single step, so it does not need a flow.
 
     Args:
         upscales: True if the request asks for larger images.
@@ -66,13 +68,13 @@ def plan_of_images(entry: CatalogEntry, *, upscales: bool) -> FlowPlan | None:
 
 
 def check_steps(entry: CatalogEntry, find: Callable[[str], StepSchema | None]) -> None:
-    """Checks the models that an entry names.
+    """Checks the models named in an entry.
 
     Args:
-        find: returns what the model of this name takes and gives, or None.
+        find: returns the inputs and output of a model by name, or None.
 
     Raises:
-        FlowError: one does not exist, or does not do what is asked of it.
+        FlowError: a model does not exist, or does not have the required inputs and output.
     """
     plan = plan_of_images(entry, upscales=True)
     if plan is None:
@@ -107,6 +109,6 @@ def _check_scales(name: str, find: Callable[[str], StepSchema | None]) -> None:
 
 
 def bounded(plan: FlowPlan, images: int) -> FlowPlan:
-    """Returns the steps of a request for so many images. Budgets reserve the cost of no more."""
+    """Returns the steps limited to this number of images, so that budgets do not reserve more."""
     steps = tuple(step.model_copy(update={"max_items": images}) for step in plan.steps)
     return plan.model_copy(update={"steps": steps})

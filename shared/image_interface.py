@@ -1,6 +1,6 @@
-"""What an image model draws and accepts: the file that `image.interface` of its entry names.
+"""The tasks and fields of an image model: the file named in `image.interface` of its entry.
 
-`penstock models check NAME` writes it from the model's pipeline. The API has neither the weights
+`penstock models check NAME` creates it from the model's pipeline. The API has neither the weights
 nor diffusers, so it reads this file. A worker whose pipeline differs from it refuses to start.
 """
 
@@ -16,7 +16,7 @@ from shared.errors import ConfigurationError
 
 ImageMode = Literal["text", "image", "mask"]
 OPTIONS = ("negative_prompt", "guidance_scale", "strength", "clip_skip", "guidance_rescale")
-"""Fields of requests that a pipeline may lack."""
+"""Request fields that a pipeline may not support."""
 MAX_BYTES = 16 * 1024
 _MODES_OF_FIELD: dict[str, frozenset[ImageMode]] = {
     "image": frozenset({"image", "mask"}),
@@ -33,7 +33,7 @@ _NOUNS: dict[ImageMode, str] = {
 
 
 class ImageUsuals(BaseModel):
-    """Defaults of a pipeline, which an entry may replace. Their names are those of the entry."""
+    """Defaults of a pipeline, which an entry may override. Named as in the entry."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -63,16 +63,19 @@ class ImageInterface(BaseModel):
         return self.model_dump_json(indent=2) + "\n"
 
     def accepts(self, field: str) -> bool:
-        """Returns whether requests may have a field. Fields that no pipeline lacks are accepted."""
+        """Returns whether requests may have a field.
+
+        Fields that every pipeline supports are accepted.
+        """
         field = _ALIASES.get(field, field)
         if (modes := _MODES_OF_FIELD.get(field)) is not None:
             return not modes.isdisjoint(self.tasks)
         return field not in OPTIONS or field in self.fields
 
     def difference(self, other: ImageInterface) -> str:
-        """Names the first field that another interface has otherwise. Empty: there is none.
+        """Returns the first difference from another interface. Empty: they are equal.
 
-        Defaults are not compared, because only the entry has them, and neither is any order.
+        Defaults are not compared, because only the entry has them, and neither is order.
         """
         for name in ("pipeline", "tasks", "fields", "schedulers"):
             mine, its = getattr(self, name), getattr(other, name)
@@ -82,7 +85,7 @@ class ImageInterface(BaseModel):
 
 
 def refuse_mode(mode: ImageMode, known: Collection[ImageMode]) -> str:
-    """Returns why a model with these tasks does not draw like this. Empty: it does."""
+    """Returns why a model with these tasks can't draw in this mode. Empty: it can."""
     if mode in known:
         return ""
     return f"this model draws only {' or '.join(_NOUNS[name] for name in known)}"
@@ -95,10 +98,10 @@ def _show(value: Any) -> str:
 
 
 def read_image_interface(path: Path, model: str) -> ImageInterface:
-    """Reads the file that the entry of a model names.
+    """Reads the file named in a model's entry.
 
     Raises:
-        ConfigurationError: it is missing, or is something else.
+        ConfigurationError: it is missing or invalid.
     """
     hint = f"write it with: penstock models check {model}"
     try:

@@ -1,26 +1,26 @@
-"""A broker in memory, for tests: the transport and the admin of shared/transport.py, no server.
+"""An in-memory broker for tests: implements shared/transport.py without a server.
 
     broker = InMemoryBroker()
     await broker.ensure_topic("jobs.m")
     await broker.ensure_subscription("jobs.m.workers", SubscriptionSettings("jobs.m"))
     async with broker.subscribe("jobs.m.workers", max_messages=10) as subscription: ...
 
-It keeps the promises of Pub/Sub and RabbitMQ that Penstock builds on, and the same tests hold all
-three to them (tests/shared/test_brokers.py):
+It provides the guarantees of Pub/Sub and RabbitMQ that Penstock relies on, and the same tests check
+all three (tests/shared/test_brokers.py):
 
-- A message is delivered at least once to each subscription of its topic, until it is acked. It
-  comes again after a nack, at the end of its subscriber, and after `expire_leases`.
-- Messages come in the order in which they were published. In an ordered subscription the unacked
-  messages of an ordering key are with one subscriber at a time, and if one comes again, those of
-  its key behind it do too.
-- A subscriber holds at most `max_messages`, and takes no more above `max_bytes`. Subscribers take
-  turns.
-- A message that was handed back `max_delivery_attempts` times goes to the dead letters.
-- It refuses what Pub/Sub or RabbitMQ refuse: a topic that is not there, an empty message, one that
-  is too large, attributes, names, settings and filters out of bounds.
+- A message is delivered at least once to each subscription of its topic, until it is acked. It is
+  delivered again after a nack, when its subscriber ends, and after `expire_leases`.
+- Messages arrive in the order in which they were published. In an ordered subscription, unacked
+  messages with the same ordering key are held by one subscriber at a time. If one is delivered
+  again, so are the later ones with the same key.
+- A subscriber holds at most `max_messages`, and takes no more once it exceeds `max_bytes`.
+  Subscribers take turns.
+- A message returned `max_delivery_attempts` times goes to the dead letters.
+- It rejects everything that Pub/Sub or RabbitMQ reject: a missing topic, an empty message, one that
+  is too large, and attributes, names, settings and filters out of bounds.
 
-It has no clock. So a lease never runs out by itself, a message that is handed back comes again at
-once, and neither messages nor subscriptions expire. It does not push. Nothing bounds what waits.
+It has no clock. So a lease never expires by itself, a returned message is delivered again at once,
+and neither messages nor subscriptions expire. It does not push. The backlog is not bounded.
 """
 
 from __future__ import annotations
@@ -52,22 +52,22 @@ from shared.transport import (
 
 MAX_MESSAGE_BYTES = 10_000_000
 MAX_ATTRIBUTES, MAX_NAME_BYTES, MAX_VALUE_BYTES = 100, 128, 1024
-"""Of Pub/Sub, but for names: those are RabbitMQ's, which has the lower bound."""
+"""Limits of Pub/Sub, except for names, where RabbitMQ's limit is lower."""
 MAX_ORDERING_KEY_BYTES = 1024
 ACK_DEADLINE_S, RETENTION_S, DELIVERY_ATTEMPTS = (10, 600), (600, 2_678_400), (5, 100)
-"""The least and the most that a subscription may ask for:
+"""Minimum and maximum values of subscription settings:
 https://cloud.google.com/pubsub/docs/reference/rpc/google.pubsub.v1#subscription
 """
 MIN_EXPIRES_AFTER_S = 86_400
 _RESERVED = re.compile(r"goog(?!client_)|x-|CC|BCC")
-"""The beginnings of attribute names that Pub/Sub or RabbitMQ read themselves."""
+"""Prefixes of attribute names that Pub/Sub or RabbitMQ use themselves."""
 _ID = re.compile(r"(?!goog)[A-Za-z][A-Za-z0-9._~+%-]{2,254}")
 """https://cloud.google.com/pubsub/docs/pubsub-basics#resource_names"""
 
 
 @dataclass(eq=False)
 class _Delivery:
-    """A message in one subscription. `number`: by order of publishing."""
+    """A message in one subscription. `number`: order of publication."""
 
     number: int
     data: bytes
@@ -80,20 +80,20 @@ class _Delivery:
 
 @dataclass(eq=False)
 class _Queue:
-    """One subscription: what waits, oldest first, and who pulls, in turn."""
+    """One subscription: its backlog, oldest first, and its pullers, in turn."""
 
     settings: SubscriptionSettings
     passes: AttributeFilter | None = None
     waiting: deque[_Delivery] = field(default_factory=deque)
     pullers: deque[InMemorySubscription] = field(default_factory=deque)
     holders: dict[str, InMemorySubscription] = field(default_factory=dict)
-    """The subscriber that has the unacked messages of an ordering key."""
+    """The subscriber that holds the unacked messages of an ordering key."""
 
     def takes(self, attributes: Mapping[str, str]) -> bool:
         return self.passes is None or self.passes.matches(attributes)
 
     def deliver(self) -> None:
-        """Hands out what waits to pullers with room, in turn."""
+        """Delivers waiting messages to pullers with room, in turn."""
         idle = 0
         while self.waiting and idle < len(self.pullers):
             puller = self.pullers[0]
@@ -109,12 +109,12 @@ class _Queue:
             puller.take(delivery)
 
     def put_back(self, delivery: _Delivery) -> None:
-        """Lets a delivery wait again, before those that were published later."""
+        """Puts a delivery back into the backlog, before messages published later."""
         later = (index for index, one in enumerate(self.waiting) if one.number > delivery.number)
         self.waiting.insert(next(later, len(self.waiting)), delivery)
 
     def key_of(self, delivery: _Delivery) -> str:
-        """The ordering key, if the subscription keeps its order. Else empty."""
+        """Returns the ordering key if the subscription is ordered, else an empty string."""
         return delivery.ordering_key if self.settings.is_ordered else ""
 
     def _next_for(self, puller: InMemorySubscription) -> _Delivery | None:
@@ -131,7 +131,10 @@ class _Held:
 
 
 class InMemorySubscription:
-    """An open subscription. See shared.transport.Subscription. Made by InMemoryBroker.subscribe."""
+    """An open subscription, created by InMemoryBroker.subscribe.
+
+    See shared.transport.Subscription.
+    """
 
     def __init__(
         self, broker: InMemoryBroker, queue: _Queue, max_messages: int, max_bytes: int
@@ -146,18 +149,18 @@ class InMemorySubscription:
         self._end: PenstockError | None = None
         self._is_stopped = False
         self.lost = 0
-        """Messages that lost their lease while they were held."""
+        """Messages that lost their lease while held."""
         self.round_trip = SmoothedDuration()
-        """0: nothing is far away in memory."""
+        """Always 0 in memory."""
 
     def hold(self, max_messages: int) -> None:
-        """See shared.transport.Subscription. It takes effect at once."""
+        """See shared.transport.Subscription. Takes effect at once."""
         self._max_messages = max(self._least_messages, max_messages)
         self._queue.deliver()
 
     @property
     def is_connected(self) -> bool:
-        """True if messages that are published now arrive here."""
+        """True if messages published now arrive here."""
         return self._end is None and not self._is_stopped
 
     @property
@@ -183,7 +186,10 @@ class InMemorySubscription:
             await self._arrival.wait()
 
     def ack(self, message: ReceivedMessage) -> None:
-        """See shared.transport.Subscription. A second ack, or a lost message's, is ignored."""
+        """See shared.transport.Subscription.
+
+        A second ack, or an ack of a lost message, is ignored.
+        """
         held = self._held.pop(message.ack_id, None)
         if held is not None:
             self._free(self._queue.key_of(held.delivery))
@@ -194,9 +200,9 @@ class InMemorySubscription:
             self._hand_back([self._held.pop(message.ack_id)])
 
     async def stop(self) -> None:
-        """Stops receiving: returns unprocessed messages and ends the iteration.
+        """Stops receiving: returns unprocessed messages to the queue and ends the iteration.
 
-        Acks continue.
+        Acks still work.
         """
         self._is_stopped = True
         if self in self._queue.pullers:
@@ -206,13 +212,13 @@ class InMemorySubscription:
         self._arrival.set()
 
     async def close(self) -> None:
-        """Stops, and hands back what is still held."""
+        """Stops, and returns all held messages."""
         await self.stop()
         held, self._held = list(self._held.values()), {}
         self._hand_back(held)
 
     def fail(self, error: PenstockError) -> None:
-        """Ends the iteration with `error`, as a broker does whose subscription is gone."""
+        """Ends the iteration with `error`, like a broker whose subscription was deleted."""
         self._end = error
         self._arrival.set()
 
@@ -235,13 +241,16 @@ class InMemorySubscription:
         self._arrival.set()
 
     def expire_leases(self) -> None:
-        """Loses all that is held: it is marked `lost`, and comes again here or elsewhere."""
+        """Loses all held messages.
+
+        They are marked `lost`, and delivered again here or elsewhere.
+        """
         held, self._held = list(self._held.values()), {}
         self._lose(held)
         self._hand_back(held)
 
     def _hand_back(self, returned: list[_Held]) -> None:
-        """Returns messages to the queue, with those behind them of an ordering key."""
+        """Returns messages to the queue, including later ones with the same ordering key."""
         behind = [
             held
             for held in self._held.values()
@@ -265,16 +274,16 @@ class InMemorySubscription:
         self.lost += len(held)
 
     def _free(self, key: str) -> None:
-        """Lets others have the messages of a key of which none is held here any more."""
+        """Releases an ordering key for others once no message with it is held here."""
         if key and all(self._queue.key_of(held.delivery) != key for held in self._held.values()):
             self._queue.holders.pop(key, None)
 
 
 class InMemoryBroker:
-    """A whole broker. Everybody who is to talk over it gets the same one, in one event loop.
+    """A complete broker. All communicating parts share one instance, in one event loop.
 
-    Implements shared.transport.Transport and Admin, and is itself the open connection of both. The
-    module's docstring says what it promises.
+    Implements shared.transport.Transport and Admin, and is itself the open connection of both. See
+    the module's docstring for its guarantees.
     """
 
     def __init__(self) -> None:
@@ -282,11 +291,11 @@ class InMemoryBroker:
         self._queues: dict[str, _Queue] = {}
         self._ids = itertools.count(1)
         self.outage: PenstockError | None = None
-        """If set, each publish raises it, as a broker does that is unreachable."""
+        """If set, every publish raises it, as if the broker were unreachable."""
         self.published = 0
-        """Messages that were taken, dead letters included."""
+        """Number of published messages, including dead letters."""
         self.round_trip = SmoothedDuration()
-        """0: nothing is far away in memory."""
+        """Always 0 in memory."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -306,9 +315,9 @@ class InMemoryBroker:
         """Publishes one message and returns its message_id. See shared.transport.Publisher.
 
         Raises:
-            BadInput: there is no such topic, or the message is empty, or an attribute is not valid.
-            InputTooLarge: it has more than MAX_MESSAGE_BYTES.
-            PenstockError: `outage`, while it is set.
+            BadInput: the topic does not exist, the message is empty, or an attribute is invalid.
+            InputTooLarge: the message has more than MAX_MESSAGE_BYTES.
+            PenstockError: `outage`, if set.
         """
         await asyncio.sleep(0)
         if self.outage is not None:
@@ -330,9 +339,9 @@ class InMemoryBroker:
     ) -> AsyncIterator[InMemorySubscription]:
         """Opens a subscription. See shared.transport.Subscriber.
 
-        No lease runs out and no ack lingers, so `ack_deadline_s` is only checked, and
-        `ack_linger_s` has no use. The iteration raises Unavailable if there is no such
-        subscription, and ConfigurationError if the deadline is out of bounds.
+        Leases never expire and acks never linger, so `ack_deadline_s` is only validated, and
+        `ack_linger_s` has no effect. The iteration raises Unavailable if the subscription does not
+        exist, and ConfigurationError if the deadline is out of bounds.
         """
         queue = self._queues.get(subscription_id)
         subscription = InMemorySubscription(
@@ -354,7 +363,7 @@ class InMemoryBroker:
         """Creates a topic unless it exists. Returns whether it was created.
 
         Raises:
-            BadInput: Pub/Sub takes no such name.
+            BadInput: Pub/Sub does not accept the name.
         """
         _check_id(topic_id)
         is_new = topic_id not in self._topics
@@ -367,9 +376,9 @@ class InMemoryBroker:
         """Creates a subscription unless it exists. Returns whether it was created.
 
         Raises:
-            BadInput: the name, a setting or the filter is not valid, or there is no such topic.
+            BadInput: the name, a setting or the filter is invalid, or the topic does not exist.
             ConfigurationError: a subscription of this name has another topic or filter, which can't
-                change.
+                be changed.
         """
         _check_id(subscription_id)
         passes = _checked(settings)
@@ -389,7 +398,7 @@ class InMemoryBroker:
         return True
 
     async def delete_topic(self, topic_id: str) -> bool:
-        """Deletes a topic. Returns whether it existed. Its subscriptions stay."""
+        """Deletes a topic. Returns whether it existed. Its subscriptions remain."""
         return self._topics.pop(topic_id, None) is not None
 
     async def delete_subscription(self, subscription_id: str) -> bool:
@@ -406,32 +415,32 @@ class InMemoryBroker:
         return subscription_id in self._queues
 
     async def missing_subscriptions(self, subscription_ids: list[str]) -> list[str]:
-        """Those of `subscription_ids` that do not exist, in their order."""
+        """Returns the `subscription_ids` that do not exist, in order."""
         return [name for name in subscription_ids if name not in self._queues]
 
     def backlog(self, subscription_id: str) -> int:
-        """The messages of a subscription that nobody holds.
+        """Returns the number of messages in a subscription that are not held.
 
         Raises:
-            KeyError: there is no such subscription.
+            KeyError: the subscription does not exist.
         """
         return len(self._queues[subscription_id].waiting)
 
     def expire_leases(self, subscription_id: str) -> None:
-        """Ends the leases of all messages that are held, as if their holders had stood still.
+        """Expires the leases of all held messages, as if their holders had stalled.
 
         Raises:
-            KeyError: there is no such subscription.
+            KeyError: the subscription does not exist.
         """
         for puller in list(self._queues[subscription_id].pullers):
             puller.expire_leases()
 
     def next_id(self, kind: str) -> str:
-        """An id that no message and no delivery had before."""
+        """Returns an ID not used by any message or delivery."""
         return f"{kind}-{next(self._ids)}"
 
     def hand_back(self, queue: _Queue, delivery: _Delivery) -> None:
-        """Lets a message wait again, or dead-letters what was delivered often enough."""
+        """Makes a message wait again, or moves it to the dead letters after too many deliveries."""
         settings = queue.settings
         is_dead = delivery.attempts >= settings.max_delivery_attempts
         if is_dead and settings.dead_letter_topic_id in self._topics:
@@ -462,7 +471,7 @@ class InMemoryBroker:
 def _check_message(
     topic_id: str, data: bytes, attributes: Mapping[str, str], ordering_key: str
 ) -> None:
-    """Refuses what Pub/Sub or RabbitMQ refuse."""
+    """Rejects messages that Pub/Sub or RabbitMQ would reject."""
     where = f"publish to {topic_id}"
     if not data and not attributes:
         raise BadInput(f"{where}: an empty message")

@@ -1,4 +1,4 @@
-"""True if other processes of the same user may look into this one."""
+"""Prevents other processes of the same user from inspecting this process."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ _PR_SET_DUMPABLE = 4
 
 
 def deny_inspection() -> None:
-    """Makes the system refuse `/proc/<pid>/environ` and memory of this process to others.
+    """Makes the system deny others access to `/proc/<pid>/environ` and to this process's memory.
 
-    Also to those of the same user, unless they have a capability for it (PR_SET_DUMPABLE in
-    prctl(2)). Forks inherit it, programs that they start do not. Linux only.
+    This includes processes of the same user, unless they have a capability for it (PR_SET_DUMPABLE
+    in prctl(2)). Forks inherit it, but programs started by them do not. Linux only.
     """
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)

@@ -1,4 +1,4 @@
-"""The name of a model in Kubernetes, whose names have fewer letters than in the catalog."""
+"""Model names in Kubernetes, which allows fewer characters than the catalog."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import hashlib
 import re
 
 SLUG_LIMIT = 40
-"""Kubernetes allows 63 in a label, of which the names of our objects need some."""
+"""Kubernetes allows 63 characters in a label, some of which our object names use."""
 
 
 def slug(model: str) -> str:
-    """The name of a model in Kubernetes, the same as in infra/terraform/platform/models.tf."""
+    """Returns the name of a model in Kubernetes, as in infra/terraform/platform/models.tf."""
     plain = re.sub(r"[^a-z0-9]+", "-", model.lower()).strip("-")
     if len(plain) <= SLUG_LIMIT:
         return plain

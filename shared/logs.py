@@ -1,8 +1,8 @@
-"""Logs JSON lines to stderr, with Cloud Logging's fields (severity, message, time, trace).
+"""Logs JSON lines to stderr with Cloud Logging's fields (severity, message, time, trace).
 
-https://cloud.google.com/logging/docs/structured-logging. A line of a request or a job has its
-trace, so that Cloud Logging and Cloud Trace show one next to the other. Nobody may log a
-payload or a key. Secrets of keys that callers put in wrong places are cut out of every line.
+https://cloud.google.com/logging/docs/structured-logging. Log lines about a request or a job have
+its trace, so that Cloud Logging and Cloud Trace can show them together. Never log a payload or a
+key. Key secrets that callers send in the wrong place are removed from every line.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class JsonFormatter(logging.Formatter):
     """Formats a record as one JSON line. Each key of `extra` becomes a field.
 
     Args:
-        project: Google's project, which names traces in full.
+        project: Google Cloud project, for full trace names.
     """
 
     def __init__(self, project: str) -> None:
@@ -36,7 +36,7 @@ class JsonFormatter(logging.Formatter):
         self._project = project
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line of JSON."""
+        """Returns a single line of JSON."""
         line: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(),
             "severity": record.levelname,
@@ -58,7 +58,7 @@ class JsonFormatter(logging.Formatter):
 def configure_logs(level: str, project: str = "") -> None:
     """Sends every record of `level` and above to stderr as JSON. Called once, in `__main__`.
 
-    `project` is Google's. Processes that know of no request need none.
+    `project` is the Google Cloud project. Processes that do not handle requests don't need it.
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(project))

@@ -24,15 +24,15 @@ def is_loopback(host: str) -> bool:
 
 
 def exempt_loopback_from_proxies(variables: MutableMapping[str, str] = os.environ) -> None:
-    """Lets this process and its children reach this machine without a proxy.
+    """Makes this process and its children reach this machine without a proxy.
 
-    Each library has its own rules for `HTTP_PROXY` and `NO_PROXY`. gRPC, for example, reads
-    only the lowercase names, and `no_grpc_proxy` before `no_proxy`. So every variable for
-    exceptions gets the hosts of this machine. Call it first in a program, because some libraries
-    read the environment when they are imported.
+    Each library has its own rules for `HTTP_PROXY` and `NO_PROXY`. gRPC, for example, reads only
+    the lowercase names, and `no_grpc_proxy` before `no_proxy`. So the hosts of this machine are
+    added to every exception variable. Call it first in a program, because some libraries read the
+    environment when imported.
 
     Args:
-        variables: environment to change. Without a proxy in it nothing changes.
+        variables: environment to change. Unchanged if it has no proxy.
     """
     names = {name.lower() for name in variables}
     if not any(name.endswith("_proxy") and not name.startswith("no_") for name in names):
@@ -47,5 +47,5 @@ def exempt_loopback_from_proxies(variables: MutableMapping[str, str] = os.enviro
 def _with_loopback(exceptions: str) -> str:
     hosts = [host.strip() for host in exceptions.split(",") if host.strip()]
     if hosts == ["*"]:
-        return "*"  # with other hosts next to it, it is no longer a wildcard in Python
+        return "*"  # combined with other hosts, it is no longer a wildcard in Python
     return ",".join(dict.fromkeys([*hosts, *LOOPBACK_HOSTS]))

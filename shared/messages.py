@@ -1,9 +1,9 @@
-"""The wire contract of API and workers: jobs on `jobs.<model>` and replies on an inbox.
+"""The wire format between API and workers: jobs on `jobs.<model>` and replies on an inbox.
 
 A **request** is one HTTP call. Its **items** (texts, images) travel in one or more **jobs**. A job
 is one Pub/Sub message, identified by (request_id, part). Everything that routes or identifies a
 message is in its attributes, where filters, the dead-letter function and people with a console can
-use it. The body is JSON and has the items (shared/messages.py).
+use it. The body is JSON and contains the items.
 
 A job on the wire:
 
@@ -17,16 +17,17 @@ A job on the wire:
 and its reply carries `slot`, `request_id` and `part` back, with one outcome per item, in the order
 of the items.
 
-A job with `"replies": "n"` comes from an instance that takes several replies in one message:
+A job with `"replies": "n"` comes from an instance that accepts several replies in one message:
 
     attributes: {"schema": "1", "replies": "2"}
     data:       {"replies": [{"request_id": "req_6f0c…", "part": 0, "body": {"outcomes": […]}}, …]}
 
-Earlier releases neither send the attribute nor read such messages, and get each reply by itself.
+Earlier releases neither send the attribute nor read such messages, and receive each reply
+separately.
 
-The functions here encode and decode both. A publisher checks that the broker carries the message
-and that its reader can decode it. If a message can't be decoded as a job, a lenient decoder reads
-what it can, so that its callers get a reply.
+The functions here encode and decode both. A publisher checks that the broker can carry the message
+and its reader can decode it. If a message can't be decoded as a job, a lenient decoder reads as
+much as possible, so that its callers get a reply.
 """
 
 from __future__ import annotations
@@ -45,9 +46,10 @@ from shared.tracing.spans import TraceContext, current, read_context
 
 SCHEMA_VERSION = "1"
 UnixTime = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
-"""Seconds since 1970, checked when a message is read: a deadline of `nan` would never pass."""
+"""Seconds since 1970, checked when a message is read, because a deadline of `nan` would never pass.
+"""
 Weight = Annotated[float, msgspec.Meta(ge=LIGHTEST, le=HEAVIEST)]
-"""A tenant's share of the work, relative to the other tenants that wait for the same model."""
+"""A tenant's share of the work, relative to other tenants waiting for the same model."""
 
 PriceShare = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
@@ -59,24 +61,28 @@ _LEFT_OUT = {
     "retries": 0,
     "tries": 0,
 }
-"""Values that are not sent, by their names on the wire. Of other fields it is the empty string."""
+"""Values that are not sent, by field name on the wire. For other fields, the empty string."""
 
 _STATUSES = {"deadline_exceeded": "expired", "canceled": "canceled"}
 
 MAX_ATTRIBUTE_BYTES = 1024
 MAX_DATA_BYTES = 9 * 1024 * 1024
-"""Pub/Sub takes 10 MB of data and attributes together (https://cloud.google.com/pubsub/quotas)."""
+"""Pub/Sub accepts 10 MB of data and attributes together (https://cloud.google.com/pubsub/quotas).
+"""
 
 _encoder = msgspec.json.Encoder()
 
 MAX_REPLY_BATCH_BYTES = 256 * 1024
-"""Maximum size of the replies in one message. Reading one takes the event loop about 1 ms."""
+"""Maximum size, in bytes, of the replies in one message.
+
+Reading one takes the event loop about 1 ms.
+"""
 
 
 class Item(msgspec.Struct, omit_defaults=True):
     """One unit of work. `index` is its position in the request.
 
-    Without cache_key it is not shared.
+    Without cache_key, it is not shared.
     """
 
     index: int
@@ -85,44 +91,47 @@ class Item(msgspec.Struct, omit_defaults=True):
 
 
 def record_id(request_id: str, part: int) -> str:
-    """Returns the id of a job's record. The first job of a request has the request's own id."""
+    """Returns the ID of a job's record. For the first job of a request, the request's own ID."""
     return f"{request_id}:{part}" if part else request_id
 
 
 class RequestFacts(msgspec.Struct, kw_only=True):
-    """Who asked, when, and on which terms: what stays the same from the header to the row.
+    """The caller, time and terms of a request, which stay the same from the header to the row.
 
-    The API fills them in until the request is dispatched. From there they travel whole, in the
-    envelope of each job, to each row.
+    The API fills them in until the request is dispatched. From there they are copied, as a whole,
+    to the envelope of each job and to each row.
     """
 
     request_id: str
-    """The id in messages, records and rows. Always ours, except for predictions with own ids."""
+    """ID in messages, records and rows.
+
+    Always generated, except for predictions with custom IDs.
+    """
     tenant: str
     received_at_s: UnixTime
     """Unix time of arrival. Time limits count from here."""
     client_request_id: str = ""
-    """The `x-request-id` of the caller, only for rows: at most 128 characters. Empty: none."""
+    """The caller's `x-request-id`, only for rows: at most 128 characters. Empty: none."""
     key_id: str = ""
-    """The public part of the caller's API key, for rows. Empty if no key is required."""
+    """Public part of the caller's API key, for rows. Empty if keys are not required."""
     plan: str = ""
-    """The name of the tenant's plan, for rows. Empty: none."""
+    """Name of the tenant's plan, for rows. Empty: none."""
     weight: Weight = 1.0
-    """The tenant's share of a busy model, from its plan. Left out of the message if it is 1."""
+    """The tenant's share of a busy model, from its plan. Omitted from messages if 1."""
     priority: Priority = msgspec.field(default="interactive", name="lane")
-    """Subscriptions filter on it by its name on the wire.
+    """Subscriptions filter on it by its wire name.
 
-    Left out of the message if interactive.
+    Omitted from messages if interactive.
     """
     user_agent_family: str = ""
-    """The kind of client, for rows (api/http/request_options.py)."""
+    """Kind of client, for rows (api/http/request_options.py)."""
     price_share: PriceShare = 1.0
-    """The part of the list price that it pays. Left out of the message if it is 1."""
+    """Fraction of the list price that it pays. Omitted from messages if 1."""
     batch_id: str = ""
-    """The batch that it is a line of, for rows. Empty: none."""
+    """Batch that it is a line of, for rows. Empty: none."""
 
     def row_columns(self) -> dict[str, Any]:
-        """Returns what every row of the request says of it, by the columns' names."""
+        """The columns that are the same in every row of the request, by name."""
         return {
             "request_id": self.request_id,
             "tenant": self.tenant,
@@ -137,13 +146,13 @@ class RequestFacts(msgspec.Struct, kw_only=True):
 
 
 class Envelope(RequestFacts, kw_only=True):
-    """The attributes of a job: the facts of its request, its model, and where the reply goes."""
+    """The attributes of a job: facts of its request, its model, and the reply's destination."""
 
     part: int
-    """The number of the job within its request."""
+    """Number of the job within its request."""
     model: str
     inbox: str = ""
-    """Topic id of the inbox that waits for the reply. Empty if no caller waits."""
+    """Topic ID of the inbox that waits for the reply. Empty if no caller waits."""
     slot: str = ""
     deadline_s: UnixTime
     """Unix time after which the reply is useless."""
@@ -151,30 +160,36 @@ class Envelope(RequestFacts, kw_only=True):
     api_instance: str = ""
     attempt: int = 1
     traceparent: str = ""
-    """The span that published the job (W3C Trace Context). Its flag says whether to keep spans."""
+    """The span that published the job (W3C Trace Context).
+
+    Its flag determines whether spans are kept.
+    """
     tracestate: str = ""
     cache_key: str = ""
-    """The first item's key, for people and tools that look at the topic."""
+    """The first item's key, for people and tools that inspect the topic."""
     prediction: str = ""
-    """`1` if the job has a record that the API created. It must be ended before the ack."""
+    """`1` if the job has a record created by the API. The record must be ended before the ack."""
     webhook: str = ""
-    """The events, comma-separated, that the prediction's webhook gets. The record has its URL."""
+    """Events sent to the prediction's webhook, comma-separated. The record has its URL."""
     start_by_s: UnixTime = 0.0
-    """Unix time after which the model does not start on it. 0: no limit but the deadline."""
+    """Unix time after which the model does not start on it. 0: only the deadline applies."""
     replies: str = ""
-    """`n` if the inbox takes several replies in one message. Those of earlier releases do not."""
+    """`n` if the inbox accepts several replies in one message.
+
+    Inboxes of earlier releases do not.
+    """
     flow: str = ""
-    """The flow that the job is a part of. Its request_id is that of the run. Empty: of none."""
+    """The flow that the job belongs to. Its request_id is the ID of the run. Empty: no flow."""
     step: str = ""
-    """The id of the flow's step."""
+    """ID of the flow's step."""
     retries: int = 0
-    """How often an item of the step may be computed again that fails."""
+    """How often a failed item of the step may be computed again."""
     tries: int = 0
-    """How often those of this job were."""
+    """How often this job's items were computed again."""
 
     @property
     def has_record(self) -> bool:
-        """Returns whether the API created a record for the job, and promised to end it."""
+        """Returns whether the API created a record for the job, which must be ended."""
         return bool(self.prediction)
 
     @property
@@ -188,7 +203,7 @@ class Envelope(RequestFacts, kw_only=True):
         return self.webhook.split(",") if self.webhook else []
 
     def to_attributes(self) -> dict[str, str]:
-        """The attributes of the job's message. Empty fields are left out."""
+        """Returns the attributes of the job's message. Empty fields are omitted."""
         attributes = {"schema": SCHEMA_VERSION}
         values = zip(_ENVELOPE_FIELDS, msgspec.structs.astuple(self), strict=True)
         for (on_wire, left_out), value in values:
@@ -198,10 +213,10 @@ class Envelope(RequestFacts, kw_only=True):
 
     @classmethod
     def from_attributes(cls, attributes: Mapping[str, str]) -> Envelope:
-        """Reads attributes back.
+        """Parses attributes.
 
         Raises:
-            UndecodableMessage: schema or a field is missing or malformed. `field` names it.
+            UndecodableMessage: the schema or a field is missing or malformed. `field` names it.
         """
         check_schema(attributes)
         try:
@@ -216,7 +231,7 @@ _ENVELOPE_FIELDS = tuple(
 
 
 class JobBody(msgspec.Struct, omit_defaults=True):
-    """The body of a job: its items, and whether the cache may answer and keep them."""
+    """The body of a job: its items, and whether cached results may be used and stored."""
 
     items: list[Item]
     cache_read: bool = True
@@ -231,7 +246,7 @@ class Job(msgspec.Struct):
 
 
 class ItemError(msgspec.Struct, omit_defaults=True):
-    """The reason that an item has no result. `code` as in shared.errors."""
+    """Why an item has no result. `code` is defined in shared.errors."""
 
     code: str
     message: str
@@ -239,12 +254,12 @@ class ItemError(msgspec.Struct, omit_defaults=True):
 
 
 class Receipt(msgspec.Struct, omit_defaults=True):
-    """The cost of one item, measured in the worker. It is in the reply and becomes the row.
+    """The cost of one item, as measured by the worker. It is sent in the reply and becomes the row.
 
-    Times are unix seconds, durations milliseconds. `cache` says where the result came from: `miss`
+    Times are Unix seconds, durations milliseconds. `cache` is the origin of the result: `miss`
     (computed), `memory`, `redis`, `joined` (an identical item was being computed) or `none` (cache
-    not asked). `steps_saved` are the steps of a canceled or late image that were not computed.
-    `padded_tokens` are tokens as computed, padding included, and None if there was none.
+    not used). `steps_saved` is the number of steps not computed for a canceled or late image.
+    `padded_tokens` is the number of tokens computed, including padding, or None without any.
     """
 
     cache: str = "none"
@@ -257,29 +272,31 @@ class Receipt(msgspec.Struct, omit_defaults=True):
     tokens: int | None = None
     output_tokens: int | None = None
     cached_tokens: int | None = None
-    """The number of read tokens that a text model had already computed."""
+    """Number of input tokens that a text model had already computed."""
     pixel_steps: int | None = None
     steps_saved: int | None = None
     revision: str | None = None
-    """The revision that answered, only of a model with a canary."""
+    """Revision that answered. Only for a model with a canary."""
     padded_tokens: int | None = None
     work: int | None = None
-    """What the item weighs, of a custom model."""
+    """Weight of the item, for a custom model."""
     is_delivered_in_part: bool = False
-    """True if a reader got a part of a streamed output that has no result. Of a generation,
-    `tokens` are these, with those of its prompt.
+    """True if a reader received part of a streamed output without a result.
+
+    For a generation, `tokens` counts the tokens of that part and its prompt.
     """
     cold_start: bool = False
-    """True if the model process that computed it had loaded the model after the publish."""
+    """True if the model process that computed it loaded the model after the job was published."""
     adapter: str | None = None
-    """The adapter that an image was drawn with."""
+    """Adapter that the image was drawn with."""
     spent_work: int | None = None
-    """Work done for an item that has no result, in the unit of its model. It counts toward limits
-    and costs nothing.
+    """Work done for an item without a result, in the unit of its model.
+
+    It counts toward limits and costs nothing.
     """
 
     def count(self, result: Result) -> None:
-        """Takes over the work that a result reports."""
+        """Adds the work reported in a result."""
         self.tokens = getattr(result, "tokens", None)
         self.output_tokens = getattr(result, "output_tokens", None)
         self.cached_tokens = getattr(result, "cached_tokens", None)
@@ -289,19 +306,18 @@ class Receipt(msgspec.Struct, omit_defaults=True):
 
 
 class PrintedLogs(msgspec.Struct, frozen=True, array_like=True):
-    """What a custom model printed while it computed an item: its end, if it is long."""
+    """Text printed by a custom model while it computed an item. Only the end, if it is long."""
 
     text: str = ""
     left_out: int = 0
-    """The characters before it, which are not kept."""
+    """Number of omitted characters before it."""
 
     @property
     def end(self) -> int:
-        """The number of characters that were printed."""
         return self.left_out + len(self.text)
 
     def after(self, seen: int) -> str:
-        """Returns what was printed after the first `seen` characters, and says what is missing."""
+        """Returns text printed after the first `seen` characters, noting any missing part."""
         if seen >= self.end:
             return ""
         missing = self.left_out - seen
@@ -311,7 +327,7 @@ class PrintedLogs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ItemOutcome(msgspec.Struct, omit_defaults=True):
-    """The end of one item: a result or an error, and its receipt.
+    """The outcome of one item: a result or an error, and its receipt.
 
     `status`: succeeded, failed, expired or canceled.
     """
@@ -323,13 +339,15 @@ class ItemOutcome(msgspec.Struct, omit_defaults=True):
     error: ItemError | None = None
     logs: PrintedLogs | None = None
     partial: PieceChunk | None = None
-    """What a custom class had yielded, if there is no result: as much as its caller may have."""
+    """Output that a custom class had yielded, if there is no result: as much as its caller may
+    receive.
+    """
 
 
 class ReplyBody(msgspec.Struct, omit_defaults=True):
-    """The body of a reply: one outcome per item of the job, in its order.
+    """The body of a reply: one outcome per item of the job, in order.
 
-    If the job's body could not be read there are no outcomes, and `error` says why.
+    If the job's body could not be read, there are no outcomes, and `error` has the reason.
     """
 
     outcomes: list[ItemOutcome]
@@ -338,7 +356,7 @@ class ReplyBody(msgspec.Struct, omit_defaults=True):
     device: str = ""
     replied_at_s: float = 0.0
     output: Result | None = None
-    """Of a flow that succeeded: what it gives. Its outcomes have no results."""
+    """Output of a succeeded flow. Its outcomes do not have results."""
 
 
 class Reply(msgspec.Struct):
@@ -351,7 +369,7 @@ class Reply(msgspec.Struct):
 
 
 class BatchedReply(msgspec.Struct):
-    """One of the replies in a message. `body` is what `encode_reply_body` returned."""
+    """One of several replies in a message. `body` is the return value of `encode_reply_body`."""
 
     request_id: str
     part: int
@@ -365,7 +383,7 @@ class ReplyBatch(msgspec.Struct):
 
 
 def reason_of(outcome: ItemOutcome) -> str:
-    """Returns why an item has no result. Names the input if that is at fault."""
+    """Returns why an item has no result. Names the input if that is the cause."""
     if outcome.error is None:
         return f"item {outcome.index} has neither result nor error; this is a bug"
     prefix = f"input[{outcome.index}]: " if outcome.error.field == "input" else ""
@@ -373,18 +391,18 @@ def reason_of(outcome: ItemOutcome) -> str:
 
 
 def error_item(error: PenstockError) -> ItemError:
-    """An error as it goes into messages and records, whose readers are callers."""
+    """Returns the public form of an error for messages and records, which callers can read."""
     return ItemError(error.code, error.public_message, error.field)
 
 
 def failure(index: int, error: PenstockError, receipt: Receipt | None = None) -> ItemOutcome:
-    """The outcome of an item that ends with `error`."""
+    """Returns the outcome of an item that ends with `error`."""
     status = _STATUSES.get(error.code, "failed")
     return ItemOutcome(index, status, receipt or Receipt(), error=error_item(error))
 
 
 def check_schema(attributes: Mapping[str, str]) -> None:
-    """Refuses messages of another version of the schema.
+    """Rejects messages with another schema version.
 
     Raises:
         UndecodableMessage: `field` is "schema".
@@ -402,14 +420,15 @@ _batch_decoder = msgspec.json.Decoder(ReplyBatch)
 
 
 def encode_job(job: Job) -> tuple[bytes, dict[str, str]]:
-    """The data and the attributes of the job's message, which `decode_job` can read.
+    """Returns data and attributes of the job's message, which `decode_job` can read.
 
-    It decodes the message, which takes microseconds, because callers of an unreadable job would
-    wait in vain.
+    It decodes the message again, which takes microseconds, because callers of an unreadable job
+    would wait in vain.
 
     Raises:
-        UndecodableMessage: workers could not read it, or Pub/Sub not carry it. `field` says why.
-        InputTooLarge: Pub/Sub does not carry that much.
+        UndecodableMessage: workers could not read it, or Pub/Sub not carry it. `field` names the
+            part.
+        InputTooLarge: Pub/Sub does not accept messages of this size.
     """
     try:
         data, attributes = _encoder.encode(job.body), job.envelope.to_attributes()
@@ -426,10 +445,10 @@ def encode_job(job: Job) -> tuple[bytes, dict[str, str]]:
 
 
 def decode_job(data: bytes, attributes: Mapping[str, str]) -> Job:
-    """Reads a job.
+    """Parses a job.
 
     Raises:
-        UndecodableMessage: it is not a job. `field` is "schema", "attributes" or "data".
+        UndecodableMessage: the message is not a job. `field` is "schema", "attributes" or "data".
     """
     envelope = Envelope.from_attributes(attributes)
     try:
@@ -444,14 +463,16 @@ def decode_job(data: bytes, attributes: Mapping[str, str]) -> Job:
 
 
 def encode_reply(reply: Reply) -> tuple[bytes, dict[str, str]]:
-    """The data and the attributes of the reply's message."""
+    """Returns data and attributes of the reply's message."""
     return encode_reply_body(reply.body), reply_attributes(reply.request_id, reply.part, reply.slot)
 
 
 def reply_attributes(request_id: str, part: int, slot: str) -> dict[str, str]:
-    """The attributes of a reply's message. Its data is what `encode_reply_body` returns.
+    """Returns the attributes of a reply's message.
 
-    A reply whose trace is kept carries it on.
+    Its data is the return value of `encode_reply_body`.
+
+    If a reply's trace is kept, the attributes include it.
     """
     attributes = {"schema": SCHEMA_VERSION, "request_id": request_id, "part": str(part)}
     if slot:
@@ -463,11 +484,11 @@ def reply_attributes(request_id: str, part: int, slot: str) -> dict[str, str]:
 def encode_reply_batch(
     replies: Sequence[tuple[str, int, bytes]], slot: str
 ) -> tuple[bytes, dict[str, str]]:
-    """The data and the attributes of a message with several replies.
+    """Returns data and attributes of a message with several replies.
 
     Args:
         replies: request_id, part and encoded body of each.
-        slot: of all of them. Empty: the topic has no slots.
+        slot: slot of all replies. Empty: the topic does not have slots.
     """
     batched = [
         BatchedReply(request_id, part, msgspec.Raw(body)) for request_id, part, body in replies
@@ -484,10 +505,10 @@ def is_reply_batch(attributes: Mapping[str, str]) -> bool:
 
 
 def decode_reply_batch(data: bytes, attributes: Mapping[str, str]) -> list[BatchedReply]:
-    """Reads what `encode_reply_batch` wrote. `decode_reply_body` reads the bodies.
+    """Parses the result of `encode_reply_batch`. Use `decode_reply_body` for the bodies.
 
     Raises:
-        UndecodableMessage: it is not a message with several replies.
+        UndecodableMessage: the message does not contain several replies.
     """
     check_schema(attributes)
     try:
@@ -497,15 +518,15 @@ def decode_reply_batch(data: bytes, attributes: Mapping[str, str]) -> list[Batch
 
 
 def encode_reply_body(body: ReplyBody) -> bytes:
-    """The data of a reply's message, as a record keeps it."""
+    """Returns the data of a reply's message, which is also the form stored in records."""
     return _encoder.encode(body)
 
 
 def decode_reply_body(data: bytes | msgspec.Raw) -> ReplyBody:
-    """Reads what `encode_reply_body` wrote.
+    """Parses the result of `encode_reply_body`.
 
     Raises:
-        UndecodableMessage: it is not a reply.
+        UndecodableMessage: the data is not a reply.
     """
     try:
         return _reply_decoder.decode(data)
@@ -514,10 +535,10 @@ def decode_reply_body(data: bytes | msgspec.Raw) -> ReplyBody:
 
 
 def decode_reply(data: bytes, attributes: Mapping[str, str]) -> Reply:
-    """Reads a reply.
+    """Parses a reply.
 
     Raises:
-        UndecodableMessage: it is not a reply.
+        UndecodableMessage: the message is not a reply.
     """
     check_schema(attributes)
     try:
@@ -531,7 +552,7 @@ def decode_reply(data: bytes, attributes: Mapping[str, str]) -> Reply:
 
 def _check_carried(attributes: Mapping[str, str]) -> None:
     for name, value in attributes.items():
-        # A character has four bytes at most, so only long values are counted.
+        # A character has at most four bytes, so only long values need to be counted.
         if len(value) * 4 > MAX_ATTRIBUTE_BYTES and len(value.encode()) > MAX_ATTRIBUTE_BYTES:
             raise UndecodableMessage(
                 f"attributes: {name} is too long for a message", field="attributes"

@@ -1,7 +1,7 @@
-"""What a custom model takes and returns: the content of `penstock.schema.json`.
+"""The inputs and output of a custom model: the content of `penstock.schema.json`.
 
-`penstock models check FOLDER` writes it beside the class. API, console and reports read it, so none
-of them carries the code of a model. A worker whose code says something else refuses to start.
+`penstock models check FOLDER` writes it next to the class. The API, the console and reports read
+it, so none of them need the model's code. A worker whose code does not match it refuses to start.
 """
 
 from __future__ import annotations
@@ -20,38 +20,43 @@ INTERFACE_FILE = ClassFile(
     "penstock.schema.json", "schema.json", frozenset({"inputs", "cog_version", "sources_sha256"})
 )
 MAX_BYTES = 64 * 1024
-"""A catalog entry travels to the model processes with it, as an argument of a program."""
+"""A catalog entry is passed with it to model processes, as a program argument."""
 MAX_INPUTS = 100
 SECRET_FORMAT = "password"
 _UNCOMPARED = {"nullable"}
-"""Keywords of inputs that release 0.1.0 left out where Cog has them now."""
+"""Keywords of inputs that release 0.1.0 omitted, and Cog includes now."""
 _FILE = INTERFACE_FILE.name
 _COMPARED = ("output", "streams", "concurrency", "batches", "weighs", "compares")
 
 
 class ModelInterface(BaseModel):
-    """The inputs and the output of a class, as its inspection found them."""
+    """The inputs and output of a class, as found by inspecting it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     inputs: dict[str, Any]
     """JSON Schema of the object with all inputs."""
     output: dict[str, Any]
-    """JSON Schema of the output, with Cog's `x-cog-array-type` of what is streamed."""
+    """JSON Schema of the output, with Cog's `x-cog-array-type` if it is streamed."""
     streams: Literal["", "text", "items"] = ""
-    """How the output comes. Empty: as a whole. `text`: pieces of one text. `items`: elements of a
-    list."""
+    """How the output is returned.
+
+    Empty: as a whole. `text`: in pieces of one text. `items`: as elements of a list.
+    """
     concurrency: int = Field(1, ge=1, le=1024)
-    """The predictions that run at a time in one process. Above 1 for asynchronous classes only."""
+    """Number of predictions that run concurrently in one process.
+
+    Above 1 only for asynchronous classes.
+    """
     batches: bool = False
-    """True if it computes batches (`predict_batch`), whatever `concurrency` says."""
+    """True if it computes batches (`predict_batch`), regardless of `concurrency`."""
     weighs: bool = False
-    """True if it says what an input weighs (`work`)."""
+    """True if it determines the weight of an input (`work`)."""
     compares: bool = False
-    """True if it says which outputs are close (`is_close`)."""
+    """True if it determines which outputs are close (`is_close`)."""
     cog_version: str
     sources_sha256: str = Field(pattern="^[0-9a-f]{64}$")
-    """The digest of the files that were inspected."""
+    """Digest of the inspected files."""
 
     @cached_property
     def as_json(self) -> str:
@@ -68,13 +73,12 @@ class ModelInterface(BaseModel):
 
     @property
     def required(self) -> frozenset[str]:
-        """Names of the inputs that must be given."""
         return frozenset(self.inputs.get("required", ()))
 
     def difference(self, other: ModelInterface) -> str:
-        """Names the first field that another interface has otherwise. Empty: there is none.
+        """Returns the first difference from another interface. Empty: they are equal.
 
-        An input that the code does not require may be required here, as in files of release 0.1.0.
+        An input that is optional in the code may be required here, as in files of release 0.1.0.
         """
         for name in sorted({*self.properties, *other.properties}):
             ours, theirs = self.properties.get(name), other.properties.get(name)
@@ -106,7 +110,7 @@ def read_interface(path: Path) -> ModelInterface:
     """Reads a penstock.schema.json.
 
     Raises:
-        ConfigurationError: it is missing, or is something else.
+        ConfigurationError: it is missing or invalid.
     """
     hint = f"write it with: penstock models check {path.parent}"
     try:

@@ -1,6 +1,6 @@
-"""The time and memory that a custom model takes: the content of `penstock.measured.json`.
+"""The time and memory needed by a custom model: the content of `penstock.measured.json`.
 
-`penstock models measure FOLDER` writes it beside the class, and `penstock deploy plan` reads it.
+`penstock models measure FOLDER` writes it next to the class, and `penstock deploy plan` reads it.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ class ModelMeasurement(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     measured: str = Field(min_length=1)
-    """How, on what and when, in words."""
+    """Description of the method, machine and date."""
     device: str = Field(min_length=1)
     """`cpu`, or the name of the GPU."""
     setup_s: Seconds
-    """From the start of the process until it is set up."""
+    """From the start of the process until setup is complete."""
     batches: dict[Annotated[int, Field(gt=0)], Annotated[float, Field(gt=0)]] = Field(min_length=1)
-    """Seconds until all are done, by the number of items that are computed together."""
+    """Seconds until all items are done, by number of items computed together."""
     work_per_item: float | None = Field(None, gt=0)
-    """What `work` of the class says of an input, on average. None: it has no `work`."""
+    """Average weight of an input as returned by `work` of the class. None: it has no `work`."""
     peak_memory_bytes: int = Field(gt=0)
-    """The most that the processes of the class had in memory, without that of a GPU."""
+    """Maximum memory of the class's processes, without GPU memory."""
     input_bytes: int = Field(ge=0)
-    """Of an item: its values as JSON, and its files."""
+    """Size of an item: its values as JSON, and its files."""
     output_bytes: int = Field(ge=0)
-    """Of a result, likewise."""
+    """Size of a result, measured likewise."""
     sources_sha256: str = Field(pattern="^[0-9a-f]{64}$")
-    """The digest of the sources that were measured."""
+    """Digest of the measured sources."""
 
     def seconds_per_item(self, max_items: int) -> float:
-        """Seconds for an item in the largest measured batch of at most `max_items`."""
+        """Returns seconds per item in the largest measured batch of at most `max_items`."""
         items = max((one for one in self.batches if one <= max_items), default=min(self.batches))
         return self.batches[items] / items
 
     def is_of(self, gpu_type: str) -> bool:
-        """Returns whether it was measured on a GPU of this type of the catalog, or `none`."""
+        """Returns whether it was measured on this GPU type in the catalog, or `none`."""
         if gpu_type == "none" or self.device == CPU:
             return (gpu_type == "none") == (self.device == CPU)
         return set(_words(gpu_type)) <= set(_words(self.device))
@@ -67,7 +67,7 @@ def read_measurement(path: Path) -> ModelMeasurement:
     """Reads a penstock.measured.json.
 
     Raises:
-        ConfigurationError: it is missing, or is something else.
+        ConfigurationError: it is missing or invalid.
     """
     hint = f"write it with: penstock models measure {path.parent}"
     try:

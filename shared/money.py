@@ -1,6 +1,6 @@
-"""Writes amounts of US dollars for people and for headers. Rows and counters keep doubles.
+"""Formats amounts of US dollars for people and for headers. Rows and counters use doubles.
 
-`api/console_page/js/money.js` writes the same (tests/shared/test_money.py).
+`api/console_page/js/money.js` formats amounts in the same way (tests/shared/test_money.py).
 """
 
 from __future__ import annotations
@@ -8,28 +8,25 @@ from __future__ import annotations
 from decimal import ROUND_HALF_UP, Context, Decimal
 
 PLACES = 9
-"""Decimals in headers and errors, at most. So a header is within a billionth of its rows."""
+"""Maximum number of decimals in headers and errors. A header is within a billionth of its rows."""
 DIGITS = 4
-"""Significant digits of less than a dollar on pages."""
+"""Significant digits of amounts below a dollar on pages."""
 CENTS = 2
 _WIDE = Context(prec=400)
-"""Has room for any double."""
+"""Precision sufficient for any double."""
 
 
 def plain(usd: float | Decimal, places: int = PLACES) -> str:
     """Returns an amount without an exponent, a currency or trailing zeros, such as `0.0012`.
 
-    An amount other than 0 is never shown as 0.
-
-    Args:
-        places: maximum number of decimals.
+    A nonzero amount is never shown as 0.
     """
     text = _rounded(usd, places)
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 def amount(usd: float | Decimal) -> str:
-    """Returns an amount for a page: in cents, or with the digits that a smaller one needs."""
+    """Returns an amount for a page: in cents, or with more digits if it is smaller."""
     places, size_usd = CENTS, abs(Decimal(usd))
     if 0 < size_usd < 1:
         exponent = int(f"{size_usd:.{DIGITS - 1}e}".partition("e")[2])

@@ -1,10 +1,11 @@
-"""HTTP to a URL that a caller chose, so that it can't reach our addresses.
+"""HTTP to a URL chosen by a caller, which can't reach our internal addresses.
 
 The name is resolved once, all of its addresses are checked, and the connection goes to one of them.
-So a name server that answers differently the second time is not asked again. Certificate, SNI and
-Host are those of the name.
+So a name server that would answer differently the second time is not asked again. Certificate, SNI
+and Host use the name.
 
-aiohttp is imported by the first session: it takes 0.15 s of CPU time, and few APIs fetch anything.
+aiohttp is imported by the first session, because it takes 0.15 s of CPU time, and few APIs fetch
+anything.
 """
 
 from __future__ import annotations
@@ -31,19 +32,22 @@ if TYPE_CHECKING:
 
 CONNECT_LIMIT_S = 5.0
 LOOK_UPS = 64
-"""Names that are looked up at a time. One whose name server is silent is looked up for half a
-minute, whoever waits for it. A tenant has eight fetches at a time, and gives each up after
-CONNECT_LIMIT_S: so its names take 48 of these at most."""
+"""Maximum number of concurrent name lookups.
+
+If a name server does not answer, the lookup takes half a minute, even if no caller waits any more.
+A tenant has eight concurrent fetches, and abandons each after CONNECT_LIMIT_S, so its names take at
+most 48 lookups.
+"""
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
-# The threads of the event loop are few, and all other connections of the process need them.
+# The event loop has only a few threads, and all other connections of the process need them.
 _threads = ThreadPoolExecutor(LOOK_UPS, thread_name_prefix="look-up")
 
 
 async def resolve(host: str, port: int) -> list[str]:
-    """All addresses of `host`, by this machine's resolver.
+    """Returns all addresses of `host` from this machine's resolver.
 
     Raises:
-        OSError: it has none.
+        OSError: the host has no addresses.
     """
     look_up = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
     addresses = await asyncio.get_running_loop().run_in_executor(_threads, look_up)
@@ -59,18 +63,18 @@ async def pinned_session(
     resolve: Resolve = resolve,
     tls: ssl.SSLContext | None = None,
 ) -> AsyncIterator[ClientSession]:
-    """Opens a session that connects to the checked addresses of the URL's host only.
+    """Opens a session that connects only to the checked addresses of the URL's host.
 
-    It has no cookies, no proxy and no credentials, and it decompresses nothing.
+    It has no cookies, proxy or credentials, and does not decompress anything.
 
     Args:
-        url: from `parse_public_url`.
-        resolve: gives all addresses of a host and port.
-        tls: which authorities are trusted. None: those of this machine.
+        url: result of `parse_public_url`.
+        resolve: returns all addresses of a host and port.
+        tls: trusted certificate authorities. None: those of this machine.
 
     Raises:
         UrlForbidden: one of the addresses is not allowed.
-        Unavailable: the host has no address.
+        Unavailable: the host has no addresses.
     """
     from aiohttp import ClientSession, DummyCookieJar, TCPConnector
 
@@ -101,7 +105,7 @@ async def _addresses(host: str, port: int, reach: Reach, resolve: Resolve) -> li
         raise Unavailable(reason, public=reason) from error
     for address in addresses:
         if not reach.allows(ip_address(address)):
-            # Without the address: names of our network are not to be asked for here.
+            # Without the address, so that callers can't look up names in our network.
             raise UrlForbidden(f"{host} has an address that is not public")
     return list(addresses)
 
@@ -110,7 +114,7 @@ def _fixed_resolver(addresses: Sequence[str]) -> AbstractResolver:
     from aiohttp.abc import AbstractResolver
 
     class FixedResolver(AbstractResolver):
-        """Gives a connector the addresses that were checked, whatever it asks for."""
+        """Returns the checked addresses to a connector, whatever it asks for."""
 
         async def resolve(
             self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
@@ -118,7 +122,7 @@ def _fixed_resolver(addresses: Sequence[str]) -> AbstractResolver:
             return [_resolved(host, address, port) for address in addresses]
 
         async def close(self) -> None:
-            """Holds nothing."""
+            """Does nothing."""
 
     return FixedResolver()
 
@@ -135,7 +139,7 @@ def _resolved(host: str, address: str, port: int) -> ResolveResult:
 
 
 def _sockets_for(addresses: Sequence[str]) -> Any:
-    """Makes sockets for these addresses only, because aiohttp resolves no literal addresses."""
+    """Creates sockets only for these addresses. aiohttp does not resolve literal addresses."""
 
     def make(info: Any) -> socket.socket:
         family, kind, proto, _, sockaddr = info

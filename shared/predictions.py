@@ -1,7 +1,7 @@
-"""The document of a prediction, and the body that callers see, in Replicate's shape.
+"""The document of a prediction, and the body shown to callers, in Replicate's format.
 
-The API answers with that body, and the webhook function posts it. Both build it from (document,
-record), so they agree. Field names and states follow Replicate's HTTP API
+The API returns this body, and the webhook function posts it. Both build it from (document, record),
+so they agree. Field names and states follow Replicate's HTTP API
 (https://replicate.com/docs/reference/http).
 """
 
@@ -36,65 +36,69 @@ from shared.tasks.custom import (
 from shared.tasks.image import ImageResult, ImagesResult
 
 MEDIA_TYPES = {"png": "image/png", "jpg": "image/jpeg", "jpeg": "image/jpeg", "webp": "image/webp"}
-"""One of the output formats of the API. Workers produce PNG."""
+"""An output format of the API. Workers produce PNG."""
 EVENTS_TYPE = "text/event-stream"
 STREAM_LINK_S = 600
-"""The time after the deadline that the link to a prediction's events is valid."""
+"""Seconds after the deadline for which the link to a prediction's events remains valid."""
 BAR_WIDTH = 10
 
 
 class Prediction(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The document of a prediction's record: the request that created it. It never changes.
 
-    `record` is the id of the record, of the job's request and of the rows. It equals `id` if the
-    API chose the id. If the caller chose it, the two differ, because two tenants may choose the
-    same id.
+    `record` is the ID of the record, of the job's request and of the rows. It equals `id` if the
+    API chose the ID. If the caller chose it, they differ, because two tenants may choose the same
+    ID.
     """
 
     id: str
     record: str
     tenant: str
     model: str
-    """The name in the catalog."""
+    """Model name in the catalog."""
     owner: str
     version: str
     input: dict[str, Any]
     """The caller's input. A source image in it is replaced by the URL of a file."""
     is_list: bool = True
-    """Whether the output is a list, or its only element."""
+    """True if the output is a list, False if it is the list's only element."""
     output_format: str = "png"
     webhook: str = ""
     webhook_events: tuple[str, ...] = ()
     deployment: str = ""
     source: str = "api"
     endpoint: str = ""
-    """The path of OpenAI's API that it was created by. Empty: it is a prediction by itself."""
+    """Path of OpenAI's API that created it. Empty: created as a prediction."""
     base_url: str
-    """The URL that the caller reached the API by, without a slash at its end."""
+    """The API's URL as used by the caller, without a trailing slash."""
     created_at_s: float
     deadline_s: float
-    """Unix time after which it is not worked on."""
+    """Unix time after which no work is done on it."""
     digest: str = ""
-    """The hash of the whole request: a repeated request has the same. Empty: none can be repeated,
-    as the caller chose neither an id nor a key."""
+    """Hash of the whole request, equal for a repeated request.
+
+    Empty: it can't be repeated, because the caller chose neither an ID nor a key.
+    """
     client_request_id: str = ""
-    """The `x-request-id` of the request that created it, for its rows."""
+    """`x-request-id` of the request that created it, for its rows."""
     key_id: str = ""
-    """The public part of the API key that created it, for its rows."""
+    """Public part of the API key that created it, for its rows."""
     is_cached: bool = False
-    """True if the cache may answer the same request with its results."""
+    """True if its results may be served from the cache."""
     price: ItemPrice | None = None
-    """The terms on which it is charged. None: created by a release before they were kept."""
+    """The terms for charging it. None: created by a release that did not store them."""
     streams: str = ""
-    """How the output of a custom class grows while it runs: `text` or `items`. Empty: it does not,
-    or the prediction was created by a release before this was recorded."""
+    """How the output of a custom class grows while it runs: `text` or `items`.
+
+    Empty: it does not, or the prediction was created by a release that did not record it.
+    """
     flow: dict[str, Any] | None = None
-    """Of a flow, its plan (shared/flow_plan.py)."""
+    """For a flow, its plan (shared/flow_plan.py)."""
     step_prices: tuple[ItemPrice, ...] = ()
-    """The terms on which the items of each of its steps are charged."""
+    """The terms for charging the items of each step."""
 
     def price_of(self, outcome: ItemOutcome) -> ItemPrice | None:
-        """The terms on which an item is charged."""
+        """Returns the terms for charging an item."""
         return self.step_prices[step_of(outcome.index)] if self.step_prices else self.price
 
 
@@ -102,15 +106,15 @@ _decoder = msgspec.json.Decoder(Prediction)
 
 
 def encode_document(prediction: Prediction) -> bytes:
-    """The document as its record keeps it."""
+    """Returns the document in its stored form."""
     return msgspec.json.encode(prediction)
 
 
 def decode_document(document: bytes) -> Prediction:
-    """Reads a document back.
+    """Parses a document.
 
     Raises:
-        msgspec.MsgspecError: it is not a prediction's document.
+        msgspec.MsgspecError: the data is not a prediction document.
     """
     return _decoder.decode(document)
 
@@ -128,7 +132,7 @@ class _End(msgspec.Struct, omit_defaults=True):
 
 
 def encode_end(prediction: Prediction, record: Record) -> bytes:
-    """The end of a prediction without its data: neither input nor output."""
+    """Returns the final state of a prediction without its input and output."""
     return msgspec.json.encode(
         _End(
             msgspec.structs.replace(prediction, input={}),
@@ -143,10 +147,10 @@ def encode_end(prediction: Prediction, record: Record) -> bytes:
 
 
 def decode_end(data: bytes) -> tuple[Prediction, Record]:
-    """Reads what `encode_end` made.
+    """Parses the result of `encode_end`.
 
     Raises:
-        msgspec.MsgspecError: it is something else.
+        msgspec.MsgspecError: the data has another format.
     """
     end = msgspec.json.decode(data, type=_End)
     record = Record(
@@ -161,21 +165,21 @@ def decode_end(data: bytes) -> tuple[Prediction, Record]:
 
 
 def record_of(tenant: str, own_id: str) -> str:
-    """Returns the record id for an id that a caller chose.
+    """Returns the record ID for an ID chosen by a caller.
 
-    It is 128 bits of BLAKE2b (RFC 7693) over tenant and id.
+    It is 128 bits of BLAKE2b (RFC 7693) over tenant and ID.
     """
     digest = hashlib.blake2b(f"{tenant}\n{own_id}".encode(), digest_size=16)
     return f"own_{digest.hexdigest()}"
 
 
 def inline_key(record: str, index: int) -> str:
-    """Returns the key, for links, of an image that is stored in the record itself."""
+    """Returns the key, for links, of an image stored in the record itself."""
     return f"predictions/{record}/{index}.png"
 
 
 def stream_key(record: str) -> str:
-    """Returns the key, for links, of the events of a prediction."""
+    """Returns the key, for links, of a prediction's events."""
     return f"streams/{record}"
 
 
@@ -188,13 +192,13 @@ def body_of(
     partial: list[Any] | None = None,
     is_deleted: bool = False,
 ) -> dict[str, Any]:
-    """The prediction as callers see it, ready for JSON.
+    """Returns the prediction as shown to callers, ready for JSON.
 
     Args:
-        url_signer: signs the URLs of large images, which are valid for an hour from now.
-        queue: its position there, if it is known.
-        partial: its output so far (`read_partial`), if the record does not have it.
-        is_deleted: True if its data is gone, as `encode_end` leaves it.
+        url_signer: signs URLs of large images, which are valid for an hour from now.
+        queue: queue position, if known.
+        partial: output so far (`read_partial`), if not in the record.
+        is_deleted: True if its data is deleted, as in the result of `encode_end`.
     """
     url = f"{prediction.base_url}/v1/predictions/{prediction.id}"
     output: Any = None
@@ -228,9 +232,9 @@ def body_of(
 
 
 def _stream_query(prediction: Prediction, url_signer: UrlSigner) -> str:
-    """Lets the link be followed without a key, as browsers and Replicate's client for Node do.
+    """Allows the link to be used without a key, for browsers and Replicate's Node client.
 
-    It is the same each time, since equal requests get equal answers.
+    It is the same each time, because equal requests get equal answers.
     """
     expires_s = int(prediction.deadline_s) + STREAM_LINK_S
     signed = url_signer.query(stream_key(prediction.record), EVENTS_TYPE, expires_s)
@@ -242,7 +246,7 @@ def output_of(
 ) -> list[Any] | Any | None:
     """Returns vectors as lists of floats, and images as signed URLs, or `data:` URLs if small.
 
-    A custom class that did not succeed may have yielded a part of its output before.
+    A custom class that did not succeed may have yielded part of its output.
     """
     if record.reply is None:
         return None
@@ -250,7 +254,7 @@ def output_of(
         chunks = [one.partial for one in record.reply.outcomes if one.partial is not None]
         return partial_output_of(prediction, chunks, url_signer) or None
     output = record.reply.output
-    if isinstance(output, ImagesResult):  # each has a link of its own
+    if isinstance(output, ImagesResult):  # each has a separate link
         return [
             _shown(prediction, index, image, url_signer)
             for index, image in enumerate(output.images)
@@ -270,10 +274,10 @@ def output_of(
 async def read_partial(
     prediction: Prediction, record: Record, tokens: TokenStreams, url_signer: UrlSigner
 ) -> list[Any] | None:
-    """Reads what a custom class has yielded so far: the beginning of its output.
+    """Reads the output that a custom class has yielded so far.
 
     It counts as delivered: if the prediction is canceled later, it is charged. None: nothing has
-    been yielded, the record has it, or Redis does not answer.
+    been yielded, the record has the output, or Redis does not answer.
     """
     is_ended_by_worker = record.reply is not None and record.reply.outcomes
     if not prediction.streams or record.state == "starting" or is_ended_by_worker:
@@ -287,7 +291,7 @@ async def read_partial(
 def partial_output_of(
     prediction: Prediction, chunks: Sequence[Chunk], url_signer: UrlSigner
 ) -> list[Any]:
-    """Returns the first elements of an output, as the whole output will have them."""
+    """Returns the first elements of an output, in their final form."""
 
     def link_to(file: StreamedFile) -> str:
         key = streamed_key(prediction.record, 0, file)
@@ -299,13 +303,13 @@ def partial_output_of(
             pieces += [one.shown(link_to) for one in read_elements(chunk.text)]
         elif isinstance(chunk, PieceChunk):
             pieces += chunk.pieces
-        else:  # release 0.1.0 wrote it, and where its pieces end is not known
+        else:  # written by release 0.1.0, so the ends of its pieces are unknown
             break
     return pieces
 
 
 def partial_objects_of(prediction: Prediction, record: Record) -> list[str]:
-    """Returns the keys of the large files in the output of a class that did not succeed."""
+    """Returns the keys of large files in the output of a class that did not succeed."""
     if prediction.streams != "items" or record.reply is None:
         return []
     return [
@@ -332,7 +336,7 @@ def _shown(prediction: Prediction, index: int, result: Result, url_signer: UrlSi
 def step_output_of(
     prediction: Prediction, outcome: ItemOutcome, url_signer: UrlSigner
 ) -> dict[str, Any]:
-    """Returns how an item of a flow's step ended, as its stream shows it."""
+    """Returns the outcome of a flow step item, as shown in its stream."""
     step = (prediction.flow or {})["steps"][step_of(outcome.index)]
     shown: dict[str, Any] = {"step": step["id"]}
     if step.get("for_each") is not None:
@@ -344,7 +348,7 @@ def step_output_of(
 
 
 def error_of(record: Record) -> str | None:
-    """Returns why the prediction failed, in words, or None."""
+    """Returns why the prediction failed, as text, or None."""
     if record.state != "failed":
         return None
     if record.reply is None:
@@ -357,15 +361,15 @@ def error_of(record: Record) -> str | None:
 
 
 def printed_of(record: Record) -> PrintedLogs:
-    """Returns what the model printed, so far or in all."""
+    """Returns the text printed by the model so far."""
     for outcome in record.reply.outcomes if record.reply is not None else ():
-        if outcome.logs is not None:  # a class computes one item for a prediction
+        if outcome.logs is not None:  # a class computes only one item per prediction
             return outcome.logs
     return PrintedLogs(record.logs, record.logs_left_out)
 
 
 def logs_of(record: Record) -> str:
-    """Returns what the model printed, or the progress in tqdm's format.
+    """Returns the text printed by the model, or the progress in tqdm's format.
 
     Replicate's clients parse the latter. Empty without either.
     """
@@ -379,9 +383,9 @@ def logs_of(record: Record) -> str:
 
 
 def metrics_of(prediction: Prediction, record: Record) -> dict[str, Any]:
-    """Returns Replicate's names in seconds, RunPod's in milliseconds, tokens cut, and the cost.
+    """Returns metrics under Replicate's names (seconds) and RunPod's (milliseconds), and the cost.
 
-    What the model recorded itself is beside them.
+    Includes metrics recorded by the model itself.
     """
     times: dict[str, Any] = {}
     if record.started_at_s:
@@ -416,7 +420,7 @@ def metrics_of(prediction: Prediction, record: Record) -> dict[str, Any]:
 
 
 def _metrics_of_images(output: Result | None) -> dict[str, Any]:
-    """What a request for images with steps after each image says of these."""
+    """Returns metrics about the images of a request with steps after each image."""
     if not isinstance(output, ImagesResult):
         return {}
     cut = ImageResult.count_truncated(output.delivered)
@@ -425,18 +429,18 @@ def _metrics_of_images(output: Result | None) -> dict[str, Any]:
 
 
 def gives_images(prediction: Prediction) -> bool:
-    """Returns whether a run of a flow is a request for images: its steps are not shown."""
+    """Returns whether a flow run is an image request, whose steps are not shown."""
     return prediction.flow is not None and prediction.flow.get("gives") == "images"
 
 
 def is_checked(prediction: Prediction) -> bool:
-    """Returns whether images are checked before they are delivered. Then nobody sees previews."""
+    """Returns whether images are checked before delivery, in which case previews are not shown."""
     steps = (prediction.flow or {}).get("steps", ())
     return gives_images(prediction) and any(step["id"] == SAFETY for step in steps)
 
 
 def _steps_of(prediction: Prediction, outcomes: Sequence[ItemOutcome]) -> list[dict[str, Any]]:
-    """What each step of a flow did and cost."""
+    """Returns the progress and cost of each flow step."""
     steps: list[dict[str, Any]] = [
         {"id": step["id"], "model": step["model"], "items": 0, "failed": 0, "cost_usd": 0.0}
         for step in (prediction.flow or {}).get("steps", ())
@@ -455,7 +459,7 @@ def _count_truncated(outcomes: Sequence[ItemOutcome], *, is_asked: bool) -> int 
 
 
 def ended_at_s(record: Record) -> float:
-    """Returns the end of a prediction.
+    """Returns when a prediction ended.
 
     A canceled one ended when it was canceled, whatever its worker reports.
     """
@@ -463,7 +467,7 @@ def ended_at_s(record: Record) -> float:
 
 
 def iso(at_s: float) -> str:
-    """A unix time in the form of ISO 8601, in UTC."""
+    """Returns a Unix time in ISO 8601 format, in UTC."""
     return (
         datetime.fromtimestamp(at_s, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
     )

@@ -1,7 +1,7 @@
-"""URLs that callers give us to connect to: webhooks, and inputs that are fetched.
+"""URLs that callers ask us to connect to: webhooks, and inputs to fetch.
 
-They must not lead to our own network. A URL is judged here without resolving its host, because the
-host may resolve to something else later. Whoever connects also checks the addresses of the host
+They must not lead to our own network. A URL is checked here without resolving its host, because the
+host may resolve to something else later. The code that connects also checks the host's addresses
 (shared/pinned_http.py).
 """
 
@@ -30,48 +30,51 @@ Network = IPv4Network | IPv6Network
 
 MAX_HOST_CHARS = 253
 _LABEL = re.compile(r"(?!-)[a-z0-9_-]{1,63}(?<!-)", re.I)
-"""https://www.rfc-editor.org/rfc/rfc1123#section-2.1, and the underscores of many a real host."""
+"""https://www.rfc-editor.org/rfc/rfc1123#section-2.1, plus underscores, which occur in many real
+hosts.
+"""
 _NEVER_PUBLIC = frozenset({"invalid", "internal", "local", "localhost", "onion"})
-"""https://www.iana.org/assignments/special-use-domain-names, and ICANN's .internal. The domains for
-documents and tests stay, as people try with them.
+"""https://www.iana.org/assignments/special-use-domain-names, and ICANN's .internal.
+
+Domains for documentation and tests are allowed, because people try them.
 """
 
 
 class UrlForbidden(BadInput):
-    """The URL leads where callers must not send us."""
+    """The URL leads somewhere that callers must not make us connect to."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """Where the URLs of callers may lead.
+    """Destinations allowed for callers' URLs.
 
-    `networks` are allowed although they are not public. Names of private hosts are, too, if there
-    are any.
+    `networks` are allowed although they are not public. If there are any, names of private hosts
+    are allowed as well.
     """
 
     schemes: tuple[str, ...] = ("https",)
     networks: tuple[Network, ...] = ()
 
     def allows(self, address: Address) -> bool:
-        """Returns whether we connect to an address."""
+        """Returns whether we may connect to an address."""
         return is_public(address) or any(address in network for network in self.networks)
 
 
 PUBLIC = Reach()
 ANYWHERE = Reach(("https", "http"), (ip_network("0.0.0.0/0"), ip_network("::/0")))
-"""For one machine."""
+"""For a single machine."""
 
 
 def parse_public_url(text: str, reach: Reach) -> URL:
-    """Returns the parsed URL.
+    """Parses and checks a URL.
 
-    The connection uses the same parser, because two may see two hosts in one URL.
+    The connection uses the same parser, because two parsers may see different hosts in one URL.
 
     Args:
-        text: as the caller wrote it.
+        text: URL as sent by the caller.
 
     Raises:
-        UrlForbidden: it leads elsewhere, whatever the name resolves to.
+        UrlForbidden: the URL leads to a forbidden destination, whatever its host resolves to.
     """
     try:
         url = URL(text)
@@ -92,10 +95,10 @@ def parse_public_url(text: str, reach: Reach) -> URL:
 
 
 def is_within(url: URL, beginnings: Sequence[str]) -> bool:
-    """Returns whether a URL begins as one of these, which end with a slash.
+    """Returns whether a URL starts with one of `beginnings`, which end with a slash.
 
-    A path with a part `.` or `..`, however it is spelled, is within none: servers differ in what
-    they make of it.
+    A path with a `.` or `..` part, in any spelling, never matches, because servers interpret it
+    differently.
     """
     parts = unquote(url.raw_path).replace("\\", "/").split("/")
     if "." in parts or ".." in parts:
@@ -108,7 +111,7 @@ def is_within(url: URL, beginnings: Sequence[str]) -> bool:
 
 
 def _impossible(host: str, *, allow_private: bool) -> str:
-    """Why no public host can have this name, if it is so. Empty: one can."""
+    """Returns why no public host can have this name. Empty if one can."""
     labels = host.removesuffix(".").split(".")
     if len(host) > MAX_HOST_CHARS or not all(map(_LABEL.fullmatch, labels)):
         return (
@@ -125,13 +128,13 @@ def _impossible(host: str, *, allow_private: bool) -> str:
 
 
 def is_public(address: Address) -> bool:
-    """Returns whether an address, and the one embedded in it, is on the public internet."""
+    """Returns whether an address, and any address embedded in it, is on the public internet."""
     if isinstance(address, IPv6Address):
         if address.ipv4_mapped is not None:
             return is_public(address.ipv4_mapped)
         if address.sixtofour is not None and not is_public(address.sixtofour):
             return False
-        if address.is_site_local:  # fec0::/10, which is_global knows nothing of: RFC 3879
+        if address.is_site_local:  # fec0::/10, which is_global does not handle: RFC 3879
             return False
     # NAT64 (64:ff9b::/96), which may lead anywhere, is reserved.
     return address.is_global and not (

@@ -1,26 +1,25 @@
-"""How fast a model computes, and what follows: the rules that the simulation of a fleet shares.
+"""Estimates how fast a model computes, with rules that the fleet simulation shares.
 
-Pure: no clock, no I/O.
+Uses no clock and no I/O.
 
-`ServiceRate` estimates the rate of a model from the items that completed. Admission uses it. After
-BBR (Cardwell et al., "BBR: Congestion-Based Congestion Control", ACM Queue 14(5), 2016): the
-service rate can be measured only while there is a queue. At low load items complete as slowly as
-they arrive, which says nothing about the rate. So without a queue a measurement counts only if it
-is faster than the estimate. Little's law shows whether there is a queue: the time that an item
-stays is the number of items in flight times the seconds per item.
+`ServiceRate` estimates a model's rate from completed items. Admission uses it. It is modeled on BBR
+(Cardwell et al., "BBR: Congestion-Based Congestion Control", ACM Queue 14(5), 2016): the service
+rate can be measured only while there is a queue. At low load, items complete only as fast as they
+arrive, which does not reveal the rate. So without a queue, a measurement counts only if it is
+faster than the estimate. Little's law shows whether there is a queue: the time that an item stays
+is the number of items in flight times the seconds per item.
 
-`StepTime` estimates the fixed part of a step's time. A step of a model that items join between
-steps takes a fixed time (reading the weights) and a time for its work (tokens, pixels). The fixed
-time is paid once for all items, so where only a part of the room is taken, the rest of it could be
-used by others for nothing. This part of a step is spare: the autoscaler must not take it for work
-(decision 73).
+`StepTime` estimates the fixed part of a step's time. If items join a model between steps, a step
+takes a fixed time (reading the weights) plus time for its work (tokens, pixels). The fixed time is
+paid once for all items, so if only part of the room is taken, others could use the rest at no cost.
+This part of a step is spare: the autoscaler must not count it as work (decision 73).
 
-`HeldAhead` says how many jobs a worker holds, so that its model never waits for the broker. Two
-batches for each process, one that runs and one that waits, are enough for a broker that is near.
-The permit of a job that ends is used again only after its reply and its ack have traveled to the
-broker, and the next job from there. So a worker also holds what its model computes in that time:
-its rate times the round trip, the bandwidth-delay product of a network path. It is bounded: when a
-worker dies, what it held waits for its leases to end, and is computed again.
+`HeldAhead` determines how many jobs a worker holds, so that its model never waits for the broker.
+With a nearby broker, two batches per process are enough: one running and one waiting. The permit of
+a finished job is used again only after its reply and its ack have traveled to the broker, and the
+next job has traveled back. So a worker also holds the jobs that its model computes in that time:
+its rate times the round trip, the bandwidth-delay product of a network path. The number is bounded,
+because when a worker dies, its held jobs wait for their leases to end and are computed again.
 """
 
 from __future__ import annotations
@@ -31,51 +30,60 @@ from dataclasses import dataclass
 from shared.tasks.base import FirstGuesses
 
 PRIOR_ITEMS = 4.0
-"""The weight of the previous estimate against new measurements, in items."""
+"""Weight of the previous estimate against new measurements, in items."""
 MIN_WINDOW_S, WINDOW_TURNS = 2.0, 8.0
-"""Measurements fade within a window of this many seconds, or this many service times."""
+"""Measurements fade within this many seconds, or this many service times."""
 QUEUED_FROM = 2.5
 """An item that stays this many service times was in a queue: one batch runs while another waits."""
 IDLE_FADE_S = 120.0
-"""After this idle time a measurement counts for a third, since workers come and go."""
+"""After being idle for this long, a measurement counts for a third, because workers come and go."""
 NEWEST_WEIGHT = 0.1
-"""The weight of the newest value in the moving average `service_s`."""
+"""Weight of the newest value in the moving average `service_s`."""
 
 MIN_MARGIN, MAX_MARGIN, MARGIN_STEP = 1.25, 2.0, 1.2
-"""Estimated waits are multiplied by a margin, which grows while answers come late. On shared cores
-the rate changes within one deadline, and a late answer is wasted work."""
+"""Estimated waits are multiplied by a margin that grows while answers are late.
+
+On shared cores, the rate changes within one deadline, and a late answer is wasted work.
+"""
 MARGIN_FADE_S = 30.0
 
 LOW = 0.25
-"""The share of similar steps that are shorter than what counts as usual. Slow ones had a reason,
-such as other work on the same cores, that says nothing of the model."""
+"""Fraction of similar steps that are shorter than the usual time.
+
+Slower ones were delayed by something unrelated to the model, such as other work on the same cores.
+"""
 MIN_RATE = 0.02
-"""The rate at which the usual time follows new steps, once there were many."""
+"""Rate at which the usual time follows new steps after the initial ones."""
 MIN_STEPS = 3
-"""The minimum number of steps with like work for an estimate."""
+"""Minimum number of steps with similar work for an estimate."""
 SLOWED = 2.0
-"""A step that takes up to this multiple of what is usual was slowed by others on the same device,
-and its spare part with it. What it takes beyond that is work that nothing reports."""
+"""Steps up to this multiple of the usual time were slowed by other work on the same device, and so
+was their spare part.
+
+The time beyond that is unreported work.
+"""
 MIN_WORK_RATIO = 4
-"""A line is drawn through steps if the work of one is this multiple of the other's."""
+"""A line is drawn through two steps if the work of one is at least this multiple of the other's."""
 
 MAX_AHEAD_S = 1.0
-"""Work held beyond two batches is at most what a worker computes in this time."""
+"""Seconds of work that a worker may hold in addition to two batches."""
 MAX_AHEAD_MESSAGES = 8192
 FADE_S = 60.0
-"""Of what was held earlier, a third counts after this time, so that less is held only slowly."""
+"""After this time, a third of the earlier number still counts, so that the number held shrinks
+slowly.
+"""
 ACK_LINGER_S = 0.02
-"""The time that acks of jobs wait to be sent together.
+"""How long acks of jobs wait to be sent together.
 
-No caller waits for them, and a lone ack costs as much as a publish.
+Callers do not wait for them, and a single ack costs as much as a publish.
 """
 
 
 class ServiceRate:
-    """The service rate of one model. Pure: callers pass the time, in monotonic seconds.
+    """The service rate of one model. Callers pass the time in monotonic seconds.
 
     Args:
-        guesses: the first guesses of the model's task.
+        guesses: initial estimates for the model's task.
     """
 
     def __init__(self, guesses: FirstGuesses) -> None:
@@ -85,18 +93,18 @@ class ServiceRate:
         self.is_guess = True
         """True if `item_s` was not measured, or too long ago to be useful."""
         self.service_s = guesses.batch_s
-        """The service time: seconds that the model takes for an item and its batch."""
+        """Service time: seconds that the model takes for an item and its batch."""
         self.margin = MIN_MARGIN
-        """The factor for estimated waits."""
+        """Factor applied to estimated waits."""
         self._busy_s, self._items = PRIOR_ITEMS * self.item_s, PRIOR_ITEMS
         self._measured_s = self._measured_items = 0.0
-        """As `_busy_s` and `_items`, without any estimate from before."""
+        """Like `_busy_s` and `_items`, without any earlier estimate."""
         self._known_item_s: float | None = None
         self._last_s = self._updated_s = 0.0
         self._late_s = -math.inf
 
     def start_busy_period(self, now_s: float) -> None:
-        """Call this when an item arrives and no other is in flight."""
+        """Call this when an item arrives while no other is in flight."""
         self._update(in_flight=0)
         idle_s = max(0.0, now_s - self._last_s)
         self.item_s = self._guess_s + (self.item_s - self._guess_s) * math.exp(
@@ -114,7 +122,7 @@ class ServiceRate:
         """Records that `items` of `in_flight` completed together. The model took `took_s`."""
         if took_s is not None:
             self.service_s += NEWEST_WEIGHT * (took_s - self.service_s)
-        # Items complete a batch at a time, and the first of a batch carries the time of all.
+        # Items complete one batch at a time, and the first of a batch carries the time of all.
         if now_s - self._updated_s >= self.service_s / 2:
             self._update(in_flight)
             self._updated_s = now_s
@@ -135,9 +143,9 @@ class ServiceRate:
             self._known_item_s = item_s
 
     def measured_per_s(self, now_s: float) -> float | None:
-        """Returns the measured service rate in items per second, without any guess in it.
+        """Returns the measured service rate in items per second, without any initial estimate.
 
-        None if no item has completed, or the last one long ago: workers come and go.
+        None if no item has completed, or only long ago, because workers come and go.
         """
         old_s = max(IDLE_FADE_S, WINDOW_TURNS * self.service_s)
         if self._known_item_s is None or now_s - self._last_s > old_s:
@@ -145,7 +153,7 @@ class ServiceRate:
         return 1 / max(self._known_item_s, 1e-9)
 
     def record_late(self, now_s: float) -> None:
-        """Records items that missed their deadline. If several are late together, one counts."""
+        """Records items that missed their deadline. Several late items at once count as one."""
         if now_s - self._late_s >= self.service_s:
             self._late_s = now_s
             self.margin = min(self.margin * MARGIN_STEP, MAX_MARGIN)
@@ -156,20 +164,20 @@ class ServiceRate:
             self.item_s, self.is_guess = measured_s, False
 
     def stalled_s(self, now_s: float) -> float:
-        """Returns how much longer than normal the current pause is, at least 0, in seconds."""
+        """Returns by how many seconds the current pause exceeds a normal one, at least 0."""
         return max(0.0, now_s - self._last_s - QUEUED_FROM * self.service_s)
 
 
 @dataclass(slots=True)
 class _Usual:
-    """Steps whose work is alike, within a factor of 2."""
+    """Steps with similar work, within a factor of 2."""
 
     work: float
     seconds: float
     steps: int = 1
 
     def observe(self, work: float, seconds: float) -> None:
-        """Moves by a quantile's step, and never beyond what was observed."""
+        """Moves by a quantile's step, but never past the observed value."""
         rate = max(MIN_RATE, 1 / (self.steps + 1))
         self.work += rate * (work - self.work)
         if seconds < self.seconds:
@@ -180,12 +188,12 @@ class _Usual:
 
 
 class StepTime:
-    """The fixed time of the steps of one model, by lines through steps of different work.
+    """The fixed time of a model's steps, from lines through steps with different work.
 
     Args:
-        fixed_share: of the time of a full step, the guess for the fixed time while all steps were
-            alike.
-        full_work: of a full step. Only that guess needs it.
+        fixed_share: initial estimate of the fixed time, as a fraction of a full step, while all
+            steps are alike.
+        full_work: work of a full step. Used only for that estimate.
     """
 
     def __init__(self, fixed_share: float, full_work: float) -> None:
@@ -194,7 +202,7 @@ class StepTime:
         self._usual: dict[int, _Usual] = {}
 
     def observe(self, work: int, seconds: float) -> None:
-        """Takes note of a step. `work` is at least 1."""
+        """Records a step. `work` is at least 1."""
         like = work.bit_length()
         if (usual := self._usual.get(like)) is None:
             self._usual[like] = _Usual(work, seconds)
@@ -204,10 +212,10 @@ class StepTime:
     def spare_s(self, fill: float, work: int, seconds: float) -> float:
         """Returns the seconds of a step that other items could have used at no cost.
 
-        Never more than the part of the room that is free, so a full step has none.
+        At most the fraction of the room that is free, so a full step has no spare time.
 
         Args:
-            fill: the part of the room that is taken, from 0 to 1.
+            fill: fraction of the room that is taken, from 0 to 1.
         """
         usual = self._usual.get(work.bit_length())
         usual_s = max(1e-9, seconds if usual is None else usual.seconds)
@@ -216,7 +224,7 @@ class StepTime:
 
     @property
     def fixed_s(self) -> float:
-        """Seconds of a step that its work does not change. 0 before the first."""
+        """Seconds of a step that do not depend on its work. 0 before the first step."""
         known = [one for one in self._usual.values() if one.steps >= MIN_STEPS]
         known = known or list(self._usual.values())
         if not known:
@@ -227,7 +235,7 @@ class StepTime:
             for one in known
             if one.work >= MIN_WORK_RATIO * least.work
         ]
-        # The steepest: a token of a prompt takes less than one that is written.
+        # The steepest line, because a prompt token takes less time than a generated one.
         fixed_s = least.seconds - max(slopes) * least.work if slopes else self._guessed_s(least)
         return min([max(0.0, fixed_s), *(one.seconds for one in known)])
 
@@ -237,15 +245,15 @@ class StepTime:
 
 
 def held_messages(max_items: int, processes: int, *, in_steps: bool) -> int:
-    """Returns how many jobs a worker holds near its broker: for each process two batches.
+    """Returns how many jobs a worker holds near its broker: two batches per process.
 
-    One runs, and one waits. At a distance it holds more (`HeldAhead`).
+    One is running and one is waiting. At a distance, it holds more (`HeldAhead`).
 
-    A generation may run for minutes. So if a tenant has filled both, there is room for jobs of
+    A generation may run for minutes. So if one tenant has filled both, there is room for jobs of
     others, which then get slots (workers/scheduling/priority_queue.py).
 
     Args:
-        in_steps: True if the model batches continuously.
+        in_steps: True if the model uses continuous batching.
     """
     return processes * (2 * max_items + (-(-max_items // 2) if in_steps else 0))
 
@@ -256,28 +264,30 @@ def refill_s(round_trip_s: float) -> float:
     The reply is confirmed, then the ack travels, and then the next job.
 
     Args:
-        round_trip_s: to the broker and back.
+        round_trip_s: round trip to the broker.
     """
     return 2 * round_trip_s + ACK_LINGER_S
 
 
 def messages_ahead(jobs_per_s: float, gap_s: float, batch_s: float) -> int:
-    """Returns the jobs that a worker holds beyond two batches.
+    """Returns the number of jobs that a worker holds in addition to two batches.
 
-    Half of the batch that waits covers half of its time.
+    Half of the waiting batch covers half of its time.
 
     Args:
-        jobs_per_s: that it computes while it has work.
-        gap_s: from the end of a job to the next one in its place.
+        jobs_per_s: jobs per second computed while there is work.
+        gap_s: time from the end of a job to the next one in its place.
     """
     ahead_s = min(max(0.0, gap_s - batch_s / 2), MAX_AHEAD_S)
     return min(math.ceil(jobs_per_s * ahead_s), MAX_AHEAD_MESSAGES)
 
 
 class HeldAhead:
-    """What a worker holds of one subscription beyond two batches. Grows at once, shrinks slowly.
+    """The jobs of one subscription that a worker holds in addition to two batches.
 
-    Measured times go up and down, and each change of what is held ends streams or consumers.
+    Grows at once, shrinks slowly.
+
+    Measured times fluctuate, and each change of the limit ends streams or consumers.
     """
 
     def __init__(self) -> None:
@@ -285,16 +295,17 @@ class HeldAhead:
         self._measured_at_s = 0.0
 
     def batch_ended(self, jobs_per_s: float, took_s: float, gap_s: float, now_s: float) -> int:
-        """Takes a batch into account.
+        """Updates the number after a batch.
 
         Args:
-            jobs_per_s: of the subscription, that all processes compute at the rate of this batch.
-            took_s: how long the batch ran.
-            gap_s: from the end of a job to the next one in its place.
+            jobs_per_s: jobs per second of the subscription over all processes, at the rate of this
+                batch.
+            took_s: duration of the batch in seconds.
+            gap_s: time from the end of a job to the next one in its place.
             now_s: monotonic seconds.
 
         Returns:
-            the number of jobs.
+            The number of jobs.
         """
         fade = math.exp((self._measured_at_s - now_s) / FADE_S)
         self._ahead = max(messages_ahead(jobs_per_s, gap_s, took_s), self._ahead * fade)

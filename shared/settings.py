@@ -21,9 +21,9 @@ from shared.rabbitmq.broker_url import broker_url
 from shared.retention import BUDGET_BYTES
 
 SPOOL_MAX_BYTES = 768 * 1024 * 1024
-"""About 700,000 rows as they come, or four million compressed, as in a long outage (decision 11).
+"""About 700,000 uncompressed rows, or four million compressed, as in a long outage (decision 11).
 
-In Kubernetes a worker's folder may hold 1 GiB. Above that its pod is evicted with all rows.
+In Kubernetes, a worker's folder may hold 1 GiB. Above that, its pod is evicted along with all rows.
 """
 
 _HOST = re.compile(r"(\*|(\*\.)?[A-Za-z0-9_.-]+)(:[1-9][0-9]{0,4})?")
@@ -31,7 +31,7 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@,\s]+")
 
 
 class Settings(BaseSettings):
-    """The settings of every process.
+    """Settings shared by every process.
 
     An empty endpoint means Google's own, with the machine's credentials.
     """
@@ -54,24 +54,25 @@ class Settings(BaseSettings):
     """URL of an embedded BigQuery."""
     dataset: str = "penstock"
     redis_url: str = "redis://127.0.0.1:6379/0"
-    """The cache, and where a pool's inboxes are leased."""
+    """Redis for the cache and for leasing a pool's inboxes."""
     records_url: str = ""
-    """The Redis with the records and the responses kept for Idempotency-Keys. Empty: that of the
-    cache.
+    """Redis for records and for responses stored for Idempotency-Keys.
+
+    Empty: the same as for the cache.
 
     Regions that share topics must share it, because workers of any region may take a job.
     """
     objects_url: str = "file://var/objects"
     """The store of large inputs and results: file://, gs:// or s3://."""
     rows_url: str = ""
-    """The object store that rows go to: file://, gs:// or s3://. Empty: straight to BigQuery.
+    """Object store for rows: file://, gs:// or s3://. Empty: rows go directly to BigQuery.
 
-    From there `python -m infra.row_archive` puts them into BigQuery, and into Parquet files.
+    From there, `python -m infra.row_archive` copies them to BigQuery and to Parquet files.
     """
     spool_dir: Path = Path("var/spool")
-    """The folder of rows that BigQuery does not have yet, with one folder per kind of worker."""
+    """Folder of rows that BigQuery does not have yet, with one folder per kind of worker."""
     spool_max_bytes: int = Field(SPOOL_MAX_BYTES, ge=1)
-    """The bytes that rows may take there before new ones are kept in memory."""
+    """Maximum bytes of rows stored there. Above it, new ones are kept in memory."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
 
     @field_validator("redis_url", "records_url")
@@ -97,7 +98,7 @@ class Settings(BaseSettings):
 
     @property
     def messaging_system(self) -> str:
-        """The broker, by its name in OpenTelemetry's conventions."""
+        """The broker's name in OpenTelemetry's conventions."""
         return "rabbitmq" if self.broker else "gcp_pubsub"
 
     @property
@@ -112,111 +113,135 @@ class ApiSettings(Settings):
     host: str = "127.0.0.1"
     port: int = Field(8080, ge=0, le=65535)
     tls_cert: str = ""
-    """Path of the certificate chain (PEM) that the API shows. Empty: it speaks plain HTTP, behind
-    something that ends TLS. A new certificate is read at the next start.
+    """Path of the API's certificate chain (PEM).
+
+    Empty: plain HTTP, for use behind a proxy that terminates TLS. A new certificate is read at the
+    next start.
     """
     tls_key: str = Field("", validate_default=True)
     """Path of its key (PEM, without a password)."""
     metrics_host: str = "127.0.0.1"
     metrics_port: int = Field(9464, ge=0, le=65535)
-    """Port of /metrics for Prometheus, apart from the port of the API. 0: none."""
+    """Port of /metrics for Prometheus, separate from the API's port. 0: none."""
     public_url: str = ""
     """Public URL of this API, for links in answers. Empty: the URL of the request."""
     trusted_proxies: str = ""
-    """Addresses and networks of trusted proxies, comma-separated. Their X-Forwarded-Proto is used.
-    Empty: none. `*`: all, for places where only a proxy can connect, such as Cloud Run.
+    """Addresses and networks of trusted proxies, comma-separated.
+
+    Their X-Forwarded-Proto is used. Empty: none. `*`: all, for environments where only a proxy can
+    connect, such as Cloud Run.
     """
     cors_origins: str = ""
     """Origins whose pages may call this API from a browser, comma-separated, or `*`. Empty: none.
     """
     secret: str = ""
-    """The key that signs links to results. Empty: a random key per process, so links end with it.
+    """The key that signs links to results.
+
+    Empty: a random key per process, so links become invalid when it ends.
     """
     keys_url: str = ""
-    """The store of API keys, tenants and plans: file:///PATH, redis://HOST or rediss://HOST. Empty:
-    no key is required, everyone is the `default` tenant, and the API listens on loopback only.
+    """Store of API keys, tenants and plans: file:///PATH, redis://HOST or rediss://HOST.
+
+    Empty: keys are not required, all callers are the `default` tenant, and the API listens only on
+    loopback.
     """
     max_in_flight: int = Field(1024, ge=1)
-    """Items of this instance that may wait for a worker. Above that: 429, except for tenants that
-    have less than their share.
+    """Maximum number of this instance's items waiting for a worker.
+
+    Above it, 429, except for tenants below their fair share.
     """
     broker_wait_s: float = Field(0.5, gt=0, le=60)
-    """The time that jobs should wait at the broker. Above that they wait in the API, in fair
-    order."""
+    """How long jobs should wait at the broker. Beyond that, they wait in the API, in fair order."""
     reply_slots: int = Field(8, ge=1, le=200)
-    """Slots of an inbox that this instance creates. The inboxes of a pool have the same number."""
+    """Slots of an inbox created by this instance. The inboxes of a pool have the same number."""
     inbox_pool: int = Field(0, ge=0)
-    """Inboxes in the pool, leased through Redis. 0: this instance creates its own."""
+    """Number of inboxes in the pool, leased through Redis. 0: this instance creates its own inbox.
+    """
     inbox_first: int = Field(0, ge=0)
-    """Number of the pool's first inbox: regions that lease through a Redis of their own share no
-    number.
+    """Number of the pool's first inbox.
+
+    Regions with separate Redis servers for leases must use distinct numbers.
     """
     inbox_lease_s: float = Field(30.0, gt=0)
     idempotency_keep_s: float = Field(86_400.0, gt=0)
-    """The time that the response to a request with an Idempotency-Key is repeated."""
+    """How long to repeat the response to a request with an Idempotency-Key."""
     idempotency_lease_s: float = Field(6.0, gt=0)
-    """Seconds after which another instance takes over the requests of one that died."""
+    """Seconds after which another instance takes over the requests of a dead one."""
     prediction_keep_s: int = Field(3600, ge=60)
-    """The time that a prediction and its result are kept after its end."""
+    """How long to keep a prediction and its result after its end."""
     webhook_secrets: str = ""
-    """`whsec_…`, comma-separated, the same as of the function that delivers webhooks. Each tenant's
-    own secrets are derived from these. Callers get the one from the first.
+    """`whsec_…`, comma-separated, the same as for the function that delivers webhooks.
+
+    Each tenant's secrets are derived from them. Callers get the secret derived from the first.
     """
     webhooks_private: bool = False
-    """True if webhooks may go to private addresses and over http, the same as of the function. For
-    local use.
+    """True if webhooks may use private addresses and http, the same as for the function.
+
+    For local use.
     """
     fetch_hosts: str = "*"
-    """Hosts from which inputs are fetched that requests name by https URLs: HOST or HOST:PORT,
-    comma-separated. `*.example.com` is any host below it, `*` any public host. Without a port: 443.
-    Empty: none.
+    """Hosts from which inputs named by https URL are fetched: HOST or HOST:PORT, comma-separated.
+
+    `*.example.com` matches any host below it, `*` any public host. Without a port: 443. Empty:
+    none.
     """
     fetch_networks: str = ""
-    """Networks that inputs may be fetched from although they are not public, comma-separated."""
+    """Networks that are not public but from which inputs may be fetched, comma-separated."""
     fetch_ca: str = ""
-    """Path of certificate authorities (PEM) that are trusted there, too, beside those of the
-    machine."""
+    """Path of certificate authorities (PEM) to trust for fetching, in addition to the machine's."""
     fetch_limit_s: float = Field(20.0, gt=0, le=300)
-    """Time for the inputs of one request. It is not accepted before they are loaded, and clients
-    hang up after 30 s.
+    """Time limit for fetching the inputs of one request.
+
+    It is accepted only after they are loaded, and clients hang up after 30 s.
     """
     answers_max_bytes: int = Field(BUDGET_BYTES, ge=1024 * 1024)
-    """Memory in Redis for answers kept for Idempotency-Keys. Above it the oldest answers of the
-    largest tenant are dropped.
+    """Memory in Redis for answers stored for Idempotency-Keys.
+
+    Above it, the oldest answers of the largest tenant are dropped.
     """
     predictions_max_bytes: int = Field(BUDGET_BYTES, ge=1024 * 1024)
-    """Memory in Redis for predictions. Above it the oldest ended predictions of the largest tenant
-    are dropped. A new prediction that finds no room gets 429.
+    """Memory in Redis for predictions.
+
+    Above it, the oldest finished predictions of the largest tenant are dropped. A new prediction
+    without room gets 429.
     """
     usage_query_max_bytes: int = Field(20 * 1024**3, ge=1024**2)
-    """The bytes that a usage query may read in BigQuery. One that would read more is refused."""
+    """Maximum bytes that a usage query may read in BigQuery. Larger queries are rejected."""
     memory_cache_bytes: int = Field(64 * 1024 * 1024, ge=0)
     request_max_bytes: int = Field(32 * 1024 * 1024, ge=1)
     files_max_bytes: int = Field(2 * 1024**3, ge=1024 * 1024)
-    """The bytes that may be stored for one tenant, if its plan does not say it: uploads, outputs of
-    batches, `data:` images of predictions, files fetched by URL, and files that custom classes
-    return in predictions. Above it uploads, fetches and such predictions are refused.
+    """Maximum bytes stored per tenant, unless its plan sets another number: uploads, batch outputs,
+    `data:` images of predictions, files fetched by URL, and files returned by custom classes in
+    predictions.
+
+    Above it, uploads, fetches and such predictions are rejected.
     """
     batch_items_in_flight: int = Field(128, ge=1)
     """Texts and images of batches that a runner has in flight at the same time."""
     bodies_max_bytes: int = Field(256 * 1024 * 1024, ge=1)
-    """Memory for the bodies of all open requests. Above it bodies of more than 64 KiB get 429."""
+    """Memory for the bodies of all open requests. Above it, bodies of more than 64 KiB get 429."""
     head_timeout_s: float = Field(20.0, gt=0)
-    """Time to receive a request's URL and headers, from the first byte, or from the opening of the
-    connection. Then the connection is closed, with a 408 if the request began.
+    """Time limit for receiving a request's URL and headers, from the first byte or from the opening
+    of the connection.
+
+    Then the connection is closed, with a 408 if the request had begun.
     """
     max_connections: int = Field(4096, ge=1)
-    """Connections of callers, within the process's limit on open files. Above it an idle connection
-    is closed. If none is idle, the new one is refused (429).
+    """Maximum number of client connections, within the process's limit on open files.
+
+    Above it, an idle connection is closed. If none is idle, the new one is rejected (429).
     """
     picture_processes: int = Field(2, ge=1, le=64)
-    """Processes that decode and encode images for one tenant, each one at a time. All tenants
-    together have one more, so no tenant has all of them. They start with the first image.
+    """Processes that decode and encode images for one tenant, one image each at a time.
+
+    All tenants together have one more, so that no tenant can use all of them. They start with the
+    first image.
     """
     picture_budget_bytes: int = Field(256 * 1024 * 1024, ge=1)
-    """Memory for images that are decoded at the same time. A larger one (a WebP of 25 megapixels
-    takes 400 MB) is decoded alone. In addition, each process may decode an image of a quarter of
-    this.
+    """Memory for decoding images at the same time.
+
+    A larger image (a WebP of 25 megapixels takes 400 MB) is decoded alone. In addition, each
+    process may decode an image of a quarter of this size.
     """
 
     @field_validator("tls_key")
@@ -261,32 +286,36 @@ class ApiSettings(Settings):
 
 
 class ModelSettings(Settings):
-    """What loads models: model processes, and commands that try a model."""
+    """Settings for loading models, in model processes and in commands that try a model."""
 
     models_dir: Path = Path("var/models")
-    """The folder of weights from a hub or a bucket."""
+    """Folder of weights from the Hub or a bucket."""
     weights_dir: Path | None = None
-    """The mounted folder of weights that `penstock weights prefetch` copied. None: nowhere."""
+    """Mounted folder of weights copied by `penstock weights prefetch`. None: not used."""
     kernels_dir: Path | None = None
-    """The folder in which compiled kernels outlive a worker, as a mounted bucket, by model, GPU,
-    driver and torch. None: they last as long as the worker's disk.
+    """Folder in which compiled kernels outlive a worker, for example a mounted bucket, by model,
+    GPU, driver and torch.
+
+    None: they are kept only on the worker's disk.
     """
 
 
 class ClassSettings(ModelSettings):
-    """What runs custom classes: workers, and `penstock models` and `predict`."""
+    """Settings for running custom classes, in workers, `penstock models` and `predict`."""
 
     environments_dir: Path = Path("var/environments")
-    """The folder of the virtual environments of classes that bring packages, by a digest of these.
+    """Folder of virtual environments for classes that need packages, named by a digest of the
+    packages.
     """
     class_variables: str = ""
-    """Names of variables of this process that all classes get, comma-separated. Empty: none but
-    PATH, the locale and those of the GPUs. For proxies and certificates: HTTPS_PROXY,NO_PROXY,
-    SSL_CERT_FILE. A password in the URL of a proxy is then known to the classes.
+    """Names of this process's variables to pass to all classes, comma-separated.
+
+    Empty: only PATH, the locale and GPU variables. Useful for proxies and certificates:
+    HTTPS_PROXY,NO_PROXY,SSL_CERT_FILE. A password in the proxy's URL is then known to the classes.
     """
     startup_s: float = Field(0.0, ge=0, le=MAX_STARTUP_S)
-    """Time limit for a model process to get ready, instead of the sum of its models' `startup_s`.
-    0: as in the catalog.
+    """Time limit for a model process to become ready, replacing the sum of its models' `startup_s`.
+    0: use the catalog.
     """
 
     @field_validator("class_variables")
@@ -303,9 +332,9 @@ class ClassSettings(ModelSettings):
 
 
 class WorkerSettings(ClassSettings):
-    """A worker process.
+    """Settings of a worker.
 
-    `model` names the entry of the catalog that it serves, or several, comma-separated.
+    `model` names the catalog entry that it serves, or several, comma-separated.
     """
 
     model: str
@@ -314,44 +343,46 @@ class WorkerSettings(ClassSettings):
     device: str = "auto"
     """`cpu`, `cuda`, `cuda:N`, or `auto`: cuda if there is a GPU."""
     artifacts_dir: Path = Path("var/artifacts")
-    """The folder of optimized artifacts, and of the backends chosen on this machine."""
+    """Folder of optimized artifacts and of the backends chosen on this machine."""
     processes: int = Field(0, ge=0)
-    """Model processes. 0: as measured (embeddings on a CPU), one (a text model that has a CPU for
-    itself), else one per GPU or per core (at most 4).
+    """Number of model processes. 0: as measured (embeddings on a CPU), one (a text model with a
+    whole CPU), otherwise one per GPU or per core (at most 4).
     """
     threads: int = Field(0, ge=0)
-    """Threads of each model process on a CPU. 0: as measured (embeddings), one per core (a text
-    model that has a CPU for itself), else 1.
+    """Threads per model process on a CPU. 0: as measured (embeddings), one per core (a text model
+    with a whole CPU), otherwise 1.
     """
     memory_fraction: float = Field(1.0, gt=0, le=1)
-    """The part of the GPU's memory each model process may take."""
+    """Fraction of GPU memory that each model process may use."""
     memory_budget_bytes: int = Field(0, ge=0)
-    """Memory for the models of each model process. Above it, the least recently used one is
-    dropped. 0: limited by the device only.
+    """Memory for the models of each model process.
+
+    Above it, the least recently used one is dropped. 0: limited only by the device.
     """
     max_outstanding_bytes: int = Field(64 * 1024 * 1024, ge=1)
     ack_deadline_s: int = Field(10, ge=10, le=600)
     """Seconds until the jobs of a dead worker go to another one. The service's minimum is 10.
 
-    Jobs that it had for longer than a second go after 0.7 of that.
+    Jobs that it held for longer than a second are redelivered after 0.7 of that.
     """
     memory_cache_bytes: int = Field(64 * 1024 * 1024, ge=0)
     drain_s: float = Field(20.0, gt=0)
     spot: bool | None = None
-    """True if the worker's node is a spot node, for rows. None: not known."""
+    """True if the worker runs on a spot node, for rows. None: not known."""
 
     @property
     def model_names(self) -> list[str]:
-        """The names in `model`, each once."""
+        """The names in `model`, without duplicates."""
         return list(dict.fromkeys(name.strip() for name in self.model.split(",")))
 
 
 class ReportSettings(Settings):
-    """Settings of the process that makes the scheduled reports."""
+    """Settings of the process that creates scheduled reports."""
 
     billing_tz: str = "UTC"
-    """The time zone of days and months in scheduled reports and their invoices, by its IANA name.
-    After a change, sum up the days before it again.
+    """Time zone of days and months in scheduled reports and their invoices, by IANA name.
+
+    After changing it, add up earlier days again.
     """
 
     @field_validator("billing_tz")
@@ -367,7 +398,7 @@ Kind = TypeVar("Kind", bound=Settings)
 
 
 def given_settings() -> dict[str, str]:
-    """The variables of the environment that are settings."""
+    """Returns the environment variables that are settings."""
     return {name: value for name, value in os.environ.items() if name.startswith("PENSTOCK_")}
 
 
@@ -379,10 +410,11 @@ def environment_with(settings: Mapping[str, str]) -> dict[str, str]:
 
 
 def read_settings(kind: type[Kind], **overrides: object) -> Kind:
-    """Returns the settings of the environment. `overrides` take precedence.
+    """Returns the settings in the environment. `overrides` take precedence.
 
     Raises:
-        ConfigurationError: a variable is missing or wrong. The message names it and the reason.
+        ConfigurationError: a variable is missing or invalid. The message has its name and the
+            reason.
     """
     try:
         return kind(**overrides)  # type: ignore[arg-type]

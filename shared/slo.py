@@ -1,7 +1,7 @@
-"""Counts the items for which the objective on deadlines holds, by how they ended.
+"""Counts items covered by the deadline objective, by outcome.
 
-It holds for interactive items whose caller left the model its usual time. A tenant with tiny
-deadlines would otherwise use up the error budget of all, and no worker could help it.
+It covers interactive items whose caller left the model its usual time. Otherwise, a tenant with
+tiny deadlines would use up everybody's error budget, and no worker could help it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shared.tenants.plan import Priority
 End: TypeAlias = Literal["in_time", "late", "refused"]
 ENDS: tuple[End, ...] = get_args(End)
 ROUNDING_S = 0.01
-"""Messages carry times in decimals, so a default deadline may seem shorter by a little."""
+"""Messages carry times as decimals, so a default deadline may seem slightly shorter."""
 
 _ITEMS = Counter(
     "penstock_slo_items_total",
@@ -35,7 +35,7 @@ def counts_toward_slo(
     """Returns whether an item counts toward the SLO.
 
     Args:
-        limits_s: the seconds that the caller set for the item. None: not set.
+        limits_s: seconds that the caller set for the item. None: not set.
     """
     least_s = deadline.default_s - ROUNDING_S
     has_usual_time = all(limit_s is None or limit_s >= least_s for limit_s in limits_s)
@@ -43,20 +43,20 @@ def counts_toward_slo(
 
 
 def show(models: Iterable[str]) -> None:
-    """Exports the counters of these models at 0. Prometheus misses the first step of others."""
+    """Exports these models' counters at 0. Prometheus misses the first increment of new ones."""
     for model in models:
         for end in ENDS:
             _of(model, end)
 
 
 def count_ended(model: str, status: str, items: int = 1) -> None:
-    """Counts items of the SLO by their status. Statuses that no deadline explains do not count."""
+    """Counts SLO items by status. Statuses unrelated to deadlines are not counted."""
     if (end := _ENDS_OF_STATUS.get(status)) is not None:
         _of(model, end).inc(items)
 
 
 def count_refused(model: str, items: int) -> None:
-    """Counts items of the SLO that no worker would compute in time."""
+    """Counts SLO items that no worker could compute in time."""
     _of(model, "refused").inc(items)
 
 

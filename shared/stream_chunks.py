@@ -1,4 +1,4 @@
-"""The chunks of a stream: merged, and read from where they are stored."""
+"""The chunks of a stream: merging and decoding them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Chunk = TokenChunk | PieceChunk
 
 
 class _StoredChunk(TokenChunk, omit_defaults=True):
-    """A chunk of any kind. Release 0.1.0 stored pieces as tokens, without their lengths."""
+    """A chunk of either kind. Release 0.1.0 stored pieces as tokens, without their lengths."""
 
     lengths: list[int] = msgspec.field(default_factory=list)
 
@@ -26,7 +26,7 @@ def decode_chunk(data: bytes) -> Chunk:
     """Decodes a chunk from MessagePack.
 
     Raises:
-        msgspec.MsgspecError: it is none.
+        msgspec.MsgspecError: the data is not a chunk.
     """
     stored = _decoder.decode(data)
     if stored.lengths:
@@ -42,10 +42,10 @@ def decode_chunk(data: bytes) -> Chunk:
 
 
 def merge_chunks(written: Sequence[Chunk], first: int) -> Chunk | None:
-    """Returns one chunk with all units from `first` on.
+    """Returns one chunk with all units from `first`.
 
-    None: there are none, or `first` is within one. Pieces that follow others of release 0.1.0
-    become tokens, as these are.
+    None: there are none, or `first` is in the middle of a chunk without lengths. Pieces that follow
+    pieces stored by release 0.1.0 become tokens like them.
     """
     parts = written[bisect_left(written, first, key=lambda chunk: chunk.first) :]
     if not parts or parts[0].first != first:

@@ -1,10 +1,10 @@
-"""The seam to the broker, and the ids of topics and subscriptions on every broker.
+"""The interface to the broker, and the IDs of topics and subscriptions on every broker.
 
-The brokers are shared/pubsub, shared/rabbitmq, and shared/in_memory_broker.py for tests. Terraform
-uses the same ids.
+It is implemented by shared/pubsub, shared/rabbitmq, and shared/in_memory_broker.py for tests.
+Terraform uses the same IDs.
 
-It also creates what a model's workers pull, and creates and deletes an inbox (its two topics), for
-a pool or a single instance.
+It also creates the subscriptions that a model's workers pull, and creates and deletes inboxes (two
+topics each), for a pool or a single instance.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from shared.errors import BadInput
 
 GAIN, DEVIATION_GAIN, DEVIATIONS = 1 / 8, 1 / 4, 4.0
 MAX_SAMPLE_S = 5.0
-"""What took longer was an outage, which says nothing about the usual time."""
+"""Longer measurements are outages, and do not reflect the usual time."""
 
 JOB_RETENTION_S = 3600
-"""Longer than any deadline, so no caller waits for an older message."""
+"""Longer than any deadline, so older messages have no waiting caller."""
 DEAD_LETTER_RETENTION_S = 7 * 24 * 3600
 RETRY_MIN_S, RETRY_MAX_S = 0.1, 10.0
-"""Explicit, because with the service's default a job waits 10 s after a worker died."""
+"""Set explicitly, because with the service's default, a job waits 10 s after a worker died."""
 MAX_DELIVERY_ATTEMPTS = 5
 
 DEAD_LETTER_RETRY_S, WEBHOOK_RETRY_S = (1.0, 600.0), (5.0, 600.0)
-"""First and longest pause before a function gets a message again that it could not handle.
+"""First and longest pause before a function receives a message again that it could not handle.
 
-Backoff begins with the first failure, because receivers of webhooks are other people's machines.
+Backoff starts with the first failure, because webhook receivers are run by other people.
 """
 
 WEBHOOKS_TOPIC_ID = "webhooks"
 """The topic of webhook events."""
 WEBHOOKS_SUBSCRIPTION_ID = "webhooks.push"
-"""Pushes the webhooks topic to the function that delivers them."""
+"""Pushes the webhooks topic to the function that delivers events."""
 
 INTERACTIVE_FILTER, BATCH_FILTER = 'NOT attributes.lane = "batch"', 'attributes.lane = "batch"'
 """The two subscriptions of a model's workers."""
@@ -63,14 +63,16 @@ class ReceivedMessage:
     received_at_s: float = 0.0
     """Event loop time, in seconds."""
     lost: bool = False
-    """Its lease ran out while it was held: it will be delivered again, here or elsewhere."""
+    """True if its lease expired while it was held, so it will be delivered again, here or
+    elsewhere.
+    """
 
 
 class SmoothedDuration:
-    """A duration that is measured again and again, in seconds. 0 until the first measurement.
+    """A repeatedly measured duration, in seconds. 0 until the first measurement.
 
-    Smoothed as TCP does round trips: RFC 6298, section 2
-    (https://www.rfc-editor.org/rfc/rfc6298). A mean and a mean deviation, both fading.
+    Smoothed like TCP round trips: RFC 6298, section 2 (https://www.rfc-editor.org/rfc/rfc6298). A
+    mean and a mean deviation, both fading.
     """
 
     def __init__(self) -> None:
@@ -98,7 +100,7 @@ class Publisher(Protocol):
 
     @property
     def round_trip(self) -> SmoothedDuration:
-        """The time that the broker takes to confirm a message, as measured so far."""
+        """Measured time that the broker takes to confirm a message."""
 
     async def publish(
         self,
@@ -113,9 +115,10 @@ class Publisher(Protocol):
 
         Raises:
             Unavailable: the broker could not be reached or did not answer within `timeout_s`.
-            BadInput: the broker refused the message (too large, no such topic …).
-            Overloaded: too much waits to be published already, or the broker's quota is used up.
-            ConfigurationError: the broker refused us (rights, credentials).
+            BadInput: the broker rejected the message (too large, topic does not exist …).
+            Overloaded: too many messages are waiting to be published, or the broker's quota is
+                exhausted.
+            ConfigurationError: the broker rejected us (permissions, credentials).
         """
 
 
@@ -127,36 +130,39 @@ class Subscription(Protocol):
 
     @property
     def is_connected(self) -> bool:
-        """True if the stream was open when last heard of."""
+        """True if the stream was open at last report."""
 
     @property
     def lost(self) -> int:
-        """The number of messages that lost their lease while they were held."""
+        """Number of messages that lost their lease while held."""
 
     @property
     def round_trip(self) -> SmoothedDuration:
-        """The time that the broker takes to answer, as measured so far."""
+        """Measured time that the broker takes to answer."""
 
     def hold(self, max_messages: int) -> None:
-        """Sets how many unacked messages may be held from now on, at least those of `subscribe`.
+        """Sets how many unacked messages may be held from now on, at least as in `subscribe`.
 
-        It takes effect in steps, and in the background: more at once, fewer as messages are acked.
-        The bytes of those beyond the ones of `subscribe` are bounded by `max_bytes` too.
+        It takes effect gradually, in the background: increases quickly, decreases as messages are
+        acked. The bytes of additional messages are also limited by `max_bytes`.
         """
 
     def __aiter__(self) -> AsyncIterator[ReceivedMessage]:
-        """Yields messages as they come. Reconnects by itself, and ends only after `stop`.
+        """Yields messages as they arrive. Reconnects by itself, and ends only after `stop`.
 
         Raises:
-            Unavailable: the subscription is gone.
-            ConfigurationError: the broker refuses us or the request.
+            Unavailable: the subscription was deleted.
+            ConfigurationError: the broker rejects us or the request.
         """
 
     def ack(self, message: ReceivedMessage) -> None:
-        """Done with `message`: it is not delivered again. Sent in the background, with others."""
+        """Marks `message` as done, so that it is not delivered again.
+
+        Sent in the background, together with others.
+        """
 
     def nack(self, message: ReceivedMessage) -> None:
-        """Hands `message` back: it is delivered again, here or elsewhere."""
+        """Returns `message` to the broker: it is delivered again, here or elsewhere."""
 
     async def stop(self) -> None:
         """Stops receiving: the iteration ends, and unprocessed messages are returned.
@@ -179,10 +185,10 @@ class Subscriber(Protocol):
     ) -> AbstractAsyncContextManager[Subscription]:
         """Opens a subscription that holds at most `max_messages` unacked messages.
 
-        With `max_bytes` above zero their bytes are bounded too. Leaving the block returns the
-        messages that are still held, and sends the last acks. With `ack_linger_s` above zero acks
-        may wait for this time in order to share a request. That is for subscriptions that gain
-        nothing from a fast ack.
+        A positive `max_bytes` also limits their total size. Leaving the block returns the messages
+        that are still held, and sends the last acks. With a positive `ack_linger_s`, acks may wait
+        for this time in order to share a request, for subscriptions that gain nothing from a fast
+        ack.
         """
 
 
@@ -199,11 +205,11 @@ class SubscriptionSettings:
     """Filters by attributes. Can't be changed later."""
     ack_deadline_s: int = 10
     retention_s: int = 600
-    """The time that an unacked message is kept. The service's minimum is 10 minutes."""
+    """How long an unacked message is kept. The service's minimum is 10 minutes."""
     expires_after_s: int = 0
     """Deleted after this time without use (at least a day). 0: never."""
     retry_min_s: float | None = None
-    """Shortest pause before a redelivery. None: no pause.
+    """Minimum pause before a redelivery. None: no pause.
 
     It is always set, because the service's default is 10 s.
     """
@@ -216,15 +222,13 @@ class SubscriptionSettings:
     max_delivery_attempts: int = 5
     is_ordered: bool = False
     is_reply: bool = False
-    """True if it carries replies: they are worth nothing to anybody but one instance, for a short
-    time.
-    """
+    """True if it carries replies, which are useful only to one instance and for a short time."""
     push_endpoint: str = ""
-    """The URL to which the broker posts messages. Empty: they are pulled."""
+    """URL to which the broker posts messages. Empty: they are pulled."""
 
 
 class Admin(Protocol):
-    """Makes and removes topics and subscriptions."""
+    """Creates and deletes topics and subscriptions."""
 
     async def ensure_topic(self, topic_id: str) -> bool:
         """Creates a topic unless it exists. Returns whether it was created."""
@@ -243,16 +247,16 @@ class Admin(Protocol):
     async def subscription_exists(self, subscription_id: str) -> bool: ...
 
     async def missing_subscriptions(self, subscription_ids: list[str]) -> list[str]:
-        """Those of `subscription_ids` that do not exist, in their order."""
+        """Returns the `subscription_ids` that do not exist, in order."""
 
 
 def jobs_topic_id(model: str) -> str:
-    """The topic that carries the jobs of `model`."""
+    """Returns the topic that carries the jobs of `model`."""
     return f"jobs.{model}"
 
 
 def workers_subscription_id(model: str) -> str:
-    """The one subscription that all workers of `model` pull."""
+    """Returns the subscription that all workers of `model` pull."""
     return f"jobs.{model}.workers"
 
 
@@ -262,38 +266,38 @@ def dead_letter_topic_id(model: str) -> str:
 
 
 def dead_letter_subscription_id(model: str) -> str:
-    """Keeps the dead letters of `model` for a person or a function to look at."""
+    """Returns the subscription that keeps the dead letters of `model` for inspection."""
     return f"jobs.{model}.dead.keep"
 
 
 def dead_letter_push_subscription_id(model: str) -> str:
-    """Pushes the dead letters of `model` to the function that answers their callers."""
+    """Returns the subscription that pushes dead letters of `model` to the answering function."""
     return f"jobs.{model}.dead.push"
 
 
 def batch_subscription_id(model: str) -> str:
-    """Returns the second subscription of workers of `model`, for jobs of `batch` priority."""
+    """Returns the second subscription of `model` workers, for jobs of `batch` priority."""
     return f"jobs.{model}.batch"
 
 
 def inbox_topic_id(inbox: str) -> str:
-    """Returns the reply topic of an inbox that has its slots.
+    """Returns the reply topic of an inbox with slots.
 
-    `inbox` is a number in the pool or the id of an instance.
+    `inbox` is a number in the pool or an instance ID.
     """
     return f"inbox.{inbox}"
 
 
 def direct_id(inbox: str) -> str:
-    """Returns the reply topic of an inbox that has no slots. Its one subscription has this id too.
+    """Returns the reply topic of an inbox without slots. Its only subscription has the same ID.
 
-    No filter drops any of its replies, so each is delivered, and billed, once.
+    No replies are filtered out, so each is delivered and billed once.
     """
     return f"inbox.{inbox}.direct"
 
 
 def slot_subscription_id(inbox: str, slot: int) -> str:
-    """The subscription of one slot of an inbox."""
+    """Returns the subscription for one slot of an inbox."""
     return f"inbox.{inbox}.slot.{slot}"
 
 
@@ -303,7 +307,7 @@ def slot_filter(slot: int, slots: int) -> str:
 
 
 class AttributeFilter(NamedTuple):
-    """A filter of a subscription: it passes messages by the value of one attribute."""
+    """A subscription's filter: passes messages by the value of one attribute."""
 
     name: str
     value: str
@@ -312,18 +316,18 @@ class AttributeFilter(NamedTuple):
     def matches(self, attributes: Mapping[str, str]) -> bool:
         """Returns whether a message with these attributes passes.
 
-        One without the attribute passes only a negated filter.
+        A message without the attribute passes only a negated filter.
         """
         return (attributes.get(self.name) == self.value) != self.negated
 
 
 def parse_filter(text: str) -> AttributeFilter | None:
-    """Reads a filter of this module. None: the text is empty, and every message passes.
+    """Parses a filter created by this module. None: the text is empty, and every message passes.
 
-    Pub/Sub knows many more. Other brokers pass what we use ourselves.
+    Pub/Sub supports many more. Other brokers support only the filters we use ourselves.
 
     Raises:
-        BadInput: the filter has none of the forms that this module makes.
+        BadInput: the filter does not have a form created by this module.
     """
     if not text:
         return None
@@ -340,11 +344,11 @@ def parse_filter(text: str) -> AttributeFilter | None:
 async def make_jobs(admin: Admin, model: str) -> None:
     """Creates the topics of a model's jobs and dead letters with their subscriptions.
 
-    These are one for each priority, and one that keeps the dead letters. What exists is not
-    changed.
+    There is one job subscription per priority, and one that keeps the dead letters. Existing ones
+    are not changed.
 
     Raises:
-        PenstockError: as the admin's calls do.
+        PenstockError: raised by the admin's calls.
     """
     topics = jobs_topic_id(model), dead_letter_topic_id(model)
     await _all(admin.ensure_topic(topic) for topic in topics)
@@ -355,7 +359,7 @@ async def make_jobs(admin: Admin, model: str) -> None:
 
 
 def jobs_subscriptions(model: str) -> dict[str, SubscriptionSettings]:
-    """The subscriptions of a model's jobs and dead letters by id."""
+    """Returns the subscriptions of a model's jobs and dead letters by ID."""
     jobs, dead = jobs_topic_id(model), dead_letter_topic_id(model)
     return {
         workers_subscription_id(model): _for_workers(jobs, dead, INTERACTIVE_FILTER),
@@ -367,7 +371,7 @@ def jobs_subscriptions(model: str) -> dict[str, SubscriptionSettings]:
 
 
 def _for_workers(jobs: str, dead: str, priority_filter: str) -> SubscriptionSettings:
-    """The settings of one priority's subscription, equal for both priorities."""
+    """Returns the settings of one priority's subscription, equal for both priorities."""
     return SubscriptionSettings(
         jobs,
         filter=priority_filter,
@@ -382,16 +386,16 @@ def _for_workers(jobs: str, dead: str, priority_filter: str) -> SubscriptionSett
 async def make_inbox(admin: Admin, inbox: str, slots: int, *, expires_after_s: int = 0) -> None:
     """Creates an inbox's topics with their subscriptions, unless they exist.
 
-    These are one subscription per slot, and one without a filter for direct replies.
+    There is one subscription per slot, and one without a filter for direct replies.
 
     Args:
-        admin: creates them. It bounds the calls in flight.
-        inbox: a number in the pool or the id of an instance.
-        slots: how many. A single slot needs no filter.
-        expires_after_s: the broker deletes subscriptions unused for this long. 0: never.
+        admin: creates them. It limits the calls in flight.
+        inbox: a number in the pool or an instance ID.
+        slots: number of slots. A single slot needs no filter.
+        expires_after_s: seconds without use after which the broker deletes subscriptions. 0: never.
 
     Raises:
-        PenstockError: as the admin's calls do.
+        PenstockError: raised by the admin's calls.
     """
     topic_id, direct = inbox_topic_id(inbox), direct_id(inbox)
     await _all(admin.ensure_topic(topic) for topic in (topic_id, direct))
@@ -413,10 +417,10 @@ async def make_inbox(admin: Admin, inbox: str, slots: int, *, expires_after_s: i
 
 
 async def remove_inbox(admin: Admin, inbox: str, slots: int) -> None:
-    """Deletes an inbox. Topics and subscriptions that are gone already cause no error.
+    """Deletes an inbox. Topics and subscriptions that are already deleted cause no error.
 
     Raises:
-        PenstockError: as the admin's calls do.
+        PenstockError: raised by the admin's calls.
     """
     topics = (inbox_topic_id(inbox), direct_id(inbox))
     await _all(admin.delete_topic(topic) for topic in topics)

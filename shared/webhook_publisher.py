@@ -1,4 +1,4 @@
-"""Publishes webhook events. The API, the workers and the dead-letter function share it."""
+"""Publishes webhook events, for the API, the workers and the dead-letter function."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class WebhookPublisher:
-    """Publishes events of predictions, ends of batches, and warnings about budgets."""
+    """Publishes prediction events, ends of batches, and budget warnings."""
 
     def __init__(self, publisher: Publisher) -> None:
         self._publisher = publisher
@@ -35,7 +35,7 @@ class WebhookPublisher:
         The event carries the current trace.
 
         Raises:
-            PenstockError: as Publisher.publish.
+            PenstockError: see Publisher.publish.
         """
         if event in subscribed:
             data, attributes = encode_webhook_event(WebhookEvent(record, event, sequence))
@@ -48,13 +48,13 @@ class WebhookPublisher:
         """Publishes the end of a batch.
 
         Raises:
-            PenstockError: as Publisher.publish.
+            PenstockError: see Publisher.publish.
         """
         data, attributes = encode_batch_event(event)
         await self._publisher.publish(WEBHOOKS_TOPIC_ID, data, attributes)
 
     async def publish_budget(self, event: BudgetEvent) -> None:
-        """Publishes that a part of a budget is spent.
+        """Publishes that a share of a budget is spent.
 
         Raises:
             PenstockError: as Publisher.publish.
@@ -66,7 +66,7 @@ class WebhookPublisher:
         """Publishes the end of the prediction `record` again.
 
         Raises:
-            PenstockError: as Publisher.publish.
+            PenstockError: see Publisher.publish.
         """
         data, attributes = encode_webhook_event(WebhookEvent(record, "completed", is_replay=True))
         await self._publisher.publish(WEBHOOKS_TOPIC_ID, data, attributes)

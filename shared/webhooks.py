@@ -1,8 +1,8 @@
 """The message of a webhook event, and the signature of its delivery.
 
 Signatures follow Standard Webhooks (https://www.standardwebhooks.com). The clients of OpenAI,
-Replicate and Svix verify them. Each tenant's secret is derived from the setting, so that none can
-sign for another.
+Replicate and Svix verify them. Each tenant's secret is derived from the setting, so that no tenant
+can sign for another.
 
 A webhook's URL is checked here for the API and the delivering function (shared/public_url.py). The
 function also checks the addresses of its host when it connects (shared/pinned_http.py).
@@ -31,20 +31,20 @@ MIN_KEY_BYTES = 24
 
 
 class WebhookUrlForbidden(BadInput):
-    """The URL leads where webhooks must not go."""
+    """The URL leads to a forbidden destination for webhooks."""
 
     code = "webhook_forbidden"
 
 
 def parse_webhook_url(text: str, *, allow_private: bool) -> URL:
-    """Returns the parsed URL.
+    """Parses and checks a webhook URL.
 
     Args:
-        text: as the caller wrote it.
-        allow_private: whether any address and http are allowed, for one machine.
+        text: URL as sent by the caller.
+        allow_private: True to allow any address and http, for a single machine.
 
     Raises:
-        WebhookUrlForbidden: webhooks are not delivered there, whatever the name resolves to.
+        WebhookUrlForbidden: webhooks are not delivered to this URL, whatever its host resolves to.
     """
     try:
         return parse_public_url(text, ANYWHERE if allow_private else PUBLIC)
@@ -55,14 +55,14 @@ def parse_webhook_url(text: str, *, allow_private: bool) -> URL:
 class WebhookEvent(msgspec.Struct, omit_defaults=True):
     """A message on the `webhooks` topic: an event of the prediction whose record is `id`.
 
-    `sequence` numbers events of the same name, and is 0 for the others.
+    `sequence` numbers events of the same name, and is 0 for others.
     """
 
     id: str
     event: EventName
     sequence: int = 0
     is_replay: bool = False
-    """True if its caller asked for it again. It is then sent even if it was delivered."""
+    """True if the caller requested it again. It is then sent even if already delivered."""
 
 
 class BatchEvent(msgspec.Struct):
@@ -77,11 +77,11 @@ class BatchEvent(msgspec.Struct):
 
 
 class BudgetEvent(msgspec.Struct):
-    """A message on the `webhooks` topic: a part of a month's budget is spent."""
+    """A message on the `webhooks` topic: a share of a monthly budget is spent."""
 
     tenant: str
     key_id: str
-    """Whose budget it is. Empty: the tenant's."""
+    """Key that the budget belongs to. Empty: the tenant's budget."""
     url: str
     month: str
     """`2026-11`, in UTC."""
@@ -100,12 +100,12 @@ _batch_decoder = msgspec.json.Decoder(BatchEvent)
 
 
 def encode_webhook_event(event: WebhookEvent) -> tuple[bytes, dict[str, str]]:
-    """The data and the attributes of the event's message."""
+    """Returns data and attributes of the event's message."""
     return msgspec.json.encode(event), {"schema": "1", "record": event.id, "event": event.event}
 
 
 def decode_webhook_event(data: bytes) -> WebhookEvent:
-    """Reads an event.
+    """Parses an event.
 
     Raises:
         UndecodableMessage: the message is not a webhook event.
@@ -117,12 +117,12 @@ def decode_webhook_event(data: bytes) -> WebhookEvent:
 
 
 def encode_batch_event(event: BatchEvent) -> tuple[bytes, dict[str, str]]:
-    """The data and the attributes of the message of a batch's end."""
+    """Returns data and attributes of the message about a batch's end."""
     return msgspec.json.encode(event), {"schema": "1", "batch": event.batch, "event": event.event}
 
 
 def decode_batch_event(data: bytes) -> BatchEvent:
-    """Reads the end of a batch.
+    """Parses the end of a batch.
 
     Raises:
         UndecodableMessage: the message is not a webhook event.
@@ -134,13 +134,13 @@ def decode_batch_event(data: bytes) -> BatchEvent:
 
 
 def encode_budget_event(event: BudgetEvent) -> tuple[bytes, dict[str, str]]:
-    """The data and the attributes of the message of a warning."""
+    """Returns data and attributes of a budget warning's message."""
     attributes = {"schema": "1", "budget": event.month, "event": BUDGET_WARNING}
     return msgspec.json.encode(event), attributes
 
 
 def decode_budget_event(data: bytes) -> BudgetEvent:
-    """Reads a warning.
+    """Parses a budget warning.
 
     Raises:
         UndecodableMessage: the message is not a webhook event.
@@ -152,9 +152,9 @@ def decode_budget_event(data: bytes) -> BudgetEvent:
 
 
 def tenant_secrets(setting: str, tenant: str) -> list[str]:
-    """Returns the secrets that sign for `tenant`, as its receivers know them.
+    """Returns the secrets that sign for `tenant`, as known to its receivers.
 
-    Hand out the first one.
+    Callers should use the first one.
 
     Args:
         setting: `whsec_…`, comma-separated. Several while the first replaces the others.
@@ -181,7 +181,7 @@ def signature(secrets: Sequence[str], webhook_id: str, at_s: int, body: bytes) -
 
 def _key(secret: str) -> bytes:
     try:
-        # The standard alphabet: Replicate's client takes a secret apart at each underscore.
+        # The standard alphabet, because Replicate's client splits a secret at each underscore.
         key = base64.b64decode(secret.removeprefix(PREFIX), validate=True)
     except binascii.Error as error:
         raise ConfigurationError(

@@ -1,1 +1,1 @@
-"""Anthropic's API: messages, in its shapes."""
+"""Anthropic's messages API."""

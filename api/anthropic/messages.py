@@ -1,4 +1,4 @@
-"""POST /v1/messages in Anthropic's shape: a chat, whole and streamed, and its errors.
+"""POST /v1/messages: Anthropic's chat API, whole or streamed, and its errors.
 
 https://docs.claude.com/en/docs/build-with-claude/streaming
 https://docs.claude.com/en/api/errors
@@ -87,7 +87,7 @@ _FIELDS = {
     "stop": "stop_sequences",
     "response_format": "output_config",
 }
-"""The fields of a chat that have another name in a request for a message."""
+"""Chat fields that have another name in a messages request."""
 
 _CONTEXT = re.compile(
     r"maximum context length is (\d+) tokens\. .*\((\d+) in the messages, (\d+) in the completion\)"
@@ -112,9 +112,9 @@ def error_reply(error: PenstockError, request_id: str | None = None) -> Anthropi
 
 
 def as_asked(error: PenstockError) -> PenstockError:
-    """Returns an error about a field of the chat as one about the field that was sent.
+    """Returns the error, with a chat field replaced by the field that the client sent.
 
-    A prompt that is too long is refused in Anthropic's words, because clients and proxies look for
+    A prompt that is too long is rejected in Anthropic's words, because clients and proxies look for
     them.
     """
     if sizes := _CONTEXT.search(error.public_message):
@@ -151,12 +151,10 @@ def _response(request: Request, error: PenstockError) -> Response:
 
 
 class MessageEvents:
-    """The answer to one request, and its events.
+    """The reply to one request, and its events.
 
     Args:
-        chat: the chat that asks for the same.
-        made: the id of the answer.
-        model: the model that generates it.
+        model: the model that generates the reply.
     """
 
     def __init__(self, chat: ChatBody, message_id: str, model: Model) -> None:
@@ -174,7 +172,7 @@ class MessageEvents:
         )
 
     def opening(self, index: int, prompt: PromptSize) -> bytes:
-        """Returns the event for a message that begins, with the tokens of its prompt."""
+        """Returns the event that begins a message, with the prompt's token counts."""
         usage = _usage_of(prompt, written=0)
         begun = MessageReply(self._made, self._model.name, [], None, usage)
         return _event("message_start", message=begun)
@@ -187,14 +185,14 @@ class MessageEvents:
         logprobs: Sequence[TokenLogprob],
         at: tuple[int, int],
     ) -> bytes | None:
-        """Returns the addition to the message. A possible start of a tool call is held back."""
+        """Returns the event for new text. Text that may start a tool call is held back."""
         shown, now = self._shown(before), self._shown(before + text)
         if now == shown:
             return None
         return (b"" if shown else _begin(0, ShownText(""))) + _text_delta(now[len(shown) :])
 
     def ending(self, index: int, result: GenerationResult) -> list[bytes]:
-        """Returns the text held back, the tool calls, the stop reason and the usage."""
+        """Returns events for text held back, tool calls, the stop reason and usage."""
         shown = self._shown(result.text)
         choice = chat_choice(self._chat, self._made, index, result)
         blocks, events = _blocks(choice), []
@@ -239,7 +237,7 @@ def _text_delta(text: str) -> bytes:
 
 
 def _blocks(choice: ChatChoice) -> list[ShownBlock]:
-    """Returns the text, if there is any, and the calls behind it."""
+    """Returns the text, if any, followed by the tool calls."""
     message = choice.message
     calls = message.tool_calls if isinstance(message.tool_calls, list) else []
     blocks: list[ShownBlock] = [ShownText(message.content)] if message.content else []
@@ -250,9 +248,12 @@ def _blocks(choice: ChatChoice) -> list[ShownBlock]:
 
 
 def _input(call: Any) -> dict[str, Any]:
-    """Returns the arguments of a call. A model may write what is not an object, or be cut in it."""
+    """Returns the arguments of a call.
+
+    A model may write something other than an object, or be cut off in the middle of it.
+    """
     try:
-        # Its bound on nesting is that of bodies, and it takes no lone surrogates.
+        # Uses the parser for request bodies, which limits nesting and rejects lone surrogates.
         arguments = from_json(call.function.arguments)
     except ValueError:
         return {}
@@ -292,7 +293,7 @@ router = APIRouter(route_class=AnthropicRoute)
     ),
 )
 async def create_message(request: Request) -> Response:
-    """Answers in the shape of Anthropic's API, with `"stream": true` as its events."""
+    """Answers in the shape of Anthropic's API. With `"stream": true`, sends events."""
     call = open_request(request)
     body = await call.read_json(MessagesBody)
     chat = body.to_generation()
@@ -322,7 +323,7 @@ async def create_message(request: Request) -> Response:
     responses=openapi.inference_responses(TokenCountReply, error=AnthropicErrorReply),
 )
 async def count_tokens(request: Request) -> Response:
-    """The tokens that the same request would read."""
+    """Counts the tokens that the model would read for the same request."""
     call = open_request(request)
     body = await call.read_json(CountBody)
     try:

@@ -1,7 +1,7 @@
-"""The bodies of requests to and answers of /v1/messages.
+"""Request and response bodies of /v1/messages.
 
-Fields are those of Anthropic's API (https://docs.claude.com/en/api/messages). A request is
-converted to that of a chat.
+The fields follow Anthropic's API (https://docs.claude.com/en/api/messages). Each request is
+converted to a chat request.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from api.chat_bodies import MAX_TOOLS, TOOL_NAME, ChatBody, Share, text_or_list
 from api.errors import WrongField
 
 MAX_STOPS = 4
-"""As many as a chat takes."""
+"""The same limit as for a chat."""
 
 BLOCK_TYPES = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
 
@@ -28,7 +28,10 @@ StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
 class CacheControl(Body):
-    """Where a prefix ends that may be cached. All prefixes may, so it has no effect."""
+    """Marks the end of a prefix that may be cached.
+
+    It has no effect, because every prefix may be.
+    """
 
     type: Literal["ephemeral"]
     ttl: Option | None = None
@@ -49,7 +52,7 @@ class TextBlock(_Block):
 
 
 class ToolUseBlock(_Block):
-    """A call of a tool in an earlier answer."""
+    """A tool call in an earlier answer."""
 
     type: Literal["tool_use"]
     id: ItemId
@@ -59,7 +62,7 @@ class ToolUseBlock(_Block):
 
 
 class ThinkingBlock(_Block):
-    """What a model thought before an earlier answer. Chat templates that know it get it."""
+    """The model's reasoning before an earlier answer. Passed to chat templates that support it."""
 
     type: Literal["thinking"]
     thinking: str
@@ -67,7 +70,7 @@ class ThinkingBlock(_Block):
 
 
 class RedactedThinkingBlock(_Block):
-    """What a model thought, and nobody can read."""
+    """Encrypted reasoning, which is ignored."""
 
     type: Literal["redacted_thinking"]
     data: str
@@ -85,7 +88,7 @@ TextContent = Annotated[
 
 
 class ToolResultBlock(_Block):
-    """The result of a call."""
+    """The result of a tool call."""
 
     type: Literal["tool_result"]
     tool_use_id: ItemId
@@ -114,7 +117,7 @@ class AnthropicInputMessage(Body):
     content: MessageContent
 
     def to_chat(self) -> Iterator[dict[str, Any]]:
-        """Yields the messages of a chat. Results of tools are messages of their own."""
+        """Yields the equivalent chat messages. Each tool result becomes a separate message."""
         blocks = self.content
         if isinstance(blocks, str):
             yield {"role": self.role, "content": blocks}
@@ -147,7 +150,7 @@ def _text_of(content: str | Sequence[TextBlock] | None) -> str:
 
 
 class MessageTool(_Block):
-    """A tool that the model may call. Anthropic's own tools are not supported."""
+    """A tool that the model may call. Anthropic's built-in tools are not supported."""
 
     type: Literal["custom"] | None = None
     name: str = Field(pattern=TOOL_NAME)
@@ -162,7 +165,7 @@ class MessageTool(_Block):
     )
 
     def to_chat(self) -> dict[str, Any]:
-        """Returns the tool of a chat."""
+        """Returns the tool in the format of a chat request."""
         function: dict[str, Any] = {"name": self.name, "parameters": self.input_schema}
         if self.description is not None:
             function["description"] = self.description
@@ -170,7 +173,7 @@ class MessageTool(_Block):
 
 
 class MessageToolChoice(Body):
-    """Whether a tool is called, and which. `any`: one of them."""
+    """Whether the model may, must or must not call a tool. `any`: it must call one of them."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -196,7 +199,7 @@ class MessageMetadata(Body):
 
 
 class Thinking(Body):
-    """True if the model is to think first. Accepted, without effect."""
+    """True to ask the model to think first. Accepted, without effect."""
 
     type: Option
     budget_tokens: int | None = None
@@ -204,14 +207,14 @@ class Thinking(Body):
 
 
 class JsonFormat(Body):
-    """A schema that the text matches."""
+    """A JSON schema that the text must match."""
 
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
 class OutputConfig(Body):
-    """The format of the text."""
+    """The output format."""
 
     format: JsonFormat | None = None
     effort: Option | None = Field(None, description="Accepted, without effect.")
@@ -219,7 +222,7 @@ class OutputConfig(Body):
 
 
 class CountBody(Body):
-    """Messages whose tokens are counted."""
+    """Messages to count the tokens of."""
 
     messages: list[AnthropicInputMessage] = Field(min_length=1, max_length=2048)
     model: str | None = Field(None, description="Default: the first text model of the catalog.")
@@ -244,10 +247,10 @@ class CountBody(Body):
         return self.output_format if config is None or config.format is None else config.format
 
     def to_chat(self, **more: Any) -> ChatBody:
-        """Returns the chat that asks for the same.
+        """Returns the equivalent chat request.
 
         Raises:
-            pydantic.ValidationError: parts of it don't belong together.
+            pydantic.ValidationError: some of the fields contradict each other.
         """
         system = _text_of(self.system)
         fields: dict[str, Any] = {
@@ -304,10 +307,10 @@ class MessagesBody(CountBody):
         return value
 
     def to_generation(self) -> ChatBody:
-        """Returns the chat that asks for the same text.
+        """Returns the equivalent chat request.
 
         Raises:
-            pydantic.ValidationError: parts of it don't belong together.
+            pydantic.ValidationError: some of the fields contradict each other.
         """
         return self.to_chat(
             max_completion_tokens=self.max_tokens,
@@ -327,7 +330,7 @@ class ShownText(msgspec.Struct, tag_field="type", tag="text"):
 
 
 class ShownToolUse(msgspec.Struct, tag_field="type", tag="tool_use"):
-    """A call that the model asks for."""
+    """A tool call made by the model."""
 
     id: str
     name: str
@@ -338,7 +341,7 @@ ShownBlock = ShownText | ShownToolUse
 
 
 class MessagesUsage(msgspec.Struct):
-    """Tokens that were read and written. `input_tokens` leaves out those that were cached."""
+    """Tokens read and written. `input_tokens` does not include cached tokens."""
 
     input_tokens: int
     output_tokens: int
@@ -347,7 +350,7 @@ class MessagesUsage(msgspec.Struct):
 
 
 class MessageReply(msgspec.Struct):
-    """An answer."""
+    """A complete reply."""
 
     id: str
     model: str
@@ -360,13 +363,13 @@ class MessageReply(msgspec.Struct):
 
 
 class TokenCountReply(msgspec.Struct):
-    """How many tokens the model would read."""
+    """Number of tokens that the model would read."""
 
     input_tokens: int
 
 
 class AnthropicError(msgspec.Struct):
-    """Why a request failed."""
+    """Type and message of an error."""
 
     type: str
     message: str

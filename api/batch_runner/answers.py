@@ -1,9 +1,9 @@
-"""The answers of a batch that are not part of a written segment yet.
+"""Answers of a batch that are not yet part of a written segment.
 
-Lines end in any order, and a segment is written once all of its lines and all earlier segments have
-ended. Until then new answers are logged about once a second, each log an object that is written
-once. So a runner that takes over loses at most the answers of the last second, the counts that
-callers see keep moving, and memory is bounded however long the slowest line takes.
+Lines finish in any order, and a segment is written once all of its lines and all earlier segments
+are finished. Until then, new answers are logged about once a second. Each log is an object that is
+written once. So a runner that takes over loses at most one second of answers, the counts that
+callers see keep moving, and memory stays bounded however long the slowest line takes.
 
 Calls raise Unavailable if the object store is unreachable.
 """
@@ -21,32 +21,31 @@ from shared.errors import Unavailable
 
 READ_AT_ONCE = 8
 FLUSH_BYTES = 4 * 1024 * 1024
-"""Answers that are logged without waiting for the next second."""
+"""Number of answers that triggers a log before the next second."""
 KEPT_BYTES = 16 * 1024 * 1024
-"""Maximum size of logged answers that stay in memory. The others are read again."""
+"""Maximum size of logged answers that stay in memory. Other answers are read again when needed."""
 
 
 class AnswerLog:
-    """The answers of one batch. `open` comes first.
+    """The answers of one batch. Call `open` first.
 
     Args:
-        owner: the owner of the batch.
-        counts: counts of all written segments.
+        counts: counts over all written segments.
     """
 
     def __init__(self, store: BatchStore, owner: str, batch_id: str, counts: Counts) -> None:
         self._store = store
         self._batch = (owner, batch_id)
         self.counts = counts
-        """Counts of all lines that have ended."""
+        """Counts over all finished lines."""
         self._kept: dict[int, LineAnswer] = {}
         """Answers in memory, by line number."""
         self._kept_bytes = 0
         self._new: set[int] = set()
-        """Line numbers of answers that are not logged yet."""
+        """Line numbers of answers that are not yet logged."""
         self._new_bytes = 0
         self._logged: dict[int, str] = {}
-        """The log of each answer, by line number."""
+        """The log that holds each answer, by line number."""
         self._open_lines: dict[str, int] = {}
         """Number of lines in each log that are not part of a written segment, oldest log first."""
         self._numbers = itertools.count()
@@ -54,11 +53,11 @@ class AnswerLog:
         self._flushing = asyncio.Lock()
 
     async def open(self, earlier: Mapping[int, LineAnswer], first_line: int) -> None:
-        """Reads what earlier runners have logged.
+        """Reads the answers that earlier runners logged.
 
         Args:
-            earlier: answers that are stored elsewhere, by line number.
-            first_line: number of the first line that is not part of a written segment.
+            earlier: answers stored elsewhere, by line number.
+            first_line: number of the first line that is not yet part of a written segment.
         """
         logs = await self._store.answer_logs(*self._batch)
         if logs:
@@ -83,16 +82,16 @@ class AnswerLog:
         self._drop_logged()
 
     def __contains__(self, number: int) -> bool:
-        """Returns whether a line has its answer here."""
+        """Returns whether the answer to a line is known."""
         return number in self._kept or number in self._logged
 
     @property
     def is_due(self) -> bool:
-        """True if there is so much to log that it should be done now."""
+        """True if enough answers are waiting to be logged without further delay."""
         return self._new_bytes >= FLUSH_BYTES
 
     def add(self, number: int, answer: LineAnswer) -> None:
-        """Adds the answer of a line that has ended."""
+        """Adds the answer to a finished line."""
         self.counts = counts_after(self.counts, [answer])
         self._keep(number, answer)
         self._new.add(number)
@@ -103,7 +102,7 @@ class AnswerLog:
         self._kept_bytes += len(answer.data)
 
     async def flush(self) -> None:
-        """Writes a log of the answers that came since the last one."""
+        """Logs the answers added since the last log."""
         async with self._flushing:
             numbers = sorted(self._new)
             if not numbers:
@@ -111,7 +110,7 @@ class AnswerLog:
             new = {number: self._kept[number] for number in numbers}
             number, holder = next(self._numbers), self._holder
             key = await self._store.log_answers(*self._batch, number, holder, self.counts, new)
-            # Some may have been forgotten in the meantime, because their segment was written.
+            # Some may have been forgotten in the meantime because their segment was written.
             left = [number for number in numbers if number in self._new]
             self._new.difference_update(left)
             self._new_bytes -= sum(len(new[number].data) for number in left)
@@ -120,7 +119,7 @@ class AnswerLog:
             self._drop_logged()
 
     def _drop_logged(self) -> None:
-        """Keeps KEPT_BYTES of what is logged. The last lines are needed last."""
+        """Keeps up to KEPT_BYTES of logged answers in memory. The last lines are needed last."""
         if self._kept_bytes <= KEPT_BYTES:
             return
         for number in sorted(self._kept.keys() - self._new, reverse=True):
@@ -129,7 +128,7 @@ class AnswerLog:
                 return
 
     async def read(self, numbers: Sequence[int]) -> list[LineAnswer]:
-        """Returns the answers of lines that have all ended.
+        """Returns the answers to lines, all of which must be finished.
 
         Raises:
             Unavailable: the object store is unreachable, or another runner has deleted a log
@@ -145,9 +144,9 @@ class AnswerLog:
         return [answers[number] for number in numbers]
 
     async def forget(self, numbers: Sequence[int]) -> None:
-        """Forgets lines whose segment is written, and deletes the logs that nobody needs.
+        """Forgets lines whose segment is written, and deletes logs that are no longer needed.
 
-        The newest log stays, because the counts that callers see are in it.
+        The newest log stays because it has the counts that callers see.
         """
         for number in numbers:
             answer, key = self._kept.pop(number, None), self._logged.pop(number, None)

@@ -1,4 +1,4 @@
-"""Computes one line of a batch, for as long as that takes."""
+"""Computes one line of a batch, however long it takes."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ from shared.tenants.plan import Caller, Priority
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.25, 30.0
 MAX_RESERVED_PAUSE_S = 5.0
-"""Pause before a budget that requests in other processes have reserved is checked again."""
+"""Pause before checking again a budget that requests in other processes have reserved."""
 STALLED_S = 30.0
-"""A batch in which no line has ended for STALLED_S yields to another batch that waits."""
+"""A batch in which no line has finished for STALLED_S yields to another waiting batch."""
 REPLY_LIMIT_S = 60.0
-"""For the encoding of the images of one line."""
+"""Time limit for encoding the images of one line."""
 PRIORITY: Priority = "batch"
 
 NOT_RUN = {
@@ -57,7 +57,7 @@ NOT_RUN = {
         "This request was not executed, because the batch was canceled.",
     ),
 }
-"""Code and message of a line that its batch left undone, by the end of the batch."""
+"""Code and message for a line that was not run, by the reason why its batch ended."""
 LINES = Counter(
     "penstock_batch_lines_total",
     "Lines of batches that are over: completed, failed or not_run.",
@@ -65,34 +65,37 @@ LINES = Counter(
 )
 _TRANSIENT = (Overloaded, Unavailable, DeadlineExceeded, Canceled)
 READ_AGAIN_S = 1.0
-"""After the time at which a reader ends a run that is late, this runner has read it."""
+"""Extra time for this runner to read the end of a run after its deadline has passed."""
 METRICS_OF_RUN = ("predict_time", "device_time", "cost_usd", "steps")
-"""What the answer to a line says of its run. Other times would count from the batch's creation."""
+"""Timings of the run that an answer includes.
+
+Other timings would count from the batch's creation.
+"""
 
 
 class _RunCanceled(PenstockError):
-    """Somebody canceled the run of a line. It is not begun again, as a request would be."""
+    """The run of a line was canceled. Unlike a request, it is not started again."""
 
     code = Canceled.code
 
 
 @dataclass(slots=True)
 class _Try:
-    """One try of a line."""
+    """One attempt to compute a line."""
 
     outcomes: Sequence[ItemOutcome] | None = None
-    """How its items ended. None: they have not."""
+    """Outcomes of its items. None: not known yet."""
     answered: Sequence[ItemOutcome] = ()
-    """The outcomes that its answer is made of. For a flow, one with the output of the run."""
+    """The outcomes used in the answer. For a flow, a single one with the output of the run."""
 
 
 class TurnProgress:
-    """Progress of one turn of a batch, and whether it is worth waiting for more.
+    """Progress of a batch in one turn; decides whether waiting for more is worthwhile.
 
     Args:
         should_yield: returns whether another batch could run in place of this one.
-        attempts: ends that the records of lines have, by the numbers of the lines. They outlive the
-            turn, as the next one would get these ends again.
+        attempts: number of failed attempts in the records of lines, by line number. They outlive
+            the turn, because the next turn would find the same failures again.
     """
 
     def __init__(self, should_yield: Callable[[], bool], attempts: dict[int, int]) -> None:
@@ -101,7 +104,7 @@ class TurnProgress:
         self._moved_s = time.monotonic()
         self.ended_lines = 0
         self.is_stalled = False
-        """True if the rest of the lines waits for a later turn."""
+        """True if the remaining lines wait for a later turn."""
 
     def note_end(self, line: BatchLine) -> None:
         self.attempts.pop(line.number, None)
@@ -109,23 +112,23 @@ class TurnProgress:
         self.ended_lines += 1
 
     def note_failure(self, line: BatchLine, error: PenstockError, *, has_ended: bool) -> None:
-        """Records that a line failed and may be tried again.
+        """Records that a line failed and may be retried.
 
         Args:
-            has_ended: True if its items had outcomes, which its records and rows have now.
+            has_ended: True if its items had outcomes, which are now in its records and rows.
         """
-        # The record of the job has this end, so the same id would only get it again.
+        # The record of the job has this outcome, so the same ID would only return it again.
         if has_ended or isinstance(error, DeadlineExceeded | Canceled):
             self.attempts[line.number] = self.attempts.get(line.number, 0) + 1
 
     def stall(self) -> None:
-        """Leaves the lines that have not begun to a later turn."""
+        """Leaves lines that have not started to a later turn."""
         self.is_stalled = True
 
     def is_worth_waiting(self, error: PenstockError) -> bool:
-        """Returns whether a line that failed with `error` is tried again in this turn.
+        """Returns whether to retry a line that failed with `error` in this turn.
 
-        A budget that is spent holds up this line only: others may be cheaper.
+        A spent budget holds up only this line, because others may be cheaper.
         """
         if isinstance(error, RateLimited) and error.is_final:
             return False
@@ -138,13 +141,14 @@ class TurnProgress:
 class LineExecutor:
     """Runs lines through the dispatcher, at `batch` priority.
 
-    Temporary failures are retried until the batch expires: a full instance, an unreachable
-    broker, a deadline, a worker that gave up. If the rest of a budget is reserved, the line is
-    retried when a request ends. If the budget is spent, or if nothing moves while others wait, the
-    line waits for a later turn of its batch. An error in the line itself ends it.
+    Temporary failures are retried until the batch expires: a full instance, an unreachable broker,
+    a missed deadline, a worker that gave up. If the rest of a budget is reserved, the line is
+    retried when a request finishes. If the budget is spent, or if nothing moves while others wait,
+    the line waits for a later turn of its batch. An error in the line itself is final.
 
-    A line of a flow is a run, so a prediction with a record. Its id follows from the line, so a
-    runner that takes over finds the run and waits for its end. A canceled batch cancels it.
+    A line of a flow is a run: a prediction with a record. Its ID is derived from the line, so a
+    runner that takes over finds the run and waits for it to finish. Canceling the batch cancels the
+    run.
     """
 
     dispatcher: Dispatcher
@@ -154,7 +158,7 @@ class LineExecutor:
     limiter: Limiter
     source_images: SourceImages
     storage_max_bytes: int
-    """The storage quota of tenants whose plan has none."""
+    """Storage quota of tenants whose plan does not set one."""
 
     async def run(
         self,
@@ -165,15 +169,15 @@ class LineExecutor:
         segment: int,
         is_run_again: Callable[[], bool] = lambda: True,
     ) -> LineAnswer | None:
-        """Computes a line. A canceled call leaves it undone.
+        """Computes a line. If the call is canceled, the line remains undone.
 
         Args:
-            progress: of this turn of the batch.
+            progress: progress of the batch in this turn.
             segment: index of the segment that the line belongs to.
-            is_run_again: True if a line that a canceled call leaves undone is computed later.
+            is_run_again: True if a line left undone by a canceled call will be computed later.
 
         Returns:
-            None if it has to wait for a later turn.
+            None if the line has to wait for a later turn.
         """
         pauses = backoff(FIRST_PAUSE_S, MAX_PAUSE_S)
         while time.time() < batch.expires_at_s:
@@ -211,14 +215,14 @@ class LineExecutor:
         limited: LimitedRequest,
         this: _Try,
     ) -> bytes:
-        """Returns the answer to a line. `this` gets its outcomes, also if there is no answer."""
+        """Returns the answer to a line. Sets the outcomes of `this`, even without an answer."""
         if request.record is None:
             response = await self._dispatched(request, limited)
             this.outcomes = this.answered = response.outcomes
             return await self._reply(batch, line, response, limited)
         try:
             prediction, record = await self._ran(request, limited)
-        except PredictionIdTaken as error:  # nobody else has its id
+        except PredictionIdTaken as error:  # no other request uses its ID
             deleted = await self.predictions.receipts_of_deleted(request.facts.request_id)
             limited.settle(request.price, deleted)
             raise _RunCanceled("the run of the line was deleted") from error
@@ -233,7 +237,7 @@ class LineExecutor:
         run: PredictionSnapshot,
         this: _Try,
     ) -> bytes:
-        """Returns the answer to a line from its run, which is over."""
+        """Returns the answer to a line from its finished run."""
         prediction, record = run
         reply = record.reply
         this.outcomes = reply.outcomes if reply is not None else ()
@@ -251,31 +255,31 @@ class LineExecutor:
             request.price,
             {name: shown[name] for name in METRICS_OF_RUN if name in shown},
         )
-        # Its outcomes are those of its steps, and there are none if all were skipped.
+        # Its outcomes are the outcomes of its steps. There are none if all steps were skipped.
         whole = ItemOutcome(0, "succeeded", Receipt(), reply.output)
         this.answered = [whole]
         with endpoint.words(line.request):
             return await endpoint.reply(line.request, [whole], tools)
 
     async def _ran(self, request: InferenceRequest, limited: LimitedRequest) -> PredictionSnapshot:
-        """Begins the run of a line, or finds it, and waits for its end.
+        """Starts the run of a line, or finds it, and waits for it to finish.
 
-        What its steps delivered is charged, however it ends.
+        Outputs that its steps delivered are charged, however the run ends.
 
         Raises:
-            PenstockError: it can't begin. DeadlineExceeded: it did not end.
+            PenstockError: the run can't start. DeadlineExceeded: it did not finish.
         """
         async with self.predictions.creating(request, waits=True) as creation:
-            # A run that another process began may have less time.
+            # A run started by another process may have less time.
             until_s = creation.snapshot.prediction.deadline_s + GRACE_S + READ_AGAIN_S
             try:
                 await creation.wait(until_s - time.time())
                 if creation.snapshot.record.awaits_receipts:
-                    # Whoever canceled it is about to record what it cost, or has died.
+                    # The process that canceled it is about to record its cost, or has died.
                     creation.snapshot = await self.predictions.end(creation.snapshot)
             except asyncio.CancelledError:
                 if not request.is_run_again():
-                    with suppress(PenstockError):  # else its deadline ends it
+                    with suppress(PenstockError):  # otherwise its deadline ends it
                         creation.snapshot = await self.predictions.end(creation.snapshot)
                 raise
             finally:
@@ -289,21 +293,18 @@ class LineExecutor:
     async def recover(
         self, batch: BatchCreated, caller: Caller, line: BatchLine, segment: int, attempt: int
     ) -> LineAnswer | None:
-        """Returns the answer to a line that was computed already. Computes nothing.
+        """Returns the answer to a line that is already computed. Computes nothing.
 
-        A run of a flow that has not ended is canceled. What is not delivered is not charged, but
-        for the delivered items of a flow.
+        An unfinished flow run is canceled. Items are charged only if delivered, including those of
+        a flow.
 
         Args:
-            batch: the batch, which was canceled or has expired.
+            batch: the batch, which is canceled or expired.
             segment: index of the segment that the line belongs to.
-            attempt: number of its ends that were not final, as in `TurnProgress.attempts`.
+            attempt: number of attempts that were not final, as in `TurnProgress.attempts`.
 
         Returns:
             None if there is no answer.
-
-        Raises:
-            Unavailable: Redis is unreachable.
         """
         this = _Try()
         try:
@@ -327,10 +328,10 @@ class LineExecutor:
         limited: LimitedRequest,
         this: _Try,
     ) -> bytes:
-        """Returns the answer to a line, if all of it is there.
+        """Returns the answer to a line if all of it is available.
 
         Raises:
-            PenstockError: it is not.
+            PenstockError: it is not available.
         """
         if request.record is None:
             response = await self.dispatcher.recall(request)
@@ -359,7 +360,7 @@ class LineExecutor:
     async def _pause(
         self, error: PenstockError, caller: Caller, line: BatchLine, drawn_s: float, left_s: float
     ) -> bool:
-        """Waits before the next try. Returns whether something has changed for it."""
+        """Waits before the next attempt. Returns whether another attempt may now succeed."""
         if isinstance(error, BudgetReserved):
             model = line.request.model
             account = self.limiter.account(caller, model.name, model.limited_unit)
@@ -395,7 +396,7 @@ class LineExecutor:
             return await self.dispatcher.dispatch(request)
         except asyncio.CancelledError:
             if not request.is_run_again():
-                # Its rows say so, also if an earlier process was charged.
+                # Its rows are marked as charged here, even if an earlier process charged them.
                 facts = request.facts
                 price = price_of(request.model, facts.received_at_s, facts.price_share)
                 limited.settle(price, [])
@@ -408,7 +409,7 @@ class LineExecutor:
         response: InferenceResponse,
         limited: LimitedRequest,
     ) -> bytes:
-        """Returns the answer to a line. It is charged if there is one."""
+        """Returns the answer to a line, and charges for it."""
         deadline_s = time.time() + REPLY_LIMIT_S
         tools = ReplyTools(self.objects, self.image_codec, deadline_s, response.price)
         try:
@@ -428,7 +429,7 @@ def _may_pass(error: PenstockError) -> bool:
 def _completed(
     batch: BatchCreated, line: BatchLine, request: InferenceRequest, body: bytes, this: _Try
 ) -> LineAnswer:
-    """Returns the end of a line that was answered, with the usage that its answer reports."""
+    """Returns the final answer to a line that succeeded, with the usage it reports."""
     LINES.labels("completed").inc()
     answer = answered(batch, line, request.facts.request_id, body)
     endpoint = ENDPOINTS[batch.endpoint]
@@ -437,7 +438,7 @@ def _completed(
 
 
 def _failed(batch: BatchCreated, line: BatchLine, attempt: int, error: PenstockError) -> LineAnswer:
-    """Returns the end of a line that failed for good."""
+    """Returns the final answer to a line that failed."""
     LINES.labels("failed").inc()
     return LineAnswer(refused(batch, line, _request_id(batch, line, attempt), error), "failed")
 
@@ -445,14 +446,14 @@ def _failed(batch: BatchCreated, line: BatchLine, attempt: int, error: PenstockE
 def _operation(
     batch: BatchCreated, line: BatchLine, segment: int, request: InferenceRequest, attempt: int
 ) -> str:
-    """Returns the name under which budgets count a line once."""
+    """Returns the name under which budgets count a line only once."""
     name = f"{group_of(batch, segment)}/{line.number}"
-    # What a run has delivered counts even if it ends badly.
+    # Items delivered by a run count even if the run fails.
     return name if request.record is None else f"{name}-{attempt}"
 
 
 def group_of(batch: BatchCreated, segment: int) -> str:
-    """Returns the group of the operations that are the lines of a segment."""
+    """Returns the operation group for the lines of a segment."""
     return f"{batch.id}:{segment}"
 
 
@@ -464,7 +465,7 @@ def _request(
     is_run_again: Callable[[], bool],
 ) -> InferenceRequest:
     model = line.request.model
-    # A row of a line that is computed twice is the same row, its time included.
+    # If a line is computed twice, its row must be identical, including its timestamp.
     facts = RequestFacts(
         request_id=_request_id(batch, line, attempt),
         tenant=batch.tenant,
@@ -492,7 +493,10 @@ def _request(
 def _record(
     batch: BatchCreated, line: BatchLine, facts: RequestFacts, deadline_s: float
 ) -> NewRecord:
-    """The record of a run. Its input, which may have secrets and files, is in the batch's file."""
+    """The record of a run.
+
+    Its input, which may contain secrets and files, stays in the batch's file.
+    """
     model = line.request.model
     prediction = Prediction(
         id=facts.request_id,
@@ -517,11 +521,11 @@ def _record(
 
 
 def _request_id(batch: BatchCreated, line: BatchLine, attempt: int) -> str:
-    """Returns an id that is the same each time a line is computed, as are its job and its rows."""
+    """Returns an ID that is the same each time a line is computed, as are its job and rows."""
     name = f"{batch.id}-{line.number}" + (f"-{attempt}" if attempt else "")
     if line.request.model.flow is None:
         return name
-    # No Idempotency-Key of a caller has a line feed.
+    # An Idempotency-Key sent by a caller never contains a line feed.
     return ids_of(batch.tenant, "", f"line\n{name}")[0]
 
 

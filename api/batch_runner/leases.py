@@ -16,7 +16,7 @@ from shared.errors import Unavailable
 from shared.stores.redis_client import RedisLink, RedisStore, load_script
 
 LEASE_S = 15.0
-"""How long the batches of a runner wait after its death."""
+"""How long the batches of a dead runner wait."""
 
 ERRORS = Counter(
     "penstock_batch_leases_errors_total",
@@ -30,11 +30,10 @@ log = logging.getLogger(__name__)
 
 
 class BatchLeases(RedisStore):
-    """The leases of one runner: an async context manager that opens without Redis too.
+    """The leases of one runner: an async context manager that also opens without Redis.
 
     Args:
-        redis_url: the Redis that all runners share.
-        holder: the id of this runner.
+        redis_url: the Redis server shared by all runners.
         lease_s: a lease ends after this time without renewal.
     """
 
@@ -45,18 +44,17 @@ class BatchLeases(RedisStore):
         self._lease_s = lease_s
 
     async def take(self, batch_id: str) -> bool:
-        """Takes or renews a lease. Returns whether it is ours.
-
-        Raises:
-            Unavailable: Redis did not answer.
-        """
+        """Takes or renews a lease. Returns whether this runner holds it."""
         lease_ms = round(self._lease_s * 1000)
         return bool(
             await self._commands.run_script(_RENEW, [_key(batch_id)], self._holder, lease_ms)
         )
 
     async def keep(self, batch_id: str) -> None:
-        """Renews a lease until another runner has it. While Redis is away it counts as ours."""
+        """Renews a lease until another runner takes it.
+
+        While Redis is unreachable, the lease counts as ours.
+        """
         while True:
             await asyncio.sleep(self._lease_s / 3)
             try:
@@ -67,7 +65,7 @@ class BatchLeases(RedisStore):
                 log.warning("lease of a batch not renewed", extra=facts)
 
     async def release(self, batch_id: str) -> None:
-        """Ends a lease. Without Redis it expires."""
+        """Releases a lease. If Redis is unreachable, the lease expires."""
         with contextlib.suppress(Unavailable):
             await self._commands.run_script(_RELEASE, [_key(batch_id)], self._holder)
 

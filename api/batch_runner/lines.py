@@ -1,6 +1,6 @@
-"""Lines of batches: splits a JSONL file into requests, and writes outcomes as lines of the output.
+"""Splits JSONL files of batches into requests, and writes outcomes as lines of the output.
 
-The format is that of https://jsonlines.org.
+See https://jsonlines.org for the format.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ ENDPOINTS: dict[str, Endpoint] = {
         OcrEndpoint(),
     )
 }
-"""By path: those that lines of a batch may name."""
+"""The endpoints that lines of a batch may use, by path."""
 MAX_LINE_BYTES = 4 * 1024 * 1024
 BYTE_ORDER_MARK = codecs.BOM_UTF8
 _BESIDE_BYTES = len(BYTE_ORDER_MARK) + 1
-"""A mark and a CR, which are not part of the data."""
+"""A byte order mark and a CR, which are not part of the data."""
 MAX_CUSTOM_ID_CHARS = 512
 
 
@@ -53,21 +53,21 @@ class Line(NamedTuple):
     """A line that is not blank."""
 
     number: int
-    """Its number in the file, from 1. Blank lines count."""
+    """Line number in the file, from 1. Blank lines count."""
     offset: int
     """Offset of the line in the file, in bytes."""
     data: bytes | None
-    """Without its end. None: it is too long."""
+    """The line without its line ending. None: too long."""
 
 
 class LineSplitter:
-    """Splits pieces of a file, cut anywhere, into lines. Pure: no I/O.
+    """Splits pieces of a file, cut anywhere, into lines. Does no I/O.
 
-    A line ends with LF or CRLF, the last one also with the file. Blank lines are left out, as is a
-    byte order mark at the start of a line, which joined files have. No more than one line is held.
+    A line ends with LF, CRLF or the end of the file. Blank lines are skipped. A byte order mark at
+    the start of a line, as in concatenated files, is removed. At most one line is held in memory.
 
     Args:
-        longest_bytes: the data of longer lines is dropped.
+        longest_bytes: data of longer lines is dropped.
         offset: bytes before the first line in the file.
     """
 
@@ -79,10 +79,10 @@ class LineSplitter:
         self._start = offset
         self._held = bytearray()
         self._dropped = 0
-        """Bytes of the current line that were dropped, as it is too long."""
+        """Bytes of the current line that were dropped because it is too long."""
 
     def feed(self, data: bytes) -> list[Line]:
-        """Takes the next piece. Returns the lines that it completes."""
+        """Takes the next piece. Returns the lines completed by it."""
         lines: list[Line] = []
         at = 0
         while (end := data.find(b"\n", at)) >= 0:
@@ -93,7 +93,7 @@ class LineSplitter:
         return lines
 
     def finish(self) -> list[Line]:
-        """Ends the file. Returns its last line, if it did not end with a line feed."""
+        """Ends the file. Returns the last line if it does not end with a line feed."""
         lines: list[Line] = []
         self._end_line(lines, 0)
         return lines
@@ -121,7 +121,7 @@ class LineSplitter:
 
 
 class LineRefused(BadInput):
-    """A line of the file is wrong."""
+    """A line of the file is invalid."""
 
     def __init__(self, code: str, message: str, line: int, param: str | None = None) -> None:
         super().__init__(message, field=param)
@@ -148,10 +148,10 @@ class BatchLine:
 
 
 def read_line(line: Line, batch: BatchCreated, catalog: Catalog) -> BatchLine:
-    """Validates a line as the live route does.
+    """Validates a line like a live request.
 
     Raises:
-        LineRefused: something in it is wrong.
+        LineRefused: the line is invalid.
     """
     fields = _fields_of(line)
     if not 1 <= len(fields.custom_id) <= MAX_CUSTOM_ID_CHARS:
@@ -177,30 +177,30 @@ def read_line(line: Line, batch: BatchCreated, catalog: Catalog) -> BatchLine:
 
 
 def custom_id_of(line: Line) -> str:
-    """Returns the custom_id of a line that was validated before."""
+    """Returns the custom_id of a line that is already validated."""
     return _fields_of(line).custom_id
 
 
 def default_seed(batch: BatchCreated, number: int) -> int:
-    """Returns the seed of images without one: the same each time a line is computed."""
+    """Returns a seed for images that set none. It is the same each time a line is computed."""
     digest = hashlib.blake2b(f"{batch.id}-{number}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big")
 
 
 def answered(batch: BatchCreated, line: BatchLine, request_id: str, body: bytes) -> bytes:
-    """Returns the line of the output file with an answer."""
+    """Returns a line of the output file with an answer."""
     return _line(batch, line.number, line.custom_id, 200, request_id, body)
 
 
 def refused(batch: BatchCreated, line: BatchLine, request_id: str, error: PenstockError) -> bytes:
-    """Returns the line of the error file with the response that the live route gives."""
+    """Returns a line of the error file with the response of the live route."""
     response = error_response(error)
     body = bytes(response.body)
     return _line(batch, line.number, line.custom_id, response.status_code, request_id, body)
 
 
 def not_run(batch: BatchCreated, number: int, custom_id: str, code: str, message: str) -> bytes:
-    """Returns the line of the error file of a request that was not run, and why."""
+    """Returns a line of the error file with the reason why a request was not run."""
     wrong = {"code": code, "message": message}
     return msgspec.json.encode(
         {
@@ -238,7 +238,7 @@ def _fields_of(line: Line) -> _Fields:
         return _decoder.decode(line.data)
     except msgspec.ValidationError as error:
         raise LineRefused("invalid_request", str(error), line.number) from error
-    # Bytes that are not UTF-8 raise a UnicodeDecodeError.
+    # Raises UnicodeDecodeError if the bytes are not UTF-8.
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         reason = f"the line is not valid JSON: {error}"
         raise LineRefused("invalid_json_line", reason, line.number) from error

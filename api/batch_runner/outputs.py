@@ -13,7 +13,7 @@ from shared.stores.objects import ObjectStore, StoredObject
 
 
 class Outputs:
-    """Writes the files of batches whose lines have all ended."""
+    """Writes the output files of batches once all lines are finished."""
 
     def __init__(self, objects: ObjectStore, store: BatchStore, files: BatchFiles) -> None:
         self._objects = objects
@@ -23,10 +23,10 @@ class Outputs:
     async def compose(
         self, batch: BatchCreated, model: str, segments: Sequence[StoredObject]
     ) -> tuple[str, str]:
-        """Writes the files in the order of the lines. Repeated, it writes the same files again.
+        """Writes the files in line order. Running it again writes the same files.
 
         Returns:
-            The ids of the output file and the error file, empty for a file without lines.
+            IDs of the output file and the error file. The ID of a file without lines is empty.
 
         Raises:
             Unavailable: the object store is unreachable.
@@ -54,7 +54,7 @@ class Outputs:
     ) -> str:
         if not any(length for _, _, length in parts):
             return ""
-        # Named after the batch: composing it again overwrites the same file.
+        # Named after the batch, so that composing it again overwrites the same file.
         file_id = new_file_id(batch.created_at_s, f"{batch.id} {kind}")
         async with self._objects.writer(data_key(batch.tenant, file_id), JSONL) as writer:
             for segment, start, length in parts:

@@ -1,8 +1,8 @@
-"""Lines of batches that are predictions of a custom model, or runs of a flow.
+"""Batch lines that are predictions of a custom model, or flow runs.
 
-The body is that of POST /v1/predictions, and the answer is a prediction that succeeded, without
-what belongs to a record. Links would end before a batch is read, so the files of an output are in
-it as `data:` URIs.
+The body is the same as for POST /v1/predictions. The answer is a succeeded prediction without the
+fields that belong to a record. Links would expire before a batch is read, so output files are
+included as `data:` URIs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ from shared.messages import ItemOutcome
 from shared.tasks.custom import CustomInput, CustomResult, interface_of
 
 MAX_OUTPUT_FILES_BYTES = 4 * 1024 * 1024
-"""Of the files of one answer. A segment of lines is held in memory."""
+"""Maximum total size of the files in one answer, because a whole segment of lines is held in
+memory.
+"""
 _REPLY_BYTES, _REPLY_WITH_FILES_BYTES = 64 * 1024, 1024 * 1024
 _ACCEPTED = ("data:", "https://", "http://", "file-")
 
@@ -44,12 +46,12 @@ class PredictionLine(Body):
 
 
 class PredictionsEndpoint(Endpoint):
-    """Lines whose body is that of POST /v1/predictions, for custom models and flows."""
+    """Lines with the body of POST /v1/predictions, for custom models and flows."""
 
     path = "/v1/predictions"
 
     def read(self, data: bytes, catalog: Catalog, default_seed: int) -> LineRequest:
-        """Returns one item. Its files are loaded when it runs."""
+        """Returns one item. Its files are loaded when the line runs."""
         body = PredictionLine.model_validate_json(data, strict=True)
         model = find_version(catalog, body.version)
         if not model.definition.has_interface:
@@ -77,7 +79,7 @@ class PredictionsEndpoint(Endpoint):
     async def inputs(self, request: LineRequest, caller: LineCaller) -> Sequence[CustomInput]:
         """Loads the files of the line, and stores large values.
 
-        Each try does, but an unchanged file is not loaded again.
+        Each attempt does this, but an unchanged file is not loaded again.
         """
         body = cast(PredictionLine, request.body)
         custom_input, files = checked_input(
@@ -95,7 +97,7 @@ class PredictionsEndpoint(Endpoint):
     async def reply(
         self, request: LineRequest, outcomes: Sequence[ItemOutcome], tools: ReplyTools
     ) -> bytes:
-        """Returns the prediction, with its files as `data:` URIs."""
+        """Returns the prediction with its files as `data:` URIs."""
         (outcome,) = outcomes
         result = outcome.result
         assert isinstance(result, CustomResult), "a class gave something else; this is a bug"
@@ -136,7 +138,7 @@ async def _loaded(blob: Blob, left_bytes: int, tools: ReplyTools) -> Blob:
 
 
 def _in_input(error: ValidationError | BadInput) -> BadInput:
-    """The same error, about a field of `input`."""
+    """The same error, for a field of `input`."""
     wrong = to_bad_input(error) if isinstance(error, ValidationError) else error
     if wrong.field in (None, "input"):
         return wrong

@@ -1,4 +1,4 @@
-"""Validates one batch, and runs it from its current state until its end or another batch's turn.
+"""Validates one batch and runs it from its current state until it ends or another batch is due.
 
 The file of a batch is validated line by line, and divided into segments.
 """
@@ -39,19 +39,19 @@ from shared.errors import BadInput, Unavailable
 
 MAX_LINES = 50_000
 MAX_INPUTS = 50_000
-"""Texts, or images, in all lines together, as in OpenAI's API."""
+"""Maximum number of texts or images in all lines together, as in OpenAI's API."""
 MAX_ERRORS = 100
-"""Maximum number of errors reported. Nothing is read after the last of them."""
+"""Maximum number of errors reported. Reading stops at the last of them."""
 SEGMENT_LINES = 1000
 SEGMENT_INPUT_BYTES = 4 * 1024 * 1024
 SEGMENT_REPLY_BYTES = 16 * 1024 * 1024
-"""A segment is read and written as a whole, so these bound what a batch takes in memory."""
+"""A segment is read and written as a whole, so these limits bound the memory per batch."""
 _LINES_AT_A_TIME = 100
 log = logging.getLogger(__name__)
 
 
 class FileRefused(Exception):
-    """The file can't be run. `errors` say why."""
+    """The file can't be run. `errors` has the reasons."""
 
     def __init__(self, errors: list[LineError]) -> None:
         super().__init__(f"{len(errors)} errors")
@@ -64,8 +64,8 @@ async def validate(
     """Reads the whole file of a batch once.
 
     Raises:
-        FileRefused: a line, or the file as a whole, is wrong.
-        BadInput: the bytes of the file are gone.
+        FileRefused: a line or the whole file is invalid.
+        BadInput: the file's data no longer exists.
         Unavailable: the object store is unreachable.
     """
     checks = _Checks(batch, catalog, file.size_bytes)
@@ -86,7 +86,7 @@ class _Checks:
     inputs: int = 0
     model: str = ""
     custom_ids: set[bytes] = field(default_factory=set)
-    """Digests of 128 bits, since 50,000 ids may have 512 characters each."""
+    """128-bit digests, because 50,000 IDs may have 512 characters each."""
     segments: list[LineBlock] = field(default_factory=list)
     _segment_lines: int = 0
     _reply_bytes: int = 0
@@ -152,12 +152,12 @@ class _Checks:
 
 
 class BatchRun:
-    """One batch that this runner runs.
+    """A batch run by this runner.
 
     Args:
-        stop: signals that no more lines are run.
-        share: bounds the lines in flight.
-        attempts: of its lines in earlier turns (`TurnProgress`).
+        stop: signals that no more lines should run.
+        share: bounds the items in flight.
+        attempts: failed attempts of its lines in earlier turns (see `TurnProgress`).
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class BatchRun:
         self._progress = TurnProgress(turns.is_anyone_waiting, attempts)
 
     async def run(self) -> BatchEnded | Paused:
-        """Returns the end of the batch, which is stored, or why it continues in a later turn.
+        """Returns the stored end of the batch, or why it continues in a later turn.
 
         Raises:
             Unavailable: the object store is unreachable. Stored segments are not lost.
@@ -216,7 +216,7 @@ class BatchRun:
         return await store.read(self._owner, batch.id, "plan", BatchPlan) or plan
 
     async def _run_segments(self, plan: BatchPlan, file: BatchFile) -> Paused | None:
-        """Runs the remaining lines. Returns None once all have ended."""
+        """Runs the remaining lines. Returns None once all are finished."""
         source = BatchLines(self._batch, plan, file, self._tools.files)
         running = SegmentRun(self._tools, source, self._stop, self._share, self._turns)
         return await running.run(self._progress)
@@ -230,7 +230,7 @@ class BatchRun:
         batch = self._batch
         written = await self._tools.store.segments(self._owner, batch.id)
         if len(written) < len(plan.segments):
-            # Another runner has ended the batch. Its files must not be written over by half ones.
+            # Another runner has ended the batch. Don't overwrite its files with incomplete ones.
             raise Unavailable("segments of the batch are gone")
         _, counts = await self._tools.store.written(self._owner, batch.id)
         output, error = await self._tools.outputs.compose(batch, plan.model, written)

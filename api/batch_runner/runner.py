@@ -1,16 +1,16 @@
-"""The runner: leases open batches, runs several at the same time, and announces their ends.
+"""The batch runner: leases open batches, runs several at a time, and announces when they end.
 
-Tenants take turns. A runner runs at most one batch per tenant: the oldest that can run. If more
-tenants wait than it can serve at a time, a batch is put back after each segment, and the tenant
-that was served longest ago is next.
+Tenants take turns. A runner runs at most one batch per tenant: the oldest one that can run. If more
+tenants wait than it can serve at a time, it puts a batch back after each segment and continues with
+the tenant that has waited longest.
 
-A batch whose lines can't run now, for example because a budget is spent, steps aside for another
-batch. It is checked again after pauses that grow up to MAX_PAUSE_S, and runs before newer batches
-of its tenant. The items in flight are bounded per runner and shared equally among its batches.
+A batch whose lines can't run now, for example because a budget is spent, yields to another batch.
+It is checked again after pauses that grow up to MAX_PAUSE_S, and runs before newer batches of its
+tenant. The number of items in flight is bounded per runner and shared equally among its batches.
 
 Leases keep runners from computing the same lines (api/batch_runner/leases.py).
 
-`opened_runner` composes it from the parts of an API instance.
+`opened_runner` composes it from parts of the API.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ from shared.webhook_publisher import WebhookPublisher
 from shared.webhooks import BatchEvent
 
 POLL_S = 2.0
-"""Each look lists the open batches, for which buckets charge."""
+"""Interval between listings of open batches, because object stores charge for each listing."""
 MAX_AT_ONCE = 8
 ELSEWHERE_S = 5.0
-"""How long a batch that another runner holds is left alone."""
+"""How long to leave a batch alone that another runner holds."""
 NEVER_CREATED_S = 120.0
-"""A marker without a batch is removed after this time: its creation broke off."""
+"""A marker without a batch is removed after this time, because the creation was interrupted."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 60.0
 
 OPEN = Gauge("penstock_batches_open", "Batches of all tenants that are not over.")
@@ -73,7 +73,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Held:
-    """A batch in the hands of this runner."""
+    """A batch held by this runner."""
 
     id: str
     is_cancelled: bool
@@ -83,11 +83,11 @@ class _Held:
     is_any_waiting: bool = False
 
     def is_next_one_due(self) -> bool:
-        """Returns whether more tenants wait than can run, or an older batch of this one does."""
+        """Returns whether more tenants wait than can run, or an older batch of this tenant does."""
         return self.is_next_due
 
     def is_anyone_waiting(self) -> bool:
-        """Returns whether any batch could run in place of this one."""
+        """Returns whether another batch could run in place of this one."""
         return self.is_any_waiting
 
     def cancel(self) -> None:
@@ -98,15 +98,15 @@ class _Held:
 
 @dataclass(slots=True)
 class _Patience:
-    """When a batch is looked at again that is held elsewhere, that failed here or stepped aside."""
+    """When to try a batch again that is held elsewhere, failed here or yielded."""
 
     pauses: Iterator[float] = field(default_factory=lambda: backoff(FIRST_PAUSE_S, MAX_PAUSE_S))
     until_s: float = 0.0
     is_aside: bool = False
-    """True if it has stepped aside. A cancellation can then end it at once."""
+    """True if the batch yielded. A cancellation can then end it at once."""
 
     def wait(self, *, is_aside: bool) -> None:
-        """Waits at least FIRST_PAUSE_S, and longer than the last time."""
+        """Waits at least FIRST_PAUSE_S, and longer each time."""
         self.until_s = time.monotonic() + max(FIRST_PAUSE_S, next(self.pauses))
         self.is_aside = is_aside
 
@@ -132,7 +132,7 @@ class BatchRunner:
         self._woken = asyncio.Event()
 
     async def run(self) -> None:
-        """Runs until it is canceled. Then it lets go of its batches, which others take over."""
+        """Runs until canceled. Then it releases its batches for other runners to take over."""
         try:
             while True:
                 try:
@@ -174,14 +174,14 @@ class BatchRunner:
         return patience.until_s <= time.monotonic()
 
     def _report_waiting(self, due: list[OpenBatch], *, is_contended: bool) -> None:
-        """Reports to the running batches who waits for their turns."""
+        """Informs running batches about other batches that wait for a turn."""
         others: dict[str, list[str]] = {}
         for one in due:
             held = self._held.get(one.owner)
             if held is not None and held.id != one.id:
                 others.setdefault(one.owner, []).append(one.id)
         for owner, held in self._held.items():
-            # Ids count down: the oldest has the largest.
+            # IDs count down, so the oldest batch has the largest.
             held.is_next_due = is_contended or any(one > held.id for one in others.get(owner, ()))
             held.is_any_waiting = is_contended or owner in others
 
@@ -198,7 +198,7 @@ class BatchRunner:
         self._woken.set()
 
     async def _serve(self, one: OpenBatch, held: _Held) -> None:
-        """Runs a batch for one turn. Whatever goes wrong is tried again later."""
+        """Runs a batch for one turn. After any failure it is tried again later."""
         patience = self._patience.setdefault(one.id, _Patience())
         try:
             if not await self._leases.take(one.id):
@@ -216,7 +216,7 @@ class BatchRunner:
             facts = {"batch": one.id, "reason": error.message}
             log.warning("batch interrupted", extra=facts)
             patience.wait(is_aside=False)
-        except Exception as error:  # a bug must not cost the other batches their runner
+        except Exception as error:  # a bug must not stop the runner for other batches
             log.error("batch failed unexpectedly", extra={"batch": one.id}, exc_info=error)
             patience.wait(is_aside=False)
 
@@ -274,18 +274,18 @@ class BatchRunner:
 
 
 def _oldest_of_each(opened: Iterable[OpenBatch]) -> list[OpenBatch]:
-    """Returns one batch of each owner. The newest come first, so the last one counts."""
+    """Returns one batch of each owner. The newest come first, so the last one wins."""
     return list({one.owner: one for one in opened}.values())
 
 
 class _StoredResults:
-    """The results of predictions that are in the object store, for lines that name them."""
+    """Results of predictions in the object store that lines refer to."""
 
     def __init__(self, objects: ObjectStore) -> None:
         self._objects = objects
 
     async def fetch(self, key: str, media_type: str, deadline_s: float) -> bytes:
-        """Returns the bytes behind a link whose signature was verified."""
+        """Returns the data for a link whose signature is already verified."""
         return await self._objects.get(key, MAX_BYTES)
 
 
@@ -297,7 +297,7 @@ def _source_images(
     records: Records,
     codec: ImageCodec,
 ) -> SourceImages:
-    """What loads the files that lines name: data: URIs, uploads, results and URLs."""
+    """Returns the loader for files in lines: data: URIs, uploads, results and URLs."""
     return SourceImages(
         objects,
         Files(objects, storage),
@@ -322,16 +322,15 @@ async def opened_runner(
     """Opens everything that a runner needs. The caller runs it inside the block.
 
     Args:
-        transport: the connection to the broker. Not yet open.
+        transport: connection to the broker, not yet open.
         admin: creates an inbox if no pool has one. Not yet open.
-        rows: takes the rows of lines that no worker computes. Not yet open.
-        lease_s: seconds after which another runner takes over from one that died.
+        rows: receives rows for lines that no worker computes. Not yet open.
+        lease_s: seconds after which another runner takes over from a dead one.
 
     Raises:
-        ConfigurationError: the URL of the object store or of the keys is wrong.
-        Unavailable: the broker is unreachable.
+        ConfigurationError: the URL of the object store or the key store is invalid.
     """
-    # Lines seldom repeat, and Redis has those that do. So the memory of a runner stays flat.
+    # Lines seldom repeat, and Redis caches repeated ones. So the memory of a runner stays flat.
     settings = settings.model_copy(update={"memory_cache_bytes": 0})
     instance, objects = f"batches-{secrets.token_hex(4)}", ObjectStore(settings.objects_url)
     store = BatchStore(objects)

@@ -1,11 +1,11 @@
 """Runs the lines of a batch for one turn.
 
-Lines begin in order, within a window of items, and end in any order: a slow one holds up no other.
-Segments are written in order, each once it and all earlier ones are complete. Answers in between
-are logged (api/batch_runner/answers.py).
+Lines start in order, within a window of items, and finish in any order, so a slow one does not hold
+up the others. Segments are written in order, each once it and all earlier ones are complete.
+Answers are logged in the meantime (api/batch_runner/answers.py).
 
-When a batch is canceled or expires, a runner that took over answers lines with what an earlier one
-had computed, as far as that can be found. The others are not run, and cost nothing.
+If a batch is canceled or expires, a runner that took over returns the answers that an earlier
+runner computed, as far as they can be found. The other lines are not run and cost nothing.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ from shared.errors import Unavailable
 from shared.tenants.plan import Caller
 
 FLUSH_S = 1.0
-"""Pause between two logs of answers."""
+"""Pause between two answer logs."""
 BYTES_OF_AN_ITEM = 64 * 1024
-"""A line counts as at least one item of the window per BYTES_OF_AN_ITEM of its request and answer.
+"""A line counts as at least one item in the window per BYTES_OF_AN_ITEM of its request and answer.
 """
 RECOVERED_AT_ONCE = 16
 log = logging.getLogger(__name__)
 
 
 class Stop:
-    """Stops a batch: no more of its lines are run. Holds the reason."""
+    """Stops a batch so that no more of its lines run. Holds the reason."""
 
     def __init__(self, expires_at_s: float) -> None:
         self._expires_at_s = expires_at_s
@@ -74,7 +74,7 @@ class Stop:
 
     @property
     def end(self) -> End | None:
-        """The end of the batch. None if it continues."""
+        """Why the batch ends. None if it continues."""
         if self.is_cancelled:
             return "cancelled"
         return "expired" if time.time() >= self._expires_at_s else None
@@ -86,7 +86,7 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class RunTools:
-    """Dependencies shared by all runs of batches."""
+    """Dependencies shared by all batches of a runner."""
 
     store: BatchStore
     files: BatchFiles
@@ -97,26 +97,26 @@ class RunTools:
 
 
 class BatchPermits(Protocol):
-    """Other batches that wait for the turn of this one."""
+    """Other batches that wait for this batch's turn to end."""
 
     def is_next_one_due(self) -> bool:
         """Returns whether another batch runs next, after the current segment."""
         ...
 
     def is_anyone_waiting(self) -> bool:
-        """Returns whether any batch could run in place of this one."""
+        """Returns whether another batch could run in place of this one."""
         ...
 
 
 class Paused(Enum):
-    """Why a batch was put down before its end."""
+    """Why a batch was suspended before its end."""
 
     YIELDED = auto()
     """It is another batch's turn."""
     STUCK = auto()
-    """The lines that are left can't be run now."""
+    """The remaining lines can't be run now."""
     MOVED = auto()
-    """The same, but some lines ended in this turn."""
+    """The same as STUCK, but some lines finished in this turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ class BatchLines:
 
 @dataclass(slots=True)
 class _OpenSegment:
-    """A segment some of whose lines have not ended, or which waits for an earlier one."""
+    """A segment with unfinished lines, or one that waits for an earlier segment."""
 
     numbers: list[int]
     left: set[int]
@@ -153,8 +153,8 @@ class SegmentRun:
     """One turn of a batch.
 
     Args:
-        stop: signals that no more lines are run.
-        share: bounds the lines in flight.
+        stop: signals that no more lines should run.
+        share: bounds the items in flight.
     """
 
     def __init__(
@@ -173,10 +173,10 @@ class SegmentRun:
         self._share = share
         self._turns = turns
         self._open: dict[int, _OpenSegment] = {}
-        """By index. Those below `_next` are written."""
+        """By index. Segments below `_next` are written."""
         self._next = 0
         self._begun = 0
-        """Segments below this one may have lines that an earlier runner began."""
+        """Segments below this index may have lines that an earlier runner started."""
         self._tasks: set[asyncio.Task[LineAnswer | None]] = set()
         self._has_waiting = False
         """True if a line waits for a later turn."""
@@ -185,10 +185,10 @@ class SegmentRun:
         self._moved = asyncio.Event()
 
     async def run(self, progress: TurnProgress) -> Paused | None:
-        """Runs the remaining lines. Returns None once all have ended.
+        """Runs the remaining lines. Returns None once all are finished.
 
         Raises:
-            Unavailable: the object store is unreachable. What is logged is not lost.
+            Unavailable: the object store is unreachable. Logged answers are not lost.
         """
         store, names = self._tools.store, (self._owner, self._batch.id)
         self._next, counts = await store.written(*names)
@@ -211,7 +211,7 @@ class SegmentRun:
         return Paused.MOVED if progress.ended_lines else Paused.STUCK
 
     async def _run_lines(self, answers: AnswerLog, progress: TurnProgress) -> None:
-        """Runs lines until all have ended, the batch is stopped, or the turn is over."""
+        """Runs lines until all are finished, the batch is stopped, or the turn is over."""
         if await self._tools.terms.is_frozen(self._batch.tenant):
             progress.stall()
         caller = await self._tools.terms.caller_of(self._batch)
@@ -240,7 +240,7 @@ class SegmentRun:
             starting.result()
 
     async def _start_all(self, answers: AnswerLog, caller: Caller, progress: TurnProgress) -> None:
-        """Starts lines in order, as far as there is room in the window."""
+        """Starts lines in order, as long as there is room in the window."""
         first = self._next
         for index in range(first, len(self._source.plan.segments)):
             if self._stop.end is not None or progress.is_stalled or self._has_waiting:
@@ -257,7 +257,7 @@ class SegmentRun:
                 await self._start(index, line, answers, caller, progress)
 
     async def _open_segment(self, index: int, answers: AnswerLog) -> list[Line]:
-        """Opens a segment. Returns its lines that have no answer."""
+        """Opens a segment. Returns its lines without an answer."""
         if index >= self._begun:
             await self._tools.store.begin_segment(self._owner, self._batch.id, index)
         lines = await self._source.read(index)
@@ -298,7 +298,7 @@ class SegmentRun:
     def _note(
         self, index: int, number: int, answers: AnswerLog, task: asyncio.Task[LineAnswer | None]
     ) -> None:
-        """Takes over the end of a line."""
+        """Records the result of a line."""
         if (failure := task.exception()) is not None:
             self._failure = failure
         elif (answer := task.result()) is not None:
@@ -314,7 +314,10 @@ class SegmentRun:
             self._moved.set()
 
     async def _try_to_write(self, answers: AnswerLog) -> Unavailable | None:
-        """Writes the complete segments. Returns why that failed, as lines in flight continue."""
+        """Writes complete segments.
+
+        Returns the error if that failed, because lines in flight continue.
+        """
         try:
             await self._write_complete(answers)
         except Unavailable as error:
@@ -324,7 +327,7 @@ class SegmentRun:
         return None
 
     async def _write_complete(self, answers: AnswerLog) -> None:
-        """Writes the segments that are complete, as far as all earlier ones are."""
+        """Writes complete segments as long as all earlier ones are complete."""
         store, names = self._tools.store, (self._owner, self._batch.id)
         written, counts = self._next, None
         while (segment := self._open.get(self._next)) is not None and not segment.left:
@@ -350,7 +353,7 @@ class SegmentRun:
                 await answers.forget(segment.numbers)
 
     async def _end_rest(self, answers: AnswerLog, attempts: Mapping[int, int]) -> None:
-        """Ends the lines that the stop of the batch leaves undone, and writes all segments."""
+        """Ends lines left undone when the batch stops, and writes all segments."""
         while self._next < len(self._source.plan.segments):
             index, started = self._next, set[int]()
             lines = await self._source.read(index)
@@ -373,10 +376,10 @@ class SegmentRun:
     async def _end_undone(
         self, line: Line, index: int, attempts: Mapping[int, int], *, is_started: bool
     ) -> LineAnswer:
-        """Returns what was computed already, or that the line was not run."""
+        """Returns an answer computed earlier, or records that the line was not run."""
         with suppress(LineRefused):
             batch_line = read_line(line, self._batch, self._tools.catalog)
-            # The run of a flow goes on by itself, also if this runner began it.
+            # The run of a flow continues by itself, even if this runner started it.
             is_run = is_started and batch_line.request.model.flow is not None
             if is_run or (index < self._begun and not is_started):
                 tools, attempt = self._tools, attempts.get(line.number, 0)
@@ -398,7 +401,7 @@ class SegmentRun:
 
 
 async def _all_of(ends: Sequence[Coroutine[None, None, LineAnswer]]) -> list[LineAnswer]:
-    """Waits for all. If one fails, the others are canceled, and none runs on."""
+    """Waits for all of them. If one fails, cancels the others before returning."""
     tasks = [asyncio.ensure_future(one) for one in ends]
     try:
         return await asyncio.gather(*tasks)
@@ -410,7 +413,7 @@ async def _all_of(ends: Sequence[Coroutine[None, None, LineAnswer]]) -> list[Lin
 
 @asynccontextmanager
 async def _flushed_often(answers: AnswerLog) -> AsyncIterator[None]:
-    """Logs new answers every FLUSH_S while the block runs, and once more if it fails."""
+    """Logs new answers every FLUSH_S while the block runs, and once more if the block fails."""
 
     async def flush_often() -> None:
         while True:

@@ -1,7 +1,7 @@
-"""The limits of a batch's tenant and key as they are now, from the directory of keys.
+"""Current limits of a batch's tenant and key, from the key directory.
 
-A batch may run for a day. If its budget is raised in the meantime, its lines continue. If it is
-lowered, they wait. Its price, its weight and its models are those of its creation.
+A batch may run for a day. If its budget is raised in the meantime, its lines continue. If the
+budget is lowered, they wait. Price, weight and models are fixed when the batch is created.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shared.tenants.key_store import KeyStore
 from shared.tenants.plan import Caller, Limits
 
 REFRESH_S = 2.0
-"""As long as API instances take to see a change."""
+"""API instances take as long to see a change."""
 READ_LIMIT_S = 2.0
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ class CurrentTerms:
     """Reads the directory on demand. An async context manager that owns the store.
 
     Args:
-        store: has the directory. None: no keys are required, and limits are those of the creation.
+        store: the key directory. None: keys are not required, and the limits at creation apply.
         clock: monotonic seconds.
     """
 
@@ -55,8 +55,8 @@ class CurrentTerms:
     async def caller_of(self, batch: BatchCreated) -> Caller:
         """Returns the caller that pays for the lines of a batch, with its current budgets.
 
-        If the key is gone or no directory can be read, the terms are those of the batch's creation.
-        Rate limits apply only to requests.
+        If the key no longer exists or the directory can't be read, the limits at the batch's
+        creation apply. Rate limits apply only to requests.
         """
         await self._refresh()
         if not self._version:
@@ -68,7 +68,7 @@ class CurrentTerms:
         )
 
     async def is_frozen(self, tenant: str) -> bool:
-        """Returns whether the batches of a tenant wait until it is thawed."""
+        """Returns whether the tenant is frozen, so that its batches wait."""
         await self._refresh()
         return is_frozen(tenant, self._document)
 
@@ -83,7 +83,7 @@ class CurrentTerms:
                 if stored is None:
                     return
                 source = self._store.source
-                # Thousands of keys take tens of milliseconds, in which lines continue.
+                # Takes tens of milliseconds for thousands of keys, during which lines continue.
                 document = await asyncio.to_thread(decode_document, stored.data, source)
             except (TimeoutError, Unavailable, ConfigurationError) as error:
                 self._failed(str(error) or f"no answer in {READ_LIMIT_S:g} s")
@@ -93,7 +93,7 @@ class CurrentTerms:
             self._limits = {key.id: key.limits for key in document.keys}
 
     def _failed(self, reason: str) -> None:
-        """Logs a reason once, because the store is read again and again."""
+        """Logs a reason only once, because the store is read again and again."""
         if self._store is not None and reason != self._reason:
             facts = {"source": self._store.source, "reason": reason}
             log.warning("limits of batches not read; those read before count", extra=facts)

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 
 
 class ItemWindow:
-    """Room for items in flight. Each open share has an equal part of it.
+    """Room for items in flight. Each open share gets an equal part of it.
 
     Args:
-        items: the room of all shares together.
+        items: total room of all shares.
     """
 
     def __init__(self, items: int) -> None:
@@ -32,12 +32,12 @@ class ItemWindow:
 
     @property
     def part(self) -> int:
-        """The items that each share may have in flight."""
+        """Number of items that each share may have in flight."""
         return max(1, self._items // max(1, len(self._shares)))
 
 
 class Share:
-    """The part of one batch."""
+    """The part of the window for one batch."""
 
     def __init__(self, window: ItemWindow) -> None:
         self._window = window
@@ -45,9 +45,11 @@ class Share:
         self._changed = asyncio.Event()
 
     async def take(self, items: int) -> None:
-        """Waits until the items fit. More than the whole part fit when nothing else is in flight.
+        """Waits until the items fit.
 
-        Only one task of a batch calls this.
+        More items than the whole part fit once nothing else is in flight.
+
+        Only one task per batch may call this.
         """
         while self._taken and self._taken + items > self._window.part:
             self._changed.clear()
@@ -55,7 +57,7 @@ class Share:
         self._taken += items
 
     def give_back(self, items: int) -> None:
-        """Ends items that were taken."""
+        """Releases items."""
         self._taken -= items
         self.wake()
 

@@ -1,9 +1,10 @@
-"""Bounds the open batches of an owner, exactly, even if many instances create them at once.
+"""Limits the open batches per owner, exactly, even if many instances create some at once.
 
-Each admission is an object with a number, without gaps, and has the ids of all batches that are
-open after it. So the last one is the state. An instance reads it, leaves out the batches that have
-ended, and writes the next number, which the store permits only one writer (`ObjectStore.create`).
-A slower writer reads again. A batch has its marker before its admission, so one without is over.
+Admissions are objects with consecutive numbers. Each has the IDs of all batches that are open after
+it, so the last one is the current state. An instance reads it, leaves out the batches that have
+ended, and writes the next number, which the store permits only to one writer
+(`ObjectStore.create`). A slower writer reads again. A batch gets its marker before its admission,
+so a batch without a marker is over.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from shared.errors import BadInput, Overloaded, Unavailable
 from shared.stores.objects import ObjectStore
 
 KEPT = 1000
-"""Number of admissions kept. A number is not reused while an instance may still try to write it:
-no owner admits KEPT batches within MAX_S.
+"""Number of admissions kept.
+
+A number is not reused while an instance may still try to write it, because no owner admits KEPT
+batches within MAX_S.
 """
 MAX_S = 10.0
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.01, 0.2
@@ -35,7 +38,7 @@ class Admissions:
     """The admissions of all owners.
 
     Args:
-        open_ids: returns the ids of an owner's batches that have a marker.
+        open_ids: returns the IDs of an owner's batches that have a marker.
     """
 
     def __init__(
@@ -48,22 +51,21 @@ class Admissions:
     async def admit(
         self, owner: str, batch_id: str, most: int, mark: Callable[[], Awaitable[None]]
     ) -> bool:
-        """Admits a batch, unless `most` of its owner are open.
+        """Admits a batch unless `most` batches of its owner are open.
 
         Args:
-            owner: the owner of the batch.
             most: the maximum number of open batches.
-            mark: writes the marker of the batch. It is called before the batch is admitted, and not
-                at all if there is no room from the start.
+            mark: writes the batch's marker. It is called before the batch is admitted, and not at
+                all if there is no room from the start.
 
         Returns:
-            Whether it is admitted. If not, it may still have a marker.
+            True if it is admitted. If not, it may still have a marker.
 
         Raises:
             Overloaded: other instances were faster for MAX_S.
             Unavailable: the object store is unreachable.
         """
-        # Instances of one process would only take the numbers from each other.
+        # Instances in one process would only compete for the numbers.
         turn = self._turns.setdefault(owner, asyncio.Lock())
         try:
             async with asyncio.timeout(MAX_S), turn:
@@ -77,7 +79,8 @@ class Admissions:
         is_marked = False
         for pause_s in backoff(FIRST_PAUSE_S, MAX_PAUSE_S):
             last, open_ids = await self._state(owner)
-            # The store refused, but it was written. Or another instance counted it at the start.
+            # The store refused although the object was written, or another instance counted it at
+            # the start.
             if batch_id in open_ids:
                 return True
             if len(open_ids) >= most:
@@ -102,11 +105,11 @@ class Admissions:
         number = _LAST - int(listed[0].key.rpartition("/")[2])
         try:
             admitted = _ids.decode(await self._objects.get(listed[0].key, _MAX_BYTES))
-        except BadInput:  # it was so old that the store removed it
+        except BadInput:  # so old that the store deleted it
             return number, sorted(marked)
         return number, [one for one in admitted if one in marked]
 
 
 def _key(owner: str, number: int) -> str:
-    """Numbers count down, so that the last one comes first in a listing."""
+    """Numbers count down so that the last one is listed first."""
     return f"{ADMISSIONS}/{owner}/{_LAST - number:012d}"

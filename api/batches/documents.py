@@ -1,4 +1,4 @@
-"""The documents of a batch, each written once, and the state that follows from them.
+"""The documents of a batch, each written once, and the resulting state.
 
     created      → validating
     plan         → in_progress
@@ -6,17 +6,17 @@
     finalizing   → finalizing        with the end that it leads to
     ended        → completed, failed, expired, cancelled
 
-Each step is one document, and the first writer of a document wins. So a runner that is late can't
-undo the work of another one.
+Each step is one document, and the first writer wins. So a late runner can't undo the work of
+another.
 
-A segment has a line with the counts so far, then the answers, then the errors. It is one object, so
-it is stored completely or not at all. Its counts include those of all earlier segments, so the last
-one has the progress of its batch.
+A segment has a line with the counts so far, followed by the answers and the errors. It is one
+object, so it is stored completely or not at all. Its counts include all earlier segments, so the
+last segment has the progress of the batch.
 
-Lines of several segments run at the same time, and segments are written in order. Until then their
+Lines of several segments run at the same time, but segments are written in order. Until then their
 answers are in logs (api/batch_runner/answers.py), which the next runner reads. A runner of release
-0.1.0 stored the answers of a segment that it set aside as a half segment, and ignores logs: it
-computes their lines again.
+0.1.0 stores the answers of a segment that it set aside as a half segment, and ignores logs: it
+computes those lines again.
 """
 
 from __future__ import annotations
@@ -69,25 +69,25 @@ class BatchCreated(msgspec.Struct, kw_only=True, omit_defaults=True):
     output_keep_s: int
     webhook: str = ""
     base_url: str = ""
-    """The URL that the caller reached the API by, which those of its files begin with."""
+    """Base URL that the caller used to reach the API. File URLs start with it."""
     key_id: str = ""
     price_share: float = 1.0
-    """The part of the list price that its lines cost, by the plan of its tenant."""
+    """Fraction of the list price that its lines cost, from the tenant's plan."""
     weight: float = 1.0
     models: list[str] | None = None
-    """The models that its key may use. None: all."""
+    """Models that its key may use. None: all."""
     plan: Plan = DEFAULT_PLAN
     plan_name: str = ""
     key_limits: Limits | None = None
 
     def caller(self, plan: Plan, plan_name: str, key_limits: Limits | None) -> Caller:
-        """Returns the caller that pays.
+        """Returns the caller to charge.
 
         Lines count toward the monthly budgets. Rate limits apply only to requests.
 
         Args:
-            plan_name: its name. Empty: the tenant has none.
-            key_limits: of the key alone.
+            plan_name: plan name. Empty: the tenant has no plan.
+            key_limits: limits of the key itself.
         """
         return Caller(
             tenant=self.tenant,
@@ -99,17 +99,17 @@ class BatchCreated(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class LineBlock(msgspec.Struct, array_like=True):
-    """Lines that are written together. Which lines they are never changes."""
+    """A block of lines written together. Its boundaries never change."""
 
     offset: int
     """Offset of the first line in the file, in bytes."""
     size_bytes: int
     first_line: int
-    """The number of the first line in the file."""
+    """Number of the block's first line in the file."""
 
 
 class BatchPlan(msgspec.Struct, kw_only=True):
-    """The result of the validation."""
+    """The result of validation."""
 
     model: str
     total: int
@@ -118,10 +118,10 @@ class BatchPlan(msgspec.Struct, kw_only=True):
 
 
 class LineUsage(NamedTuple):
-    """The usage that the answer to a line reports. All are 0 where a model has none."""
+    """Usage reported in the answer to a line. Amounts that a model does not report are 0."""
 
     input_tokens: int = 0
-    """Tokens that were read, cached ones included."""
+    """Tokens read, including cached tokens."""
     output_tokens: int = 0
     cached_tokens: int = 0
     audio_seconds: int = 0
@@ -129,17 +129,18 @@ class LineUsage(NamedTuple):
 
 
 class Counts(msgspec.Struct, omit_defaults=True):
-    """Counts of the lines that have ended, and the resources they used."""
+    """Counts of the finished lines and the resources they used."""
 
     completed: int = 0
     failed: int = 0
     not_run: int = 0
-    """The failed lines that were not run."""
+    """Failed lines that were not run."""
     tokens: int = 0
-    """Tokens that were read and written."""
+    """Tokens read and written."""
     output_tokens: int = 0
-    """The part of `tokens` that was written. 0 for lines that a runner of release 0.1.0 ended, as
-    are the further amounts."""
+    """Tokens written, which are part of `tokens`. 0 for lines finished by a runner of release
+    0.1.0, as are the fields below.
+    """
     cached_tokens: int = 0
     audio_seconds: int = 0
     pages: int = 0
@@ -150,7 +151,7 @@ class Counts(msgspec.Struct, omit_defaults=True):
 
 
 class LineError(msgspec.Struct):
-    """Why a file was refused, in the shape of OpenAI's API."""
+    """Why a file was rejected, in the shape of OpenAI's API."""
 
     code: str
     message: str
@@ -159,7 +160,7 @@ class LineError(msgspec.Struct):
 
 
 class Finalizing(msgspec.Struct):
-    """The end of a batch, decided once all lines have ended."""
+    """The end of a batch, decided once all lines are finished."""
 
     end: End
     at_s: float
@@ -184,7 +185,7 @@ class BatchEnded(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 @dataclass(frozen=True, slots=True)
 class BatchState:
-    """All that is known of a batch."""
+    """Everything known about a batch."""
 
     created: BatchCreated
     plan: BatchPlan | None = None
@@ -195,14 +196,14 @@ class BatchState:
 
     @property
     def model(self) -> str:
-        """The model of all its lines. Empty until the file was read."""
+        """The model used by all lines. Empty until the file is read."""
         if self.ended is not None:
             return self.ended.plan_model
         return "" if self.plan is None else self.plan.model
 
     @property
     def status(self) -> Status:
-        """In the words of OpenAI's API."""
+        """The status, with OpenAI's names."""
         if self.ended is not None:
             return self.ended.end
         if self.cancelling_at_s:
@@ -213,17 +214,17 @@ class BatchState:
 
 
 class LineAnswer(NamedTuple):
-    """The end of a line: a line of the output file, or of the error file."""
+    """The final result of a line: a line of the output file or the error file."""
 
     data: bytes
     end: Literal["completed", "failed", "not_run"]
     tokens: int = 0
-    """As release 0.1.0 knows it, without the other amounts."""
+    """Kept for release 0.1.0, which does not know the other amounts."""
     usage: LineUsage = LineUsage()
 
 
 class SegmentHeader(msgspec.Struct):
-    """The first line of a segment. `counts` are those of all lines up to its end."""
+    """The first line of a segment. `counts` covers all lines up to its end."""
 
     counts: Counts
     output_bytes: int
@@ -231,9 +232,9 @@ class SegmentHeader(msgspec.Struct):
 
 
 class AnswersHeader(msgspec.Struct):
-    """The first line of a log of answers. `counts` are those of all lines that have ended.
+    """The first line of an answer log. `counts` covers all finished lines.
 
-    `segment` is only set in a half segment of release 0.1.0.
+    `segment` is set only in a half segment of release 0.1.0.
     """
 
     counts: Counts
@@ -261,7 +262,7 @@ def counts_after(before: Counts, answers: Sequence[LineAnswer]) -> Counts:
 
 
 def encode_segment(counts: Counts, answers: Sequence[LineAnswer]) -> bytes:
-    """Returns the bytes of a segment. `counts` are those of all lines up to its end."""
+    """Returns the bytes of a segment. `counts` covers all lines up to its end."""
     outputs = [answer.data for answer in answers if answer.end == "completed"]
     errors = [answer.data for answer in answers if answer.end != "completed"]
     output, error = (b"".join(one + b"\n" for one in lines) for lines in (outputs, errors))
@@ -269,7 +270,7 @@ def encode_segment(counts: Counts, answers: Sequence[LineAnswer]) -> bytes:
 
 
 def encode_answers(counts: Counts, answers: Mapping[int, LineAnswer]) -> bytes:
-    """Returns the bytes of a log of answers, by line number."""
+    """Returns the bytes of an answer log, by line number."""
     return _padded(AnswersHeader(counts)) + msgspec.msgpack.encode(answers)
 
 
@@ -279,12 +280,12 @@ def decode_header(data: bytes) -> SegmentHeader:
 
 
 def decode_answers_header(data: bytes) -> AnswersHeader:
-    """Reads the first HEADER_BYTES of a log of answers."""
+    """Reads the first HEADER_BYTES of an answer log."""
     return _answers_header_decoder.decode(data[:HEADER_BYTES])
 
 
 def decode_answers(data: bytes) -> dict[int, LineAnswer]:
-    """Reads the answers in a log, by line number."""
+    """Reads the answers in an answer log, by line number."""
     return _answers_decoder.decode(data[HEADER_BYTES:])
 
 

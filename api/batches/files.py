@@ -1,10 +1,10 @@
-"""The files of OpenAI's clients: uploads, and the outputs and errors of batches.
+"""Files in OpenAI's API: uploads, and the outputs and errors of batches.
 
-An upload has requests of a batch, or is an input of any kind (`user_data`, or `ocr` of Mistral's
-clients) that others name.
+An upload contains batch requests, or is an input of any kind (`user_data`, or `ocr` from Mistral
+clients) that other requests refer to.
 
-The object store has the bytes and one document for each. A file is there once its document is, so
-an upload that breaks off leaves no file.
+The object store has the data and one document per file. A file exists once its document does, so an
+interrupted upload does not leave a file.
 
 Calls raise Unavailable if the object store is unreachable.
 """
@@ -33,7 +33,7 @@ MIN_KEEP_S = 3600
 READ_BYTES = 1024 * 1024
 PAGE = 100
 MAX_LEFT_OUT = 50_000
-"""Files that listings have left out and need not read again. They take about 15 MB."""
+"""Number of files left out of listings that need not be read again. They take about 15 MB."""
 JSONL = "application/jsonl"
 _DOCUMENT_MAX_BYTES = 16 * 1024
 _HEAD_BYTES = 1024
@@ -58,7 +58,7 @@ class BatchFile(msgspec.Struct, kw_only=True):
 
     @property
     def data_key(self) -> str:
-        """The object with its bytes."""
+        """The object with the file's data."""
         return data_key(self.tenant, self.id)
 
 
@@ -66,12 +66,12 @@ _decoder = msgspec.json.Decoder(BatchFile)
 
 
 def is_of(models: Collection[str] | None, model: str) -> bool:
-    """Returns whether `model` is among `models`, if these are limited and it is known."""
+    """Returns whether `model` is in `models`. True if `models` is None or `model` is unknown."""
     return models is None or not model or model in models
 
 
 class _Facts(NamedTuple):
-    """What decides whether a listing has a file."""
+    """The facts that decide whether a listing includes a file."""
 
     purpose: FilePurpose
     model: str
@@ -79,7 +79,7 @@ class _Facts(NamedTuple):
 
 
 class FilePage(msgspec.Struct):
-    """One page of a listing, and whether another one follows."""
+    """One page of a listing, and whether there is another one."""
 
     files: list[BatchFile]
     has_more: bool
@@ -89,27 +89,27 @@ class BatchFiles:
     """The files of all tenants.
 
     Args:
-        storage: counts what a tenant stores. Outputs count, but are never refused.
+        storage: counts stored bytes per tenant. Outputs count, but are never rejected.
     """
 
     def __init__(self, objects: ObjectStore, storage: Storage) -> None:
         self._objects = objects
         self._storage = storage
         self._left_out: dict[StoredObject, _Facts] = {}
-        """By their documents, which are others once they were written again."""
+        """Keyed by document, which changes whenever the file is written again."""
 
     @asynccontextmanager
     async def upload(self, quota: StorageQuota, body_bytes: int | None) -> AsyncIterator[Upload]:
-        """Receives the bytes of a file in pieces. At the end of the block it is a file.
+        """Receives the data of a file in pieces. The file exists once the block ends.
 
         The block sets `purpose`, `filename` and `keep_s` of the upload.
 
         Args:
-            body_bytes: the size of the request's body, with the file in it. None: not known.
+            body_bytes: size of the request body, including the file. None: not known.
 
         Raises:
-            BadInput: the data is not a valid batch file.
-            StorageFull: the tenant has no room for it.
+            BadInput: not a valid batch file.
+            StorageFull: the tenant's storage quota is used up.
         """
         created_at_s = time.time()
         file_id = new_file_id(created_at_s)
@@ -121,7 +121,7 @@ class BatchFiles:
             await self.add(upload.to_file(quota.tenant))
 
     async def add(self, file: BatchFile) -> None:
-        """Adds the document of a file whose bytes are stored."""
+        """Adds the document of a file whose data is stored."""
         data = msgspec.json.encode(file)
         await self._objects.put(_document_key(file.tenant, file.id), data, "application/json")
 
@@ -129,7 +129,7 @@ class BatchFiles:
         """Finds a file of this tenant.
 
         Raises:
-            NotFound: the tenant has no such file, or it has expired.
+            NotFound: the tenant does not have such a file, or it has expired.
         """
         file = await self._read_document(tenant, file_id) if is_file_id(file_id) else None
         if file is None or file.expires_at_s <= time.time():
@@ -146,14 +146,14 @@ class BatchFiles:
         purpose: str,
         models: Collection[str] | None = None,
     ) -> FilePage:
-        """Returns a page of a tenant's files by time of creation, the newest first.
+        """Returns a page of a tenant's files by creation time, newest first.
 
         Args:
-            after: the id of the last file of the page before. Empty: from the start.
-            limit: maximum number of files, PAGE at most.
-            is_ascending: the oldest first.
+            after: ID of the last file on the previous page. Empty: start at the beginning.
+            limit: maximum number of files, up to PAGE.
+            is_ascending: True to list the oldest files first.
             purpose: only files of this purpose. Empty: all.
-            models: only uploads, and what batches of these models wrote. None: all.
+            models: only uploads and files written by batches of these models. None: all.
         """
         now_s, stored = time.time(), _documents_of(await self._stored(tenant))
 
@@ -180,7 +180,10 @@ class BatchFiles:
         documents: Mapping[str, StoredObject],
         is_listed: Callable[[BatchFile | _Facts], bool],
     ) -> list[BatchFile]:
-        """Returns the files of a listing among some. Those that it leaves out are read once."""
+        """Returns the files among `documents` that belong in a listing.
+
+        Other files are read only once.
+        """
         known = {one: self._left_out.get(document) for one, document in documents.items()}
         ids = [one for one, facts in known.items() if facts is None or is_listed(facts)]
         read = await asyncio.gather(*(self._read_document(tenant, one) for one in ids))
@@ -194,22 +197,22 @@ class BatchFiles:
         return [file for file in files if is_listed(file)]
 
     async def keep_until(self, file: BatchFile, until_s: float) -> None:
-        """Lets a file expire no earlier than `until_s` (Unix time)."""
+        """Extends the lifetime of a file to at least `until_s` (Unix time)."""
         if file.expires_at_s < until_s:
             await self.add(msgspec.structs.replace(file, expires_at_s=until_s))
 
     async def delete(self, file: BatchFile) -> None:
-        """Removes a file: first its document, so that no caller finds half of it."""
+        """Deletes a file, document first, so that no caller finds an incomplete file."""
         await self._objects.delete(_document_key(file.tenant, file.id))
         await self._objects.delete(file.data_key)
 
     async def read(
         self, file: BatchFile, start: int = 0, end: int | None = None
     ) -> AsyncIterator[bytes]:
-        """Yields the bytes of a file from `start` up to `end`, or to its end.
+        """Yields the data of a file from `start` up to `end`, or to the end of the file.
 
         Raises:
-            BadInput: the bytes are gone.
+            BadInput: the data no longer exists.
         """
         stop = file.size_bytes if end is None else min(end, file.size_bytes)
         while start < stop:
@@ -218,15 +221,16 @@ class BatchFiles:
             start += length
 
     def has_id(self, name: str) -> bool:
-        """Returns whether this has the form of the id of a file."""
+        """Returns whether `name` has the form of a file ID."""
         return is_file_id(name)
 
     async def load(self, tenant: str, file_id: str, max_bytes: int) -> tuple[bytes, str]:
-        """Returns the bytes of a file of this tenant, and its name.
+        """Returns the data and name of a file of this tenant.
 
         Raises:
-            NotFound: the tenant has no such file, or it has expired.
-            BadInput: it is of a batch, has more than `max_bytes`, or they are gone.
+            NotFound: the tenant does not have such a file, or it has expired.
+            BadInput: the file belongs to a batch, is larger than `max_bytes`, or its data no longer
+                exists.
         """
         file = await self.find(tenant, file_id)
         if file.purpose in ("batch", "batch_output"):
@@ -240,7 +244,7 @@ class BatchFiles:
         return await self._objects.get(file.data_key, max_bytes), file.filename
 
     async def _stored(self, tenant: str) -> list[StoredObject]:
-        # Two objects for each file, and room for outputs, which are never refused.
+        # Two objects per file, with room for outputs, which are never rejected.
         return await self._objects.listing(f"{FILES}/{owner_of(tenant)}", 4 * MAX_FILES)
 
     async def _read_document(self, tenant: str, file_id: str) -> BatchFile | None:
@@ -252,7 +256,7 @@ class BatchFiles:
 
 
 class Upload:
-    """The bytes of a file while they are received."""
+    """A file while its data is being received."""
 
     def __init__(
         self,
@@ -264,25 +268,25 @@ class Upload:
         self.id = file_id
         self.created_at_s = created_at_s
         self.filename = "file"
-        """As the caller named it."""
+        """File name set by the caller."""
         self.purpose: UploadPurpose = "batch"
         self.keep_s = KEEP_S
-        """Seconds after which it is gone."""
+        """Seconds until the file expires."""
         self._writer = writer
         self._reservation = reservation
         self._head = b""
 
     @property
     def size_bytes(self) -> int:
-        """The bytes so far."""
+        """Number of bytes received."""
         return self._writer.size_bytes
 
     async def write(self, data: bytes, *, is_batch: bool = False) -> None:
-        """Adds a piece. `is_batch`: whether it is known already that its purpose is a batch.
+        """Adds a piece. Set `is_batch` if the purpose is already known to be a batch.
 
         Raises:
-            BadInput: the file is too large, or does not begin as JSONL.
-            StorageFull: the tenant has no room for more.
+            BadInput: the file is too large or does not start like JSONL.
+            StorageFull: the tenant's storage quota is used up.
         """
         if self.size_bytes + len(data) > FILE_MAX_BYTES:
             raise BadInput(f"file: larger than {FILE_MAX_BYTES} bytes", field="file")
@@ -305,10 +309,10 @@ class Upload:
         )
 
     def check_content(self) -> None:
-        """Checks the content, once the whole file was written.
+        """Checks the content after the whole file is written.
 
         Raises:
-            BadInput: it is empty, or is for a batch and does not begin as JSONL.
+            BadInput: the file is empty, or is for a batch and does not start like JSONL.
         """
         if self.purpose == "batch":
             self._check_head()
@@ -325,7 +329,7 @@ class Upload:
 
 
 def data_key(tenant: str, file_id: str) -> str:
-    """Returns the object with the bytes of a file."""
+    """Returns the key of the object with a file's data."""
     return f"{FILES}/{owner_of(tenant)}/{file_id}/data"
 
 
@@ -334,5 +338,5 @@ def _document_key(tenant: str, file_id: str) -> str:
 
 
 def _documents_of(stored: Sequence[StoredObject]) -> dict[str, StoredObject]:
-    """Returns the documents of files, by their ids."""
+    """Returns file documents by file ID."""
     return {one.key.split("/")[3]: one for one in stored if one.key.endswith("/file.json")}

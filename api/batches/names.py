@@ -1,12 +1,12 @@
-"""Ids of files and batches, and the keys of their objects in the object store.
+"""IDs of files and batches, and the keys of their objects in the object store.
 
     batches/files/<owner>/<file>/data, file.json     an uploaded file, or the output of a batch
     batches/runs/<owner>/<batch>/…                   the documents and the segments of a batch
     batches/open/<owner>/<batch>/open, cancel        markers of the batches that are not over
     batches/admissions/<owner>/<number>              which of them were admitted
 
-`<owner>` is a digest of the tenant, so a tenant's ids lead to nothing below another one. An id
-begins with its time, counted down: in the order of their names the newest comes first.
+`<owner>` is a digest of the tenant, so the IDs of a tenant can't lead to objects of another one.
+IDs begin with the creation time, counted down, so the newest comes first in name order.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ _BATCH = re.compile(r"batch_[0-9a-f]{32}")
 
 
 def new_file_id(at_s: float, seed: str = "") -> str:
-    """Returns the id of a file created at `at_s` (Unix time). Equal seeds give equal ids."""
+    """Returns the ID of a file created at `at_s` (Unix time). Equal seeds yield equal IDs."""
     return f"file-{_countdown(at_s)}{_tail(seed)}"
 
 
 def new_batch_id(at_s: float) -> str:
-    """Returns the id of a batch that is created at `at_s` (Unix time)."""
+    """Returns the ID of a batch created at `at_s` (Unix time)."""
     return f"batch_{_countdown(at_s)}{_tail('')}"
 
 
 def created_at_s(batch_id: str) -> float:
-    """Returns when a batch was created (Unix time), by its id."""
+    """Returns the creation time in a batch ID (Unix time)."""
     return (_LAST_MS - int(batch_id.removeprefix("batch_")[:12], 16)) / 1000
 
 
 def is_file_id(name: str) -> bool:
-    """Returns whether this has the form of the id of a file."""
+    """Returns whether `name` has the form of a file ID."""
     return _FILE.fullmatch(name) is not None
 
 
 def is_batch_id(name: str) -> bool:
-    """Returns whether this has the form of the id of a batch."""
+    """Returns whether `name` has the form of a batch ID."""
     return _BATCH.fullmatch(name) is not None
 
 

@@ -15,10 +15,10 @@ from shared.errors import BadInput, Overloaded
 from shared.tenants.plan import Caller
 
 MAX_OPEN = 50
-"""Batches of a tenant that are not over."""
+"""Maximum number of open batches per tenant."""
 FULL_RETRY_S = 60.0
 INPUT_KEEP_S = 3600
-"""Minimum time for which the input is kept after the window of its batch."""
+"""Minimum time to keep the input after the batch's completion window."""
 PAGE = 100
 
 
@@ -36,26 +36,26 @@ class NewBatch:
 
 @dataclass(frozen=True, slots=True)
 class BatchPage:
-    """One page of a listing, and whether another one follows."""
+    """One page of a listing, and whether there is another one."""
 
     batches: Sequence[BatchState]
     has_more: bool
 
 
 class Batches:
-    """The batches of all tenants, as the API sees them."""
+    """The batches of all tenants."""
 
     def __init__(self, store: BatchStore, files: BatchFiles) -> None:
         self._store = store
         self._files = files
 
     async def create(self, caller: Caller, asked: NewBatch) -> BatchState:
-        """Creates a batch. Its lines are validated by the runner.
+        """Creates a batch. The runner validates its lines.
 
         Raises:
-            NotFound: the tenant has no such file.
+            NotFound: the tenant does not have such a file.
             BadInput: the file is not for a batch.
-            Overloaded: too many batches of the tenant are not over.
+            Overloaded: too many of the tenant's batches are open.
             Unavailable: the object store is unreachable.
         """
         file = await self._files.find(caller.tenant, asked.input_file_id)
@@ -94,7 +94,7 @@ class Batches:
         """Finds a batch of this tenant.
 
         Raises:
-            NotFound: the tenant has no such batch.
+            NotFound: the tenant does not have such a batch.
             Unavailable: the object store is unreachable.
         """
         return await self._store.find(tenant, batch_id)
@@ -105,9 +105,10 @@ class Batches:
         """Returns a page of a tenant's batches, the newest first.
 
         Args:
-            after: the id of the last batch of the page before. Empty: from the start.
-            limit: maximum number of batches, PAGE at most.
-            models: only batches of these models, and those whose model is not known yet. None: all.
+            after: ID of the last batch on the previous page. Empty: start at the beginning.
+            limit: maximum number of batches, up to PAGE.
+            models: only batches of these models, and batches whose model is not known yet. None:
+                all.
 
         Raises:
             Unavailable: the object store is unreachable.
@@ -122,11 +123,11 @@ class Batches:
         return BatchPage(batches[:limit], len(batches) > limit)
 
     async def cancel(self, tenant: str, batch_id: str) -> BatchState:
-        """Cancels a batch that is not over. A repeated call changes nothing.
+        """Cancels an open batch. Calling it again has no effect.
 
         Raises:
-            NotFound: the tenant has no such batch.
-            BadInput: it has ended.
+            NotFound: the tenant does not have such a batch.
+            BadInput: the batch has ended.
             Unavailable: the object store is unreachable.
         """
         state = await self._store.find(tenant, batch_id)
@@ -141,7 +142,7 @@ class Batches:
         """Checks that no open batch reads a file.
 
         Raises:
-            BadInput: one does.
+            BadInput: an open batch reads the file.
             Unavailable: the object store is unreachable.
         """
         owner = owner_of(file.tenant)

@@ -1,4 +1,4 @@
-"""Stores batches: their documents, segments, logs of answers, and the markers of open ones.
+"""Stores batches: their documents, segments and answer logs, and the markers of open batches.
 
 Calls raise Unavailable if the object store is unreachable.
 """
@@ -34,26 +34,26 @@ from shared.errors import BadInput
 from shared.stores.objects import ObjectStore, StoredObject
 
 MAX_OPEN_OF_ALL = 20_000
-"""Markers that are read at a time."""
+"""Number of markers read at a time."""
 MAX_SEGMENTS = 50_000
 _DOCUMENT_MAX_BYTES = 16 * 1024 * 1024
 MAX_LOGS = 10**8 - 1
 _ANSWERS_MAX_BYTES = 256 * 1024 * 1024
-"""A larger log is not read, and its lines are computed again."""
+"""A larger log is not read; its lines are computed again."""
 _BEGUN, _ANSWERS = "begun", "answers"
 _JSON = "application/json"
 D = TypeVar("D", bound=msgspec.Struct)
 
 
 class StoredLog(NamedTuple):
-    """A stored log of answers."""
+    """A stored answer log."""
 
     number: int
     key: str
 
 
 class OpenBatch(NamedTuple):
-    """A batch that is not over, or whose markers are still there."""
+    """An open batch, or one whose markers still exist."""
 
     owner: str
     id: str
@@ -68,9 +68,11 @@ class BatchStore:
         self._admissions = Admissions(objects, self._marked)
 
     async def create(self, created: BatchCreated, most_open: int) -> bool:
-        """Stores a new batch, unless `most_open` of its tenant are open. Returns whether it did.
+        """Stores a new batch unless `most_open` batches of its tenant are open.
 
-        Its marker comes first: a batch that no runner finds would never end.
+        Returns whether it did.
+
+        The marker is written first, because a batch that no runner finds would never end.
 
         Raises:
             Overloaded: too many are being created at once.
@@ -105,7 +107,7 @@ class BatchStore:
         """Finds a batch of this tenant.
 
         Raises:
-            NotFound: the tenant has no such batch.
+            NotFound: the tenant does not have such a batch.
         """
         owner = owner_of(tenant)
         state = await self.state(owner, batch_id) if is_batch_id(batch_id) else None
@@ -134,7 +136,7 @@ class BatchStore:
         return await self._objects.folders(f"{RUNS}/{owner_of(tenant)}")
 
     async def cancel(self, owner: str, batch_id: str) -> None:
-        """Marks a batch as canceled. The first mark counts."""
+        """Marks a batch as canceled. Only the first mark counts."""
         data = msgspec.json.encode({"at_s": time.time()})
         await self._objects.create(f"{OPEN}/{owner}/{batch_id}/cancel", data, _JSON)
 
@@ -147,7 +149,7 @@ class BatchStore:
         return float(msgspec.json.decode(data, type=dict[str, float])["at_s"])
 
     async def open(self, owner: str = "") -> list[OpenBatch]:
-        """Returns all open batches, or those of one owner, the newest of each owner first."""
+        """Returns open batches of all owners, or of one, the newest of each owner first."""
         folder = f"{OPEN}/{owner}" if owner else OPEN
         marks: dict[tuple[str, str], set[str]] = {}
         for one in await self._objects.listing(folder, MAX_OPEN_OF_ALL):
@@ -158,7 +160,7 @@ class BatchStore:
         ]
 
     async def close(self, owner: str, batch_id: str) -> None:
-        """Removes the segments and the markers of a batch that has ended, the markers last."""
+        """Removes the segments and markers of a finished batch, markers last."""
         for segment in await self.segments(owner, batch_id):
             await self._objects.delete(segment.key)
         for folder in (_BEGUN, _ANSWERS):
@@ -170,11 +172,11 @@ class BatchStore:
             await self._objects.delete(f"{OPEN}/{owner}/{batch_id}/{mark}")
 
     async def segments(self, owner: str, batch_id: str) -> list[StoredObject]:
-        """Returns the segments that are written, in order. None is missing between two of them."""
+        """Returns the written segments in order, without gaps."""
         return await self._objects.listing(f"{RUNS}/{owner}/{batch_id}/segments", MAX_SEGMENTS)
 
     async def written(self, owner: str, batch_id: str) -> tuple[int, Counts]:
-        """Returns the number of segments written, and the counts at the end of the last one."""
+        """Returns the number of written segments, and the counts at the end of the last one."""
         written = await self.segments(owner, batch_id)
         return len(written), (await self.header(written[-1])).counts if written else Counts()
 
@@ -184,12 +186,12 @@ class BatchStore:
         return await self._objects.create(key, data, "application/octet-stream")
 
     async def begin_segment(self, owner: str, batch_id: str, index: int) -> None:
-        """Notes that lines of a segment are about to run."""
+        """Records that lines of a segment are about to run."""
         key = f"{RUNS}/{owner}/{batch_id}/{_BEGUN}/{index:05d}"
         await self._objects.create(key, b"", "application/octet-stream")
 
     async def begun_segments(self, owner: str, batch_id: str) -> int:
-        """Returns the number of segments of which lines may have run."""
+        """Returns the number of segments whose lines may have run."""
         marks = await self._objects.listing(f"{RUNS}/{owner}/{batch_id}/{_BEGUN}", MAX_SEGMENTS)
         return int(marks[-1].key.rpartition("/")[2]) + 1 if marks else 0
 
@@ -202,22 +204,20 @@ class BatchStore:
         counts: Counts,
         answers: Mapping[int, LineAnswer],
     ) -> str:
-        """Stores answers whose segments are not written yet. Returns the key.
+        """Stores answers whose segments are not yet written. Returns the key.
 
         Args:
-            owner: the owner of the batch.
-            number: the number of the log, from 0.
-            holder: ID of the runner, because two may have the same number.
-            counts: counts of all lines that have ended.
-            answers: the answers, by line number.
+            number: log number, from 0.
+            holder: runner ID, because two runners may use the same number.
+            counts: counts over all finished lines.
         """
-        # Newest first, because readers of the counts need only that one.
+        # Newest first, because readers of the counts need only that log.
         key = f"{RUNS}/{owner}/{batch_id}/{_ANSWERS}/{MAX_LOGS - number:08d}-{holder}"
         await self._objects.put(key, encode_answers(counts, answers), "application/octet-stream")
         return key
 
     async def answer_logs(self, owner: str, batch_id: str) -> list[StoredLog]:
-        """Returns the logs of answers, oldest first."""
+        """Returns the answer logs, oldest first."""
         folder = f"{RUNS}/{owner}/{batch_id}/{_ANSWERS}"
         logs = [
             StoredLog(MAX_LOGS - int(one.key.rpartition("/")[2].partition("-")[0]), one.key)
@@ -226,14 +226,14 @@ class BatchStore:
         return logs[::-1]
 
     async def logged_answers(self, key: str) -> dict[int, LineAnswer]:
-        """Reads a log. Returns its answers, by line number."""
+        """Reads a log. Returns its answers by line number."""
         try:
             return decode_answers(await self._objects.get(key, _ANSWERS_MAX_BYTES))
-        except BadInput:  # another runner has written its lines, and deleted it
+        except BadInput:  # another runner has written its lines and deleted it
             return {}
 
     async def delete_log(self, key: str) -> None:
-        """Deletes a log whose lines are all part of written segments."""
+        """Deletes a log whose lines are all in written segments."""
         await self._objects.delete(key)
 
     async def half_segment(self, owner: str, batch_id: str, segment: int) -> dict[int, LineAnswer]:
@@ -255,7 +255,7 @@ class BatchStore:
         try:
             segments = await self.segments(owner, batch_id)
             counts = (await self.header(segments[-1])).counts if segments else Counts()
-        except BadInput:  # the batch has ended in the meantime, and its segments are gone
+        except BadInput:  # the batch has ended in the meantime, and its segments are deleted
             return Counts()
         folder = f"{RUNS}/{owner}/{batch_id}/{_ANSWERS}"
         newest = await self._objects.listing(folder, 1)

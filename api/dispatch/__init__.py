@@ -1,1 +1,1 @@
-"""Computes requests: single-flight, admission, jobs, replies."""
+"""Computes requests: single-flight, admission, jobs and replies."""

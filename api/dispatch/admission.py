@@ -1,10 +1,9 @@
-"""Admission control: bounds the items that wait for workers, and refuses what would be late.
+"""Admission control: bounds waiting items, and rejects requests that would be late.
 
 The dispatcher checks admission before it publishes. Tenants share each bound by weight
-(api/fair_room.py). The expected wait follows from the items that workers compute before
-those of the request, in fair order, and from the service rate (shared/service_rate.py).
-Estimates can be wrong, so a request that finds no item in flight is always admitted: it measures
-the rate again.
+(api/fair_room.py). The expected wait is based on the number of items that workers compute before
+the request, in fair order, and on the service rate (shared/service_rate.py). Estimates can be
+wrong, so a request that finds nothing in flight is always admitted: it measures the rate again.
 """
 
 from __future__ import annotations
@@ -24,29 +23,30 @@ from shared.tasks.base import FirstGuesses
 from shared.tenants.plan import PRIORITIES, Priority
 
 MIN_RETRY_S, MAX_RETRY_S = 0.25, 60.0
-"""Bounds of `Retry-After`. OpenAI's clients 1.x and 2.x ignore more than 60 s."""
+"""Bounds of `Retry-After`. OpenAI's 1.x and 2.x clients ignore values above 60 s."""
 BATCH_SHARE = 0.5
-"""The size of `batch` priority's rooms, compared with those of `interactive` priority."""
+"""Size of the `batch` priority rooms relative to the `interactive` ones."""
 INTERACTIVE_SHARE = 0.75
-"""Minimum share of a worker's time for `interactive` priority, while both priorities wait.
+"""Minimum share of a worker's time for `interactive` priority while both priorities wait.
 
-Batches for the deadlines of batch jobs take at most the rest
-(workers/scheduling/priority_queue.py).
+Batches with urgent batch jobs take at most the rest (workers/scheduling/priority_queue.py).
 """
 
 
 class WaitEstimate(NamedTuple):
-    """The wait estimate for one more demand of a tenant."""
+    """Wait estimate for one more demand of a tenant."""
 
     is_busy: bool
     """True if items of any tenant are in flight."""
     held: int
     """The tenant's items in flight, in both priorities."""
     wait_s: float | None
-    """The expected wait until its last item begins, without the margin that admission adds. None
-    if items are in flight, and the rate of the model was not measured lately."""
+    """Expected wait until its last item starts, without the margin that admission adds.
+
+    None if items are in flight and the model's rate was not measured recently.
+    """
     items_per_s: float | None
-    """The service rate of the model. None if it was not measured lately."""
+    """The model's service rate. None if it was not measured recently."""
 
 
 class Admission:
@@ -55,9 +55,9 @@ class Admission:
     Each priority has separate bounds for the instance and for each model.
 
     Args:
-        max_in_flight: the room of `interactive` priority for all models together, in items.
-        models: the models of the catalog. Each has its own bound as well.
-        clock: returns monotonic seconds. Tests replace it.
+        max_in_flight: total room of `interactive` priority for all models, in items.
+        models: all models in the catalog. Each has its own bound as well.
+        clock: monotonic seconds. Replaced by tests.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Admission:
     ) -> None:
         self._models = {model.name: model for model in models}
         for name in self._models:
-            # To the autoscaler, no sample means that metrics are lost, not that there is no demand.
+            # The autoscaler takes a missing sample as lost metrics, not as zero demand.
             for priority in PRIORITIES:
                 metrics.of_admission(name, priority)
         slo.show(self._models)
@@ -96,8 +96,8 @@ class Admission:
 
         Raises:
             Overloaded: the tenant's room in the instance or for the model is full, or the answer
-                would be late. After `retry_after_s` the same request would be admitted, if no other
-                came in between.
+                would be late. After `retry_after_s` the same request would be admitted unless
+                others arrive first.
         """
         self.check(demand, remaining_s=remaining_s)
         rooms = self._rooms_of(demand.model)
@@ -110,10 +110,10 @@ class Admission:
         in_flight.inc(demand.items)
 
     def check(self, demand: Demand, *, remaining_s: float = math.inf) -> None:
-        """Checks whether `admit` would admit them now, without doing it.
+        """Checks whether `admit` would admit the items now, without admitting them.
 
         Raises:
-            Overloaded: as `admit`.
+            Overloaded: like `admit`.
         """
         try:
             self._check_room(demand)
@@ -127,7 +127,7 @@ class Admission:
             raise
 
     def estimate_wait(self, demand: Demand) -> WaitEstimate:
-        """Returns the wait estimate for a demand, also if it would not be admitted."""
+        """Returns the wait estimate for a demand, even if it would not be admitted."""
         rooms, rate = self._rooms_of(demand.model), self.rate_of(demand.model)
         held = sum(room.held_by(demand.tenant) for room in (rooms.interactive, rooms.batch))
         items_per_s = rate.measured_per_s(self._clock())
@@ -148,10 +148,10 @@ class Admission:
         """Releases items that were admitted. Only answered items count for the service rate.
 
         Args:
-            demand: as admitted, or a part of it. Its items end together.
+            demand: the admitted demand, or a part of it. All of its items are released together.
             answered: True if a worker computed them in time.
             was_late: True if their deadline passed without an answer.
-            took_s: the time that the model took.
+            took_s: seconds that the model took.
         """
         rooms = self._rooms_of(demand.model)
         rate = self.rate_of(demand.model)
@@ -216,20 +216,20 @@ class _Rooms:
 
 
 def _held(room: FairRoom, demand: Demand) -> str:
-    # The load of other tenants is not disclosed to this one.
+    # The load of other tenants is not disclosed to this tenant.
     return f"{room.held_by(demand.tenant)} of your items wait for a worker"
 
 
 def _ahead(rooms: _Rooms, demand: Demand, enough: float) -> float:
-    """Returns how many items leave before the demand's last. Exact only above `enough`."""
+    """Returns how many items leave before the demand's last item. Exact only above `enough`."""
     if demand.priority == "batch":
-        # This priority gets what interactive work leaves.
+        # This priority gets the time that interactive work leaves.
         return rooms.total + demand.items - 1
     return rooms.interactive.ahead_of(demand, enough)
 
 
 def _item_s(rooms: _Rooms, demand: Demand, item_s: float) -> float:
-    """Seconds per item, of which `batch` priority takes its part from the interactive one."""
+    """Returns seconds per item, including the share that `batch` takes from interactive work."""
     return (
         item_s / INTERACTIVE_SHARE
         if demand.priority == "interactive" and rooms.batch.total
@@ -238,15 +238,15 @@ def _item_s(rooms: _Rooms, demand: Demand, item_s: float) -> float:
 
 
 def _wait_s(rooms: _Rooms, rate: ServiceRate, ahead: float, item_s: float) -> float:
-    # Whatever the order, the batch that runs now is not interrupted.
+    # In any order, the batch that is running now is not interrupted.
     return max(ahead * item_s, min(rooms.total * item_s, rate.service_s))
 
 
 def _turns_until_earlier(rooms: _Rooms, demand: Demand, ahead: float, turns: float) -> float:
-    """Returns how many items must leave until `ahead` is smaller by `turns`. At most all.
+    """Returns how many items must leave until `ahead` is smaller by `turns`, or all of them.
 
-    `ahead` shrinks with every item while the tenant has some in flight. After that it shrinks only
-    when others have fewer left than were counted.
+    `ahead` shrinks with every item while the tenant has items in flight. After that, it shrinks
+    only when others have fewer items left than were counted.
     """
     room = rooms.room(demand.priority)
     own_turns = room.held_by(demand.tenant) / room.part_of(demand)

@@ -1,7 +1,7 @@
-"""Compares results of a canary with those of the other revision, after the caller has them.
+"""Compares canary results with the other revision after the caller has received them.
 
-A share of the requests that a canary answered is computed by the other revision too, in the batch
-priority and for no tenant: the caller neither waits for it nor pays for it.
+The other revision also computes a share of the requests that a canary answered, at batch priority
+and without a tenant, so the caller neither waits nor pays for it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 AT_ONCE = 4
 """Maximum concurrent comparisons in this process. Further requests are not compared."""
 MAX_REQUEST = 16
-"""Maximum number of items of a request that are compared."""
+"""Maximum number of items compared per request."""
 
 COMPARE_LIMIT_S = 30.0
 MAX_IMAGE_BYTES = 64 * 1024 * 1024
@@ -42,17 +42,17 @@ Dispatch = Callable[[InferenceRequest], Awaitable[InferenceResponse]]
 
 
 class ImageComparer(Protocol):
-    """Compares images. The implementation is api/inputs/image_codec.py."""
+    """Compares images. Implemented by api/inputs/image_codec.py."""
 
     async def psnr_db(self, ours: bytes, theirs: bytes, deadline_s: float) -> float:
         """Returns the peak signal-to-noise ratio of two PNGs, in dB."""
 
 
 class CanaryComparisons:
-    """Runs comparisons in the background. The owner calls `close` at its end.
+    """Runs comparisons in the background. The owner calls `close` when done.
 
     Args:
-        dispatch: computes a request by the revision that it names.
+        dispatch: computes a request with the revision that it names.
     """
 
     def __init__(
@@ -73,10 +73,10 @@ class CanaryComparisons:
         return self._tasks
 
     def consider(self, asked: InferenceRequest, canary: Model, response: InferenceResponse) -> None:
-        """Starts a comparison of a canary's answer, for a share of the requests.
+        """Starts a comparison of a canary's answer for a share of the requests.
 
         Args:
-            asked: the request, of the model that the caller named.
+            asked: the request for the model that the caller named.
             canary: the model that it was routed to.
         """
         rules = canary.canary
@@ -89,7 +89,7 @@ class CanaryComparisons:
             for outcome in response.outcomes
             if outcome.result is not None and outcome.receipt.revision == canary.revision
         ]
-        if len(results) < len(response.outcomes):  # the other revision answered, or the cache
+        if len(results) < len(response.outcomes):  # answered by the other revision or the cache
             return
         compared = [
             (again, result)
@@ -111,7 +111,7 @@ class CanaryComparisons:
             counts = CanaryCounts()
             with await self._dispatch(shadow) as response:
                 for ours, outcome in zip(results, response.outcomes, strict=True):
-                    if outcome.result is not None:  # else it says nothing
+                    if outcome.result is not None:  # otherwise there is nothing to compare
                         await self._count(counts, canary, ours, outcome.result)
             if counts.compared:
                 await self._canary_store.count(canary, counts)

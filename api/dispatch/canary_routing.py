@@ -1,10 +1,10 @@
 """Chooses the revision of a model for each request, and rolls canaries back.
 
-A revision that an operator has withdrawn gets no request (shared/stores/withdrawals.py).
+A revision that an operator withdrew receives no requests (shared/stores/withdrawals.py).
 
-Each instance looks at the canary_store in Redis (shared/canary/store.py) once a second. One of them
-judges in each second, and all follow. While Redis is unreachable a canary gets nothing: it could
-not be judged.
+Every instance reads the canary state from Redis (shared/canary/store.py) once a second. One of them
+judges in each second, and all follow. While Redis is unreachable, canaries receive no requests,
+because they could not be judged.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ log = logging.getLogger(__name__)
 
 
 class Counters(Protocol):
-    """The state of canaries. The implementation is shared/canary/store.py."""
+    """The state of canaries. Implemented by shared/canary/store.py."""
 
     async def __aenter__(self) -> Self: ...
 
     async def __aexit__(self, *exc: object) -> None: ...
 
     async def state(self, canary: Model) -> CanaryState:
-        """Returns whether the canary gets requests."""
+        """Returns whether the canary receives requests."""
 
     async def may_judge(self, canary: Model) -> bool:
         """Returns whether this process should judge now."""
@@ -54,17 +54,17 @@ class Counters(Protocol):
         """Returns the recent counts of both revisions."""
 
     async def count(self, canary: Model, counts: CanaryCounts) -> None:
-        """Adds to that."""
+        """Adds to the recent counts of both revisions."""
 
     async def take_back(self, canary: Model, reason: str) -> bool:
-        """Takes the canary back. Returns whether it was not taken back before."""
+        """Rolls the canary back. Returns whether it was still active."""
 
 
 class CanaryRouter:
     """Sends a share of the requests to canaries. An async context manager that runs the refresh.
 
     Args:
-        canary_store: in Redis. It is opened and closed with this object.
+        canary_store: state in Redis. It is opened and closed with this object.
         clock: monotonic seconds.
         withdrawals: already open. None: nothing is ever withdrawn.
     """
@@ -98,21 +98,17 @@ class CanaryRouter:
             await self.canary_store.__aexit__(*exc)
 
     def routed(self, request: InferenceRequest) -> InferenceRequest:
-        """Returns the request as the canary of its model gets it, or as its model does.
+        """Returns the request for the canary of its model, or for the model itself.
 
         Raises:
-            ModelWithdrawn: the revision that would get it is withdrawn.
+            ModelWithdrawn: the revision that would serve it is withdrawn.
         """
         # Steps of flows go to the model itself.
         has_canary = request.model.name in self._canaries and request.model.flow is None
         return self.to_revision(request, self._choose(request) if has_canary else request.model)
 
     def to_revision(self, request: InferenceRequest, model: Model) -> InferenceRequest:
-        """Returns the request as one revision of its model gets it.
-
-        Raises:
-            ModelWithdrawn: the revision is withdrawn.
-        """
+        """Returns the request for a specific revision of its model."""
         self.withdrawals.check(model.drawn_by or model)
         purges = self.withdrawals.purges(model)
         if model is request.model and purges == request.purges:
@@ -120,14 +116,14 @@ class CanaryRouter:
         return replace(request, model=model, purges=purges)
 
     def given_up(self, name: str) -> Model | None:
-        """Returns the model of this name if nothing computes it any more. None: something may."""
+        """Returns the model of this name if no worker computes it any more. None: a worker may."""
         model, canary = self._catalog.find_deployed(name), self._canaries.get(name)
         if not self.withdrawals.is_withdrawn(model):
             return None
         return model if canary is None or not self.is_serving(canary) else None
 
     def _choose(self, request: InferenceRequest) -> Model:
-        """Returns the revision that serves a request: its model or the canary of it."""
+        """Returns the revision that serves a request: its model or the model's canary."""
         model, facts = request.model, request.facts
         canary = self._canaries[model.name]
         if canary.canary is None or not self.is_serving(canary):
@@ -135,18 +131,19 @@ class CanaryRouter:
         key: tuple[object, ...] = (facts.tenant,)
         if canary.canary.by == "input":
             key = (facts.request_id,)
-            if request.is_repeatable:  # with equal results each time, so from one revision
+            # results must be equal each time, so one revision serves them all
+            if request.is_repeatable:
                 key = (facts.tenant, *(one.cache_form() for one in request.inputs))
         return canary if _part_of(canary, key) < canary.canary.share else model
 
     def is_serving(self, canary: Model) -> bool:
-        """Returns whether this instance sends a canary its share."""
+        """Returns whether this instance sends the canary its share."""
         if self.withdrawals.is_withdrawn(canary):
             return False
         return self._clock() < self._serving_until_s.get(canary.name, 0.0)
 
     async def refresh(self) -> None:
-        """Reads the canary_store once, and judges if it is this instance's turn."""
+        """Reads the state once, and judges if it is this instance's turn."""
         async with asyncio.TaskGroup() as tasks:
             for canary in self._canaries.values():
                 tasks.create_task(self._refresh(canary))
@@ -173,7 +170,7 @@ class CanaryRouter:
         metrics.CANARY_SHARE.labels(canary.public_name).set(share)
 
     async def _is_good(self, canary: Model) -> bool:
-        """Judges, if it is this instance's turn. Takes the canary back if it is bad."""
+        """Judges if it is this instance's turn. Rolls a bad canary back."""
         assert canary.canary is not None, "a canary has the rules of its entry; this is a bug"
         if not await self.canary_store.may_judge(canary):
             return True
@@ -187,12 +184,13 @@ class CanaryRouter:
 
 
 def _part_of(canary: Model, key: tuple[object, ...]) -> float:
-    """Returns a number from 0 to 1 that is the same for equal keys, and another for each canary.
+    """Returns a number from 0 to 1 that is equal for equal keys and differs between canaries.
 
-    It does not depend on the share. So a larger share keeps those that have the canary already.
+    It does not depend on the share, so raising the share keeps requests that already go to the
+    canary.
     """
     try:
         text = msgspec.msgpack.encode((canary.name, canary.revision, key))
-    except UnicodeEncodeError:  # the request is about to be refused
+    except UnicodeEncodeError:  # the request is about to be rejected
         return 1.0
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) / _WHOLE

@@ -1,17 +1,17 @@
-"""Gets each item an outcome: from the cache, from an identical item in flight, or from a worker.
+"""Gets each item's outcome from the cache, from an identical item in flight, or from a worker.
 
-Each item counts as one row (`row_id` = request_id:index). Who writes it:
+Each item counts as one row (`row_id` = request_id:index):
 
-- The worker writes it for an item whose job it got, as soon as it has replied.
+- The worker writes the row of an item whose job it received, as soon as it has replied.
 - The API writes it here for a cache hit, and for an item that was coalesced with another.
-- The API also writes one for each item that was not delivered, unless the worker has written the
-  same: the caller hung up, the answer is an error, or no reply came in time. The worker may have
-  written a row of a result for it, or may do so later. Of two such rows reports count the one that
-  says that nothing was delivered (decision 79).
-- A request that is refused as a whole (bad input, 429) has no items yet: api/http/refusals.py
-  writes one row for it.
+- The API also writes a row for each item that was not delivered because the caller hung up, the
+  answer is an error, or no reply came in time, unless the worker has written the same row. The
+  worker may have written a row with a result for it, or may do so later. Of two such rows, reports
+  count the one without a delivery (decision 79).
+- A request rejected as a whole (bad input, 429) has no items yet: api/http/refusals.py writes one
+  row for it.
 
-Rows are written at the end of the response's block, when it is known what was delivered.
+Rows are written at the end of the response's block, once it is known which items were delivered.
 """
 
 from __future__ import annotations
@@ -107,19 +107,19 @@ class Dispatcher:
 
     @property
     def in_flight(self) -> int:
-        """The number of jobs and shareable items in flight. It is 0 when the dispatcher is idle."""
+        """The number of jobs and shareable items in flight. 0 when the dispatcher is idle."""
         return len(self._jobs) + len(self._single_flight)
 
     async def dispatch(self, request: InferenceRequest) -> InferenceResponse:
-        """Gets the outcomes of all inputs, by the deadline or soon after it.
+        """Computes the outcomes of all inputs, by the deadline or soon after it.
 
-        Items fail alone: an outcome without a result has an error. Canceling the call cancels at
-        once everything that no other request waits for. The response must be entered: its block
-        makes the answer, and decides what is charged.
+        Items fail independently: an outcome without a result has an error. Canceling the call
+        immediately cancels everything that no other request waits for. The response must be entered
+        as a context manager: its block builds the answer and decides what is charged.
 
         Raises:
             BadInput: an input has no canonical form.
-            ModelWithdrawn: an operator has stopped this revision.
+            ModelWithdrawn: an operator has withdrawn this revision.
             Overloaded: the instance is full, or the items would wait too long for a worker.
             Unavailable: the instance is shutting down.
         """
@@ -129,20 +129,21 @@ class Dispatcher:
         try:
             response = await self._compute(routed)
         except Overloaded:
-            # A canary has few workers. If they are full, the caller is not refused.
+            # A canary has few workers. If they are full, the caller is not rejected.
             return await self._compute(self.canaries.to_revision(request, request.model))
         self._comparisons.consider(request, routed.model, response)
         return response
 
     async def recall(self, request: InferenceRequest) -> InferenceResponse:
-        """Gets what an earlier process had computed for the same request. Sends nothing.
+        """Returns the outcomes that an earlier process computed for the same request.
+
+        Sends no jobs.
 
         Items whose results are neither in the records of its jobs nor in the cache are canceled.
-        The response must be entered, as that of `dispatch`.
+        The response must be entered, as with `dispatch`.
 
         Raises:
             BadInput: an input has no canonical form.
-            Unavailable: Redis is unreachable.
         """
         state = RequestState(self.canaries.routed(request))
         await self._recall_replies(state)
@@ -157,13 +158,14 @@ class Dispatcher:
         return state.response(partial(self._end, state))
 
     async def _recall_replies(self, state: RequestState) -> None:
-        """Takes over the results in the records of a request's jobs, as all of it was sent."""
+        """Takes over the results in a request's job records, because all of its jobs were sent."""
         items = [InFlightItem(item) for item in state.items]
         for part in split_into_jobs(state.request.model, items):
             job = state.new_job(part, state.request.demand(len(part)))
             record = record_id(state.request.facts.request_id, job.index)
             ended = await self._records.read(record)
-            if ended is None or not ended.is_over:  # None: no worker has claimed it, but one may
+            # None: no worker has claimed it yet, but one may
+            if ended is None or not ended.is_over:
                 left = await self._records.cancel(record, state.request.deadline_s)
                 if left != "canceled":  # it ended in the meantime
                     ended = await self._records.read(record)
@@ -172,7 +174,7 @@ class Dispatcher:
                     state.completions[outcome.index] = ItemCompletion(outcome, by_worker=True)
 
     async def _compute(self, request: InferenceRequest) -> InferenceResponse:
-        """Gets the outcomes from the revision that the request names."""
+        """Computes the outcomes with the revision that the request names."""
         state, error = RequestState(request), None
         try:
             while pending := state.pending():
@@ -192,7 +194,7 @@ class Dispatcher:
         return state.response(partial(self._end, state), error)
 
     def _end(self, state: RequestState, response: InferenceResponse) -> None:
-        """Ends a request, once it is known whether its caller got the response."""
+        """Ends a request once it is known whether its caller received the response."""
         if not (response.is_broken_off and state.request.is_run_again()):
             _count_items(state)
             self._write_rows(state, is_delivered=response.is_delivered)
@@ -230,7 +232,7 @@ class Dispatcher:
             self._mark_abandoned(state.request, [in_flight for _, in_flight, _ in coalesced])
 
     async def _start(self, state: RequestState, led: Sequence[InFlightItem]) -> None:
-        """Completes cache hits, and starts jobs for the other items."""
+        """Completes cache hits and starts jobs for the other items."""
         request = state.request
         missing = await self._complete_cache_hits(led) if request.options.cache_read else led
         if not missing:
@@ -248,11 +250,11 @@ class Dispatcher:
             sending = asyncio.create_task(self._send(request, job))
             job.task = sending
             self._jobs[sending] = request
-            # As a callback of the task, it runs no matter how the task ends.
+            # A task callback runs no matter how the task ends.
             sending.add_done_callback(partial(self._end_job, state, job))
 
     async def _complete_cache_hits(self, led: Sequence[InFlightItem]) -> list[InFlightItem]:
-        """Completes the items that the cache has, and returns the others."""
+        """Completes items found in the cache, and returns the others."""
         keys = [one.item.cache_key for one in led if one.item.cache_key]
         hits = await self._look_up(keys) if keys else {}
         missing = []
@@ -306,13 +308,14 @@ class Dispatcher:
                 else ItemCompletion(outcome, by_worker, job.queued_at_s if by_worker else 0.0)
             )
             self._single_flight.complete(in_flight, completion)
-        # Items refer to their job. Without this, all of it would stay until a garbage collection.
+        # Items refer to their job. Without this, all of it would stay in memory until a garbage
+        # collection.
         job.items.clear()
 
     def _outcomes_of(
         self, request: InferenceRequest, job: InFlightJob, task: asyncio.Task[list[ItemOutcome]]
     ) -> Sequence[ItemOutcome | None]:
-        """One outcome per item of an ended job.
+        """Returns one outcome per item of an ended job.
 
         None: all callers hung up, so the item is abandoned.
         """
@@ -340,7 +343,7 @@ class Dispatcher:
         ]
 
     def _end_withdrawn(self) -> None:
-        """Ends the jobs of revisions that were just withdrawn. Their workers do so, too."""
+        """Ends the jobs of revisions that were just withdrawn. Workers do the same."""
         for task, request in list(self._jobs.items()):
             if self._is_withdrawn(request):
                 task.cancel()
@@ -351,10 +354,10 @@ class Dispatcher:
     def _cancel_on_workers(
         self, request: InferenceRequest, job: InFlightJob, task: asyncio.Task[list[ItemOutcome]]
     ) -> None:
-        """Notifies the workers, in the background, that no caller waits for the job any more.
+        """Notifies workers, in the background, that no caller waits for the job any more.
 
-        All callers hung up, or the broker did not confirm a message that it may have. Workers drop
-        a late job by themselves.
+        Called when all callers hung up, or when the broker did not confirm a message that it may
+        have received. Workers drop late jobs by themselves.
         """
         if task.cancelled():
             metrics.JOBS_CANCELED.labels(request.model.name).inc()
@@ -376,16 +379,14 @@ class Dispatcher:
         deadline_s: float,
         keys: Mapping[int, str | None],
     ) -> None:
-        """Cancels a job. If it has ended, marks what it computed as unpaid.
+        """Cancels a job. If it has ended, marks its results as unpaid.
 
         Args:
-            request: the request, whose callers have left.
-            part: the number of the job.
             deadline_s: Unix time after which workers drop the job.
-            keys: the cache keys of its items, by their indexes.
+            keys: cache keys of its items by index.
         """
         record, reply = record_id(request.facts.request_id, part), None
-        # Without Redis the workers compute the job, and the result is not used.
+        # Without Redis, workers compute the job and the result is not used.
         with contextlib.suppress(Unavailable):
             if await self._records.cancel(record, deadline_s) != "canceled":
                 ended = await self._records.read(record)
@@ -411,7 +412,7 @@ class Dispatcher:
         self._cache.keep_in_memory(results, request.model.cache.ttl_s, finished_at_s)
 
     def _mark_abandoned(self, request: InferenceRequest, items: Sequence[InFlightItem]) -> None:
-        """Marks results as unpaid that everybody has left who was to pay for them."""
+        """Marks results as unpaid once all callers who would have paid for them have left."""
         owed = {one.item.cache_key: one.owed for one in items if one.item.cache_key}
         self._mark_unpaid(request, {key: mark for key, mark in owed.items() if mark is not None})
 
@@ -421,7 +422,7 @@ class Dispatcher:
     def _release(self, job: InFlightJob, outcomes: Sequence[ItemOutcome | None]) -> None:
         """Releases the items of an ended job from admission, and updates the service rate."""
         ended = [outcome for outcome in outcomes if outcome is not None]
-        # Workers drop expired items quickly, which says nothing about the service rate.
+        # Workers drop expired items quickly, so those times do not reflect the service rate.
         receipts = [outcome.receipt for outcome in ended if outcome.status != "expired"]
         self._admission.release(
             job.demand,
@@ -450,12 +451,12 @@ class Dispatcher:
             if outcome.receipt.inference_ms is not None:
                 row.device_share = device_share_of(request.model)
             if outcome.result is None:
-                row.attempt = None  # so of two rows without a result the worker's counts
+                row.attempt = None  # so that of two rows without a result, the worker's counts
             self._rows.write(row)
 
 
 def _count_items(state: RequestState) -> None:
-    """Counts the items of a request by how they ended."""
+    """Counts the items of a request by outcome."""
     request = state.request
     ended = [one.outcome for one in state.completions if one is not None]
     counts = Counter((outcome.receipt.cache, outcome.status) for outcome in ended)
@@ -469,9 +470,10 @@ def _count_items(state: RequestState) -> None:
 async def _completed(
     items: Iterable[asyncio.Future[ItemCompletion | None]], timeout_s: float
 ) -> None:
-    """Waits until all have ended, at most so long.
+    """Waits up to `timeout_s` for all items to finish.
 
-    asyncio.wait takes twice as long for one. Those of one job end at once, so it wakes once a job.
+    asyncio.wait takes twice as long for one item. Items of one job finish together, so this wakes
+    once per job.
     """
     loop = asyncio.get_running_loop()
     end_s = loop.time() + timeout_s

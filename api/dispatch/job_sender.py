@@ -1,6 +1,6 @@
-"""Publishes the jobs of requests, and waits for the replies of those whose callers wait.
+"""Publishes jobs, and waits for replies if their callers wait.
 
-Splits the items of such a request into jobs, and publishes each as workers get to it.
+Splits the items of such a request into jobs, and publishes each once workers can get to it.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ from shared.transport import Publisher, jobs_topic_id
 
 PUBLISH_LIMIT_S = 10.0
 LOOK_EVERY_S = 5.0
-"""Interval at which the record is read while the reply is outstanding."""
+"""Interval between reads of the record while the reply is outstanding."""
 TIMER_EARLY_S = 0.002
-"""Timers of the event loop have a resolution of 1 ms, so they may fire just before the deadline."""
+"""Event loop timers have a resolution of 1 ms, so they may fire just before the deadline."""
 
 
 class ReplyWaiter(Protocol):
@@ -59,21 +59,24 @@ class ReplyWaiter(Protocol):
 
     @property
     def inbox(self) -> str:
-        """The topic id that the worker publishes the reply to."""
+        """The topic ID to which the worker publishes the reply."""
 
     @property
     def slot(self) -> str:
-        """The slot attribute of the reply. Empty: it has none."""
+        """The reply's slot attribute. Empty if it has no slot."""
 
     async def reply(self, timeout_s: float) -> Reply:
         """Returns the reply, or raises DeadlineExceeded after `timeout_s`."""
 
     def look(self) -> None:
-        """Ends the wait, or else the next one, with DeadlineExceeded: the record may have news."""
+        """Ends this wait, or else the next one, with DeadlineExceeded.
+
+        Called when the record may have changed.
+        """
 
 
 class Inbox(Protocol):
-    """Receives replies. The implementation is api/dispatch/reply_inbox.py."""
+    """Receives replies. Implemented by api/dispatch/reply_inbox.py."""
 
     def waiter(
         self, request_id: str, job_index: int, replies: Replies
@@ -82,9 +85,9 @@ class Inbox(Protocol):
 
 
 def split_into_jobs(model: Model, items: Sequence[InFlightItem]) -> Iterator[list[InFlightItem]]:
-    """Splits items into as few jobs of about equal size as the bound of a job allows.
+    """Splits items into as few jobs of about equal size as the maximum job size allows.
 
-    The reply of a job stays below INLINE_LIMIT_BYTES. Each image is its own job, so that images
+    A job's reply stays below INLINE_LIMIT_BYTES. Each image is a separate job, so that images
     spread over workers.
     """
     largest = model.definition.largest_job(model)
@@ -94,9 +97,9 @@ def split_into_jobs(model: Model, items: Sequence[InFlightItem]) -> Iterator[lis
 
 
 class JobSender:
-    """Sends the jobs of requests, with a record or without. Has no state between calls.
+    """Sends jobs, with or without a record. Keeps no state between calls.
 
-    `start_run` publishes the first steps of a flow. None: no flow is asked for here.
+    `start_run` publishes the first steps of a flow. None: this process does not run flows.
     """
 
     def __init__(
@@ -118,16 +121,16 @@ class JobSender:
         self._start_run = start_run
 
     async def send(self, request: InferenceRequest, job: InFlightJob) -> list[ItemOutcome]:
-        """Publishes the job when its window has room, and waits for its reply.
+        """Publishes the job once its window has room, and waits for its reply.
 
-        Returns one outcome per item. The waiter is registered before the job is published, so no
-        reply can be too early. Sets `job.is_sent` before publishing begins, and `job.is_answered`
-        with the reply.
+        Returns one outcome per item. The waiter is registered before the job is published, so a
+        reply can't arrive too early. Sets `job.is_sent` before publishing begins, and
+        `job.is_answered` with the reply.
 
         Raises:
             DeadlineExceeded: no reply came in time, or the window had no room in time.
             Unavailable: the broker or the object store is unreachable.
-            PenstockError: the worker could not read the job, or answered it wrongly.
+            PenstockError: the worker could not read the job, or its answer was malformed.
         """
         job.queued_at_s = time.time()
         await self._take_permit(request, job.demand)
@@ -150,22 +153,20 @@ class JobSender:
         *,
         unfinished: int = 0,
     ) -> None:
-        """Publishes the job of a request whose record exists.
+        """Publishes the job of a request whose record already exists.
 
-        If the caller can repeat the request, the record says afterwards that this is done. Nobody
-        else asks for it, and the mark is a round trip to Redis.
+        If the caller can repeat the request, the record is then marked as published. Other records
+        are not marked, because the mark costs a round trip to Redis and is never read.
 
-        No publish window holds it back: it is durable, so it must not end with this instance.
-        Instead, further ones of a tenant with many unfinished predictions go to `batch` priority,
-        where they do not precede interactive requests of others.
+        Publish windows don't hold it back: it is durable, so it must not be lost with this
+        instance. Instead, a tenant with many unfinished predictions gets `batch` priority for
+        further ones, so they do not run before other tenants' interactive requests.
 
         Args:
-            items: its items.
-            waiter: receives the reply. None: whoever waits reads the record.
-            unfinished: number of predictions of the tenant that have not ended, as far as known.
+            waiter: receives the reply. None: the caller reads the record instead.
+            unfinished: number of the tenant's unfinished predictions, as far as known.
 
         Raises:
-            Overloaded: the broker is full.
             Unavailable: the broker is unreachable. A record without a key was ended as failed.
         """
         envelope = envelope_of(request, self._api_instance, waiter)
@@ -215,7 +216,7 @@ class JobSender:
         job: InFlightJob,
         items: Sequence[Item],
     ) -> list[ItemOutcome]:
-        """Waits for the reply. Polls the record as well, because a reply may get lost."""
+        """Waits for the reply. Also polls the record, because a reply may get lost."""
         while True:
             left_s = max(0.0, job.deadline_s - time.time())
             try:
@@ -231,7 +232,10 @@ class JobSender:
                     raise request.too_late() from None
 
     async def _recorded_reply(self, record: str) -> ReplyBody | None:
-        """Returns the reply in the job's record. None without one or if Redis is unreachable."""
+        """Returns the reply from the job's record.
+
+        None if there is no reply or Redis is unreachable.
+        """
         try:
             snapshot = await self._records.read(record)
         except Unavailable:
@@ -239,7 +243,7 @@ class JobSender:
         return None if snapshot is None else snapshot.reply
 
     async def _without_large_sources(self, item: Item) -> Item:
-        """Returns the item to send. Sources that are too large go to the object store."""
+        """Returns the item to send. Sources that are too large are moved to the object store."""
         sources = item.input.sources
         if not sources:
             return item
@@ -249,10 +253,10 @@ class JobSender:
     async def _publish_awaited(
         self, request: InferenceRequest, job: InFlightJob, items: list[Item], waiter: ReplyWaiter
     ) -> None:
-        """Publishes a job whose caller waits.
+        """Publishes a job whose caller is waiting.
 
-        The broker may have the job as soon as this begins, whatever becomes of the call: a message
-        that is on its way can't be taken back. Only a refusal proves the opposite.
+        The broker may have the job as soon as this begins, however the call ends, because a message
+        on its way can't be taken back. Only a rejection proves that it does not.
         """
         now_s = time.time()
         timeout_s = min(PUBLISH_LIMIT_S, job.deadline_s - now_s)
@@ -268,7 +272,7 @@ class JobSender:
             raise
         except BadInput as error:
             job.is_sent = False
-            # The caller's input is already validated, so a refusal is about the topics.
+            # The caller's input is already validated, so a rejection is about the topics.
             raise Unavailable(f"the broker refused the job: {error.message}") from error
         except Unavailable as error:
             if time.time() >= job.deadline_s - TIMER_EARLY_S:
@@ -282,7 +286,7 @@ class JobSender:
         options: RequestOptions,
         timeout_s: float,
     ) -> None:
-        """Publishes a job within a span, which the worker's are below."""
+        """Publishes a job in a span that is the parent of the worker's span."""
         now_s, topic_id = time.time(), jobs_topic_id(envelope.model)
         facts: Attributes = {
             STAGE: "publish",
@@ -306,7 +310,7 @@ def envelope_of(
 ) -> Envelope:
     """Returns the envelope of a request's first job, also for the rows that the API writes.
 
-    It has no time of publishing and no trace yet.
+    The publish time and trace are not set yet.
     """
     record = request.record
     return Envelope(
@@ -326,7 +330,7 @@ def envelope_of(
 
 
 def failed_reply(code: str, message: str) -> bytes:
-    """Returns the reply for a record that no worker ended, with a code of shared.errors."""
+    """Returns the reply for a record that no worker ended, with an error code of shared.errors."""
     return encode_reply_body(ReplyBody([], ItemError(code, message), replied_at_s=time.time()))
 
 
@@ -346,12 +350,14 @@ def _outcomes(items: Sequence[Item], body: ReplyBody) -> list[ItemOutcome]:
 
 
 async def _publish_job(publisher: Publisher, job: JobMessage, *, timeout_s: float) -> None:
-    """Publishes a job. One of a canary goes to the other revision if the canary has no topic.
+    """Publishes a job.
 
-    So instances may know of a canary before its topic is there, and after it is gone.
+    A canary's job goes to the other revision if the canary does not have a topic.
+
+    So instances may know of a canary before its topic exists and after it is deleted.
 
     Raises:
-        PenstockError: the broker did not take it.
+        PenstockError: the broker did not accept it.
     """
     try:
         await publisher.publish(

@@ -1,29 +1,28 @@
 """Limits unacknowledged jobs per model and priority so that no tenant can fill a topic.
 
-A topic is in order of arrival, whichever tenant published. So jobs of one tenant beyond those that
+A topic is in order of arrival, regardless of the tenant. So a tenant's jobs beyond those that
 workers hold delay all other tenants. Jobs beyond the window wait here, each tenant's by deadline,
-and leave as replies come.
+and leave as replies arrive.
 
-- The size follows from Little's law: the rate of the workers times the time that a job may spend
-  there: its ways to the broker and back, a short wait there, one batch that runs and one that is
-  ready.
-- While there is room in the window, any job leaves. Of the waiting jobs, those of the tenant with
-  the fewest items in the window, divided by its weight, go first.
-- A tenant's fair share is always free for it, and a tenant with nothing in the window always
-  publishes. So the window may be exceeded for a moment, until others' replies come.
-- Other instances report what they hold through Redis. A tenant's share is
-  divided among instances by how much of its work each of them has.
+- The size follows from Little's law: the workers' rate times the time that a job may spend there.
+  This is the way to the broker and back, a short wait there, one running batch and one ready batch.
+- While the window has room, any job leaves. Among waiting jobs, the tenant with the fewest items in
+  the window relative to its weight goes first.
+- A tenant can always use its fair share, and a tenant with nothing in the window can always
+  publish. So the window may be exceeded briefly, until replies to other tenants arrive.
+- Other instances report the items they hold through Redis. A tenant's share is divided among
+  instances in proportion to the tenant's items on each.
 
-The order here is by items, and coarse. Workers order the jobs that they hold by work. With a round
-robin here, a tenant with small items would get no more items than others, and less work.
+This order counts items, which is coarse. Workers order the jobs that they hold by work. With a
+round robin here, a tenant with small items would get no more items than others, and less work.
 
-Each instance has a field in a hash for each model and priority, with a lease. An instance that dies
-is forgotten when its leases end. No request waits for Redis. While Redis is unreachable the last
-known state counts until the lease ends. After that each instance keeps to its own service rate,
-which is its part of what the workers do.
+Each instance has a field in a hash per model and priority, with a lease. A dead instance is
+forgotten when its leases expire. Requests never wait for Redis. While Redis is unreachable, the
+last known state counts until the lease expires. After that, each instance stays within its own
+service rate, which is its part of the workers' rate.
 
-An instance without work for a model reports nothing about it. It pauses in proportion to the number
-of instances, so the load on Redis does not grow with its square.
+An instance without work for a model does not report about it. Its pauses are proportional to the
+number of instances, so the load on Redis does not grow with the square of that number.
 """
 
 from __future__ import annotations
@@ -55,20 +54,22 @@ from shared.transport import SmoothedDuration
 
 DIGEST_BYTES = 8
 BATCHES_HELD = 2
-"""Batches of each worker: one that runs, and one that is ready."""
+"""Batches per worker: one running and one ready."""
 ROUND_TRIPS = 2
-"""Ways of a job to the broker, on to the worker, and of its reply back."""
+"""Trips of a job to the broker and to the worker, and of its reply back."""
 
 Key = tuple[str, Priority]
 """Model and priority."""
 
 PAUSE_S, PAUSE_PER_INSTANCE_S = 0.25, 0.01
-"""Between two exchanges: the shortest, and for each other instance."""
+"""Pause between two exchanges: the minimum, and the addition per other instance."""
 LEASE_PAUSES = 8
 """Number of pauses without a report after which an instance counts as dead."""
 MAX_TENANTS = 32
-"""Maximum number of tenants reported individually, those with the most items. For the others, only
-the sum of weights is reported."""
+"""Maximum number of tenants reported individually, starting with the largest.
+
+The others are reported only as a sum of weights.
+"""
 
 ERRORS = Counter(
     "penstock_window_errors_total",
@@ -86,19 +87,19 @@ class Elsewhere:
 
     instances: int = 0
     size: float = 0.0
-    """Items that they add to the size of the window."""
+    """Items that other instances add to the size of the window."""
     published: int = 0
     tenants: Mapping[str, tuple[float, int]] = field(default_factory=dict)
-    """Weight and items of tenants, by their digest."""
+    """Weight and items by tenant digest."""
     other_weights: float = 0.0
-    """Sum of the weights of tenants that are not in `tenants`."""
+    """Sum of the weights of tenants not in `tenants`."""
     is_guess: bool = False
-    """True if only the number of instances is known, from an earlier time."""
+    """True if only the number of instances is known, from an earlier report."""
 
 
 @dataclass(order=True, slots=True)
 class _Waiting:
-    """A job that waits, ordered by the time at which it must leave."""
+    """A waiting job, ordered by the time at which it must leave."""
 
     until_s: float
     number: int
@@ -122,7 +123,7 @@ class _Tenant:
 
 
 def digest_of(tenant: str) -> str:
-    """Returns the name of a tenant in messages between instances."""
+    """Returns a tenant's name in messages between instances."""
     return hashlib.blake2b(tenant.encode(), digest_size=DIGEST_BYTES).hexdigest()
 
 
@@ -131,12 +132,13 @@ class ModelWindow:
 
     Args:
         rate: the service rate of the model.
-        floor: the smallest size, in items: the maximum that one model process takes at once.
-        broker_wait_s: how long jobs may wait at the broker.
-        round_trip: to the broker. A job and its reply each take one, at workers that are as far.
-        is_guess_used: True if the size follows from an assumed rate until the rate was measured.
-          Items above the floor may stay at the broker for as long as an item takes, with other
-          tenants' items behind them.
+        floor: minimum size, in items: the maximum that one model process takes at once.
+        broker_wait_s: seconds that jobs may wait at the broker.
+        round_trip: measured round trip to the broker. A job and its reply each take one, assuming
+            that workers are equally far away.
+        is_guess_used: True to derive the size from an assumed rate until the rate is measured.
+            Items above the floor may then stay at the broker for as long as an item takes, with
+            other tenants' items queued after them.
     """
 
     def __init__(
@@ -155,15 +157,15 @@ class ModelWindow:
         self._round_trip = round_trip or SmoothedDuration()
         self._tenants: dict[str, _Tenant] = {}
         self._queues: dict[str, _Tenant] = {}
-        """The tenants with jobs that wait."""
+        """Tenants with waiting jobs."""
         self.weights = 0.0
-        """Sum over all tenants here, and over those elsewhere that are not here."""
+        """Sum over all tenants here, plus tenants that only other instances have."""
         self.elsewhere = Elsewhere()
-        """State of other instances. `update` sets it."""
+        """State of other instances, set by `update`."""
         self._numbers = itertools.count()
         self.published = 0
         self.held = 0
-        """Items of jobs that wait."""
+        """Number of waiting items."""
 
     @property
     def is_idle(self) -> bool:
@@ -174,7 +176,8 @@ class ModelWindow:
     def size(self) -> float:
         """Number of items that this instance adds to the size of the window.
 
-        At most the items it has: an instance with little work has not measured the rate under load.
+        Limited to the items it has, because an instance with little work has not measured the rate
+        under load.
         """
         if self._rate.is_guess and not self._is_guess_used:
             return 0.0
@@ -194,7 +197,7 @@ class ModelWindow:
         )
 
     def update(self, elsewhere: Elsewhere) -> None:
-        """Sets what other instances have, and lets leave what fits now."""
+        """Sets the state of other instances, and releases jobs that fit now."""
         self.elsewhere = elsewhere
         digests = {tenant.digest for tenant in self._tenants.values()} if elsewhere.tenants else ()
         self.weights = (
@@ -207,10 +210,10 @@ class ModelWindow:
         self._let_leave()
 
     async def take(self, demand: Demand, until_s: float) -> None:
-        """Takes a permit for one job, which may be published then. Waits at most until `until_s`.
+        """Takes a permit to publish one job. Waits until `until_s` at most.
 
         Raises:
-            DeadlineExceeded: the time (unix seconds) has passed. No permit was taken.
+            DeadlineExceeded: the time (Unix seconds) has passed. The permit was not taken.
         """
         tenant = self._tenants.get(demand.tenant) or self._add(demand)
         tenant.held += demand.items
@@ -230,7 +233,7 @@ class ModelWindow:
         metrics.HELD_SECONDS.labels(demand.model).observe(time.perf_counter() - started_s)
 
     def release(self, demand: Demand) -> None:
-        """Gives the permit of one job back, and lets others leave."""
+        """Returns the permit of one job, and releases waiting jobs that fit."""
         tenant = self._tenants[demand.tenant]
         tenant.published -= demand.items
         self.published -= demand.items
@@ -253,7 +256,10 @@ class ModelWindow:
             raise
 
     def _let_leave(self) -> None:
-        """Releases jobs as long as one fits. The tenant with the least published goes first."""
+        """Releases jobs as long as one fits.
+
+        The tenant with the fewest published items goes first.
+        """
         while fitting := [
             tenant
             for tenant in self._queues.values()
@@ -272,7 +278,7 @@ class ModelWindow:
         """Returns whether a job of `tenant` that was counted as held may leave."""
         if not tenant.published:
             return True
-        # Who hears nothing of the others keeps to its part of the smallest window.
+        # Without reports from other instances, stay within our part of the smallest window.
         instances = 1 + self.elsewhere.instances if self.elsewhere.is_guess else 1
         size = max(self._floor / instances, self.size + self.elsewhere.size)
         if self.published + self.elsewhere.published + items <= size:
@@ -309,10 +315,10 @@ class ModelWindow:
             del self._tenants[tenant.name]
             self.weights -= self._more_weight(tenant)
         if not self._tenants and not self.elsewhere.tenants:
-            self.weights = self.elsewhere.other_weights  # without rounding errors
+            self.weights = self.elsewhere.other_weights  # avoids rounding errors
 
     def _more_weight(self, tenant: _Tenant) -> float:
-        """Returns what the tenant adds to the weights: 0 if other instances have it too."""
+        """Returns the weight that the tenant adds: 0 if other instances have it too."""
         others = self.elsewhere.tenants
         return 0.0 if others and tenant.digest in others else tenant.weight
 
@@ -321,9 +327,9 @@ class PublishWindow:
     """The windows of all models and priorities.
 
     Args:
-        models: the models of the catalog.
+        models: all models in the catalog.
         rate_of: returns the service rate of a model.
-        broker_wait_s: how long jobs may wait at the broker.
+        broker_wait_s: seconds that jobs may wait at the broker.
     """
 
     def __init__(
@@ -338,23 +344,23 @@ class PublishWindow:
         self._broker_wait_s = broker_wait_s
         self._round_trip = round_trip
         self.of: dict[Key, ModelWindow] = {}
-        """By model and priority. Only those that were used."""
+        """By model and priority, created on first use."""
 
     async def take(self, demand: Demand, until_s: float) -> None:
-        """Takes a permit for one job, which may be published then. Waits at most until `until_s`.
+        """Takes a permit to publish one job. Waits until `until_s` at most.
 
         Raises:
-            DeadlineExceeded: the time (unix seconds) has passed. No permit was taken.
+            DeadlineExceeded: the time (Unix seconds) has passed. The permit was not taken.
         """
         await self.of_demand(demand).take(demand, until_s)
 
     def release(self, demand: Demand, *, is_in_topic: bool) -> None:
-        """Gives the permit of one job back.
+        """Returns the permit of one job.
 
         Args:
-            is_in_topic: True if it was published and no caller waits for its answer any more. Its
-              permit is kept for the time in which workers usually reach it. Otherwise a caller
-              who hangs up again and again would fill the topic.
+            is_in_topic: True if the job was published and no caller waits for its answer any more.
+                Its permit is kept until workers usually reach such a job. Otherwise, a caller who
+                keeps hanging up would fill the topic.
         """
         window = self.of_demand(demand)
         if is_in_topic:
@@ -363,7 +369,7 @@ class PublishWindow:
             window.release(demand)
 
     def of_demand(self, demand: Demand) -> ModelWindow:
-        """Returns the window that a job of this demand takes a permit of."""
+        """Returns the window in which a job of this demand takes a permit."""
         key = (demand.model, demand.priority)
         window = self.of.get(key)
         if window is None:
@@ -380,7 +386,7 @@ class PublishWindow:
 
 
 class WindowReport(msgspec.Struct, array_like=True):
-    """The state of a window that an instance reports."""
+    """The window state that an instance reports."""
 
     size: float
     published: int
@@ -396,8 +402,7 @@ class WindowExchange:
     """Keeps the windows of this instance up to date. An async context manager that owns its task.
 
     Args:
-        redis_url: the Redis that all instances share which publish to the same topics.
-        instance: the id of this instance.
+        redis_url: the Redis server shared by all instances that publish to the same topics.
     """
 
     def __init__(self, windows: PublishWindow, redis_url: str, instance: str) -> None:
@@ -432,13 +437,13 @@ class WindowExchange:
             await self.exchange()
 
     async def exchange(self) -> None:
-        """Reports and reads the state of each model that has or had work here, once."""
+        """Reports and reads, once, the state of each model with current or recent work here."""
         windows = [
             (key, window)
             for key, window in self._windows.of.items()
             if key in self._reported or not window.is_idle
         ]
-        # Calls that come together share a round trip.
+        # Concurrent calls share a round trip.
         heard = await asyncio.gather(*(self._exchange_one(*one) for one in windows))
         if heard:
             self._instances = max(heard)

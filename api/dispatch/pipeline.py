@@ -28,7 +28,7 @@ from shared.usage.row import RowSink, row_of
 
 @dataclass(frozen=True, slots=True)
 class OpenParts:
-    """The parts that are open."""
+    """The opened parts."""
 
     records: Records
     broker: Transport
@@ -52,15 +52,14 @@ async def open_pipeline(
     instance: str,
     images: ImageComparer,
 ) -> OpenParts:
-    """Opens everything in the order of its dependencies. `opened` closes it in reverse order.
+    """Opens everything in dependency order. `opened` closes it in reverse order.
 
     Args:
-        opened: owns what is opened.
-        transport: the connection to the broker. Not yet open.
+        transport: connection to the broker, not yet open.
         admin: creates an inbox if no pool has one. Not yet open.
-        rows: takes the rows that this process writes. Not yet open.
-        instance: the id of this process.
-        images: compares images of a canary with those of the other revision.
+        rows: receives the rows that this process writes. Not yet open.
+        instance: process ID.
+        images: compares a canary's images with the other revision.
 
     Raises:
         Unavailable: the broker is unreachable, or no inbox is free.
@@ -74,8 +73,8 @@ async def open_pipeline(
     broker = await opened.enter_async_context(transport)
     inbox_admin = await opened.enter_async_context(admin)
     inbox = await opened.enter_async_context(ReplyInbox(settings, broker, inbox_admin, instance))
-    # Closed right after the dispatcher: what happens to an inbox that is not removed in time is
-    # only that it expires, but rows are to be on disk before the process is killed.
+    # Closed right after the dispatcher: an inbox that is not removed in time merely expires, but
+    # rows must be on disk before the process is killed.
     row_sink = await opened.enter_async_context(rows)
     admission = Admission(settings.max_in_flight, (*catalog.deployed, *catalog.flows))
     window = await _open_window(opened, settings, catalog, admission, broker, instance)
@@ -125,6 +124,6 @@ async def _open_window(
 async def _start_run(
     flows: FlowEngine, rows: RowSink, region: str, envelope: Envelope, body: JobBody
 ) -> None:
-    """Starts a run of a flow, with rows of the steps that ended at once."""
+    """Starts a flow run, and writes rows for steps that ended at once."""
     for model, planned, outcome in await flows.start(envelope, body):
         rows.write(row_of(planned, outcome, model, region=region))

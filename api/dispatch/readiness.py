@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 class ReadinessStatus:
     """The result of a check.
 
-    Without Redis, or with one that may evict records, an instance is degraded, but ready.
+    Without Redis, or with a Redis that may evict records, an instance is degraded but ready.
     """
 
     is_ready: bool
@@ -54,8 +54,9 @@ class Readiness:
     """Probes the broker and Redis, each within a time limit.
 
     Args:
-        records_url: the records, perhaps in the same Redis. It must not evict what has no end.
-        keys_status: `ok`, `not required`, or the reason why no API key can be checked.
+        records_url: URL of the records, perhaps in the same Redis. It must not evict keys without
+            an expiry.
+        keys_status: returns `ok`, `not required`, or why API keys can't be checked.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Readiness:
         self._last = ReadinessStatus(False, *["not asked yet"] * 3)
 
     async def check(self) -> ReadinessStatus:
-        """Returns the status, at most REUSED_S old."""
+        """Returns the status, which is at most REUSED_S old."""
         async with self._probing:
             if time.monotonic() - self._probed_s > REUSED_S:
                 pubsub, redis_found = await asyncio.gather(
@@ -89,9 +90,9 @@ class Readiness:
         return self._last
 
     async def _probe_redis(self) -> str:
-        """`ok` or the reason.
+        """Returns `ok` or the reason.
 
-        Uses separate connections, because those of the stores have a circuit breaker.
+        Uses separate connections, because the stores' connections have a circuit breaker.
         """
         urls = dict.fromkeys((self._redis_url, self._records_url))
         reasons = await asyncio.gather(*map(self._probe_one, urls))
@@ -111,7 +112,7 @@ class Readiness:
         return "ok"
 
     async def _probe_pubsub(self) -> str:
-        """Returns `ok` after a round trip through the broker by both topics, else the reason."""
+        """Returns `ok` after a round trip through the broker on both topics, else the reason."""
         reasons = await asyncio.gather(*map(self._probe_replies, get_args(Replies)))
         return next((reason for reason in reasons if reason != "ok"), "ok")
 
@@ -128,7 +129,7 @@ class Readiness:
         except TimeoutError:
             return f"no round trip within {PROBE_LIMIT_S:g} s"
         except PenstockError as error:
-            # Anyone may read the answer, but the broker's message is for operators.
+            # Anyone may read this answer, but the broker's message is for operators.
             log.warning("no round trip through the broker", extra={"reason": error.message})
             return "no round trip: unreachable or refusing"
         return "ok"

@@ -1,7 +1,7 @@
 """The reply inbox of this instance, leased from the pool through Redis or created.
 
-`ReplyInbox` receives on both topics and replaces a lost inbox. `OpenInbox` has the jobs that wait
-for replies while this instance holds the inbox. `InboxPool` leases inboxes.
+`ReplyInbox` receives on both topics and replaces a lost inbox. `OpenInbox` has the jobs waiting for
+replies while this instance holds the inbox. `InboxPool` leases inboxes.
 """
 
 from __future__ import annotations
@@ -52,13 +52,15 @@ log = logging.getLogger(__name__)
 
 REDIS_LIMIT_S = 2.0
 REMOVE_LIMIT_S = 4.0
-"""A container has 10 s from SIGTERM to its end.
+"""A container has 10 s from SIGTERM until it is killed.
 
 https://docs.cloud.google.com/run/docs/container-contract#instance-shutdown
 """
 OWN_INBOX_EXPIRES_S = 86_400
-"""The shortest that Pub/Sub accepts: one day, by `ExpirationPolicy.ttl` in pubsub.proto. It removes
-inboxes of crashed instances."""
+"""The minimum that Pub/Sub accepts: one day, according to `ExpirationPolicy.ttl` in pubsub.proto.
+
+It removes inboxes of crashed instances.
+"""
 
 ERRORS = Counter(
     "penstock_inbox_errors_total",
@@ -77,8 +79,8 @@ SLOTS_GIVEN = Counter(
 )
 REPLIES = Counter(
     "penstock_inbox_replies_total",
-    "Replies that came in: delivered, duplicate, unknown (late, or of an earlier holder) "
-    "or undecodable.",
+    "Replies that came in: delivered, duplicate, unknown (late, or of an earlier holder) or "
+    "undecodable.",
     ["outcome"],
 )
 _EXCLUSIVE, _SHARED = SLOTS_GIVEN.labels("exclusive"), SLOTS_GIVEN.labels("shared")
@@ -90,25 +92,28 @@ INBOXES_LOST = Counter("penstock_inbox_lost_total", "Inboxes that were lost and 
 
 START_LIMIT_S = 10.0
 MAX_MESSAGES = 1000
-"""Maximum unacknowledged messages per subscription. A quarter of them ends the pause of acks."""
+"""Maximum unacknowledged messages per subscription.
+
+A quarter of this number ends the pause between acks.
+"""
 ACK_DEADLINE_S = 20
 ACK_LINGER_S = 8.0
-"""Acks linger this long, because an ack call costs as much as a publish.
+"""Acks wait this long to be combined, because an ack call costs as much as a publish.
 
-Without this pause acks took a fifth of the API's CPU time. No request waits for the ack of a reply.
-With the 10 s of retries it stays below the lease.
+Without this pause, acks took a fifth of the API's CPU time. Requests never wait for the ack of a
+reply. With 10 s of retries it stays below the lease.
 """
 
 
 class InboxLost(Unavailable):
-    """Another instance has the inbox, or it is gone: replies to it no longer arrive here."""
+    """The inbox belongs to another instance or no longer exists. Replies no longer arrive here."""
 
 
 @dataclass(frozen=True, slots=True)
 class InboxLease:
-    """An inbox that this instance holds.
+    """An inbox held by this instance.
 
-    `keep` runs while it is held and raises InboxLost after that.
+    `keep` runs while it is held and raises InboxLost afterwards.
     """
 
     inbox: str
@@ -118,17 +123,16 @@ class InboxLease:
 class InboxPool:
     """The inboxes of the pool, numbered from `first`.
 
-    The key of each in Redis has the id of its holder.
+    Each inbox has a key in Redis with the ID of its holder.
 
-    While Redis is unreachable an instance keeps its inbox: no other instance can lease it through
-    a Redis that is down. If only this instance is cut off and another leases its inbox, replies may
-    go to the wrong instance until Redis answers again. Their requests then read the record.
+    While Redis is unreachable, an instance keeps its inbox, because no other instance can lease it
+    either. If only this instance is cut off and another leases its inbox, replies may go to the
+    wrong instance until Redis answers again. Their requests then read the record.
 
     Args:
         redis_url: the Redis with the leases.
-        first: the number of the first inbox. Regions with separate Redis servers use separate
-            ranges.
-        size: how many inboxes the pool has.
+        first: number of the first inbox. Regions with separate Redis servers use separate ranges.
+        size: number of inboxes in the pool.
         lease_s: a lease expires after this time without renewal.
     """
 
@@ -143,7 +147,7 @@ class InboxPool:
 
     @asynccontextmanager
     async def lease(self) -> AsyncIterator[InboxLease]:
-        """Leases an inbox while the block runs.
+        """Leases an inbox for the duration of the block.
 
         Raises:
             Unavailable: none is free, or Redis is unreachable.
@@ -167,7 +171,7 @@ class InboxPool:
         numbers = range(self._first, self._first + self._size)
         held = await redis.run("MGET", *map(_key, numbers))
         free = [number for number, holder in zip(numbers, held, strict=True) if holder is None]
-        # In random order, so that instances that start together try different inboxes.
+        # In random order, so that instances starting together try different inboxes.
         for number in random.sample(free, len(free)):
             if await redis.run("SET", _key(number), self._instance, "NX", "PX", self._lease_ms()):
                 return number
@@ -205,8 +209,7 @@ async def own_inbox(admin: Admin, slots: int, instance: str) -> AsyncIterator[In
     """Creates an inbox with its slots, and removes it when the block ends.
 
     Raises:
-        ConfigurationError: this process may not create one.
-        Unavailable: the broker is unreachable.
+        ConfigurationError: this process does not have permission to create inboxes.
     """
     inbox = f"{instance}-{uuid4().hex[:12]}"
     try:
@@ -225,9 +228,9 @@ def _key(number: int) -> str:
 
 
 class PendingReply:
-    """Waits for the reply of one job, which arrives at `inbox` (a topic id), `slot`.
+    """Waits for the reply to one job, which arrives at `inbox` (a topic ID) and `slot`.
 
-    `slot` is empty if the topic has no slots.
+    `slot` is empty if the topic does not have slots.
     """
 
     def __init__(self, inbox: str, slot: str) -> None:
@@ -243,7 +246,7 @@ class PendingReply:
 
         Raises:
             DeadlineExceeded: no reply within `timeout_s`, or `look` was called.
-            InboxLost: the inbox is gone. The record may still get the result in time.
+            InboxLost: the inbox was lost. The record may still receive the result in time.
         """
         if not self._reply.done() and not self._has_news:
             self._woken = self._loop.create_future()
@@ -259,7 +262,10 @@ class PendingReply:
         return self._reply.result()
 
     def look(self) -> None:
-        """Ends the wait, or else the next one, with DeadlineExceeded: the record may have news."""
+        """Ends this wait, or else the next one, with DeadlineExceeded.
+
+        Called when the record may have changed.
+        """
         self._has_news = True
         self._wake()
 
@@ -284,10 +290,10 @@ class PendingReply:
 
 
 class ReplySubscription:
-    """A subscription of an inbox, which `requests` requests use.
+    """A subscription of an inbox, used by `requests` requests.
 
     Args:
-        slot: the slot that its filter asks for. Empty: it has no filter.
+        slot: the slot in its filter. Empty: no filter.
     """
 
     def __init__(self, topic_id: str, subscription_id: str, slot: str = "") -> None:
@@ -305,13 +311,13 @@ class ReplySubscription:
 
 
 class OpenInbox:
-    """An inbox while this instance holds it: its subscriptions, and the pending replies.
+    """An inbox held by this instance: its subscriptions and pending replies.
 
-    Replies are matched by request and job, whichever subscription they come from.
+    Replies are matched by request and job, whichever subscription they arrive on.
 
     Args:
-        inbox: a number in the pool or the id of an instance.
-        slots: how many of its slots this instance uses.
+        inbox: a number in the pool, or an instance ID.
+        slots: number of its slots that this instance uses.
     """
 
     def __init__(self, inbox: str, slots: int) -> None:
@@ -344,7 +350,7 @@ class OpenInbox:
         return pending
 
     def remove(self, request_id: str, job_index: int) -> None:
-        """Forgets a job. The last one of a request gives its slot back, if it has one."""
+        """Forgets a job. The last job of a request frees its slot, if it has one."""
         jobs = self._pending[request_id]
         jobs.pop(job_index, None)
         if jobs:
@@ -356,9 +362,11 @@ class OpenInbox:
             self._free.append(used)
 
     def deliver(self, message: ReceivedMessage) -> None:
-        """Delivers the replies in a message to their jobs. Counts and drops those of unknown jobs.
+        """Delivers the replies in a message to their jobs.
 
-        What can't be read is dropped by itself.
+        Counts and drops replies to unknown jobs.
+
+        Unreadable replies are dropped individually.
         """
         with _unreadable_counted(message):
             if is_reply_batch(message.attributes):
@@ -413,11 +421,11 @@ def _unreadable_counted(message: ReceivedMessage) -> Iterator[None]:
 
 
 class ReplyInbox:
-    """This instance's inbox, leased from the pool or created. It is replaced whenever it is lost.
+    """This instance's inbox, leased from the pool or created, and replaced whenever it is lost.
 
     Args:
         settings: inbox_pool, inbox_first, inbox_lease_s, reply_slots, redis_url.
-        admin: creates an inbox if there is no pool or no free inbox in it.
+        admin: creates an inbox if there is no pool, or if the pool has no free inbox.
         instance: id of this instance (letters, digits and dashes).
     """
 
@@ -434,10 +442,7 @@ class ReplyInbox:
     async def __aenter__(self) -> Self:
         """Opens the inbox.
 
-        Continues without one (not ready) if none can be had within START_LIMIT_S.
-
-        Raises:
-            ConfigurationError: the broker denies access.
+        Continues without one (not ready) if it can't get one within START_LIMIT_S.
         """
         opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._holding = asyncio.create_task(self._hold_forever(opened))
@@ -459,12 +464,12 @@ class ReplyInbox:
 
     @property
     def ready(self) -> bool:
-        """True if replies can arrive: an inbox is held, and all its subscriptions are connected."""
+        """True if replies can arrive: an inbox is held and its subscriptions are connected."""
         return self._open is not None and self._open.is_connected
 
     @contextmanager
     def waiter(self, request_id: str, job_index: int, replies: Replies) -> Iterator[PendingReply]:
-        """Registers a job while the block runs. `replies` says which topic its reply comes to.
+        """Registers a job for the duration of the block. `replies` selects the topic for its reply.
 
         Raises:
             Unavailable: this instance has no inbox at the moment.
@@ -514,13 +519,13 @@ class ReplyInbox:
                 own_inbox(self._admin, settings.reply_slots, self._instance)
             )
         except ConfigurationError as error:
-            # In the cloud the API may not create inboxes. The pool may have a free one soon.
+            # In the cloud, the API may not create inboxes. The pool may soon have a free one.
             raise Unavailable(
                 f"no inbox from the pool, and none may be created: {error.message}"
             ) from error
 
     async def _hold(self, lease: InboxLease, opened: asyncio.Future[None]) -> None:
-        """Receives on both topics until canceled, or until the inbox is lost, which raises."""
+        """Receives on both topics until canceled. Raises InboxLost if the inbox is lost."""
         inbox = OpenInbox(lease.inbox, self._settings.reply_slots)
         try:
             async with asyncio.TaskGroup() as group:
@@ -533,7 +538,7 @@ class ReplyInbox:
                     self._open = inbox
                     if not opened.done():
                         opened.set_result(None)
-                    await asyncio.Event().wait()  # a failing task of the group ends it
+                    await asyncio.Event().wait()  # runs until a task of the group fails
         except ExceptionGroup as failures:
             INBOXES_LOST.inc()
             raise failures.exceptions[0] from failures
@@ -543,7 +548,8 @@ class ReplyInbox:
         try:
             yield
         finally:
-            # Before the streams are closed, which takes a while: no new job may use this inbox.
+            # Done before the streams are closed, which takes a while: new jobs must not use this
+            # inbox.
             self._open = None
             inbox.fail(InboxLost("the reply inbox was lost"))
 

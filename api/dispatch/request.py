@@ -1,10 +1,10 @@
-"""A request to compute inputs, its options, its state in the dispatcher, and its response.
+"""A request to compute inputs: its options, its state in the dispatcher, and its response.
 
-Predictions are such requests too. The state has the items, the jobs, and the completions so far.
+Predictions are such requests too. The state has the items, the jobs and the completions so far.
 
 Single flight: identical items of concurrent requests are computed once. The first request for an
 item leads it. Later requests with the same cache key are coalesced with it and wait for the same
-outcome. An item lives as long as one request waits for it. If its leader gives up or runs out of
+outcome. An item exists as long as a request waits for it. If its leader gives up or runs out of
 time, the item is abandoned, and requests that still have time start it again.
 """
 
@@ -42,18 +42,18 @@ from shared.tasks import Input
 CACHE_HEADER = "x-penstock-cache"
 COST_HEADER, DEVICE_HEADER = "x-penstock-cost-usd", "x-penstock-device-ms"
 REVISION_HEADER = "x-penstock-revision"
-"""The revision that computed the results. Several, if a canary answered only for a part of them."""
+"""The revision that computed the results. Several if a canary computed only some of them."""
 
 
 OUTCOME_BYTES = 512
-"""The size of an outcome in a reply without its result: index, status and receipt."""
+"""Size of an outcome in a reply, excluding its result: index, status and receipt."""
 
 _SOURCES = {"memory": "hit", "redis": "hit", "joined": "joined"}
 
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """The options of one request, parsed from its headers once. None or empty: not set.
+    """Options of one request, parsed once from its headers. None or empty: not set.
 
     Times count from the arrival of the request.
     """
@@ -65,7 +65,7 @@ class RequestOptions:
     cancel_after_s: float | None = None
     """Seconds after which a prediction is stopped."""
     wait_s: float = 0.0
-    """Seconds for which the answer may wait for the end of a prediction."""
+    """Maximum seconds to wait for the prediction to end before answering."""
     cache_read: bool = True
     cache_write: bool = True
     idempotency_key: str = ""
@@ -75,7 +75,7 @@ class RequestOptions:
         return bound.default_s if self.deadline_s is None else min(self.deadline_s, bound.longest_s)
 
     def done_within_s(self, bound: Deadline) -> float:
-        """Returns the seconds after which a prediction is stopped: the shorter of two limits."""
+        """Returns the seconds after which a prediction is stopped, the smaller of two limits."""
         given_s = [
             limit_s for limit_s in (self.deadline_s, self.cancel_after_s) if limit_s is not None
         ]
@@ -84,50 +84,55 @@ class RequestOptions:
 
 @dataclass(frozen=True, slots=True)
 class NewRecord:
-    """The record that a request is given before its job is published: that of a prediction.
+    """The prediction record created for a request before its job is published.
 
-    It outlives the connection of the caller and the instance.
+    It outlives the caller's connection and the instance.
     """
 
     prediction: Prediction
-    """Its document."""
+    """Its prediction document."""
     keep_s: int | None
-    """How long it is stored after its end, by the tenant's plan. None: the default."""
+    """Seconds to store it after its end, from the tenant's plan. None: the default."""
     is_keyed: bool
     """True if the caller can repeat the request and get the same prediction."""
 
 
 @dataclass(frozen=True, slots=True)
 class InferenceRequest:
-    """One validated request: these inputs, by this model, for this caller.
+    """One validated request: inputs, model and caller.
 
-    A request with a record is a prediction. Its one job has all items, and its end is in the
-    record. Any other request is answered to the caller who waits, or not at all.
+    A request with a record is a prediction. It has a single job with all items, and its result goes
+    to the record. Any other request is answered only to a waiting caller.
     """
 
     facts: RequestFacts
     model: Model
-    """The revision that computes it."""
+    """The revision to compute it with."""
     inputs: Sequence[Input]
     deadline_s: float
-    """Unix time, within the longest deadline of the model."""
+    """Unix time, within the model's maximum deadline."""
     options: RequestOptions
     is_repeatable: bool = True
-    """True if equal inputs give equal results. If not, no item is cached or coalesced."""
+    """True if equal inputs produce equal results.
+
+    If not, items are neither cached nor coalesced.
+    """
     record: NewRecord | None = None
     is_run_again: Callable[[], bool] = lambda: False
-    """Returns whether the same request is sent again, under the same id, if this is canceled."""
+    """Returns whether the same request will be sent again, with the same ID, if this one is
+    canceled.
+    """
     purges: int = 0
-    """How often what the cache had of the revision was purged."""
+    """How often the revision's cached results were purged."""
 
     @property
     def new_record(self) -> NewRecord:
-        """The record of a request that has one."""
+        """The record to create. Only for requests that have one."""
         assert self.record is not None, "only for requests with a record; this is a bug"
         return self.record
 
     def as_first_asked(self, first: Prediction) -> InferenceRequest:
-        """Returns the request that created the prediction `first`, which this one repeats."""
+        """Returns the request that created the prediction `first`, which this request repeats."""
         price_share = 1.0 if first.price is None else first.price.price_share
         facts = msgspec.structs.replace(
             self.facts,
@@ -138,7 +143,7 @@ class InferenceRequest:
             price_share=price_share,
         )
         options, limit_s = self.options, self.options.queue_limit_s
-        if limit_s is not None:  # it counts from this request, and not from the first
+        if limit_s is not None:  # counts from this request, not from the first
             later_s = self.facts.received_at_s - first.created_at_s
             options = replace(options, queue_limit_s=limit_s + later_s)
         return replace(
@@ -150,7 +155,7 @@ class InferenceRequest:
         )
 
     def items(self) -> list[Item]:
-        """Returns its items. Those that the cache may keep have a key.
+        """Returns its items. Items that may be cached have a key.
 
         Raises:
             BadInput: an input has no canonical form.
@@ -165,42 +170,44 @@ class InferenceRequest:
         return cache_key(self.model, one, self.facts.tenant, self.purges)
 
     def demand(self, items: int) -> Demand:
-        """Returns the demand of `items` of its items on the workers."""
+        """Returns the demand of a number of its items on the workers."""
         return Demand(
             self.model.name,
             items,
             self.facts.tenant,
             self.facts.weight,
             self.facts.priority,
-            # A full canary refuses no caller: the other revision takes the items.
+            # A full canary never rejects a caller, because the other revision takes the items.
             self.counts_toward_slo and not self.model.is_canary,
         )
 
     @property
     def counts_toward_slo(self) -> bool:
-        """Returns whether the SLO applies: not at `batch` priority, nor with less time."""
+        """Returns whether the SLO applies.
+
+        It does not at `batch` priority or with a shorter deadline.
+        """
         options = self.options
         limits_s = (options.deadline_s, options.queue_limit_s, options.cancel_after_s)
         return counts_toward_slo(self.model.deadline, self.facts.priority, limits_s)
 
     @property
     def start_by_s(self) -> float:
-        """Unix time after which the model no longer starts. 0: only the deadline counts."""
+        """Unix time after which the model no longer starts. 0: only the deadline applies."""
         limit_s = self.options.queue_limit_s
         return 0.0 if limit_s is None else self.facts.received_at_s + limit_s
 
     @property
     def price(self) -> ItemPrice:
-        """The terms on which its items are charged."""
+        """The terms for charging its items."""
         return price_of(self.model, self.facts.received_at_s, self.facts.price_share)
 
     @property
     def reply_bytes(self) -> int:
-        """The largest size of its reply."""
         return len(self.inputs) * (self.model.definition.result_bytes(self.model) + OUTCOME_BYTES)
 
     def too_late(self) -> DeadlineExceeded:
-        """Returns the error of a request without an answer at its deadline."""
+        """Returns the error for a request that was not answered by its deadline."""
         received_at_s = self.facts.received_at_s
         waited_s, limit_s = time.time() - received_at_s, round(self.deadline_s - received_at_s, 3)
         return DeadlineExceeded(
@@ -212,22 +219,22 @@ class InferenceRequest:
 class InferenceResponse:
     """One outcome per input, in order. `queue_ms` is the longest wait of an item at the broker.
 
-    A context manager: its block makes the answer. If the block raises, the caller got nothing, so
-    nothing is charged. Rows are written at its end.
+    A context manager: its block builds the answer. If the block raises, the caller received nothing
+    and is not charged. Rows are written at its end.
     """
 
     outcomes: Sequence[ItemOutcome]
     queue_ms: float
     price: ItemPrice
-    """The terms on which its items are charged."""
+    """The terms for charging its items."""
     revision: str
-    """The revision of the model that computed it."""
+    """The revision that computed it."""
     error: PenstockError | None = None
     """Why the request ended before its items did."""
     on_end: Callable[[InferenceResponse], None] = lambda _: None
     """Called at the end of the block."""
     is_delivered: bool = True
-    """True if the results were delivered to the caller, as far as is known."""
+    """True if the results were delivered to the caller, as far as known."""
     is_broken_off: bool = False
     """True if the block was canceled, so the work may be repeated."""
 
@@ -253,7 +260,7 @@ class InferenceResponse:
     def headers(self) -> dict[str, str]:
         """Returns the response headers of every inference answer.
 
-        Times are those of the slowest item, since items run in parallel. The cache is `hit`, `miss`
+        Times belong to the slowest item, because items run in parallel. The cache is `hit`, `miss`
         or `joined` if all items agree, and `partial` otherwise. Device time and cost are sums.
         """
         receipts = [outcome.receipt for outcome in self.outcomes]
@@ -273,10 +280,10 @@ class InferenceResponse:
         }
 
     def raise_failed(self) -> None:
-        """Raises the error of the first item without a result. There are no partial answers.
+        """Raises the error of the first item without a result. Partial answers are not returned.
 
         Raises:
-            PenstockError: the error of the item, with its code, or that of the request.
+            PenstockError: the error of the item, with its code, or of the request.
         """
         if self.error is not None:
             raise self.error
@@ -291,7 +298,7 @@ def _cache_of(receipts: Sequence[Receipt]) -> str:
 
 
 def headers_of_run(prediction: Prediction, outcomes: Sequence[ItemOutcome]) -> dict[str, str]:
-    """Returns the response headers of a flow: its cost, and what the cache had of all its items."""
+    """Returns the response headers of a flow: its cost and the cache status over all items."""
     priced = [(prediction.price_of(outcome), outcome) for outcome in outcomes]
     usd = sum(cost_usd(price, outcome) for price, outcome in priced if price is not None)
     return {
@@ -317,19 +324,20 @@ def _error_of(outcome: ItemOutcome, *, several: bool) -> PenstockError:
 
 @dataclass(slots=True, eq=False)
 class InFlightJob:
-    """The items of one message, and the task that sends it and waits for its reply."""
+    """The items of one message, and the task that sends the message and waits for its reply."""
 
     items: list[InFlightItem]
     index: int
-    """The number of the job within its request. The wire calls it `part`."""
+    """Number of the job within its request. The wire format calls it `part`."""
     deadline_s: float
     demand: Demand
-    """That of its items."""
+    """Demand of its items."""
     queued_at_s: float = 0.0
     """Unix time at which the job could be published. 0 before that."""
     is_sent: bool = False
-    """True once the broker may have the job: publishing has begun, and the broker did not refuse
-    it."""
+    """True once the broker may have the job: publishing has started, and the broker did not reject
+    it.
+    """
     is_answered: bool = False
     """True if its outcomes come from a reply."""
     task: asyncio.Task[list[ItemOutcome]] | None = None
@@ -339,13 +347,13 @@ class InFlightJob:
 class ItemCompletion:
     """The end of an in-flight item.
 
-    `by_worker`: the outcome is a worker's, which writes the row of its leader.
+    `by_worker`: the outcome comes from a worker, which writes the leader's row.
     """
 
     outcome: ItemOutcome
     by_worker: bool
     queued_at_s: float = 0.0
-    """When its job could be published. 0 if it was not."""
+    """Unix time at which its job could be published. 0 if it was not published."""
 
 
 def _new_future() -> asyncio.Future[ItemCompletion | None]:
@@ -354,23 +362,28 @@ def _new_future() -> asyncio.Future[ItemCompletion | None]:
 
 @dataclass(slots=True, eq=False)
 class InFlightItem:
-    """One item that is being computed, as its leader requested it."""
+    """One item being computed, as requested by its leader."""
 
     item: Item
     completed: asyncio.Future[ItemCompletion | None] = field(default_factory=_new_future)
     """None: the item was abandoned."""
     waiters: int = 0
-    """Number of items of requests that wait for it."""
+    """Number of request items waiting for it."""
     job: InFlightJob | None = None
     is_unpaid: bool = False
-    """The leader does not pay for it: it left, or its request fails. The first request that gets
-    the result pays for all of it."""
+    """True if the leader does not pay for it, because it left or its request failed.
+
+    The first request that receives the result pays for all of it.
+    """
     is_taken_over: bool = False
-    """Another request than the leader's pays for it."""
+    """True if a request other than the leader's pays for it."""
 
     @property
     def owed(self) -> Owed | None:
-        """What stays unpaid if everybody has left. None: it has no result, or somebody pays."""
+        """The amount left unpaid if all callers have left.
+
+        None if there is no result or a caller pays.
+        """
         completion = self.completed.result() if self.completed.done() else None
         if self.waiters or not self.is_unpaid or completion is None:
             return None
@@ -381,14 +394,14 @@ class InFlightItem:
 def receipt_without_answer(in_flight: InFlightItem, model: Model) -> Receipt:
     """Returns the receipt of an item whose job ended without a reply.
 
-    If its job was published, a worker may have computed it, so it counts as estimated.
+    If its job was published, a worker may have computed it, so it is marked as estimated.
     """
     is_published = in_flight.job is not None and in_flight.job.is_sent
     return Receipt(spent_work=in_flight.item.input.estimate_work(model) if is_published else None)
 
 
 class SingleFlight:
-    """All items that other requests may be coalesced with, by cache key."""
+    """All items available for coalescing, by cache key."""
 
     def __init__(self) -> None:
         self._by_key: dict[str, InFlightItem] = {}
@@ -399,7 +412,7 @@ class SingleFlight:
     def coalesce(self, item: Item, *, shareable: bool) -> tuple[InFlightItem, bool]:
         """Returns the in-flight item for `item`, and whether the caller leads it.
 
-        The caller must call `leave` exactly once. Nothing is awaited between lookup and insertion,
+        The caller must call `leave` exactly once. There is no await between lookup and insertion,
         so two requests can never both lead the same item.
         """
         key = item.cache_key if shareable else None
@@ -413,7 +426,7 @@ class SingleFlight:
         return in_flight, is_leader
 
     def leave(self, in_flight: InFlightItem) -> None:
-        """Removes one waiter. Cancels the job if none of its items has a waiter left."""
+        """Removes one waiter. Cancels the job once none of its items has a waiter."""
         in_flight.waiters -= 1
         job = in_flight.job
         if in_flight.waiters or in_flight.completed.done() or job is None:
@@ -449,7 +462,7 @@ class RequestState:
         self.completions: list[ItemCompletion | None] = [None] * len(self.items)
         self._jobs: list[InFlightJob] = []
         self._led: dict[int, InFlightItem] = {}
-        """The items that it leads, by index."""
+        """Items led by this request, by index."""
 
     def pending(self) -> list[int]:
         """Returns the indexes of the items without an outcome."""
@@ -460,11 +473,11 @@ class RequestState:
         return max(0.0, self.request.deadline_s - time.time())
 
     def new_job(self, items: Sequence[InFlightItem], demand: Demand) -> InFlightJob:
-        """Puts items into a job with an index of its own in this request."""
+        """Puts items into a job with a new index in this request."""
         index = len(self._jobs)
         if self.request.facts.batch_id and len(items) < len(self.items):
-            # A line may be repeated when more of it is in the cache. The job of the remaining items
-            # must not find the record of a job of other items.
+            # A line may be repeated when more of its items are cached. The job for the remaining
+            # items must not find the record of a job for other items.
             index = zlib.crc32(repr([one.item.index for one in items]).encode())
         job = InFlightJob(list(items), index, self.request.deadline_s, demand)
         for in_flight in items:
@@ -473,7 +486,7 @@ class RequestState:
         return job
 
     def settle(self, index: int, in_flight: InFlightItem, *, is_leader: bool) -> None:
-        """Records the completion of an item. Leaves the item pending if another try may help."""
+        """Records the completion of an item. Leaves it pending if another attempt may help."""
         completion = in_flight.completed.result() if in_flight.completed.done() else None
         if is_leader:
             self._led[index] = in_flight
@@ -491,12 +504,12 @@ class RequestState:
         self.completions[index] = completion
 
     def leave_unpaid(self) -> dict[str, Owed]:
-        """Gives up paying, because the request is not delivered.
+        """Stops paying, because the request is not delivered.
 
-        Requests that wait for the same items pay for them.
+        Other requests that wait for the same items pay for them.
 
         Returns:
-            What nobody pays for, by cache key.
+            The amounts that no request pays for, by cache key.
         """
         owed = dict[str, Owed]()
         for index, (item, completion) in enumerate(zip(self.items, self.completions, strict=True)):
@@ -510,7 +523,7 @@ class RequestState:
         return owed
 
     def give_up_paying(self) -> None:
-        """Leaves the items of its jobs to others that wait for them, because one has failed.
+        """Leaves payment for its jobs' items to other waiting requests, because an item has failed.
 
         The request fails as a whole.
         """
@@ -536,7 +549,7 @@ class RequestState:
         """Returns all outcomes, in the order of the inputs.
 
         Args:
-            on_end: called once it is known whether the caller got them.
+            on_end: called once it is known whether the caller received them.
             error: why the request ended with items pending.
         """
         completions = [completion for completion in self.completions if completion is not None]
@@ -561,20 +574,23 @@ class RequestState:
 
 
 def _is_of_leader(outcome: ItemOutcome) -> bool:
-    """Returns whether only the leader failed: others may still get a late or unreadable item."""
+    """Returns whether only the leader failed.
+
+    Others may still receive a late or unreadable item.
+    """
     unreadable = outcome.error is not None and outcome.error.code == UndecodableMessage.code
     return outcome.status == "expired" or unreadable
 
 
 def cache_hit(item: Item, hit: Hit) -> ItemOutcome:
-    """Returns the outcome of an item that the cache has."""
+    """Returns the outcome of a cached item."""
     return ItemOutcome(item.index, "succeeded", hit.receipt(), hit.result)
 
 
 def _of_coalesced(index: int, in_flight: InFlightItem, completion: ItemCompletion) -> ItemOutcome:
-    """Returns the leader's outcome as that of a coalesced item.
+    """Returns the leader's outcome, adapted to a coalesced item.
 
-    If the leader does not pay, the first that gets the result is who it was computed for.
+    If the leader does not pay, the first request to receive the result counts as its source.
     """
     outcome = completion.outcome
     is_owed = outcome.result is not None and owed_by(outcome.receipt) is not None

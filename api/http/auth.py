@@ -1,12 +1,12 @@
 """Authenticates and authorizes requests. Routes under /v1 do this first.
 
 - Keys: requests read a snapshot of the key directory in memory (api/http/key_refresh.py).
-- Scopes and models: one table has the requirements of each route.
+- Scopes and models: one table lists the requirements of each route.
 - Access without keys: only for APIs that no other machine can reach. Browsers on that machine open
   foreign pages, which must not use the API. Such a page can send a form to http://127.0.0.1:8080
   from its own origin, and its own name can point to 127.0.0.1 (DNS rebinding). So the names in
-  `Host` and `Origin` must be names of this machine. A reverse proxy on this machine passes the
-  public name, so it opens nothing to the outside either.
+  `Host` and `Origin` must be names of this machine. A reverse proxy on this machine forwards the
+  public name, so it does not expose the API either.
 """
 
 from __future__ import annotations
@@ -32,8 +32,10 @@ from shared.tenants.key_store import KeyStore
 from shared.tenants.plan import Caller
 
 ModelCheck: TypeAlias = Literal["", "named", "stored", "listed"]
-"""How a route handles models that a key may not use. `named`: the request names one. `stored`: it
-reads or changes results that one computed. `listed`: it omits them from lists.
+"""How a route treats models that a key may not use.
+
+`named`: the request names a model. `stored`: it reads or changes stored results of a model.
+`listed`: it omits their results from lists.
 """
 
 _ANYONE = Caller()
@@ -46,18 +48,21 @@ DENIED = Counter(
 RawHeaders = Iterable[tuple[bytes, bytes]]
 HOW_TO_SEND = "send it as 'Authorization: Bearer <key>' or as 'x-api-key: <key>'"
 _SCHEMES = frozenset({b"bearer", b"token"})
-"""`Token` is for older clients of Replicate."""
+"""`Token` is for older Replicate clients."""
 
 _NOT_VALID = "the API key is not valid"
 _REFUSED = {
     "unknown": _NOT_VALID,
     "frozen": "the tenant of the API key is frozen; ask who operates this API",
 }
-_REASONS = (f"an API key is needed: {HOW_TO_SEND}", "two API keys were sent, and they differ")
+_REASONS = (
+    f"an API key is needed: {HOW_TO_SEND}",
+    "two API keys were sent, and they differ",
+)
 
 
 class Rule(NamedTuple):
-    """The requirements of a route. No scope: any key."""
+    """The requirements of a route. Without a scope, any key is accepted."""
 
     scope: Scope | None
     model: ModelCheck = ""
@@ -116,7 +121,7 @@ _RULES_OF_PATHS: dict[str, tuple[str, Rule]] = {
     "/admin/tenants": ("GET", Rule("admin")),
     "/admin/tenants/{name:path}": ("PUT", Rule("admin")),
     "/admin/audit": ("GET", Rule("admin")),
-    # What is served here, which every key may see.
+    # Information about this service that every key may see.
     "/models": ("GET", Rule(None, "listed")),
     "/models/{model}": ("GET", Rule(None, "listed")),
     "/models/{owner}/{name}": ("GET", Rule(None, "listed")),
@@ -140,14 +145,15 @@ RULES: dict[tuple[str, str], Rule] = {
     ("DELETE", "/predictions/{prediction_id}"): Rule("predictions", "stored"),
     ("PUT", "/predictions/{prediction_id}"): Rule("predictions", "named"),
 }
-"""The requirements of each route, by method and template without version. HEAD is GET. A route that
-is not here needs an unrestricted key.
+"""The requirements of each route, by method and path template without version.
+
+HEAD counts as GET. A route that is not listed requires an unrestricted key.
 """
 _UNKNOWN = Rule("all")
 
 
 class MissingScope(Forbidden):
-    """This API key may not do this."""
+    """This API key is not permitted to do this."""
 
     code = "missing_scope"
 
@@ -163,25 +169,25 @@ class StoredWork(Protocol):
 
     @property
     def endpoint(self) -> str:
-        """The path that it was created by. Empty: that of predictions."""
+        """The path that created it. Empty: predictions."""
 
     @property
     def model(self) -> str:
-        """Its name in the catalog."""
+        """Model name in the catalog."""
 
 
 def check_access(caller: Caller, method: str, path: str, stored: StoredWork | None = None) -> None:
-    """Refuses what the key of the caller may not do, whichever door it comes by.
+    """Rejects requests that the caller's key does not permit, on every path.
 
     Args:
-        method: of the request. HEAD counts as GET.
-        path: the template of the route, such as `/v1/files/{file_id}`.
-        stored: what it reads or changes, if that was computed by a model. The key needs the scope
-            of its endpoint too.
+        method: request method. HEAD counts as GET.
+        path: path template of the route, such as `/v1/files/{file_id}`.
+        stored: the result that it reads or changes, if a model computed it. The key also needs the
+            scope of its endpoint.
 
     Raises:
         MissingScope: the key lacks a scope.
-        ModelForbidden: it may not use the model.
+        ModelForbidden: the key may not use the model.
     """
     method = "GET" if method == "HEAD" else method
     _check_scope(caller, method, rule_of(method, path).scope)
@@ -192,7 +198,7 @@ def check_access(caller: Caller, method: str, path: str, stored: StoredWork | No
 
 
 def may_see(caller: Caller, path: str, stored: StoredWork) -> bool:
-    """Returns whether a list at `path` includes this for the caller."""
+    """Returns whether a list at `path` includes this result for the caller."""
     try:
         check_access(caller, "GET", path, stored)
     except Forbidden:
@@ -201,7 +207,7 @@ def may_see(caller: Caller, path: str, stored: StoredWork) -> bool:
 
 
 def rule_of(method: str, path: str) -> Rule:
-    """Returns the requirements of a route, by its template with /v1, /v2 or neither."""
+    """Returns the requirements of a route. Its template may start with /v1, /v2 or neither."""
     return RULES.get((method, path.removeprefix("/v1").removeprefix("/v2")), _UNKNOWN)
 
 
@@ -216,10 +222,10 @@ def _check_scope(caller: Caller, method: str, needed: Scope | None) -> None:
 
 
 def check_model(caller: Caller, model: str) -> None:
-    """Refuses a model that the key of the caller may not use.
+    """Rejects a model that the caller's key may not use.
 
     Raises:
-        ModelForbidden: it is not among the key's models.
+        ModelForbidden: the model is not among the key's models.
     """
     if caller.models is not None and model not in caller.models:
         raise ModelForbidden(f"this API key may not use the model {model!r}", field="model")
@@ -229,8 +235,8 @@ class OpenOnLoopback:
     """Admits every caller on this machine, as the `default` tenant.
 
     Args:
-        host: the address on which the API listens.
-        cors_origins: the setting: origins that may call it, comma-separated, or `*`.
+        host: the address that the API listens on.
+        cors_origins: origins that may call it, comma-separated, or `*`.
 
     Raises:
         ConfigurationError: other machines can reach `host`.
@@ -252,10 +258,10 @@ class OpenOnLoopback:
         return None
 
     def caller_of(self, headers: Iterable[tuple[bytes, bytes]]) -> Caller:
-        """Returns the caller, whatever key the headers have.
+        """Returns the caller, whatever key the headers contain.
 
         Raises:
-            Forbidden: the request is for another machine's name, or from a page of another origin.
+            Forbidden: the request is for another host name, or from a page of another origin.
         """
         for name, value in headers:
             if name == b"host" and not _is_loopback_host(value):
@@ -272,7 +278,7 @@ class OpenOnLoopback:
         return _ANYONE
 
     async def meet(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        """Does nothing."""
+        """Does nothing, because there are no keys to look up."""
 
     def keys_status(self) -> str:
         """`not required`."""
@@ -282,11 +288,11 @@ class OpenOnLoopback:
     """None: without keys there is nothing to administer."""
 
     def budgets(self) -> frozenset[BudgetHolder]:
-        """None: without keys no tenant has a plan."""
+        """Empty: without keys, tenants do not have plans."""
         return frozenset()
 
     async def refresh(self) -> None:
-        """Does nothing."""
+        """Does nothing, because there are no keys to read."""
 
     def _is_allowed(self, origin: bytes) -> bool:
         return origin in self._origins or b"*" in self._origins or _names_loopback(origin)
@@ -294,7 +300,7 @@ class OpenOnLoopback:
 
 @lru_cache(maxsize=256)
 def _is_loopback_host(value: bytes) -> bool:
-    """Returns whether a Host header names this machine. The server has bounded its length."""
+    """Returns whether a Host header names this machine. The server limits its length."""
     return _names_loopback(b"//" + value)
 
 
@@ -307,58 +313,58 @@ def _names_loopback(url: bytes) -> bool:
 
 
 class Access(Protocol):
-    """Says who may call this API. An async context manager."""
+    """Decides who may call this API. An async context manager."""
 
     async def __aenter__(self) -> Self: ...
 
     async def __aexit__(self, *exc: object) -> None: ...
 
     def caller_of(self, headers: RawHeaders) -> Caller:
-        """Returns the caller of a request with these headers, whose names are in lower case.
+        """Returns the caller of a request with these headers, whose names are lowercase.
 
         Raises:
-            Unauthorized: the key is missing or wrong.
+            Unauthorized: the key is missing or invalid.
             Forbidden: this caller may not call the API at all.
-            Unavailable: no keys are known yet.
+            Unavailable: the keys are not known yet.
         """
         ...
 
     async def meet(self, headers: RawHeaders) -> None:
-        """Looks for the key in these headers if it is not known yet, for a bounded time."""
+        """Looks up the key in these headers if it is not known yet, for a limited time."""
         ...
 
     def keys_status(self) -> str:
-        """`ok`, `not required`, or the reason why no key can be checked."""
+        """`ok`, `not required`, or the reason why keys can't be checked."""
         ...
 
     @property
     def store(self) -> KeyStore | None:
-        """The store in which keys are administered. None if no key is required."""
+        """The store in which keys are administered. None if keys are not required."""
         ...
 
     def budgets(self) -> frozenset[BudgetHolder] | None:
-        """The tenants and keys that have a budget. None if the directory may have changed."""
+        """Tenants and keys with a budget. None if the directory may have changed."""
         ...
 
     async def refresh(self) -> None: ...
 
 
 def access_of(settings: ApiSettings, catalog: Catalog | None = None) -> Access:
-    """Returns the access control of an API with these settings.
+    """Returns the access control for an API with these settings.
 
     Args:
         catalog: the models that plans and keys in a file may name. None: not checked.
 
     Raises:
-        ConfigurationError: no keys are set although others can reach this API, or the keys are not
-            valid.
+        ConfigurationError: keys are not set although other machines can reach this API, or the keys
+            are invalid.
     """
     if not settings.keys_url:
         return OpenOnLoopback(settings.host, settings.cors_origins)
     served = (
         None if catalog is None else served_by(catalog, allow_private=settings.webhooks_private)
     )
-    # Keys in the Redis of the records, which may be in another region.
+    # The keys are in the same Redis as the records, which may be in another region.
     is_elsewhere = not settings.keys_url.startswith("file:") and (
         settings.keys_url != settings.redis_url
     )
@@ -367,10 +373,10 @@ def access_of(settings: ApiSettings, catalog: Catalog | None = None) -> Access:
 
 
 class ApiKeys:
-    """Lets callers in by their keys.
+    """Admits callers by their API keys.
 
     Args:
-        directory: the keys. It is opened and closed with this object.
+        directory: key directory. It is opened and closed with this object.
         clock: Unix seconds.
     """
 
@@ -386,11 +392,11 @@ class ApiKeys:
         await self.directory.__aexit__(*exc)
 
     def caller_of(self, headers: RawHeaders) -> Caller:
-        """Returns the caller of a request with these headers, whose names are in lower case.
+        """Returns the caller of a request with these headers, whose names are lowercase.
 
         Raises:
-            Unauthorized: the key is missing or wrong, or two keys differ.
-            Unavailable: no keys are known yet.
+            Unauthorized: the key is missing or invalid, or two different keys were sent.
+            Unavailable: the keys are not known yet.
         """
         sent = _sent_keys(headers)
         if len(sent) != 1:
@@ -409,20 +415,20 @@ class ApiKeys:
         raise _denied(state, _REFUSED.get(state) or f"the API key is {state}")
 
     async def meet(self, headers: RawHeaders) -> None:
-        """Looks for the key in these headers if it is not known yet, for a bounded time.
+        """Looks up the key in these headers if it is not known yet, for a limited time.
 
-        It may have been created, or have got its new secret, a moment ago.
+        It may have been created, or its secret rotated, a moment ago.
         """
         sent, directory = _sent_keys(headers), self.directory.current()
         key = parse_key(sent.pop()) if len(sent) == 1 else None
         if key is None or directory is None:
             return
-        # All that is not known takes the same time, an id without its secret too.
+        # All unknown keys take the same time, including a known ID with a wrong secret.
         if directory.find(key, self._clock()).state == "unknown":
             await self.directory.look_again(key)
 
     def keys_status(self) -> str:
-        """`ok`, or the reason why no key can be checked."""
+        """`ok`, or the reason why keys can't be checked."""
         return self.directory.status()
 
     @property
@@ -431,7 +437,7 @@ class ApiKeys:
         return self.directory.store
 
     def budgets(self) -> frozenset[BudgetHolder] | None:
-        """The tenants and keys that have a budget. None if the directory may have changed."""
+        """Tenants and keys with a budget. None if the directory may have changed."""
         return self.directory.budgets()
 
     async def refresh(self) -> None:
@@ -439,7 +445,7 @@ class ApiKeys:
 
 
 def _sent_keys(headers: RawHeaders) -> set[str]:
-    """Returns all keys in the headers. A key with bytes that are not ASCII matches no caller."""
+    """Returns all keys in the headers. A key with non-ASCII bytes matches no caller."""
     sent = set[str]()
     for name, value in headers:
         if name == b"authorization":

@@ -1,4 +1,4 @@
-"""The JSON body of an answer."""
+"""Encodes JSON response bodies."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Calls inference endpoints directly, without FastAPI's ten layers in between.
 
-This saves a tenth of the CPU time of a request. FastAPI still knows these routes for OpenAPI. Large
-answers with vectors as floats are compressed to half their size, for callers that accept gzip.
+This saves a tenth of a request's CPU time. FastAPI still includes these routes in the OpenAPI
+document. Large answers with float vectors are compressed to half their size for callers that accept
+gzip.
 
 Measurements: docs/measurements/api.md.
 """
@@ -33,11 +34,11 @@ from api.problem_details import ProblemRoute, problem_response
 MIN_BYTES = 64 * 1024
 """About eight vectors. A smaller answer takes one or two round trips, compressed or not."""
 _LEVEL = 1
-"""Level 6 takes seven times as long and saves 5 % more."""
+"""Level 6 takes seven times as long and saves another 5 %."""
 _GZIP = re.compile(r"\s*(?:gzip|\*)\s*(?:;\s*q\s*=\s*(?P<q>[0-9.]+)\s*)?", re.IGNORECASE)
 
 IS_HEAD = "penstock.is_head"
-"""Marks a HEAD that is served as a GET, for routes whose body never ends."""
+"""Marks a HEAD request served as a GET, for routes whose body never ends."""
 _EXPOSED_HEADERS = (
     *(
         "x-request-id",
@@ -68,7 +69,7 @@ _PREFLIGHT_MAX_AGE_S = 7200
 
 
 async def compress(response: Response, accept_encoding: str) -> None:
-    """Compresses a large answer on another thread, if the caller accepts gzip."""
+    """Compresses a large answer in another thread if the caller accepts gzip."""
     if len(response.body) < MIN_BYTES or response.status_code != 200:
         return
     response.headers["vary"] = "accept-encoding"
@@ -81,16 +82,16 @@ async def compress(response: Response, accept_encoding: str) -> None:
 def accepts_gzip(accept_encoding: str) -> bool:
     """Returns whether the header allows gzip (RFC 9110, 12.5.3).
 
-    Without the header nothing is compressed.
+    Without the header, nothing is compressed.
     """
     matches = [match for match in map(_GZIP.fullmatch, accept_encoding.split(",")) if match]
-    # The weight of gzip takes precedence over that of `*`.
+    # The weight of gzip takes precedence over the weight of `*`.
     matches.sort(key=lambda match: "*" in match[0])
     return bool(matches) and (matches[0]["q"] or "1").strip("0.") != ""
 
 
 def _for_browsers(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
-    # Scripts send their API key themselves, so no credentials of the browser are allowed.
+    # Scripts send their API key themselves, so browser credentials are not allowed.
     return CORSMiddleware(
         app,
         allow_origins=origins,
@@ -120,7 +121,7 @@ class FastRoute(APIRoute):
 
 
 class StreamedRoute(FastRoute):
-    """A route that answers `"stream": true` with a stream, which has its own way with keys."""
+    """A route that can stream its answer, and handles an Idempotency-Key for streams itself."""
 
     async def asks_for_stream(self, request: Request) -> bool:
         """Returns whether the body requests a streamed answer. An invalid body does not."""
@@ -131,7 +132,7 @@ class StreamedRoute(FastRoute):
 
 
 class FastProblemRoute(ProblemRoute, FastRoute):
-    """One whose errors are problem details."""
+    """A fast route whose errors are problem details."""
 
     has_own_keys = True
 
@@ -140,13 +141,13 @@ class FastProblemRoute(ProblemRoute, FastRoute):
 
 
 class _BodyRequest(Request):
-    """Reads a body without Starlette's generator, which costs more than all else of a short one."""
+    """Reads a body without Starlette's generator, which dominates the cost of short requests."""
 
     async def body(self) -> bytes:
         """Returns the whole body, as Starlette does.
 
         Raises:
-            ClientDisconnect: the caller hung up before its end.
+            ClientDisconnect: the caller hung up before the end of the body.
         """
         if hasattr(self, "_body") or self._stream_consumed:
             return await super().body()
@@ -167,7 +168,7 @@ class FastRouteApp(FastAPI):
     """A FastAPI app that calls the endpoints of its fast routes directly.
 
     Args:
-        origins: the origins whose pages may call the API from a browser. `*` allows all.
+        origins: origins whose pages may call the API from a browser. `*` allows all.
     """
 
     def __init__(self, bodies: BodyBudget, *, origins: Sequence[str] = (), **options: Any) -> None:
@@ -178,7 +179,7 @@ class FastRouteApp(FastAPI):
         self.add_middleware(ContextMiddleware, bodies=bodies)
 
     def add(self, router: APIRouter, prefix: str = "", *, is_in_schema: bool = True) -> None:
-        """Adds the routes of `router`, and calls its fast ones directly."""
+        """Adds the routes of `router`, and calls its fast routes directly."""
         self.include_router(router, prefix=prefix, include_in_schema=is_in_schema)
         fast = [route for route in router.routes if isinstance(route, FastRoute)]
         self._fast_routes |= {
@@ -208,7 +209,7 @@ class FastRouteApp(FastAPI):
         try:
             is_keyed = IDEMPOTENCY_HEADER in request.headers and not route.has_own_keys
             if is_keyed and isinstance(route, StreamedRoute):
-                open_request(request)  # first: nothing that strangers send is read
+                open_request(request)  # first, so that unauthenticated bodies are not read
                 is_keyed = not await route.asks_for_stream(request)
             endpoint = route.endpoint
             keyed = run_idempotent(request, endpoint, route.answer_error) if is_keyed else None

@@ -1,10 +1,10 @@
 """Handles requests with an `Idempotency-Key`: equal requests with the same key are computed once.
 
-After draft-ietf-httpapi-idempotency-key-header. A key that was used with another body is 422. If
-the first request is still running when the second has to be answered, that one is 409. OpenAI's
+Follows draft-ietf-httpapi-idempotency-key-header. Using a key again with another body is a 422. If
+the first request is still running when the second must be answered, the second gets a 409. OpenAI's
 clients retry a 409 but not a 422, which is right for both. Each tenant has separate keys. While
-Redis is unreachable a request with a key is 503. api/idempotency/service.py decides who computes
-the answer.
+Redis is unreachable, a request with a key gets a 503. api/idempotency/service.py decides which
+request computes the answer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from api.limits.messages import LIMITS_PREFIX
 
 REPLAYED = "idempotent-replayed"
 LARGE_BYTES = 256 * 1024
-"""Larger bodies are hashed on a thread, which releases the interpreter: 30 MB take 40 ms."""
+"""Larger bodies are hashed in a thread, which releases the interpreter lock: 30 MB take 40 ms."""
 _BOUNDARY = re.compile(r'boundary="?([^";,]+)"?', re.IGNORECASE)
 Endpoint = Callable[[Request], Awaitable[Response]]
 AnswerError = Callable[[Request, Exception], Awaitable[Response]]
@@ -49,18 +49,17 @@ class _StoredError(_Code):
 async def run_idempotent(
     request: Request, endpoint: Endpoint, answer_error: AnswerError
 ) -> Response:
-    """Answers a request with the header: runs `endpoint`, or returns its stored answer.
+    """Answers a request with the header: runs `endpoint` or returns the stored answer.
 
     Args:
-        answer_error: answers one of EXPECTED_ERRORS that it raised.
+        answer_error: returns the response to one of EXPECTED_ERRORS that `endpoint` raised.
 
     Raises:
-        Unauthorized: the API key is missing or wrong.
-        Forbidden: the API key may not do this.
-        BadInput: the key is empty, too long, or not visible ASCII.
+        Unauthorized: the API key is missing or invalid.
+        Forbidden: the API key does not permit this request.
+        BadInput: the Idempotency-Key is empty, too long, or not visible ASCII.
         KeyReused: the key was used with another body or route.
         KeyInUse: the first request is still running at the deadline of this one.
-        Unavailable: Redis is unreachable.
     """
     call = open_request(request)
     body = await request.body()
@@ -82,13 +81,13 @@ async def run_idempotent(
     wait_s = call.options.limit_s(call.dependencies.catalog.deadline)
     running = call.dependencies.idempotency.run(keyed, compute, wait_s)
     stored, is_replayed = await while_connected(request.receive, running, call.check_key)
-    if stored.model:  # the first request may have had another key of the tenant
+    if stored.model:  # the first request may have used another key of the tenant
         check_model(call.caller, stored.model)
     return _response(stored, call.context, is_replayed=is_replayed)
 
 
 def _fingerprint(request: Request, body: bytes) -> str:
-    """Returns a digest of method, path, query and body. Equal requests have the same."""
+    """Returns a digest of method, path, query and body, equal for equal requests."""
     kind = request.headers.get("content-type", "")
     if boundary := _BOUNDARY.search(kind):
         # Clients choose a new boundary for each retry of the same form.
@@ -106,7 +105,7 @@ def _fingerprint(request: Request, body: bytes) -> str:
 
 
 def _receive(body: bytes) -> Callable[[], Coroutine[Any, Any, Message]]:
-    """Receives from a caller that never hangs up: keyed requests run to the end without one."""
+    """Receives from a caller that never hangs up, so that the request runs to its end."""
     messages: Iterator[Message] = iter([{"type": "http.request", "body": body, "more_body": False}])
 
     async def receive() -> Message:
@@ -131,7 +130,7 @@ async def _computed(
     headers = context.headers | {
         name: value for name, value in response.headers.items() if name != "content-length"
     }
-    # The headers of the stored answer count, which may come from another instance.
+    # The headers of the stored answer apply, which may come from another instance.
     context.headers.clear()
     return StoredResponse(
         response.status_code,
@@ -153,7 +152,7 @@ def _response(stored: StoredResponse, context: RequestContext, *, is_replayed: b
 
 
 def _of_replay(stored: StoredResponse) -> dict[str, str]:
-    """Returns a replay's headers. It is charged once, and does not count toward limits."""
+    """Returns a replay's headers. A replay is not charged and does not count toward limits."""
     kept = {
         name: value for name, value in stored.headers.items() if not name.startswith(LIMITS_PREFIX)
     }

@@ -1,9 +1,9 @@
 """Keeps the key directory in memory up to date.
 
 Requests read a snapshot in memory. A task asks the store every REFRESH_S seconds for a new version.
-A version that can't be read or is not valid does not replace the snapshot: a broken file must not
-lock everyone out. The directory also survives an outage of its store, for STALE_LIMIT_S. If the
-store is in another region, a copy in the region's own Redis lets new instances start meanwhile.
+An unreadable or invalid version does not replace the snapshot, because a broken file must not lock
+everyone out. The directory also survives an outage of its store, for STALE_LIMIT_S. If the store is
+in another region, a copy in the region's Redis lets new instances start in the meantime.
 """
 
 from __future__ import annotations
@@ -28,29 +28,31 @@ from shared.tenants.key_store import KeyStore, StoredDocument
 from shared.tenants.rules import Served, document_mistakes
 
 REFRESH_S = 2.0
-"""A change takes effect within this time and that of a read."""
+"""A change takes effect within this time plus the time of a read."""
 READ_LIMIT_S = 2.0
 LOOK_AGAIN_S = 1.0
-"""Minimum interval between lookups of unknown keys, for all requests together."""
+"""Minimum interval between lookups of unknown keys, over all requests."""
 MAX_LOOKED_FOR = 4096
 MAX_LOOKING = 64
-"""Requests that may wait for that. Further ones are answered from what is known."""
+"""Maximum number of requests that may wait for a lookup. Others are answered from the snapshot."""
 NOTE_USES_S = 60.0
-"""Uses of keys are written down this often."""
+"""Interval between writes of key uses."""
 COPY_S = 60.0
-"""The copy is written this often, and with each change."""
+"""Interval between writes of the copy, which is also written with each change."""
 STALE_LIMIT_S = 86_400.0
-"""While the store is unreachable no key can be revoked. After a day that weighs more than
-availability. Expiry needs no store.
+"""While the store is unreachable, keys can't be revoked.
+
+After a day, that is worse than being unavailable. Expiry does not need the store.
 """
 UP = Gauge("penstock_keys_up", "1 if the API keys could be read at the last try, else 0.")
 AGE_SECONDS = Gauge(
-    "penstock_keys_age_seconds", "Seconds since the API keys in use were known to be current."
+    "penstock_keys_age_seconds",
+    "Seconds since the API keys in use were known to be current.",
 )
 FAILURES = Counter(
     "penstock_keys_refresh_failures_total",
-    "Times that the API keys could not be read. invalid: the document is not valid. "
-    "unavailable: its store is unreachable.",
+    "Times that the API keys could not be read. invalid: the document is not valid. unavailable: "
+    "its store is unreachable.",
     ["reason"],
 )
 log = logging.getLogger(__name__)
@@ -60,16 +62,16 @@ class LiveDirectory:
     """The latest valid directory of a store. An async context manager that runs the refresh.
 
     Args:
-        store: the store of the directory. It is opened and closed with this object.
+        store: store of the directory. It is opened and closed with this object.
         clock: monotonic seconds.
-        served: the models that plans and keys may name. A file that names any other is not valid.
-          In Redis, which was checked when it was changed, it is only logged: the catalog has
-          changed. None: not known.
-        copy: where a copy is kept, for instances that start while the store is unreachable. It is
-          opened and closed with this object. None: nowhere.
+        served: models that plans and keys may name. A file that names any other model is invalid.
+            In Redis, where changes were checked when made, it is only logged because the catalog
+            has changed since. None: not known.
+        copy: store of a copy for instances that start while the main store is unreachable. It is
+            opened and closed with this object. None: no copy.
 
     Raises:
-        ConfigurationError: the store has a directory at the start, and it is not valid.
+        ConfigurationError: the directory in the store is invalid at startup.
     """
 
     def __init__(
@@ -96,7 +98,7 @@ class LiveDirectory:
         self._salt, self._looked_for = secrets.token_bytes(SALT_BYTES), set[bytes]()
         self._looking, self._looked_s, self._waiting = asyncio.Lock(), -math.inf, 0
         self.uses: dict[str, int] = {}
-        """When keys were last used, by id in Unix seconds, as far as not written down."""
+        """When keys were last used, by ID in Unix seconds, unless already written."""
         if (first := store.read_at_start()) is not None:
             self._directory, self._version = self._decode(first), first.version
 
@@ -122,28 +124,28 @@ class LiveDirectory:
         return self._directory
 
     def budgets(self) -> frozenset[BudgetHolder] | None:
-        """The tenants and keys that have a budget. None if the last read of the store failed."""
+        """Tenants and keys with a budget. None if the last read of the store failed."""
         if self._failure is not None or self._directory is None:
             return None
         return self._directory.budgets
 
     def status(self) -> str:
-        """Returns `ok` if keys can be checked, else a public reason. The log has the details."""
+        """Returns `ok` if keys can be checked, else a public reason. The details are logged."""
         if self.current() is not None:
             return "ok"
         return self._failure.public_message if self._failure else "not read yet"
 
     async def refresh(self) -> None:
-        """Reads the directory once, if it has changed."""
+        """Reads the directory once if it has changed."""
         async with self._refreshing:
             await self._refresh()
 
     async def look_again(self, key: ApiKey) -> None:
-        """Reads the directory again for an unknown key: it may have been created just now.
+        """Reads the directory again for an unknown key, which may be brand new.
 
         Concurrent requests with such keys wait for the same read. The next read is at least
-        LOOK_AGAIN_S later, for all callers. A key is looked up once while the directory is
-        unchanged, so a caller with a wrong key does not wait each time.
+        LOOK_AGAIN_S later, for all callers. A key is looked up only once while the directory is
+        unchanged, so a caller with an invalid key does not wait each time.
         """
         digest = hash_of(self._salt, key)
         if digest in self._looked_for or self._waiting >= MAX_LOOKING:
@@ -169,7 +171,7 @@ class LiveDirectory:
                 document = await self.store.read(self._version)
             self._current_s = self._clock()
             if document is not None:
-                # Thousands of keys take tens of milliseconds, in which requests continue.
+                # Takes tens of milliseconds for thousands of keys, during which requests continue.
                 self._directory = await asyncio.to_thread(self._decode, document)
                 self._version = document.version
                 self._stored, self._copied_s = document, -math.inf
@@ -188,7 +190,7 @@ class LiveDirectory:
         AGE_SECONDS.set(self._clock() - self._current_s)
 
     async def _use_copy(self) -> None:
-        """Writes the copy, if it is time, or reads it, if there is nothing else."""
+        """Writes the copy when due, or reads it if there is no directory."""
         if self._copy is None:
             return
         try:
@@ -219,7 +221,7 @@ class LiveDirectory:
             self._copied_s = self._clock()
 
     def _stop_serving(self) -> None:
-        """Stops this instance: without refreshes, changes are not seen any more."""
+        """Stops this instance, because without refreshes it would no longer see changes."""
         self._failure = Unavailable(public="the refresh of API keys ended")
         self._directory = None
 
@@ -242,7 +244,10 @@ class LiveDirectory:
         self._failure = error
 
     async def note_uses(self) -> None:
-        """Writes down which keys were used since the last time. What can't be written waits."""
+        """Writes which keys were used since the last write.
+
+        If that fails, they are written later.
+        """
         uses, self.uses = self.uses, {}
         try:
             async with asyncio.timeout(READ_LIMIT_S):

@@ -1,14 +1,14 @@
-"""The outermost layer of every request: its id and times, the body limit, headers, metrics, errors.
+"""The outermost layer of every request: its ID and times, body limits, headers, metrics and errors.
 
-Plain ASGI: a middleware that wraps responses costs more than a cache hit. It bounds the memory and
-the connections that request bodies may hold, in total and per tenant. The span of a request
-(`receive`) lasts from its arrival to the end of its answer. It has no URL, no query and no header:
-callers put texts and keys there by mistake.
+Plain ASGI, because a middleware that wraps responses costs more than a cache hit. It bounds the
+memory and the connections that request bodies may hold, in total and per tenant. The span of a
+request (`receive`) lasts from its arrival to the end of its answer. It does not include the URL,
+query or headers, because callers put texts and keys there by mistake.
 
-All requests of an instance share one event loop. A tenant with many uploads has many pieces ready
-in each of its turns, and every other request would wait for all of them again and again, at each of
-its own steps. So pieces of large bodies come in by turns, one of a tenant per turn of the loop. A
-tenant that is alone loses nothing, since a turn of an idle loop is short.
+All requests of an instance share one event loop. A tenant with many uploads has many chunks ready
+at any time, and every other request would wait for all of them at each of its steps. So chunks of
+large bodies take turns: one per tenant in each turn of the event loop. A tenant that is alone loses
+nothing, because a turn of an idle loop is short.
 """
 
 from __future__ import annotations
@@ -42,38 +42,40 @@ MAX_SHARE = 0.75
 """Maximum share of a bound that one tenant may take. The rest is left for the others."""
 
 UNTRACED = frozenset({"/health", "/healthz", "/livez", "/readyz"})
-"""Paths without traces: probes would be most of the traces of an idle service."""
+"""Paths without traces, because most traces of an idle service would be probes."""
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
-"""Methods that spans name. OpenTelemetry's conventions write `_OTHER` for any other."""
+"""Methods named in spans. OpenTelemetry's conventions use `_OTHER` for any other."""
 
 BODY_IDLE_S = 30.0
-"""The longest pause between two pieces of a body."""
+"""Maximum pause between two chunks of a body."""
 SMALL_BODY_BYTES = 64 * 1024
 STREAMED_BODY_BYTES = MEMORY_BYTES + 1024 * 1024
-"""Memory that a streamed body takes."""
+"""Memory counted for a streamed body."""
 FULL_RETRY_S = 1.0
-"""Retry-After of a request whose body finds no memory."""
+"""Retry-After for a request rejected because body memory is full."""
 BODY_GRACE_S, MIN_BYTES_PER_S = 60.0, 8192
-"""A body may take this long, plus the time for its bytes at this rate. So a trickle ends."""
+"""A body may take this long, plus the time for its bytes at this rate, so a trickle ends."""
 CLIENT_GONE = 499
-"""Status in logs and rows of a request whose caller hung up, as nginx writes it."""
+"""Status in logs and rows of a request whose caller hung up, as in nginx."""
 RECORDED_METHODS = frozenset({"POST", "PUT"})
-"""Refused requests with these methods leave a row. Other methods leave no rows when they
-succeed."""
+"""Rejected requests with these methods produce a row. Other methods never produce rows."""
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 log = logging.getLogger(__name__)
 
 
 class BodyPermits:
-    """Who had a piece in this turn of the event loop, and whose pieces wait for the next ones."""
+    """Gives each tenant one chunk per turn of the event loop, and queues the rest."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
-        """By tenant that had a piece in this turn or the one before."""
+        """By tenant, for tenants with a chunk in this turn or the previous one."""
 
     async def take(self, tenant: str) -> None:
-        """Waits until a piece of the tenant may be handled. Pieces come in order of arrival."""
+        """Waits until a chunk of the tenant may be handled.
+
+        Chunks are handled in order of arrival.
+        """
         loop = asyncio.get_running_loop()
         waiting = self._waiting.get(tenant)
         if waiting is None:
@@ -102,39 +104,39 @@ def share_of(most: int) -> int:
 
 @dataclass(slots=True)
 class BodyBudget:
-    """The memory and the connections for request bodies.
+    """The memory and connections for request bodies.
 
     Memory is held until the request is answered, a connection until its body has arrived.
     """
 
     largest_bytes: int
-    """The limit of one body."""
+    """Maximum size of one body."""
     together_bytes: int
-    """The limit of all bodies together. Above it only small bodies are accepted."""
+    """Maximum size of all bodies together. Above it, only small bodies are accepted."""
     arriving: FairRoom
-    """The connections whose bodies are still arriving."""
+    """Connections whose bodies are still arriving."""
     turns: BodyPermits = field(default_factory=BodyPermits)
-    """In which pieces of large bodies are handled."""
+    """Turns in which chunks of large bodies are handled."""
     held_bytes: int = 0
     held_of: Counter[str] = field(default_factory=Counter)
-    """The same by tenant."""
+    """The bytes held, by tenant."""
 
     def hold(self, tenant: str, size_bytes: int) -> None:
-        """Counts a piece of a body. `size_bytes` is negative when the piece is released."""
+        """Counts a chunk of a body. `size_bytes` is negative when the chunk is released."""
         self.held_bytes += size_bytes
         self.held_of[tenant] += size_bytes
         if not self.held_of[tenant]:
             del self.held_of[tenant]
 
     def is_full(self, tenant: str) -> bool:
-        """Returns whether large bodies of this tenant are refused now."""
+        """Returns whether to reject large bodies of this tenant now."""
         return self.held_bytes > self.together_bytes or self.held_of[tenant] > share_of(
             self.together_bytes
         )
 
 
 def begin_span(scope: Scope, received_at_s: float) -> Span:
-    """Starts the span of a request, below that of its caller. It becomes the current one."""
+    """Starts the span of a request as a child of the caller's span, and makes it current."""
     parent = read_headers(scope["headers"])
     if scope["path"] in UNTRACED:
         return Span("probe", parent, None)
@@ -147,11 +149,11 @@ def end_span(span: Span, scope: Scope, *, status: int, error_code: str, facts: A
     """Ends the span of a request.
 
     Args:
-        span: from `begin_span`.
-        scope: of the request, with its route.
-        status: of the answer. 0: there was none.
-        error_code: of the answer, or empty.
-        facts: further attributes. Empty ones are left out.
+        span: the span returned by `begin_span`.
+        scope: request scope, with its route.
+        status: response status. 0: none was sent.
+        error_code: error code of the answer, or empty.
+        facts: additional attributes. Empty values are left out.
     """
     method, route = _method(scope), getattr(scope.get("route"), "path", "")
     span.set({name: value for name, value in facts.items() if value})
@@ -160,7 +162,7 @@ def end_span(span: Span, scope: Scope, *, status: int, error_code: str, facts: A
         span.set({"http.route": route})
     if status:
         span.set({"http.response.status_code": status})
-    # OpenTelemetry's conventions: an invalid request is not an error of the server.
+    # By OpenTelemetry's conventions, an invalid request is not a server error.
     error = (error_code or str(status)) if status >= 500 or not status else ""
     span.end(name=f"{method} {route}".rstrip(), error=error)
 
@@ -171,50 +173,49 @@ def _method(scope: Scope) -> str:
 
 @dataclass(slots=True)
 class RequestContext:
-    """Facts about a request. The middleware creates it; routes add tenant, model and headers."""
+    """Facts about a request. Created by the middleware; routes add tenant, model and headers."""
 
     shown_id: str
-    """The id in the answer: that of the caller if it has allowed characters, else ours."""
+    """The ID in the answer: the caller's if it has only allowed characters, otherwise ours."""
     facts: RequestFacts
-    """Who asks, when and on which terms. The tenant is empty before authentication."""
+    """The caller, the time and the terms. The tenant is empty before authentication."""
     started_s: float = field(default_factory=time.perf_counter)
     model: str = ""
-    """The name of the model. Empty before the route has found it."""
+    """Model name. Empty until the route has found the model."""
     headers: dict[str, str] = field(default_factory=dict)
-    """Headers of the answer, in addition to those of every answer."""
+    """Answer headers in addition to the common ones."""
     options: RequestOptions | None = None
-    """The options from its headers, once they were read."""
+    """Options from its headers, once they are read."""
     is_compressible: bool = False
-    """True if a long body of the answer is worth compressing."""
+    """True if a long response body is worth compressing."""
     key_seed: int | None = None
-    """With an Idempotency-Key: the default seed of images, the same on every instance."""
+    """Default seed of images for a request with an Idempotency-Key, the same on every instance."""
     error_code: str = ""
-    """The code of the error in the answer."""
+    """Error code of the answer."""
     has_rows: bool = False
-    """True if its items leave rows, regardless of how they end."""
+    """True if its items produce rows, however they end."""
     streamed_max_bytes: int = 0
-    """The limit of a body that its route passes on piece by piece. 0: the body is held."""
+    """Maximum size of a body that its route streams. 0: the body is held in memory."""
     record_refusal: Callable[[RequestContext], None] | None = None
-    """Writes the row of a refused request. Set once the tenant is known."""
+    """Writes the row of a rejected request. Set once the tenant is known."""
 
     @property
     def total_ms(self) -> float:
-        """Milliseconds since the request arrived."""
         return (time.perf_counter() - self.started_s) * 1000
 
 
 def context_of(request: Request) -> RequestContext:
-    """Returns the context of this request, from the middleware."""
+    """Returns the context of this request, set by the middleware."""
     context = request.scope["penstock.context"]
     assert isinstance(context, RequestContext), "the middleware wraps every route; this is a bug"
     return context
 
 
 class ContextMiddleware:
-    """Gives each HTTP request its RequestContext and each answer its headers.
+    """Creates the RequestContext of each HTTP request, and sets the headers of its answer.
 
     Args:
-        bodies: the body limits, shared by all middlewares of the process.
+        bodies: body limits shared by all middlewares of the process.
     """
 
     def __init__(self, app: ASGIApp, bodies: BodyBudget) -> None:
@@ -222,14 +223,14 @@ class ContextMiddleware:
         self._bodies = bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handles one request. Passes on what is not HTTP."""
+        """Handles one request. Passes on anything that is not HTTP."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         exchange = _Exchange(scope, receive, send, self._bodies)
         with metrics.REQUESTS_OPEN.track_inprogress():
             try:
-                # Before the route, since nothing in it waits for who the caller is.
+                # Before the route, because none of this depends on the caller.
                 await scope["app"].state.dependencies.access.meet(scope["headers"])
                 await self._app(scope, exchange.receive, exchange.send)
             except Exception as error:
@@ -257,7 +258,7 @@ class _Exchange:
         context = self.context = scope["penstock.context"] = RequestContext(
             shown_id=client_id if is_shown else own_id,
             facts=RequestFacts(
-                # Always ours, since callers may send long or duplicate ids.
+                # Always ours, because callers may send long or duplicate IDs.
                 request_id=own_id,
                 tenant="",
                 received_at_s=time.time(),
@@ -304,10 +305,10 @@ class _Exchange:
         return message
 
     async def _receive_within(self, limit_s: float) -> Message:
-        """Does what asyncio.timeout does, which takes five times as long.
+        """Does the same as asyncio.timeout in a fifth of the time.
 
         Raises:
-            TimeoutError: nothing arrived.
+            TimeoutError: nothing arrived within `limit_s`.
         """
         task = asyncio.current_task()
         assert task is not None, "routes run in tasks; this is a bug"
@@ -327,7 +328,7 @@ class _Exchange:
         task.cancel()
 
     def _hold_connection(self) -> None:
-        """Counts the connection while its body arrives. Most bodies arrive in one piece."""
+        """Counts the connection while its body arrives. Most bodies arrive in one chunk."""
         if self._body_ended:
             self._release_connection()
         elif self._arriving is None:
@@ -408,7 +409,7 @@ class _Exchange:
 
     @property
     def _route(self) -> str:
-        """The path template of the route, so that metrics have few label values."""
+        """The route's path template, so that metrics have few label values."""
         return getattr(self._scope.get("route"), "path", "unmatched")
 
     def _count_error(self) -> None:
@@ -428,7 +429,7 @@ def _too_large(largest_bytes: int) -> BodyTooLarge:
 
 
 def _digest_of(key: str) -> str:
-    """Replaces an id that is too long for a row, or not safe in headers and logs."""
+    """Replaces an ID that is too long for a row or unsafe in headers and logs."""
     return f"sha256:{hashlib.sha256(key.encode('latin-1')).hexdigest()[:32]}"
 
 

@@ -1,10 +1,10 @@
 """Parts of the OpenAPI document: headers, usage parameters, request bodies and responses.
 
-Routes that read and write bodies themselves are described from here. Each route lists its responses
-in the `responses` of its decorator: `responses` for OpenAI's shapes, `problems` for Replicate's,
-with the possible statuses. A status that is new in api/errors.py needs a description in
-_DESCRIPTIONS and an entry at every route that can return it. The parameters of usage queries are
-read by api/usage/question.py, so that errors have our wording.
+Routes that read and write bodies themselves are described here. Each route lists its responses in
+the `responses` of its decorator: `responses` for OpenAI's format, `problems` for Replicate's, with
+the possible statuses. A new status in api/errors.py needs a description in _DESCRIPTIONS and an
+entry at every route that can return it. Parameters of usage queries are read by
+api/usage/question.py, so that we control the wording of errors.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ Described = dict[str, Any]
 Responses = dict[int | str, Described]
 
 AUTHENTICATED: Described = {"security": [{"key": []}, {"header": []}]}
-"""Security of every route that requires an API key."""
+"""Security for every route that requires an API key."""
 AUTHENTICATED_OR_LINKED: Described = {"security": [*AUTHENTICATED["security"], {}]}
-"""Security of every route that requires an API key or a signed link."""
+"""Security for every route that requires an API key or a signed link."""
 INFERENCE_ERRORS = (400, 401, 404, 408, 409, 413, 422, 429, 499, 500, 503, 504)
 SCHEMA_REF = "#/components/schemas/{name}"
 _DESCRIPTIONS = {
@@ -54,16 +54,15 @@ _DESCRIPTIONS = {
     413: "The body is too large.",
     422: "The request is not valid; `invalid_fields` names the fields.",
     429: (
-        "Too many items are waiting, or the answer would come too late, "
-        "or a limit of your plan is reached (`rate_limit_exceeded`): "
-        "try again after `Retry-After` seconds. "
-        "Or the budget of the month is spent (`insufficient_quota`)."
+        "Too many items are waiting, or the answer would come too late, or a limit of your plan "
+        "is reached (`rate_limit_exceeded`): try again after `Retry-After` seconds. Or the "
+        "budget of the month is spent (`insufficient_quota`)."
     ),
     499: "The request was canceled, or its caller hung up.",
     500: "The model could not compute the result.",
     503: (
-        "A service that this needs is unreachable; try again after `Retry-After` seconds. "
-        "Or the model was withdrawn (`model_withdrawn`), which does not pass by itself."
+        "A service that this needs is unreachable; try again after `Retry-After` seconds. Or the "
+        "model was withdrawn (`model_withdrawn`), which does not pass by itself."
     ),
     504: (
         "The deadline passed. `x-should-retry: false` keeps OpenAI's clients from sending it again."
@@ -89,8 +88,8 @@ _DEADLINE = _header_parameter(
 )
 _QUEUE_LIMIT = _header_parameter(
     "X-Penstock-Queue-Limit-Ms",
-    "Milliseconds from receipt after which the model no longer starts on the request, "
-    "even if its deadline is later.",
+    "Milliseconds from receipt after which the model no longer starts on the request, even if "
+    "its deadline is later.",
     _MILLISECONDS,
 )
 _CACHE_CONTROL = _header_parameter(
@@ -100,8 +99,8 @@ _CACHE_CONTROL = _header_parameter(
 )
 _KEY = _header_parameter(
     "Idempotency-Key",
-    "The same request with the same key is computed once. "
-    "Its answer is repeated for a day, or until newer answers need its place.",
+    "The same request with the same key is computed once. Its answer is repeated for a day, or "
+    "until newer answers need its place.",
     {"type": "string", "pattern": rf"^[\x21-\x7e]{{1,{MAX_KEY_CHARS}}}$"},
 )
 _PRIORITY = _header_parameter(
@@ -171,8 +170,8 @@ ANSWERED: dict[str, Described] = {
         {"type": "string", "enum": ["batch"]},
     ),
     "X-Penstock-Truncated-Tokens": _of_answers(
-        "How many tokens were cut: of all texts if the request has `truncate`, "
-        "of the prompts if it is an image.",
+        "How many tokens were cut: of all texts if the request has `truncate`, of the prompts if "
+        "it is an image.",
         {"type": "integer", "minimum": 0},
     ),
     "X-Penstock-Seed": _of_answers("The seeds of the images, comma-separated.", {"type": "string"}),
@@ -233,7 +232,7 @@ OF_STATUS = {
 
 
 def references(*names: str) -> Described:
-    """Returns the headers of one answer, those that every answer has among them."""
+    """Returns references to the headers of one answer, including the common ones."""
     return {name: {"$ref": f"#/components/headers/{name}"} for name in (*ALWAYS, *names)}
 
 
@@ -295,7 +294,7 @@ OF_REPORTS = [
 def inference_body(
     json: type[BaseModel] | None = None, form: type[BaseModel] | None = None
 ) -> Described:
-    """Returns the request of an inference route: a JSON body, a form or either, and headers."""
+    """Returns the request of an inference route: headers, and a JSON body, a form or both."""
     return _request_body(INFERRING, json, form)
 
 
@@ -310,12 +309,12 @@ def prediction_body(json: type[BaseModel]) -> Described:
 
 
 def json_body(json: type[BaseModel]) -> Described:
-    """Returns the request of a route with a JSON body and no headers of its own."""
+    """Returns the request of a route with a JSON body and without special headers."""
     return _request_body([], json)
 
 
 def form_body(form: type[BaseModel], headers: list[Described]) -> Described:
-    """Returns the request of a route that takes a form, with its headers."""
+    """Returns the request of a route that accepts a form, with its headers."""
     content = {"multipart/form-data": {"schema": ref_to(form)}}
     body = {"requestBody": {"required": True, "content": content}, "parameters": headers}
     return body | AUTHENTICATED
@@ -346,14 +345,14 @@ def responses(
 
 
 def errors(*statuses: int) -> Responses:
-    """Returns the errors of a route in OpenAI's shape."""
+    """Returns the errors of a route in OpenAI's format."""
     return _errors(statuses, ErrorReply, "application/json")
 
 
 def inference_responses(
     reply: type[msgspec.Struct], *headers: str, error: type[msgspec.Struct] = ErrorReply
 ) -> Responses:
-    """Returns the responses of an inference route, with errors of the shape `error`."""
+    """Returns the responses of an inference route, with errors in the format `error`."""
     answers = responses(reply, *INFERENCE_ERRORS, headers=(*OF_INFERENCE, *headers), error=error)
     answers[422]["description"] = "This `Idempotency-Key` was used with another request."
     # If some items of a request fail, the others were computed and are still reported.
@@ -364,12 +363,12 @@ def inference_responses(
 
 
 def problems(*statuses: int) -> Responses:
-    """Returns the errors of a route in Replicate's shape."""
+    """Returns the errors of a route in Replicate's format."""
     return _errors(statuses, Problem, "application/problem+json")
 
 
 def of_both_apis(*statuses: int) -> Responses:
-    """Errors in OpenAI's shape, or in Replicate's for its clients."""
+    """Returns errors in OpenAI's format, or in Replicate's for its clients."""
     documented = errors(*statuses)
     for status, in_other_shape in problems(*statuses).items():
         documented[status]["content"] |= in_other_shape["content"]
@@ -387,7 +386,7 @@ def success(text: str, reply: type[msgspec.Struct], *headers: str) -> Described:
 
 
 def any_object(text: str) -> Described:
-    """Returns a response with a JSON object of one of many forms."""
+    """Returns a response with a JSON object that has one of many formats."""
     content = {"application/json": {"schema": {"type": "object"}}}
     return {"description": text, "content": content, "headers": references()}
 
@@ -409,9 +408,9 @@ def event_stream(*kinds: str) -> Described:
 
 
 def streamed(answers: Responses) -> Responses:
-    """Returns the responses of a route that also answers with a stream of events, on request.
+    """Returns the responses of a route that also answers with an event stream on request.
 
-    The `Location` of a stream is the URL at which it can be read again.
+    The `Location` of a stream is the URL for reading it again.
     """
     properties = {name: {"type": "string"} for name in ("event", "id", "data")}
     event = {"type": "object", "required": ["data"], "properties": properties}
@@ -426,7 +425,7 @@ def empty(text: str) -> Described:
 
 
 def not_over() -> Responses:
-    """Returns the error of a route that needs a prediction that has ended."""
+    """Returns the error of a route that requires a prediction to have ended."""
     documented = problems(409)
     documented[409]["description"] = "The prediction has not ended."
     return documented
@@ -446,7 +445,7 @@ def ref_to(body: type[BaseModel] | type[msgspec.Struct]) -> dict[str, str]:
 
 
 def _errors(statuses: tuple[int, ...], reply: type[msgspec.Struct], media_type: str) -> Responses:
-    if 401 in statuses:  # a key is checked
+    if 401 in statuses:  # an API key is checked
         statuses = tuple(sorted({*statuses, 403, 503}))
     return {
         status: {

@@ -1,7 +1,7 @@
-"""Writes the row of a refused request: one per request, since it has no items yet.
+"""Writes the row of a rejected request: one per request, because it has no items yet.
 
-Callers without a valid key leave no row, so that they can't fill the table. Metrics count both. The
-row holds nothing from the caller except its `x-request-id`.
+Callers without a valid key do not produce a row, so that they can't fill the table. Metrics count
+both. The row contains nothing from the caller except its `x-request-id`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from shared.usage.row import Row, RowSink
 
 
 class Refusals:
-    """Writes the rows of refused requests."""
+    """Writes the rows of rejected requests."""
 
     def __init__(self, rows: RowSink, *, api_instance: str, region: str) -> None:
         self._rows = rows
@@ -21,9 +21,9 @@ class Refusals:
         self._region = region
 
     def write_row(self, context: RequestContext) -> None:
-        """Writes the row of a request that was just refused."""
+        """Writes the row of a request that was just rejected."""
         columns = context.facts.row_columns()
-        if context.options is None:  # refused before its priority was read
+        if context.options is None:  # rejected before its priority was read
             columns["priority"] = None
         self._rows.write(
             Row(

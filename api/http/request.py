@@ -1,7 +1,7 @@
 """The start of every route: authentication, options from headers, and the body.
 
-Work is canceled for callers that hang up, or whose keys are revoked in the meantime. The lifespan
-opens the dependencies of routes, and stores them in the state of the app.
+Work is canceled if the caller hangs up or its key is revoked in the meantime. The lifespan opens
+the dependencies of routes and stores them in the app's state.
 """
 
 from __future__ import annotations
@@ -108,7 +108,6 @@ class Dependencies:
 
 
 def dependencies_of(request: Request) -> Dependencies:
-    """Returns the dependencies of the app of this request."""
     dependencies = request.app.state.dependencies
     assert isinstance(dependencies, Dependencies), (
         "the lifespan sets them before the first request; this is a bug"
@@ -122,12 +121,11 @@ async def while_connected(
     """Awaits `work`, and cancels it as soon as the caller hangs up.
 
     Args:
-        receive: the ASGI channel of the request, whose body was already read.
-        check: is called every CHECK_S. It raises PenstockError once the caller may not wait any
-            more, which cancels `work` too.
+        receive: ASGI channel of the request, whose body is already read.
+        check: called every CHECK_S. It raises PenstockError once the caller may no longer wait,
+            which also cancels `work`.
 
     Raises:
-        ClientGone: the caller hung up.
         PenstockError: what `check` raised.
     """
     task = asyncio.current_task()
@@ -136,7 +134,7 @@ async def while_connected(
     try:
         return await work
     except asyncio.CancelledError:
-        # Takes back only its own cancellation. The server cancels tasks too, when it stops.
+        # Clears only its own cancellation. The server also cancels tasks when it stops.
         if watch.refused is not None and task.uncancel() == 0:
             raise watch.refused from None
         raise
@@ -146,18 +144,18 @@ async def while_connected(
 
 @lru_cache(maxsize=256)
 def _base_url(scheme: str, host: str, server: tuple[str, int | None] | None, root: str) -> str:
-    """The URL that a caller came by, as Starlette reads it, which takes 40 µs each time."""
+    """The URL that the caller used. Starlette computes the same, but takes 40 µs each time."""
     headers = [(b"host", host.encode("latin-1"))] if host else []
     scope = {"type": "http", "scheme": scheme, "server": server, "root_path": root}
     return str(HTTPConnection({**scope, "path": "/", "headers": headers}).base_url).rstrip("/")
 
 
 class _Watch:
-    """Cancels the task of a request once its caller hangs up, or may not go on.
+    """Cancels a request's task once its caller hangs up or may no longer wait.
 
-    Begins in the next turn of the loop: what waits for nothing has ended by then. It refers to
-    itself through a handle, a timer and a task, which all end with `stop`. Otherwise all objects of
-    a request would stay until the next garbage collection.
+    Starts in the next turn of the event loop: anything that does not wait has finished by then. It
+    refers to itself through a handle, a timer and a task, all of which end with `stop`. Otherwise,
+    all objects of a request would stay in memory until the next garbage collection.
     """
 
     def __init__(
@@ -211,7 +209,7 @@ async def _until_disconnected(receive: Receive) -> None:
 
 @dataclass(slots=True)
 class ApiRequest:
-    """An authenticated request, with all that a route needs to answer it."""
+    """An authenticated request, with everything that a route needs to answer it."""
 
     http: Request
     dependencies: Dependencies
@@ -221,12 +219,12 @@ class ApiRequest:
     _preparation: Preparation | None = None
 
     async def read_json(self, kind: type[B]) -> B:
-        """Reads the body as `kind`. Numbers in quotes and the like are refused.
+        """Reads the body as `kind`, without type coercion such as numbers in quotes.
 
         Raises:
-            ValidationError: the body is not JSON, or does not match.
-            BodyTooLarge: it is larger than the API accepts.
-            InputTooLarge: it has more values than any request needs.
+            ValidationError: the body is not JSON, or does not match `kind`.
+            BodyTooLarge: the body is larger than the API accepts.
+            InputTooLarge: the body has more values than any request needs.
         """
         body = await self.json_body()
         check_amount(body)
@@ -248,14 +246,13 @@ class ApiRequest:
     async def inferred(
         self, model: Model, inputs: Sequence[Input], *, is_repeatable: bool = True
     ) -> AsyncGenerator[InferenceResponse]:
-        """Computes `inputs`. The block makes the answer of the results.
+        """Computes `inputs`. The block builds the answer from the results.
 
-        The request is charged if the block ends without an error: rows, the headers of the answer
-        and the budget all say so.
+        The request is charged if the block ends without an error. Rows, response headers and
+        budgets all agree.
 
         Raises:
-            PenstockError: an item failed, or the request was refused. RateLimited: by its plan.
-            ClientGone: the caller hung up.
+            PenstockError: an item failed, or the request was rejected. RateLimited: by its plan.
         """
         context = self.context
         request = self._awaited(model, inputs, is_repeatable=is_repeatable)
@@ -275,14 +272,14 @@ class ApiRequest:
                 )
 
     async def asked_before(self, model: Model, inputs: Sequence[Input]) -> list[Result | None]:
-        """Returns what a worker says of `inputs`, of which the items of this request are made.
+        """Returns a worker's answers about `inputs`, on which this request's items are based.
 
-        It is free. Its work counts toward the limits of a minute as a part of the request, even if
-        the request is refused afterwards. Its rows have an id of their own.
+        This step is free. Its work counts toward the per-minute limits as part of the request, even
+        if the request is rejected afterwards. Its rows have a separate ID.
 
         Raises:
             PenstockError: an item failed, or there is no room. ClientGone: the caller hung up.
-            RateLimited: a limit of a minute is reached.
+            RateLimited: a per-minute limit is reached.
         """
         await self.preparation(model).begin(sum(one.estimate_work(model) for one in inputs))
         facts = msgspec.structs.replace(
@@ -301,16 +298,18 @@ class ApiRequest:
 
     @asynccontextmanager
     async def created(self, request: InferenceRequest, *, waits: bool) -> AsyncGenerator[Creation]:
-        """Creates a prediction, or finds that of an equal request. The block may wait for its end.
+        """Creates a prediction, or finds the one created by an equal request.
 
-        What it costs counts when it ends, here or on any instance.
+        The block may wait for its end.
+
+        Its cost is counted when it ends, here or on any instance.
 
         Args:
-            request: from `recorded`.
+            request: the request returned by `recorded`.
 
         Raises:
-            PenstockError: as `Predictions.creating` does. RateLimited: by its plan.
-            StorageFull: its results may be files, and the tenant has used up its quota.
+            PenstockError: as raised by `Predictions.creating`. RateLimited: by its plan.
+            StorageFull: its results may be files, and the tenant's storage quota is used up.
         """
         dependencies, new = self.dependencies, request.new_record
         if stores_files(request.model):
@@ -327,17 +326,16 @@ class ApiRequest:
                     limited.settle(request.price, reply.outcomes)
 
     async def run_flow(self, request: InferenceRequest) -> PredictionSnapshot:
-        """Runs a flow whose end the caller waits for. It is canceled if nobody does any more.
+        """Runs a flow whose caller waits for its end. Cancels it once no caller waits any more.
 
         Args:
-            request: from `recorded`.
+            request: the request returned by `recorded`.
 
         Returns:
             Its prediction, which has succeeded or failed.
 
         Raises:
-            PenstockError: as `created` does. DeadlineExceeded: it took too long.
-            ClientGone: the caller hung up.
+            PenstockError: as raised by `created`. DeadlineExceeded: it took too long.
         """
         async with self.created(request, waits=True) as creation:
             limit_s = request.deadline_s - time.time() + GRACE_S
@@ -358,13 +356,13 @@ class ApiRequest:
     def recorded(
         self, model: Model, read: Inputs, *, digest: str, own_id: str = "", **shown: Any
     ) -> InferenceRequest:
-        """Returns the request for a prediction of `read`.
+        """Returns the request for a prediction with the inputs `read`.
 
         Args:
             model: the model that computes it.
-            digest: the digest of the whole request.
-            own_id: the id that the caller chose, if any.
-            shown: further fields of its document.
+            digest: digest of the whole request.
+            own_id: the ID chosen by the caller, if any.
+            shown: additional fields of its document.
         """
         key = self.options.idempotency_key
         prediction_id, record_id = ids_of(self.tenant, own_id, key)
@@ -420,16 +418,17 @@ class ApiRequest:
         return self.context.facts.received_at_s + self.options.done_within_s(model.deadline)
 
     def check_key(self) -> None:
-        """Refuses a caller whose key has ended since the request began. For all that takes long.
+        """Rejects a caller whose key has ended since the request began.
+
+        Call it in anything that takes long.
 
         Raises:
-            Unauthorized: the key was revoked, has expired, or its secret is not valid any more.
-            Unavailable: no keys are known.
+            Unauthorized: the key was revoked or has expired, or its secret is no longer valid.
         """
         self.dependencies.access.caller_of(self.http.scope["headers"])
 
     def limited(self, model: Model, inputs: Sequence[Input], longest_s: float) -> LimitedRequest:
-        """Returns a block that runs within the limits of the caller. See LimitedRequest."""
+        """Returns a context that runs within the caller's limits. See LimitedRequest."""
         return LimitedRequest(
             self.dependencies.limiter,
             self.caller,
@@ -443,7 +442,7 @@ class ApiRequest:
         )
 
     def preparation(self, model: Model) -> Preparation:
-        """Returns what counts the work that is done for this request before it runs `model`."""
+        """Returns a counter for work done on this request's behalf before it runs `model`."""
         if self._preparation is None:
             self._preparation = Preparation(
                 self.dependencies.limiter,
@@ -457,45 +456,45 @@ class ApiRequest:
     def file_owner(
         self, model: Model, field: str, deadline_s: float, keep_s: float = 0
     ) -> ImageCaller:
-        """Returns who owns the files that `field` of the body names.
+        """Returns the owner of the files in field `field` of the body.
 
         Args:
             model: the model that the request is for.
-            field: named by errors about the storage quota.
+            field: field named by errors about the storage quota.
             deadline_s: Unix time at which work on the files is stopped.
-            keep_s: seconds for which a file that belongs to the request is kept.
+            keep_s: seconds to keep a file that belongs to the request.
         """
         begin = self.preparation(model).begin
         quota = self.storage_quota(field)
         return ImageCaller(self.tenant, quota, self.base_url, deadline_s, keep_s, begin)
 
     def check_room(self, model: Model, items: int) -> None:
-        """Refuses now what `inferred` would refuse, before the route prepares inputs.
+        """Rejects early what `inferred` would reject, before the route prepares inputs.
 
         Only for requests that rarely hit the cache.
 
         Raises:
-            Overloaded: the items in flight leave no room, or no time until the deadline.
+            Overloaded: there is no room for the items, or not enough time until the deadline.
         """
         request = self._awaited(model, ())
         remaining_s = request.deadline_s - time.time()
         self.dependencies.admission.check(request.demand(items), remaining_s=remaining_s)
 
     def use(self, model: Model) -> None:
-        """Makes `model` the one that this request runs, for metrics and rows too.
+        """Records `model` as the one that this request runs, for metrics and rows as well.
 
         Raises:
-            ModelForbidden: the key may not use it.
+            ModelForbidden: the key may not use the model.
         """
         self.context.model = model.name
         check_model(self.caller, model.name)
 
     def serving(self, api: ServedApi, name: str | None) -> Model:
-        """Returns the model that serves an endpoint, and uses it.
+        """Returns the model that serves an endpoint, and records it with `use`.
 
         Raises:
-            UnknownModel: there is none, or it does not serve this endpoint.
-            ModelForbidden: the key may not use it, whatever it serves.
+            UnknownModel: the model does not exist, or does not serve this endpoint.
+            ModelForbidden: the key may not use the model, whatever it serves.
         """
         catalog = self.dependencies.catalog
         if name is not None:
@@ -505,12 +504,11 @@ class ApiRequest:
         return model
 
     async def prediction(self, prediction_id: str) -> PredictionSnapshot:
-        """Returns the current state of a prediction of the tenant, created by any endpoint.
+        """Returns the current state of a prediction of the tenant, from any endpoint.
 
         Raises:
-            NotFound: the tenant has no such prediction, or it has expired.
-            Forbidden: the key may not do this with results of that endpoint or model.
-            Unavailable: Redis is unreachable.
+            NotFound: the tenant does not have such a prediction, or it has expired.
+            Forbidden: the key does not permit this with results of that endpoint or model.
         """
         snapshot = await self.dependencies.predictions.read(self.tenant, prediction_id)
         route = self.http.scope["route"].path
@@ -527,10 +525,10 @@ class ApiRequest:
         return [model for model in models if allowed is None or model.name in allowed]
 
     def listed_model(self, name: str) -> Model:
-        """Returns the model of this name, if the caller may see it.
+        """Returns the model of this name if the caller may see it.
 
         Raises:
-            UnknownModel: it is not served, or not for this key.
+            UnknownModel: the model is not served, or not visible to this key.
         """
         model = self.dependencies.catalog.find(name)
         if self.caller.models is not None and model.name not in self.caller.models:
@@ -543,7 +541,7 @@ class ApiRequest:
 
     @property
     def base_url(self) -> str:
-        """The URL of this API for the caller, without a slash at the end."""
+        """The API's URL as seen by the caller, without a trailing slash."""
         public_url = self.dependencies.settings.public_url
         if public_url:
             return public_url.rstrip("/")
@@ -554,12 +552,12 @@ class ApiRequest:
 
     @property
     def body_bytes(self) -> int | None:
-        """The size of the body that the request announces. None: it does not."""
+        """The body size announced in the request. None if not announced."""
         length = self.http.headers.get("content-length", "")
         return int(length) if length.isascii() and length.isdigit() else None
 
     def storage_quota(self, field: str) -> StorageQuota:
-        """Returns the storage quota of the tenant. `field` is named if it has no room."""
+        """Returns the tenant's storage quota. Errors about it name `field`."""
         own_bytes = self.caller.plan.storage_max_bytes
         usual_bytes = self.dependencies.settings.files_max_bytes
         return StorageQuota(self.tenant, usual_bytes if own_bytes is None else own_bytes, field)
@@ -570,12 +568,12 @@ class ApiRequest:
 
 
 def authenticate(request: Request) -> ApiRequest:
-    """Authenticates a request and checks the key's scope. Routes call this before all else.
+    """Authenticates a request and checks the key's scope. Every route calls this first.
 
     Raises:
-        Unauthorized: the API key is missing or wrong.
-        Forbidden: the key may not do this.
-        Unavailable: no keys are known yet.
+        Unauthorized: the API key is missing or invalid.
+        Forbidden: the key does not permit this request.
+        Unavailable: the keys are not known yet.
     """
     dependencies, context = dependencies_of(request), context_of(request)
     caller = dependencies.access.caller_of(request.scope["headers"])
@@ -591,8 +589,8 @@ def open_request(request: Request) -> ApiRequest:
     """Authenticates a request and reads its options, for routes that run models.
 
     Raises:
-        Unauthorized: the API key is missing or wrong.
-        Forbidden: the key may not do this.
+        Unauthorized: the API key is missing or invalid.
+        Forbidden: the key does not permit this request.
         BadInput: a header has an invalid value.
     """
     call = authenticate(request)
@@ -601,7 +599,8 @@ def open_request(request: Request) -> ApiRequest:
         context.options = read_options(request.scope["headers"], facts)
     call.options = context.options
     if call.caller.max_priority == "batch" and facts.priority == "interactive":
-        # The plan has no other priority. Clients that know nothing of priorities still work.
+        # The plan does not allow another priority. Clients that don't know about priorities still
+        # work.
         facts.priority = "batch"
         context.headers[PRIORITY_HEADER] = "batch"
     return call

@@ -1,12 +1,12 @@
-"""Parses the request headers with options into RequestOptions, and two facts of the request.
+"""Parses request headers into RequestOptions and two facts about the request.
 
-No other code reads them.
+No other code reads these headers.
 
 Accepted values are within the bounds of the job decoder, so workers can read every published job.
-Other values are refused, and the error names the header. Invalid values of Cache-Control and Prefer
-are ignored, as their standards demand.
+Other values are rejected, and the error names the header. Invalid values of Cache-Control and
+Prefer are ignored, as their standards require.
 
-The kind of client comes from its `User-Agent`. Rows have the kind, never the header. The set of
+The kind of client comes from its `User-Agent`. Rows contain the kind, never the header. The set of
 kinds is closed, so that reports can group by it and callers can't write text into the table.
 """
 
@@ -52,8 +52,10 @@ _FAMILIES = (
     ("postmanruntime/", "postman"),
     ("mozilla/", "browser"),
 )
-"""Parts of the header in lower case. The first that is found decides: wrappers come before what
-they wrap, and browsers last, because many claim to be one.
+"""Substrings of the header in lowercase.
+
+The first match wins: wrappers come before the libraries they wrap, and browsers come last because
+many clients claim to be one.
 """
 FAMILIES = frozenset({family for _, family in _FAMILIES} | {OTHER})
 
@@ -67,7 +69,7 @@ MAX_MS = MAX_DEADLINE_S * 1000
 MAX_KEY_CHARS = 255
 MAX_WAIT_S = 60.0
 _SHOWN = 40
-"""Maximum number of characters of an invalid value that its error repeats."""
+"""Maximum number of characters of an invalid value to repeat in an error."""
 _MS = re.compile(r"[0-9]{1,12}")
 _CANCEL_AFTER = re.compile(r"(?=[0-9])(?:([0-9]{1,3})h)?(?:([0-9]{1,5})m)?(?:([0-9]{1,6})s?)?")
 _WAIT = re.compile(r"wait(?:\s*=\s*\"?([0-9]+)\"?)?(?:\s*;.*)?", re.IGNORECASE)
@@ -76,30 +78,33 @@ _KEY = re.compile(rf"[\x21-\x7e]{{1,{MAX_KEY_CHARS}}}")
 
 @lru_cache(maxsize=512)
 def family_of(user_agent: str) -> str:
-    """Returns the kind of client with this header. Empty without one, `other` if unknown."""
+    """Returns the kind of client with this header: empty without a header, `other` if unknown."""
     agent = user_agent[:MAX_READ].strip().lower()
     if not agent:
         return ""
-    if agent == "node":  # what fetch of Node sends
+    if agent == "node":  # sent by fetch in Node
         return "node"
     return next((family for part, family in _FAMILIES if part in agent), OTHER)
 
 
 def wants_event_ids(headers: Mapping[str, str]) -> bool:
-    """Returns whether events have ids. OpenAI's have none, and some readers know only `data:`."""
+    """Returns whether events have IDs.
+
+    OpenAI's events do not, and some readers only know `data:`.
+    """
     asked = headers.get(EVENT_IDS_HEADER, "").strip().lower()
     return asked == "true" or (not asked and IDEMPOTENCY_HEADER in headers)
 
 
 def read_options(headers: Iterable[tuple[bytes, bytes]], facts: RequestFacts) -> RequestOptions:
-    """Parses the options of a request. Its priority and its kind of client become facts of it.
+    """Parses the options of a request. Its priority and kind of client are added to its facts.
 
     Args:
-        headers: the raw headers, with names in lower case.
-        facts: the request's. Changed only if all headers are valid.
+        headers: raw headers, with lowercase names.
+        facts: facts of the request, changed only if all headers are valid.
 
     Raises:
-        BadInput: a value is invalid, or sent more than once. `field` names the header.
+        BadInput: a value is invalid or was sent more than once. `field` names the header.
     """
     values: dict[bytes, str] = {}
     for name, value in headers:
@@ -115,7 +120,10 @@ def read_options(headers: Iterable[tuple[bytes, bytes]], facts: RequestFacts) ->
 
 
 def _joined(name: bytes, first: str, second: str) -> str:
-    """Joins headers of one name if they are lists. Others with options may be sent only once."""
+    """Joins headers of the same name if they are lists.
+
+    Other option headers may be sent only once.
+    """
     if name == b"user-agent":
         return first
     if name in (b"cache-control", b"prefer"):
@@ -169,10 +177,10 @@ def _cache_control(text: str) -> dict[str, Any]:
 
 
 def _prefer(text: str) -> dict[str, Any]:
-    """Parses `Prefer` (RFC 7240): unknown preferences are ignored, and the first of two counts."""
+    """Parses `Prefer` (RFC 7240). Unknown preferences are ignored, and the first one counts."""
     for match in filter(None, (_WAIT.fullmatch(one.strip()) for one in text.split(","))):
         asked = match[1]
-        # There may be any number of digits, so they are counted before they are parsed.
+        # Check the number of digits before parsing, because there may be any number of them.
         return {
             "wait_s": MAX_WAIT_S
             if asked is None or len(asked) > 4

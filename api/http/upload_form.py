@@ -1,7 +1,7 @@
-"""Parses multipart forms, as they arrive or completely.
+"""Parses multipart forms, either incrementally or completely.
 
 `UploadForm` yields its file in pieces and has the other fields as text. `closed_form` reads the
-complete form and closes its files, including a truncated one.
+whole form and closes its files, even if the form is truncated.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shared.errors import BadInput
 if TYPE_CHECKING:
     from python_multipart.multipart import MultipartCallbacks
 
-# Possessive, and with an optional end: the expression reads each byte only once.
+# Possessive and with an optional end, so the expression reads each byte only once.
 _QUOTED = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 _EXTENDED_NAME = re.compile(rb"""; *filename\* *= *(?:([\w.-]*)'[^']*')?([^;]*)""", re.I)
 _ENCODED_WORD = re.compile(rb"=\?([\w.-]+)\?[BQbq]\?[^?]*\?=")
@@ -41,14 +41,14 @@ _PEEK_BYTES = 4096
 _DISPOSITION = b"content-disposition:"
 
 _TRUE = ("true", "1", "on", "t", "y", "yes")
-"""As pydantic reads them."""
+"""As read by pydantic."""
 
 
 def plain_disposition(header: bytes) -> bytes:
-    """A Content-Disposition whose file's name is plain UTF-8 in `filename`.
+    """Returns a Content-Disposition with the file name as plain UTF-8 in `filename`.
 
-    Clients that send other letters than ASCII put them into `filename*` (RFC 8187), alone or beside
-    a `filename` for old servers, or into an encoded word (RFC 2047).
+    Clients send non-ASCII names in `filename*` (RFC 8187), sometimes together with a `filename` for
+    old servers, or as an encoded word (RFC 2047).
     """
     extended = _EXTENDED_NAME.search(_QUOTED.sub(b'""', header))
     _, options = parse_options_header(header)
@@ -65,7 +65,7 @@ def plain_disposition(header: bytes) -> bytes:
     field = options.get(b"name", b"")
     return b'form-data; name="%s"; filename="%s"' % (
         _escaped(field),
-        _escaped(name.encode(errors="replace")),  # a charset may give half a surrogate pair
+        _escaped(name.encode(errors="replace")),  # a charset may produce half of a surrogate pair
     )
 
 
@@ -81,7 +81,7 @@ def _escaped(text: bytes) -> bytes:
 
 
 class _FormParser(MultiPartParser):
-    """Starlette's, which also knows the other forms of a file's name."""
+    """Starlette's parser, extended to support other encodings of file names."""
 
     def on_headers_finished(self) -> None:
         part = self._current_part
@@ -90,10 +90,10 @@ class _FormParser(MultiPartParser):
 
 
 def check_charset(content_type: str) -> None:
-    """Accepts only forms in UTF-8, which all clients send: some of Python's codecs fail.
+    """Accepts only forms in UTF-8, which all clients send, because some of Python's codecs fail.
 
     Args:
-        content_type: the header of the request.
+        content_type: value of the request header.
 
     Raises:
         BadInput: the form has another charset.
@@ -107,17 +107,17 @@ def check_charset(content_type: str) -> None:
 
 @asynccontextmanager
 async def closed_form(request: Request, **limits: int) -> AsyncIterator[FormData]:
-    """Opens a form of type multipart/form-data, as `Request.form` does, and closes it.
+    """Opens a multipart/form-data form, like `Request.form`, and closes it.
 
-    `Request.form` leaves a file open if the body ends within it.
+    `Request.form` leaves a file open if the body ends in the middle of it.
 
     Args:
-        request: its body was not read.
-        limits: those of starlette's MultiPartParser: `max_files`, `max_fields`, `max_part_size`.
+        request: request whose body has not been read.
+        limits: limits of Starlette's MultiPartParser: `max_files`, `max_fields`, `max_part_size`.
 
     Raises:
-        BadInput: it is not in UTF-8.
-        HTTPException: 400, the body is not such a form.
+        BadInput: the form is not in UTF-8.
+        HTTPException: 400, the body is not a multipart form.
     """
     content_type = request.headers.get("content-type", "")
     if not content_type.lower().startswith("multipart/form-data"):
@@ -138,21 +138,21 @@ async def closed_form(request: Request, **limits: int) -> AsyncIterator[FormData
 
 
 class UploadForm:
-    """A multipart form whose `file_field` field is a file.
+    """A multipart form with a file in the field `file_field`.
 
     Args:
-        content_type: the header of the request.
-        file_field: the name of the field with the file.
+        content_type: value of the request header.
+        file_field: name of the field with the file.
 
     Raises:
-        BadInput: it is not a form.
+        BadInput: the content type is not multipart/form-data.
     """
 
     def __init__(self, content_type: str, file_field: str) -> None:
         self.fields: dict[str, str] = {}
-        """The other fields."""
+        """Other fields by name."""
         self.filename: str | None = None
-        """The name of the file. None until its part begins."""
+        """File name. None until its part begins."""
         self._file_field = file_field
         self._header, self._disposition = (b"", b""), b""
         self._name: str | None = None
@@ -174,7 +174,7 @@ class UploadForm:
         """Parses a piece of the body. Returns the pieces of the file in it.
 
         Raises:
-            BadInput: the form can't be read, or has a field too many.
+            BadInput: the form can't be read or has too many fields.
         """
         try:
             self._parser.write(data)
@@ -187,7 +187,7 @@ class UploadForm:
         """Checks that the form is complete.
 
         Raises:
-            BadInput: its end or its file is missing.
+            BadInput: the end of the form or its file is missing.
         """
         if not self._is_complete:
             raise BadInput("the form ends before its last boundary")
@@ -252,7 +252,7 @@ class UploadForm:
 
 
 async def first_field(request: Request) -> tuple[str, Request]:
-    """Returns the name of a form's first field, and the request as if nothing had been read."""
+    """Returns the name of a form's first field, and a request that can be read again."""
     read: list[Message] = []
     name, is_all = None, False
     while name is None and not is_all:
@@ -266,7 +266,7 @@ async def first_field(request: Request) -> tuple[str, Request]:
 
 
 def _first_name(head: bytes, *, is_all: bool) -> bytes | None:
-    """The name in the first Content-Disposition. None: its line has not come yet."""
+    """Returns the name in the first Content-Disposition. None if its line has not arrived yet."""
     at = head.lower().find(_DISPOSITION)
     line, end, _ = head[at + len(_DISPOSITION) :].partition(b"\r")
     if at < 0 or not (end or is_all):
@@ -292,8 +292,8 @@ async def _messages(read: list[Message], receive: Receive) -> AsyncIterator[Mess
 
 
 async def form_asks_for_stream(request: Request, **limits: int) -> bool:
-    """Returns whether a form has a true `stream`. The form may be read again afterwards."""
-    await request.body()  # which both read then
+    """Returns whether a form sets `stream` to true. The form can be read again afterwards."""
+    await request.body()  # both then read the buffered body
     async with closed_form(request, **limits) as form:
         asked = form.get("stream", "")
         return isinstance(asked, str) and asked.lower() in _TRUE

@@ -1,10 +1,10 @@
-"""Runs idempotent requests: one computes the response, and the others with its key replay it.
+"""Runs idempotent requests: one computes the response, and others with the same key replay it.
 
-This holds across instances. A request with a key runs in a separate task, because its caller may
-hang up and come back. Responses that depend on the moment (429, 5xx, a deadline, an earlier
-response that is still being written) are not stored, and release the key. Responses are stored in
-Redis (api/idempotency/store.py), and large bodies in the object store. api/http/idempotency.py
-calls this service.
+This works across instances. A request with a key runs in a separate task, because its caller may
+hang up and come back. Temporary responses (429, 5xx, a missed deadline, an earlier response that is
+still being written) are not stored, and release the key. Responses are stored in Redis
+(api/idempotency/store.py), and large bodies in the object store. api/http/idempotency.py calls this
+service.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ from shared.stores.objects import ObjectStore, object_key
 log = logging.getLogger(__name__)
 
 STORED_STATUSES = frozenset({*range(200, 300), 400, 422})
-"""These depend only on the request. 401, 404 and 413 depend on API keys, catalog and settings."""
+"""These depend only on the request. 401, 404 and 413 depend on API keys, the catalog and settings.
+"""
 FIRST_POLL_S, MAX_POLL_S = 0.05, 0.25
 """Pauses between two reads of a key that another instance has claimed."""
 MAX_WAITING = 1000
-"""The room for requests that wait for others at a time. Tenants share it."""
+"""Maximum number of requests waiting for others at a time, shared by tenants."""
 RENEWALS_PER_LEASE = 4
 CLOSE_LIMIT_S = 1.0
 
@@ -42,7 +43,10 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class StoredResponse(msgspec.Struct, omit_defaults=True):
-    """A response as it is stored: `headers` with the content type, and `body` or its object key."""
+    """A stored response.
+
+    `headers` includes the content type. It has either `body` or its object key.
+    """
 
     status: int
     headers: dict[str, str]
@@ -51,16 +55,15 @@ class StoredResponse(msgspec.Struct, omit_defaults=True):
     object_key: str = ""
     model: str = ""
     is_of_the_moment: bool = False
-    """True if it depends on more than the request, whatever its status is."""
+    """True if it depends on more than the request, whatever its status."""
 
     @property
     def media_type(self) -> str:
-        """The content type of the body."""
         return self.headers.get("content-type", "")
 
     @property
     def is_final(self) -> bool:
-        """Returns whether the response is the same at any other time."""
+        """Returns whether the same request would get the same response at any other time."""
         return self.status in STORED_STATUSES and not self.is_of_the_moment
 
 
@@ -70,8 +73,8 @@ Compute = Callable[[], Coroutine[Any, Any, StoredResponse]]
 class IdempotentRequest(NamedTuple):
     """A request with an Idempotency-Key.
 
-    `name`: a digest of tenant and key. `tenant`: whose share of the store it uses. `fingerprint`: a
-    digest of route and body.
+    `name`: digest of tenant and key. `tenant`: tenant whose share of the store it uses.
+    `fingerprint`: digest of route and body.
     """
 
     name: str
@@ -81,7 +84,7 @@ class IdempotentRequest(NamedTuple):
 
 @dataclass(slots=True)
 class _Running:
-    """A request that this instance computes."""
+    """A request being computed by this instance."""
 
     fingerprint: str
     claim_id: str
@@ -125,13 +128,13 @@ class IdempotencyService:
         Canceling the call does not cancel `compute`.
 
         Args:
-            request: the request and its key.
             compute: computes the response. Called at most once, and only if none is stored.
-            wait_s: how long to wait for another request that computes it.
+            wait_s: maximum seconds to wait for another request that computes it.
 
         Raises:
-            KeyReused: the key belongs to another request.
-            KeyInUse: the other request is not done after `wait_s`, or too many of the tenant wait.
+            KeyReused: the key was used with another request.
+            KeyInUse: the other request is not done after `wait_s`, or too many requests of the
+                tenant are waiting.
             Unavailable: Redis is unreachable, or the stored response can't be read.
         """
         ends_s, pauses = _now_s() + wait_s, backoff(FIRST_POLL_S, MAX_POLL_S)
@@ -171,7 +174,7 @@ class IdempotencyService:
     async def _wait(
         self, tenant: str, running: _Running | None, left_s: float, pause_s: float
     ) -> StoredResponse | None:
-        """Waits for a response that is computed here, or pauses if another instance computes it."""
+        """Waits for a response computed here, or pauses if another instance computes it."""
         place = OneItem(tenant)
         if self._room.turns_to_wait(place):
             raise KeyInUse
@@ -213,9 +216,9 @@ class IdempotencyService:
     async def _complete(
         self, request: IdempotentRequest, claim_id: str, response: StoredResponse
     ) -> StoredResponse:
-        """Stores the response, and returns the one that is stored.
+        """Stores the response, and returns the stored one.
 
-        Without Redis it is returned unstored.
+        Returns it without storing it if Redis is unreachable.
         """
         try:
             encoded = _encoder.encode(await self._without_large_body(response))
@@ -238,7 +241,7 @@ class IdempotencyService:
 
     def _on_done(self, name: str, task: asyncio.Task[StoredResponse]) -> None:
         del self._running[name]
-        # Checked here, because the caller may have hung up.
+        # Checked here because the caller may have hung up.
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("request with a key failed unexpectedly", exc_info=error)
 
@@ -271,9 +274,9 @@ class IdempotencyService:
         return msgspec.structs.replace(stored, body=body)
 
     async def _renew(self) -> None:
-        """Renews the leases of all claims of this instance, with one call, until canceled.
+        """Renews the leases of all claims of this instance with one call, until canceled.
 
-        While there are none, no timer runs.
+        No timer runs while there are no claims.
         """
         while True:
             if not self._running:

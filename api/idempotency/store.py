@@ -2,13 +2,13 @@
 
 An entry is a hash for one tenant and key. Its fields are `fingerprint` (of the request), `claim`
 (of the request that computes the response) and `answer` (the response). A claim is valid while its
-instance renews its lease. One call renews all leases of an instance. The clock of Redis counts, so
-the clocks of instances need not agree.
+instance renews its lease. One call renews all leases of an instance. Only the Redis clock counts,
+so instances' clocks need not agree.
 
-No entry has a TTL, because a full Redis evicts keys with a TTL (volatile-lru), and responses are
-promised. Each new entry removes a few expired ones, found by an index. All responses share a budget
-of bytes (shared/retention.py). Claims do not count, since only those of crashed instances remain
-without a response. The scripts are in *.lua files in this package.
+Entries do not have a TTL, because a full Redis evicts keys with a TTL (volatile-lru), and responses
+must be kept. Each new entry removes a few expired ones, found by an index. All responses share a
+budget of bytes (shared/retention.py). Claims do not count, because only claims of crashed instances
+remain without a response. The scripts are in *.lua files in this package.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class KeyClaim(NamedTuple):
     """The result of a claim.
 
     `acquired`: the caller computes the response. `in_progress`: another request computes it.
-    `completed`: `response` is stored. `mismatch`: the key belongs to another request.
+    `completed`: `response` is stored. `mismatch`: the key was used with another request.
     """
 
     state: Literal["acquired", "in_progress", "completed", "mismatch"]
@@ -58,10 +58,9 @@ class IdempotencyStore(RedisStore):
 
     Args:
         redis_url: `redis://`, `rediss://` or `unix://` URL.
-        keep_s: how long a response is stored.
-        lease_s: a claim expires after this time without renewal.
-        max_bytes: the budget of all responses.
-        prefix: the prefix of every key, for several deployments on one Redis.
+        keep_s: seconds to store a response.
+        lease_s: seconds without renewal until a claim expires.
+        prefix: prefix of every key, for several deployments on one Redis.
     """
 
     def __init__(
@@ -92,10 +91,10 @@ class IdempotencyStore(RedisStore):
         self.lease_s = lease_s
 
     async def claim(self, name: str, fingerprint: str, claim: str) -> KeyClaim:
-        """Claims the right to compute the response. `claim` is a unique id.
+        """Claims the right to compute the response. `claim` is a unique ID.
 
         Raises:
-            Unavailable: Redis did not answer. If it has the claim, that expires with its lease.
+            Unavailable: Redis did not answer. If it recorded the claim, it expires with its lease.
         """
         args = (fingerprint, claim, self._keep_s, self.lease_s)
         state, response = await self._commands.run_script(_CLAIM, self._keys(name), *args)
@@ -106,10 +105,8 @@ class IdempotencyStore(RedisStore):
     ) -> bytes:
         """Stores `response`, unless the key already has one. Returns the stored response.
 
-        Above the budget, the oldest responses of the tenant with the most bytes are removed.
-
-        Raises:
-            Unavailable: Redis did not answer.
+        If the budget is exceeded, removes the oldest responses of the tenant with the largest
+        total.
         """
         args = (fingerprint, claim, response, self._keep_s, tenant, self._max_bytes)
         stored, dropped = await self._commands.run_script(_COMPLETE, self._keys(name), *args)
@@ -125,11 +122,7 @@ class IdempotencyStore(RedisStore):
         await self._commands.run_script(_RELEASE, self._keys(name), claim)
 
     async def renew(self, claims: Iterable[str]) -> None:
-        """Renews the leases of `claims`.
-
-        Raises:
-            Unavailable: Redis did not answer.
-        """
+        """Renews the leases of `claims`."""
         await self._commands.run_script(
             _RENEW, [f"{self._prefix}answers:leases"], self.lease_s, *claims
         )

@@ -1,1 +1,1 @@
-"""Maps the input of callers to inputs of models: texts, image parameters, images, files."""
+"""Converts caller inputs to model inputs: texts, image parameters, images and files."""

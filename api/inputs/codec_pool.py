@@ -1,10 +1,10 @@
 """A pool of processes that decode and encode images, with a bounded queue and a memory budget.
 
-The deadline of a request applies in the queue and while its image is decoded. At the deadline, or
+A request's deadline applies while its image is queued and while it is decoded. At the deadline, or
 when the caller hangs up, the process is killed. A new one starts within a tenth of a second. Idle
-processes exit, so an API without image traffic has none. Tenants take turns in the queue. Within a
-tenant it is in order of arrival. No tenant has all processes, and a small image of a tenant that is
-decoding nothing else does not wait for the memory of others.
+processes exit, so an API without image traffic does not have any. Tenants take turns in the queue.
+Within a tenant, images are handled in order of arrival. One tenant can't use all processes, and a
+small image of a tenant that is not decoding anything else does not wait for the memory of others.
 
 See docs/decisions/0015-image-codec-processes.md.
 """
@@ -48,37 +48,43 @@ from shared.errors import (
 from shared.settings import environment_with
 
 COMMAND = (sys.executable, "-W", "ignore", "-m", "api.inputs.codec_server")
-"""Without warnings: callers must not fill the log with Pillow's warnings about their images."""
+"""Without warnings, because callers must not fill the log with Pillow's warnings about their
+images.
+"""
 PIECE_BYTES = 256 * 1024
 """Bytes per write: 32 MB in one write would block the event loop for 10 ms."""
 MAX_REPLY_BYTES = 512 * 1024 * 1024
 EXIT_LIMIT_S = 2.0
-"""For a process that closed its socket, until it is gone or is killed."""
+"""Time limit for a process that closed its socket to exit before it is killed."""
 
 ReserveMemory = Callable[[int], AbstractAsyncContextManager[None]]
-"""Waits until this many bytes of the memory budget are free, and holds them during the block."""
+"""Waits until this many bytes of the memory budget are free, and holds them for the duration of the
+block.
+"""
 
 T = TypeVar("T")
 
 MAX_QUEUED = 64
-"""Maximum number of new images that wait for a process."""
+"""Maximum number of new images waiting for a process."""
 MAX_QUEUED_BYTES = 128 * 1024 * 1024
-"""Maximum size of the files of waiting images. The first is admitted whatever its size."""
+"""Maximum total size of waiting image files. The first is admitted whatever its size."""
 IDLE_S = 30.0
-"""A process exits after this idle time."""
+"""A process exits after being idle this long."""
 FIRST_SERVICE_S, NEWEST_WEIGHT = 0.3, 0.2
-"""Seconds per image: the first guess, and the weight of the newest value in the moving average."""
+"""Seconds per image: the initial estimate, and the weight of the newest value in the moving
+average.
+"""
 MIN_RETRY_S, MAX_RETRY_S = 0.25, 60.0
 SPARE_PROCESSES = 1
-"""Processes beyond those that one tenant may have."""
+"""Number of processes in addition to a single tenant's maximum."""
 SMALL_SHARE = 0.25
-"""The part of the memory budget up to which an image is small."""
+"""Fraction of the memory budget up to which an image counts as small."""
 
 
 class CodecClient:
     """A codec process.
 
-    After a command that was canceled or killed it, it takes no more commands.
+    After a command that was canceled or killed it, it does not accept further commands.
     """
 
     def __init__(
@@ -96,7 +102,7 @@ class CodecClient:
         """Starts a process. Its first command may be sent before it is ready.
 
         Raises:
-            Unavailable: the system could not start one.
+            Unavailable: the system could not start a process.
         """
         ours, theirs = socket.socketpair()
         with theirs:
@@ -105,7 +111,7 @@ class CodecClient:
                     *COMMAND,
                     str(theirs.fileno()),
                     pass_fds=[theirs.fileno()],
-                    # Without the settings of the API, so without its secrets.
+                    # Without the API's settings, and therefore without its secrets.
                     env=environment_with({}),
                     stdin=asyncio.subprocess.DEVNULL,
                 )
@@ -118,7 +124,7 @@ class CodecClient:
         try:
             return cls(process, *await asyncio.open_unix_connection(sock=ours))
         except BaseException:
-            # Only a cancellation gets here: the socket is already connected.
+            # Only a cancellation gets here, because the socket is already connected.
             ours.close()
             process.kill()
             await process.wait()
@@ -140,11 +146,10 @@ class CodecClient:
         If the call is canceled, the process must be killed.
 
         Args:
-            reserve: called after the image header was read, before anything is decoded.
+            reserve: called after reading the image header, before decoding anything.
 
         Raises:
-            BadInput: the image was refused. The caller adds the name of the field.
-            Unavailable: the process died.
+            BadInput: the image was rejected. The caller adds the name of the field.
         """
         try:
             await self._send(command, data)
@@ -175,8 +180,8 @@ class CodecClient:
 
     async def _death_error(self) -> PenstockError:
         self._writer.transport.abort()
-        # It ends without help. A kill polls the process first, which can take its exit status from
-        # the thread that waits for it: asyncio then reports 255.
+        # It ends by itself. A kill polls the process first, which can take its exit status from the
+        # thread that waits for it: asyncio then reports 255.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(EXIT_LIMIT_S):
                 await self._process.wait()
@@ -190,7 +195,7 @@ class CodecClient:
         return Unavailable(f"the process that handled the image ended (status {status})")
 
     async def kill(self) -> None:
-        """Kills the process and waits until it is gone."""
+        """Kills the process and waits until it has exited."""
         self._writer.transport.abort()
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
@@ -198,17 +203,17 @@ class CodecClient:
 
 
 class FairQueue(Generic[T]):
-    """Entries that wait, by tenant."""
+    """A queue in which tenants take turns."""
 
     def __init__(self) -> None:
         self._of_tenants: OrderedDict[str, deque[T]] = OrderedDict()
 
     def add(self, tenant: str, entry: T) -> None:
-        """Appends an entry. A new tenant has the last turn."""
+        """Appends an entry. A new tenant gets the last turn."""
         self._of_tenants.setdefault(tenant, deque()).append(entry)
 
     def discard(self, tenant: str, entry: T) -> None:
-        """Removes an entry, unless it has been popped."""
+        """Removes an entry unless it was already popped."""
         entries = self._of_tenants.get(tenant, deque[T]())
         if entry not in entries:
             return
@@ -217,13 +222,13 @@ class FairQueue(Generic[T]):
             del self._of_tenants[tenant]
 
     def pop(self, may_start: Callable[[str], bool]) -> tuple[str, T] | None:
-        """Removes the first entry of the tenant whose turn it is, and returns it with the tenant.
+        """Removes the first entry of the tenant whose turn it is, and returns both.
 
         Args:
-            may_start: True if a tenant may have a turn.
+            may_start: returns whether a tenant may have a turn.
 
         Returns:
-            None if no such tenant waits.
+            None if no such tenant is waiting.
         """
         tenant = next(filter(may_start, self._of_tenants), None)
         if tenant is None:
@@ -251,12 +256,12 @@ class CodecPool:
     """An async context manager that owns its processes.
 
     Args:
-        processes: maximum number of processes of one tenant at a time. All tenants together have
-            SPARE_PROCESSES more.
-        budget_bytes: the memory for all images that are being decoded. A larger one is decoded
-            alone. In addition, each process may decode a small image of a tenant that is decoding
-            nothing else.
-        start: starts a process. Tests replace it.
+        processes: maximum number of processes per tenant. All tenants together have SPARE_PROCESSES
+            more.
+        budget_bytes: memory for all images being decoded. A larger image is decoded alone. In
+            addition, each process may decode a small image of a tenant that is not decoding
+            anything else.
+        start: starts a process. Replaced by tests.
     """
 
     def __init__(
@@ -269,9 +274,9 @@ class CodecPool:
         self._free = processes + SPARE_PROCESSES
         self._processes = processes
         self._running: Counter[str] = Counter()
-        """Processes by tenant."""
+        """Number of processes by tenant."""
         self._budget_bytes = budget_bytes
-        # Results before new images, since they are already computed and paid for.
+        # Results before new images, because they are already computed and paid for.
         self._lines: dict[bool, FairQueue[asyncio.Future[None]]] = {
             False: FairQueue(),
             True: FairQueue(),
@@ -285,7 +290,7 @@ class CodecPool:
         self._memory_freed = asyncio.Event()
         self._decoding_bytes = 0
         self._decoding: Counter[str] = Counter()
-        """Images with reserved memory, by tenant."""
+        """Number of images with reserved memory, by tenant."""
         self._service_s = FIRST_SERVICE_S
 
     async def __aenter__(self) -> Self:
@@ -310,14 +315,12 @@ class CodecPool:
 
         Args:
             deadline_s: Unix time at which the command is stopped.
-            is_new: True if it may be refused. Computed results go first and are never refused.
-            tenant: whose turn it takes. Empty: of all callers who are not known.
+            is_new: True if it may be rejected. Computed results go first and are never rejected.
+            tenant: tenant whose turn it uses. Empty: shared by all unknown callers.
 
         Raises:
             Overloaded: the queue is full, or the command would miss its deadline.
             DeadlineExceeded: the command was stopped at its deadline.
-            BadInput: the image was refused.
-            Unavailable: the process died.
         """
         task = _Task(is_new, tenant, len(data))
         remaining_s = deadline_s - time.time()
@@ -346,9 +349,9 @@ class CodecPool:
             metrics.IMAGES.labels(end if task.is_started else f"{end}_waiting").inc()
 
     def _check(self, task: _Task, remaining_s: float) -> None:
-        """Refuses a command that would miss its deadline.
+        """Rejects a command that would miss its deadline.
 
-        With an empty queue it is always admitted.
+        With an empty queue, every command is admitted.
         """
         if not self._room.total:
             return
@@ -370,7 +373,7 @@ class CodecPool:
         raise Overloaded(f"{reason}; try again in {bounded_s:.2g} s", retry_after_s=bounded_s)
 
     async def _acquire_process(self, task: _Task) -> None:
-        """Waits for a process. `_release_process` must follow, unless this raises."""
+        """Waits for a process. Must be followed by `_release_process` unless it raises."""
         if self._may_start(task.tenant):
             self._occupy_process(task.tenant)
             return
@@ -381,7 +384,7 @@ class CodecPool:
                 await turn
             except asyncio.CancelledError:
                 if turn.cancelled():
-                    # A process that became free in the meantime may have passed it over already.
+                    # A process that became free in the meantime may have skipped it already.
                     line.discard(task.tenant, turn)
                 else:
                     self._release_process(task.tenant)
@@ -413,7 +416,7 @@ class CodecPool:
         self._running[tenant] += 1
 
     def _release_process(self, tenant: str) -> None:
-        """Frees a process of a tenant, and starts the commands whose turn it is."""
+        """Frees a process of a tenant, and starts the next commands."""
         self._free += 1
         self._running[tenant] -= 1
         if not self._running[tenant]:
@@ -441,7 +444,7 @@ class CodecPool:
         except BadInput:
             raise
         except BaseException:
-            # The command was canceled or failed: its process is killed.
+            # The command was canceled or failed, so its process is killed.
             is_reusable = False
             raise
         finally:
@@ -456,7 +459,10 @@ class CodecPool:
                 self._kill(child, then=partial(self._release_process, task.tenant))
 
     def _reuse_idle(self) -> CodecClient | None:
-        """Returns the process that has been idle for the shortest time. None without one."""
+        """Returns the process that has been idle for the shortest time.
+
+        None if no process is idle.
+        """
         while self._idle:
             child, timer = self._idle.popitem()
             timer.cancel()
@@ -470,7 +476,7 @@ class CodecPool:
         self._kill(child)
 
     def _kill(self, child: CodecClient, then: Callable[[], None] | None = None) -> None:
-        """Kills a process, and calls `then` once it is gone, so there are never too many."""
+        """Kills a process and calls `then` once it has exited, so there are never too many."""
         task = asyncio.create_task(child.kill())
         self._killing.add(task)
         task.add_done_callback(self._killing.discard)
@@ -479,10 +485,11 @@ class CodecPool:
 
     @asynccontextmanager
     async def _reserve_memory(self, tenant: str, cost_bytes: int) -> AsyncGenerator[None]:
-        """Holds memory for an image of a tenant.
+        """Reserves memory for an image of a tenant.
 
-        A small image of a tenant that is decoding nothing else has it at once, in addition to the
-        budget. Others wait for the budget in order of arrival, so that large images get some too.
+        A small image of a tenant that is not decoding anything else gets memory at once, in
+        addition to the budget. Others wait for the budget in order of arrival, so that large images
+        get their turn.
         """
         is_small = cost_bytes <= self._budget_bytes * SMALL_SHARE
         is_additional = is_small and not self._decoding[tenant]
@@ -500,7 +507,7 @@ class CodecPool:
                 self._memory_freed.set()
 
     async def _take_memory(self, cost_bytes: int) -> None:
-        """Takes memory of the budget, all of it for an image that is larger."""
+        """Takes memory from the budget, or all of it if the image is larger than the budget."""
         async with self._memory_lock:
             while self._decoding_bytes and self._decoding_bytes + cost_bytes > self._budget_bytes:
                 self._memory_freed.clear()

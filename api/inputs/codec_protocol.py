@@ -1,10 +1,10 @@
-"""The messages between the API and a codec process: MessagePack, then the bytes of an image.
+"""Messages between the API and a codec process: MessagePack, followed by image data.
 
 A frame has two lengths in bytes (unsigned 32-bit, little-endian), one of the structs below, and the
-bytes of an image, which are never copied into a struct. The API sends a command (PrepareSource,
+image data, which is never copied into a struct. The API sends a command (PrepareSource,
 PrepareMask, EncodeImage or CompareImages). The process answers HeaderRead, waits for Proceed, which
 comes once there is room for the image, and answers SourcePrepared, MaskPrepared, ImageEncoded or
-ImagesCompared. CodecError may replace each of its answers.
+ImagesCompared. CodecError may replace any of its answers.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import msgspec
 LENGTHS = struct.Struct("<II")
 
 Padding = tuple[int, int, int, int]
-"""Pixels of the output, to the left, above, to the right and below."""
+"""Output pixels to the left, above, to the right and below."""
 UNPADDED: Padding = (0, 0, 0, 0)
 
 _encode = msgspec.msgpack.Encoder().encode
 
 
 class SourceLimits(msgspec.Struct):
-    """The bounds of a model on the size of a source. `width` x `height` is its default size.
+    """A model's limits on the size of a source. `width` x `height` is the default size.
 
-    `enlarges`: whether a smaller source gets as many pixels as that.
+    `enlarges`: whether a smaller source is enlarged to that number of pixels.
     """
 
     width: int
@@ -37,10 +37,10 @@ class SourceLimits(msgspec.Struct):
 
 
 class PrepareSource(msgspec.Struct, tag="prepare"):
-    """Make a source image of the file.
+    """Creates a source image from the file.
 
-    Without `size` it keeps its aspect ratio, within `limits`. `padding` goes around it, filled with
-    the pixels of its edge, and is a part of `size`.
+    Without `size`, the aspect ratio is kept, within `limits`. `padding` is added around the image,
+    filled with its edge pixels, and is part of `size`.
     """
 
     size: tuple[int, int] | None
@@ -49,25 +49,25 @@ class PrepareSource(msgspec.Struct, tag="prepare"):
 
 
 class PrepareMask(msgspec.Struct, tag="mask"):
-    """Make a mask of the file, for a source image that was prepared.
+    """Creates a mask from the file, for a source image that is already prepared.
 
-    Without a file only the source's `padding` is masked.
+    Without a file, only the source's `padding` is masked.
 
-    `redraws`: what is drawn anew, in proportion: what is `transparent`, or what is `white`. `blur`:
-    pixels of the output, the standard deviation of a Gaussian. Its edge is blurred inwards.
+    `redraws`: which pixels to redraw, in proportion: `transparent` or `white` ones. `blur`:
+    standard deviation of a Gaussian in output pixels. The mask's edge is blurred inward.
     """
 
     size: tuple[int, int]
-    """The output width and height."""
+    """Output width and height."""
     file_size: tuple[int, int]
-    """The width and height of the upright source image."""
+    """Width and height of the upright source image."""
     redraws: Literal["transparent", "white"]
     blur: float
     padding: Padding = UNPADDED
 
 
 class EncodeImage(msgspec.Struct, tag="encode"):
-    """Convert the PNG or WebP to `output_format`, in another `size` if there is one."""
+    """Converts the PNG or WebP to `output_format`, and to another `size` if set."""
 
     output_format: str
     quality: int
@@ -75,13 +75,13 @@ class EncodeImage(msgspec.Struct, tag="encode"):
 
 
 class CompareImages(msgspec.Struct, tag="compare"):
-    """Compare two PNGs. The first has `first_bytes` bytes, and the second follows it."""
+    """Compares two PNGs. The first has `first_bytes` bytes, and the second follows it."""
 
     first_bytes: int
 
 
 class Proceed(msgspec.Struct, tag="go"):
-    """There is room in the memory budget: decode now."""
+    """The memory budget has room: decode now."""
 
 
 class HeaderRead(msgspec.Struct, tag="opened"):
@@ -91,7 +91,7 @@ class HeaderRead(msgspec.Struct, tag="opened"):
 
 
 class SourcePrepared(msgspec.Struct, tag="prepared"):
-    """The source image follows, a PNG of this size. `file_size` is what it had upright."""
+    """The source image follows, a PNG of this size. `file_size` is its upright size in the file."""
 
     width: int
     height: int
@@ -99,7 +99,7 @@ class SourcePrepared(msgspec.Struct, tag="prepared"):
 
 
 class MaskPrepared(msgspec.Struct, tag="masked"):
-    """The mask follows, a gray PNG: 255 is drawn anew, and 0 is the source's own."""
+    """The mask follows, a gray PNG: 255 is redrawn, 0 keeps the source."""
 
 
 class ImageEncoded(msgspec.Struct, tag="encoded"):
@@ -113,9 +113,9 @@ class ImagesCompared(msgspec.Struct, tag="compared"):
 
 
 class CodecError(msgspec.Struct, tag="refused"):
-    """The file was refused: the reason, and its error code as in shared/errors.py.
+    """The file was rejected: the reason and its error code, as in shared/errors.py.
 
-    `field`: of the command, if the file is not the reason.
+    `field`: field of the command, if the file is not the cause.
     """
 
     code: str
@@ -132,6 +132,6 @@ decode_reply = msgspec.msgpack.Decoder(CodecReply).decode
 
 
 def frame_header(frame: CodecRequest | CodecReply, data_bytes: int = 0) -> bytes:
-    """Returns a frame without the `data_bytes` bytes of its image."""
+    """Returns a frame without its image data of `data_bytes` bytes."""
     encoded = _encode(frame)
     return LENGTHS.pack(len(encoded), data_bytes) + encoded

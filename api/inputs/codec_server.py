@@ -1,12 +1,12 @@
 """`python -m api.inputs.codec_server`: runs codec commands on images for the API.
 
-It handles one image at a time, over a socket. A thread is not enough: decoding can't be stopped in
-a thread, holds the interpreter for up to a third of a second (alpha_composite, WebP), and may take
-any amount of memory. This process can be killed at a deadline, has a lower priority than the event
-loop, gets limits on memory and CPU time from the kernel, and has none of the API's settings or
-secrets. It imports only Pillow and msgspec, so it starts within a tenth of a second.
+It handles one image at a time over a socket. A thread would not be enough: decoding in a thread
+can't be stopped, holds the interpreter lock for up to a third of a second (alpha_composite, WebP),
+and may take any amount of memory. This process can be killed at a deadline, has a lower priority
+than the event loop, has kernel limits on memory and CPU time, and does not have the API's settings
+or secrets. It imports only Pillow and msgspec, so it starts within a tenth of a second.
 
-A command decodes, resizes or encodes an image with Pillow, in bounded memory: it reads the header
+A command decodes, resizes or encodes an image with Pillow in bounded memory: it reads the header
 first and reserves the memory that the rest may take.
 """
 
@@ -79,27 +79,30 @@ _REFUSED = (
     (0, b"<?xml", "SVG"),
     (0, b"\x00\x00\x01\x00", "ICO"),
 )
-"""Where a file of a kind that is not read begins, and its name."""
+"""First bytes of unsupported file types, and their names."""
 _MAX_PROFILE_BYTES = 4 * 1024 * 1024
 REDUCING_GAP = 3
-"""Images are averaged in boxes down to three times the target, then resampled, as for
-thumbnails."""
+"""Images are averaged in boxes down to three times the target and then resampled, as for
+thumbnails.
+"""
 EQUAL_DB = 100.0
-"""The ratio of equal images, of which the formula has none."""
+"""The ratio reported for equal images, because the formula does not define one."""
 MAX_SCANS = 100
-"""Scans of a JPEG, as in libtiff (MAX_SCAN_NUMBER of tif_jpeg.c). Encoders write at most about 15.
-A scan of 25 megapixels may have 42 bytes and take 17 ms."""
+"""Scans per JPEG, as in libtiff (MAX_SCAN_NUMBER of tif_jpeg.c).
+
+Encoders write at most about 15. A scan of 25 megapixels may have 42 bytes and take 17 ms.
+"""
 STRIP_PIXELS = 1 << 18
-"""Number of pixels of the decoded image that are flattened and reduced at a time."""
+"""Number of decoded pixels to flatten and reduce at a time."""
 WORKING_BYTES = 24 * 1024 * 1024
 """Maximum memory for decoder, strips and encoder."""
 
-# Pillow's own bound only warns at first. The bound here refuses right after the header was read.
+# Pillow's own limit only warns at first. The limit here rejects right after reading the header.
 Image.MAX_IMAGE_PIXELS = None
-# One image has one thread, so that the bound on CPU time is one on wall time.
+# Use one thread per image, so that the limit on CPU time also limits wall time.
 AvifImagePlugin.DEFAULT_MAX_THREADS = 1
 
-# The errors that Pillow's decoders raise on broken data.
+# Errors that Pillow's decoders raise on broken data.
 _UNDECODABLE = (
     OSError,
     SyntaxError,
@@ -112,12 +115,13 @@ _UNDECODABLE = (
 _SMALL_MODES = {"1": 1, "L": 1, "P": 1, "I;16": 2}
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _PNG_CHUNKS = (b"tRNS", b"eXIf", b"iCCP")
-"""Of what a PNG may have besides pixels and palette, what decides how it looks. Critical chunks
-begin with a capital letter: https://www.w3.org/TR/png-3/#5Chunk-naming-conventions
+"""PNG chunks, other than pixels and palette, that affect how it looks.
+
+Critical chunks begin with a capital letter: https://www.w3.org/TR/png-3/#5Chunk-naming-conventions
 """
 _TO_8_BITS = [(value * 255 + 32767) // 65535 for value in range(65536)]
 _DEPTHS = {"L;2": 3, "L;4": 15}
-"""Highest samples of PNGs whose samples Pillow stretches to 8 bits, by its names."""
+"""Maximum sample value of PNGs whose samples Pillow stretches to 8 bits, by Pillow's mode name."""
 _INNER_HALF = [max(0, 2 * level - 255) for level in range(256)]
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -131,26 +135,33 @@ _TURNS = {
 _SIDEWAYS = (5, 6, 7, 8)
 
 _MARKER = re.compile(rb"\xff([\xc0-\xcf\xd8-\xfe])")
-"""A marker with a segment, or that of the beginning or end of an image (ITU-T T.81, B.1).
+"""A marker with a segment, or a start or end of an image (ITU-T T.81, B.1).
 
-Lower ones are reserved. libjpeg refuses them between segments. In coded data with restart intervals
-it drops them, without a length, and reads on behind them (jpeg_resync_to_restart of jdmarker.c). A
-byte 0xFF of coded data is followed by zero."""
+Lower markers are reserved. libjpeg rejects them between segments. In coded data with restart
+intervals, it drops them without a length and continues after them (jpeg_resync_to_restart in
+jdmarker.c). In coded data, a byte 0xFF is followed by zero.
+"""
 _END_OF_IMAGE, _START_OF_IMAGE, _START_OF_SCAN = 0xD9, 0xD8, 0xDA
 
 _PROFILE_MODES = {"RGB ": "RGB", "GRAY": "L", "CMYK": "CMYK"}
 _SRGB = ImageCms.createProfile("sRGB")
 
 NICENESS = 10
-"""The API's event loop goes first. Under contention this process still gets a tenth of a core."""
+"""The API's event loop has priority.
+
+Under contention, this process still gets a tenth of a core.
+"""
 CPU_LIMIT_S = 6
-"""CPU seconds for an image that a caller sent. 25 megapixels take 0.6 to 1.8 s, by format."""
+"""CPU seconds for an image sent by a caller. 25 megapixels take 0.6 to 1.8 s, depending on the
+format.
+"""
 RESULT_CPU_LIMIT_S = 20
-"""CPU seconds for an image that a worker computed: 16 megapixels as WebP take 4 s."""
+"""CPU seconds for an image computed by a worker: 16 megapixels as WebP take 4 s."""
 ADDRESS_SPACE_BYTES = 1024 * 1024 * 1024
 """The largest image takes 400 MB."""
 SPARE_BYTES = 48 * 1024 * 1024
-"""Address space beyond what an image has reserved: allocators take it in large pieces."""
+"""Address space in addition to an image's reservation, because allocators take it in large pieces.
+"""
 
 
 class _TooLargeError(Exception):
@@ -166,7 +177,7 @@ class _PaddedTooLargeError(_TooLargeError):
 
 
 class _NotDrawnError(Exception):
-    """An image of a kind that can't be drawn right. Says which."""
+    """An image of a kind that can't be drawn correctly. The message names the kind."""
 
 
 def run_command(
@@ -222,7 +233,7 @@ def _check_scans(data: bytes) -> None:
 
 
 def _why_not(data: bytes) -> str:
-    """Returns why a file is not drawn."""
+    """Returns the reason for not drawing a file."""
     for at, begins, name in _REFUSED:
         if data[at : at + len(begins)] == begins:
             return f"{name} is not read; send {ACCEPTED}"
@@ -248,23 +259,23 @@ def _prepared(
 ) -> tuple[Image.Image, tuple[int, int]]:
     """Returns the image in `data`, upright, in RGB, and resized to the output size.
 
-    And the size that it had upright.
+    Also returns its upright size.
     """
     with _opened(_without_metadata(data), SOURCE_FORMATS) as image:
         shape = image.size
         _scale_transparent_color(image)
-        # The orientation of a PNG may follow its pixels. Until it is known, assume upright.
+        # The orientation of a PNG may come after its pixels. Until it is known, assume upright.
         target = _inner(command) or size_like(*shape, command.limits)
         if isinstance(image, JpegImageFile):
             target = _target(image, shape, command)
             width, height = _unturned(target, image)
-            # The decoder skips what the target does not need.
+            # The decoder skips detail that the target does not need.
             image.draft(None, (2 * width, 2 * height))
-        # If it is turned later on, the other side may be the longer one.
+        # If the image is rotated later, the other side may be the longer one.
         padded_bytes = max(_padded_bytes(one, command.padding) for one in (target, target[::-1]))
         reserve(_cost_bytes(image, shape, target) + padded_bytes)
         image.load()
-        if image.format == "TIFF":  # Pillow has turned it
+        if image.format == "TIFF":  # Pillow has already rotated it
             shape = image.size
         target = _target(image, shape, command)
         _check_padded(target, command)
@@ -275,7 +286,7 @@ def _prepared(
 
 
 def _inner(command: PrepareSource | PrepareMask) -> tuple[int, int] | None:
-    """Returns the output size without its padding."""
+    """Returns the output size without padding."""
     if command.size is None:
         return None
     left, above, right, below = command.padding
@@ -283,7 +294,7 @@ def _inner(command: PrepareSource | PrepareMask) -> tuple[int, int] | None:
 
 
 def _padded_bytes(size: tuple[int, int], padding: Padding) -> int:
-    """Returns the memory of an image with its padding."""
+    """Returns the memory of an image including its padding."""
     if padding == UNPADDED:
         return 0
     left, above, right, below = padding
@@ -291,7 +302,7 @@ def _padded_bytes(size: tuple[int, int], padding: Padding) -> int:
 
 
 def _check_padded(size: tuple[int, int], command: PrepareSource) -> None:
-    """Raises _PaddedTooLargeError if a model does not draw so much with its padding."""
+    """Raises _PaddedTooLargeError if the image and its padding are too large for the model."""
     left, above, right, below = command.padding
     width, height = size[0] + left + right, size[1] + above + below
     if command.padding != UNPADDED and width * height > command.limits.largest_pixels:
@@ -302,14 +313,14 @@ def _check_padded(size: tuple[int, int], command: PrepareSource) -> None:
 
 
 def _with_edges(image: Image.Image, padding: Padding) -> Image.Image:
-    """Returns the image with its outermost pixels repeated outwards."""
+    """Returns the image with its edge pixels repeated outward."""
     if padding == UNPADDED:
         return image
     left, above, right, below = padding
     (width, height), (across, down) = image.size, (left + right, above + below)
     padded = Image.new(image.mode, (width + across, height + down))
     padded.paste(image, (left, above))
-    # First to the left and right of it, then whole rows.
+    # First to the left and right, then whole rows.
     columns = ((left, 0, 0), (right, width - 1, left + width))
     rows = ((above, above, 0), (below, above + height - 1, above + height))
     for count, source, target in columns:
@@ -324,10 +335,11 @@ def _with_edges(image: Image.Image, padding: Padding) -> Image.Image:
 
 
 def _mask(data: bytes, command: PrepareMask, reserve: Callable[[int], None]) -> Image.Image:
-    """Returns how much of each pixel of a source is drawn anew, upright, from 0 to 255.
+    """Returns how much of each source pixel to redraw, upright, from 0 to 255.
 
     Raises:
-        _NotDrawnError: it has another size than the source, no transparency, or nothing to draw.
+        _NotDrawnError: it differs in size from the source, has no transparency, or has nothing to
+            draw.
     """
     inner = _inner(command) or command.size
     border = _padded_bytes(inner, command.padding)
@@ -360,7 +372,7 @@ def _mask_in(
                 f"{command.file_size[0]}x{command.file_size[1]}; send a mask of the same size"
             )
         levels = _levels(image, command.redraws)
-        # The share of each pixel, so that what is whole stays whole.
+        # Resize the share of each pixel, so that full pixels stay full.
         mask = levels.resize(_unturned(size, image), Image.Resampling.BOX)
         turn = _TURNS.get(_orientation(image))
         return mask if turn is None else mask.transpose(turn)
@@ -388,13 +400,13 @@ def _white(strip: Image.Image) -> Image.Image:
 
 
 def _blurred_inwards(mask: Image.Image, radius: float) -> Image.Image:
-    """Returns the mask with soft edges, and 0 where it had 0.
+    """Returns the mask with soft edges. Pixels that were 0 stay 0.
 
-    Half of a Gaussian's edge lies inside. It is stretched, so that a straight edge is 0 at the
-    boundary, and 255 from three radiuses on.
+    Half of a Gaussian edge lies inside. It is stretched so that a straight edge is 0 at the
+    boundary and reaches 255 three radii inside.
 
     Raises:
-        _NotDrawnError: nothing is left.
+        _NotDrawnError: nothing of the mask is left.
     """
     if not radius:
         return mask
@@ -408,7 +420,7 @@ def _blurred_inwards(mask: Image.Image, radius: float) -> Image.Image:
 def size_like(width: int, height: int, limits: SourceLimits) -> tuple[int, int]:
     """Returns a size with the source's aspect ratio and the model's default pixel count.
 
-    That of a source with fewer pixels stays, if the limits do not enlarge it.
+    A smaller source keeps its pixel count if the limits do not enlarge it.
     """
     scale = math.sqrt(limits.width * limits.height / (width * height))
     if not limits.enlarges:
@@ -433,9 +445,9 @@ def _opened(data: bytes, formats: tuple[str, ...]) -> Image.Image:
 
 
 def _without_metadata(data: bytes) -> bytes:
-    """Returns a PNG without the chunks that change nothing: what is wrong in one spoils no image.
+    """Returns a PNG without chunks that don't affect its pixels, because errors could be in them.
 
-    Other files are returned as they are.
+    Other files are returned unchanged.
     """
     if not data.startswith(_PNG_SIGNATURE):
         return data
@@ -454,7 +466,7 @@ def _without_metadata(data: bytes) -> bytes:
 
 
 def _is_profile(chunk: bytes) -> bool:
-    """True if a chunk iCCP can be read: a name, 0, a method, and a profile that zlib made small."""
+    """True if an iCCP chunk can be read: a name, 0, a method, and a profile compressed by zlib."""
     name, _, packed = chunk.partition(b"\0")
     if not 0 < len(name) < 80:
         return False
@@ -467,11 +479,11 @@ def _is_profile(chunk: bytes) -> bool:
 
 
 def _scale_transparent_color(image: Image.Image) -> None:
-    """Gives the transparent color of a PNG (tRNS) the depth that its pixels will have.
+    """Adjusts the transparent color of a PNG (tRNS) to the depth that its pixels will have.
 
     Raises:
-        _NotDrawnError: it has 16 bits a channel, of which Pillow keeps eight, so that others
-            would be transparent too.
+        _NotDrawnError: the PNG has 16 bits per channel. Pillow keeps eight of them, so other colors
+            would become transparent too.
     """
     tile: Any = next(iter(getattr(image, "tile", ())), None)
     if image.format != "PNG" or tile is None or "transparency" not in image.info:
@@ -486,14 +498,15 @@ def _scale_transparent_color(image: Image.Image) -> None:
 
 
 def _orientation(image: Image.Image) -> int:
-    """Returns the orientation that EXIF names, from 1 to 8. 1: upright, or nothing that says so."""
+    """Returns the EXIF orientation, from 1 to 8. 1 (upright) if there is none."""
     try:
         tag = image.getexif().get(ExifTags.Base.Orientation, 1)
-        # A number of another type than the standard's comes as bytes or in a tuple.
+        # Numbers of a nonstandard type arrive as bytes or in a tuple.
         (tag,) = tag if isinstance(tag, bytes | tuple) else (tag,)
         orientation = int(tag)
     except Exception:
-        # The boundary to Pillow's reader of metadata, which never decides whether an image is one.
+        # Unreadable metadata never makes an image invalid, so all errors of Pillow's reader are
+        # caught here.
         return 1
     return orientation if orientation in _TURNS else 1
 
@@ -505,14 +518,14 @@ def _target(image: Image.Image, shape: tuple[int, int], command: PrepareSource) 
 
 
 def _unturned(size: tuple[int, int], image: Image.Image) -> tuple[int, int]:
-    """Converts `size` between the orientations of display and file, in both directions."""
+    """Converts `size` between the display and file orientations, in both directions."""
     return (size[1], size[0]) if _orientation(image) in _SIDEWAYS else size
 
 
 def _cost_bytes(
     image: Image.Image, shape: tuple[int, int], target: tuple[int, int] | None = None
 ) -> int:
-    """Returns the maximum memory that the work takes, in bytes, as measured.
+    """Returns the maximum memory needed for the work, in bytes, from measurements.
 
     Pillow uses four bytes per pixel in most modes.
     """
@@ -525,7 +538,7 @@ def _cost_bytes(
         # A progressive JPEG is held as two-byte coefficients at full size, whatever its decoded
         # size.
         loading += 8 * shape[0] * shape[1]
-    # The orientation may follow the pixels, so both are possible.
+    # The orientation may come after the pixels, so both are possible.
     targets = [target, target[::-1]] if target else []
     resized_bytes = max([_reduced_bytes(image.size, one) for one in targets], default=4 * pixels)
     return WORKING_BYTES + max(loading, decoded + resized_bytes)
@@ -539,16 +552,16 @@ def _reduced_bytes(have: tuple[int, int], want: tuple[int, int]) -> int:
 
 
 def _factors(have: tuple[int, int], want: tuple[int, int]) -> tuple[int, int]:
-    """Returns how many pixels are averaged into one, horizontally and vertically."""
+    """Returns how many pixels to average into one, horizontally and vertically."""
     return max(1, int(have[0] / want[0] / REDUCING_GAP)), max(
         1, int(have[1] / want[1] / REDUCING_GAP)
     )
 
 
 def _reduced(image: Image.Image, size: tuple[int, int]) -> Image.Image:
-    """Returns the image without alpha, in `size`: in RGB, or in CMYK if it has a profile.
+    """Returns the image without alpha in `size`: in RGB, or in CMYK if it has a profile.
 
-    Works in strips, so there is no second full copy in memory.
+    Works in strips to avoid a second full copy in memory.
     """
     across, down = _factors(image.size, size)
     width, height = image.size
@@ -563,9 +576,9 @@ def _reduced(image: Image.Image, size: tuple[int, int]) -> Image.Image:
 
 
 def _in_srgb(drawn: Image.Image, source: Image.Image) -> Image.Image:
-    """Returns `drawn` in sRGB, by the ICC profile of its file, if that has a fitting one.
+    """Returns `drawn` in sRGB, using the ICC profile of its file if that is suitable.
 
-    Without one, colors are taken to be sRGB, as browsers do.
+    Without a profile, colors are assumed to be sRGB, as in browsers.
     """
     profile = source.info.get("icc_profile")
     if not profile:
@@ -581,7 +594,7 @@ def _in_srgb(drawn: Image.Image, source: Image.Image) -> Image.Image:
             )
             return turned or drawn.convert("RGB")
     except (ImageCms.PyCMSError, OSError, ValueError):
-        pass  # a profile that can't be read is none, as in browsers
+        pass  # an unreadable profile is ignored, as in browsers
     return drawn.convert("RGB")
 
 
@@ -601,11 +614,11 @@ def _flat(image: Image.Image) -> Image.Image:
 
 
 def _with_8_bits(image: Image.Image) -> Image.Image:
-    """Returns a gray image of 16 bits with 8, and with alpha if one of its grays is transparent.
+    """Converts a 16-bit gray image to 8 bits, with alpha if one of its grays is transparent.
 
-    Pillow itself would make all above 255 white.
+    Pillow itself would turn all values above 255 white.
     """
-    wide = image.convert("I")  # the mode that takes tables of 65,536
+    wide = image.convert("I")  # the mode that accepts tables of 65,536 entries
     gray = wide.point(_TO_8_BITS, "L")
     clear = image.info.get("transparency")
     if clear is None:
@@ -627,7 +640,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.nice(NICENESS)
-    with contextlib.suppress(ValueError, OSError):  # not on every system
+    with contextlib.suppress(ValueError, OSError):  # not available on every system
         resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE_BYTES, ADDRESS_SPACE_BYTES))
     with (
         socket.socket(fileno=int(sys.argv[1])) as connection,
@@ -656,12 +669,14 @@ def _serve_one(connection: socket.socket) -> None:
 
 
 def _bound_memory(more_bytes: int) -> None:
-    """Limits this process to so much more address space, ADDRESS_SPACE_BYTES in all.
+    """Limits this process to `more_bytes` of additional address space.
+
+    The total is limited to ADDRESS_SPACE_BYTES.
 
     The header of a file may declare fewer pixels than its data has: an AVIF image of 64 x 64 pixels
-    whose AV1 frame has 8000 x 8000 takes five times what is reserved for it.
+    whose AV1 frame has 8000 x 8000 takes five times its reservation.
     """
-    with contextlib.suppress(ValueError, OSError):  # not on every system
+    with contextlib.suppress(ValueError, OSError):  # not available on every system
         with open("/proc/self/statm", "rb") as file:
             used_bytes = int(file.read().split()[0]) * resource.getpagesize()
         limit_bytes = min(ADDRESS_SPACE_BYTES, used_bytes + more_bytes + SPARE_BYTES)
@@ -679,7 +694,7 @@ def _read(connection: socket.socket) -> tuple[CodecRequest, bytes]:
 
 
 def _exactly(connection: socket.socket, size: int) -> bytes:
-    """Reads exactly `size` bytes. If the API closes the socket, the process ends."""
+    """Reads exactly `size` bytes. Exits the process if the API closes the socket."""
     data = bytearray(size)
     rest = memoryview(data)
     while rest:

@@ -1,7 +1,8 @@
 """Files that callers upload before the predictions that use them.
 
-The object store has the bytes and the document of each, which count in the quota of its tenant and
-are removed when it has expired (api/inputs/storage.py). From then on the API does not serve it.
+The object store has the data and the document of each file. Both count toward the tenant's quota
+and are removed after the file expires (api/inputs/storage.py). The API does not serve expired
+files.
 
 Calls raise Unavailable if the object store is unreachable.
 """
@@ -38,7 +39,7 @@ MAX_BYTES = 64 * 1024 * 1024
 MAX_LISTED = 100
 _METADATA_LIMIT_BYTES = 64 * 1024
 _FACTS_BYTES = 1024
-"""Of a document, in addition to the name and the metadata that its caller sent."""
+"""Size allowed for a document in addition to the name and metadata sent by its caller."""
 _ID = re.compile(r"file_[0-9a-f]{24}")
 _MEDIA_TYPE = re.compile(r"[\w.+-]{1,64}/[\w.+-]{1,64}", re.ASCII)
 
@@ -46,7 +47,7 @@ _CHARSETS = frozenset({*aliases, *aliases.values()})
 
 
 class File(msgspec.Struct):
-    """The metadata of a file. `key` is the object with its bytes."""
+    """The metadata of a file. `key` is the object with its data."""
 
     id: str
     tenant: str
@@ -58,19 +59,19 @@ class File(msgspec.Struct):
     key: str
     created_at_s: float
     expires_at_s: float
-    """Unix time after which the file is gone."""
+    """Unix time at which the file expires."""
 
 
 _decoder = msgspec.json.Decoder(File)
 
 
 def is_media_type(text: str) -> bool:
-    """Returns whether a caller's media type is one, and short."""
+    """Returns whether `text` is a short, valid media type."""
     return _MEDIA_TYPE.fullmatch(text) is not None
 
 
 def is_charset(name: str) -> bool:
-    """Returns whether a charset may be looked up: Python never forgets a name that is none."""
+    """Returns whether a charset may be looked up. Python caches even invalid names forever."""
     return normalize_encoding(name).lower() in _CHARSETS
 
 
@@ -78,7 +79,7 @@ class Files:
     """The files of all tenants.
 
     Args:
-        storage: counts what a tenant stores.
+        storage: counts the stored bytes per tenant.
     """
 
     def __init__(self, objects: ObjectStore, storage: Storage) -> None:
@@ -99,17 +100,16 @@ class Files:
         """Stores a file.
 
         Args:
-            data: its bytes.
-            name: the caller's name for it.
+            name: file name set by the caller.
             keep_s: seconds until it expires, KEEP_S at most.
-            reservation: of `receiving`. None: room is reserved here.
+            reservation: the reservation of `receiving`. None: room is reserved here.
 
         Raises:
             BadInput: the metadata is too large.
-            StorageFull: the tenant has no room for it.
+            StorageFull: the tenant's storage quota is used up.
         """
         media_type = content_type if is_media_type(content_type) else "application/octet-stream"
-        # On a thread: a digest of 30 MB takes 30 ms, during which it releases the interpreter.
+        # In a thread: a digest of 30 MB takes 30 ms, during which it releases the interpreter lock.
         sha256 = await asyncio.to_thread(lambda: hashlib.sha256(data).hexdigest())
         file_id, now_s = f"file_{secrets.token_hex(12)}", time.time()
         file = File(
@@ -142,13 +142,13 @@ class Files:
     def receiving(
         self, quota: StorageQuota, body_bytes: int | None
     ) -> AbstractAsyncContextManager[StorageReservation]:
-        """Reserves room for the file of a request before its body is read.
+        """Reserves room for a request's file before its body is read.
 
         Args:
-            body_bytes: the size of the body, with the file in it. None: not known.
+            body_bytes: size of the request body, including the file. None: not known.
 
         Raises:
-            StorageFull: the tenant has no room for it.
+            StorageFull: the tenant's storage quota is used up.
         """
         most_bytes = None if body_bytes is None else body_bytes + _FACTS_BYTES
         return self._storage.reserved(quota, most_bytes)
@@ -158,7 +158,7 @@ class Files:
         await self._objects.put(_document_key(file), document, "application/json")
 
     async def newest(self, tenant: str) -> list[File]:
-        """Returns the files of this tenant, newest first, MAX_LISTED at most."""
+        """Returns the files of this tenant, newest first, up to MAX_LISTED."""
         listed = await self._objects.listing(_folder_of(tenant), MAX_LISTED)
         ids = [one.key.rpartition("_")[2] for one in listed]
         files = await asyncio.gather(*(self._found(tenant, f"file_{one}") for one in ids))
@@ -171,7 +171,6 @@ class Files:
             return None
 
     async def delete(self, file: File) -> None:
-        """Deletes a file and its bytes."""
         await self._objects.delete(_listed_key(file))
         await self._objects.delete(_document_key(file))
         await self._objects.delete(file.key)
@@ -180,7 +179,7 @@ class Files:
         """Finds a file of this tenant.
 
         Raises:
-            NotFound: the tenant has no such file, or it has expired.
+            NotFound: the tenant does not have such a file, or it has expired.
         """
         unknown = NotFound(f"there is no file {file_id[:80]!r}")
         if not _ID.fullmatch(file_id):
@@ -195,7 +194,6 @@ class Files:
         return file
 
     async def read(self, file: File) -> bytes:
-        """Returns the bytes of a file."""
         return await self._objects.get(file.key, MAX_BYTES)
 
 
@@ -204,12 +202,12 @@ def _folder_of(tenant: str) -> str:
 
 
 def _place_of(tenant: str, file_id: str) -> str:
-    """Returns the folder with the bytes and the document of a file."""
+    """Returns the folder with the data and document of a file."""
     return f"{KEPT_FILES}/{owner_of(tenant)}/{file_id}"
 
 
 def _listed_key(file: File) -> str:
-    """Lists begin with the smallest key, so newer files have smaller ones."""
+    """Listings start with the smallest key, so newer files have smaller keys."""
     left_s = LATEST_S - int(file.created_at_s)
     return f"{_folder_of(file.tenant)}/{left_s:010d}_{file.id.removeprefix('file_')}"
 

@@ -30,22 +30,22 @@ from shared.predictions import MEDIA_TYPES
 
 DEFAULT_QUALITY = 90
 REFERENCE_SIDE = 1024
-"""Of a square with as many pixels as an image to look at may have. Encoders read 224 x 224."""
+"""Side of a square with the maximum pixel count of a reference image. Encoders read 224 x 224."""
 COMPARER = "penstock-canary"
-"""The tenant of comparisons, in the queue."""
+"""Queue tenant for comparisons."""
 BASE64_CHUNK = 256 * 1024
 """Characters decoded at a time: 20 MB at once would block the event loop for 45 ms. A multiple of
 4."""
 
 
 class PreparedSource(NamedTuple):
-    """A source image as models take it."""
+    """A source image as models expect it."""
 
     image: Blob
     size: tuple[int, int]
-    """Its width and height in pixels."""
+    """Width and height in pixels."""
     file_size: tuple[int, int]
-    """Those of its file, upright."""
+    """Upright width and height of its file."""
 
 
 class ImageCodec:
@@ -65,25 +65,22 @@ class ImageCodec:
         padding: Padding = UNPADDED,
         field: str = "image",
     ) -> PreparedSource:
-        """Returns a source image as models take it: an upright RGB PNG of the output size.
+        """Returns a source image as models expect it: an upright RGB PNG of the output size.
 
         Args:
-            data: a file of one of the formats in codec_server.py.
-            size: the output width and height in pixels. None: the aspect ratio of the source, with
-                the default pixel count of the model.
-            defaults: the defaults of the model.
+            data: a file in one of the formats listed in codec_server.py.
+            size: output width and height in pixels. None: the source's aspect ratio with the
+                model's default pixel count.
             deadline_s: Unix time at which the work is stopped.
-            tenant: who sent it. Tenants take turns.
-            padding: what goes around it, filled with the pixels of its edge: a part of `size`, and
-                beyond the default pixel count.
-            field: of the input, for errors.
+            tenant: the tenant who sent it. Tenants take turns.
+            padding: padding around the image, filled with its edge pixels: part of `size`, but
+                added to the default pixel count.
 
         Raises:
-            BadInput: the file is not such an image, or it is broken.
-            InputTooLarge: it has too many pixels. Its header says so, and nothing is decoded.
+            BadInput: the file is not such an image or is damaged.
+            InputTooLarge: it has too many pixels according to its header. Nothing is decoded.
             Overloaded: too many images wait to be decoded.
             DeadlineExceeded: it was not done in time.
-            Unavailable: the codec process died.
         """
         limits = SourceLimits(
             defaults.width, defaults.height, defaults.multiple, defaults.largest_pixels
@@ -94,16 +91,15 @@ class ImageCodec:
     async def prepare_reference(
         self, data: bytes, deadline_s: float, *, tenant: str, field: str
     ) -> Blob:
-        """Returns an image to look at: an upright RGB PNG, shrunk if it is above 1 megapixel.
+        """Returns a reference image: an upright RGB PNG, shrunk if it is above 1 megapixel.
 
         Args:
-            data: a file of one of the formats in codec_server.py.
+            data: a file in one of the formats listed in codec_server.py.
             deadline_s: Unix time at which the work is stopped.
-            tenant: who sent it. Tenants take turns.
-            field: of the input, for errors.
+            tenant: the tenant who sent it. Tenants take turns.
 
         Raises:
-            PenstockError: as `prepare_source`.
+            PenstockError: as raised by `prepare_source`.
         """
         limits = SourceLimits(
             REFERENCE_SIDE, REFERENCE_SIDE, 1, REFERENCE_SIDE * REFERENCE_SIDE, enlarges=False
@@ -137,22 +133,23 @@ class ImageCodec:
         tenant: str,
         padding: Padding = UNPADDED,
     ) -> Blob:
-        """Returns the mask of a source as models take it: an upright gray PNG of the output size.
+        """Returns the mask of a source as models expect it: an upright gray PNG of the output size.
 
-        255 is drawn anew, 0 stays the source's own, and what is between is mixed.
+        255 is redrawn, 0 keeps the source, and values between are blended.
 
         Args:
-            data: a file of one of the formats in codec_server.py, of the size of the source's.
-                Empty: only the padding is drawn anew.
-            source: what it is the mask of.
-            blur: how soft its edge is, inwards: a Gaussian's standard deviation in pixels.
+            data: a file in one of the formats listed in codec_server.py, with the size of the
+                source file. Empty: only the padding is redrawn.
+            source: the source image of the mask.
+            blur: softness of the edge, inward: standard deviation of a Gaussian in pixels.
             deadline_s: Unix time at which the work is stopped.
-            tenant: who sent it. Tenants take turns.
-            padding: of the source, which is drawn anew.
+            tenant: the tenant who sent it. Tenants take turns.
+            padding: padding of the source, which is always redrawn.
 
         Raises:
-            BadInput: the file is not such an image, of another size, or masks nothing.
-            InputTooLarge: as `prepare_source`, as are Overloaded, DeadlineExceeded and Unavailable.
+            BadInput: the file is not such an image, has another size, or masks nothing.
+            InputTooLarge: as in `prepare_source`, as are Overloaded, DeadlineExceeded and
+                Unavailable.
         """
         command = PrepareMask(source.size, source.file_size, redraws, blur, padding)
         try:
@@ -175,19 +172,18 @@ class ImageCodec:
         is_new: bool,
         tenant: str = "",
     ) -> bytes:
-        """Returns a result in the requested format. Workers return PNG, which needs no work.
+        """Returns a result in the requested format. Workers return PNG, which needs no conversion.
 
         Args:
             png: the image from the worker.
-            quality: for jpeg and webp, 0 to 100.
+            quality: 0 to 100, for jpeg and webp.
             deadline_s: Unix time at which the work is stopped.
-            is_new: True if it may be refused. The results of the current request may not.
-            tenant: the tenant in whose turn it runs. Empty: shared by all unknown callers.
+            is_new: True if it may be rejected. Results of the current request may not.
+            tenant: tenant whose turn it uses. Empty: shared by all unknown callers.
 
         Raises:
             Overloaded: too many images wait to be encoded.
             DeadlineExceeded: it was not done in time.
-            Unavailable: the codec process died.
         """
         if output_format == "png":
             return png
@@ -212,7 +208,10 @@ class ImageCodec:
         size: tuple[int, int],
         tenant: str,
     ) -> bytes:
-        """Returns a preview, a small WebP, in the requested format and size. Raises as `encode`."""
+        """Returns a preview, a small WebP, in the requested format and size.
+
+        Raises the same errors as `encode`.
+        """
         command = EncodeImage(output_format, DEFAULT_QUALITY if quality is None else quality, size)
         _, encoded = await self._pool.run(
             command, preview, tenant=tenant, deadline_s=deadline_s, is_new=False
@@ -220,13 +219,13 @@ class ImageCodec:
         return encoded
 
     async def psnr_db(self, ours: bytes, theirs: bytes, deadline_s: float) -> float:
-        """Returns how close two PNGs are: their peak signal-to-noise ratio. 100 if they are equal.
+        """Returns the peak signal-to-noise ratio of two PNGs in dB. 100 if they are equal.
 
         Args:
             deadline_s: Unix time at which the work is stopped.
 
         Raises:
-            PenstockError: one is not a PNG, or no time or no process is left for it.
+            PenstockError: a file is not a PNG, or there is not enough time or no process for it.
         """
         command, both = CompareImages(len(ours)), ours + theirs
         reply, _ = await self._pool.run(
@@ -238,12 +237,12 @@ class ImageCodec:
 
 
 async def data_of_uri(uri: str, where: str, *, field: str) -> bytes:
-    """Decodes a base64 data: URI (RFC 2397). Errors name it by `where` and `field`.
+    """Decodes a base64 data: URI (RFC 2397). Errors refer to it by `where` and `field`.
 
-    The base64 may be wrapped into lines, and may lack its padding, as many encoders leave it.
+    The base64 may be wrapped into lines and may lack padding, as many encoders omit it.
 
     Raises:
-        BadInput: it is not one.
+        BadInput: not a base64 data: URI.
     """
     header, comma, text = uri.partition(",")
     if not comma or not header.startswith("data:") or not header.lower().endswith(";base64"):

@@ -1,7 +1,7 @@
-"""Fetches, prepares and stores the files that inputs name: images, and files of any kind.
+"""Fetches, prepares and stores files named in inputs: images, and files of any kind.
 
-They are data: URIs, ids and URLs of files and results of this API, and https URLs of others
-(api/inputs/url_fetcher.py).
+Inputs name them by data: URI, by ID or URL of a file or result of this API, or by https URL on
+another server (api/inputs/url_fetcher.py).
 """
 
 from __future__ import annotations
@@ -41,29 +41,31 @@ OFF = (
     "other URLs are not fetched here"
 )
 IMAGE_TYPES = ("image/", "application/octet-stream", "binary/octet-stream")
-"""Buckets give the last two to files of unknown kind."""
+"""Buckets report the last two for files of unknown type."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImageCaller:
-    """The tenant of a request, its deadline, and what counts the work that is done for it."""
+    """The tenant and deadline of a request, and a counter for work done on its behalf."""
 
     tenant: str
     quota: StorageQuota
-    """The storage quota of the tenant."""
+    """The tenant's storage quota."""
     base_url: str
-    """The URL of this API for the caller, without a slash at the end."""
+    """The API's URL as seen by the caller, without a trailing slash."""
     deadline_s: float
     """Unix time at which work on a source image is stopped."""
     keep_s: float
-    """Seconds for which an image is kept that belongs to the request."""
+    """Seconds to keep an image that belongs to the request."""
     begin: Callable[[], Awaitable[None]]
-    """Called before each fetch and each decode. Counts the first one toward the tenant's limits, or
-    refuses it."""
+    """Called before each fetch and each decode.
+
+    Counts the first one toward the tenant's limits, or rejects it.
+    """
 
 
 class FetchedFile(NamedTuple):
-    """A file that an input names. Its media type and name are as the caller gave them."""
+    """A file named in an input, with the media type and name that the caller specified."""
 
     data: bytes
     media_type: str
@@ -74,29 +76,29 @@ class SupportsFetch(Protocol):
     """Fetches the target of a signed link."""
 
     async def fetch(self, key: str, media_type: str, deadline_s: float) -> bytes:
-        """Returns the bytes behind a link whose signature was verified."""
+        """Returns the data for a link whose signature is already verified."""
 
 
 class SupportsUploads(Protocol):
-    """The uploads of OpenAI's clients."""
+    """Uploads in OpenAI's API."""
 
     def has_id(self, name: str) -> bool:
-        """Returns whether this has the form of the id of one."""
+        """Returns whether `name` has the form of an upload ID."""
         ...
 
     async def load(self, tenant: str, file_id: str, max_bytes: int) -> tuple[bytes, str]:
-        """Returns the bytes of one, and its name.
+        """Returns the data and name of an upload.
 
         Raises:
-            NotFound: the tenant has none with this id.
-            BadInput: it is larger.
+            NotFound: the tenant does not have an upload with this ID.
+            BadInput: the upload is larger than `max_bytes`.
             Unavailable: the object store is unreachable.
         """
         ...
 
 
 class SourceImages:
-    """Fetches and stores source images. Has no state between calls."""
+    """Fetches and stores source images. Keeps no state between calls."""
 
     def __init__(
         self,
@@ -117,13 +119,10 @@ class SourceImages:
         self._url_fetcher = url_fetcher
 
     async def fetch_image(self, url: str, caller: ImageCaller, field: str = "image") -> FetchedFile:
-        """Fetches the file of an image from wherever it is.
-
-        Args:
-            field: of the input, for errors.
+        """Fetches an image file from wherever it is.
 
         Raises:
-            BadInput: there is no such file, or it must not be fetched.
+            BadInput: the file does not exist, or must not be fetched.
             Overloaded: too many files are being fetched.
             Unavailable: the object store is unreachable.
         """
@@ -140,10 +139,10 @@ class SourceImages:
     async def fetch_images(
         self, wanted: Mapping[str, str], caller: ImageCaller
     ) -> dict[str, FetchedFile]:
-        """Fetches the files of images at the same time. Raises as `fetch_image`.
+        """Fetches several image files at the same time. Raises the same errors as `fetch_image`.
 
         Args:
-            wanted: their URLs, by the field that names each.
+            wanted: URLs by the field that names each.
         """
         try:
             async with asyncio.TaskGroup() as group:
@@ -158,16 +157,16 @@ class SourceImages:
     async def fetch_elsewhere(
         self, wanted: Iterable[tuple[str, str]], caller: ImageCaller
     ) -> dict[str, FetchedInput]:
-        """Fetches files that are not of this API, at the same time, and each once.
+        """Fetches files from other servers at the same time, each only once.
 
         Args:
             wanted: URL and field of each.
 
         Returns:
-            They by their URLs.
+            The files by URL.
 
         Raises:
-            BadInput: one can't be fetched.
+            BadInput: a file can't be fetched.
             Overloaded: too many files are being fetched.
             Unavailable: the object store is unreachable.
         """
@@ -207,18 +206,16 @@ class SourceImages:
     async def fetch_for_workers(
         self, url: str, caller: ImageCaller, field: str, rules: FileRules, keep_s: float
     ) -> tuple[str, str]:
-        """Fetches a file that only workers read, from another server.
+        """Fetches a file from another server that only workers read.
 
         Args:
-            field: of the input, for errors.
-            rules: what it has to be.
-            keep_s: seconds for which it is remembered, so that it is not loaded again.
+            keep_s: seconds to remember it, so that it is not downloaded again.
 
         Returns:
             Its SHA-256 in hex, and its key in the object store.
 
         Raises:
-            BadInput: it can't be fetched.
+            BadInput: the file can't be fetched.
             Overloaded: too many files are being fetched.
             Unavailable: the object store is unreachable.
         """
@@ -232,10 +229,7 @@ class SourceImages:
         return fetched.sha256, key
 
     async def fetch(self, url: str, caller: ImageCaller, field: str = "image") -> FetchedFile:
-        """Fetches a data: URI, or what an id or a URL of this API names.
-
-        Args:
-            field: of the input, for errors.
+        """Returns the file for a data: URI, or for an ID or URL of this API.
 
         Raises:
             BadInput: the URL is neither, or its target does not exist.
@@ -273,7 +267,7 @@ class SourceImages:
         raise BadInput(f"{field}: {ACCEPTED}", field=field)
 
     async def _uploaded(self, file_id: str, caller: ImageCaller, field: str) -> FetchedFile:
-        """Returns an upload of OpenAI's clients, by its id."""
+        """Returns an upload of OpenAI's API by its ID."""
         try:
             data, name = await self._uploads.load(caller.tenant, file_id, MAX_BYTES)
         except (NotFound, BadInput) as error:
@@ -290,13 +284,11 @@ class SourceImages:
         padding: Padding = UNPADDED,
         field: str = "image",
     ) -> PreparedSource:
-        """Returns the image as models take it.
+        """Returns the image as models expect it.
 
         Args:
-            size: the output size. None: the aspect ratio of the source, within `limits`.
-            limits: the limits of the model.
-            padding: what goes around it, as in ImageCodec.prepare_source.
-            field: of the input, for errors.
+            size: output size. None: the source's aspect ratio within `limits`.
+            padding: padding around it, as in ImageCodec.prepare_source.
         """
         await caller.begin()
         return await self._image_codec.prepare_source(
@@ -310,11 +302,7 @@ class SourceImages:
         )
 
     async def prepare_reference(self, data: bytes, caller: ImageCaller, field: str) -> Blob:
-        """Returns an image to look at, in its own size, or smaller.
-
-        Args:
-            field: of the input, for errors.
-        """
+        """Returns a reference image, in its original size or smaller."""
         await caller.begin()
         return await self._image_codec.prepare_reference(
             data, caller.deadline_s, tenant=caller.tenant, field=field
@@ -328,12 +316,12 @@ class SourceImages:
         caller: ImageCaller,
         padding: Padding = UNPADDED,
     ) -> Blob:
-        """Returns a mask of a source as models take it: what is white is drawn anew.
+        """Returns the mask of a source as models expect it. White pixels are redrawn.
 
         Args:
-            data: the file of the mask. Empty: only the padding is drawn anew.
-            source: what it is the mask of.
-            blur: how soft its edge is, as in ImageCodec.prepare_mask.
+            data: mask file. Empty: only the padding is redrawn.
+            source: the source image of the mask.
+            blur: softness of its edge, as in ImageCodec.prepare_mask.
         """
         await caller.begin()
         return await self._image_codec.prepare_mask(
@@ -341,13 +329,13 @@ class SourceImages:
         )
 
     async def keep(self, file: FetchedFile, caller: ImageCaller, name: str = "image") -> str:
-        """Stores the bytes of a data: URI as a file, and returns its URL.
+        """Stores the data of a data: URI as a file, and returns its URL.
 
-        Records do not hold files. The file is kept as long as the prediction, under the name of the
-        input that it came from, which errors name too.
+        Records do not contain files. The file is kept as long as the prediction, named after its
+        input, which errors name too.
 
         Raises:
-            StorageFull: the tenant has no room for it.
+            StorageFull: the tenant's storage quota is used up.
             Unavailable: the object store is unreachable.
         """
         kept = await self._files.add(
@@ -360,10 +348,10 @@ class SourceImages:
         return f"{caller.base_url}/v1/files/{kept.id}"
 
     async def stored(self, source: Blob) -> Blob:
-        """Returns the source for a message. A large one goes to the object store."""
+        """Returns the source for a message. A large one is moved to the object store."""
         return await stored_input(source, self._objects)
 
 
 def is_elsewhere(url: str, caller: ImageCaller) -> bool:
-    """Returns whether a URL leads to another server than this API."""
+    """Returns whether a URL leads to a server other than this API."""
     return url.startswith(("https://", "http://")) and not url.startswith(f"{caller.base_url}/")

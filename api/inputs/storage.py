@@ -1,4 +1,4 @@
-"""Storage of tenants in the object store: one quota for each of them, and removal of expired files.
+"""Tenants' storage in the object store: one quota per tenant, and removal of expired files.
 
     batches/files/<owner>/<file>/data, file.json   files of batches, and their outputs
     files/kept/<owner>/<file>/data, file.json      files of predictions, and their data: images
@@ -6,15 +6,15 @@
     files/reserved/<owner>/<until>_<bytes>_<id>    room that an upload has reserved
     files/held/<owner>/<until>_<bytes>_<id>        bytes elsewhere (shared/stores/held_bytes.py)
 
-Stored files are counted by listing them, so no count can be lost or be wrong for long. An upload
+Stored files are counted by listing them, so a count can't be lost, or be wrong for long. An upload
 first writes a reservation, and then counts the files and the reservations of others. Each of
 several concurrent uploads sees all reservations written before it counted, so together they never
-exceed the quota, on any number of instances. If little room is left, several may be refused of
-which one would have fitted. A reservation that its instance left behind expires.
+exceed the quota, on any number of instances. If little room is left, several uploads may be
+rejected although one of them would have fit. A reservation left behind by its instance expires.
 
-A tenant may have many files and send many uploads at once. So on an instance its uploads share
-their counts: those that come during one share the next, which begins after all of their
-reservations. Documents are not read again before one of them can have expired.
+A tenant may have many files and send many uploads at once. So the uploads on an instance share
+listings: uploads that arrive during a listing share the next one, which starts after all of their
+reservations. Documents are not read again until one of them can have expired.
 
 Calls raise Unavailable if the object store is unreachable.
 """
@@ -42,33 +42,37 @@ from shared.stores.held_bytes import owner_of as owner_of
 from shared.stores.objects import ObjectStore, StoredObject
 
 KEEP_S = 24 * 3600
-"""As long as Replicate keeps files, and as the bucket keeps what is below `files/`."""
+"""Replicate keeps files as long, and the bucket keeps objects below `files/` as long."""
 BATCH_FILES, KEPT_FILES = "batches/files", "files/kept"
 LISTED = "files/of"
 RESERVED = "files/reserved"
 MAX_FILES = 10_000
-"""Maximum number of files of a tenant. Each upload lists them."""
+"""Maximum number of files per tenant. Each upload lists them."""
 RESERVED_S, RENEW_S = 600.0, 300.0
-"""Lifetime of a reservation, and the interval at which it is renewed while it is needed."""
+"""Lifetime of a reservation, and the interval at which it is renewed while needed."""
 STEP_BYTES = 8 * 1024 * 1024
 """The steps in which an upload of unknown size reserves room."""
 LOOK_AGAIN_S = 60.0
-"""For expired files of a tenant without room. Another instance may have stored some that expire
-before all that this one has seen."""
+"""Minimum interval between removals of expired files for a tenant without room.
+
+Another instance may have stored files that expire before all files seen here.
+"""
 MAX_OWNERS = 1000
-"""Tenants whose last removal, and whose last check, is remembered."""
+"""Number of tenants whose last removal and last check are remembered."""
 CHECKED_S = 10.0
-"""How long a check holds. A tenant can exceed its quota by the results of this time."""
+"""How long a check is valid. A tenant can exceed its quota by the results of this period."""
 _WHAT_TO_DO = "delete files that you no longer need, or wait until they expire"
 ABANDONED_S = 3600.0
-"""Bytes without a document, which an upload left that broke off, are removed after this time."""
+"""Data without a document, left by an interrupted upload, is removed after this time."""
 LATEST_S = 9_999_999_999
 SWEEP_EVERY_S, SWEEP_BY_AGE_EVERY_S = 3600.0, 24 * 3600.0
 FOLDERS_BY_AGE = ("answers", "batches/runs", "inputs", "results")
-"""Folders that belong to no single tenant. On Google the lifecycle rules of the bucket remove their
-objects, after the days of Terraform's `objects_days`."""
+"""Folders that are not divided by tenant.
+
+On Google, the bucket's lifecycle rules remove their objects after Terraform's `objects_days`.
+"""
 OLDEST_S = 31 * 24 * 3600.0
-"""Nothing is promised for longer than 30 days, whatever plans and requests say."""
+"""Retention is limited to 30 days, whatever plans and requests specify."""
 _DOCUMENT_MAX_BYTES = 128 * 1024
 _MARKER = "application/json"
 
@@ -81,7 +85,7 @@ log = logging.getLogger(__name__)
 
 
 class _Expiring(msgspec.Struct):
-    """The fields of every document of a file that matter here. Unix time."""
+    """The fields of a file document that are used here. Unix time."""
 
     expires_at_s: float
 
@@ -95,36 +99,36 @@ class StorageQuota(NamedTuple):
     tenant: str
     max_bytes: int
     field: str
-    """The field of the request that the error names if there is no room."""
+    """The request field that the error names if the quota is used up."""
 
 
 class _Listed(NamedTuple):
-    """What the object store has of one tenant."""
+    """The objects of one tenant."""
 
     stored: list[StoredObject]
     reserved: list[StoredObject]
     elsewhere_bytes: int
-    """The bytes that HELD counts."""
+    """Bytes counted by HELD."""
 
 
 class _Removal(NamedTuple):
     """A removal of expired files."""
 
     removed: int
-    """Number of objects."""
+    """Number of removed objects."""
     next_s: float
-    """Before this time (Unix), no other file expires that was there."""
+    """Unix time before which no other file listed can expire."""
 
 
 class _Checked(NamedTuple):
-    """What a tenant stored when it was last checked, and when that was (Unix time)."""
+    """A tenant's storage at its last check, and the time of the check (Unix time)."""
 
     at_s: float
     size_bytes: int
 
 
 class StorageUse(NamedTuple):
-    """The storage used by a tenant, reservations included."""
+    """The storage used by a tenant, including reservations."""
 
     files: int
     size_bytes: int
@@ -134,7 +138,7 @@ class Storage:
     """The stored files of all tenants.
 
     Args:
-        clock: unix time. Tests replace it.
+        clock: Unix time. Replaced by tests.
     """
 
     def __init__(self, objects: ObjectStore, clock: Callable[[], float] = time.time) -> None:
@@ -143,12 +147,12 @@ class Storage:
         self._listing: dict[str, asyncio.Task[_Listed]] = {}
         self._next_listing: dict[str, asyncio.Task[_Listed]] = {}
         self._removals: OrderedDict[str, asyncio.Task[_Removal]] = OrderedDict()
-        """The last one of each owner that had no room."""
+        """The last removal for each owner without room."""
         self._checked: OrderedDict[str, _Checked] = OrderedDict()
-        """The last one of each owner."""
+        """The last listing of each owner."""
 
     async def use(self, tenant: str, except_key: str = "") -> StorageUse:
-        """Returns the storage used by a tenant now, without the reservation `except_key`."""
+        """Returns the storage currently used by a tenant, without the reservation `except_key`."""
         stored, reserved, elsewhere_bytes = await self._listed(owner_of(tenant))
         now_s = self.clock()
         names = [one.key.rpartition("/")[2] for one in reserved if one.key != except_key]
@@ -158,12 +162,12 @@ class Storage:
         return StorageUse(files, stored_bytes + sum(held))
 
     async def check(self, quota: StorageQuota) -> None:
-        """Refuses work whose results need storage if the quota is exceeded already.
+        """Rejects work whose results need storage if the quota is already exceeded.
 
-        What the tenant stores is counted again after CHECKED_S at the earliest.
+        The tenant's storage is counted again after CHECKED_S at the earliest.
 
         Raises:
-            StorageFull: the tenant has used up its quota.
+            StorageFull: the tenant's storage quota is used up.
         """
         owner, now_s = owner_of(quota.tenant), self.clock()
         checked = self._checked.pop(owner, None)
@@ -187,7 +191,7 @@ class Storage:
         await hold(self.objects, tenant, size_bytes, until_s)
 
     async def _listed(self, owner: str) -> _Listed:
-        """Lists what an owner has, by a listing that begins after this call."""
+        """Lists an owner's objects, with a listing that starts after this call."""
         listing = self._next_listing.get(owner)
         if listing is None:
             listing = asyncio.create_task(self._list_after(owner, self._listing.get(owner)))
@@ -212,9 +216,9 @@ class Storage:
         return _Listed([*batch_files, *kept_files], reserved, elsewhere_bytes)
 
     async def _count_held(self, owner: str) -> int:
-        """Returns the bytes of an owner that are stored elsewhere, however many objects they are.
+        """Returns the bytes of an owner stored elsewhere, regardless of the number of objects.
 
-        Keys begin with the end of their time, so those that are over are not listed.
+        Keys begin with the expiry time, so expired entries are not listed.
         """
         folder, now_s, size_bytes = f"{HELD}/{owner}", self.clock(), 0
         after = f"{folder}/{int(now_s):010d}"
@@ -229,14 +233,15 @@ class Storage:
     async def reserved(
         self, quota: StorageQuota, size_bytes: int | None
     ) -> AsyncIterator[StorageReservation]:
-        """Holds room for one file while it is written. Without room, removes expired files first.
+        """Holds room for one file while it is written.
+
+        If there is not enough, removes expired files first.
 
         Args:
-            quota: the quota of its tenant.
-            size_bytes: its maximum size. None: unknown, so the reservation grows with `cover`.
+            size_bytes: maximum size. None: unknown, so the reservation grows with `cover`.
 
         Raises:
-            StorageFull: the tenant has no room for it.
+            StorageFull: the tenant's storage quota is used up.
         """
         reservation = StorageReservation(self, quota)
         try:
@@ -269,9 +274,9 @@ class Storage:
         return removed
 
     async def _make_room(self, owner: str) -> bool:
-        """Removes the expired files of an owner, unless none can have expired since the last time.
+        """Removes expired files of an owner, unless none can have expired since the last removal.
 
-        Calls at the same time share one removal. Returns whether the last one removed any.
+        Concurrent calls share one removal. Returns whether it removed any file.
         """
         removal = self._removals.get(owner)
         if removal is None or self._is_due(removal):
@@ -305,7 +310,7 @@ class Storage:
                 if expires_s > now_s:
                     next_s = min(next_s, expires_s)
                     continue
-                # The document goes first, so that no caller finds half of a file.
+                # The document goes first, so that no caller finds an incomplete file.
                 keys = sorted((one.key for one in parts), reverse=True)
                 removed += await self._remove(folder, keys)
         for folder, is_over in (
@@ -339,7 +344,7 @@ class Storage:
 
 
 class StorageReservation:
-    """The room of one file that is being written. `Storage.reserved` makes them."""
+    """Room for one file that is being written, created by `Storage.reserved`."""
 
     def __init__(self, storage: Storage, quota: StorageQuota) -> None:
         self._storage = storage
@@ -349,10 +354,10 @@ class StorageReservation:
         self._renew_at_s = 0.0
 
     async def cover(self, size_bytes: int) -> None:
-        """Makes sure that there is room for a file that has `size_bytes` by now.
+        """Makes sure that there is room for a file with `size_bytes` so far.
 
         Raises:
-            StorageFull: there is none.
+            StorageFull: the quota is used up.
         """
         if size_bytes > self._size_bytes:
             try:
@@ -363,10 +368,10 @@ class StorageReservation:
             await self.take(self._size_bytes)
 
     async def take(self, size_bytes: int) -> None:
-        """Reserves `size_bytes` in place of those before.
+        """Reserves `size_bytes`, replacing the earlier reservation.
 
         Raises:
-            StorageFull: there is no room for them. The earlier reservation still holds.
+            StorageFull: the quota is used up. The earlier reservation stays valid.
         """
         storage, now_s = self._storage, self._storage.clock()
         name = f"{int(now_s + RESERVED_S):010d}_{size_bytes}_{secrets.token_hex(8)}"
@@ -384,12 +389,12 @@ class StorageReservation:
             await storage.objects.delete(before)
 
     async def end(self) -> None:
-        """Gives the room back. Written files are counted on their own."""
+        """Releases the room. Written files are counted separately."""
         if self._key:
             await self._storage.objects.delete(self._key)
 
     def _check(self, use: StorageUse, size_bytes: int) -> None:
-        """Refuses what is above the quota. `use` has this reservation."""
+        """Rejects amounts above the quota. `use` includes this reservation."""
         field, max_bytes = self._quota.field, self._quota.max_bytes
         if use.size_bytes > max_bytes:
             used_bytes = use.size_bytes - size_bytes
@@ -408,7 +413,7 @@ class StorageReservation:
 
 @asynccontextmanager
 async def swept(storage: Storage) -> AsyncIterator[None]:
-    """Removes expired files periodically during the block."""
+    """Removes expired files periodically for the duration of the block."""
     sweeping = asyncio.create_task(_sweep_forever(storage))
     try:
         yield
@@ -432,7 +437,7 @@ async def _sweep_forever(storage: Storage) -> None:
 
 
 def _look_at(task: asyncio.Task[Any]) -> None:
-    """Takes note of an error that nobody may be waiting for any more."""
+    """Retrieves an error that may no longer have a waiter, so that asyncio does not log it."""
     if not task.cancelled():
         task.exception()
 
@@ -443,5 +448,5 @@ def _is_listed_no_more(name: str, now_s: float) -> bool:
 
 
 def _is_left_behind(name: str, now_s: float) -> bool:
-    """Returns whether a reservation, named by its end, is over."""
+    """Returns whether a reservation, named by its end, has expired."""
     return int(name.split("_")[0]) <= now_s

@@ -1,12 +1,11 @@
-"""Fetches inputs that a request names by https URLs, before it is accepted.
+"""Fetches inputs named by https URL before their request is accepted.
 
-Every address that is connected to was checked, at each redirect again (shared/pinned_http.py). A
-body goes to the object store while it arrives, so a large one takes the memory of one part. Bytes,
-time, redirects and fetches at a time are bounded.
+Every address is checked before connecting, again at each redirect (shared/pinned_http.py). A body
+is stored in the object store while it arrives, so a large one needs memory for only one part.
+Bytes, time, redirects and concurrent fetches are bounded.
 
-A file that its server tags (ETag) is not loaded again while its request lives: a request that is
-sent again asks whether it has changed. Requests of a tenant that name one URL at the same time
-share one download of this instance.
+A file with an ETag is not downloaded again while its request lives: a repeated request asks whether
+it has changed. A tenant's concurrent requests for one URL share one download on this instance.
 """
 
 from __future__ import annotations
@@ -54,13 +53,15 @@ if TYPE_CHECKING:
     from aiohttp import ClientResponse
 
 MAX_BYTES = 64 * 1024 * 1024
-"""As an uploaded file."""
+"""Same limit as for an uploaded file."""
 MAX_REDIRECTS = 5
 MAX_AT_A_TIME = 16
-"""Fetches of this instance. Each takes the memory of an object's writer. A tenant has half of them
-at most."""
+"""Concurrent fetches on this instance.
+
+Each takes the memory of an object writer. A tenant gets at most half of them.
+"""
 IDLE_LIMIT_S = 10.0
-"""The longest pause between two pieces of a body."""
+"""Maximum pause between two chunks of a body."""
 CHUNK_BYTES = 256 * 1024
 FOLDER = "inputs"
 ANY_TYPE = "application/octet-stream"
@@ -72,64 +73,70 @@ _HEADERS = {"accept": "*/*", "accept-encoding": "identity", "user-agent": "Penst
 
 FETCHES = Counter(
     "penstock_api_fetched_inputs_total",
-    "Inputs fetched by URL: fetched, shared (with another request), unchanged (by ETag), refused, "
-    "failed.",
+    "Inputs fetched by URL: fetched, shared (with another request), unchanged (by ETag), "
+    "refused, failed.",
     ["end"],
 )
 
 
 class FetchedInput(NamedTuple):
-    """A file that was fetched: inline, or in the object store."""
+    """A fetched file: inline or in the object store."""
 
     blob: Blob
     name: str
     sha256: str
-    """Of its bytes, in hex."""
+    """SHA-256 of its data, in hex."""
 
 
 class FileRules(NamedTuple):
-    """What a file by URL has to be."""
+    """Requirements on a file fetched by URL."""
 
     media_types: tuple[str, ...] = ()
-    """The beginnings of those that are accepted. Empty: all."""
+    """Accepted prefixes of the media type. Empty: all types."""
     within: tuple[str, ...] = ()
-    """What its URL, and each that it is redirected to, begins with. Empty: anything."""
+    """Allowed prefixes of its URL and of every redirect. Empty: any URL."""
     max_bytes: int = MAX_BYTES
     sha256: str = ""
-    """The digest that the caller expects, in hex. What was fetched before and has it is not asked
-    for again. Who calls checks the digest of what is fetched. Empty: none is expected."""
+    """The digest that the caller expects, in hex.
+
+    A remembered file with this digest is not requested again. The caller checks the digest of
+    fetched files. Empty: no expectation.
+    """
 
 
 ANY_FILE = FileRules()
 
 
 class FetchFailed(NotNow):
-    """The server of an input's URL did not give it. It may do so later."""
+    """The server of an input's URL did not return it, but may do so later."""
 
 
 class _OutOfTime(FetchFailed):
-    """The time of the request was over first."""
+    """The request's time ran out first."""
 
 
 class _Download(NamedTuple):
-    """What may share a download: a tenant, a URL, and what the file has to be."""
+    """The key of a shared download: tenant, URL and requirements."""
 
     quota: StorageQuota
-    """Of the tenant. It names no field, because requests that share it may have others."""
+    """The tenant's quota.
+
+    It does not name a field, because requests sharing the download may use different fields.
+    """
     url: str
     rules: FileRules
 
 
 @dataclass(frozen=True, slots=True)
 class HostRules:
-    """The hosts from which inputs are fetched, each with the port."""
+    """Hosts and ports from which inputs may be fetched."""
 
     names: frozenset[tuple[str, int]]
-    """`*` is any host. `*.example.com` is any below example.com."""
+    """`*` matches any host, and `*.example.com` matches any host below example.com."""
 
     @classmethod
     def read(cls, setting: str) -> HostRules:
-        """Reads HOST or HOST:PORT, comma-separated, as the settings have checked them."""
+        """Reads HOST or HOST:PORT, comma-separated, already validated by the settings."""
         names = set()
         for entry in filter(None, map(str.strip, setting.split(","))):
             host, _, port = entry.partition(":")
@@ -137,7 +144,7 @@ class HostRules:
         return cls(frozenset(names))
 
     def allow(self, url: URL) -> bool:
-        """Returns whether a URL is of one of them."""
+        """Returns whether a URL's host and port are allowed."""
         host, port = (url.raw_host or "").lower().rstrip("."), url.port or 0
         if ("*", port) in self.names or (host, port) in self.names:
             return True
@@ -150,12 +157,12 @@ class UrlFetcher:
     """Fetches files by URL.
 
     Args:
-        settings: which hosts and networks are allowed, and the time that a request may take.
-        storage: keeps what was fetched, within the quota of its tenant.
-        resolve: gives all addresses of a host and port.
+        settings: allowed hosts and networks, and the time limit per request.
+        storage: stores fetched files within their tenant's quota.
+        resolve: returns all addresses of a host and port.
 
     Raises:
-        ConfigurationError: the file of authorities can't be read.
+        ConfigurationError: the file of certificate authorities can't be read.
     """
 
     def __init__(
@@ -177,19 +184,21 @@ class UrlFetcher:
         self._resolve = resolve
         self._permits = FairPermits(MAX_AT_A_TIME)
         self._downloads: dict[_Download, asyncio.Future[FetchedInput | PenstockError | None]] = {}
-        """Those that run. Each ends with the file, with what its server did wrong, or with None if
-        its own request ended it."""
+        """Running downloads.
+
+        Each ends with the file, with its server's error, or with None if its own request ended it.
+        """
 
     @property
     def is_off(self) -> bool:
-        """True if no host is allowed."""
+        """True if no hosts are allowed."""
         return not self._hosts.names
 
     def until_s(self, deadline_s: float) -> float:
-        """Returns the time (Unix) at which the fetches of a request that begin now must be done.
+        """Returns the Unix time by which a request's fetches that start now must finish.
 
         Args:
-            deadline_s: of the request, Unix time.
+            deadline_s: deadline of the request, Unix time.
         """
         return min(deadline_s, time.time() + self._limit_s)
 
@@ -206,18 +215,17 @@ class UrlFetcher:
         """Fetches one file.
 
         Args:
-            quota: the storage quota of the tenant who asks. Tenants take turns.
-            field: of the input, for errors.
-            until_s: from `until_s`.
-            keep_until_s: Unix time until which the file is remembered, and counts in the quota:
-                mostly the end of the request.
-            rules: what it has to be.
+            quota: storage quota of the tenant. Tenants take turns.
+            until_s: result of `until_s`.
+            keep_until_s: Unix time until which the file is remembered and counts toward the quota,
+                usually the end of the request.
 
         Raises:
-            BadInput: it must not be fetched from there, or is no such file. The message says why.
-            FetchFailed: its server did not give it in time.
+            BadInput: the file must not be fetched from there, or does not meet the requirements.
+                The message has the reason.
+            FetchFailed: its server did not return it in time.
             InputTooLarge: it has more bytes than the rules allow.
-            StorageFull: the tenant has no room for it.
+            StorageFull: the tenant's storage quota is used up.
             Overloaded: too many files are being fetched.
             Unavailable: the object store is unreachable.
         """
@@ -239,10 +247,10 @@ class UrlFetcher:
             FETCHES.labels(end).inc()
 
     async def _shared(self, download: _Download, until_s: float) -> FetchedInput | None:
-        """Waits for the same download by another request. Returns None if none runs.
+        """Waits for the same download by another request. Returns None if none is running.
 
-        Who waits holds no permit, and goes on by itself if the other request ends first. Raises as
-        `fetch` does.
+        A waiting request does not hold a permit, and continues by itself if the other request ends
+        first. Raises the same errors as `fetch`.
         """
         while (running := self._downloads.get(download)) is not None:
             try:
@@ -259,7 +267,10 @@ class UrlFetcher:
     async def _downloaded(
         self, download: _Download, until_s: float, keep_until_s: float
     ) -> tuple[FetchedInput, str]:
-        """Returns the file, and whether it was `fetched` or is `unchanged`. Others may share it."""
+        """Returns the file, and whether it was `fetched` or is `unchanged`.
+
+        Other requests may share it.
+        """
         running = self._downloads[download] = asyncio.get_running_loop().create_future()
         outcome: FetchedInput | PenstockError | None = None
         try:
@@ -333,16 +344,16 @@ class _Loaded(NamedTuple):
     name: str
     sha256: str
     tagged: FetchedUrl | None
-    """What is remembered of it, if it has a tag or its digest was expected."""
+    """Facts to remember about it, if it has a tag or its digest was expected."""
 
 
 class _Unchanged(Exception):
-    """The server says that what is known is what it has."""
+    """The server reports that the remembered file is still current."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Fetch:
-    """One fetch: follows redirects, and judges the answer."""
+    """One fetch: follows redirects, and checks the response."""
 
     hosts: HostRules
     reach: Reach
@@ -367,9 +378,10 @@ class _Fetch:
         raise BadInput(f"more than {MAX_REDIRECTS} redirects")
 
     def accepts(self, known: FetchedUrl) -> bool:
-        """Returns whether a file that was fetched earlier meets the rules of this fetch.
+        """Returns whether a file fetched earlier meets the requirements of this fetch.
 
-        It may have been fetched under other rules, or before an operator changed the settings.
+        It may have been fetched with other requirements, or before an operator changed the
+        settings.
         """
         try:
             self.check_url(known.final_url)
@@ -383,10 +395,10 @@ class _Fetch:
         )
 
     def check_url(self, target: str) -> URL:
-        """Parses the URL of the file or of a redirect, and checks it against settings and rules.
+        """Parses a file or redirect URL, and checks it against settings and rules.
 
         Raises:
-            BadInput: it is too long.
+            BadInput: the URL is too long.
             UrlForbidden: files must not be fetched from there.
         """
         if len(target) > MAX_URL_CHARS:  # it becomes part of the record
@@ -404,7 +416,7 @@ class _Fetch:
         return parsed
 
     async def _ask(self, url: URL, asked: str, known: FetchedUrl | None) -> _Loaded | str:
-        """Asks one server. Returns the file, or the URL that it redirects to."""
+        """Requests the URL. Returns the file or the URL that it redirects to."""
         from aiohttp import ClientError, ClientTimeout
 
         is_known = known is not None and known.final_url == str(url)
@@ -430,11 +442,11 @@ class _Fetch:
             raise FetchFailed(f"{url.host}: {_reason_of(error)}") from error
 
     def _check(self, answer: ClientResponse) -> None:
-        """Judges the head of an answer.
+        """Checks the head of a response.
 
         Raises:
-            BadInput: it is not what was asked for.
-            FetchFailed: its server has a problem.
+            BadInput: the response does not meet the requirements.
+            FetchFailed: the server has a problem.
         """
         if answer.status >= 500 or answer.status in (408, 425, 429):
             raise FetchFailed(f"{answer.url.host} answered {answer.status}")
@@ -455,7 +467,7 @@ class _Fetch:
 
 
 def _reason_of(error: Exception) -> str:
-    """Returns why a fetch failed, without anything that the host sent."""
+    """Returns why a fetch failed, without anything sent by the host."""
     from aiohttp import (
         ClientConnectorCertificateError,
         ClientConnectorError,
@@ -484,7 +496,7 @@ def _redirected(url: URL, answer: ClientResponse) -> str:
 
 
 async def _load(answer: ClientResponse, asked: str, place: _Place, rules: FileRules) -> _Loaded:
-    """Reads a body. A large one goes to the object store while it arrives."""
+    """Reads a body. A large one is stored in the object store while it arrives."""
     media_type, name = _media_type(answer), _name_of(answer, asked)
     pieces = answer.content.iter_chunked(CHUNK_BYTES)
     head = bytearray()
@@ -524,8 +536,8 @@ async def _store(
     rules: FileRules,
     room: StorageReservation,
 ) -> _Stored:
-    """Stores a body while it arrives. `head` is what has arrived."""
-    # Until all of it is there its digest, which is its key, is not known.
+    """Stores a body while it arrives. `head` is the part that has already arrived."""
+    # Its digest, which is its key, is not known until all of it has arrived.
     passing = f"{FOLDER}/passing/{secrets.token_hex(16)}"
     digest, sha256 = hashlib.blake2b(head, digest_size=32), hashlib.sha256(head)
     size_bytes = len(head)
@@ -550,17 +562,17 @@ def _media_type(answer: ClientResponse) -> str:
 
 
 def _name_of(answer: ClientResponse, asked: str) -> str:
-    """The name that the server gives, or else the last part of the path that was asked for."""
+    """Returns the name sent by the server, or else the last part of the requested path."""
     head, filename = Message(), None
     head["content-disposition"] = answer.headers.get("content-disposition", "")
-    # Parts of a name with and without numbers, and some charsets, make the parser raise.
+    # Name parts with and without numbers, and some charsets, make the parser raise.
     with suppress(TypeError, ValueError):
         sent = head.get_param("filename", "", "content-disposition")
         if isinstance(sent, str) or is_charset(sent[0] or "us-ascii"):
             filename = collapse_rfc2231_value(sent).strip()
     path = filename or unquote(URL(asked).raw_path)
     name = PurePosixPath(path.replace("\\", "/").replace("\0", "")).name[:255]
-    return name.encode(errors="replace").decode()  # a charset may give half a surrogate pair
+    return name.encode(errors="replace").decode()  # a charset may produce half of a surrogate pair
 
 
 def _too_large(rules: FileRules) -> InputTooLarge:
@@ -579,10 +591,10 @@ def _authorities(path: str) -> ssl.SSLContext | None:
 
 
 def _of_field(error: PenstockError, field: str) -> PenstockError:
-    """The same error with the name of the field."""
+    """Returns the same error with the name of the field."""
     if isinstance(error, Overloaded):
         return Overloaded(f"{field}: {error.message}", retry_after_s=error.retry_after_s)
     if isinstance(error, Unavailable):
         return error
-    # The storage quota of a download names no field.
+    # The storage quota of a download does not name a field.
     return type(error)(f"{field}: {error.message.removeprefix(': ')}", field=field)

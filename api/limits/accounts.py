@@ -1,10 +1,10 @@
-"""The accounts of an instance, and the store in Redis that counts the usage of all instances.
+"""The accounts of an instance, and the store in Redis that counts usage over all instances.
 
-An account has the counters of a caller and a model: those of its tenant, of its key, and of the
+An account has the counters for a caller and a model: the counters of its tenant, its key and the
 requested model.
 
-In Redis one script takes from several limits. The script defines how windows, months and slots are
-counted (take.lua). Redis's clock decides, so the clocks of instances need not agree.
+In Redis, one script takes from several limits. The script (take.lua) defines how windows, months
+and slots are counted. Only Redis's clock counts, so instances' clocks need not agree.
 
 Calls raise Unavailable if Redis does not answer.
 """
@@ -40,7 +40,7 @@ from shared.tenants.directory import BudgetHolder
 from shared.tenants.plan import Caller, Limits, Plan, Rates
 
 MAX_ACCOUNTS = 8192
-"""Maximum number of accounts (caller and model) kept. The oldest is created again on demand."""
+"""Maximum number of accounts (caller and model) kept. The oldest is created again when needed."""
 
 ERRORS = prometheus_client.Counter(
     "penstock_limits_errors_total",
@@ -52,19 +52,23 @@ UP = prometheus_client.Gauge(
     "1 while Redis is being asked about limits, 0 while the breaker is open.",
 )
 MAX_TOTALS = 16_384
-"""Maximum number of budgets whose usage an instance knows, in addition to those that it serves."""
+"""Maximum number of budgets whose usage an instance knows, in addition to budgets that it serves.
+"""
 CALLS_S = 24 * 3600
-"""How long Redis knows which calls of an instance, and which operations of a group, it has counted.
-The time starts with the last one."""
+"""How long Redis remembers which calls of an instance, and which operations of a group, it has
+counted, since the last one.
+"""
 ENDED_GROUP_S = 3600
-"""How long Redis knows the counted operations of a group that has ended. Another instance may
-still be settling them."""
+"""How long Redis remembers the counted operations of a finished group.
+
+Another instance may still be settling them.
+"""
 TOTALS_KEPT_MS = 62 * 24 * 3600 * 1000
 CLOCK = "api/limits/now.lua"
 MAX_COMPARED = 64
-"""Budgets in one call of the script that compares them with their rows."""
+"""Maximum number of budgets in one call of the script that compares budgets with their rows."""
 MARKS_LOCK_MS = 180_000
-"""Lease of the instance that looks after marks. If it dies, others wait until the lease ends."""
+"""Lease of the instance that maintains marks. If it dies, others wait until the lease ends."""
 _RENEW = load_script("shared/stores/lease_renew.lua")
 _RELEASE = load_script("shared/stores/lease_release.lua")
 
@@ -80,15 +84,15 @@ class Account:
     key_limits: Limits | None
     counters: list[Counter]
     counts_work: bool = False
-    """True if the work of a request counts toward a limit."""
+    """True if a request's work counts toward a limit."""
     has_budget: bool = False
     """True if its cost counts toward a budget."""
     asking: asyncio.Future[None] | None = field(default=None, compare=False)
-    """The round trip to Redis that is under way."""
+    """The current round trip to Redis."""
 
 
 class Accounts:
-    """All accounts and counters of this instance. A counter belongs to any number of accounts."""
+    """All accounts and counters of this instance. Accounts share counters."""
 
     def __init__(self) -> None:
         self._accounts: dict[tuple[str, str, str, float], Account] = {}
@@ -101,7 +105,8 @@ class Accounts:
         """Returns the account of a caller for a model whose work is counted in `unit`.
 
         Args:
-            month: in which the request arrived, as `month_of` counts. 0: the current one.
+            month: month in which the request arrived, as counted by `month_of`. 0: the current
+                month.
         """
         name = (caller.tenant, caller.key_id, model, month)
         account = self._accounts.get(name)
@@ -115,16 +120,16 @@ class Accounts:
         return account
 
     def note(self, ask: Ask, answer: Answer, sent_s: float) -> None:
-        """Records an answer to an ask that needed nothing, if its limit is known here."""
+        """Records the answer to an ask that took nothing, if its limit is known here."""
         counter = self._counters.get((ask.key, ask.month))
         if counter is not None:
             counter.accept(ask, answer, sent_s, need=0)
 
     def learn(self, totals: Totals, at_s: float) -> None:
-        """Records the amounts used of budgets, including those of other instances' callers.
+        """Records the spent amounts of budgets, including budgets used only on other instances.
 
         Args:
-            totals: of the budgets that changed since the last ones.
+            totals: totals of the budgets that changed since the last call.
         """
         is_first = not self._totals_at_s
         self._has_all_totals = totals.is_whole and (is_first or self._has_all_totals)
@@ -149,7 +154,7 @@ class Accounts:
             counter.learn(0.0, self._totals_at_s)
 
     def forget(self, since_s: float) -> None:
-        """Forgets counters that have nothing to give back and were not used since then."""
+        """Forgets counters that hold nothing and were not used since then."""
         kept = {
             key: counter
             for key, counter in self._counters.items()
@@ -230,7 +235,7 @@ class Accounts:
 
 
 class AnswerLost(Unavailable):
-    """Redis may have counted a call. `LimitStore.resolve` finds out, by the call's number."""
+    """Redis may have counted a call. `LimitStore.resolve` finds out by the call's number."""
 
     def __init__(self, call: int, error: Unavailable) -> None:
         super().__init__(error.message, public=error.public_message)
@@ -238,31 +243,34 @@ class AnswerLost(Unavailable):
 
 
 class Totals(NamedTuple):
-    """Amounts used of budgets."""
+    """The spent amounts of budgets."""
 
     by_key: dict[str, dict[float, float]]
-    """US dollars by month, of the newest month and of the one before."""
+    """US dollars by month, for the latest month and the previous one."""
     at_ms: int
     """By Redis's clock."""
     is_whole: bool
-    """True if these are all the changes."""
+    """True if the totals include all changes."""
 
 
 class RowsAsk(NamedTuple):
-    """Compares one month of a budget with its rows, and adds what is missing (rows.lua)."""
+    """Compares one month of a budget with its rows, and adds the missing amount (rows.lua)."""
 
     name: str
     """The budget's counter: `t:TENANT:usd`, or `k:TENANT:KEY_ID:usd`."""
     month: int
-    """Months since January of the year 0, as `month_of` counts."""
+    """Months since January of year 0, as counted by `month_of`."""
     rows: float = -1.0
-    """The sum of the rows, in US dollars, of all requests that were answered before an earlier
-    reading. Negative: only read.
+    """Total of the rows, in US dollars, of all requests answered before an earlier reading.
+
+    Negative: only read.
     """
     seen: float = 0.0
-    """`used` less `raised` at that reading."""
+    """`used` minus `raised` at that reading."""
     lowers: bool = False
-    """Also subtract what is counted beyond the rows, if no request in flight has reserved any."""
+    """Also subtract the amount counted in excess of the rows, if no request in flight has reserved
+    any.
+    """
 
 
 class BudgetReading(msgspec.Struct, frozen=True):
@@ -273,25 +281,20 @@ class BudgetReading(msgspec.Struct, frozen=True):
     used: float
     """The amount used or reserved by all instances."""
     raised: float
-    """The part of it that was added because rows say so."""
+    """The part of `used` that was added from rows."""
     held: float
-    """The part of it that requests in flight may give back."""
+    """The part of `used` that requests in flight may return."""
     added: float
     """The amount added by this call. Negative: subtracted."""
 
 
 def budget_name(holder: BudgetHolder) -> str:
-    """Returns the name of the counter of a budget."""
     tenant, key_id = holder
     return f"k:{tenant}:{key_id}:{BUDGET_UNIT}" if key_id else f"t:{tenant}:{BUDGET_UNIT}"
 
 
 def scripts(clock: str = CLOCK) -> tuple[Script, Script, Script, Script, Script]:
-    """Returns the scripts that take, register, read totals, compare with rows and tell the age.
-
-    Args:
-        clock: the file with Redis's time.
-    """
+    """Returns the scripts that take, register, read totals, compare with rows, and read the age."""
     return (
         load_script(clock, "api/limits/months.lua", "api/limits/take.lua"),
         load_script(clock, "api/limits/register.lua"),
@@ -309,9 +312,8 @@ class LimitStore(RedisStore):
 
     Args:
         redis_url: `redis://`, `rediss://` or `unix://` URL, the same for all instances.
-        instance: the id of this instance.
-        timeout_s: the time limit of one round trip.
-        clock: the file with Redis's time. Tests replace it.
+        timeout_s: time limit of one round trip.
+        clock: file with Redis's time. Replaced by tests.
     """
 
     def __init__(
@@ -340,21 +342,21 @@ class LimitStore(RedisStore):
         self._budgets_key = f"{self._prefix}budgets"
         self._marks_key, self._lock_key = f"{self._prefix}marks", f"{self._prefix}marks_lock"
         self._record_prefix = f"{KEY_PREFIX}record:"
-        # Two processes may have the same id, one after the other. Their calls are not the same.
+        # Two processes may use the same ID, one after the other. Their calls must stay distinct.
         self.process = uuid4().hex
-        """Tells this process from others of the same instance."""
+        """Distinguishes this process from others of the same instance."""
         self._calls_key = f"{self._prefix}calls:{instance}:{self.process}"
         self._calls = itertools.count(1)
         self._unanswered: dict[int, None] = {}
-        """The numbers of calls, the lowest first."""
+        """Numbers of pending calls, lowest first."""
 
     async def take(self, asks: Sequence[Ask]) -> list[Answer]:
-        """Takes what all asks need, or nothing if one of them does not fit.
+        """Takes the amounts of all asks, or nothing if one of them does not fit.
 
         Raises:
-            AnswerLost: Redis did not answer. It may still have counted the asks. It also stands for
-              the end of an operation of which Redis was not told.
-            Unavailable: it was not asked, as it has not answered for a while.
+            AnswerLost: Redis did not answer, but may have counted the asks. Also raised if Redis
+                could not be informed about the end of an operation.
+            Unavailable: Redis was not asked, because it has not answered for a while.
         """
         call, was_up = next(self._calls), self.is_up
         self._unanswered[call] = None
@@ -369,13 +371,13 @@ class LimitStore(RedisStore):
         return answers
 
     async def resolve(self, call: int, asks: Sequence[Ask]) -> list[Answer]:
-        """Returns what a call has granted whose answer was lost.
+        """Returns the amounts granted by a call whose answer was lost.
 
-        If it was not counted, it counts now what came back with it and takes nothing. If a copy of
-        it arrives later, that counts nothing.
+        If the call was not counted, its returned amounts are counted now, and nothing is taken. If
+        a copy of the call arrives later, it has no effect.
 
         Args:
-            asks: those of its asks that are not about slots.
+            asks: asks of the call, except for slots.
 
         Raises:
             Unavailable: Redis did not answer. Ask again.
@@ -386,19 +388,19 @@ class LimitStore(RedisStore):
         return answers
 
     def forget(self, call: int) -> None:
-        """Gives up a call. If it was not counted yet, it never will be."""
+        """Gives up a call. If it is not counted yet, it never will be."""
         self._unanswered.pop(call, None)
 
     async def settle(self, record_id: str, asks: Sequence[Ask]) -> list[Answer]:
-        """Gives back what the hold of a prediction did not use, and removes the hold.
+        """Returns the unused part of a prediction's hold, and removes the hold.
 
-        Nothing comes back if it was settled before.
+        Returns nothing if it was already settled.
 
         Args:
-            asks: that need nothing, with what comes back.
+            asks: asks without a need, with the amounts to return.
 
         Raises:
-            Unavailable: Redis did not answer. It may still have settled it.
+            Unavailable: Redis did not answer, but may have settled it.
         """
         return await self._run(asks, f"{self._record_prefix}{record_id}")
 
@@ -416,10 +418,10 @@ class LimitStore(RedisStore):
         return answers
 
     async def end_group(self, group: str) -> None:
-        """Says that no operation of a group will be begun anew.
+        """Marks a group as finished: its operations will not be started again.
 
         Raises:
-            Unavailable: Redis did not answer. It knows them for CALLS_S.
+            Unavailable: Redis did not answer. It remembers the operations for CALLS_S.
         """
         await self._commands.run("EXPIRE", self._group_key(group), ENDED_GROUP_S)
 
@@ -427,7 +429,7 @@ class LimitStore(RedisStore):
         return f"{self._prefix}operations:{group}"
 
     async def register(self) -> Standing:
-        """Says that this instance counts, for SLOTS_S, and returns its place among all."""
+        """Registers this instance for SLOTS_S, and returns its position among all instances."""
         key = f"{self._prefix}instances"
         rank, instances = await self._commands.run_script(
             self._register, [key], self._instance, SLOTS_S * 1000
@@ -435,7 +437,7 @@ class LimitStore(RedisStore):
         return Standing(int(rank), int(instances))
 
     async def totals(self, since_ms: float) -> Totals:
-        """Returns what was used of the budgets that changed since a time of Redis's clock."""
+        """Returns the totals of the budgets that changed since a time of Redis's clock."""
         args = (since_ms, MAX_TOTALS, f"{self._prefix}month:", TOTALS_KEPT_MS)
         now_ms, changed, settled = await self._commands.run_script(
             self._totals, [self._budgets_key], *args
@@ -447,10 +449,12 @@ class LimitStore(RedisStore):
         return Totals(totals, int(now_ms), is_whole=int(changed) <= MAX_TOTALS)
 
     async def compare(self, asks: Sequence[RowsAsk]) -> list[BudgetReading]:
-        """Adds to budgets what their rows say and Redis lacks. Returns the budgets afterwards.
+        """Adds amounts to budgets that are in their rows but missing in Redis.
+
+        Returns the resulting budgets.
 
         Raises:
-            Unavailable: Redis did not answer. It may still have added some. Ask again.
+            Unavailable: Redis did not answer, but may have added some. Ask again.
         """
         readings = list[BudgetReading]()
         for start in range(0, len(asks), MAX_COMPARED):
@@ -464,29 +468,29 @@ class LimitStore(RedisStore):
         return readings
 
     async def read_age_s(self) -> float:
-        """Returns for how long this Redis has counted. 0: it is new, or has lost its data."""
+        """Returns how long this Redis has been counting. 0: it is new, or has lost its data."""
         age_ms = await self._commands.run_script(self._age, [f"{self._prefix}since"])
         return int(age_ms) / 1000
 
     async def lock_marks(self) -> bool:
-        """Returns whether this instance may look after the marks now. Ends with `unlock_marks`.
+        """Returns whether this instance may maintain the marks now. Release with `unlock_marks`.
 
-        An instance that holds the lock gets it again: the answer to an earlier call may have been
-        lost.
+        An instance that holds the lock gets it again, because the answer to an earlier call may
+        have been lost.
         """
         args = (self.process, MARKS_LOCK_MS)
         return bool(await self._commands.run_script(_RENEW, [self._lock_key], *args))
 
     async def unlock_marks(self) -> None:
-        """Lets other instances look after the marks.
+        """Allows other instances to maintain the marks.
 
         Raises:
-            Unavailable: Redis did not answer. They may after MARKS_LOCK_MS.
+            Unavailable: Redis did not answer. The lock expires after MARKS_LOCK_MS.
         """
         await self._commands.run_script(_RELEASE, [self._lock_key], self.process)
 
     async def marks(self) -> dict[str, bytes]:
-        """Returns the mark of each budget that is counted, by its counter's name."""
+        """Returns the mark of each counted budget by counter name."""
         marks = await self._commands.run("HGETALL", self._marks_key)
         return {name.decode(): mark for name, mark in marks.items()}
 
@@ -494,7 +498,7 @@ class LimitStore(RedisStore):
         """Stores marks, and removes others.
 
         Raises:
-            Unavailable: Redis did not answer. It may still have stored them.
+            Unavailable: Redis did not answer, but may have stored them.
         """
         if gone := list(removed):
             await self._commands.run("HDEL", self._marks_key, *gone)
@@ -502,10 +506,10 @@ class LimitStore(RedisStore):
             await self._commands.run("HSET", self._marks_key, *pairs)
 
     async def leave(self) -> None:
-        """Says that this instance counts no more.
+        """Unregisters this instance.
 
         Raises:
-            Unavailable: Redis did not answer. It counts for SLOTS_S.
+            Unavailable: Redis did not answer. The registration expires after SLOTS_S.
         """
         await self._commands.run("ZREM", f"{self._prefix}instances", self._instance)
 
@@ -513,13 +517,13 @@ class LimitStore(RedisStore):
         """Returns whether this caller is the first to warn about this share of a month's budget.
 
         Raises:
-            Unavailable: Redis did not answer. It may still have recorded the warning.
+            Unavailable: Redis did not answer, but may have recorded the warning.
         """
         field = _warned(period, share)
         return bool(await self._commands.run("HSETNX", f"{self._prefix}month:{key}", field, "1"))
 
     async def unclaim_warning(self, key: str, period: float, share: float) -> None:
-        """Forgets a claim: the warning was not sent.
+        """Forgets a claim, because the warning was not sent.
 
         Raises:
             Unavailable: Redis did not answer. The warning is never sent.

@@ -1,11 +1,11 @@
-"""Counts what was spent of a budget before there was one.
+"""Counts spending on a budget from before the budget existed.
 
-The counter of a budget is the sum of its rows (docs/reference/limits.md). While a tenant or a key
-has no budget, nothing is counted for it. So when it gets one in the middle of a month, an API
+A budget's counter is the sum of its rows (docs/reference/limits.md). While a tenant or a key has no
+budget, its spending is not counted. So when it gets a budget in the middle of a month, an API
 instance marks the time and adds the rows of earlier answers from BigQuery. Rows may arrive late, so
 the mark is checked again, less and less often, for a day. Once no request in flight has reserved
-any of the budget, the mark moves to that moment. This adds what instances had let through that did
-not know of the budget yet.
+any of the budget, the mark moves to that moment. This adds the requests admitted by instances that
+did not know of the budget yet.
 
 The marks are in Redis, next to the counters. If Redis loses both, all budgets are marked again.
 """
@@ -35,22 +35,24 @@ PASS_S = 10.0
 CHECKS_AFTER_S = (15.0, 60.0, 300.0, 1800.0, 7200.0, 28_800.0, 43_200.0)
 """Pauses between the checks of a mark. On Google a row is in BigQuery after about 150 s."""
 RETRY_S = 60.0
-"""Pause after a check that could not read the rows, or that failed."""
+"""Pause after a check that failed or could not read the rows."""
 SETTLE_S = 10.0
-"""Age of a Redis at which all instances have reported what they spent without it. An instance
-notices within MAX_RETRY_S that Redis is back, and reports with its next round trip."""
+"""Age of a Redis at which all instances have reported their spending without it.
+
+An instance notices within MAX_RETRY_S that Redis is back, and reports with its next round trip.
+"""
 log = logging.getLogger(__name__)
 
 
 class Mark(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What was known of a budget's counter at one time."""
+    """The state of a budget's counter at one time."""
 
     at_s: float
     """Unix time, by Redis's clock."""
     seen: dict[int, float]
-    """By month: what was used at that time, less what had been added because rows say so."""
+    """By month: the amount used at that time, minus the amount added from rows."""
     due_s: float = 0.0
-    """Unix time of the next check. 0: none is left."""
+    """Unix time of the next check. 0: no more checks."""
     checks: int = 0
 
 
@@ -58,8 +60,8 @@ class BudgetMarks:
     """Compares new budgets with their rows, in the background. An async context manager.
 
     Args:
-        store: counts for all instances. Open.
-        budgets: returns the budgets of the directory. None if it may have changed.
+        store: counts for all instances. Must be open.
+        budgets: returns the budgets in the directory. None if it may have changed.
         clock: Unix seconds.
     """
 
@@ -93,7 +95,7 @@ class BudgetMarks:
                 try:
                     if await self.check():
                         passed_s = now_s
-                except Unavailable:  # Redis is away. The next pass is soon.
+                except Unavailable:  # Redis is unreachable. The next pass is soon.
                     pass
                 except Exception:  # a bug must not leave budgets unmarked until a restart
                     log.exception("budgets not checked")
@@ -101,29 +103,28 @@ class BudgetMarks:
             await asyncio.sleep(pause_s)
 
     async def check(self) -> bool:
-        """Marks new budgets, and checks the marks that are due.
+        """Marks new budgets, and checks marks that are due.
 
         Returns:
-            False if another instance does so now, if the directory may have changed, or if Redis is
-            younger than SETTLE_S. Rows contain what instances spent without Redis, so it would
-            count twice if they reported it after a mark.
-
-        Raises:
-            Unavailable: Redis did not answer.
+            False if another instance is doing so now, if the directory may have changed, or if
+            Redis is younger than SETTLE_S. Rows contain amounts that instances spent without Redis,
+            which would count twice if reported after a mark.
         """
         if await self._store.read_age_s() < SETTLE_S:
             return False
-        is_locked = True  # until Redis denies it: the answer may be lost, or this task be canceled
+        # until Redis denies it, because the answer may be lost or this task canceled
+        is_locked = True
         try:
             is_locked = await self._store.lock_marks()
-            # Read under the lock: an old directory would remove the marks of another instance.
+            # Read under the lock, because an old directory would remove the marks of another
+            # instance.
             budgets = self._budgets() if is_locked else None
             if budgets is None:
                 return False
             await self._check({budget_name(one): one for one in budgets})
         finally:
             if is_locked:
-                # Must not replace the error that ended this check, least of all a cancellation.
+                # Must not replace the error that ended this check, especially a cancellation.
                 with suppress(Unavailable):
                     await self._store.unlock_marks()
         self._passed = budgets
@@ -143,7 +144,7 @@ class BudgetMarks:
             await self._put(await self._checked(budgets, due, now_s))
 
     async def _marked(self, names: Sequence[str], now_s: float) -> dict[str, Mark]:
-        """Returns marks of this moment, which are due at once."""
+        """Returns marks of the current moment, which are due at once."""
         month = int(month_of(now_s))
         asks = [RowsAsk(name, one) for name in names for one in (month, month - 1)]
         readings = await self._compare(asks)
@@ -159,7 +160,7 @@ class BudgetMarks:
     async def _checked(
         self, budgets: Mapping[str, BudgetHolder], due: Mapping[str, Mark], now_s: float
     ) -> dict[str, Mark]:
-        """Adds what the rows say. Returns the next marks."""
+        """Adds missing amounts from rows. Returns the next marks."""
         month = int(month_of(now_s))
         questions = [SpentQuestion(budgets[name], mark.at_s) for name, mark in due.items()]
         try:
@@ -191,7 +192,7 @@ def _mark(readings: Mapping[int, BudgetReading], *, due_s: float, checks: int) -
 
 
 def _next_mark(mark: Mark, readings: Mapping[int, BudgetReading], now_s: float) -> Mark:
-    """Returns the mark after a check. It moves to now if nothing of the budget is reserved."""
+    """Returns the mark after a check. It moves to now if none of the budget is reserved."""
     is_last = mark.checks >= len(CHECKS_AFTER_S)
     due_s = 0.0 if is_last else now_s + CHECKS_AFTER_S[mark.checks]
     if any(one.held > 0 for one in readings.values()):

@@ -1,4 +1,4 @@
-"""Warns tenants when shares of their budgets are spent: each once a month, over all instances."""
+"""Warns tenants when shares of their budgets are spent, once per share and month."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class BudgetWarnings:
     """Publishes warnings in the background. An async context manager that owns their tasks.
 
     Args:
-        store: knows which warnings were sent.
-        publisher: sends them to the function that posts webhooks.
+        store: records which warnings were sent.
+        publisher: sends warnings to the function that posts webhooks.
     """
 
     def __init__(self, store: LimitStore, publisher: Publisher) -> None:
@@ -55,7 +55,7 @@ class BudgetWarnings:
     ) -> None:
         """Warns if a share is reached for the first time.
 
-        A request that the budget refused reaches all shares, because no part is left that it fits.
+        A request rejected by the budget reaches all shares, because it does not fit in the rest.
         """
         if not plan.budget_webhook or not counter.period:
             return
@@ -64,7 +64,7 @@ class BudgetWarnings:
             is_reached = is_refused or counter.used >= share * counter.limit
             if is_reached and warning not in self._sent and len(self._sending) < MAX_SENDING:
                 if len(self._sent) >= MAX_SENT:
-                    self._sent.clear()  # Redis knows them too
+                    self._sent.clear()  # Redis remembers them too
                 self._sent.add(warning)
                 event = BudgetEvent(
                     tenant=tenant,
@@ -81,7 +81,10 @@ class BudgetWarnings:
                 task.add_done_callback(self._sending.discard)
 
     async def _send(self, warning: _Warning, event: BudgetEvent) -> None:
-        """Claims the warning, so that only one instance sends it. If that fails, another may."""
+        """Claims the warning, so that only one instance sends it.
+
+        If that fails, another instance may.
+        """
         is_claimed = False
         try:
             is_claimed = await self._store.claim_warning(*warning)

@@ -1,14 +1,13 @@
-"""The state of each limit in this instance, with the amounts leased for the next requests.
+"""The state of each limit in this instance, with amounts leased for upcoming requests.
 
-Plain data without I/O. An instance takes a little more of a limit than a request needs, if the
-limit is far from full and requests come fast: a lease. Requests use it without a round trip to
-Redis, for LEASE_S. The rest then goes back. An amount that was taken and not needed goes into the
-lease, or back to the period in which it was taken. Items in flight hold slots.
+Plain data without I/O. An instance takes slightly more of a limit than a request needs if the limit
+is far from full and requests arrive fast: a lease. Requests use it without a round trip to Redis
+for LEASE_S. The rest then goes back. An amount that was taken but not needed goes into the lease,
+or back to the period in which it was taken. Items in flight hold slots.
 
 While Redis is unreachable, each instance admits its share of the limit: the limit divided by the
-number of instances that were registered. So all together admit at most the limit. Of a budget it is
-the share of the remaining amount. If that is unknown, the plan decides whether requests are
-admitted.
+number of registered instances. So all of them together admit at most the limit. For a budget, it is
+a share of the remaining amount. If that is unknown, the plan decides whether requests are admitted.
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ import msgspec
 
 Kind: TypeAlias = Literal["window", "month", "slots"]
 SLOTS_S = 30
-"""Slots and registrations of an instance that died are free after this time."""
+"""Slots and registrations of a dead instance are freed after this time."""
 LEASE_S = 0.25
-"""LEASE_BUCKETS of take.lua: a window covers what may still be used of what was taken in it."""
+"""LEASE_BUCKETS of take.lua: a window covers amounts taken in it that may still be used."""
 BLOCK_S = 0.25
-"""Time for which a refusal is repeated without asking Redis again."""
+"""How long a rejection is repeated without asking Redis again."""
 RECENT_S = 1.0
-"""A lease is renewed with more than is needed if the last one ended less than this ago."""
+"""A lease is renewed with more than needed if the last one ended less than this long ago."""
 MINUTE_S = 60.0
 ROUNDING_USD = 1e-9
-"""Sums of doubles, as in take.lua."""
+"""Tolerance for sums of doubles, as in take.lua."""
 ALONE = -1.0
-"""The period of what was taken while Redis was away."""
+"""The period of amounts taken while Redis was unreachable."""
 
 
 class Ask(msgspec.Struct, frozen=True):
@@ -44,22 +43,27 @@ class Ask(msgspec.Struct, frozen=True):
     kind: Kind
     limit: float
     need: float
-    """The need of the request. 0: only to give back. For slots: the total number to hold."""
+    """The amount to take. 0: only return amounts. For slots: the total number to hold."""
     extra: float = 0.0
     """An additional amount, if the limit is far from full."""
     returns: list[tuple[float, float]] = []
-    """Periods, and the unused amounts taken in them. Negative: used in addition."""
+    """Periods, and the unused amounts taken in them. Negative: additional use."""
     held: float = -1.0
-    """For a budget: the part of the used amount that this instance may give back, `need` included.
-    Negative: as reported before."""
+    """For a budget: the part of the used amount that this instance may return, including `need`.
+
+    Negative: as reported before.
+    """
     month: float = 0
-    """For a budget: the month in which the request arrived. 0: the current one."""
+    """For a budget: the month in which the request arrived. 0: the current month."""
     operation: str = ""
-    """GROUP/NAME of what a next process would begin anew. All that it had reserved comes back."""
+    """GROUP/NAME of work that another process would start again.
+
+    All of its reservations are returned.
+    """
     used: float = 0.0
-    """By the operation, however often it was begun."""
+    """Used by the operation, however often it was started."""
     owner: str = ""
-    """The process that took what `returns` says without Redis. Empty: this one."""
+    """The process that took `returns` without Redis. Empty: this process."""
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -67,19 +71,21 @@ class Answer(msgspec.Struct, frozen=True):
 
     granted: float
     used: float
-    """By all instances, in the current window or month."""
+    """Used by all instances in the current window or month."""
     period: float
     fits: bool
     retry_ms: float
-    """Until there is room for `need`. 0 of a month: as soon as enough of `held` comes back."""
+    """Milliseconds until there is room for `need`. 0 for a month: as soon as enough of `held` is
+    returned.
+    """
     reset_ms: float
-    """Until nothing is used any more."""
+    """Milliseconds until nothing counts as used any more."""
     held: float = 0.0
-    """For a month: the part of `used` that all instances may give back. The rest is spent."""
+    """For a month: the part of `used` that all instances may return. The rest is spent."""
 
 
 class Standing(NamedTuple):
-    """The place of an instance among those that count."""
+    """An instance's position among all registered instances."""
 
     rank: int
     instances: int
@@ -89,10 +95,9 @@ class Counter(ABC):
     """One limit, as this instance knows it.
 
     Args:
-        key: the name of the counter, in Redis too.
-        limit: the maximum that may be used.
-        unit: the counted unit: requests, tokens, pixel_steps, work, items or usd.
-        subject: the limited subject, in words for callers.
+        key: counter name, also in Redis.
+        unit: counted unit: requests, tokens, pixel_steps, work, items or usd.
+        subject: limited subject, in words for callers.
     """
 
     kind: ClassVar[Kind]
@@ -103,7 +108,7 @@ class Counter(ABC):
         self.unit = unit
         self.subject = subject
         self.used = 0.0
-        """Amount used by all instances, when Redis was last asked."""
+        """Amount used by all instances when Redis was last asked."""
         self.touched_s = 0.0
         self._reset_at_s = 0.0
         self._blocked_need = math.inf
@@ -112,70 +117,76 @@ class Counter(ABC):
 
     @abstractmethod
     def take(self, need: float, now_s: float) -> float | None:
-        """Takes `need` of what this instance has. Returns its period, or None: Redis must say."""
+        """Takes `need` from what this instance has.
+
+        Returns its period, or None if Redis must decide.
+        """
 
     @abstractmethod
     def take_alone(self, need: float, now_s: float, standing: Standing) -> float | None:
-        """Takes `need` while Redis is away. Returns its period, or None: it is too much."""
+        """Takes `need` while Redis is unreachable.
+
+        Returns its period, or None if it is too much.
+        """
 
     @abstractmethod
     def give_back(self, amount: float, period: float, now_s: float) -> None:
-        """Gives back an amount taken in `period` and not used. Negative: used in addition."""
+        """Returns an unused amount that was taken in `period`. Negative: additional use."""
 
     @abstractmethod
     def ask(self, need: float, now_s: float) -> Ask:
-        """Returns the ask to Redis for a request with this need. 0: only to give back."""
+        """Returns the ask to send to Redis for a request with this need. 0: only return amounts."""
 
     @abstractmethod
     def accept(self, ask: Ask, answer: Answer, sent_s: float, *, need: float) -> None:
-        """Records what Redis granted of `ask`, which was sent at `sent_s` for `need`.
+        """Records the amount that Redis granted for `ask`, sent at `sent_s` for `need`.
 
-        A grant covers the need. Nothing is granted if another limit refused the request.
+        A grant covers the need. Nothing is granted if another limit rejected the request.
         """
 
     @abstractmethod
     def abandon(self, ask: Ask, need: float, *, is_lost: bool = False) -> None:
-        """Notes that Redis did not answer. If that answer is lost, `resolve` follows."""
+        """Records that Redis did not answer. If the answer is lost, `resolve` follows."""
 
     def resolve(self, ask: Ask, answer: Answer, now_s: float) -> None:
-        """Gives back what an ask was granted whose answer was lost.
+        """Returns the amount granted to an ask whose answer was lost.
 
         Args:
-            answer: what Redis had counted, or counts now.
+            answer: the amount that Redis had counted, or counts now.
         """
         if answer.granted:
             self.give_back(answer.granted, answer.period, now_s)
 
     def hold(self, amount: float, period: float) -> None:  # noqa: B027  most limits don't care
-        """Notes that a request that is not over has reserved `amount` in `period`."""
+        """Records that an unfinished request has reserved `amount` in `period`."""
 
     def release(self, amount: float, period: float) -> None:  # noqa: B027  nor here
-        """Records that this request is over. What it did not use was given back before."""
+        """Records that this request is finished. Its unused part was returned before."""
 
     @abstractmethod
     def is_due(self, now_s: float) -> bool:
-        """Returns whether there is something to give back now."""
+        """Returns whether there is an amount to return now."""
 
     @property
     @abstractmethod
     def is_idle(self) -> bool:
-        """Returns whether nothing would be lost with this object."""
+        """Returns whether this object can be dropped without losing anything."""
 
     def retry_after_s(self, now_s: float) -> float:
-        """Seconds until there is room for what was last refused."""
+        """Seconds until there is room for the amount last rejected."""
         return max(0.0, self._room_at_s - now_s)
 
     def reset_s(self, now_s: float) -> float:
-        """Seconds until nothing is used any more, if nothing else is."""
+        """Seconds until nothing counts as used any more, without further requests."""
         return max(0.0, self._reset_at_s - now_s)
 
     @property
     def remaining(self) -> float:
-        """Returns the remaining amount of the limit, as far as this instance knows."""
+        """Returns the remaining amount of the limit, as far as known here."""
         return max(0.0, self.limit - self.used)
 
     def is_blocked(self, need: float, now_s: float) -> bool:
-        """Returns whether Redis has just refused this need."""
+        """Returns whether Redis has just rejected this need."""
         return need >= self._blocked_need and now_s < self._blocked_until_s
 
     def _note(self, ask: Ask, answer: Answer, sent_s: float) -> None:
@@ -190,7 +201,7 @@ class Counter(ABC):
 
 
 class LeasedCounter(Counter):
-    """A limit of what is used within a time, in units that are used up."""
+    """A limit on use within a period, in units that are used up."""
 
     def __init__(self, key: str, limit: float, unit: str, subject: str) -> None:
         super().__init__(key, limit, unit, subject)
@@ -198,11 +209,11 @@ class LeasedCounter(Counter):
         self._period = 0.0
         self._ends_s = 0.0
         self._spent = 0.0
-        """Amount spent of the current lease, or of the last one."""
+        """Amount used from the current lease, or from the last one."""
         self._returns: dict[float, float] = {}
 
     def take(self, need: float, now_s: float) -> float | None:
-        """Takes `need` of the lease."""
+        """Takes `need` from the lease."""
         if need > self._left or now_s >= self._ends_s:
             return self._period if need <= 0 else None
         self._left -= need
@@ -210,7 +221,7 @@ class LeasedCounter(Counter):
         return self._period
 
     def give_back(self, amount: float, period: float, now_s: float) -> None:
-        """Adds to a lease of the same period, or gives back with the next round trip."""
+        """Adds to a lease of the same period, or returns the amount with the next round trip."""
         if period == ALONE:
             self._give_back_alone(amount)
         elif period == self._period and now_s < self._ends_s and amount >= -self._left:
@@ -220,7 +231,7 @@ class LeasedCounter(Counter):
             self._return(period, amount)
 
     def ask(self, need: float, now_s: float) -> Ask:
-        """Asks for twice what the last lease gave, if that ended a moment ago."""
+        """Asks for twice the last lease if that ended a moment ago."""
         self._retire()
         is_recent = now_s < self._ends_s + RECENT_S
         extra = 2 * max(self._spent, need) if need and is_recent else 0.0
@@ -228,7 +239,7 @@ class LeasedCounter(Counter):
         return Ask(self.key, self.kind, self.limit, need, extra, returns)
 
     def accept(self, ask: Ask, answer: Answer, sent_s: float, *, need: float) -> None:
-        """Starts a lease with what was granted beyond the need."""
+        """Starts a lease with the amount granted in excess of the need."""
         self._note(ask, answer, sent_s)
         if answer.granted:
             self._retire()
@@ -236,22 +247,22 @@ class LeasedCounter(Counter):
             self._ends_s, self._spent = sent_s + LEASE_S, ask.need
 
     def abandon(self, ask: Ask, need: float, *, is_lost: bool = False) -> None:
-        """Keeps the amounts to give back for the next round trip, unless they may be back."""
+        """Keeps the amounts to return for the next round trip, unless they may be back already."""
         for period, amount in () if is_lost else ask.returns:
             self._return(period, amount)
 
     def is_due(self, now_s: float) -> bool:
-        """Returns whether a lease has ended, so that the rest of it goes back."""
+        """Returns whether a lease has ended, so that its rest must be returned."""
         return bool(self._returns) or (self._left > 0 and now_s >= self._ends_s)
 
     @property
     def is_idle(self) -> bool:
-        """Returns whether nothing is to be given back."""
+        """Returns whether there is nothing to return."""
         return not self._returns and self._left <= 0
 
     @property
     def remaining(self) -> float:
-        """Returns the remaining amount, with the lease and amounts to give back or add."""
+        """Returns the remaining amount, including the lease and amounts to return or add."""
         own = self._left + sum(self._returns.values())
         return min(self.limit, max(0.0, self.limit - self.used + own))
 
@@ -268,7 +279,7 @@ class LeasedCounter(Counter):
 
 
 class WindowCounter(LeasedCounter):
-    """A limit of any minute."""
+    """A limit per minute."""
 
     kind = "window"
 
@@ -278,7 +289,7 @@ class WindowCounter(LeasedCounter):
         self._alone_used = 0.0
 
     def take_alone(self, need: float, now_s: float, standing: Standing) -> float | None:
-        """Takes at most this instance's share of the limit in any minute."""
+        """Takes up to this instance's share of the limit in any minute."""
         while self._alone and self._alone[0][0] <= now_s - MINUTE_S:
             self._alone_used -= self._alone.popleft()[1]
         room = part_of(self.limit, standing) - self._alone_used
@@ -293,11 +304,11 @@ class WindowCounter(LeasedCounter):
 
     @property
     def is_idle(self) -> bool:
-        """Returns whether nothing is to be given back, and nothing was used without Redis."""
+        """Returns whether there is nothing to return and nothing was used without Redis."""
         return super().is_idle and not self._alone
 
     def _give_back_alone(self, amount: float) -> None:
-        """Does nothing: the time of use within the minute is not known any more."""
+        """Does nothing, because the time of use within the minute is no longer known."""
 
 
 class MonthCounter(LeasedCounter):
@@ -308,38 +319,46 @@ class MonthCounter(LeasedCounter):
     def __init__(self, key: str, limit: float, unit: str, subject: str) -> None:
         super().__init__(key, limit, unit, subject)
         self.month = 0.0
-        """In which its requests arrived, as `month_of` counts. 0: the current one, by Redis."""
+        """Month in which its requests arrived, as counted by `month_of`. 0: the current month on
+        Redis's clock.
+        """
         self.period = 0.0
-        """The month, as Redis says. 0: not known yet."""
+        """The month reported by Redis. 0: not known yet."""
         self.key_id = ""
-        """The key whose budget it is. Empty: the tenant's."""
+        """The key that the budget belongs to. Empty: the tenant's budget."""
         self.is_known = False
         """True if Redis has reported the amount used, even if that was 0."""
         self.is_open = False
         """True if it may be spent without Redis while the amount used is unknown."""
         self.spent = 0.0
-        """Amount used by all instances, and not only reserved, when Redis was last asked."""
+        """Amount spent, not just reserved, by all instances when Redis was last asked."""
         self._reserved = 0.0
-        """By requests of this instance that are not over."""
+        """Amount reserved by unfinished requests of this instance."""
         self._asking = 0.0
-        """The most that asks without an answer may take."""
+        """Maximum amount that unanswered asks may take."""
         self._reported = 0.0
-        """The amount this instance may give back, as last reported to Redis."""
+        """The amount this instance may return, as last reported to Redis."""
         self._reported_s = 0.0
         self._telling: list[Ask] = []
-        """Without an answer, with what was taken alone. Until then that is not part of `used`."""
+        """Amount in unanswered asks that was taken without Redis.
+
+        It is not part of `used` until answered.
+        """
 
     def is_spent(self, amount: float) -> bool:
-        """Returns whether `amount` would not fit even if all reservations came back unused."""
+        """Returns whether `amount` would not fit even if all reservations were returned unused."""
         return amount > self.limit - self.spent + ROUNDING_USD
 
     def hold(self, amount: float, period: float) -> None:
-        """Records a reservation, which may come back."""
+        """Records a reservation, which may be returned."""
         if period == self.period:
             self._reserved += amount
 
     def release(self, amount: float, period: float) -> None:
-        """Records that the used part does not come back. The rest may suffice for a refused one."""
+        """Records that the used part is not returned.
+
+        The rest may suffice for a rejected request.
+        """
         self._blocked_need = math.inf
         if period == self.period:
             self._reserved -= amount
@@ -347,9 +366,10 @@ class MonthCounter(LeasedCounter):
                 self._reserved = 0.0
 
     def ask(self, need: float, now_s: float) -> Ask:
-        """Asks for the month in which the request arrived: its rows are of that month.
+        """Asks for the month in which the request arrived, because its rows belong to that month.
 
-        Says as well what may come back. Asks are answered in order, so the last one counts.
+        Also reports the amount that may be returned. Asks are answered in order, so the last report
+        counts.
         """
         held = self._reserved + self._asking + need
         ask = msgspec.structs.replace(super().ask(need, now_s), month=self.month, held=held)
@@ -359,7 +379,7 @@ class MonthCounter(LeasedCounter):
         return ask
 
     def accept(self, ask: Ask, answer: Answer, sent_s: float, *, need: float) -> None:
-        """Notes the month as well, and what of it is spent."""
+        """Also records the month and its spent amount."""
         super().accept(ask, answer, sent_s, need=need)
         self._end_asking(ask)
         self._has_told(ask)
@@ -371,7 +391,7 @@ class MonthCounter(LeasedCounter):
             self._reported, self._reported_s = ask.held - ask.need + answer.granted, sent_s
 
     def settling(self, amount: float, period: float, used: float, operation: str) -> Ask:
-        """Returns the ask that settles an operation, which had reserved `amount`."""
+        """Returns the ask that settles an operation that had reserved `amount`."""
         returns = [(period, amount)]
         return Ask(
             self.key,
@@ -390,14 +410,14 @@ class MonthCounter(LeasedCounter):
             self.used, self.is_known = used, True
 
     def abandon(self, ask: Ask, need: float, *, is_lost: bool = False) -> None:
-        """Reports what may come back again with the next round trip."""
+        """Reports the amounts that may be returned again with the next round trip."""
         super().abandon(ask, need, is_lost=is_lost)
         if not is_lost:
             self._end_asking(ask)
             self._has_told(ask)
 
     def resolve(self, ask: Ask, answer: Answer, now_s: float) -> None:
-        """Notes as well that Redis knows what was taken alone."""
+        """Also records that Redis knows the amounts taken without it."""
         super().resolve(ask, answer, now_s)
         self._end_asking(ask)
         self._has_told(ask)
@@ -413,7 +433,7 @@ class MonthCounter(LeasedCounter):
         self._telling = [one for one in self._telling if one is not ask]
 
     def is_due(self, now_s: float) -> bool:
-        """Returns whether something goes back, or less may come back than Redis assumes."""
+        """Returns whether to return an amount, or report that less may be returned than assumed."""
         if self._reserved and now_s >= self._reported_s + SLOTS_S / 2:
             return True
         is_over = self._reported > self._reserved + self._left + ROUNDING_USD
@@ -421,14 +441,14 @@ class MonthCounter(LeasedCounter):
 
     @property
     def is_idle(self) -> bool:
-        """Returns whether nothing is to be given back now or later, and Redis knows it."""
+        """Returns whether there is nothing to return now or later, and Redis knows it."""
         is_known = not self._telling and self._reported < ROUNDING_USD
         return super().is_idle and not self._reserved and is_known
 
     def take_alone(self, need: float, now_s: float, standing: Standing) -> float | None:
-        """This instance's part of what was left. Redis gets to know it afterwards.
+        """Takes up to this instance's part of the remaining amount. Redis is informed afterwards.
 
-        Nothing, if it is not known what was left, and the plan does not allow it.
+        Takes nothing if the remaining amount is unknown and the plan does not allow it.
         """
         spent = -self._returns.get(ALONE, 0.0) - sum(map(_told_alone, self._telling))
         left = (self.limit - self.used) / standing.instances - spent
@@ -452,7 +472,7 @@ def _told_alone(ask: Ask) -> float:
 
 
 def month_of(at_s: float) -> float:
-    """Returns the calendar month (UTC) of a Unix time, in months since January of the year 0."""
+    """Returns the calendar month (UTC) of a Unix time, in months since January of year 0."""
     at = datetime.fromtimestamp(at_s, UTC)
     return at.year * 12 + at.month - 1
 
@@ -464,7 +484,7 @@ def part_of(limit: float, standing: Standing) -> float:
 
 
 class SlotCounter(Counter):
-    """A limit of items in flight. Slots that no item needs are kept for LEASE_S."""
+    """A limit on items in flight. Unused slots are kept for LEASE_S."""
 
     kind = "slots"
 
@@ -476,14 +496,14 @@ class SlotCounter(Counter):
         self._spare_since_s = 0.0
 
     def take(self, need: float, now_s: float) -> float | None:
-        """Takes slots that this instance holds."""
+        """Takes slots held by this instance."""
         if self.in_use + need > self._held or now_s >= self._held_until_s:
             return None
         self.in_use += need
         return 0.0
 
     def take_alone(self, need: float, now_s: float, standing: Standing) -> float | None:
-        """Takes at most this instance's share."""
+        """Takes up to this instance's share."""
         if self.in_use + need > part_of(self.limit, standing):
             self._room_at_s = now_s
             return None
@@ -495,16 +515,18 @@ class SlotCounter(Counter):
         self._spare_since_s = self.touched_s = now_s
 
     def ask(self, need: float, now_s: float) -> Ask:
-        """Asks for all that this instance is to hold. `need` counts as in use until it is refused.
+        """Asks for all slots that this instance needs.
 
-        Asks are answered in order, so the last answer says what it holds.
+        `need` counts as in use until it is rejected.
+
+        Asks are answered in order, so the last answer has the number held.
         """
         self.in_use += need
         extra = max(1.0, self.in_use) if need else 0.0
         return Ask(self.key, self.kind, self.limit, self.in_use, extra)
 
     def accept(self, ask: Ask, answer: Answer, sent_s: float, *, need: float) -> None:
-        """Records how many slots it holds: fewer than requested if the request was refused."""
+        """Records how many slots it holds: fewer than requested if the request was rejected."""
         self._note(ask, answer, sent_s)
         self._held, self._held_until_s = answer.granted, sent_s + SLOTS_S * 0.9
         self._spare_since_s = sent_s
@@ -512,20 +534,20 @@ class SlotCounter(Counter):
             self.in_use -= need
 
     def abandon(self, ask: Ask, need: float, *, is_lost: bool = False) -> None:
-        """Does nothing: the slots may be held or not, and the next ask has the number needed."""
+        """Does nothing: the slots may be held or not, and the next ask has the total number."""
         self.in_use -= need
 
     def is_due(self, now_s: float) -> bool:
-        """Returns whether slots are spare, or their lifetime must be renewed."""
+        """Returns whether there are spare slots, or their lifetime must be renewed."""
         if self._held > self.in_use:
             return now_s >= self._spare_since_s + LEASE_S
         return self._held > 0 and now_s >= self._held_until_s - SLOTS_S / 2
 
     @property
     def is_idle(self) -> bool:
-        """Returns whether no slot is held."""
+        """Returns whether no slots are held."""
         return not self.in_use and not self._held
 
     def is_blocked(self, need: float, now_s: float) -> bool:
-        """Returns whether Redis has just refused this many."""
+        """Returns whether Redis has just rejected this many."""
         return super().is_blocked(self.in_use + need, now_s)

@@ -37,25 +37,25 @@ from shared.tasks.custom import CustomInput
 from shared.tenants.plan import Caller
 
 STOPS_WITHIN_S = 5.0
-"""What is late or canceled may be computed, and charged if it was read, a moment longer."""
+"""Late or canceled work may still be computed, and charged if it was read, a little later."""
 
 Follow: TypeAlias = "Callable[[LimitedRequest, Hold], None]"
 
 
 class HeldLimits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The reservations of a prediction, as its hold in Redis has them."""
+    """The reservations of a prediction, as stored in its hold in Redis."""
 
     prediction_id: str
     deadline_s: float
-    """Unix time after which it is not worked on."""
+    """Unix time after which no work is done on it."""
     unit: Unit
     price: ItemPrice
     takings: list[Taking]
     step_prices: list[ItemPrice] = []
-    """Of a flow, the terms of each of its steps."""
+    """For a flow, the terms of each step."""
 
     def used_unreported(self) -> RequestDemand:
-        """Returns what it counts if a worker had it and never reported what it did.
+        """Returns the usage to count if a worker had it and never reported back.
 
         The work counts as reserved. It costs nothing, because nothing was delivered.
         """
@@ -70,7 +70,7 @@ class Hold:
     record_id: str
     kept: HeldLimits
     is_stored: bool | None = False
-    """None: not known, as Redis did not answer."""
+    """None: not known, because Redis did not answer."""
 
     @property
     def data(self) -> bytes:
@@ -78,29 +78,28 @@ class Hold:
 
 
 class LimitedRequest:
-    """A block in which a request is computed. Entering it reserves its estimated usage.
+    """A context in which a request is computed. Entering it reserves its estimated usage.
 
-    Of a budget it reserves the maximum that the request can cost.
+    For a budget, it reserves the maximum that the request can cost.
 
     - `settle` sets the actual usage.
-    - `hold` is for work that outlives the block: a prediction. Redis stores the reservations with
+    - `hold` is for work that outlives the context: a prediction. Redis stores the reservations with
       its record, and any instance settles them.
-    - If the caller hangs up before, the estimate counts. Only the budget is given back, because
+    - If the caller hangs up before that, the estimate counts. Only the budget is returned, because
       such work is not charged.
-    - Any other error means that the request was not accepted: nothing counts.
+    - Any other error means that the request was not accepted, so nothing counts.
 
-    For callers without limits nothing happens.
+    Does nothing for callers without limits.
 
     Args:
-        caller: the caller of the request.
         model: the model that computes it.
-        headers: the headers of the answer. Those about limits are added.
-        received_at_s: when it arrived, Unix seconds. Its rows have this time.
-        longest_s: how long it may be computed. None: as long as the model allows.
-        price_share: the share of the list price that it pays.
-        preparation: what its preparation has taken of the limits. None: it needed none.
-        operation: GROUP/NAME, the same each time that this request is made again after the death of
-            a process. Budgets count it once. Empty: it is not made again.
+        headers: response headers, to which it adds the headers about limits.
+        received_at_s: Unix time at which the request arrived. Its rows have this time.
+        longest_s: maximum seconds of computing. None: the model's maximum.
+        price_share: fraction of the list price that it pays.
+        preparation: amounts taken by its preparation. None: it had no preparation.
+        operation: GROUP/NAME, the same each time that this request is repeated after a process
+            died. Budgets count it once. Empty: it is never repeated.
     """
 
     def __init__(
@@ -137,10 +136,10 @@ class LimitedRequest:
         )
 
     async def __aenter__(self) -> Self:
-        """Reserves.
+        """Reserves the estimated usage.
 
         Raises:
-            RateLimited: a limit is reached. BudgetExceeded: it is the budget of the month.
+            RateLimited: a limit is reached. BudgetExceeded: the monthly budget is spent.
         """
         if self._account is not None:
             before = None if self._preparation is None else self._preparation.taken
@@ -171,16 +170,16 @@ class LimitedRequest:
         self._headers |= self._limiter.headers(self._account)
 
     def wake_next(self) -> None:
-        """Wakes who waits for the same budgets: this one got in, so there may be room."""
+        """Wakes the next request waiting for the same budgets, because there may be room."""
         if self._account is not None:
             self._limiter.wake_all_next(self._account)
 
     def hold(self, prediction: Prediction, follow: Follow) -> Hold | None:
-        """Returns the hold to create a prediction's record with. None: nothing is limited.
+        """Returns the hold to create a prediction's record with. None: there are no limits.
 
         Args:
-            follow: called at the end of the block, if the prediction continues, or if it is unknown
-              whether it was created.
+            follow: called at the end of the context if the prediction continues, or if it is
+                unknown whether it was created.
         """
         if self._account is None:
             return None
@@ -197,16 +196,16 @@ class LimitedRequest:
         return self._hold
 
     def end(self) -> None:
-        """Ends it after the block: nothing is in flight any more, and Redis has the rest."""
+        """Ends it after the context: nothing is in flight any more, and Redis has the rest."""
         self._reservation.hand_over()
         self._reservation.cancel()
 
     def hand_over(self) -> None:
-        """Leaves the takings to whichever instance settles the hold. Items stay in flight."""
+        """Leaves the amounts to whichever instance settles the hold. Items stay in flight."""
         self._reservation.hand_over()
 
     def cancel(self) -> None:
-        """Ends it after the block, as the prediction was not created: nothing counts."""
+        """Ends it after the context without counting: the prediction was not created."""
         self._reservation.cancel()
 
     async def _hand_over(self, hold: Hold) -> None:
@@ -214,7 +213,7 @@ class LimitedRequest:
             self.hand_over()
             if self._used is not None:
                 self.end()
-                # Others settle it if Redis does not answer now.
+                # Other instances settle it if Redis does not answer now.
                 with suppress(Unavailable):
                     await self._limiter.settle_hold(hold.record_id, hold.kept.takings, self._used)
                 return
@@ -224,12 +223,12 @@ class LimitedRequest:
     def settle(
         self, price: ItemPrice, outcomes: Sequence[ItemOutcome], *, is_delivered: bool = True
     ) -> None:
-        """Records how the items ended. Work and cost count as they are charged.
+        """Records the outcomes of the items. Work and cost count as charged.
 
-        Work for an answer that was not delivered counts, but costs nothing.
+        Work for an undelivered answer counts, but costs nothing.
 
         Args:
-            price: the terms of the items.
+            price: terms of the items.
             is_delivered: True if they were delivered to the caller.
         """
         if self._account is not None:
@@ -254,7 +253,7 @@ class LimitedRequest:
         return RequestDemand(unit, items=len(self._inputs), work=work, cost_usd=usd)
 
     def _highest_cost_of_steps_usd(self) -> float:
-        """The most that the steps of a flow can cost: all items that each may have."""
+        """Returns the maximum that a flow's steps can cost, with the maximum items in each."""
         if self._model.flow is None:
             return 0.0
         steps = zip(
@@ -267,14 +266,14 @@ class LimitedRequest:
         )
 
     def _bounds_of_items(self, step: FlowStep, model: Model) -> list[WorkBound]:
-        """The most work of each item that a step may have."""
+        """Returns the maximum work of each item that a step may have."""
         if self._model.drawn_by is not None and step.id == IMAGE:
             return [one.bound_work(model) for one in self._drawn()]
         count = 1 if step.for_each is None else step.max_items
         return [model.definition.step_bound(model)] * count
 
     def _drawn(self) -> Sequence[Input]:
-        """The inputs. Of a flow that gives images, those that its first step draws."""
+        """Returns the inputs. For a flow that produces images, the inputs of its first step."""
         if self._model.drawn_by is None:
             return self._inputs
         runs = (one for one in self._inputs if isinstance(one, CustomInput))
@@ -282,10 +281,10 @@ class LimitedRequest:
 
 
 class RecoveredRequest(LimitedRequest):
-    """A block in which the result of a request is found that another process had computed.
+    """A context for a request whose result another process has computed.
 
-    It reserves nothing and is never refused. `settle` counts what was delivered, even beyond a
-    budget. It needs an operation and the time at which the request was received.
+    It reserves nothing and is never rejected. `settle` counts delivered results, even in excess of
+    a budget. It requires an operation and the time at which the request was received.
     """
 
     async def __aenter__(self) -> Self:
@@ -301,20 +300,19 @@ def used_by(
     charged: Sequence[ItemOutcome] | None = None,
     step_prices: Sequence[ItemPrice] = (),
 ) -> RequestDemand:
-    """Returns what items count toward limits, and their charge.
+    """Returns the usage of items to count toward limits, including their charge.
 
     Args:
-        price: the terms of the items.
-        unit: the unit of their work.
-        charged: how they were delivered. None: as they ended.
-        step_prices: of a flow, the terms of each of its steps. Then they are items of these.
+        price: terms of the items.
+        charged: outcomes as delivered. None: the same as `outcomes`.
+        step_prices: for a flow, the terms of each step. The items then belong to the steps.
     """
     delivered = outcomes if charged is None else charged
     if step_prices:
         priced = [(step_prices[step_of(one.index)], one) for one in delivered]
-        if unit == "work":  # that of its models has many units, so each item counts as one
+        if unit == "work":  # the models of a flow have different units, so each item counts as one
             work = float(sum(_is_computed(one) for one in outcomes))
-        else:  # of a request for images, the work of those that draw
+        else:  # for image requests, only the work of items that draw counts
             own = [(step_prices[0], one) for one in outcomes if step_of(one.index) == 0]
             work = sum(counted_work(terms, one) for terms, one in own)
     else:
@@ -334,10 +332,8 @@ def highest_cost_usd(
     """Returns the maximum charge of an item.
 
     Args:
-        price: the terms of the item.
-        unit: the unit of its work.
-        bound: the maximum work that it takes.
-        longest_s: the longest time that it is computed.
+        bound: maximum work of the item.
+        longest_s: maximum seconds of computing.
     """
     read = bound.work - bound.output_tokens if unit == "tokens" else 0
     return price.price_share * max(

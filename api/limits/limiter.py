@@ -1,9 +1,9 @@
-"""Decides whether a request is within the limits of its tenant, of its key and of its model.
+"""Decides whether a request is within the limits of its tenant, key and model.
 
-A request reserves its estimated usage of every limit at once, or is refused. Work and cost are
-known only when it ends: then the reservation is settled, and the unused part goes back. Callers
-without limits never come here. The counters of a caller are those of its tenant, of its key, and of
-the requested model.
+A request reserves its estimated usage from every limit at once, or is rejected. Work and cost are
+known only when it ends: then the reservation is settled, and the unused part is returned. Callers
+without limits never get here. A caller's counters belong to its tenant, its key and the requested
+model.
 """
 
 from __future__ import annotations
@@ -44,9 +44,12 @@ from shared.transport import Publisher
 
 REGISTER_S = SLOTS_S / 3
 MAX_ASKS = 64
-"""Limits in one call of the script that gives back."""
+"""Maximum number of limits in one call of the script that returns amounts."""
 MAX_LOST = 16_384
-"""Calls that Redis may have counted or not. What the oldest took beyond that stays counted."""
+"""Maximum number of calls that Redis may or may not have counted.
+
+Amounts taken by even older calls stay counted.
+"""
 TOTALS_OVERLAP_MS = 1000
 IDLE_S = 300.0
 CLOSE_LIMIT_S = 0.5
@@ -56,25 +59,24 @@ class RequestDemand:
     """The estimated or actual usage of a request.
 
     Args:
-        unit: the unit of its work.
-        items: the number of items in flight.
-        work: in this unit, rounded up.
+        items: number of items in flight.
+        work: work in this unit, rounded up.
     """
 
     def __init__(self, unit: Unit, *, items: int, work: float, cost_usd: float) -> None:
         self._amounts = {unit: math.ceil(work), "requests": 1.0, "items": items, "usd": cost_usd}
 
     def of(self, counter: Counter) -> float:
-        """Returns its need of one limit."""
+        """Returns how much of one limit the request needs."""
         return self.amount(counter.unit)
 
     def amount(self, unit: str) -> float:
-        """Returns its need of limits in this unit."""
+        """Returns how much of limits in this unit the request needs."""
         return self._amounts[unit]
 
 
 class Taking(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The amount that a request has taken of one limit, as stored in a hold. Fields as in Ask."""
+    """The amount taken from one limit by a request, as stored in a hold. Fields as in Ask."""
 
     kind: Kind
     key: str
@@ -86,10 +88,10 @@ class Taking(msgspec.Struct, frozen=True, omit_defaults=True):
     owner: str = ""
     """The process that took it without Redis."""
     before: float = 0
-    """The amount that the preparation of the request took. It does not come back."""
+    """The amount taken by the request's preparation. It is not returned."""
 
     def settled(self, used: float) -> Ask:
-        """Gives back all but `used`."""
+        """Returns the ask that returns everything except `used`."""
         returns = [(self.period, self.amount - max(0.0, used - self.before))]
         return Ask(
             self.key,
@@ -106,10 +108,10 @@ class Limiter:
     """The limits of all callers, in this instance. An async context manager.
 
     Args:
-        store: counts for all instances. The limiter opens and closes it.
+        store: counts for all instances. Opened and closed by the limiter.
         warnings: warns tenants about spent budgets. None: no warnings.
-        instances: the number of instances to assume until Redis has reported it.
-        clock: returns monotonic seconds. Tests replace it.
+        instances: number of instances to assume until Redis reports it.
+        clock: monotonic seconds. Replaced by tests.
     """
 
     def __init__(
@@ -128,11 +130,11 @@ class Limiter:
         self._totals_since_ms = 0
         self._touched: dict[Counter, None] = {}
         self._lost: dict[int, list[tuple[Counter, Ask]]] = {}
-        """By the numbers of calls, the oldest first."""
+        """By call number, oldest first."""
         self._is_touched = asyncio.Event()
         self._takings: set[asyncio.Task[list[Answer]]] = set()
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
-        """Waiters for the reserved part of a budget, by its key, the longest first."""
+        """Waiters for the reserved part of a budget, by its key, longest waiting first."""
         self._keeping = BackgroundTask("keeping counts of limits", self._keep)
 
     async def __aenter__(self) -> Self:
@@ -152,7 +154,8 @@ class Limiter:
     def account(self, caller: Caller, model: str, unit: Unit, month: float = 0) -> Account:
         """Returns the counters for a caller, a model whose work is counted in `unit`, and a month.
 
-        The month is that in which the request arrived, as `month_of` counts. 0: the current one.
+        `month` is the month in which the request arrived, as counted by `month_of`. 0: the current
+        month.
         """
         return self._accounts.of(caller, model, unit, month)
 
@@ -163,16 +166,17 @@ class Limiter:
     async def reserve(
         self, account: Account, demand: RequestDemand, before: Reservation | None = None
     ) -> Reservation:
-        """Reserves the estimated usage of a request in all limits, or in none.
+        """Reserves the estimated usage of a request from all limits, or from none.
 
         Args:
-            account: the counters of its caller and model.
-            demand: what it needs in all.
-            before: what its preparation has taken of that. None: nothing.
+            account: counters of its caller and model.
+            demand: total usage of the request.
+            before: the part taken by its preparation. None: nothing.
 
         Raises:
-            RateLimited: a limit is reached. BudgetExceeded: it is the budget of the month.
-            Unavailable: the remaining budget is unknown, and the plan says to refuse then.
+            RateLimited: a limit is reached. BudgetExceeded: the monthly budget is spent.
+            Unavailable: the remaining budget is unknown, and the plan rejects requests in that
+                case.
         """
         self._check_size(account, demand)
         reservation = Reservation(self, before)
@@ -184,9 +188,9 @@ class Limiter:
         return await self._reserve(reservation, account, needs)
 
     def reserve_nothing(self, account: Account) -> Reservation:
-        """Returns a reservation of nothing, to settle what is computed already.
+        """Returns an empty reservation, to settle work that is already computed.
 
-        Its budgets count what it settles, also if there is no room for it.
+        Budgets count the settled amounts even if there is no room for them.
         """
         reservation = Reservation(self)
         for counter in account.counters:
@@ -195,11 +199,7 @@ class Limiter:
         return reservation
 
     async def reserve_rates(self, account: Account, demand: RequestDemand) -> Reservation:
-        """Takes `demand` of the limits of a minute, or of none of them. Others are not asked.
-
-        Raises:
-            RateLimited: a limit is reached.
-        """
+        """Takes `demand` from all per-minute limits, or from none. Other limits are not checked."""
         needs = [
             Need(counter, demand.of(counter))
             for counter in account.counters
@@ -209,7 +209,7 @@ class Limiter:
         return await self._reserve(Reservation(self), account, needs)
 
     def _check_size(self, account: Account, demand: RequestDemand) -> None:
-        """Refuses a request that no limit lets in at any time, whatever its preparation took."""
+        """Rejects a request that can never fit a limit, regardless of its preparation."""
         whole = [Need(counter, demand.of(counter)) for counter in account.counters]
         if too_large := [need for need in whole if need.amount > need.counter.limit]:
             raise refusal(too_large, self._clock())
@@ -220,7 +220,7 @@ class Limiter:
         try:
             missing = self._take(reservation, needs)
             if missing and account.asking is not None:
-                # The answer may have enough for this request too.
+                # The answer may include enough for this request too.
                 await asyncio.wait([account.asking])
                 missing = self._take(reservation, missing)
             if missing:
@@ -246,7 +246,7 @@ class Limiter:
     async def _ask(
         self, reservation: Reservation, account: Account, missing: Sequence[Need]
     ) -> None:
-        """Asks Redis for all missing amounts at once, and takes alone if it does not answer."""
+        """Asks Redis for all missing amounts at once. Takes them alone if it does not answer."""
         sent_s = self._clock()
         asks = [counter.ask(amount, sent_s) for counter, amount in missing]
         asking = account.asking = asyncio.get_running_loop().create_future()
@@ -279,7 +279,7 @@ class Limiter:
             reservation.note(need, answer.period)
 
     def _warn(self, account: Account, asked: Sequence[Need], answers: Sequence[Answer]) -> None:
-        """Tells the tenant of budgets that are spent up to a share of them."""
+        """Warns the tenant about budgets that are spent up to one of the shares."""
         for (counter, amount), answer in zip(asked, answers, strict=True):
             if self._warnings is not None and isinstance(counter, MonthCounter):
                 is_refused = not answer.fits and counter.is_spent(amount)
@@ -292,10 +292,10 @@ class Limiter:
         asks: Sequence[Ask],
         sent_s: float,
     ) -> None:
-        """Its request is canceled. Redis may take it all the same: then it comes back."""
+        """Handles a canceled request: if Redis grants the amounts anyway, they are returned."""
         late = list[tuple[Need, Ask]]()
         for need, ask in zip(missing, asks, strict=True):
-            if ask.kind == "slots":  # the next ask says how many are needed
+            if ask.kind == "slots":  # the next ask has the number needed
                 need.counter.abandon(ask, need.amount)
             else:
                 late.append((need, ask))
@@ -308,7 +308,7 @@ class Limiter:
         sent_s: float,
         taking: asyncio.Task[list[Answer]],
     ) -> None:
-        """Gives back what Redis granted to a request that was canceled while it asked."""
+        """Returns amounts that Redis granted to a request that was canceled while it waited."""
         error = None if taking.cancelled() else taking.exception()
         if taking.cancelled() or error is not None:
             self._abandon(error, [need for need, _ in late], [ask for _, ask in late])
@@ -323,7 +323,10 @@ class Limiter:
     def _abandon(
         self, error: BaseException | None, needs: Sequence[Need], asks: Sequence[Ask]
     ) -> None:
-        """Notes that there is no answer. What Redis may have counted is resolved later."""
+        """Records that there was no answer.
+
+        Amounts that Redis may have counted are resolved later.
+        """
         is_lost = isinstance(error, AnswerLost)
         for (counter, amount), ask in zip(needs, asks, strict=True):
             counter.abandon(ask, amount, is_lost=is_lost)
@@ -332,7 +335,7 @@ class Limiter:
             self._note_lost(error.call, list(zip(counters, asks, strict=True)))
 
     def _note_lost(self, call: int, asked: Sequence[tuple[Counter, Ask]]) -> None:
-        """Notes a call that Redis may have counted. Slots are counted anew by the next ask."""
+        """Records a call that Redis may have counted. Slots are counted again by the next ask."""
         if lost := [(counter, ask) for counter, ask in asked if ask.kind != "slots"]:
             self._lost[call] = lost
             self._is_touched.set()
@@ -344,10 +347,10 @@ class Limiter:
             self.store.forget(oldest)
 
     async def _resolve(self) -> None:
-        """Finds out what was counted of calls whose answers were lost.
+        """Finds out which amounts were counted for calls whose answers were lost.
 
         Raises:
-            Unavailable: Redis did not answer. The rest is resolved the next time.
+            Unavailable: Redis did not answer. The rest is resolved next time.
         """
         while self._lost:
             calls = list(itertools.islice(self._lost, MAX_ASKS))
@@ -377,18 +380,15 @@ class Limiter:
             if period is None:
                 raise refusal([need], now_s)
             reservation.note(need, period)
-        self.touch(counter for counter, _ in missing)  # Redis gets to know it as soon as it is back
+        self.touch(counter for counter, _ in missing)  # Redis is informed as soon as it is back
 
     async def settle_hold(
         self, record_id: str, takings: Sequence[Taking], used: RequestDemand | None
     ) -> None:
-        """Settles what a prediction has reserved, once, whichever instance created it.
+        """Settles a prediction's reservations, once, whichever instance created it.
 
         Args:
-            used: what it has used. None: nothing is known, so it counts as reserved.
-
-        Raises:
-            Unavailable: Redis did not answer.
+            used: actual usage. None: unknown, so it counts as reserved.
         """
         asks = [] if used is None else [one.settled(used.amount(one.unit)) for one in takings]
         sent_s = self._clock()
@@ -398,7 +398,7 @@ class Limiter:
             self.wake_next(ask.key)
 
     def settle_operation(self, asked: Sequence[tuple[Counter, Ask]]) -> None:
-        """Tells Redis at once what an operation has used, or as soon as it can be reached.
+        """Reports an operation's usage to Redis, now or as soon as Redis is reachable.
 
         Args:
             asked: its budgets, with asks that need nothing.
@@ -419,27 +419,27 @@ class Limiter:
         return answers
 
     async def end_operations(self, group: str) -> None:
-        """Says that no operation of a group will be begun anew, so that Redis forgets them."""
+        """Marks a group's operations as finished, so that Redis can forget them."""
         with contextlib.suppress(Unavailable):
             await self.store.end_group(group)
 
     def touch(self, counters: Iterable[Counter]) -> None:
-        """Says that these may have something to give back soon."""
+        """Marks counters that may soon have amounts to return."""
         self._touched.update(dict.fromkeys(counters))
         self._is_touched.set()
 
     async def wait_released(self, account: Account, limit_s: float) -> bool:
-        """Waits until a request ends that has reserved a part of one of the account's budgets.
+        """Waits until a request finishes that has reserved part of one of the account's budgets.
 
-        Each such end wakes one waiter, and `wake_all_next` the next one. Requests in other
-        instances wake no waiter, so try again when the time is over.
+        Each finished request wakes one waiter, and `wake_all_next` wakes the next. Requests on
+        other instances do not wake waiters, so try again when the time is up.
 
         Args:
-            account: the account of a request that was refused.
-            limit_s: seconds after which it stops waiting.
+            account: account of the rejected request.
+            limit_s: maximum seconds to wait.
 
         Returns:
-            Whether a request of this instance ended.
+            True if a request of this instance finished.
         """
         woken = asyncio.get_running_loop().create_future()
         keys = [one.key for one in account.counters if isinstance(one, MonthCounter)]
@@ -458,7 +458,7 @@ class Limiter:
         return True
 
     def wake_next(self, key: str) -> None:
-        """Wakes who has waited longest for the budget that is counted under this key."""
+        """Wakes the longest waiter for the budget counted under this key."""
         queue = self._waiting.get(key)
         while queue:
             woken = queue.popleft()
@@ -467,20 +467,16 @@ class Limiter:
                 return
 
     def wake_all_next(self, account: Account) -> None:
-        """Wakes the next waiter of each budget: the admitted one may have left room for it."""
+        """Wakes the next waiter of each budget, because the admitted request may have left room."""
         for counter in account.counters:
             self.wake_next(counter.key)
 
     def give_back_to(self, counter: Counter, amount: float, period: float) -> None:
-        """Gives back what a reservation did not use."""
+        """Returns the unused amount of a reservation."""
         counter.give_back(amount, period, self._clock())
 
     async def register(self) -> None:
-        """Registers this instance, and reads the number of instances and the amounts spent.
-
-        Raises:
-            Unavailable: Redis did not answer.
-        """
+        """Registers this instance, and reads the number of instances and the spent amounts."""
         self._standing = await self.store.register()
         sent_s = self._clock()
         totals = await self.store.totals(self._totals_since_ms)
@@ -488,10 +484,10 @@ class Limiter:
         self._totals_since_ms = totals.at_ms - TOTALS_OVERLAP_MS
 
     async def give_back(self, now_s: float) -> None:
-        """Gives amounts that are not needed at `now_s` back to Redis, and renews slots.
+        """Returns amounts not needed at `now_s` to Redis, and renews slots.
 
         Raises:
-            Unavailable: Redis did not answer. The amounts are kept for the next time.
+            Unavailable: Redis did not answer. The amounts are kept for the next attempt.
         """
         await self._resolve()
         self._touched = dict.fromkeys(one for one in self._touched if not one.is_idle)
@@ -509,7 +505,7 @@ class Limiter:
                 counter.accept(ask, answer, sent_s, need=0)
 
     async def _keep(self) -> None:
-        """Registers this instance, gives back what leases leave, and forgets idle callers."""
+        """Registers this instance, returns the rest of ended leases, and forgets idle callers."""
         registered_s = -math.inf
         while True:
             with contextlib.suppress(Unavailable):
@@ -528,10 +524,10 @@ class Limiter:
 
 
 class Reservation:
-    """Amounts that one request has taken. Settled or canceled once, when the request ends.
+    """Amounts taken by one request. Settled or canceled exactly once, when the request ends.
 
     Args:
-        before: what the preparation of the request has taken. It stays counted, however this ends.
+        before: amounts taken by the request's preparation. They stay counted, however this ends.
     """
 
     def __init__(self, limiter: Limiter, before: Reservation | None = None) -> None:
@@ -542,7 +538,7 @@ class Reservation:
         self._handed_over: list[tuple[Need, float]] = []
 
     def missing_of(self, counter: Counter, demand: RequestDemand) -> Need | None:
-        """Returns what is still to be taken of a limit. None: the preparation took enough."""
+        """Returns the amount still to take from a limit. None: the preparation took enough."""
         amount, period = self._before.get(counter, (0.0, 0.0))
         missing = demand.of(counter) - amount
         if amount and missing <= 0:
@@ -551,21 +547,21 @@ class Reservation:
         return Need(counter, missing)
 
     def _used_beyond(self, counter: Counter, used: RequestDemand) -> float:
-        """Returns how much of `used` the preparation has not taken."""
+        """Returns how much of `used` exceeds the amount taken by the preparation."""
         amount, _ = self._before.get(counter, (0.0, 0.0))
         return max(0.0, used.of(counter) - amount)
 
     def note(self, need: Need, period: float) -> None:
-        """Notes what was taken of one limit, and in which period."""
+        """Records the amount taken from one limit, and its period."""
         self._taken.append((need, period))
         need.counter.hold(need.amount, period)
 
     def settle(self, used: RequestDemand, operation: str = "") -> None:
-        """Ends the reservation: the request used so much, and nothing is in flight any more.
+        """Ends the reservation with the actual usage. Nothing is in flight any more.
 
         Args:
-            operation: GROUP/NAME of a request that another process may make again, if this one
-              dies. Its budgets count it once. Empty: there is no such process.
+            operation: GROUP/NAME of a request that another process may repeat if this one dies. Its
+                budgets count it once. Empty: it is never repeated.
         """
         budgets = list[tuple[Counter, Ask]]()
         for (counter, amount), period in self._taken:
@@ -599,24 +595,26 @@ class Reservation:
         ]
 
     def hand_over(self) -> None:
-        """Leaves the takings to whichever instance settles the hold. Only items in flight stay.
+        """Leaves the amounts to whichever instance settles the hold. Only items in flight stay.
 
-        Amounts handed over may still come back until the end, so they are not spent.
+        Amounts handed over may be returned until the end, so they are not spent.
         """
         self._handed_over += [taken for taken in self._taken if taken[0].counter.unit != "items"]
         self._taken = [taken for taken in self._taken if taken[0].counter.unit == "items"]
 
     def cancel(self) -> None:
-        """Ends the reservation of a request that was not accepted: nothing counts."""
+        """Ends the reservation of a request that was not accepted, without counting anything."""
         for (counter, amount), period in self._taken:
             self._limiter.give_back_to(counter, amount, period)
         self._end()
 
     def leave(self, *, is_charged: bool) -> None:
-        """Ends it without knowing what was used: it counts as reserved. Nothing is in flight here.
+        """Ends it without knowing the actual usage, so it counts as reserved.
+
+        Nothing is in flight here.
 
         Args:
-            is_charged: True if the budget pays for it. It does not if the caller hung up.
+            is_charged: True if the budget pays for it. False if the caller hung up.
         """
         for (counter, amount), period in self._taken:
             if counter.unit == "items" or (counter.unit == "usd" and not is_charged):
@@ -640,8 +638,7 @@ async def open_limiter(
     Args:
         redis_url: the Redis in which all instances count.
         publisher: sends warnings. It must stay open longer.
-        instance: the id of this process.
-        instances: the number of instances to assume until Redis has reported it. 0: only this one.
+        instances: number of instances to assume until Redis reports it. 0: only this one.
     """
     store = LimitStore(redis_url, instance)
     warnings = BudgetWarnings(store, publisher)

@@ -14,16 +14,16 @@ from api.limits.counters import Counter, MonthCounter
 from shared.money import plain
 
 MIN_RETRY_S, MAX_RETRY_S = 0.25, 60.0
-"""Bounds of `Retry-After`, as for an instance that is full (api/dispatch/admission.py)."""
+"""Bounds of `Retry-After`, the same as for a full instance (api/dispatch/admission.py)."""
 RESERVED_RETRY_S = 1.0
-"""Retry-After for a budget whose rest is reserved: most requests end sooner."""
+"""Retry-After for a budget whose rest is reserved. Most requests finish sooner."""
 BUDGET_UNIT = "usd"
 LIMITS_PREFIX = "x-ratelimit-"
 SHOWN_UNITS = ("requests", "tokens", "pixel_steps", "work")
 
 
 class Need(NamedTuple):
-    """The need of a request for one limit."""
+    """The amount that a request needs from one limit."""
 
     counter: Counter
     amount: float
@@ -32,8 +32,8 @@ class Need(NamedTuple):
 def headers_of(counters: Iterable[Counter], now_s: float) -> dict[str, str]:
     """Returns the `x-ratelimit-{limit,remaining,reset}-<unit>` headers.
 
-    If several limits share a unit (of the tenant, of the key, of the model), the headers show the
-    one with the least remaining.
+    If several limits share a unit (of the tenant, the key and the model), the headers show the one
+    with the least remaining.
     """
     tightest: dict[str, Counter] = {}
     for counter in counters:
@@ -51,7 +51,7 @@ def headers_of(counters: Iterable[Counter], now_s: float) -> dict[str, str]:
 
 
 def duration(seconds: float) -> str:
-    """Returns a duration as OpenAI writes it: `6m0s`, `1s`, `17ms`. Rounded up."""
+    """Returns a duration in OpenAI's format: `6m0s`, `1s`, `17ms`. Rounded up."""
     if seconds < 1:
         milliseconds = math.ceil(seconds * 1000)
         return "1s" if milliseconds == 1000 else f"{milliseconds}ms" if milliseconds else "0s"
@@ -63,7 +63,10 @@ def duration(seconds: float) -> str:
 
 
 def refusal(refused: Sequence[Need], now_s: float) -> RateLimited:
-    """Returns the error for the limit that refused a request, the one with the longest wait."""
+    """Returns the error for the limit that rejected a request.
+
+    With several, the one with the longest wait.
+    """
     larger = [need for need in refused if _is_larger_than_budget(*need)]
     counter, amount = max(larger or refused, key=lambda need: need.counter.retry_after_s(now_s))
     if counter.unit == BUDGET_UNIT:
@@ -116,7 +119,8 @@ def _over_budget(counter: Counter, amount: float, now_s: float) -> BudgetExceede
         f"Budget in {counter.subject}: limit {plain(counter.limit)}, used {plain(counter.used)}, "
         f"requested {plain(amount)}. It resets at the start of the next month (UTC).",
         unit=counter.unit,
-        # 0: it is more than the whole budget, so Redis was not asked when the next month begins.
+        # 0: the request exceeds the whole budget, so Redis was not asked when the next month
+        # begins.
         retry_after_s=counter.retry_after_s(now_s) or MAX_RETRY_S,
         is_final=True,
     )

@@ -1,9 +1,9 @@
-"""Counts the work that is done for a request before its inputs are known.
+"""Counts work done for a request before its inputs are known.
 
-Fetching, decoding and cutting come before a request can be weighed, and may end it. So a request
-takes its place in the limits of a minute before that work begins. If the request goes on, what it
-took is a part of what it reserves (api/limits/limited_request.py). If the work ends it, what it
-took stays counted: nothing has to be told later, so the death of an instance changes nothing.
+Fetching, decoding and cutting come before a request can be weighed, and may fail. So a request
+takes amounts from the per-minute limits before that work starts. If the request continues, those
+amounts become part of its reservation (api/limits/limited_request.py). If the work fails, they stay
+counted: nothing needs to be reported later, so the death of an instance has no effect.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ from shared.tenants.plan import Caller
 
 
 class Preparation:
-    """The preparation of one request. Callers without limits count nothing.
+    """The preparation of one request. For callers without limits, it counts nothing.
 
     Args:
-        caller: the sender of the request.
         model: the model that the request is for.
-        headers: the headers of the answer. Those about limits are added.
-        received_at_s: when the request arrived, Unix seconds.
+        headers: response headers, to which it adds the headers about limits.
+        received_at_s: Unix time at which the request arrived.
     """
 
     def __init__(
@@ -45,18 +44,18 @@ class Preparation:
         )
         self._lock = asyncio.Lock()
         self.taken: Reservation | None = None
-        """None: no work has begun that counts."""
+        """None: no countable work has started."""
 
     async def begin(self, work: float | None = None) -> None:
-        """Takes a request and its least work, unless this was called before.
+        """Takes one request and its minimum work, unless already called.
 
         Call it before each piece of work.
 
         Args:
-            work: in the unit of the model. None: as the smallest item of the model.
+            work: work in the unit of the model. None: the model's smallest item.
 
         Raises:
-            RateLimited: a limit of a minute is reached.
+            RateLimited: a per-minute limit is reached.
         """
         if self._account is None:
             return

@@ -1,13 +1,13 @@
 """Counts again what is spent of budgets, after Redis lost its counts: `penstock budgets restore`.
 
-The counter of a budget is the sum of its rows (docs/reference/limits.md). So rows in BigQuery say
-what a counter must be, of this month and of the one before. Only budgets that a plan or a key has
-now are restored.
+A budget's counter is the sum of its rows (docs/reference/limits.md). So the rows in BigQuery
+determine the correct counters for this month and the previous one. Only budgets that a plan or a
+key currently has are restored.
 
-It may run while requests come in, and more than once at the same time. It reads a counter, then the
-rows of requests that were answered before, and adds what these are above the counter. What requests
-in flight have reserved at that moment counts as if their rows were there. So no counter gets above
-its rows, and a budget that is in use may lack something. Run again, it adds what is missing.
+It may run while requests arrive, and several times concurrently. It reads a counter, then the rows
+of requests answered before that, and adds the amount by which the rows exceed the counter. Amounts
+reserved by requests in flight at that moment count as if their rows existed. So no counter exceeds
+its rows, but a budget in use may still be short. Running it again adds the missing amount.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class Restored(NamedTuple):
     """`t:TENANT:usd`, or `k:TENANT:KEY_ID:usd`."""
     month: int
     counted_usd: float
-    """In Redis, without what requests in flight have reserved."""
+    """Amount in Redis, without reservations of requests in flight."""
     rows_usd: float
-    """Of requests that were answered before the counter was read."""
+    """Amount in rows of requests answered before the counter was read."""
     is_busy: bool
     """True if requests in flight have reserved some of it."""
     is_changed: bool
-    """True if it was brought to what rows say, or would have been."""
+    """True if it was adjusted to its rows, or would have been."""
 
 
 async def restore(
@@ -56,18 +56,18 @@ async def restore(
     writes: bool = True,
     now_s: float | None = None,
 ) -> list[Restored]:
-    """Adds to the counters of budgets what rows say and Redis does not.
+    """Adds amounts to budget counters that are in rows but missing in Redis.
 
     Args:
-        lowers: a counter above its rows is lowered as well. Only if no request is in flight, and
-            all rows have arrived.
-        writes: False only compares.
+        lowers: True to also lower a counter that exceeds its rows. Only use it while no request is
+            in flight and all rows have arrived.
+        writes: False to only compare.
         now_s: Unix time. None: now.
 
-    Returns the counters that differ.
+    The counters that differ.
 
     Raises:
-        Unavailable: Redis or BigQuery did not answer. What was changed before stays changed.
+        Unavailable: Redis or BigQuery did not answer. Earlier changes remain.
     """
     month = int(month_of(time.time() if now_s is None else now_s))
     places = [(budget_name(one), of) for one in holders for of in (month, month - 1)]

@@ -1,4 +1,4 @@
-"""Reads from the rows in BigQuery what was spent of budgets."""
+"""Reads spending on budgets from the rows in BigQuery."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from shared.tenants.directory import BudgetHolder
 from shared.usage.bigquery import open_client, run_query
 
 QUERY_LIMIT_S = 20.0
-"""A process that ends waits for its query."""
+"""On exit, a process waits for its query to finish."""
 
 
 class SpentQuestion(NamedTuple):
-    """Asks for the charges of all requests that were answered before a time."""
+    """Asks for the charges of all requests answered before a given time."""
 
     holder: BudgetHolder
     before_s: float
@@ -24,17 +24,16 @@ class SpentQuestion(NamedTuple):
 
 
 class SpentReader(Protocol):
-    """Adds up rows. Calls block, so they run on threads."""
+    """Adds up rows. Calls block, so they run in threads."""
 
     def read(self, month: int, questions: Sequence[SpentQuestion]) -> list[tuple[float, float]]:
-        """Returns US dollars per question: of a month, and of the month before.
+        """Returns US dollars per question, for the month and the previous month.
 
         Args:
-            month: months since January of the year 0, as `month_of` counts.
-            questions: the budgets, each once.
+            month: months since January of year 0, as counted by `month_of`.
 
         Raises:
-            Unavailable: the rows can't be read now.
+            Unavailable: the rows can't be read right now.
         """
         ...
 
@@ -43,10 +42,10 @@ class SpentRows:
     """Reads the usage table.
 
     Args:
-        project: the project of the dataset, which pays for the queries.
+        project: project of the dataset, which pays for the queries.
         endpoint: URL of an embedded BigQuery. Empty for Google's.
-        most_bytes: a query that would read more is refused.
-        limit_s: how long a query may take.
+        most_bytes: a query that would read more bytes is rejected.
+        limit_s: maximum seconds per query.
     """
 
     def __init__(
@@ -65,10 +64,10 @@ class SpentRows:
         self._client: Any = None
 
     def read(self, month: int, questions: Sequence[SpentQuestion]) -> list[tuple[float, float]]:
-        """As `SpentReader.read`.
+        """See `SpentReader.read`.
 
         Raises:
-            Unavailable: BigQuery is unreachable, or refused the query.
+            Unavailable: BigQuery is unreachable or rejected the query.
         """
         from google.api_core.exceptions import GoogleAPIError
         from google.auth.exceptions import GoogleAuthError

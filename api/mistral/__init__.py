@@ -1,1 +1,1 @@
-"""Endpoints in the shape of Mistral's API."""
+"""Mistral's API: document OCR."""

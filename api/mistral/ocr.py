@@ -1,11 +1,11 @@
-"""POST /v1/ocr in the shape of Mistral's OCR API: a document, read page by page.
+"""POST /v1/ocr as in Mistral's OCR API: reads a document page by page.
 
-A custom model reads it, whose entry says so (`api: ocr`). What it takes and gives is in
-shared/tasks/custom.py. It yields pages, so as a prediction a document is also a stream. Its unit of
-work is a page. https://docs.mistral.ai/api/endpoint/ocr
+A custom model with `api: ocr` in its entry reads the document. Its inputs and outputs are described
+in shared/tasks/custom.py. It yields pages, so as a prediction, a document is also a stream. Its
+unit of work is a page. https://docs.mistral.ai/api/endpoint/ocr
 
-A flow may read it too, with an item for each page: its output has what was read of each as a
-document of its own, and the numbers of the pages.
+A flow may also read it, with one item per page. Its output has a separate document per page, and
+the page numbers.
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ from shared.tasks.custom import CustomInput, CustomResult, FilePlace
 
 DOCUMENT, SIZE_METRIC = "document", "doc_size_bytes"
 MAX_IMAGES_BYTES = 48 * 1024 * 1024
-"""Of all images of an answer. In base64 they are a third more."""
+"""Maximum total size of the images in an answer. Base64 adds a third."""
 _REPLY_BYTES, _REPLY_WITH_IMAGES_BYTES = 256 * 1024, 4 * 1024 * 1024
 _ID_REFERENCE = re.compile(r"(!?)\[([^\]\s]{1,100})\]\(\2\)")
-"""A reference in markdown to an image or a table, by its id."""
+"""A reference in markdown to an image or a table by its ID."""
 _LINE_URLS = ("data:", "https://", "http://", "/v1/files/")
 _PAGE_OF_ONE = re.compile(r"^page 0: ")
-"""In front of what is wrong with a document of one page."""
+"""Prefix of errors about a one-page document."""
 _encode = msgspec.json.Encoder().encode
 
 _CLASS_FIELDS = (
@@ -82,7 +82,7 @@ _CLASS_FIELDS = (
 
 
 def ocr_error(error: Exception) -> tuple[PenstockError, int, bytes]:
-    """Returns an error, its status and its body. What is wrong with a request is 422."""
+    """Returns an error with its status and body. Invalid requests get a 422."""
     match error:
         case PenstockError():
             known = error
@@ -102,23 +102,23 @@ def ocr_error(error: Exception) -> tuple[PenstockError, int, bytes]:
 
 
 class OcrRoute(FastRoute):
-    """A route whose errors have Mistral's shape."""
+    """A route whose errors have Mistral's format."""
 
     async def answer_error(self, request: Request, error: Exception) -> Response:
-        """Returns an error in that shape."""
+        """Returns an error in that format."""
         set_error_code(request, error)
         known, status, body = ocr_error(error)
         return Response(body, status, headers_for(known), "application/json")
 
 
 def _checked(body: OcrBody, model: Model) -> tuple[CustomInput, list[FileInput]]:
-    """Returns the input of a class, and its document.
+    """Returns the input of a custom class, and its document.
 
-    What a caller turns off is left out, so that equal wishes are equal inputs.
+    Disabled options are left out, so that equivalent requests have equal inputs.
 
     Raises:
-        pydantic.ValidationError: the class does not take a value.
-        BadInput: the class does not take a field.
+        pydantic.ValidationError: the class does not accept a value.
+        BadInput: the class does not accept a field.
     """
     values = {name: getattr(body, name) or None for name in _CLASS_FIELDS}
     if body.image_limit == 0:
@@ -132,10 +132,12 @@ def _checked(body: OcrBody, model: Model) -> tuple[CustomInput, list[FileInput]]
 async def _with_document(
     checked: tuple[CustomInput, list[FileInput]], owner: ImageCaller, images: SourceImages
 ) -> CustomInput:
-    """Returns the input with its document. What a file is called changes nothing.
+    """Returns the input with its document.
+
+    The file name is dropped because it does not affect the result.
 
     Raises:
-        BadInput: it can't be had.
+        BadInput: the document can't be loaded.
         Overloaded: too many files are being fetched.
         Unavailable: the object store is unreachable.
     """
@@ -151,13 +153,13 @@ async def _with_document(
 async def _reply(
     result: Result | None, model: Model, objects: ObjectStore, body: OcrBody
 ) -> OcrReply:
-    """Returns the answer.
+    """Returns the answer in Mistral's format.
 
     Args:
-        result: of the class or the flow.
+        result: result of the class or the flow.
 
     Raises:
-        ModelFailed: what the class gave are no pages, or their images are too large.
+        ModelFailed: the class did not return pages, or their images are too large.
         Unavailable: the object store is unreachable.
     """
     if not isinstance(result, CustomResult):
@@ -168,8 +170,8 @@ async def _reply(
         size += len(data)
         if size > MAX_IMAGES_BYTES:
             raise BadInput(
-                "include_image_base64: the images have more than the "
-                f"{MAX_IMAGES_BYTES} bytes of an answer; ask for fewer pages",
+                f"include_image_base64: the images have more than the {MAX_IMAGES_BYTES} bytes of "
+                "an answer; ask for fewer pages",
                 field="include_image_base64",
             )
         images.append(Blob(blob.media_type, data=data))
@@ -190,17 +192,17 @@ async def _reply(
 
 
 def _count_pages(result: CustomResult, model: Model) -> int:
-    """Returns the pages that were read."""
+    """Returns the number of pages read."""
     if model.flow is None:
         return result.work
     return len(result.output["pages"] if isinstance(result.output, dict) else result.output)
 
 
 def _joined(apart: PagesApart) -> list[OcrPage]:
-    """Returns the pages of documents of one page, with their numbers.
+    """Returns the pages of one-page documents with their numbers.
 
     Raises:
-        ModelFailed: there are more or fewer.
+        ModelFailed: there are too many or too few pages.
     """
     if [len(pages) for pages in apart.pages] != [1] * len(apart.numbers):
         raise ModelFailed("the flow did not give each page once")
@@ -211,9 +213,10 @@ def _joined(apart: PagesApart) -> list[OcrPage]:
 
 
 def _number(pages: Sequence[OcrPage], max_images: int | None) -> None:
-    """Numbers images and tables from page to page. A class numbers those of each page from 0.
+    """Numbers images and tables across pages. A class numbers them from 0 on each page.
 
-    Images beyond `max_images` are left out: a flow counts those of each page for itself.
+    Images beyond `max_images` are left out, because a flow applies the limit to each page
+    separately.
     """
     images, tables, left = count(), count(), sys.maxsize if max_images is None else max_images
     for page in pages:
@@ -227,7 +230,10 @@ def _number(pages: Sequence[OcrPage], max_images: int | None) -> None:
 
 
 def _rename(page: OcrPage, names: Mapping[str, str]) -> None:
-    """Gives images and tables other ids, also where the page refers to them. Empty: it has none."""
+    """Replaces the IDs of images and tables, including references to them on the page.
+
+    Does nothing if `names` is empty.
+    """
     shifts: list[tuple[int, int]] = []
 
     def renamed(match: re.Match[str]) -> str:
@@ -255,12 +261,12 @@ def _rename(page: OcrPage, names: Mapping[str, str]) -> None:
 
 
 class OcrEndpoint(Endpoint):
-    """Lines whose body is that of POST /v1/ocr."""
+    """Lines with the body of POST /v1/ocr."""
 
     path = "/v1/ocr"
 
     def read(self, data: bytes, catalog: Catalog, default_seed: int) -> LineRequest:
-        """Returns one item. Its document is loaded when it runs."""
+        """Returns one item. Its document is loaded when the line runs."""
         body = OcrBody.model_validate_json(data, strict=True)
         model = catalog.serving("ocr", body.model)
         custom_input, [(_, url)] = _checked(body, model)
@@ -276,11 +282,11 @@ class OcrEndpoint(Endpoint):
         return [await _with_document(checked, owner, caller.source_images)]
 
     def words(self, request: LineRequest) -> AbstractContextManager[None]:
-        """Has errors name the fields of the body."""
+        """Makes errors name the fields of the body."""
         return _names_for(request.model).used()
 
     def failure(self, request: LineRequest, snapshot: PredictionSnapshot) -> PenstockError:
-        """Returns why a flow failed, with the number of the page that is wrong."""
+        """Returns why a flow failed, with the number of the affected page."""
         return _failure_of(snapshot, request.model, cast(OcrBody, request.body))
 
     def usage(
@@ -311,10 +317,10 @@ router = APIRouter(route_class=OcrRoute)
     responses=inference_responses(OcrReply, error=OcrErrorReply),
 )
 async def create_ocr(request: Request) -> Response:
-    """Answers when all pages are read.
+    """Answers once all pages are read.
 
-    As a prediction of the same model, `GET /v1/predictions/{id}/stream` has each page as soon as it
-    is read. If a flow reads the document, `location` names its prediction.
+    As a prediction of the same model, `GET /v1/predictions/{id}/stream` sends each page as soon as
+    it is read. If a flow reads the document, `location` has the URL of its prediction.
     """
     call = open_request(request)
     body = await call.read_json(OcrBody)
@@ -333,11 +339,7 @@ async def create_ocr(request: Request) -> Response:
 
 
 async def _run(call: ApiRequest, model: Model, one: CustomInput, body: OcrBody) -> Result | None:
-    """Returns the output of a flow. What is wrong with a page is wrong with the document.
-
-    Raises:
-        PenstockError: it failed.
-    """
+    """Returns the output of a flow. Errors about a page become errors about the document."""
     fields = body.model_dump(mode="json", exclude_unset=True, exclude={DOCUMENT})
     shown = fields | {DOCUMENT: {"type": body.document.type}}
     read = Inputs([one], shown, is_list=False, is_repeatable=model.deterministic)
@@ -355,11 +357,11 @@ def _names_for(model: Model) -> FieldNames:
 
 
 def _failure_of(snapshot: PredictionSnapshot, model: Model, body: OcrBody) -> PenstockError:
-    """Returns why a flow failed. What is wrong with a page is wrong with the document."""
+    """Returns why a flow failed. Errors about a page become errors about the document."""
     assert model.flow is not None, "only flows have steps; this is a bug"
     failure, reply = snapshot.failure, snapshot.record.reply
     if isinstance(failure, BadInput):
-        return failure  # a step says so of an input of the flow
+        return failure  # the step's error is about an input of the flow
     for outcome in reply.outcomes if reply is not None else ():
         error, step = outcome.error, model.flow.steps[step_of(outcome.index)]
         if error is None or step.has_default:
@@ -375,7 +377,7 @@ def _failure_of(snapshot: PredictionSnapshot, model: Model, body: OcrBody) -> Pe
 
 
 def _is_page(step: FlowStep, field: str | None, position: int, plan: FlowPlan) -> bool:
-    """Returns whether an input of an item is a page that a first step has made of the document."""
+    """Returns whether an item's input is a page that a first step created from the document."""
     if step.for_each is None:
         return False
     first = {one.id for one in plan.steps if not one.depends_on}

@@ -1,4 +1,4 @@
-"""The bodies of POST /v1/ocr, and of its answers and errors, in the shape of Mistral's OCR API."""
+"""Request, response and error bodies of POST /v1/ocr, as in Mistral's OCR API."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _BlockKind = Literal[
 
 
 class DocumentUrl(Body):
-    """A document by its URL."""
+    """A document named by its URL."""
 
     type: Literal["document_url"] = "document_url"
     document_url: str = Field(
@@ -56,7 +56,7 @@ class ImageAddress(Body):
 
 
 class ImageUrl(Body):
-    """An image by its URL."""
+    """An image named by its URL."""
 
     type: Literal["image_url"] = "image_url"
     image_url: Annotated[
@@ -66,14 +66,14 @@ class ImageUrl(Body):
 
 
 class UploadedDocument(Body):
-    """A file of this API."""
+    """A file uploaded to this API."""
 
     type: Literal["file"] = "file"
     file_id: ItemId
 
 
 def _kind_of(value: Any) -> str | None:
-    """Returns the kind of a document. Its type may be left out."""
+    """Returns the kind of a document. Its type may be omitted."""
     if not isinstance(value, dict):
         return None
     kinds = ("document_url", "image_url", "file")
@@ -89,7 +89,7 @@ _Document = Annotated[
     Discriminator(
         _kind_of,
         custom_error_type="document_type",
-        custom_error_message="type must be document_url, image_url or file, with that field",
+        custom_error_message=("type must be document_url, image_url or file, with that field"),
     ),
 ]
 
@@ -106,7 +106,7 @@ _NoAnnotation = Annotated[None, BeforeValidator(_refuse_annotation)]
 
 
 class OcrBody(Body):
-    """A document that is read."""
+    """A document to read."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -166,13 +166,16 @@ class OcrBody(Body):
 
     @property
     def wanted_pages(self) -> str | None:
-        """The pages as a class takes them: equal ones are written alike. None: all."""
+        """The pages in the format of custom classes, with a single spelling per set of pages.
+
+        None: all pages.
+        """
         if not self.pages:
             return None
         return _ranges_of(self.pages)
 
     def number_of(self, position: int) -> int:
-        """The number of a page by its position among those that are asked for."""
+        """Returns the number of a page by its position among the requested pages."""
         for part in (self.wanted_pages or "").split(",") if self.pages else ():
             first, _, last = part.partition("-")
             count = int(last or first) - int(first) + 1
@@ -183,7 +186,7 @@ class OcrBody(Body):
 
     @property
     def url(self) -> str:
-        """Where the document is. Files of this API are below `/v1/files/`."""
+        """The URL of the document. Files of this API are below `/v1/files/`."""
         match self.document:
             case DocumentUrl():
                 return self.document.document_url
@@ -195,7 +198,7 @@ class OcrBody(Body):
 
 
 def _ranges_of(pages: Sequence[int] | str) -> str:
-    """Returns numbers and ranges in order, each page once: `0-3,5`."""
+    """Returns numbers and ranges in order, with each page once: `0-3,5`."""
     spans = [(page, page) for page in pages if isinstance(page, int)]
     if isinstance(pages, str):
         parts = [part.partition("-") for part in pages.replace(" ", "").split(",")]
@@ -210,7 +213,7 @@ def _ranges_of(pages: Sequence[int] | str) -> str:
 
 
 class OcrDimensions(msgspec.Struct):
-    """The size of a page as it was looked at. Coordinates are its pixels."""
+    """The size of a page as it was processed. Coordinates are in its pixels."""
 
     dpi: int
     height: int
@@ -225,7 +228,7 @@ class _Place(msgspec.Struct, kw_only=True):
 
 
 class OcrImage(_Place, kw_only=True):
-    """An image on a page. In the markdown is a reference to its id."""
+    """An image on a page. The markdown has a reference to its ID."""
 
     id: str
     image_base64: str | None = None
@@ -233,7 +236,7 @@ class OcrImage(_Place, kw_only=True):
 
 
 class OcrWordScore(msgspec.Struct):
-    """How sure a word is, from 0 to 1, and where it begins in the markdown."""
+    """Confidence of a word, from 0 to 1, and its start position in the markdown."""
 
     text: str
     confidence: float
@@ -241,7 +244,7 @@ class OcrWordScore(msgspec.Struct):
 
 
 class OcrPageScores(msgspec.Struct, omit_defaults=True):
-    """How sure a page is, by its words."""
+    """Confidence of a page, based on its words."""
 
     average_page_confidence_score: float
     minimum_page_confidence_score: float
@@ -249,7 +252,7 @@ class OcrPageScores(msgspec.Struct, omit_defaults=True):
 
 
 class OcrBlockScores(msgspec.Struct):
-    """How sure a block is, by its words. Null: it has none."""
+    """Confidence of a block, based on its words. Null if it has no words."""
 
     average_content_confidence_score: float | None = None
     minimum_content_confidence_score: float | None = None
@@ -257,7 +260,7 @@ class OcrBlockScores(msgspec.Struct):
 
 
 class OcrTable(msgspec.Struct):
-    """A table beside the markdown, where a reference to its id is."""
+    """A table outside the markdown, which has a reference to its ID."""
 
     id: str
     content: str
@@ -265,7 +268,7 @@ class OcrTable(msgspec.Struct):
 
 
 class OcrBlock(_Place, kw_only=True, omit_defaults=True):
-    """A part of a page, with its place."""
+    """A block of a page, with its position."""
 
     type: _BlockKind
     content: str
@@ -290,24 +293,24 @@ class OcrPage(msgspec.Struct, omit_defaults=True):
 
 
 class PagesApart(msgspec.Struct):
-    """The output of a flow that reads each page as a document of its own."""
+    """The output of a flow that reads each page as a separate document."""
 
     pages: list[list[OcrPage]]
-    """Of each of these documents."""
+    """Pages of each of these documents."""
     numbers: list[int]
-    """Of the pages in the document that was sent."""
+    """Page numbers in the original document."""
     doc_size_bytes: int | None = None
 
 
 class OcrUsage(msgspec.Struct):
-    """What a document counts as: the pages that were read."""
+    """Number of pages read."""
 
     pages_processed: int
     doc_size_bytes: int | None
 
 
 class OcrReply(msgspec.Struct):
-    """A document that was read."""
+    """The result of reading a document."""
 
     pages: list[OcrPage]
     model: str
@@ -316,7 +319,7 @@ class OcrReply(msgspec.Struct):
 
 
 class OcrFieldError(msgspec.Struct):
-    """A field that is wrong."""
+    """An invalid field."""
 
     loc: list[str]
     msg: str
@@ -324,7 +327,10 @@ class OcrFieldError(msgspec.Struct):
 
 
 class OcrErrorReply(msgspec.Struct, omit_defaults=True):
-    """The body of every error. A wrong field is in `detail` too, as Mistral's client reads it."""
+    """The body of every error.
+
+    Invalid fields also appear in `detail`, as Mistral's client expects.
+    """
 
     message: str
     type: str

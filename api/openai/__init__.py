@@ -1,1 +1,1 @@
-"""OpenAI's API: one module per subject, with its bodies, replies and routes."""
+"""OpenAI's API: one module per topic, with its bodies, replies and routes."""

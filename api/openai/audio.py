@@ -1,11 +1,12 @@
-"""POST /v1/audio/transcriptions and /v1/audio/translations in OpenAI's shape, alone and in batches.
+"""POST /v1/audio/transcriptions and /v1/audio/translations, directly and in batches.
 
-Custom models compute them, whose entries say so (`api`). What they take and give is in
-shared/tasks/custom.py. A transcriber streams segments, so its answer may be streamed too: it is a
-prediction then, as of a chat. Its unit of work is a second of sound, which is what `usage` counts.
+Custom models with the matching `api` in their entries compute them. Their inputs and outputs are
+described in shared/tasks/custom.py. A transcriber streams segments, so its answer may be streamed
+too: it is then a prediction, like a chat. Its unit of work is a second of audio, which is also the
+unit of `usage`.
 
-A line of a batch names its recording by `url`, as in Groq's API (https://console.groq.com/docs/batch),
-or has the id of an upload as `file`: OpenAI's batches take no audio.
+A batch line names its recording by `url`, as in Groq's API (https://console.groq.com/docs/batch),
+or by the ID of an upload as `file`. OpenAI's batches do not support audio.
 """
 
 from __future__ import annotations
@@ -102,21 +103,23 @@ F = TypeVar("F", bound=TranslationForm)
 _FORM_LIMITS = {"max_files": 4, "max_fields": MAX_EDIT_FIELDS, "max_part_size": MAX_FIELD_BYTES}
 
 _NAMES = {"task": "model", "word_timestamps": "timestamp_granularities"}
-"""The fields of a form by the inputs of a class that have other names."""
+"""Form fields by the class inputs that have other names."""
 
 
 class _Recording(NamedTuple):
-    """An uploaded file. A class sees the end of its name only, so equal files are equal inputs."""
+    """An uploaded file.
+
+    A class sees only the file extension, so that equal files are equal inputs.
+    """
 
     data: bytes
     name: str
 
 
 async def _read_form(call: ApiRequest, kind: type[F]) -> tuple[F, _Recording | None]:
-    """Returns the validated fields of a form, and its file, unless it has a `url`.
+    """Returns the validated fields of a form and its file, if it has no `url`.
 
     Raises:
-        ValidationError: a field is wrong.
         BadInput: there is not exactly one file, or it is empty or too large.
     """
     call.check_charset()
@@ -144,7 +147,7 @@ async def _opened_form(request: Request) -> AsyncIterator[FormData]:
 
 
 def _fields_of(form: FormData) -> dict[str, Any]:
-    """The fields but the file, by their names without `[]`. An empty one is none."""
+    """Returns the fields except the file, by name without `[]`. Empty fields are left out."""
     fields: dict[str, Any] = {}
     for sent_as, value in form.multi_items():
         name = sent_as.removesuffix("[]")
@@ -186,11 +189,11 @@ def _name_of(filename: str) -> str:
 
 
 def _transcribed(form: TranslationForm, model: Model, mode: Task) -> CustomInput:
-    """Returns the input of a transcriber, without its file.
+    """Returns the input of a transcriber without its file.
 
     Raises:
-        pydantic.ValidationError: the class does not take a value.
-        BadInput: the class does not take a field.
+        pydantic.ValidationError: the class does not accept a value.
+        BadInput: the class does not accept a field.
     """
     values = {
         "prompt": form.prompt,
@@ -210,10 +213,10 @@ async def _add_recording(
     """Loads the recording of an input.
 
     Args:
-        url: of it, or the id of an upload.
+        url: URL of the recording, or the ID of an upload.
 
     Raises:
-        BadInput: there is no such file, or it must not be fetched.
+        BadInput: the file does not exist, or must not be fetched.
         Overloaded: too many files are being fetched.
         Unavailable: the object store is unreachable.
     """
@@ -226,12 +229,12 @@ async def _add_recording(
 
 
 def _names_for(model: Model, field: str) -> FieldNames:
-    """The names of a form's fields. `field`: the one that has the recording."""
+    """Returns the names of a form's fields. `field` has the recording."""
     return FieldNames(model, field, "seconds", _NAMES | {FILE: field})
 
 
 def _checked(values: Mapping[str, Any], model: Model) -> CustomInput:
-    """Returns the input of a class, without files. None is left out."""
+    """Returns the input of a class without files. None values are left out."""
     if values.get("task") is not None and "task" not in interface_of(model).properties:
         raise BadInput(f"model: {model.name} does not translate", field="model")
     return input_of_fields(values, model, _NAMES)[0]
@@ -245,10 +248,10 @@ def _elements(output: Any) -> list[TranscribedElement]:
 
 
 class _Transcript:
-    """What a transcriber gave.
+    """The output of a transcriber.
 
     Raises:
-        ModelFailed: it is no transcript.
+        ModelFailed: the output is not a transcript.
     """
 
     def __init__(self, outcomes: Sequence[ItemOutcome], model: Model) -> None:
@@ -258,7 +261,7 @@ class _Transcript:
             raise PenstockError(f"{model.name} returned a result that is not its own; a bug")
         self.elements = _elements(result.output)
         seconds = result.work
-        if model.flow is not None:  # which has no work of its own
+        if model.flow is not None:  # a flow does not have a unit of work
             seconds = max(1, math.ceil(self.elements[0].duration)) if self.elements else 1
         self.usage = DurationUsage(seconds)
         self.text = "".join(one.text for one in self.elements).lstrip()
@@ -269,7 +272,10 @@ class _Transcript:
 
 
 def _outcomes_of(reply: ReplyBody) -> list[ItemOutcome]:
-    """Returns the outcomes of a prediction. Of a flow, its output: its outcomes are its steps'."""
+    """Returns the outcomes of a prediction.
+
+    For a flow, its output, because its outcomes belong to its steps.
+    """
     if reply.output is None:
         return reply.outcomes
     return [msgspec.structs.replace(reply.outcomes[0], index=0, result=reply.output)]
@@ -281,11 +287,11 @@ def _subtitles(
     """Yields the segments with their times.
 
     Args:
-        mark: between seconds and milliseconds.
-        written: a text as the format writes it.
+        mark: separator between seconds and milliseconds.
+        written: converts text to the format.
     """
     for one in transcript.spoken:
-        # An empty line would end it.
+        # An empty line would end the segment.
         said = " ".join(one.text.split())
         yield f"{_time(one.start, mark)} --> {_time(one.end, mark)}\n{written(said)}\n"
 
@@ -297,13 +303,16 @@ def _time(at_s: float, mark: str) -> str:
 
 
 def _srt(transcript: _Transcript) -> str:
-    """SubRip, as players read it."""
+    """Returns the transcript as SubRip."""
     cues = _subtitles(transcript, ",")
     return "\n".join(f"{number}\n{cue}" for number, cue in enumerate(cues, 1))
 
 
 def _vtt(transcript: _Transcript) -> str:
-    """WebVTT (https://www.w3.org/TR/webvtt1/). A text has no tags, arrows or end of its own."""
+    """Returns the transcript as WebVTT (https://www.w3.org/TR/webvtt1/).
+
+    Text is escaped, so it can't contain tags or arrows.
+    """
     cues = _subtitles(transcript, ".", partial(html.escape, quote=False))
     return "\n".join(["WEBVTT\n", *cues])
 
@@ -354,10 +363,10 @@ def _event(body: msgspec.Struct) -> bytes:
 
 
 class TranscriptEvents(StreamShape):
-    """The events of a transcript: one for each segment, and one with the whole text.
+    """The events of a transcript: one per segment, and one with the whole text.
 
     Args:
-        names: of the fields, for errors.
+        names: field names, for errors.
     """
 
     def __init__(self, names: FieldNames) -> None:
@@ -371,7 +380,7 @@ class TranscriptEvents(StreamShape):
         logprobs: Sequence[TokenLogprob],
         at: tuple[int, int],
     ) -> bytes | None:
-        """Returns the events of the segments in `text`, which has a line of JSON for each."""
+        """Returns the events for the segments in `text`, which has one line of JSON per segment."""
         said = "".join(one.text for one in _elements([one.value for one in read_elements(text)]))
         said = said if before else said.lstrip()
         return _event(TranscriptDelta(said)) if said else None
@@ -382,25 +391,28 @@ class TranscriptEvents(StreamShape):
         return [_event(TranscriptDone(transcript.text, transcript.usage))]
 
     def failure(self, error: PenstockError) -> bytes:
-        """Returns an error that names the field which the caller sent."""
+        """Returns an error that names the field sent by the caller."""
         return failure_event(self._names.error(error))
 
 
 class _LinesOf(Endpoint):
-    """Lines whose bodies are the fields of a form, with the recording by its URL or its id."""
+    """Lines whose bodies have the fields of a form, and name the recording by URL or ID."""
 
     mode: ClassVar[Task]
     body_type: ClassVar[type[TranscriptionLine | TranslationLine]]
 
     def read(self, data: bytes, catalog: Catalog, default_seed: int) -> LineRequest:
-        """Returns one item. Its recording is loaded when it runs."""
+        """Returns one item. Its recording is loaded when the line runs."""
         body = self.body_type.model_validate_json(data, strict=True)
         model = catalog.serving("transcription", body.model)
         one = _transcribed(body, model, self.mode)
         return LineRequest(body, model, [one], model.deterministic, _LINE_REPLY_BYTES)
 
     async def inputs(self, request: LineRequest, caller: LineCaller) -> Sequence[CustomInput]:
-        """Loads the recording. Each try does, but an unchanged file is not loaded again."""
+        """Loads the recording.
+
+        Each attempt does this, but an unchanged file is not loaded again.
+        """
         body = cast(TranscriptionLine | TranslationLine, request.body)
         one = _transcribed(body, request.model, self.mode)
         owner = caller.file_owner(FILE)
@@ -408,7 +420,7 @@ class _LinesOf(Endpoint):
         return [one]
 
     def words(self, request: LineRequest) -> AbstractContextManager[None]:
-        """Has errors name the fields of the body."""
+        """Makes errors name the fields of the body."""
         body = cast(TranscriptionLine | TranslationLine, request.body)
         return _names_for(request.model, body.recording[0]).used()
 
@@ -418,14 +430,14 @@ class _LinesOf(Endpoint):
         outcomes: Sequence[ItemOutcome],
         answered: Sequence[ItemOutcome],
     ) -> LineUsage:
-        """Adds the seconds of sound."""
+        """Counts the seconds of audio."""
         seconds = _Transcript(answered, request.model).usage.seconds
         return super().usage(request, outcomes, answered)._replace(audio_seconds=seconds)
 
     async def reply(
         self, request: LineRequest, outcomes: Sequence[ItemOutcome], tools: ReplyTools
     ) -> bytes:
-        """Returns the transcript in its format. One that is not JSON is a string."""
+        """Returns the transcript in the requested format. Formats other than JSON are strings."""
         body = cast(TranscriptionLine | TranslationLine, request.body)
         answer = _answer(body, _Transcript(outcomes, request.model), self.mode)
         data = bytes(answer.body)
@@ -433,19 +445,19 @@ class _LinesOf(Endpoint):
 
 
 class TranscriptionsEndpoint(_LinesOf):
-    """Recordings that are written down."""
+    """Recordings to transcribe."""
 
     path, mode, body_type = TRANSCRIPTIONS, "transcribe", TranscriptionLine
 
 
 class TranslationsEndpoint(_LinesOf):
-    """Recordings whose English translations are written down."""
+    """Recordings to translate into English."""
 
     path, mode, body_type = TRANSLATIONS, "translate", TranslationLine
 
 
 class AudioRoute(StreamedRoute):
-    """A route whose form may ask for a stream."""
+    """A route whose form may request a stream."""
 
     async def asks_for_stream(self, request: Request) -> bool:
         _check_is_form(request)
@@ -473,10 +485,10 @@ def _transcription_responses(*, is_streamed: bool) -> Responses:
     responses=_transcription_responses(is_streamed=True),
 )
 async def create_transcription(request: Request) -> Response:
-    """Answers with the whole transcript, or with `stream` segment by segment.
+    """Answers with the whole transcript or, with `stream`, segment by segment.
 
-    With an `Idempotency-Key` the events of a stream have ids. The same request with the same key,
-    and an id as `Last-Event-ID`, goes on after it, on any instance.
+    With an `Idempotency-Key`, the events of a stream have IDs. Sending the same request with the
+    same key, and an ID as `Last-Event-ID`, continues after that event, on any instance.
     """
     call = open_request(request)
     form, recording = await _read_form(call, TranscriptionForm)
@@ -490,7 +502,6 @@ async def create_transcription(request: Request) -> Response:
     responses=_transcription_responses(is_streamed=False),
 )
 async def create_translation(request: Request) -> Response:
-    """Answers with the whole translation."""
     call = open_request(request)
     form, recording = await _read_form(call, TranslationForm)
     return await _transcribe(call, form, recording, "translate")
@@ -524,7 +535,7 @@ async def _transcribe(
 def _new(
     call: ApiRequest, form: TranslationForm, model: Model, one: CustomInput
 ) -> InferenceRequest:
-    """Returns the request for a prediction that a form asks for."""
+    """Returns the request for the prediction described by a form."""
     shown = {FILE: one.places[0].name} | form.model_dump(mode="json", exclude_unset=True)
     read = Inputs([one], shown, is_list=False, is_repeatable=model.deterministic)
     asked = [model.name, TRANSCRIPTIONS, repr(one.cache_form())]
@@ -544,7 +555,7 @@ async def _run(
 
 
 class _WindowEvents:
-    """The events of the windows of a flow. `seen`: the number of the last one that a reader has."""
+    """The window events of a flow. `seen`: number of the last event that a reader has."""
 
     def __init__(self, model: Model, seen: int, *, has_ids: bool) -> None:
         assert model.flow is not None, "only flows have steps; this is a bug"
@@ -554,7 +565,7 @@ class _WindowEvents:
         self.seen = seen
 
     def of(self, outcomes: Sequence[tuple[int, ItemOutcome]]) -> Iterator[bytes]:
-        """Yields an event for each window with text among outcomes of items."""
+        """Yields an event for each window with text."""
         for number, outcome in outcomes:
             self.seen, result = number, outcome.result
             if not self._hears[number // MAX_STEP_ITEMS] or not isinstance(result, CustomResult):
@@ -573,9 +584,9 @@ async def _run_events(
     model: Model,
     seen: int,
 ) -> AsyncGenerator[bytes]:
-    """Yields the events of a flow: one for each window in order, as soon as it is written down.
+    """Yields the events of a flow: one per window in order, as soon as it is transcribed.
 
-    A reader who can't come back and hangs up ends the run.
+    If the reader hangs up and can't resume, the run is canceled.
     """
     has_ids, predictions = wants_event_ids(call.http.headers), call.dependencies.predictions
     windows, until_s = _WindowEvents(model, seen, has_ids=has_ids), time.monotonic() + MAX_S
@@ -610,7 +621,7 @@ async def _run_events(
 async def _stream(
     call: ApiRequest, form: TranslationForm, names: FieldNames, one: CustomInput
 ) -> Response:
-    """Returns the events of a transcript, from the one behind `Last-Event-ID` on."""
+    """Returns the events of a transcript, starting after `Last-Event-ID`."""
     model, shape = names.model, TranscriptEvents(names)
     last_id = call.http.headers.get("last-event-id", "")
     if model.flow is not None and last_id and not _WINDOW_ID.fullmatch(last_id):

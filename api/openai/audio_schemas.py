@@ -1,4 +1,4 @@
-"""Requests and replies of /v1/audio, as OpenAI's API has them."""
+"""Requests and replies of /v1/audio, as in OpenAI's API."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from api.bodies import MAX_URL_CHARS, Body, Option, null_is
 from api.errors import WrongField
 
 MAX_FILE_BYTES = 25 * 1024 * 1024
-"""OpenAI's bound."""
+"""OpenAI's limit."""
 MAX_PROMPT_CHARS = 4096
 MAX_INPUT_CHARS = 4096
-"""OpenAI's bound for a text that is said."""
+"""OpenAI's limit for text to speak."""
 FILE = "file"
 LISTS = ("timestamp_granularities", "include")
-"""The fields of which a form may have several. OpenAI's clients send their names with `[]`."""
+"""Fields that a form may repeat. OpenAI's clients send their names with `[]`."""
 Task = Literal["transcribe", "translate"]
 
 
 class DurationUsage(msgspec.Struct):
-    """What a recording counts as: its seconds, begun ones too."""
+    """Length of a recording in seconds, rounded up."""
 
     seconds: int
     type: Literal["duration"] = "duration"
 
 
 class TranscriptionReply(msgspec.Struct):
-    """What is said in a recording."""
+    """The transcript of a recording."""
 
     text: str
     usage: DurationUsage
 
 
 class TranscribedWord(msgspec.Struct):
-    """A word, with its beginning and its end in seconds."""
+    """A word with its start and end in seconds."""
 
     word: str
     start: float
@@ -44,7 +44,7 @@ class TranscribedWord(msgspec.Struct):
 
 
 class TranscribedSegment(msgspec.Struct):
-    """A part of what is said, with its beginning and its end in seconds."""
+    """A segment of a transcript, with its start and end in seconds."""
 
     start: float
     end: float
@@ -59,7 +59,7 @@ class TranscribedSegment(msgspec.Struct):
 
 
 class VerboseTranscriptionReply(msgspec.Struct, omit_defaults=True):
-    """What is said, and when."""
+    """The transcript of a recording, with times."""
 
     task: Task
     language: str
@@ -71,7 +71,7 @@ class VerboseTranscriptionReply(msgspec.Struct, omit_defaults=True):
 
 
 class TranscriptDelta(msgspec.Struct):
-    """What was written since the last event of a stream."""
+    """Text added since the last event of a stream."""
 
     delta: str
     type: Literal["transcript.text.delta"] = "transcript.text.delta"
@@ -86,7 +86,7 @@ class TranscriptDone(msgspec.Struct):
 
 
 class TranscribedElement(TranscribedSegment):
-    """A segment as a class gives it. `language` and `duration` are of the whole recording."""
+    """A segment as returned by a class. `language` and `duration` refer to the whole recording."""
 
     words: list[TranscribedWord] = []
     language: str = ""
@@ -94,7 +94,7 @@ class TranscribedElement(TranscribedSegment):
 
 
 def _as_form(schema: dict[str, Any]) -> None:
-    """Puts the file into the schema of a form, and leaves out null: forms have none."""
+    """Adds the file to a form's schema, and removes null, which forms can't express."""
     known = schema["properties"]
     schema["properties"] = {
         FILE: {
@@ -114,7 +114,7 @@ def _as_form(schema: dict[str, Any]) -> None:
 
 
 class TranslationForm(Body):
-    """A recording whose English translation is written down, as a form."""
+    """A form with a recording to translate into English."""
 
     model_config = ConfigDict(json_schema_extra=_as_form)
 
@@ -138,7 +138,7 @@ class TranslationForm(Body):
 
 
 class TranscriptionForm(TranslationForm):
-    """A recording that is written down, as a form."""
+    """A form with a recording to transcribe."""
 
     language: str | None = Field(
         None, pattern="^[a-z]{2,3}$", description="Of the recording, in ISO 639-1: `en`, `fr`."
@@ -170,19 +170,19 @@ class TranscriptionForm(TranslationForm):
 
     @property
     def wants_words(self) -> bool:
-        """True if the times of words are in the answer."""
+        """True if the answer includes times of words."""
         return "word" in (self.timestamp_granularities or ())
 
 
 def _recording_of(file: str | None, url: str | None) -> tuple[str, str]:
-    """The field that names the recording of a line, and what it has."""
+    """Returns the field that names the recording of a line, and its value."""
     if (file is None) == (url is None):
         raise WrongField("url", f"give the recording by one of url and {FILE}, the id of an upload")
     return ("url", url) if url is not None else (FILE, file or "")
 
 
 class TranslationLine(TranslationForm):
-    """The body of a line of a batch. Its recording has an id or a URL."""
+    """The body of a batch line. It names its recording by ID or URL."""
 
     file: str | None = Field(None, min_length=1, max_length=MAX_URL_CHARS)
 
@@ -193,12 +193,12 @@ class TranslationLine(TranslationForm):
 
     @property
     def recording(self) -> tuple[str, str]:
-        """The field that names the recording, and what it has."""
+        """The field that names the recording, and its value."""
         return _recording_of(self.file, self.url)
 
 
 class TranscriptionLine(TranscriptionForm):
-    """The body of a line of a batch. Its recording has an id or a URL."""
+    """The body of a batch line. It names its recording by ID or URL."""
 
     file: str | None = Field(None, min_length=1, max_length=MAX_URL_CHARS)
 
@@ -211,12 +211,12 @@ class TranscriptionLine(TranscriptionForm):
 
     @property
     def recording(self) -> tuple[str, str]:
-        """The field that names the recording, and what it has."""
+        """The field that names the recording, and its value."""
         return _recording_of(self.file, self.url)
 
 
 class SpeechBody(Body):
-    """A text that is said."""
+    """Text to speak."""
 
     model_config = ConfigDict(
         json_schema_extra={"example": {"input": "The gate of the dam is open.", "voice": "heart"}}
@@ -227,7 +227,9 @@ class SpeechBody(Body):
         None, description="Default: the first model of the catalog with `api: speech`."
     )
     voice: str | None = Field(
-        None, max_length=128, description="One of the model's. Default: its usual one."
+        None,
+        max_length=128,
+        description="One of the model's. Default: its usual one.",
     )
     instructions: str | None = Field(
         None, max_length=MAX_INPUT_CHARS, description="How it is said, if the model takes that."

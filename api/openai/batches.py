@@ -1,4 +1,4 @@
-"""/v1/batches in OpenAI's shape: bodies, replies and routes.
+"""/v1/batches as in OpenAI's API: bodies, replies and routes.
 
 Batches run in a separate process (api/batch_runner).
 Source: https://platform.openai.com/docs/api-reference/batch
@@ -26,7 +26,7 @@ from shared.webhooks import WebhookUrlForbidden, parse_webhook_url
 
 
 class OutputExpiresAfter(Body):
-    """The retention of the output file and the error file."""
+    """Retention of the output file and the error file."""
 
     anchor: Literal["created_at"]
     seconds: int = Field(ge=3600, le=30 * 24 * 3600)
@@ -68,7 +68,7 @@ class BatchBody(Body):
 
 
 class BatchRequestCounts(msgspec.Struct):
-    """Counts of the lines that have ended. Lines that were not run count as failed."""
+    """Counts of finished lines. Lines that were not run count as failed."""
 
     total: int
     completed: int
@@ -76,7 +76,7 @@ class BatchRequestCounts(msgspec.Struct):
 
 
 class BatchErrorItem(msgspec.Struct):
-    """Why a file was refused."""
+    """Why a file was rejected."""
 
     code: str
     message: str
@@ -85,14 +85,14 @@ class BatchErrorItem(msgspec.Struct):
 
 
 class BatchErrors(msgspec.Struct):
-    """The reported errors, 100 at most."""
+    """Reported errors, at most 100."""
 
     data: list[BatchErrorItem]
     object: Literal["list"] = "list"
 
 
 class InputTokensDetails(msgspec.Struct):
-    """The part of the input tokens that was not computed again."""
+    """Input tokens that were not computed again."""
 
     cached_tokens: int = 0
 
@@ -104,7 +104,7 @@ class OutputTokensDetails(msgspec.Struct):
 
 
 class BatchUsage(msgspec.Struct, kw_only=True):
-    """Usage of the completed lines: the sum of what their answers report."""
+    """Total usage reported in the answers of completed lines."""
 
     input_tokens: int
     output_tokens: int
@@ -112,9 +112,9 @@ class BatchUsage(msgspec.Struct, kw_only=True):
     input_tokens_details: InputTokensDetails
     output_tokens_details: OutputTokensDetails = msgspec.field(default_factory=OutputTokensDetails)
     audio_seconds: int
-    """Extension: seconds of the recordings that were transcribed or translated."""
+    """Extension: seconds of audio transcribed or translated."""
     pages: int
-    """Extension: pages of the documents that were read."""
+    """Extension: pages of documents read."""
 
 
 class BatchObject(msgspec.Struct, kw_only=True):
@@ -164,7 +164,7 @@ class BatchesPage(msgspec.Struct):
 
 
 def shown_batch(state: BatchState) -> BatchObject:
-    """Returns the body of a batch."""
+    """Returns the response body for a batch."""
     created, plan, counts = state.created, state.plan, state.counts or Counts()
     shown = BatchObject(
         id=created.id,
@@ -233,7 +233,7 @@ router = APIRouter()
 async def create_batch(request: Request) -> Response:
     """Answers at once, with status `validating`. The lines run within 24 hours, at a lower price.
 
-    `webhook` is called at the end, with an event in the shape of OpenAI's.
+    `webhook` receives an event in OpenAI's format when the batch ends.
     """
     call = authenticate(request)
     body = await call.read_json(BatchBody)
@@ -264,7 +264,7 @@ async def create_batch(request: Request) -> Response:
 async def list_batches(
     request: Request, after: str = "", limit: Annotated[int, Query(ge=1, le=PAGE)] = 20
 ) -> Response:
-    """The batches of the tenant, the newest first."""
+    """Lists the batches of the tenant, newest first."""
     call = authenticate(request)
     page = await call.dependencies.batches.page(
         call.tenant, after=after, limit=limit, models=call.caller.models
@@ -281,7 +281,7 @@ async def list_batches(
     responses=responses(BatchObject, 401, 404, 503),
 )
 async def get_batch(request: Request, batch_id: str) -> Response:
-    """A batch, with the number of lines that have ended."""
+    """Returns a batch with the number of finished lines."""
     return encode_json(shown_batch(await _found(authenticate(request), batch_id)))
 
 
@@ -292,14 +292,14 @@ async def get_batch(request: Request, batch_id: str) -> Response:
     responses=responses(BatchObject, 400, 401, 404, 503),
 )
 async def cancel_batch(request: Request, batch_id: str) -> Response:
-    """Stops a batch. Lines that are not over get `batch_cancelled` in the error file."""
+    """Stops a batch. Unfinished lines get `batch_cancelled` in the error file."""
     call = authenticate(request)
     await _found(call, batch_id)
     return encode_json(shown_batch(await call.dependencies.batches.cancel(call.tenant, batch_id)))
 
 
 async def _found(call: ApiRequest, batch_id: str) -> BatchState:
-    """Returns a batch of the tenant, unless it is of a model that the key may not use."""
+    """Returns a batch of the tenant, unless the key may not use its model."""
     state = await call.dependencies.batches.find(call.tenant, batch_id)
     if state.model:
         check_model(call.caller, state.model)

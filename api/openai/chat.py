@@ -1,7 +1,7 @@
 """POST /v1/chat/completions and /v1/completions, and their streams.
 
 A streamed answer is a prediction: its record is in Redis before its job is published, so any
-instance can resume the stream. Events are in OpenAI's shape.
+instance can resume the stream. Events have OpenAI's format.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ StartingAfter = Annotated[
 
 
 def failure_event(error: PenstockError) -> bytes:
-    """Returns an error, as OpenAI's clients raise it."""
+    """Returns an error event that OpenAI's clients raise."""
     return b"data: " + encode_error(error_body(error)) + b"\n\n"
 
 
@@ -88,7 +88,7 @@ def _event(body: msgspec.Struct) -> bytes:
 
 
 class ChatEvents:
-    """The events of a chat. `made` is its id."""
+    """The events of a chat."""
 
     def __init__(
         self, body: ChatBody, completion_id: str, created_at_s: float, model: Model
@@ -114,9 +114,9 @@ class ChatEvents:
         logprobs: Sequence[TokenLogprob],
         at: tuple[int, int],
     ) -> bytes | None:
-        """Returns the addition to the message. A possible start of a tool call is held back.
+        """Returns the event for new text. Text that may start a tool call is held back.
 
-        Of a call that must come, the arguments are sent as they are written.
+        If a call is required, its arguments are sent as they are generated.
         """
         encoded = chat_logprobs(logprobs) if self._body.logprobs and logprobs else None
         if self._is_forced and (call := self._call_delta(index, before, before + text)):
@@ -128,7 +128,7 @@ class ChatEvents:
         return self._chunk(ChatChunkChoice(index, ChatDelta(content=text), encoded))
 
     def _call_delta(self, index: int, before: str, now: str) -> dict[str, object] | None:
-        """Returns what a text has more of its first call than before."""
+        """Returns the text added to the first call since `before`."""
         begun, earlier = begun_call(now), begun_call(before)
         if begun is None:
             return None
@@ -140,7 +140,7 @@ class ChatEvents:
         return {"index": 0, "function": {"arguments": added}} if added else None
 
     def ending(self, index: int, result: GenerationResult) -> list[bytes]:
-        """Returns the text held back, the tool calls, and the finish reason."""
+        """Returns the text held back, the tool calls and the finish reason."""
         choice = chat_choice(self._body, self._made, index, result)
         events = []
         content = choice.message.content or ""
@@ -149,7 +149,7 @@ class ChatEvents:
         if isinstance(choice.message.tool_calls, list):
             for number, call in enumerate(choice.message.tool_calls):
                 if number == 0 and self._is_forced and begun_call(result.text) is not None:
-                    continue  # it was sent as it was written
+                    continue  # already sent while it was generated
                 tool_call = {"index": number} | msgspec.to_builtins(call)
                 delta = ChatDelta(tool_calls=[tool_call])
                 events.append(self._chunk(ChatChunkChoice(index, delta)))
@@ -175,7 +175,7 @@ class ChatEvents:
 
 
 class CompletionEvents(StreamShape):
-    """The events of a completion. `made` is its id."""
+    """The events of a completion."""
 
     def __init__(
         self, body: CompletionBody, completion_id: str, created_at_s: float, model: Model
@@ -195,7 +195,7 @@ class CompletionEvents(StreamShape):
         logprobs: Sequence[TokenLogprob],
         at: tuple[int, int],
     ) -> bytes | None:
-        """Returns the event with the addition to the text."""
+        """Returns the event for new text."""
         encoded = None
         if self._body.logprobs is not None and logprobs:
             encoded = completion_logprobs(logprobs, len(before))
@@ -252,11 +252,11 @@ COMPLETION = _Endpoint(
     responses=streamed(inference_responses(ChatReply)),
 )
 async def create_chat(request: Request) -> Response:
-    """Answers with the complete message, or with `"stream": true` token by token.
+    """Answers with the complete message or, with `"stream": true`, token by token.
 
-    With an `Idempotency-Key`, or `X-Penstock-Event-Ids: true`, each event of a stream has an id.
-    The same request with the same `Idempotency-Key` and that id as `Last-Event-ID` resumes after
-    it, on any instance.
+    With an `Idempotency-Key`, or `X-Penstock-Event-Ids: true`, each event of a stream has an ID.
+    Sending the same request with the same `Idempotency-Key` and that ID as `Last-Event-ID` resumes
+    after it, on any instance.
     """
     return await _create(request, CHAT)
 
@@ -268,7 +268,7 @@ async def create_chat(request: Request) -> Response:
     responses=streamed(inference_responses(CompletionReply)),
 )
 async def create_completion(request: Request) -> Response:
-    """Answers as the chat endpoint does, without a chat template."""
+    """Same as the chat endpoint, without a chat template."""
     return await _create(request, COMPLETION)
 
 
@@ -281,7 +281,7 @@ async def create_completion(request: Request) -> Response:
 async def read_chat(
     request: Request, completion_id: str, stream: bool = False, starting_after: StartingAfter = ""
 ) -> Response:
-    """The completed chat, or with `stream=true` its events, replayed from any id."""
+    """Returns the completed chat or, with `stream=true`, its events, replayed from any ID."""
     call = authenticate(request)
     snapshot = await find_stored(call, CHAT_PREFIX, CHAT.path, completion_id)
     body = ChatBody.model_validate(snapshot.prediction.input)
@@ -318,14 +318,14 @@ async def _create(request: Request, endpoint: _Endpoint[Any]) -> Response:
 
 
 def dumped(body: ChatBody | CompletionBody) -> dict[str, Any]:
-    """Returns a body as it is kept."""
+    """Returns a body in the format in which it is stored."""
     return body.model_dump(mode="json", exclude_unset=True, by_alias=True)
 
 
 async def _keep(
     call: ApiRequest, model: Model, read: Inputs, outcomes: Sequence[ItemOutcome]
 ) -> str:
-    """Keeps a chat that is there. Returns its id."""
+    """Stores a finished chat. Returns its ID."""
     digest = digest_of(json.dumps([model.name, CHAT.path, read.shown], sort_keys=True))
     new = call.recorded(model, read, digest=digest, endpoint=CHAT.path).new_record
     await call.dependencies.predictions.keep(new.prediction, outcomes, new.keep_s)
@@ -364,10 +364,10 @@ async def _stream(
     *,
     is_new: bool = False,
 ) -> Response:
-    """Returns the events behind `last_id`. Frees what is `held` at the end.
+    """Returns the events after `last_id`. Releases `held` at the end.
 
     Raises:
-        PenstockError: a new one failed before its first event.
+        PenstockError: a new prediction failed before its first event.
     """
     with held:
         prediction, model = snapshot.prediction, _model_of(call, snapshot)
@@ -398,11 +398,11 @@ def _items_of(body: ChatBody | CompletionBody) -> int:
 
 
 def stored_chat(call: ApiRequest, snapshot: PredictionSnapshot) -> ChatReply:
-    """Returns the whole chat of a prediction.
+    """Returns the complete chat of a prediction.
 
     Raises:
-        PredictionNotOver: it is being written.
-        PenstockError: it failed.
+        PredictionNotOver: the answer is still being written.
+        PenstockError: the prediction failed.
     """
     prediction, record = snapshot
     if not record.is_over:

@@ -1,7 +1,7 @@
-"""Replies of chat completions and completions, whole and as events of a stream.
+"""Replies of chat completions and completions, complete or as stream events.
 
-Fields are those of OpenAI's API (https://platform.openai.com/docs/api-reference/chat and
-/completions). api/chat_bodies.py has the requests.
+The fields follow OpenAI's API (https://platform.openai.com/docs/api-reference/chat and
+/completions). The requests are in api/chat_bodies.py.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import msgspec
 
 
 class PromptDetails(msgspec.Struct):
-    """Tokens of the prompt whose keys and values had been computed before."""
+    """Prompt tokens whose keys and values were already computed."""
 
     cached_tokens: int = 0
 
 
 class TextUsage(msgspec.Struct):
-    """Tokens that were read and written."""
+    """Tokens read and written."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -27,14 +27,14 @@ class TextUsage(msgspec.Struct):
 
 
 class CalledFunction(msgspec.Struct):
-    """A function, and its arguments as JSON."""
+    """A function with its arguments as JSON."""
 
     name: str
     arguments: str
 
 
 class CalledTool(msgspec.Struct):
-    """A call that the model asks for."""
+    """A tool call made by the model."""
 
     id: str
     function: CalledFunction
@@ -81,7 +81,7 @@ class ChatChoice(msgspec.Struct):
 
 
 class ChatReply(msgspec.Struct):
-    """A whole answer."""
+    """A complete answer."""
 
     id: str
     created: int
@@ -90,11 +90,11 @@ class ChatReply(msgspec.Struct):
     usage: TextUsage
     object: Literal["chat.completion"] = "chat.completion"
     metadata: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
-    """Only of one that is read again."""
+    """Only in a chat that is read again."""
 
 
 class ChatDelta(msgspec.Struct, omit_defaults=True):
-    """The addition to a message since the last event."""
+    """Text added to a message since the last event."""
 
     role: str = ""
     content: str | None = None
@@ -102,7 +102,7 @@ class ChatDelta(msgspec.Struct, omit_defaults=True):
 
 
 class ChatChunkChoice(msgspec.Struct):
-    """The news of one choice."""
+    """The changes to one choice."""
 
     index: int
     delta: ChatDelta
@@ -122,7 +122,7 @@ class ChatChunk(msgspec.Struct):
 
 
 class CompletionLogprobs(msgspec.Struct):
-    """Log probabilities in the old form: one list for each fact."""
+    """Log probabilities in the old format: one list per fact."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -132,7 +132,7 @@ class CompletionLogprobs(msgspec.Struct):
 
 
 class CompletionChoice(msgspec.Struct):
-    """One of n texts, or what it has more than before."""
+    """One of n texts, or the text added since the last event."""
 
     index: int
     text: str
@@ -141,7 +141,7 @@ class CompletionChoice(msgspec.Struct):
 
 
 class CompletionReply(msgspec.Struct):
-    """A whole text, or one event of a stream."""
+    """A complete text, or one event of a stream."""
 
     id: str
     created: int

@@ -1,4 +1,4 @@
-"""/v1/conversations in OpenAI's shape: items that responses continue and add to."""
+"""/v1/conversations as in OpenAI's API: items that responses continue and append to."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ from api.predictions.conversations import Conversation, ConversationBusy, Conver
 from api.predictions.creation import PredictionSnapshot
 
 MAX_NEW_ITEMS = 20
-"""OpenAI's bound."""
+"""OpenAI's limit."""
 PATH = "/v1/conversations"
 router = APIRouter()
 
 
 class ConversationBody(Body):
-    """A conversation to begin."""
+    """A conversation to create."""
 
     items: Annotated[list[InputItem], Field(max_length=MAX_NEW_ITEMS)] | None = None
     metadata: Metadata | None = None
 
 
 class ConversationChange(Body):
-    """What is to change of a conversation."""
+    """Changes to a conversation."""
 
     metadata: Metadata | None
 
 
 class NewItems(Body):
-    """Items to add at the end."""
+    """Items to append."""
 
     items: list[InputItem] = Field(min_length=1, max_length=MAX_NEW_ITEMS)
 
@@ -73,7 +73,7 @@ class ConversationDeleted(msgspec.Struct):
     responses=openapi.responses(ConversationReply, 400, 401, 404, 408, 413, 429, 503),
 )
 async def create_conversation(request: Request) -> Response:
-    """Responses with this `conversation` continue it. Kept for as long as responses are."""
+    """Responses with this `conversation` continue it. It is kept as long as responses are."""
     call = authenticate(request)
     body = await call.read_json(ConversationBody)
     items = await items_to_add(call, body.items or [])
@@ -91,7 +91,7 @@ async def create_conversation(request: Request) -> Response:
     responses=openapi.responses(ConversationReply, 401, 404, 503),
 )
 async def read_conversation(request: Request, conversation_id: str) -> Response:
-    """A conversation, without its items."""
+    """Returns a conversation without its items."""
     return _reply(await _found(authenticate(request), conversation_id))
 
 
@@ -102,7 +102,7 @@ async def read_conversation(request: Request, conversation_id: str) -> Response:
     responses=openapi.responses(ConversationReply, 400, 401, 404, 408, 413, 429, 503),
 )
 async def change_conversation(request: Request, conversation_id: str) -> Response:
-    """Replaces its metadata."""
+    """Replaces the conversation's metadata."""
     call = authenticate(request)
     await _found(call, conversation_id)
     body = await call.read_json(ConversationChange)
@@ -120,7 +120,7 @@ async def change_conversation(request: Request, conversation_id: str) -> Respons
     responses=openapi.responses(ConversationDeleted, 401, 404, 503),
 )
 async def delete_conversation(request: Request, conversation_id: str) -> Response:
-    """Deletes a conversation with its items. Its responses stay."""
+    """Deletes a conversation and its items. Its responses remain."""
     call = authenticate(request)
     await _found(call, conversation_id)
     await call.dependencies.conversations.delete(call.tenant, conversation_id)
@@ -140,7 +140,7 @@ async def list_items(
     order: Order = "desc",
     after: After = "",
 ) -> Response:
-    """All items, with the output of responses that have ended."""
+    """Lists all items, including the output of finished responses."""
     call = authenticate(request)
     conversation = await settled(call, conversation_id)
     return encode_json(page_of(conversation.items, limit, order, after))
@@ -153,7 +153,6 @@ async def list_items(
     responses=openapi.responses(ItemsPage, 400, 401, 404, 408, 413, 429, 503),
 )
 async def add_items(request: Request, conversation_id: str) -> Response:
-    """Adds items at the end."""
     call = authenticate(request)
     await _found(call, conversation_id)
     body = await call.read_json(NewItems)
@@ -170,7 +169,6 @@ async def add_items(request: Request, conversation_id: str) -> Response:
     | {200: openapi.any_object("The item.")},
 )
 async def read_item(request: Request, conversation_id: str, item_id: str) -> Response:
-    """An item."""
     call = authenticate(request)
     conversation = await settled(call, conversation_id)
     item = next((one for one in conversation.items if one["id"] == item_id), None)
@@ -186,7 +184,7 @@ async def read_item(request: Request, conversation_id: str, item_id: str) -> Res
     responses=openapi.responses(ConversationReply, 400, 401, 404, 429, 503),
 )
 async def delete_item(request: Request, conversation_id: str, item_id: str) -> Response:
-    """Removes an item. The answer is the conversation."""
+    """Removes an item. Returns the conversation."""
     call = authenticate(request)
     await settled(call, conversation_id)
 
@@ -200,13 +198,12 @@ async def delete_item(request: Request, conversation_id: str, item_id: str) -> R
 
 
 async def settled(call: ApiRequest, conversation_id: str) -> Conversation:
-    """Returns a conversation with the output of all responses that have ended.
+    """Returns a conversation with the output of all finished responses.
 
     Raises:
-        NotFound: the tenant has none of this id, or it has expired.
-        ModelForbidden: the key may not use a model whose output it has.
-        ConversationBusy: others change it all the time.
-        Unavailable: Redis is unreachable.
+        NotFound: the tenant does not have a conversation with this ID, or it has expired.
+        ModelForbidden: the conversation has output of a model that the key may not use.
+        ConversationBusy: it is constantly being changed by other requests.
     """
     conversation = await _found(call, conversation_id)
     outputs: dict[str, list[ConversationEntry]] = {}
@@ -232,7 +229,7 @@ async def unlocked(call: ApiRequest, conversation_id: str) -> Conversation:
     """Returns a settled conversation in which no response is being written.
 
     Raises:
-        ConversationBusy: one is.
+        ConversationBusy: a response is being written.
     """
     conversation = await settled(call, conversation_id)
     if conversation.pending:
@@ -251,9 +248,9 @@ async def add_to(
     model: str = "",
     prediction: str = "",
 ) -> None:
-    """Adds items at the end, and the output of a prediction once it has ended.
+    """Appends items and, once it has ended, the output of a prediction.
 
-    `model`: whose output is among them, or to come. Empty: none.
+    `model`: the model whose output is among them or will follow. Empty: none.
     """
     new = [ConversationEntry(item) for item in items] + [
         ConversationEntry(prediction=prediction)
@@ -268,7 +265,7 @@ async def add_to(
 
 
 async def items_to_add(call: ApiRequest, items: Sequence[Any]) -> list[dict[str, Any]]:
-    """Returns items as they are stored: with ids, and those that are referred to."""
+    """Returns items in stored form: with IDs, and with references resolved."""
     names = [item.id for item in items if isinstance(item, ItemReference)]
     known = await referenced_items(call, names)
     dumped = [
@@ -286,7 +283,7 @@ def as_stored(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 async def _found(call: ApiRequest, conversation_id: str) -> Conversation:
-    """Returns a conversation of the tenant that has only outputs of models of the key."""
+    """Returns a conversation of the tenant, if the key may use all models in it."""
     conversation = await call.dependencies.conversations.read(call.tenant, conversation_id)
     for model in conversation.models:
         check_model(call.caller, model)

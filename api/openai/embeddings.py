@@ -1,4 +1,4 @@
-"""POST /v1/embeddings in OpenAI's shape: from a body to inputs, and from outcomes to a reply.
+"""POST /v1/embeddings as in OpenAI's API: converts bodies to inputs, and outcomes to replies.
 
 Vectors stay bytes from the worker's reply to the answer, except for floats.
 """
@@ -55,18 +55,19 @@ _REPLY_BYTES = 256
 _encoder = msgspec.json.Encoder()
 
 LARGE_ITEMS = 256
-"""From this many items on, admission is checked before the cache keys are computed, which takes
-milliseconds."""
+"""From this number of items, admission is checked before computing the cache keys, which takes
+milliseconds.
+"""
 
 LARGE_WINDOWS = 256
-"""From this many windows on, a request has `batch` priority, unless its caller chose one."""
+"""From this number of windows, a request has `batch` priority unless its caller chose one."""
 
 
 class EmbeddingWindow(msgspec.Struct):
-    """A window of a text: its characters from `start` up to, not including, `end`.
+    """A window of a text: its characters from `start` (inclusive) to `end` (exclusive).
 
-    Characters are Unicode code points. `input`: the text, by its place in the request. `tokens`:
-    those that were computed of it, special tokens included.
+    Characters are Unicode code points. `input`: position of the text in the request. `tokens`:
+    number of computed tokens, including special tokens.
     """
 
     input: int
@@ -78,8 +79,8 @@ class EmbeddingWindow(msgspec.Struct):
 class EmbeddingItem(msgspec.Struct):
     """One vector: a list of floats, or base64 of little-endian float32.
 
-    `truncated_tokens` says how many tokens of the text were cut. It is present if the request has
-    `truncate`. With `chunk` a vector has its `window`, or all `windows` that it is the mean of.
+    `truncated_tokens` is the number of tokens cut from the text. It is present if the request has
+    `truncate`. With `chunk`, a vector has its `window`, or the list of `windows` that it averages.
     """
 
     index: int
@@ -91,7 +92,7 @@ class EmbeddingItem(msgspec.Struct):
 
 
 class EmbeddingsReply(msgspec.Struct):
-    """Vectors in the order of the inputs."""
+    """Vectors in input order."""
 
     data: list[EmbeddingItem]
     model: str
@@ -100,10 +101,10 @@ class EmbeddingsReply(msgspec.Struct):
 
 
 class Chunk(Body):
-    """How long texts are cut into windows, each with a vector of its own.
+    """How to cut long texts into windows, each with a separate vector.
 
     A window ends after a sentence (`by: sentence`) or a word (`by: tokens`), and repeats up to
-    `overlap` tokens of the one before, in whole sentences or words.
+    `overlap` tokens of the previous one, in whole sentences or words.
     """
 
     tokens: int | None = Field(
@@ -126,13 +127,13 @@ def _shape_of(value: Any) -> str:
 
 
 class FileOfText(Body):
-    """A text in UTF-8 that was uploaded to POST /v1/files: as `content`, or as `user_data`."""
+    """A text in UTF-8 uploaded to POST /v1/files, as `content` or with purpose `user_data`."""
 
     file: str = Field(min_length=1, max_length=256)
 
 
 class EmbeddingsBody(Body):
-    """Texts to embed, or token ids together with `tokenizer`."""
+    """Texts to embed, or token IDs together with `tokenizer`."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -158,8 +159,8 @@ class EmbeddingsBody(Body):
     truncate: Literal["end", "start"] | None = Field(
         None,
         description=(
-            "Extension: which side of a too long text is cut. "
-            "Without it such texts are refused (400)."
+            "Extension: which side of a too long text is cut. Without it such texts are refused "
+            "(400)."
         ),
     )
     tokenizer: str | None = Field(
@@ -177,18 +178,18 @@ class EmbeddingsBody(Body):
 
 
 class EmbeddingsEndpoint(Endpoint):
-    """Lines whose body is that of POST /v1/embeddings."""
+    """Lines with the body of POST /v1/embeddings."""
 
     path = "/v1/embeddings"
 
     def read(self, data: bytes, catalog: Catalog, default_seed: int) -> LineRequest:
-        """Returns one item for each text."""
+        """Returns one item per text."""
         body = EmbeddingsBody.model_validate_json(data, strict=True)
         model = catalog.find(body.model, "embedding")
         if body.chunk is not None:
             raise BadInput(
-                "chunk: lines of batches take texts as they are; send long texts to "
-                "POST /v1/embeddings",
+                "chunk: lines of batches take texts as they are; send long texts to POST "
+                "/v1/embeddings",
                 field="chunk",
             )
         dimensions = kept_dimensions(body, model)
@@ -199,7 +200,7 @@ class EmbeddingsEndpoint(Endpoint):
     async def reply(
         self, request: LineRequest, outcomes: Sequence[ItemOutcome], tools: ReplyTools
     ) -> bytes:
-        """Returns the vectors as the body asks for them."""
+        """Returns the vectors in the format requested in the body."""
         body = cast(EmbeddingsBody, request.body)
         return _encoder.encode(embeddings_reply(body, request.model, outcomes))
 
@@ -218,10 +219,10 @@ def inputs_of(body: EmbeddingsBody, model: Model) -> list[TextInput | TokensInpu
 
 
 def kept_dimensions(body: EmbeddingsBody, model: Model) -> int:
-    """Returns the number of dimensions of each vector that the caller wants.
+    """Returns the number of dimensions to return per vector.
 
     Raises:
-        BadInput: it exceeds those of the model.
+        BadInput: the number exceeds the model's dimensions.
     """
     assert model.dimensions is not None, (
         "the catalog refuses embedding models without; this is a bug"
@@ -237,9 +238,9 @@ def kept_dimensions(body: EmbeddingsBody, model: Model) -> int:
 def embeddings_reply(
     body: EmbeddingsBody, model: Model, outcomes: Sequence[ItemOutcome]
 ) -> EmbeddingsReply:
-    """Returns the reply to a body, all of whose items have a result.
+    """Returns the reply to a body whose items all have results.
 
-    With `truncate` each vector says how many tokens of its text were cut.
+    With `truncate`, each vector includes the number of tokens cut from its text.
     """
     results = [outcome.result for outcome in outcomes]
     outputs = [result for result in results if isinstance(result, EmbeddingResult)]
@@ -264,10 +265,10 @@ def embeddings_reply(
 def _matrix(vectors: Sequence[bytes], model: Model, dimensions: int) -> NDArray[np.float32]:
     """Returns the vectors as an (n, dimensions) matrix.
 
-    Cut vectors are normalized again, as in OpenAI's API.
+    Shortened vectors are normalized again, as in OpenAI's API.
 
     Raises:
-        ModelFailed: a cut vector has no direction.
+        ModelFailed: a shortened vector is zero.
     """
     matrix = np.frombuffer(b"".join(vectors), dtype="<f4").reshape(len(vectors), -1)
     if dimensions == model.dimensions:
@@ -276,12 +277,12 @@ def _matrix(vectors: Sequence[bytes], model: Model, dimensions: int) -> NDArray[
 
 
 def _scale(matrix: NDArray[Any]) -> NDArray[np.float32]:
-    """Returns the rows of a matrix with length 1.
+    """Returns the matrix with every row scaled to length 1.
 
     Raises:
-        ModelFailed: a row is 0.
+        ModelFailed: a row is zero.
     """
-    doubles = matrix.astype(np.float64)  # the squares of large floats are no floats any more
+    doubles = matrix.astype(np.float64)  # the squares of large floats overflow
     lengths = np.linalg.norm(doubles, axis=1, keepdims=True)
     if not lengths.all():
         raise ModelFailed("the model computed a vector that is 0 in all requested dimensions")
@@ -299,9 +300,9 @@ router = APIRouter(route_class=FastRoute)
     responses=inference_responses(EmbeddingsReply, "X-Penstock-Truncated-Tokens"),
 )
 async def create_embeddings(request: Request) -> Response:
-    """Answers when all vectors are ready.
+    """Answers once all vectors are ready.
 
-    Each text that was embedded before comes from the cache.
+    Texts that were embedded before come from the cache.
     """
     call = open_request(request)
     body = await call.read_json(EmbeddingsBody)
@@ -324,15 +325,15 @@ async def create_embeddings(request: Request) -> Response:
 
 
 class _LongText(NamedTuple):
-    """A text of a request, and the windows that it was cut into."""
+    """A text in a request, and the windows it was cut into."""
 
     text: str
     windows: list[Window]
 
     def inputs(self) -> list[TextInput]:
-        """An item for each window.
+        """One item per window.
 
-        It is the same as that of its text alone, so both share cache and batch.
+        Each is identical to the item for the same text sent alone, so both share cache and batch.
         """
         return [
             TextInput(self.text[one.start : one.end], "none" if one.is_exact else "end")
@@ -343,7 +344,7 @@ class _LongText(NamedTuple):
 async def _embed_windows(
     call: ApiRequest, body: EmbeddingsBody, chunk: Chunk, model: Model
 ) -> Response:
-    """Answers a request with `chunk`: cuts the texts, and embeds their windows as items."""
+    """Answers a request with `chunk`: cuts the texts and embeds their windows as items."""
     texts = await _texts_of(call, body)
     cut = await _cut(call, texts, chunk, model)
     inputs = [one for text in cut for one in text.inputs()]
@@ -364,9 +365,9 @@ async def _texts_of(call: ApiRequest, body: EmbeddingsBody) -> list[str]:
     """Returns the texts of a request with `chunk`.
 
     Raises:
-        BadInput: there are tokens, `truncate`, or a file that is not text.
-        InputTooLarge: they are too long.
-        NotFound: there is no such file.
+        BadInput: the request has token IDs, `truncate`, or a file that is not text.
+        InputTooLarge: the texts are too long.
+        NotFound: the file does not exist.
     """
     if body.truncate is not None or body.tokenizer is not None:
         field = "truncate" if body.truncate is not None else "tokenizer"
@@ -393,12 +394,12 @@ async def _texts_of(call: ApiRequest, body: EmbeddingsBody) -> list[str]:
 
 
 async def _uploaded(call: ApiRequest, file_id: str) -> bytes:
-    """Returns the bytes of a file of the caller.
+    """Returns the data of a file uploaded by the caller.
 
     Raises:
-        BadInput: it is of a batch.
-        InputTooLarge: it is too long.
-        NotFound: there is no such file.
+        BadInput: the file belongs to a batch.
+        InputTooLarge: the file is too long.
+        NotFound: the file does not exist.
     """
     too_long = f"input.file: longer than {MAX_LONG_TEXT_BYTES} bytes"
     uploads, files = call.dependencies.batch_files, call.dependencies.files
@@ -415,10 +416,10 @@ async def _uploaded(call: ApiRequest, file_id: str) -> bytes:
 
 
 async def _cut(call: ApiRequest, texts: list[str], chunk: Chunk, model: Model) -> list[_LongText]:
-    """Cuts texts into windows. A worker tells their tokens.
+    """Cuts texts into windows, based on tokens from a worker.
 
     Raises:
-        BadInput: windows would be longer than the model reads, or too many.
+        BadInput: windows would be too long for the model, or too many.
     """
     parts = [sections_of(text, model.text.max_input_bytes) for text in texts]
     asked = [TextToTokenize(section) for sections in parts for section in sections]
@@ -434,7 +435,7 @@ async def _cut(call: ApiRequest, texts: list[str], chunk: Chunk, model: Model) -
         size = _window_tokens(chunk, tokens[0].max_tokens, model)
         least = math.ceil(sum(len(one.begins_word) for one in tokens) / size)
         _check_number(model.text.max_items - left + least, model)
-        # On a thread: a text of 300 pages takes 50 ms.
+        # In a thread: a text of 300 pages takes 50 ms.
         windows = await asyncio.to_thread(
             windows_of,
             text,
@@ -461,7 +462,7 @@ def _check_number(windows: int, model: Model) -> None:
 
 
 def _window_tokens(chunk: Chunk, most: int, model: Model) -> int:
-    """Returns the tokens of a window."""
+    """Returns the number of tokens per window."""
     tokens = chunk.tokens or most
     if tokens > most:
         raise BadInput(
@@ -476,9 +477,9 @@ def _window_tokens(chunk: Chunk, most: int, model: Model) -> int:
 
 
 def _take_time(call: ApiRequest, model: Model) -> None:
-    """Gives a large request `batch` priority and all the time that its model allows.
+    """Sets `batch` priority and the model's maximum deadline for a large request.
 
-    A caller's own choice of either counts.
+    Values chosen by the caller take precedence.
     """
     if PRIORITY_HEADER not in call.http.headers:
         call.context.facts.priority = "batch"
@@ -497,7 +498,7 @@ def _add_windows(
 
 
 def _pool(reply: EmbeddingsReply, body: EmbeddingsBody, texts: int) -> None:
-    """Puts the mean of each text's windows into the place of their vectors."""
+    """Replaces the vectors of each text's windows by their mean."""
     groups: list[list[EmbeddingItem]] = [[] for _ in range(texts)]
     for item in reply.data:
         assert isinstance(item.window, EmbeddingWindow)

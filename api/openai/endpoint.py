@@ -1,4 +1,4 @@
-"""An endpoint of OpenAI's API that runs a model, apart from HTTP. Routes and batches share it."""
+"""Model endpoints of OpenAI's API, independent of HTTP. Shared by routes and batches."""
 
 from __future__ import annotations
 
@@ -24,33 +24,33 @@ from shared.tasks import Input
 
 @dataclass(frozen=True, slots=True)
 class LineRequest:
-    """A validated line of a batch: what is to be computed, and by which model."""
+    """A validated batch line: what to compute, and the model to use."""
 
     body: Body
     model: Model
     inputs: Sequence[Input]
     is_repeatable: bool
     reply_bytes: int
-    """An estimate of the size of its answer."""
+    """Estimated size of its answer in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class LineCaller:
-    """Whose line it is, for the files that it names."""
+    """The sender of a line, as needed for the files it names."""
 
     tenant: str
     storage_max_bytes: int
-    """The storage quota of the tenant."""
+    """Storage quota of the tenant."""
     base_url: str
-    """The URL of the API for the caller, without a slash at the end."""
+    """The API's URL as seen by the caller, without a trailing slash."""
     deadline_s: float
     """Unix time at which work on the line is stopped."""
     source_images: SourceImages
 
     def file_owner(self, field: str) -> ImageCaller:
-        """Returns who owns the files that `field` of the line names. They are not kept.
+        """Returns the owner of the files in field `field` of the line. They are not kept.
 
-        Lines count toward no limit of a minute, so neither does the work on their files.
+        Lines do not count toward per-minute limits, and neither does work on their files.
         """
         return ImageCaller(
             self.tenant,
@@ -75,45 +75,45 @@ class ReplyTools:
     deadline_s: float
     """Unix time at which work on an answer is stopped."""
     price: ItemPrice
-    """The terms on which its items are charged."""
+    """The terms for charging its items."""
     run_metrics: Mapping[str, Any] | None = None
-    """What a run of a flow took and cost, with its steps. None: it is a model."""
+    """Time, cost and steps of a flow run. None: not a flow."""
 
 
 class Endpoint(ABC):
-    """One endpoint that lines of a batch may name."""
+    """An endpoint that batch lines may use."""
 
     path: ClassVar[str]
 
     @abstractmethod
     def read(self, data: bytes, catalog: Catalog, default_seed: int) -> LineRequest:
-        """Validates the body of a line as the route of this endpoint does.
+        """Validates the body of a line like the route of this endpoint.
 
         Args:
             data: the body as JSON.
-            default_seed: the seed of images whose body has none.
+            default_seed: the seed of images whose body does not set one.
 
         Raises:
             pydantic.ValidationError: the body does not match its schema.
-            BadInput: the model can't compute it, or does not exist.
+            BadInput: the model can't compute it or does not exist.
         """
 
     async def inputs(self, request: LineRequest, caller: LineCaller) -> Sequence[Input]:
-        """Returns what is computed of a line, with the files that it names.
+        """Returns the inputs of a line, including the files it names.
 
         Raises:
-            BadInput: a file can't be had.
+            BadInput: a file can't be loaded.
             Overloaded: too many files are being fetched.
             Unavailable: the object store is unreachable.
         """
         return request.inputs
 
     def words(self, request: LineRequest) -> AbstractContextManager[None]:
-        """Opens a block in which errors of an item get the words of the route."""
+        """Opens a context in which errors of an item are worded as by the route."""
         return nullcontext()
 
     def failure(self, request: LineRequest, snapshot: PredictionSnapshot) -> PenstockError:
-        """Returns why the run of a flow failed that was to answer a line."""
+        """Returns why the flow run for a line failed."""
         return snapshot.failure
 
     def usage(
@@ -122,11 +122,11 @@ class Endpoint(ABC):
         outcomes: Sequence[ItemOutcome],
         answered: Sequence[ItemOutcome],
     ) -> LineUsage:
-        """Returns the usage of an answered line, as its answer reports it.
+        """Returns the usage reported in the answer to a line.
 
         Args:
-            outcomes: how its items ended. For a flow, those of all steps.
-            answered: the outcomes that `reply` got.
+            outcomes: outcomes of its items. For a flow, of all steps.
+            answered: the outcomes passed to `reply`.
         """
         receipts = [outcome.receipt for outcome in outcomes]
         written = sum(receipt.output_tokens or 0 for receipt in receipts)
@@ -138,7 +138,7 @@ class Endpoint(ABC):
     async def reply(
         self, request: LineRequest, outcomes: Sequence[ItemOutcome], tools: ReplyTools
     ) -> bytes:
-        """Returns the body of the answer, as JSON in one line.
+        """Returns the response body as a single line of JSON.
 
         Raises:
             Unavailable: the object store is unreachable.

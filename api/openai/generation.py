@@ -1,18 +1,19 @@
-"""Chat completions and completions in OpenAI's shape: from a body to inputs, and to a reply.
+"""Chat completions and completions: converts bodies to inputs, and outcomes to replies.
 
-Tool calls are parsed from the model's text. Each family of models is trained on its own form, which
-its chat template shows:
+Tool calls are parsed from the model's text. Each family of models is trained on a specific format,
+which its chat template shows:
 
-- Hermes, Qwen: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, one or several.
+- Hermes, Qwen: one or more `<tool_call>{"name": …, "arguments": {…}}</tool_call>`.
 - SmolLM2: `<tool_call>[{"name": …, "arguments": {…}}, …]</tool_call>`.
 - Mistral: `[TOOL_CALLS] [{"name": …, "arguments": {…}}, …]`.
-- Llama 3.1: the text is `{"name": …, "parameters": {…}}`, possibly behind `<|python_tag|>`.
+- Llama 3.1: the text is `{"name": …, "parameters": {…}}`, possibly after `<|python_tag|>`.
 
-A forced call has the form of Llama 3.1, with `arguments`, for every family. Its JSON schema embeds
-each tool's schema as a resource of its own (JSON Schema 2020-12, section 9.3), with an `$id`. So
-references and anchors mean what they meant, and nothing is rewritten. Models make up arguments
-until their tokens end if a schema lets them. So an object that lists its properties has no others,
-unless its schema says so, or other parts of it may add some.
+A forced call has the format of Llama 3.1, with `arguments`, for every family. Its JSON schema
+embeds each tool's schema as a separate resource (JSON Schema 2020-12, section 9.3) with an `$id`.
+So references and anchors keep their meaning, and nothing is rewritten. If a schema allows it,
+models make up arguments until they run out of tokens. So an object that lists its properties gets
+no others, unless its schema allows them explicitly, or other parts of the schema may add
+properties.
 """
 
 from __future__ import annotations
@@ -60,9 +61,12 @@ _OF_PARTS = (
     *("items", "prefixItems", "contains", "additionalProperties", "unevaluatedItems"),
     *("not", "if", "then", "else"),
 )
-"""The keywords whose values are schemas. Anything else, such as `const`, only looks like one."""
+"""Keywords whose values are schemas.
+
+Others, such as `const`, may contain something that only looks like a schema.
+"""
 _MIXED = frozenset({"allOf", "dependentSchemas", "dependencies", "if", "not", "$dynamicRef"})
-"""With one of these the properties of an object may be listed in several places."""
+"""With any of these, an object's properties may be listed in several places."""
 _OPEN = frozenset({"additionalProperties", "patternProperties", "unevaluatedProperties"})
 _BRANCHES = frozenset({"anyOf", "oneOf", "$ref"})
 _SAYS_NOTHING = frozenset({"type", "title", "description", "$schema", "$comment"})
@@ -84,23 +88,22 @@ _REPLY_BYTES = 512
 
 
 def answer_id(prefix: str, own_id: str) -> str:
-    """Returns the id of an answer: a prefix, and 24 hexadecimal digits as OpenAI's have.
+    """Returns the ID of an answer: a prefix and 24 hexadecimal digits, as in OpenAI's API.
 
-    The digits are those of the prediction, if the answer is one, and otherwise those of the
-    request. So an id has the same form however the answer was asked for, and a stored one is found
-    by its id.
+    The digits come from the prediction, if the answer is one, and otherwise from the request. So
+    IDs have the same format for every kind of request, and a stored answer can be found by its ID.
 
     Args:
-        own_id: of its prediction or of its request.
+        own_id: ID of its prediction or its request.
     """
     return prefix + own_id.partition("_")[2]
 
 
 def call_schema(tools: Sequence[tuple[str, dict[str, Any] | None]]) -> str:
-    """Returns the JSON schema, as JSON, of a call of one of these tools.
+    """Returns the JSON schema, as JSON, of a call to one of these tools.
 
     Args:
-        tools: the name of each, and the schema of its arguments. None: it takes none.
+        tools: name and argument schema of each tool. None: it takes no arguments.
 
     Raises:
         BadInput: two schemas have the same name.
@@ -127,7 +130,7 @@ def call_schema(tools: Sequence[tuple[str, dict[str, Any] | None]]) -> str:
 
 
 def _closed(parameters: dict[str, Any] | None) -> dict[str, Any]:
-    """The schema of the arguments of a tool, without room for others."""
+    """Returns the schema of a tool's arguments without additional properties."""
     if not parameters or not parameters.keys() - _SAYS_NOTHING:
         return dict(_NO_PARAMETERS)
     schema: dict[str, Any] = json.loads(json.dumps(parameters))
@@ -142,13 +145,13 @@ def _closed(parameters: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def _is_mixed(schema: dict[str, Any], *, is_branch: bool) -> bool:
-    """Whether other schemas may add to the properties that this one, or one it names, lists."""
+    """Returns whether other schemas may add properties to this schema or its references."""
     refers = "$ref" in schema and (is_branch or "properties" in schema)
     return refers or not _MIXED.isdisjoint(schema)
 
 
 def _schemas_in(schema: Any) -> Iterator[tuple[dict[str, Any], bool]]:
-    """All schemas within a schema, and of each whether it is a branch of one with properties."""
+    """Yields all schemas in a schema, and whether each is a branch of one with properties."""
     waiting = [(schema, False)]
     while waiting:
         one, is_branch = waiting.pop()
@@ -167,7 +170,7 @@ def _schemas_in(schema: Any) -> Iterator[tuple[dict[str, Any], bool]]:
 
 
 class _Found(NamedTuple):
-    """Calls, and the position in the text behind them."""
+    """Calls, and the position in the text after them."""
 
     calls: list[CalledTool]
     end: int
@@ -178,12 +181,12 @@ def read_tool_calls(
 ) -> tuple[str, list[CalledTool]]:
     """Splits a text into the model's message and its tool calls.
 
-    A call of an unknown tool stays text, as does anything that is not JSON.
+    A call to an unknown tool stays text, as does anything that is not JSON.
 
     Args:
-        text: as the model wrote it.
-        names: the tools that the caller has.
-        id_seed: the seed for the ids of the calls. Equal seeds give equal ids, on any instance.
+        text: text as generated by the model.
+        names: names of the caller's tools.
+        id_seed: seed for the IDs of the calls. Equal seeds yield equal IDs, on any instance.
 
     Returns:
         The text before, between and after the calls, and the calls in order.
@@ -202,9 +205,9 @@ def read_tool_calls(
 
 
 def shown_of(text: str) -> str:
-    """Returns the part of a text so far that is not a call and can't become one with more text.
+    """Returns the part of a text so far that is not, and can't become, a call.
 
-    It is a prefix of the text that `read_tool_calls` returns, whatever follows.
+    It is always a prefix of the text that `read_tool_calls` returns later.
     """
     start = text.lstrip()
     if not start or any(start.startswith(sign) or sign.startswith(start) for sign in _WHOLE):
@@ -215,23 +218,23 @@ def shown_of(text: str) -> str:
     for length in range(min(longest, len(text)), 0, -1):
         if any(sign.startswith(text[-length:]) for sign in _WITHIN):
             return text[:-length].rstrip()
-    # Space before a call is not part of the message.
+    # Whitespace before a call is not part of the message.
     return text.rstrip()
 
 
 def read_cut_call(
     text: str, names: Collection[str], id_seed: str, *, is_whole: bool
 ) -> tuple[str, CalledTool | None]:
-    """Splits a text that was cut into what comes before the call at its end, and this call.
+    """Splits a text that was cut off into the part before the call at its end, and this call.
 
     Args:
-        text: what `read_tool_calls` left of a text.
-        names: the tools that the caller has.
+        text: the text that `read_tool_calls` returned.
+        names: names of the caller's tools.
         id_seed: the seed for the id of the call.
-        is_whole: True if the text may be a call from its beginning on.
+        is_whole: True if the whole text may be a call.
 
     Returns:
-        The text as it is and None, if the name of a tool is not there yet.
+        The text unchanged and None, if it does not yet have the name of a tool.
     """
     before = _WHOLE_CALL.match(text) if is_whole else None
     signs = [(sign.start(), sign.end()) for sign in _SIGN.finditer(text)]
@@ -241,31 +244,32 @@ def read_cut_call(
         return text, None
     arguments = _ARGUMENTS.match(text, cut_call.end())
     written = text[arguments.end() :] if arguments else ""
-    with contextlib.suppress(ValueError, RecursionError):  # whole, and others were to follow
+    # the call is complete, and others were supposed to follow
+    with contextlib.suppress(ValueError, RecursionError):
         written = written[: _decoder.raw_decode(written)[1]]
     call = CalledTool(_id_of(id_seed), CalledFunction(cut_call["name"], written))
     return text[:start].rstrip(), call
 
 
 class BegunCall(NamedTuple):
-    """A call as far as it is written."""
+    """A partially generated call."""
 
     name: str
     arguments: str
-    """JSON, or the beginning of it, as the model wrote it."""
+    """JSON, possibly incomplete, as generated by the model."""
 
 
 def begun_call(text: str) -> BegunCall | None:
-    """Returns the call that a text begins with, once its name is there.
+    """Returns the call that a text begins with, once its name is complete.
 
-    The arguments of a longer text begin with those of a shorter one.
+    The arguments of a longer text begin with the arguments of a shorter one.
     """
     start = _WHOLE_CALL.match(text)
     return _begun_at(text, start.end()) if start else None
 
 
 def first_call(begun: BegunCall, id_seed: str) -> CalledTool:
-    """Returns a begun call in the form of an answer, with the id that it has there."""
+    """Returns a partial call in the format of an answer, with its final ID."""
     function = CalledFunction(begun.name, begun.arguments)
     return CalledTool(_id_of(f"{id_seed}:0"), function)
 
@@ -278,20 +282,20 @@ def _begun_at(text: str, at: int) -> BegunCall | None:
     if begin is None or text[begin.end() : begin.end() + 1] != "{":
         return BegunCall(call["name"], "")
     written = text[begin.end() :]
-    with contextlib.suppress(ValueError, RecursionError):  # it is not whole yet
+    with contextlib.suppress(ValueError, RecursionError):  # not complete yet
         written = written[: _decoder.raw_decode(written)[1]]
     return BegunCall(call["name"], written)
 
 
 def _find_whole(text: str, names: Collection[str]) -> list[tuple[int, _Found]]:
-    """Returns the call that the whole text is, if it is one."""
+    """Returns the call if the whole text is one."""
     before = _WHOLE_CALL.match(text)
     calls = _calls_at(text, before.end(), names) if before else None
     return [(0, calls)] if calls is not None and not text[calls.end :].strip() else []
 
 
 def _find_within(text: str, names: Collection[str]) -> list[tuple[int, _Found]]:
-    """Returns the calls behind signs, each with the position of its sign."""
+    """Returns the calls after markers, each with the position of its marker."""
     calls: list[tuple[int, _Found]] = []
     end = 0
     for sign in _SIGN.finditer(text):
@@ -305,7 +309,10 @@ def _find_within(text: str, names: Collection[str]) -> list[tuple[int, _Found]]:
 
 
 def _calls_at(text: str, at: int, names: Collection[str]) -> _Found | None:
-    """Returns the calls in the JSON (object or list) at a position. None if one is not a call."""
+    """Returns the calls in the JSON object or list at a position.
+
+    None if one of them is not a call.
+    """
     start = _SPACE.match(text, at)
     try:
         value, end = _decoder.raw_decode(text, start.end() if start else at)
@@ -318,7 +325,7 @@ def _calls_at(text: str, at: int, names: Collection[str]) -> _Found | None:
     calls = [_call_of(one) for one in listed]
     begun = _begun_at(text, at)
     if begun is not None and begun.arguments and begun.name == calls[0].function.name:
-        calls[0].function.arguments = begun.arguments  # to the letter, as a stream has it
+        calls[0].function.arguments = begun.arguments  # exactly as in a stream
     return _Found(calls, closing.end() if closing else end)
 
 
@@ -333,7 +340,7 @@ def _call_of(value: dict[str, Any]) -> CalledTool:
             arguments = msgspec.json.encode(arguments).decode()
     except UnicodeEncodeError:
         arguments = json.dumps(arguments)
-    # Half of a surrogate pair is no text. It stays the escape that the model wrote.
+    # Half of a surrogate pair is not valid text. It stays an escape, as generated by the model.
     arguments = arguments.encode("utf-8", "backslashreplace").decode()
     return CalledTool("", CalledFunction(value["name"], arguments))
 
@@ -343,7 +350,7 @@ def _id_of(seed: str) -> str:
 
 
 class _TextEndpoint(Endpoint):
-    """Lines whose answer is one or more written texts."""
+    """Lines whose answer is one or more generated texts."""
 
     def usage(
         self,
@@ -351,7 +358,7 @@ class _TextEndpoint(Endpoint):
         outcomes: Sequence[ItemOutcome],
         answered: Sequence[ItemOutcome],
     ) -> LineUsage:
-        """As the answer reports it: a prompt counts once for its n choices."""
+        """As reported in the answer: a prompt counts once for its n choices."""
         body = cast("ChatBody | CompletionBody", request.body)
         usage = usage_of(results_of(answered, request.model), body.n or 1)
         cached = usage.prompt_tokens_details.cached_tokens
@@ -359,7 +366,7 @@ class _TextEndpoint(Endpoint):
 
 
 class ChatEndpoint(_TextEndpoint):
-    """Lines whose body is that of POST /v1/chat/completions."""
+    """Lines with the body of POST /v1/chat/completions."""
 
     path = "/v1/chat/completions"
 
@@ -378,12 +385,12 @@ class ChatEndpoint(_TextEndpoint):
 
 
 class CompletionEndpoint(_TextEndpoint):
-    """Lines whose body is that of POST /v1/completions."""
+    """Lines with the body of POST /v1/completions."""
 
     path = "/v1/completions"
 
     def read(self, data: bytes, catalog: Catalog, default_seed: int) -> LineRequest:
-        """Returns one item for each of n texts of each prompt."""
+        """Returns one item per prompt and choice."""
         return _line(CompletionBody.model_validate_json(data, strict=True), catalog, default_seed)
 
     async def reply(
@@ -406,7 +413,7 @@ def _line(body: TextBody, catalog: Catalog, default_seed: int) -> LineRequest:
 
 
 def model_of(body: TextBody, catalog: Catalog) -> Model:
-    """Returns the model that a body names, or the first text model of the catalog.
+    """Returns the model named in a body, or the first text model in the catalog.
 
     Raises:
         UnknownModel: the text model does not exist.
@@ -420,14 +427,14 @@ def is_repeatable(body: TextBody) -> bool:
 
 
 def inputs_of(body: TextBody, model: Model, default_seed: int) -> list[GenerationInput]:
-    """Returns the items of a body: n for each prompt, with consecutive seeds.
+    """Returns the items of a body: n per prompt, with consecutive seeds.
 
     Raises:
         BadInput: the model can't generate that many tokens.
         ContextLengthExceeded: the prompt is far too long for the model.
     """
     first = _first_of(body, model)
-    # One seed for greedy decoding: the seed has no effect.
+    # Use a single seed for greedy decoding, where the seed has no effect.
     seed = default_seed if body.seed is None else body.seed
     start = 0 if is_repeatable(body) and body.seed is None else seed % MAX_SEED
     prompts: Sequence[str | list[int]] = [""]
@@ -484,7 +491,7 @@ def _first_of(body: TextBody, model: Model) -> GenerationInput:
 
 
 def _parameters_field(body: ChatBody, forced: Sequence[FunctionTool]) -> str:
-    """The field that the schema of a call comes from."""
+    """Returns the field that determines the schema of a call."""
     if len(forced) > 1:
         return "tools"
     functions = [tool.function for tool in body.tools or ()]
@@ -492,12 +499,12 @@ def _parameters_field(body: ChatBody, forced: Sequence[FunctionTool]) -> str:
 
 
 def tools_of(body: ChatBody) -> list[dict[str, object]]:
-    """Returns the tools as a chat template gets them."""
+    """Returns the tools in the format of chat templates."""
     return [tool.model_dump(exclude_none=True) for tool in body.allowed_tools]
 
 
 def results_of(outcomes: Sequence[ItemOutcome], model: Model) -> list[GenerationResult]:
-    """Returns the results of outcomes, all of which have one."""
+    """Returns the results of outcomes that all have one."""
     results = [outcome.result for outcome in outcomes]
     generations = [result for result in results if isinstance(result, GenerationResult)]
     if len(generations) < len(results):
@@ -506,7 +513,7 @@ def results_of(outcomes: Sequence[ItemOutcome], model: Model) -> list[Generation
 
 
 def usage_of(results: Sequence[GenerationResult], choices: int = 1) -> TextUsage:
-    """Returns the token usage. The prompt counts once for its n choices, as with OpenAI."""
+    """Returns the token usage. The prompt counts once for its n choices, as in OpenAI's API."""
     read = sum(result.input_tokens for result in results[::choices])
     written = sum(result.output_tokens for result in results)
     cached = sum(result.cached_tokens for result in results[::choices])
@@ -520,7 +527,7 @@ def chat_reply(
     model: Model,
     outcomes: Sequence[ItemOutcome],
 ) -> ChatReply:
-    """Returns the reply to a chat, all of whose items have a result. `completion_id` is its id."""
+    """Returns the reply to a chat whose items all have results."""
     results = results_of(outcomes, model)
     choices = [
         chat_choice(body, completion_id, index, result) for index, result in enumerate(results)
@@ -536,13 +543,14 @@ def chat_choice(body: ChatBody, choice_id: str, index: int, result: GenerationRe
     if names := {tool.function.name for tool in body.allowed_tools}:
         seed = f"{choice_id}:{index}"
         text, calls = read_tool_calls(text, names, seed)
-        # A forced call that a stop sequence cut is one, too: a stream has sent its beginning.
+        # A forced call cut by a stop sequence still counts as a call, because a stream has already
+        # sent its beginning.
         if result.finish_reason == "length" or (body.forced_tools and not calls):
             seed, is_whole = f"{seed}:{len(calls)}", not calls
             text, cut = read_cut_call(text, names, seed, is_whole=is_whole)
             calls += [cut] if cut is not None else []
             if body.forced_tools and not calls and text.lstrip().startswith(_WHOLE):
-                text = ""  # not even the name of the tool is there
+                text = ""  # even the name of the tool is incomplete
     message = ChatMessage(text or None if calls or body.forced_tools else text)
     if calls:
         message.tool_calls = calls
@@ -552,7 +560,7 @@ def chat_choice(body: ChatBody, choice_id: str, index: int, result: GenerationRe
 
 
 def chat_logprobs(tokens: Sequence[TokenLogprob]) -> ChatLogprobs:
-    """Returns log probabilities in the form of chats."""
+    """Returns log probabilities in the chat format."""
     return ChatLogprobs(
         [
             ShownTokenLogprob(
@@ -573,10 +581,7 @@ def completion_reply(
     model: Model,
     outcomes: Sequence[ItemOutcome],
 ) -> CompletionReply:
-    """Returns the reply to a prompt, all of whose items have a result.
-
-    `completion_id` is its id.
-    """
+    """Returns the reply to a prompt whose items all have results."""
     results = results_of(outcomes, model)
     choices = [
         CompletionChoice(
@@ -593,7 +598,7 @@ def completion_reply(
 
 
 def _before(body: CompletionBody, result: GenerationResult, index: int) -> str:
-    """Returns the prompt, if it is echoed: as it was sent, or as the text of its tokens."""
+    """Returns the prompt if it is echoed: as sent, or as the text of its tokens."""
     if not body.echo:
         return ""
     prompt = body.prompts[index // (body.n or 1)]
@@ -608,10 +613,12 @@ def _whole_logprobs(result: GenerationResult) -> CompletionLogprobs:
 
 
 def completion_logprobs(tokens: Sequence[TokenLogprob], offset: int) -> CompletionLogprobs:
-    """Returns log probabilities in the form of completions. `offset`: characters before.
+    """Returns log probabilities in the completions format.
 
-    The likeliest tokens have the one of the text among them. A token that is no whole character is
-    shown by its bytes, as is one whose text another one has too.
+    `offset`: number of characters before them.
+
+    The most likely tokens include the generated one. A token that is not a whole character is shown
+    as bytes, as is a token with the same text as another.
     """
     reader = codecs.getincrementaldecoder("utf-8")(errors="replace")
     ends = itertools.accumulate((len(reader.decode(one.data)) for one in tokens), initial=offset)
@@ -625,7 +632,7 @@ def completion_logprobs(tokens: Sequence[TokenLogprob], offset: int) -> Completi
 
 def _alternatives(token: TokenLogprob) -> dict[str, float] | None:
     logprobs = {_shown(token): token.logprob}
-    is_left_out = True  # the token itself, which is among the likeliest or not
+    is_left_out = True  # the token itself, which may or may not be among the most likely
     for one in token.top:
         if is_left_out and (one.data, one.logprob) == (token.data, token.logprob):
             is_left_out = False

@@ -1,7 +1,7 @@
-"""POST /v1/images/edits and /v1/images/variations: from an image, and maybe within a mask.
+"""POST /v1/images/edits and /v1/images/variations: draws from an image, optionally within a mask.
 
-An edit has a prompt, as a form with files or as JSON. With a mask, only what is transparent in it
-is drawn anew. A variation is image-to-image without a prompt. images.py makes the answers.
+An edit has a prompt, and is sent as a form with files or as JSON. With a mask, only its transparent
+area is redrawn. A variation is image-to-image without a prompt. images.py builds the answers.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ from shared.tasks.image import ImageInput
 MASK = "What is transparent in it is drawn anew. It has the width and height of the image."
 
 VARIED_STRENGTH = 0.6
-"""Of a variation: what is large stays, and what is small is drawn anew."""
+"""Strength of a variation: large features stay, and small ones are redrawn."""
 UNGUIDED = 1.0
-"""The guidance scale of a variation: without a prompt, there is nothing to be guided by."""
+"""Guidance scale of a variation, which has no prompt to be guided by."""
 
 IMAGE_FIELDS = ("image", "image[]")
 IMAGE_URL = "images[0].image_url"
@@ -69,7 +69,7 @@ NO_MARKUP = "markup is not supported; send a mask, whose transparent parts are d
 
 
 class SourceImage(Body):
-    """A source image, or a mask, inside a JSON body."""
+    """A source image or a mask in a JSON body."""
 
     image_url: str = Field(
         description=(
@@ -94,7 +94,7 @@ def _as_form(schema: dict[str, Any]) -> None:
         if field.get("type") != "null" and name != MORE_CONTROLS
     }
     for field in schema["properties"].values():
-        # A form has no null. Absent fields are not sent.
+        # A form can't express null. Absent fields are not sent.
         kinds = [kind for kind in field.pop("anyOf", ()) if kind["type"] != "null"]
         field |= kinds[0] if kinds else {}
         if "enum" in field:
@@ -196,9 +196,9 @@ Form = TypeVar("Form", EditForm, VariationForm)
 
 @dataclass(frozen=True, slots=True)
 class EditSources:
-    """What a request starts from: the bytes of files, or the URL of one that has to be fetched.
+    """The sources of a request: file contents, or URLs to fetch.
 
-    `guides`: by the fields of GUIDE_IMAGES.
+    `guides`: by the fields in GUIDE_IMAGES.
     """
 
     image: bytes | str
@@ -207,10 +207,10 @@ class EditSources:
 
 
 async def read_edit(call: ApiRequest) -> tuple[EditForm, EditSources]:
-    """Returns the validated fields of an edit request, its source image and its mask.
+    """Returns the validated fields, source image and mask of an edit request.
 
     Raises:
-        ValidationError: a field is wrong.
+        ValidationError: a field is invalid.
         BadInput: there is not exactly one image, or the body is neither form nor JSON.
     """
     kind = call.http.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -242,12 +242,12 @@ async def _read_form(call: ApiRequest, kind: type[Form]) -> tuple[Form, EditSour
         guides = [name for name in GUIDE_IMAGES if isinstance(form.get(name), UploadFile)]
         files = {name: data for name in guides if (data := await _file(form, name)) is not None}
         known.update(guides)
-        # A form has no null; clients and pages write an empty field for it.
+        # A form can't express null, so clients and pages send an empty field instead.
         fields = {name: value for name, value in form.items() if name not in known and value != ""}
         _check_files(fields, kind)
         if mask is None and "mask_blur" in fields:
             raise BadInput(f"mask_blur: {NO_MASK}", field="mask_blur")
-        # Every field of a form is text, so numbers may be strings here.
+        # Every form field is text, so numbers may be strings here.
         body = kind.model_validate(fields)
         return body, EditSources(image, mask, {**guide_urls(body), **files})
 
@@ -288,7 +288,7 @@ async def _first_image(
     model: Model,
     sources: EditSources,
 ) -> ImageInput:
-    """Returns the first image of a request, which starts from its sources."""
+    """Returns the first image of a request, with its sources."""
     codec, deadline_s = call.dependencies.image_codec, call.answer_by_s(model)
     check_guides(body, model, files=sources.guides)
     check_accepted(body, model, "image" if sources.mask is None else "mask")
@@ -312,10 +312,10 @@ async def _first_image(
 
 
 async def _fetched(call: ApiRequest, model: Model, sources: EditSources) -> dict[str, bytes]:
-    """Returns the bytes of the images by their places. Fetches those that URLs name.
+    """Returns image data by position. Fetches images named by URL.
 
     Raises:
-        BadInput: one can't be had.
+        BadInput: an image can't be loaded.
     """
     places = {IMAGE_URL: sources.image, MASK_URL: sources.mask, **sources.guides}
     urls = {place: url for place, url in places.items() if isinstance(url, str)}
@@ -344,7 +344,7 @@ router = APIRouter(route_class=ImageRoute)
     responses=streamed(inference_responses(ImagesReply, *OWN_HEADERS)),
 )
 async def edit_image(request: Request) -> Response:
-    """Image-to-image: the source is resized, and changed as much as `strength` says."""
+    """Image-to-image: the source is resized and changed by `strength`."""
     call = open_request(request)
     body, sources = await read_edit(call)
     model = model_for(call, body)
@@ -365,7 +365,7 @@ async def edit_image(request: Request) -> Response:
     responses=streamed(inference_responses(ImagesReply, *OWN_HEADERS)),
 )
 async def vary_image(request: Request) -> Response:
-    """Image-to-image with an empty prompt."""
+    """Draws image-to-image with an empty prompt."""
     call = open_request(request)
     body, sources = await _read_form(call, VariationForm)
     model = model_for(call, body)

@@ -1,9 +1,9 @@
-"""Streams images while they are drawn, as server-sent events in OpenAI's shape.
+"""Streams images while they are drawn, as server-sent events in OpenAI's format.
 
 https://platform.openai.com/docs/api-reference/images-streaming
 
-The request is a prediction, whose record and previews (shared/stores/record_state.py) say all of
-it. So a reader that comes back with the id of an event, to any instance, gets what it has not.
+The request is a prediction. Its record and previews (shared/stores/record_state.py) determine all
+events, so a reader that returns with an event ID, to any instance, gets the events it is missing.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _TOO_LONG = (
 class StreamedImage(msgspec.Struct):
     """A preview of an image (`partial_image_index`), or the image itself (`seed`).
 
-    `index` tells the images of one request apart, and is left out of a single one.
+    `index` distinguishes the images of a request, and is omitted for a single image.
     """
 
     type: str
@@ -57,14 +57,14 @@ class StreamedImage(msgspec.Struct):
     index: int | msgspec.UnsetType = msgspec.UNSET
 
     def encoded(self, event_id: str) -> bytes:
-        """Returns the event on the wire, with an id unless it is empty."""
+        """Returns the event in wire format, with its ID unless that is empty."""
         named = f"id: {event_id}\n" if event_id else ""
         data = msgspec.json.encode(self)
         return b"event: %b\n%bdata: %b\n\n" % (self.type.encode(), named.encode(), data)
 
 
 class ImagePosition(NamedTuple):
-    """What a reader has: previews up to `cursor`, so many shown of each image, whole images."""
+    """A reader's position: previews up to `cursor`, number shown per image, and complete images."""
 
     cursor: str
     completed: int
@@ -72,10 +72,10 @@ class ImagePosition(NamedTuple):
 
     @classmethod
     def from_id(cls, last_id: str, count: int) -> Self:
-        """Returns the position of the reader of an event. The start if there is none.
+        """Returns the position after an event. The start if the ID is empty.
 
         Raises:
-            BadInput: the id is not one of such a stream.
+            BadInput: the ID does not belong to such a stream.
         """
         if not last_id:
             return cls("", 0, (0,) * count)
@@ -89,22 +89,21 @@ class ImagePosition(NamedTuple):
         return cls(match[1], int(match[2]), shown)
 
     def to_id(self) -> str:
-        """Returns the id of an event after which a reader is here."""
+        """Returns the ID of an event after which a reader has this position."""
         return f"{self.cursor}~{self.completed}~{'.'.join(map(str, self.shown))}"
 
     def showing(self, preview: Preview) -> Self:
-        """Returns the position of a reader who was shown a preview."""
+        """Returns the position after a preview was shown."""
         shown = [*self.shown]
         shown[preview.index] += 1
         return self._replace(shown=tuple(shown))
 
 
 class ImageStream:
-    """The events of one request for images.
+    """The events of one image request.
 
     Args:
-        kind: what the types of its events begin with.
-        partial_images: how many previews of each image its reader wants.
+        partial_images: number of previews per image that the reader wants.
         encode: returns an image in the requested format.
         enlarge: returns a preview in the requested format and size.
     """
@@ -131,12 +130,12 @@ class ImageStream:
         self._has_ids = wants_event_ids(call.http.headers)
 
     async def events(self, snapshot: PredictionSnapshot, model: Model) -> AsyncGenerator[bytes]:
-        """Yields what its reader does not have, for at most MAX_S.
+        """Yields the events that the reader is missing, for at most MAX_S.
 
-        A reader who can't come back and hangs up ends the prediction.
+        If the reader hangs up and can't resume, the prediction is canceled.
 
         Raises:
-            PenstockError: it failed before its first event. Later errors are events.
+            PenstockError: the prediction failed before its first event. Later errors are events.
         """
         has_begun = is_done = False
         try:
@@ -166,7 +165,7 @@ class ImageStream:
                 heartbeat_s = now_s
             if now_s - began_s > MAX_S:
                 if self._has_ids:
-                    return  # its reader comes back
+                    return  # the reader may come back
                 raise DeadlineExceeded(_TOO_LONG, public=_TOO_LONG)
             await asyncio.sleep(POLL_S)
             self._call.check_key()
@@ -178,7 +177,7 @@ class ImageStream:
                 yield await self._completed(index, result)
 
     async def _partials(self, snapshot: PredictionSnapshot) -> AsyncGenerator[bytes]:
-        """Yields the new previews that its reader wants."""
+        """Yields new previews, up to the number that the reader wants."""
         if not self._wanted:
             return
         predictions = self._call.dependencies.predictions
@@ -193,7 +192,10 @@ class ImageStream:
                 yield self._on_wire(event)
 
     def _is_due(self, preview: Preview, number: int) -> bool:
-        """True if a preview is late enough to be the one with this number: all have equal gaps."""
+        """True if a preview is late enough to be the one with this number.
+
+        Previews are evenly spaced.
+        """
         return preview.step * (self._wanted + 1) >= (number + 1) * preview.steps
 
     async def _completed(self, index: int, result: ImageResult) -> bytes:

@@ -1,6 +1,6 @@
-"""POST /v1/images/generations: from a body to inputs, and from results to a reply.
+"""POST /v1/images/generations: converts bodies to inputs, and results to replies.
 
-In OpenAI's shape. What starts from an image (image_edits.py) is answered in the same way.
+As in OpenAI's API. Requests with a source image (image_edits.py) are answered in the same way.
 """
 
 from __future__ import annotations
@@ -67,21 +67,21 @@ from shared.tasks.image import ImageInput, ImageResult, ImagesResult
 
 RESULT_LIMIT_BYTES = 64 * 1024 * 1024
 _BYTES_PER_PIXEL = 4
-"""Maximum size of an image in base64: 3 bytes per pixel (noise does not compress), plus a third."""
+"""Maximum size of a base64 image: 3 bytes per pixel (noise does not compress), plus a third."""
 
 FORM_LIMITS = {"max_files": 4, "max_fields": MAX_EDIT_FIELDS, "max_part_size": 256 * 1024}
 
 OWN_HEADERS = ("X-Penstock-Seed", "X-Penstock-Truncated-Tokens", "X-Penstock-Withheld")
 
 WITHHELD_HEADER = "x-penstock-withheld"
-"""How many images the safety check has kept back."""
+"""Header with the number of images withheld by the safety check."""
 _HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 
 
 class ImageItem(msgspec.Struct, omit_defaults=True):
-    """One image: base64, or a link that is valid for 60 minutes.
+    """One image: base64, or a link valid for 60 minutes.
 
-    The same `seed` draws the same image again.
+    The same `seed` produces the same image again.
     """
 
     seed: int
@@ -90,7 +90,7 @@ class ImageItem(msgspec.Struct, omit_defaults=True):
 
 
 class ImagesReply(msgspec.Struct):
-    """Images in the order of their seeds."""
+    """Images in seed order."""
 
     data: list[ImageItem]
     model: str
@@ -100,7 +100,7 @@ class ImagesReply(msgspec.Struct):
 
 
 class ImageBody(ImageFields):
-    """What all requests for images have. ImageFields are extensions, except for the prompt."""
+    """Fields shared by all image requests. ImageFields are extensions, except for the prompt."""
 
     model: str | None = Field(None, description="Default: the first image model of the catalog.")
     n: Annotated[int, null_is(1)] = Field(1, ge=1, le=10)
@@ -136,7 +136,7 @@ class ImageBody(ImageFields):
     def __get_pydantic_json_schema__(
         cls, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
-        """The schema, which says what is an extension of OpenAI's API."""
+        """Returns the schema, in which extensions of OpenAI's API are marked."""
         shown = handler(schema)
         fields = handler.resolve_ref_schema(shown)["properties"]
         for name in ImageFields.model_fields.keys() & fields.keys() - {"prompt"}:
@@ -178,12 +178,12 @@ class GenerationBody(ImageBody):
 
 
 class GenerationsEndpoint(Endpoint):
-    """Lines whose body is that of POST /v1/images/generations."""
+    """Lines with the body of POST /v1/images/generations."""
 
     path = "/v1/images/generations"
 
     def read(self, data: bytes, catalog: Catalog, default_seed: int) -> LineRequest:
-        """Returns one item for each image. Links expire within an hour, so they are refused."""
+        """Returns one item per image. Links expire within an hour, so they are rejected."""
         body = GenerationBody.model_validate_json(data, strict=True)
         if body.response_format == "url":
             raise BadInput(
@@ -207,7 +207,7 @@ class GenerationsEndpoint(Endpoint):
         return LineRequest(body, model, inputs, is_repeatable, reply_bytes)
 
     async def inputs(self, request: LineRequest, caller: LineCaller) -> Sequence[Input]:
-        """Returns the images, or the run that draws them, with the files that the line names."""
+        """Returns the images, or the flow run that draws them, with the files of the line."""
         body, model = cast(GenerationBody, request.body), request.model.drawn_by or request.model
         run = request.inputs[0] if isinstance(request.inputs[0], CustomInput) else None
         images = request.inputs if run is None else drawings_of(run)
@@ -227,7 +227,7 @@ class GenerationsEndpoint(Endpoint):
     ) -> bytes:
         """Returns the images as base64."""
         body = cast(GenerationBody, request.body)
-        whole = outcomes[0].result  # of a run
+        whole = outcomes[0].result  # of a flow run
         if isinstance(whole, ImagesResult):
             results = whole.delivered
         else:
@@ -244,7 +244,7 @@ class GenerationsEndpoint(Endpoint):
 
 
 def model_of(body: ImageBody, catalog: Catalog) -> Model:
-    """Returns the model that a body names, or the first image model of the catalog.
+    """Returns the model named in a body, or the first image model in the catalog.
 
     Raises:
         UnknownModel: the image model does not exist.
@@ -258,7 +258,7 @@ def size_in(body: ImageBody, model: Model) -> tuple[int, int] | None:
     """Returns the requested width and height. None for `auto`.
 
     Raises:
-        BadInput: the model can't produce it.
+        BadInput: the model does not support it.
     """
     return None if body.size == "auto" else size_of(body.size, model)
 
@@ -267,29 +267,29 @@ def first_of(body: GenerationBody, model: Model) -> ImageInput:
     """Returns the first image of a body.
 
     Raises:
-        BadInput: the model can't produce it.
+        BadInput: the model does not support it.
     """
     return first_image(body, model, size_in(body, model) or (model.image.width, model.image.height))
 
 
 def size_after(body: ImageBody, first: ImageInput) -> tuple[int, int]:
-    """Returns width and height of the images of a body, as they are delivered."""
+    """Returns width and height of the delivered images."""
     scale = body.upscale or 1
     return first.width * scale, first.height * scale
 
 
 def consecutive(first: ImageInput, start: int, count: int) -> list[ImageInput]:
-    """Returns the images of a request: like the first one, with the seeds from `start` on."""
+    """Returns the images of a request: copies of the first, with consecutive seeds from `start`."""
     return [msgspec.structs.replace(first, seed=start + number) for number in range(count)]
 
 
 async def read_blob(objects: ObjectStore, blob: Blob, noun: str) -> bytes:
-    """Returns the bytes of a result, fetched from the object store if they are there.
+    """Returns the data of a result, from the object store if it is there.
 
-    `noun`: what it is, for errors.
+    `noun`: name of the result, for errors.
 
     Raises:
-        Unavailable: the object store is unreachable, or the result was removed in the meantime.
+        Unavailable: the object store is unreachable, or the result was deleted in the meantime.
     """
     if blob.data is not None:
         return blob.data
@@ -302,7 +302,7 @@ async def read_blob(objects: ObjectStore, blob: Blob, noun: str) -> bytes:
 
 
 class ImageRoute(StreamedRoute):
-    """A route whose body or form may ask for a stream."""
+    """A route whose body or form may request a stream."""
 
     async def asks_for_stream(self, request: Request) -> bool:
         if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
@@ -320,11 +320,11 @@ router = APIRouter(route_class=ImageRoute)
     responses=streamed(inference_responses(ImagesReply, *OWN_HEADERS)),
 )
 async def create_images(request: Request) -> Response:
-    """Answers when all images are ready, or with `stream` image by image.
+    """Answers once all images are ready or, with `stream`, image by image.
 
-    With a seed the same request gives the same images, mostly from the cache. With an
-    `Idempotency-Key` the events of a stream have ids. The same request with the same key, and an id
-    as `Last-Event-ID`, goes on after it, on any instance.
+    With a seed, the same request returns the same images, usually from the cache. With an
+    `Idempotency-Key`, the events of a stream have IDs. Sending the same request with the same key,
+    and an ID as `Last-Event-ID`, continues after that event, on any instance.
     """
     call = open_request(request)
     body = await call.read_json(GenerationBody)
@@ -351,9 +351,9 @@ async def _with_files(
     caller: ImageCaller,
     images: SourceImages,
 ) -> ImageInput:
-    """Returns the first image of a body with the files that it names: of its guides and adapter.
+    """Returns the first image of a body with the files of its guides and adapter loaded.
 
-    Raises as SourceImages.fetch_image.
+    Raises the same errors as SourceImages.fetch_image.
     """
     fetched = await images.fetch_images(guide_urls(body), caller)
     data = {name: file.data for name, file in fetched.items()}
@@ -362,12 +362,12 @@ async def _with_files(
 
 
 def image_caller(call: ApiRequest, model: Model) -> ImageCaller:
-    """Returns who asks for the images of a request. They are not kept."""
+    """Returns the owner of the images of a request. They are not kept."""
     return call.file_owner(model, "images", call.answer_by_s(model))
 
 
 def model_for(call: ApiRequest, body: ImageBody) -> Model:
-    """Returns the model that a body names, as the one that the request uses.
+    """Returns the model named in a body, and records that the request uses it.
 
     Raises:
         UnknownModel: the image model does not exist.
@@ -380,13 +380,13 @@ def model_for(call: ApiRequest, body: ImageBody) -> Model:
 async def answer_with(
     call: ApiRequest, body: ImageBody, model: Model, first: ImageInput
 ) -> Response:
-    """Computes n images with consecutive seeds, and answers with them."""
+    """Computes n images with consecutive seeds, and returns the answer."""
     if body.stream:
         return await _stream(call, body, model, first)
     key_seed = call.context.key_seed
     start = first.seed if body.seed is not None or key_seed is None else key_seed
     inputs = consecutive(first, start, body.n)
-    # A random seed never comes again, so its image is not worth a place in the cache.
+    # A random seed never occurs again, so its image is not worth caching.
     is_repeatable = body.seed is not None or key_seed is not None
     headers = call.context.headers
     if is_run(model, body.upscale):
@@ -409,7 +409,7 @@ async def answer_with(
 
 
 async def _stream(call: ApiRequest, body: ImageBody, model: Model, first: ImageInput) -> Response:
-    """Returns the events of the images, from the one behind `Last-Event-ID` on."""
+    """Returns the image events after `Last-Event-ID`."""
     dependencies = call.dependencies
     position = ImagePosition.from_id(call.http.headers.get("last-event-id", ""), body.n)
     kind = "image_generation" if first.image is None else "image_edit"
@@ -449,10 +449,10 @@ async def _stream(call: ApiRequest, body: ImageBody, model: Model, first: ImageI
 
 
 async def _run(call: ApiRequest, new: InferenceRequest) -> list[ImageResult]:
-    """Returns the images of a request with steps after each image, without those withheld.
+    """Returns the images of a request with steps after each image, except withheld ones.
 
     Raises:
-        PenstockError: it failed. ModerationBlocked: all are withheld.
+        PenstockError: the request failed. ModerationBlocked: all images are withheld.
     """
     snapshot = await call.run_flow(new)
     reply = snapshot.record.reply
@@ -502,9 +502,9 @@ async def _encode(
     *,
     is_awaited: bool = True,
 ) -> ImageItem:
-    """Returns one image in the requested format, as bytes or as a link.
+    """Returns one image in the requested format, as data or as a link.
 
-    `is_awaited`: the answer has not begun, so we see if its caller hangs up.
+    `is_awaited`: True if the answer has not started, so a caller who hangs up is detected.
     """
     objects = call.dependencies.objects
     stored_key = result.image.object_key

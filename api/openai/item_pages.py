@@ -1,4 +1,4 @@
-"""Pages of lists in OpenAI's shape."""
+"""Pages of lists in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ After = Annotated[str, Query(description="Only items behind the one with this id
 
 
 class ItemsPage(msgspec.Struct):
-    """A page of a list, with the ids of its first and its last item."""
+    """A page of a list, with the IDs of its first and last items."""
 
     data: list[dict[str, Any]]
     first_id: str | None
@@ -25,10 +25,10 @@ class ItemsPage(msgspec.Struct):
 
 
 def page_of(items: list[dict[str, Any]], limit: int, order: str, after: str) -> ItemsPage:
-    """Returns a page of items, which come oldest first.
+    """Returns a page of `items`, which must be oldest first.
 
     Raises:
-        BadInput: there is no item `after`.
+        BadInput: the item `after` does not exist.
     """
     ordered = items if order == "asc" else items[::-1]
     if after:
@@ -40,12 +40,12 @@ def page_of(items: list[dict[str, Any]], limit: int, order: str, after: str) -> 
 
 
 def no_such_item() -> BadInput:
-    """Returns the error for an `after` that is not there."""
+    """Returns the error for an `after` that does not exist."""
     return BadInput("after: must be the id of an item of this list", field="after")
 
 
 def first_page_of(ordered: list[dict[str, Any]], limit: int) -> ItemsPage:
-    """Returns the page that items begin with."""
+    """Returns the first page of `ordered`."""
     page = ordered[:limit]
     first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
     return ItemsPage(page, first, last, has_more=len(ordered) > limit)

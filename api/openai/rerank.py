@@ -1,10 +1,11 @@
-"""POST /v1/rerank and /v2/rerank, as the clients of Cohere and Jina call them.
+"""POST /v1/rerank and /v2/rerank, compatible with Cohere's and Jina's clients.
 
-A similarity model scores each document with the query: an item is such a pair. An embedding model
-gives a vector of each text, and the score is their cosine: an item is a text, so a document that
-was embedded or ranked before comes from the cache, whatever the query.
+A similarity model scores each document with the query, so each pair is an item. An embedding model
+computes a vector per text, and the score is their cosine. Each text is an item, so documents
+embedded or ranked before come from the cache, regardless of the query.
 
-Fields of a request: https://docs.cohere.com/reference/rerank and https://api.jina.ai/redoc.
+For the fields of a request, see https://docs.cohere.com/reference/rerank and
+https://api.jina.ai/redoc.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from shared.tasks.embedding import EmbeddingResult, EmbeddingTask, TextInput
 from shared.tasks.similarity import SimilarityInput, SimilarityResult
 
 MAX_DOCUMENTS = 1000
-"""Of one request. Cohere's bound is 10,000, and it advises 1,000."""
+"""Maximum number of documents per request. Cohere's limit is 10,000, and it recommends 1,000."""
 
 _REPLY_BYTES, _RESULT_BYTES = 512, 96
 _encoder = msgspec.json.Encoder()
@@ -56,7 +57,7 @@ RerankDocument: TypeAlias = Annotated[
 
 
 class RerankBody(Body):
-    """A query, and the documents to put in order."""
+    """A query, and the documents to rank."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -79,7 +80,10 @@ class RerankBody(Body):
         None, description="Whether each result has its document. Default: no."
     )
     max_tokens_per_doc: int | None = Field(
-        None, ge=1, le=2**20, description="Tokens that are read of a document, from its beginning."
+        None,
+        ge=1,
+        le=2**20,
+        description="Tokens that are read of a document, from its beginning.",
     )
     max_chunks_per_doc: int | None = Field(
         None, ge=1, description="Accepted, without effect: a document is read as one piece."
@@ -97,7 +101,7 @@ class RerankBody(Body):
 
 
 class RerankResult(msgspec.Struct, omit_defaults=True):
-    """A document by its place in the request, and how well it answers the query."""
+    """A document, by its position in the request, and its relevance to the query."""
 
     index: int
     relevance_score: float
@@ -105,7 +109,7 @@ class RerankResult(msgspec.Struct, omit_defaults=True):
 
 
 class RerankVersion(msgspec.Struct):
-    """The version of Cohere's API that the answer has."""
+    """The version of Cohere's API used for the answer."""
 
     version: str
 
@@ -117,7 +121,7 @@ class RerankTokens(msgspec.Struct):
 
 
 class RerankMeta(msgspec.Struct):
-    """What Cohere's clients read of a request."""
+    """The metadata that Cohere's clients read."""
 
     api_version: RerankVersion
     billed_units: RerankTokens
@@ -125,11 +129,11 @@ class RerankMeta(msgspec.Struct):
 
 
 class RerankReply(msgspec.Struct):
-    """Results, the best first.
+    """Results, best first.
 
-    `rerank` is an extension and says what the scores are. `cosine`: of two vectors, from -1 to 1.
-    `cross-encoder`: of a model that reads both texts together, from 0 to 1. Answers to lines of
-    batches have no `id`.
+    `rerank` is an extension that describes the scores. `cosine`: of two vectors, from -1 to 1.
+    `cross-encoder`: from a model that reads both texts together, from 0 to 1. Answers to batch
+    lines do not have an `id`.
     """
 
     model: str
@@ -145,12 +149,12 @@ router = APIRouter(route_class=FastRoute)
 
 
 class RerankEndpoint(Endpoint):
-    """Lines whose body is that of POST /v1/rerank."""
+    """Lines with the body of POST /v1/rerank."""
 
     path = "/v1/rerank"
 
     def read(self, data: bytes, catalog: Catalog, default_seed: int) -> LineRequest:
-        """Returns an item for each document, and one for the query if these are vectors."""
+        """Returns one item per document, plus one for the query if the model computes vectors."""
         body = RerankBody.model_validate_json(data, strict=True)
         model = _model_of(body, catalog)
         inputs = _inputs_of(body, model)
@@ -166,10 +170,10 @@ class RerankEndpoint(Endpoint):
 
 
 def _model_of(body: RerankBody, catalog: Catalog) -> Model:
-    """Returns the model that scores.
+    """Returns the model to score with.
 
     Raises:
-        UnknownModel: there is none of this name that reads texts for their meaning.
+        UnknownModel: no model of this name computes embeddings or similarity.
     """
     model = catalog.find(body.model)
     if not isinstance(model.definition, EmbeddingTask):
@@ -178,11 +182,11 @@ def _model_of(body: RerankBody, catalog: Catalog) -> Model:
 
 
 def _inputs_of(body: RerankBody, model: Model) -> list[Input]:
-    """Returns a pair for each document; or the texts of all documents, and the query last.
+    """Returns a pair per document or, for vectors, all documents followed by the query.
 
     Raises:
         InputTooLarge: a text is too long for the model.
-        BadInput: there are too many.
+        BadInput: there are too many documents.
     """
     texts, limit = body.texts(), model.text.max_input_bytes
     if len(texts) >= model.text.max_items:
@@ -205,7 +209,7 @@ def _reply(
     results = [outcome.result for outcome in outcomes]
     scores = _scores(results, model)
     tokens = sum(int(getattr(result, "tokens", 0)) for result in results)
-    # Documents that are equally good stay in the caller's order.
+    # Documents with equal scores stay in the caller's order.
     order = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)[: body.top_n]
     best = [RerankResult(index, scores[index]) for index in order]
     if body.return_documents:
@@ -222,7 +226,7 @@ def _scores(results: Sequence[Any], model: Model) -> list[float]:
     """Returns the score of each document.
 
     Raises:
-        PenstockError: a worker returned something else.
+        PenstockError: a worker returned another type.
     """
     if all(isinstance(result, SimilarityResult) for result in results):
         return [result.score for result in results]
@@ -248,9 +252,9 @@ def _scores(results: Sequence[Any], model: Model) -> list[float]:
     responses=inference_responses(RerankReply, "X-Penstock-Truncated-Tokens"),
 )
 async def rank_documents(request: Request) -> Response:
-    """The documents that answer the query best come first.
+    """Ranks documents by their relevance to the query, best first.
 
-    A document that is too long is read from its beginning.
+    Only the beginning of an overlong document is read.
     """
     call = open_request(request)
     body = await call.read_json(RerankBody)

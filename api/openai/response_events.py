@@ -1,10 +1,10 @@
-"""A response, whole and as events. Its items and events have ids and numbers that follow from it.
+"""Responses, complete and as events, with deterministic IDs and sequence numbers.
 
-The sequence number of an event follows from the tokens that a reader has with it, not from the
-number of earlier events: it is the same on every instance, also if one could not read the tokens
-for a while. The first events have the numbers 0 to 3. An event with tokens has 3 plus the number of
-tokens so far. The final events are numbered after the maximum number of tokens. So numbers grow,
-with gaps.
+The sequence number of an event depends on the number of tokens up to it, not on the number of
+earlier events. It is the same on every instance, even if one could not read the tokens for a while.
+The first events have the numbers 0 to 3. An event with tokens has 3 plus the number of tokens so
+far. The final events are numbered after the maximum number of tokens. So numbers increase, with
+gaps.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from shared.messages import ItemOutcome
 from shared.tasks.text import GenerationResult, TokenLogprob
 
 _ITEM, _PART = 2, 3
-"""The numbers of the events that begin a message."""
+"""Numbers of the events that begin a message."""
 _encode = msgspec.json.Encoder().encode
 
 _FIELDS_OF_CHATS = {
@@ -50,15 +50,14 @@ _FIELDS_OF_CHATS = {
     "max_completion_tokens": "max_output_tokens",
     "logprobs": "include",
 }
-"""The fields of a chat that have another name in a response."""
+"""Chat fields that have another name in a response."""
 
 
 class ResponseEvents:
     """The answer to one request, and its events after number `after`.
 
     Args:
-        body: the body of the request. Its `max_output_tokens` is set if events are sent.
-        made: the id of the answer.
+        body: request body. Its `max_output_tokens` is set if events are sent.
         model: the model that generates it.
         after: the sequence number of the last event that the reader has. -1: none.
     """
@@ -84,7 +83,7 @@ class ResponseEvents:
 
     @property
     def seen(self) -> tuple[bool, int, int]:
-        """State of a reader after event `after`: the opening, tokens, and pieces of the end."""
+        """Returns what a reader has after event `after`: opening, tokens, and pieces of the end."""
         if self._after < _PART:
             return False, 0, 0
         if self._after < self._first_end:
@@ -123,7 +122,7 @@ class ResponseEvents:
         )
 
     def whole(self, outcomes: Sequence[ItemOutcome], ended_at_s: float) -> ResponseReply:
-        """Returns the answer with its output, which was written until `ended_at_s`."""
+        """Returns the answer with its output, which was finished at `ended_at_s`."""
         (result,) = results_of(outcomes, self._model)
         is_cut = result.finish_reason == "length"
         return self.reply(
@@ -179,7 +178,7 @@ class ResponseEvents:
         logprobs: Sequence[TokenLogprob],
         at: tuple[int, int],
     ) -> bytes | None:
-        """Returns the addition to the message. A possible start of a tool call is held back."""
+        """Returns the event for new text. Text that may start a tool call is held back."""
         shown, now = self._shown(before), self._shown(before + text)
         if now == shown:
             return None
@@ -212,7 +211,7 @@ class ResponseEvents:
         return {"item_id": f"msg_{self._digits}", "output_index": 0, "content_index": 0}
 
     def ending(self, index: int, result: GenerationResult) -> list[bytes]:
-        """Returns the text held back, and the ends of items, numbered from the piece before."""
+        """Returns the text held back and the ends of items, numbered from the previous piece."""
         events: list[tuple[str, dict[str, Any]]] = []
         shown = self._shown(result.text)
         for at, item in enumerate(self._output(result)):
@@ -261,7 +260,7 @@ class ResponseEvents:
         return self.reply("failed", error=ResponseError(error.code, error.public_message))
 
     def _event(self, number: int, kind: str, *, is_kept: bool = False, **facts: Any) -> bytes:
-        """Returns an event. Empty if the reader has it."""
+        """Returns an event. Empty if the reader already has it."""
         if number <= self._after and not is_kept:
             return b""
         event = {"type": kind, "sequence_number": number, **facts}
@@ -277,7 +276,7 @@ def _shown_logprob(one: TokenLogprob) -> LogprobOfText:
 
 
 def _call_events(call: OutputCall, at: int) -> list[tuple[str, dict[str, Any]]]:
-    """Returns the events of a call, which comes in one piece."""
+    """Returns the events of a call, which is sent in one piece."""
     fields = {"output_index": at, "item_id": call.id}
     begun = msgspec.structs.replace(call, arguments="", status="in_progress")
     written = {**fields, "arguments": call.arguments, "name": call.name}
@@ -290,7 +289,7 @@ def _call_events(call: OutputCall, at: int) -> list[tuple[str, dict[str, Any]]]:
 
 
 def as_asked(error: PenstockError) -> PenstockError:
-    """Returns an error about a field of the chat as one about the field that was sent."""
+    """Returns the error, with a chat field replaced by the field that the client sent."""
     field = _FIELDS_OF_CHATS.get(error.field or "")
     if field is None:
         return error

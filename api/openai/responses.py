@@ -1,7 +1,7 @@
-"""/v1/responses in OpenAI's shape: creates, reads, streams and deletes responses.
+"""/v1/responses as in OpenAI's API: creates, reads, streams and deletes responses.
 
-Responses are kept unless `store` is false. A streamed or background one is a prediction, which any
-instance can serve. Any other one is kept as such a prediction when it is there.
+Responses are stored unless `store` is false. A streamed or background response is a prediction,
+which any instance can serve. Others are stored as predictions once they are complete.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from shared.tasks.text import GenerationInput
 
 PATH = PATH_OF_RESPONSES
 UNSTORED_KEEP_S = 120
-"""How long a stream that is not stored can be resumed after its end."""
+"""How long an unstored stream can be resumed after its end."""
 _HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 StartingAfter = Annotated[
     int, Query(ge=-1, le=2**31, description="Only events with a greater `sequence_number`.")
@@ -63,7 +63,7 @@ StartingAfter = Annotated[
 
 @contextmanager
 def words_of_responses() -> Iterator[None]:
-    """Names the fields of a response in what the block raises, in place of those of a chat."""
+    """Replaces chat fields by response fields in errors raised by the block."""
     try:
         yield
     except BadInput as error:
@@ -81,10 +81,10 @@ stored_router = APIRouter()
     responses=streamed(inference_responses(ResponseReply)),
 )
 async def create_response(request: Request) -> Response:
-    """Answers as the chat endpoint does, in items.
+    """Answers like the chat endpoint, in the form of items.
 
-    With `"background": true` the answer comes at once, and the text is written whether anybody
-    reads it or not. Responses can be read again and continued, unless `store` is false.
+    With `"background": true`, answers at once, and the text is generated whether it is read or not.
+    Responses can be read again and continued unless `store` is false.
     """
     call = open_request(request)
     asked = await whole_request(call, await call.read_json(ResponseBody))
@@ -117,7 +117,7 @@ async def create_response(request: Request) -> Response:
 async def read_response(
     request: Request, response_id: str, stream: bool = False, starting_after: StartingAfter = -1
 ) -> Response:
-    """The current state of a stored response. With `stream=true` its events."""
+    """Returns the current state of a stored response. With `stream=true`, its events."""
     call = authenticate(request)
     snapshot = await find_response(call, response_id, is_resumed=stream)
     if not stream:
@@ -136,7 +136,7 @@ async def read_response(
 async def list_input_items(
     request: Request, response_id: str, limit: Limit = 20, order: Order = "desc", after: After = ""
 ) -> Response:
-    """All that the model was given: also what came before by `previous_response_id`."""
+    """Lists the complete model input, including the part from `previous_response_id`."""
     call = authenticate(request)
     snapshot = await find_response(call, response_id)
     body, digits = ResponseBody.model_validate(snapshot.prediction.input), response_id[-24:]
@@ -151,7 +151,7 @@ async def list_input_items(
     responses=openapi.responses(ResponseReply, 400, 401, 404, 503),
 )
 async def cancel_response(request: Request, response_id: str) -> Response:
-    """Ends the writing of a background response, unless it has ended."""
+    """Cancels a background response unless it has ended."""
     call = authenticate(request)
     snapshot = await find_response(call, response_id)
     if not snapshot.prediction.input.get("background"):
@@ -171,7 +171,6 @@ async def cancel_response(request: Request, response_id: str) -> Response:
     responses=openapi.responses(ResponseDeleted, 401, 404, 409, 503),
 )
 async def delete_response(request: Request, response_id: str) -> Response:
-    """Deletes a response that has ended."""
     call = authenticate(request)
     snapshot = await find_response(call, response_id)
     try:
@@ -182,16 +181,16 @@ async def delete_response(request: Request, response_id: str) -> Response:
 
 
 class _Asked(NamedTuple):
-    """A request with all that comes before its input, and the items of its own."""
+    """A request with everything that precedes its input, and its new items."""
 
     body: ResponseBody
     own: list[dict[str, Any]]
     conversation: str
-    """The id of the conversation that it adds to. Empty: none."""
+    """ID of the conversation to append to. Empty: none."""
 
 
 async def whole_request(call: ApiRequest, body: ResponseBody) -> _Asked:
-    """Returns the request with the items that it names, and with what came before it."""
+    """Returns the request with references resolved and preceding items included."""
     conversation, before = body.conversation_id, list[dict[str, Any]]()
     if conversation:
         before = await _items_of(call, conversation, new=len(body.items) + len(body.references))
@@ -211,10 +210,10 @@ async def whole_request(call: ApiRequest, body: ResponseBody) -> _Asked:
 
 
 async def _items_of(call: ApiRequest, conversation: str, new: int) -> list[dict[str, Any]]:
-    """Returns the items of a conversation that has room for `new` ones and what they are answered.
+    """Returns the items of a conversation that has room for `new` items and their output.
 
     Raises:
-        InputTooLarge: it has none.
+        InputTooLarge: the conversation is full.
     """
     try:
         kept = await unlocked(call, conversation)
@@ -230,7 +229,7 @@ async def _items_of(call: ApiRequest, conversation: str, new: int) -> list[dict[
 
 
 async def _items_before(call: ApiRequest, previous: str) -> list[dict[str, Any]]:
-    """Returns the input and the output of an earlier response."""
+    """Returns the input and output of a previous response."""
     try:
         snapshot = await find_response(call, previous)
     except NotFound as error:
@@ -259,7 +258,7 @@ async def _create_prediction(
     call: ApiRequest, asked: _Asked, model: Model, inputs: Sequence[GenerationInput]
 ) -> Response:
     body = asked.body
-    # Numbers of events follow from the maximum number of tokens, so it is stored now.
+    # Event numbers depend on the maximum number of tokens, so it is stored now.
     shown = body.model_dump(mode="json", exclude_unset=True, by_alias=True)
     shown["max_output_tokens"] = inputs[0].max_tokens
     new = _recorded(call, body, model, inputs, shown)
@@ -297,11 +296,11 @@ async def _kept(
     inputs: Sequence[GenerationInput],
     outcomes: Sequence[ItemOutcome],
 ) -> ResponseReply:
-    """Adds a response that is there to its conversation, and keeps it if it is to be stored.
+    """Appends a finished response to its conversation, and stores it if requested.
 
-    What is stored can be read, and an answer that fails is not charged: so nothing fails once it is
-    stored at one of the two places. Without room or without Redis it is answered all the same, and
-    says that it is not stored, unless the request asks to store it and has no conversation.
+    Stored responses can be read, and a failed answer is not charged, so nothing may fail after it
+    is stored in one of the two places. Without room or Redis, the response is still returned,
+    marked as not stored, unless the request explicitly asks to store it and has no conversation.
     """
     body = asked.body
     shown = body.model_dump(mode="json", exclude_unset=True, by_alias=True)
@@ -334,10 +333,10 @@ async def _stream(
     *,
     is_new: bool = False,
 ) -> Response:
-    """Returns the events behind `after`. Frees what is `held` at the end.
+    """Returns the events after `after`. Releases `held` at the end.
 
     Raises:
-        PenstockError: a new one failed before its first event.
+        PenstockError: a new prediction failed before its first event.
     """
     with held:
         body, events = response_of(call, snapshot, after)
@@ -345,7 +344,7 @@ async def _stream(
             return Response(headers=_HEADERS, media_type=EVENTS_TYPE)
         stays = bool(body.background or not body.stream)
         seen = [StreamPosition(*events.seen)]
-        # Sequence numbers are what readers resume from, so the events need no other ids.
+        # Readers resume by sequence number, so the events don't need other IDs.
         streams, check = call.dependencies.generation_streams, call.check_key
         if is_new:
             returns = find_return(call.options.idempotency_key, has_positions=True)

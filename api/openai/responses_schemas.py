@@ -1,7 +1,7 @@
-"""The bodies of requests to and answers of /v1/responses.
+"""Request and response bodies of /v1/responses.
 
-Fields are those of OpenAI's API (https://platform.openai.com/docs/api-reference/responses). A
-request is converted to that of a chat.
+The fields follow OpenAI's API (https://platform.openai.com/docs/api-reference/responses). Each
+request is converted to a chat request.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from api.predictions.conversations import MAX_PARTS, count_parts
 ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 
 MAX_REASONING_CHARS = 256 * 1024
-"""Characters of one part of a reasoning item. It is stored with the response."""
+"""Maximum number of characters in one part of a reasoning item. It is stored with the response."""
 
 ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
-"""The types of items that text models can do something with."""
+"""Item types that text models can use."""
 
 
 class LogprobOfText(msgspec.Struct):
@@ -54,7 +54,7 @@ class OutputMessage(msgspec.Struct, tag_field="type", tag="message"):
 
 
 class OutputCall(msgspec.Struct, tag_field="type", tag="function_call"):
-    """A call that the model asks for. `arguments` is JSON."""
+    """A tool call made by the model. `arguments` is JSON."""
 
     id: str
     call_id: str
@@ -67,20 +67,20 @@ OutputItem = OutputMessage | OutputCall
 
 
 class WrittenDetails(msgspec.Struct):
-    """Tokens of a kind that these models do not write."""
+    """Tokens of a kind that these models do not generate."""
 
     reasoning_tokens: int = 0
 
 
 class InputDetails(msgspec.Struct):
-    """Tokens whose keys and values were cached. Storing them costs nothing."""
+    """Tokens whose keys and values were cached. Caching is free."""
 
     cached_tokens: int = 0
     cache_write_tokens: int = 0
 
 
 class ResponseUsage(msgspec.Struct):
-    """Tokens that were read and written."""
+    """Tokens read and written."""
 
     input_tokens: int
     input_tokens_details: InputDetails
@@ -97,7 +97,7 @@ class ResponseError(msgspec.Struct):
 
 
 class IncompleteDetails(msgspec.Struct):
-    """Why the answer ends early."""
+    """Why the answer ended early."""
 
     reason: Literal["max_output_tokens"] = "max_output_tokens"
 
@@ -155,7 +155,7 @@ class ResponseDeleted(msgspec.Struct):
 
 
 class InputPart(Body):
-    """A part of a message. Text models read text only."""
+    """A part of a message. Text models read only text."""
 
     type: Literal["input_text", "output_text", "refusal"]
     text: str = Field(validation_alias=AliasChoices("text", "refusal"))
@@ -177,7 +177,7 @@ Content = Annotated[
 
 
 class _ItemBody(Body):
-    """Fields that the client's types have and text models make nothing of."""
+    """Fields that exist in the client's types but have no effect on text models."""
 
     caller: Options | None = Field(None, exclude=True, description="Accepted, without effect.")
     created_by: None = Field(None, exclude=True)
@@ -186,7 +186,7 @@ class _ItemBody(Body):
 
 
 class InputMessage(Body):
-    """A message, also one of an earlier answer."""
+    """A message, including messages of earlier answers."""
 
     type: Annotated[Literal["message"], null_is("message")] = "message"
     role: Literal["system", "developer", "user", "assistant"]
@@ -196,12 +196,11 @@ class InputMessage(Body):
     phase: Option | None = Field(None, description="Accepted from earlier answers.")
 
     def to_chat(self) -> dict[str, Any]:
-        """Returns the message of a chat."""
         return {"role": self.role, "content": _text_of(self.content)}
 
 
 class InputCall(_ItemBody):
-    """A call of a function in an earlier answer."""
+    """A function call in an earlier answer."""
 
     type: Literal["function_call"]
     call_id: ItemId
@@ -211,7 +210,6 @@ class InputCall(_ItemBody):
     status: Option | None = None
 
     def to_chat(self) -> dict[str, Any]:
-        """Returns the message of a chat."""
         function = {"name": self.name, "arguments": self.arguments}
         return {"role": "assistant", "tool_calls": [{"id": self.call_id, "function": function}]}
 
@@ -227,20 +225,19 @@ class InputResult(_ItemBody):
     status: Option | None = None
 
     def to_chat(self) -> dict[str, Any]:
-        """Returns the message of a chat."""
         content = _text_of(self.output)
         return {"role": "tool", "tool_call_id": self.call_id, "content": content}
 
 
 class ReasoningPart(Body):
-    """A part of what a model thought, or of its summary."""
+    """A part of the model's reasoning, or of its summary."""
 
     type: Literal["reasoning_text", "summary_text"]
     text: str = Field(max_length=MAX_REASONING_CHARS)
 
 
 class InputReasoning(Body):
-    """What a model thought before an earlier answer. Chat templates that know it get it."""
+    """The model's reasoning before an earlier answer. Passed to chat templates that support it."""
 
     type: Literal["reasoning"]
     id: ItemId | None = None
@@ -253,19 +250,22 @@ class InputReasoning(Body):
 
     @property
     def text(self) -> str:
-        """What was thought, or else its summary."""
+        """The reasoning, or else its summary."""
         return "".join(part.text for part in self.content or self.summary or ())
 
 
 class ItemReference(Body):
-    """An item of a stored response, by its id."""
+    """A reference to an item of a stored response, by ID."""
 
     type: Literal["item_reference"] | None = None
     id: ItemId
 
 
 def _messages_of(items: Sequence[StoredItem]) -> Iterator[dict[str, Any]]:
-    """Yields the messages of a chat. What was thought goes with what was said or called next."""
+    """Yields the equivalent chat messages.
+
+    Reasoning is attached to the message or call that follows it.
+    """
     thought = ""
     for item in items:
         if isinstance(item, InputReasoning):
@@ -283,7 +283,7 @@ def _text_of(content: str | list[InputPart]) -> str:
 
 
 def _item_tag(item: Any) -> str:
-    """Returns the tag of an item's form. Without a type it is a message, or else a reference."""
+    """Returns the tag of an item's variant. Without a type, it is a message or else a reference."""
     is_dict = isinstance(item, dict)
     kind = item.get("type") if is_dict else getattr(item, "type", None)
     if kind is None:
@@ -308,7 +308,7 @@ InputItem = Annotated[
 
 
 class ResponseTool(Body):
-    """A function that the model may call. No other tools are supported."""
+    """A function that the model may call. Other tools are not supported."""
 
     type: Literal["function"]
     name: str = Field(pattern=TOOL_NAME)
@@ -320,7 +320,7 @@ class ResponseTool(Body):
     output_schema: None = Field(None, exclude=True)
 
     def to_chat(self) -> dict[str, Any]:
-        """Returns the tool of a chat."""
+        """Returns the tool in the format of a chat request."""
         return {
             "type": "function",
             "function": self.model_dump(exclude={"type"}, exclude_none=True),
@@ -328,19 +328,19 @@ class ResponseTool(Body):
 
 
 class NamedTool(Body):
-    """The one function that the model is to call."""
+    """The one function that the model must call."""
 
     type: Literal["function"]
     name: str
 
 
 def _named(tool: NamedTool) -> dict[str, Any]:
-    """Returns the tool as chats name it."""
+    """Returns the tool in the format of a chat request."""
     return {"type": "function", "function": {"name": tool.name}}
 
 
 class AllowedResponseTools(Body):
-    """Some of the tools, of which the model may call one, or must."""
+    """The subset of tools that the model may or must call."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
@@ -348,7 +348,7 @@ class AllowedResponseTools(Body):
 
 
 def _choice_tag(choice: Any) -> str:
-    """Returns the tag of a form, so that errors are about the one that was meant."""
+    """Returns the tag of a variant, so that errors refer to the variant that the client meant."""
     if isinstance(choice, NamedTool) or not isinstance(choice, dict | AllowedResponseTools):
         return "named:" if isinstance(choice, NamedTool) else "mode:"
     is_allowed = isinstance(choice, AllowedResponseTools) or choice.get("type") == "allowed_tools"
@@ -379,7 +379,7 @@ class TextFormat(Body):
         return self
 
     def to_chat(self) -> dict[str, Any]:
-        """Returns the `response_format` of a chat."""
+        """Returns the equivalent `response_format` of a chat."""
         if self.type != "json_schema":
             return {"type": self.type}
         schema = {"name": self.name or "answer", "schema": self.schema_}
@@ -400,7 +400,7 @@ class ResponseStreamOptions(Body):
 
 
 class ConversationNamed(Body):
-    """A conversation, by its id."""
+    """A conversation, by ID."""
 
     id: ItemId
 
@@ -416,7 +416,7 @@ Conversation = Annotated[
 
 
 class ResponseBody(Body):
-    """A text to continue, with what came before as items."""
+    """A text to continue, with everything before it as items."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -501,7 +501,7 @@ class ResponseBody(Body):
 
     @property
     def is_kept(self) -> bool:
-        """Returns whether it can be read again, by id."""
+        """Returns whether it can be read again by ID."""
         return self.store is not False
 
     @property
@@ -512,19 +512,19 @@ class ResponseBody(Body):
 
     @property
     def items(self) -> list[StoredItem]:
-        """Returns its input, as items. There are no references in it any more."""
+        """Returns its input as items. References must already be resolved."""
         if isinstance(self.input, str):
             return [InputMessage(role="user", content=self.input)]
         return [item for item in self.input if not isinstance(item, ItemReference)]
 
     @property
     def references(self) -> list[str]:
-        """Returns the ids of the items that its input names."""
+        """Returns the IDs of the items that its input refers to."""
         items = () if isinstance(self.input, str) else self.input
         return [item.id for item in items if isinstance(item, ItemReference)]
 
     def with_items(self, referenced: Mapping[str, dict[str, Any]]) -> ResponseBody:
-        """Returns the same with the items in place of the references to them."""
+        """Returns a copy with references replaced by the items."""
         fields = self.model_dump(mode="json", exclude_unset=True, by_alias=True)
         fields["input"] = [
             referenced[item.id] if isinstance(item, ItemReference) else shown
@@ -534,32 +534,32 @@ class ResponseBody(Body):
 
     @property
     def dumped_items(self) -> list[dict[str, Any]]:
-        """Returns its input as items in JSON."""
+        """Returns its input items as JSON."""
         return [item.model_dump(mode="json", exclude_unset=True) for item in self.items]
 
     @property
     def conversation_id(self) -> str:
-        """The id of its conversation. Empty: none."""
+        """ID of its conversation. Empty: none."""
         conversation = self.conversation
         return (
             conversation.id if isinstance(conversation, ConversationNamed) else conversation or ""
         )
 
     def behind(self, items: Sequence[dict[str, Any]]) -> ResponseBody:
-        """Returns the same with items before its own.
+        """Returns a copy with `items` inserted before its own.
 
         Raises:
-            pydantic.ValidationError: these are too many items.
+            pydantic.ValidationError: there are too many items.
         """
         fields = self.model_dump(mode="json", exclude_unset=True, by_alias=True)
         fields["input"] = [*items, *self.dumped_items]
         return ResponseBody.model_validate(fields)
 
     def to_chat(self) -> ChatBody:
-        """Returns the chat that asks for the same.
+        """Returns the equivalent chat request.
 
         Raises:
-            pydantic.ValidationError: parts of it don't belong together.
+            pydantic.ValidationError: some of the fields contradict each other.
         """
         said = [{"role": "system", "content": self.instructions}] if self.instructions else []
         fields: dict[str, Any] = {

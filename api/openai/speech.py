@@ -1,7 +1,7 @@
-"""POST /v1/audio/speech in OpenAI's shape, whole and as events.
+"""POST /v1/audio/speech as in OpenAI's API, complete and as events.
 
-A class that yields files can be streamed: each file is the next part of the sound, and all of them,
-one behind the other, are what a caller without a stream gets. Its unit of work is a character.
+A class that yields files can be streamed: each file is the next part of the audio. Without
+streaming, callers receive the concatenation of all files. Its unit of work is a character.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ SPEECH_TYPES = {
     "wav": "audio/wav",
     "pcm": "audio/pcm",
 }
-"""The media type of each `response_format`. Opus is in a file of Ogg."""
+"""Media type by `response_format`. Opus uses an Ogg file."""
 MAX_PIECE_BYTES = 64 * 1024 * 1024
 _ANY_BYTES = "application/octet-stream"
 _HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
@@ -62,19 +62,19 @@ _encode = msgspec.json.Encoder().encode
 
 
 class CharacterUsage(msgspec.Struct):
-    """What a text counts as."""
+    """Usage of a text."""
 
     characters: int
     type: Literal["characters"] = "characters"
 
 
 class SpeechDelta(msgspec.Struct, omit_defaults=True):
-    """The next part of the sound, in base64."""
+    """The next part of the audio, in base64."""
 
     type: str
     audio: str
     key: str = ""
-    """In the object store, where a large part is until it is sent."""
+    """Key in the object store, where a large part is kept until it is sent."""
 
 
 class SpeechDone(msgspec.Struct):
@@ -90,11 +90,7 @@ def _delta(audio: str, key: str = "") -> bytes:
 
 
 class SpeechEvents(StreamShape):
-    """The events of a text that is said: one for each part of the sound, and one at its end.
-
-    Args:
-        names: of the fields, for errors.
-    """
+    """The events of spoken text: one per audio part, and a final one."""
 
     def __init__(self, record: str, names: FieldNames) -> None:
         self._record = record
@@ -108,7 +104,7 @@ class SpeechEvents(StreamShape):
         logprobs: Sequence[TokenLogprob],
         at: tuple[int, int],
     ) -> bytes | None:
-        """Returns the events of the parts in `text`, which has a line of JSON for each."""
+        """Returns the events for the parts in `text`, which has one line of JSON per part."""
         files = [file for one in read_elements(text) for file in one.files]
         return b"".join(
             _delta(file.uri.partition(",")[2])
@@ -118,7 +114,7 @@ class SpeechEvents(StreamShape):
         )
 
     def closing(self, outcomes: Sequence[ItemOutcome], ended_at_s: float) -> list[bytes]:
-        """Returns the event with what it counts as."""
+        """Returns the event with the usage."""
         (outcome,) = outcomes
         if not isinstance(outcome.result, CustomResult):
             raise PenstockError("a class returned a result that is not its own; a bug")
@@ -126,12 +122,12 @@ class SpeechEvents(StreamShape):
         return [b"data: " + _encode(done) + b"\n\n"]
 
     def failure(self, error: PenstockError) -> bytes:
-        """Returns an error that names the field which the caller sent."""
+        """Returns an error that names the field sent by the caller."""
         return failure_event(self._names.error(error))
 
 
 async def _with_sound(events: AsyncGenerator[bytes], objects: ObjectStore) -> AsyncGenerator[bytes]:
-    """Yields events with the sound of those whose part is in the object store."""
+    """Yields events, adding audio parts from the object store."""
     try:
         async for event in events:
             for stored in reversed(list(_STORED.finditer(event))):
@@ -153,7 +149,7 @@ _asked_decoder = msgspec.json.Decoder(_Asked)
 
 
 class SpeechRoute(StreamedRoute):
-    """A route whose body may ask for a stream."""
+    """A route whose body may request a stream."""
 
     async def asks_for_stream(self, request: Request) -> bool:
         try:
@@ -181,10 +177,10 @@ router = APIRouter(route_class=SpeechRoute)
     responses=_responses(),
 )
 async def create_speech(request: Request) -> Response:
-    """Answers with the whole sound in the format that was asked for, or part by part as events.
+    """Answers with the whole audio in the requested format, or part by part as events.
 
-    With an `Idempotency-Key` the events have ids. The same request with the same key, and an id as
-    `Last-Event-ID`, goes on after it, on any instance.
+    With an `Idempotency-Key`, the events have IDs. Sending the same request with the same key, and
+    an ID as `Last-Event-ID`, continues after that event, on any instance.
     """
     call = open_request(request)
     body = await call.read_json(SpeechBody)
@@ -212,7 +208,7 @@ async def create_speech(request: Request) -> Response:
 
 
 async def _sound_of(outcomes: Sequence[ItemOutcome], objects: ObjectStore) -> bytes:
-    """Returns the files of a result, one behind the other."""
+    """Returns the concatenated files of a result."""
     (outcome,) = outcomes
     if outcome.result is None or not outcome.result.blobs:
         raise ModelFailed("the model gave no file with sound")
@@ -222,7 +218,7 @@ async def _sound_of(outcomes: Sequence[ItemOutcome], objects: ObjectStore) -> by
 async def _stream(
     call: ApiRequest, body: SpeechBody, names: FieldNames, one: CustomInput
 ) -> Response:
-    """Returns the parts of a sound as events, from the one behind `Last-Event-ID` on."""
+    """Returns the audio parts as events, starting after `Last-Event-ID`."""
     model = names.model
     call.check_room(model, 1)
     last_id = call.http.headers.get("last-event-id", "")

@@ -1,4 +1,4 @@
-"""Finds stored chats and responses by their ids, and items of responses by theirs."""
+"""Finds stored chats and responses by ID, and response items by ID."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shared.predictions import ended_at_s
 
 PATH_OF_RESPONSES = "/v1/responses"
 MAX_REFERENCED = 64
-"""Responses that the references of one request may name."""
+"""Maximum number of responses that the references of one request may name."""
 _DIGITS = re.compile(r"[0-9a-f]{24}")
 _OUTPUT_ITEM = re.compile(r"(?:msg|fc)_([0-9a-f]{24})(?:_\d{1,4})?")
 _NAMES = {CHAT_PREFIX: "Chat completion", RESPONSE_PREFIX: "Response"}
@@ -29,17 +29,16 @@ _PREFIXES = {"function_call": "fc", "function_call_output": "fco", "reasoning": 
 async def find_stored(
     call: ApiRequest, prefix: str, endpoint: str, shown: str
 ) -> PredictionSnapshot:
-    """Returns the prediction of an answer of the tenant.
+    """Returns the prediction that stores an answer of the tenant.
 
     Args:
-        prefix: of ids of such answers.
+        prefix: prefix of the answer's ID.
         endpoint: the path that creates such answers.
-        shown: the id, as the caller has it.
+        shown: the ID as sent by the caller.
 
     Raises:
-        NotFound: the tenant has no such answer, or it has expired.
-        Forbidden: the key may not do this with results of that endpoint or model.
-        Unavailable: Redis is unreachable.
+        NotFound: the tenant does not have such an answer, or it has expired.
+        Forbidden: the key does not permit this with results of that endpoint or model.
     """
     digits = shown.removeprefix(prefix)
     if shown.startswith(prefix) and _DIGITS.fullmatch(digits):
@@ -54,7 +53,7 @@ async def find_stored(
 
 
 def not_found(prefix: str, shown: str) -> NotFound:
-    """Returns the error for an answer that is not there, in OpenAI's words."""
+    """Returns the error for an answer that does not exist, in OpenAI's words."""
     return NotFound(f"{_NAMES[prefix]} with id '{shown[:80]}' not found.")
 
 
@@ -64,12 +63,11 @@ async def find_response(
     """Returns a response of the tenant that can be read again.
 
     Args:
-        is_resumed: True if its stream is read on, which needs no `store`.
+        is_resumed: True if its stream is being resumed, which does not require `store`.
 
     Raises:
-        NotFound: there is none, or it was not stored.
-        Forbidden: the key may not do this with results of responses or of the model.
-        Unavailable: Redis is unreachable.
+        NotFound: the response does not exist or was not stored.
+        Forbidden: the key does not permit this with responses or with the model.
     """
     snapshot = await find_stored(call, RESPONSE_PREFIX, PATH_OF_RESPONSES, response_id)
     if snapshot.prediction.input.get("store") is False and not is_resumed:
@@ -90,7 +88,7 @@ def response_of(
 
 
 def state_of(call: ApiRequest, snapshot: PredictionSnapshot) -> ResponseReply:
-    """Returns a response as it is now."""
+    """Returns the current state of a response."""
     record = snapshot.record
     _, events = response_of(call, snapshot)
     if record.state == "succeeded" and record.reply is not None:
@@ -101,11 +99,10 @@ def state_of(call: ApiRequest, snapshot: PredictionSnapshot) -> ResponseReply:
 
 
 async def referenced_items(call: ApiRequest, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Returns the items of stored responses, by their ids.
+    """Returns items of stored responses by ID.
 
     Raises:
-        NotFound: an item is not there. `field` is "input".
-        Unavailable: Redis is unreachable.
+        NotFound: an item does not exist. `field` is "input".
     """
     items: dict[str, dict[str, Any]] = {}
     for name in names:
@@ -134,7 +131,7 @@ def _no_item(name: str) -> NotFound:
 
 
 def shown_items(items: Sequence[dict[str, Any]], digits: str) -> list[dict[str, Any]]:
-    """Returns items as lists of items show them. Those without an id get one."""
+    """Returns items in the format of item lists. Items without an ID get one."""
     return [_shown_item(item, f"{digits}_in{number}") for number, item in enumerate(items)]
 
 

@@ -1,4 +1,4 @@
-"""Stored chats: listed, changed, deleted, and their messages, as OpenAI's clients call them."""
+"""Stored chats: lists, changes and deletes them, and lists their messages, as in OpenAI's API."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ router = APIRouter()
 
 
 class ChatChange(Body):
-    """What is to change of a stored chat."""
+    """Changes to a stored chat."""
 
     metadata: Metadata | None
 
@@ -69,7 +69,7 @@ async def list_chats(
     model: OfModel = "",
     metadata: OfMetadata = "",
 ) -> Response:
-    """The chats with `store: true` that the key may see."""
+    """Lists chats with `store: true` that the key may see."""
     call = authenticate(request)
     if metadata:
         raise BadInput("metadata: should be sent as metadata[key]=value", field="metadata")
@@ -79,7 +79,7 @@ async def list_chats(
         if name.startswith("metadata[") and name.endswith("]")
     }
     served = {one.name for one in call.listed_models() if model in ("", one.name)}
-    # Those of a page and one more are read and shown, however many there are.
+    # Reads only one item more than the page has, however many there are.
     shown: list[dict[str, Any]] = []
     async with aclosing(_all(call, after, is_ascending=order == "asc")) as snapshots:
         async for one in snapshots:
@@ -94,10 +94,10 @@ async def list_chats(
 async def _all(
     call: ApiRequest, after: str, *, is_ascending: bool
 ) -> AsyncGenerator[PredictionSnapshot]:
-    """Yields what the tenant has behind the chat `after`.
+    """Yields the tenant's chats after the chat `after`.
 
     Raises:
-        BadInput: there is no such chat.
+        BadInput: the chat does not exist.
     """
     predictions, digits = call.dependencies.predictions, after.removeprefix(CHAT_PREFIX)
     if after and digits == after:
@@ -119,7 +119,6 @@ async def _all(
     responses=openapi.responses(ChatReply, 400, 401, 404, 408, 409, 413, 429, 503),
 )
 async def change_chat(request: Request, completion_id: str) -> Response:
-    """Replaces its metadata."""
     call = authenticate(request)
     snapshot = await _find(call, completion_id)
     body = await call.read_json(ChatChange)
@@ -135,7 +134,6 @@ async def change_chat(request: Request, completion_id: str) -> Response:
     responses=openapi.responses(ChatDeleted, 401, 404, 409, 503),
 )
 async def delete_chat(request: Request, completion_id: str) -> Response:
-    """Deletes a chat that has ended."""
     call = authenticate(request)
     snapshot = await find_stored(call, CHAT_PREFIX, CHAT.path, completion_id)
     try:
@@ -154,7 +152,7 @@ async def delete_chat(request: Request, completion_id: str) -> Response:
 async def list_messages(
     request: Request, completion_id: str, after: After = "", limit: Limit = 20, order: Order = "asc"
 ) -> Response:
-    """The messages that the model was given."""
+    """Lists the messages that the model received."""
     call = authenticate(request)
     snapshot = await _find(call, completion_id)
     body = ChatBody.model_validate(snapshot.prediction.input)

@@ -1,7 +1,7 @@
 """Counts tokens as a text model reads them: /v1/responses/input_tokens and /v1/tokenize.
 
-A worker of the model counts, since only workers have its tokenizer and its chat template. No model
-runs, and it costs nothing.
+A worker of the model counts them, because only workers have its tokenizer and chat template. The
+model does not run, and counting is free.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ router = APIRouter()
 
 
 class InputTokensBody(ResponseBody):
-    """A request for a response whose input is counted."""
+    """A response request whose input tokens to count."""
 
     personality: Option | None = Field(None, description="Accepted, without effect.")
 
 
 class InputTokensReply(msgspec.Struct):
-    """How many tokens the model would read."""
+    """Number of tokens that the model would read."""
 
     input_tokens: int
     object: Literal["response.input_tokens"] = "response.input_tokens"
@@ -62,7 +62,7 @@ class TokenizeBody(Body):
 
 
 class TokenizeReply(msgspec.Struct):
-    """The ids of the tokens, how many they are, and how many the model reads at most."""
+    """Token IDs, their number, and the model's maximum number of input tokens."""
 
     count: int
     tokens: list[int]
@@ -76,7 +76,7 @@ class TokenizeReply(msgspec.Struct):
     responses=openapi.inference_responses(InputTokensReply),
 )
 async def count_input_tokens(request: Request) -> Response:
-    """The tokens that the same request would read, with what comes before its input."""
+    """Counts the tokens that the same request would read, including everything before its input."""
     call = open_request(request)
     body = (await whole_request(call, await call.read_json(InputTokensBody))).body
     with words_of_responses():
@@ -92,7 +92,7 @@ async def count_input_tokens(request: Request) -> Response:
     responses=openapi.inference_responses(TokenizeReply),
 )
 async def tokenize(request: Request) -> Response:
-    """Extension, as vLLM has it: the ids of the tokens that the model would read."""
+    """Extension, as in vLLM: returns the IDs of the tokens that the model would read."""
     call = open_request(request)
     body = await call.read_json(TokenizeBody)
     model = _model_of(call, body.model)
@@ -106,11 +106,11 @@ async def tokenize(request: Request) -> Response:
 
 
 async def count_chat(call: ApiRequest, chat: ChatBody) -> TokenCount:
-    """Returns how many tokens a chat has.
+    """Returns the number of tokens in a chat.
 
     Raises:
         UnknownModel: the text model does not exist.
-        PenstockError: as those of a chat.
+        PenstockError: the same errors as for a chat.
     """
     messages = [message.to_template() for message in chat.messages]
     prompt = PromptToCount(messages=messages, tools=tools_of(chat))
@@ -118,7 +118,7 @@ async def count_chat(call: ApiRequest, chat: ChatBody) -> TokenCount:
 
 
 async def count(call: ApiRequest, model: Model, prompt: PromptToCount) -> TokenCount:
-    """Has a worker of the model count."""
+    """Counts tokens on a worker of the model."""
     call.context.facts.price_share = 0.0
     async with call.inferred(model, [prompt], is_repeatable=False) as response:
         result = response.outcomes[0].result

@@ -1,6 +1,6 @@
 """Usage and charges: OpenAI's routes with pages of buckets, and a summary of the key's tenant.
 
-A key sees its own tenant. A key with the `admin` scope sees all tenants under OpenAI's routes.
+A key sees its own tenant. A key with the `admin` scope sees all tenants through OpenAI's routes.
 https://platform.openai.com/docs/api-reference/usage
 """
 
@@ -35,7 +35,7 @@ _SUMMED = UsageLine._fields[UsageLine._fields.index("requests") :]
 class EmbeddingsUsage(
     msgspec.Struct, kw_only=True, tag_field="object", tag="organization.usage.embeddings.result"
 ):
-    """Usage of models that are billed by tokens."""
+    """Usage of models billed by tokens."""
 
     input_tokens: Count
     """Input tokens of all delivered results, including those from the cache."""
@@ -52,7 +52,7 @@ class EmbeddingsUsage(
 class ImagesUsage(
     msgspec.Struct, kw_only=True, tag_field="object", tag="organization.usage.images.result"
 ):
-    """Usage of models that are billed by pixel-steps."""
+    """Usage of models billed by pixel-steps."""
 
     images: Count
     """Delivered images, including those from the cache."""
@@ -89,7 +89,7 @@ class Costs(msgspec.Struct, kw_only=True, tag_field="object", tag="organization.
 
 
 class UsageBucket(msgspec.Struct, kw_only=True):
-    """One span of time, empty ones included."""
+    """One time span. Empty spans are included."""
 
     object: Literal["bucket"] = "bucket"
     start_time: Count
@@ -98,7 +98,7 @@ class UsageBucket(msgspec.Struct, kw_only=True):
 
 
 class UsagePage(msgspec.Struct, kw_only=True):
-    """Buckets in order. `next_page` is the `page` of the next request."""
+    """Buckets in order. `next_page` is the `page` for the next request."""
 
     object: Literal["page"] = "page"
     data: list[UsageBucket]
@@ -107,18 +107,18 @@ class UsagePage(msgspec.Struct, kw_only=True):
 
 
 class ModelUsage(msgspec.Struct, kw_only=True):
-    """Usage of one model, or of all together."""
+    """Usage of one model, or of all models."""
 
     model: str | None
-    """None: all together."""
+    """None: all models."""
     requests: Count
-    """All requests, with refused ones, as in the reports."""
+    """All requests, including rejected ones, as in the reports."""
     refused: Count
-    """The part of `requests` that was refused as a whole. It has no items."""
+    """The part of `requests` that was rejected as a whole, without items."""
     items: Count
     succeeded: Count
     cached: Count
-    """Succeeded items from the cache, or joined to an identical item."""
+    """Succeeded items that came from the cache or joined an identical item."""
     tokens: Count
     charged_tokens: Amount
     pixel_steps: Count
@@ -137,16 +137,16 @@ class UsageSpan(msgspec.Struct, kw_only=True):
 
 
 class UsageReply(msgspec.Struct, kw_only=True):
-    """Usage of a tenant, by UTC."""
+    """Usage of a tenant, in UTC."""
 
     object: Literal["usage"] = "usage"
     tenant: str
     as_of: Amount
-    """Unix time at which the rows were read. Rows come a few seconds after their answers."""
+    """Unix time at which the rows were read. Rows arrive a few seconds after their answers."""
     today: UsageSpan
     month: UsageSpan
     range: UsageSpan | None
-    """Usage from `from` to `to`, if these are set."""
+    """Usage from `from` to `to`, if set."""
     budget_usd_per_month: Amount | None
 
 
@@ -161,7 +161,7 @@ Result = EmbeddingsUsage | ImagesUsage | Costs
     responses=responses(UsageReply, 400, 401, 403, 429, 503, headers=("Age",)),
 )
 async def get_usage(request: Request) -> Response:
-    """Usage of your tenant today, this month (UTC), and between `from` and `to`, by model."""
+    """Returns your usage today, this month (UTC), and between `from` and `to`, by model."""
     call = authenticate(request)
     now_s = time.time()
     now = datetime.fromtimestamp(now_s, UTC)
@@ -197,7 +197,7 @@ def _span(start_s: int, end_s: int, lines: Iterable[UsageLine]) -> UsageSpan:
         for sums in (total, by_model.setdefault(line.model, _nothing(line.model))):
             for name in _SUMMED:
                 setattr(sums, name, getattr(sums, name) + getattr(line, name))
-    # Requests that were refused before they named a model have none.
+    # Requests rejected before they named a model have no model.
     models = [by_model[name] for name in sorted(by_model, key=str) if name]
     return UsageSpan(start_time=start_s, end_time=end_s, total=total, models=models)
 
@@ -213,7 +213,7 @@ def _nothing(model: str | None) -> ModelUsage:
     responses=responses(UsagePage, 400, 401, 403, 429, 503, headers=("Age",)),
 )
 async def get_embeddings_usage(request: Request) -> Response:
-    """Tokens and requests in buckets of time, of models that are billed by tokens."""
+    """Returns tokens and requests per time bucket, for models billed by tokens."""
     return await _page(request, _of_embeddings, unit="tokens")
 
 
@@ -224,7 +224,7 @@ async def get_embeddings_usage(request: Request) -> Response:
     responses=responses(UsagePage, 400, 401, 403, 429, 503, headers=("Age",)),
 )
 async def get_images_usage(request: Request) -> Response:
-    """Images and requests in buckets of time, of models that are billed by pixel-steps."""
+    """Returns images and requests per time bucket, for models billed by pixel-steps."""
     return await _page(request, _of_images, unit="pixel_steps")
 
 
@@ -235,7 +235,7 @@ async def get_images_usage(request: Request) -> Response:
     responses=responses(UsagePage, 400, 401, 403, 429, 503, headers=("Age",)),
 )
 async def get_costs(request: Request) -> Response:
-    """US dollars in buckets of time, all models together."""
+    """Returns US dollars per time bucket, for all models together."""
     return await _page(request, _of_costs, unit=None)
 
 

@@ -1,8 +1,8 @@
-"""Conversations: items that requests add to, kept beside predictions and in their budget.
+"""Conversations: items that requests append to, stored in the budget of predictions.
 
-A conversation is one document in Redis. It is replaced only if nobody changed it in the meantime.
-The output of a response that is still being written is a reference to its prediction. The next
-reader puts the items in its place.
+A conversation is one document in Redis. It is replaced only if no other request changed it in the
+meantime. The output of a response that is still being written is a reference to its prediction. The
+next reader replaces it by the items.
 """
 
 from __future__ import annotations
@@ -23,22 +23,25 @@ from shared.stores.records import Records
 
 ID = re.compile(r"conv_[0-9a-f]{24}")
 MAX_ITEMS = 2048
-"""As many as a response may have as its input."""
+"""The same limit as for the input of a response."""
 MAX_PARTS = 8192
-"""Parts of all items of a response or a conversation. Each is an object of its own: 100,000 empty
-ones, gathered from request to request, took 250 ms whenever they were read."""
+"""Maximum number of parts in all items of a response or a conversation.
+
+Each is a separate object: 100,000 empty ones, accumulated over many requests, took 250 ms at every
+read.
+"""
 _ATTEMPTS = 10
 
 
 class ConversationEntry(msgspec.Struct, omit_defaults=True):
-    """An item, or the prediction whose output is to come."""
+    """An item, or a prediction whose output is still missing."""
 
     item: dict[str, Any] = {}
     prediction: str = ""
 
 
 class Conversation(msgspec.Struct, kw_only=True):
-    """The document of a conversation."""
+    """The stored document of a conversation."""
 
     id: str
     tenant: str
@@ -46,7 +49,7 @@ class Conversation(msgspec.Struct, kw_only=True):
     metadata: dict[str, str] = {}
     entries: list[ConversationEntry] = []
     models: list[str] = []
-    """Those whose output it has, or is to get."""
+    """Models whose output it contains or will contain."""
 
     @property
     def items(self) -> list[dict[str, Any]]:
@@ -55,17 +58,17 @@ class Conversation(msgspec.Struct, kw_only=True):
 
     @property
     def room(self) -> int:
-        """How many more items it takes."""
+        """Number of items that it still has room for."""
         return MAX_ITEMS - len(self.entries)
 
     @property
     def pending(self) -> list[str]:
-        """The predictions whose output is to come."""
+        """Predictions whose output is still missing."""
         return [entry.prediction for entry in self.entries if entry.prediction]
 
 
 def count_parts(items: Iterable[Mapping[str, Any]]) -> int:
-    """Returns how many parts items have: of what was said, answered by functions and thought."""
+    """Returns the number of parts in items: messages, function results and reasoning."""
     return sum(len(value) for item in items for value in item.values() if isinstance(value, list))
 
 
@@ -73,7 +76,7 @@ _decoder = msgspec.json.Decoder(Conversation)
 
 
 class ConversationBusy(NotNow):
-    """Other requests change the conversation."""
+    """Other requests are changing the conversation."""
 
     code = "conversation_locked"
 
@@ -99,9 +102,7 @@ class Conversations:
         """Creates a conversation.
 
         Raises:
-            InputTooLarge: it has too many items, or too large ones.
-            Overloaded: there is no room.
-            Unavailable: Redis is unreachable.
+            InputTooLarge: it has too many items, or they are too large.
         """
         conversation = Conversation(
             id=f"conv_{secrets.token_hex(12)}",
@@ -122,8 +123,7 @@ class Conversations:
         """Returns a conversation of the tenant.
 
         Raises:
-            NotFound: the tenant has none of this id, or it has expired.
-            Unavailable: Redis is unreachable.
+            NotFound: the tenant does not have a conversation with this ID, or it has expired.
         """
         return (await self._read(tenant, conversation_id))[0]
 
@@ -134,14 +134,12 @@ class Conversations:
         change: Callable[[Conversation], None],
         keep_s: int | None,
     ) -> Conversation:
-        """Changes a conversation. `change` may be called several times, each with a new copy.
+        """Changes a conversation. `change` may be called several times, each time with a new copy.
 
         Raises:
-            NotFound: the tenant has none of this id, or it has expired.
-            InputTooLarge: it would have too many items, or too large ones.
-            ConversationBusy: others change it all the time.
-            Overloaded: there is no room.
-            Unavailable: Redis is unreachable.
+            NotFound: the tenant does not have a conversation with this ID, or it has expired.
+            InputTooLarge: it would have too many items, or they would be too large.
+            ConversationBusy: it is constantly being changed by other requests.
         """
         keep_s = self._keep_s if keep_s is None else keep_s
         for _ in range(_ATTEMPTS):
@@ -156,11 +154,10 @@ class Conversations:
         )
 
     async def delete(self, tenant: str, conversation_id: str) -> None:
-        """Deletes a conversation, and no response.
+        """Deletes a conversation, but not its responses.
 
         Raises:
-            NotFound: the tenant has none of this id, or it has expired.
-            Unavailable: Redis is unreachable.
+            NotFound: the tenant does not have a conversation with this ID, or it has expired.
         """
         conversation = await self.read(tenant, conversation_id)
         await self._records.delete(conversation.id, Record(state="succeeded"), time.time())

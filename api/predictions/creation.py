@@ -1,6 +1,6 @@
-"""A created prediction: its latest snapshot, and waiting for its end.
+"""A created prediction: its latest snapshot, and waiting for it to end.
 
-Also maps the models of the catalog to Replicate's owners and versions: each has one version.
+Also maps models in the catalog to Replicate's owners and versions. Each model has one version.
 """
 
 from __future__ import annotations
@@ -32,26 +32,27 @@ from shared.stores.record_state import Record
 log = logging.getLogger(__name__)
 
 OWNER = "penstock"
-"""The owner that is shown if the caller does not name one."""
+"""The owner shown if the caller does not name one."""
 _CLIENTS = re.compile(r"replicate[-/]", re.IGNORECASE)
 
 POLL_S = 0.5
-"""Interval at which those read the record whom no reply reaches: a stream, or a repeated request.
+"""Interval at which readers without a reply, such as streams and repeated requests, read the
+record.
 """
 
 
 def version_of(model: Model) -> str:
-    """Returns a model's version id: 256 bits of BLAKE2b (RFC 7693) of all that decides results."""
+    """Returns a model's version ID: a 256-bit BLAKE2b digest of everything that affects results."""
     shown = model.drawn_by or model
     facts = "\n".join((shown.name, shown.source, shown.revision, shown.precision))
     return hashlib.blake2b(facts.encode(), digest_size=32).hexdigest()
 
 
 def find_version(catalog: Catalog, version: str) -> Model:
-    """Finds a model by its name or alias, with or without an owner, or by the id of its version.
+    """Finds a model by its name or alias, with or without an owner, or by its version ID.
 
     Raises:
-        BadInput: none is of this name or version.
+        BadInput: no model has this name or version.
     """
     named, _, given_id = version.partition(":")
     name = given_id or named.rpartition("/")[2]
@@ -65,7 +66,7 @@ def find_version(catalog: Catalog, version: str) -> Model:
 
 
 def ids_of(tenant: str, own_id: str, key: str) -> tuple[str, str]:
-    """Returns prediction id and record id: from the caller, from an Idempotency-Key, or new."""
+    """Returns prediction ID and record ID: from the caller, from an Idempotency-Key, or new."""
     if own_id:
         return own_id, record_of(tenant, own_id)
     if key:
@@ -81,10 +82,10 @@ def digest_of(text: str) -> str:
 
 
 def is_replicates_client(user_agent: str) -> bool:
-    """Returns whether the user agent is a client of Replicate, such as `replicate-python/1.0.7`.
+    """Returns whether the user agent is a Replicate client, such as `replicate-python/1.0.7`.
 
-    Nothing else distinguishes it from OpenAI's on paths that both use: keys and hosts are the same
-    here.
+    Nothing else distinguishes it from OpenAI's clients on paths that both use, because keys and
+    hosts are the same here.
     """
     return _CLIENTS.match(user_agent) is not None
 
@@ -105,7 +106,7 @@ class PredictionSnapshot(NamedTuple):
 
     @property
     def failure(self) -> PenstockError:
-        """The error of one that is over and did not succeed, as it left the worker."""
+        """The error of a finished prediction that did not succeed, as sent by the worker."""
         if self.record.state == "canceled":
             return Canceled("the request was canceled")
         reply = self.record.reply
@@ -119,7 +120,7 @@ class PredictionSnapshot(NamedTuple):
 
     @property
     def took_s(self) -> float | None:
-        """The time that the model took. None if no model ran."""
+        """Seconds that the model took. None if no model ran."""
         reply = self.record.reply
         outcomes = reply.outcomes if reply is not None else []
         times_ms = [
@@ -137,8 +138,8 @@ class Creation:
     """A prediction that was created (`is_new`) or found, and its latest `snapshot`.
 
     Args:
-        snapshot: as created or found.
-        waiter: gets the reply to this instance. None: only the record reports the end.
+        snapshot: the prediction as created or found.
+        waiter: receives the reply to this instance. None: only the record reports the end.
         is_new: True if this request created it.
     """
 
@@ -156,19 +157,19 @@ class Creation:
         self.is_new = is_new
 
     async def wait(self, limit_s: float) -> None:
-        """Waits for the end of the prediction, at most `limit_s`. Updates `snapshot`."""
-        # The limit includes reads: a Redis that hangs must not delay the answer beyond it.
+        """Waits up to `limit_s` for the prediction to end. Updates `snapshot`."""
+        # The limit includes reads, because a hanging Redis must not delay the answer.
         with suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, limit_s)):
                 pause_s = LOOK_EVERY_S
                 while not self.snapshot.record.is_over:
                     await self._pause(pause_s)
                     known, self.snapshot = self.snapshot, await self._refresh(self.snapshot)
-                    # Without Redis it is the same one. What was to be read is still to be read.
+                    # Without Redis, the snapshot stays the same, and the read is still due.
                     pause_s = POLL_S if self.snapshot is known else LOOK_EVERY_S
 
     async def _pause(self, limit_s: float) -> None:
-        """Waits for the reply, or for news of the record. There is only one reply.
+        """Waits for the reply, or for a change to the record. There is only one reply.
 
         The record is read after `limit_s` in any case, because a reply may get lost.
         """

@@ -1,23 +1,23 @@
-"""Streams a prediction as server-sent events, as Replicate's clients read them.
+"""Streams a prediction as server-sent events, as expected by Replicate's clients.
 
 https://html.spec.whatwg.org/multipage/server-sent-events.html
 
 Events are `logs`, `output` (one per element), `error` and `done`, in this order, as Replicate's
-clients expect. Of what a custom model prints, each `logs` event has what was added. All of
-them follow from the record. So a client that reconnects with Last-Event-ID, to any instance, gets
-exactly the events that it has not received.
+clients expect. Each `logs` event has the text that a custom model printed since the last one. All
+events can be derived from the record. So a client that reconnects with Last-Event-ID, to any
+instance, gets exactly the events it has not received.
 
 If the output is a generation, it is streamed while it is generated
-(api/predictions/generation_stream.py). Each `output` event has the addition to the text: the text
-is the concatenation of all of them.
+(api/predictions/generation_stream.py). Each `output` event has the text added, so the text is the
+concatenation of all of them.
 
-Of a flow, each item of a step has an `output` event with its step and position, in the order of
-the steps, and the last one has the output of the flow.
+For a flow, each step item has an `output` event with its step and position, in step order, and the
+last event has the output of the flow.
 
 `preview` and `queue` are sent only on request, because Replicate's clients fail on unknown events.
-Previews are in a stream in Redis, and the id of each event has the position of its reader in it.
-`queue` has the prediction's position in the queue. It is a state, so a reader that reconnects gets
-it again.
+Previews are in a stream in Redis, and each event ID includes the reader's position in it. `queue`
+has the prediction's position in the queue. It is a state, so a reader that reconnects gets it
+again.
 """
 
 from __future__ import annotations
@@ -56,23 +56,23 @@ from shared.tasks.custom import CustomResult, StreamedFile, read_elements, strea
 from shared.tasks.text import TokenLogprob
 
 MAX_STREAMS = 256
-"""The room per instance. Each stream reads its record twice a second."""
+"""Maximum number of streams per instance. Each stream reads its record twice a second."""
 MAX_S = 290.0
-"""Below the 300 s after which Cloud Run ends a response. Clients reconnect by themselves."""
+"""Less than the 300 s after which Cloud Run ends a response. Clients reconnect by themselves."""
 HEARTBEAT_S = 10.0
-"""After this pause a comment is sent, so that proxies keep the connection open."""
+"""After this pause, a comment is sent to keep the connection open through proxies."""
 KINDS = ("logs", "output", "error", "done")
 PREVIEW, QUEUE = "preview", "queue"
 EXTRA_KINDS = (PREVIEW, QUEUE)
-"""Sent only to readers who ask for them."""
+"""Sent only to readers that request them."""
 OUTPUT_OF_FLOW = MAX_STEPS * MAX_STEP_ITEMS
-"""The number of the event with the output of a flow, behind those of the items of its steps."""
+"""Number of the event with a flow's output, which follows the events for step items."""
 _LINE_END = re.compile("\r\n|[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]")
 _ID = re.compile(r"(\d{1,2})\.(\d{1,12})(?:\.(\d{1,15}-\d{1,9}))?")
 
 
 class StreamEvent(NamedTuple):
-    """One event: `kind` is an index of KINDS, `number` counts within it.
+    """One event: `kind` is an index of KINDS, and `number` counts within it.
 
     Later events compare greater.
     """
@@ -82,12 +82,12 @@ class StreamEvent(NamedTuple):
     data: str = ""
 
     def encoded(self, position: EventPosition) -> bytes:
-        """Returns the event on the wire."""
+        """Returns the event in wire format."""
         return encode_event(KINDS[self.kind], self.data, position.to_id())
 
 
 class EventPosition(NamedTuple):
-    """Position of a reader: the last event, and the last preview."""
+    """Position of a reader: the last event and the last preview."""
 
     kind: int = -1
     number: int = -1
@@ -95,12 +95,12 @@ class EventPosition(NamedTuple):
 
     @classmethod
     def from_id(cls, last_id: str) -> EventPosition:
-        """Returns the position in an event id. The start for foreign ids."""
+        """Returns the position in an event ID. For foreign IDs, the start."""
         match = _ID.fullmatch(last_id)
         return cls(int(match[1]), int(match[2]), match[3] or "") if match else cls()
 
     def to_id(self) -> str:
-        """Returns the id of an event after which a reader is here."""
+        """Returns the ID of an event after which a reader has this position."""
         kept = f"{max(0, self.kind)}.{max(0, self.number)}"
         return f"{kept}.{self.preview}" if self.preview else kept
 
@@ -118,7 +118,7 @@ class EventStreams:
         """Holds room for a stream of this tenant.
 
         Raises:
-            Overloaded: no room is left.
+            Overloaded: the room is full.
         """
         stream = OneItem(tenant)
         if self._room.turns_to_wait(stream):
@@ -137,13 +137,13 @@ class EventStreams:
         check: Callable[[], object],
         extra: Collection[str] = (),
     ) -> AsyncGenerator[bytes]:
-        """Yields the events after `last_id` (empty: all) to the last one, for at most MAX_S.
+        """Yields the events after `last_id` (empty: all) up to the last one, for at most MAX_S.
 
         Args:
-            last_id: the id of the last event that the reader has. Empty: none.
-            check: raises PenstockError once the reader may not continue, since its key was revoked.
-              The error is the last event then.
-            extra: the EXTRA_KINDS that it wants.
+            last_id: ID of the last event received by the reader. Empty: none.
+            check: raises PenstockError once the reader may no longer continue, because its key was
+                revoked. The error then becomes the last event.
+            extra: the EXTRA_KINDS requested by the reader.
         """
         async with aclosing(self._events(snapshot, last_id, check, extra)) as events:
             try:
@@ -188,9 +188,11 @@ class EventStreams:
             snapshot = await self._predictions.refresh(snapshot)
 
     async def _all_of(self, snapshot: PredictionSnapshot, seen: EventPosition) -> list[StreamEvent]:
-        """Returns the events of a prediction so far, in order. Of a flow, those of its items too.
+        """Returns the events of a prediction so far, in order.
 
-        Of these, only what a reader at `seen` does not have.
+        For a flow, including the events of its items.
+
+        Item events that a reader at `seen` already has are left out.
         """
         known = seen.number if seen.kind == 1 else -1 if seen.kind < 1 else OUTPUT_OF_FLOW
         steps = [
@@ -204,7 +206,7 @@ class EventStreams:
 
 
 class HeldResponse(StreamingResponse):
-    """A stream that holds something until it ends, however it ends."""
+    """A stream that holds resources until it ends, however it ends."""
 
     def __init__(self, content: AsyncIterable[bytes], held: ExitStack, **options: Any) -> None:
         super().__init__(content, **options)
@@ -220,7 +222,7 @@ def events_of(
 ) -> list[StreamEvent]:
     """Returns all events of a prediction so far, in order.
 
-    Of what was printed, there is one with what a reader at `seen` does not have.
+    Printed text is combined into one event with the part that a reader at `seen` does not have.
     """
     prediction, record = snapshot
     events = []
@@ -266,17 +268,17 @@ def _shown(preview: Preview) -> str:
 
 
 def failure_event(message: str) -> bytes:
-    """Returns the error of a stream that ends early, and its end."""
+    """Returns the error and the end of a stream that ends early."""
     detail = msgspec.json.encode({"detail": message}).decode()
     return encode_event("error", detail) + encode_event("done", '{"reason":"error"}')
 
 
 def encode_event(kind: str, data: str, event_id: str | None = None) -> bytes:
-    """Returns an event on the wire, with an id unless it is None.
+    """Returns an event in wire format, with its ID unless that is None.
 
-    Each line of its data is a separate field. Lines are split at every line end that any reader
-    accepts: at least one reader in use accepts more characters than the standard does, and would
-    lose the data after them.
+    Each line of its data becomes a separate field. Lines are split at every line end that any
+    reader accepts: at least one reader in use accepts more characters than the standard does, and
+    would lose the data after them.
     """
     lines = "".join(f"data: {line}\n" for line in _LINE_END.split(data))
     named = "" if event_id is None else f"id: {event_id}\n"
@@ -284,7 +286,7 @@ def encode_event(kind: str, data: str, event_id: str | None = None) -> bytes:
 
 
 class OutputEvents(StreamShape):
-    """The events of one generation. The stream puts their ids before them."""
+    """The events of one generation. The stream adds their IDs."""
 
     def delta(
         self,
@@ -294,18 +296,18 @@ class OutputEvents(StreamShape):
         logprobs: Sequence[TokenLogprob],
         at: tuple[int, int],
     ) -> bytes | None:
-        """Returns the event with the addition to the text."""
+        """Returns the event for new text."""
         return encode_event("output", text) if text else None
 
     def closing(self, outcomes: Sequence[ItemOutcome], ended_at_s: float) -> list[bytes]:
         return [encode_event("done", "{}")]
 
     def logs(self, text: str) -> bytes:
-        """Returns the event of what was printed since the last one."""
+        """Returns the event for text printed since the last one."""
         return encode_event("logs", text)
 
     def know(self, result: CustomResult) -> None:
-        """Does nothing: a text needs no more than itself."""
+        """Does nothing: a text is complete by itself."""
 
     def failure(self, error: PenstockError) -> bytes:
         """Returns the error that ended the text, and the end. A cancellation is not an error."""
@@ -315,10 +317,10 @@ class OutputEvents(StreamShape):
 
 
 class ElementEvents(OutputEvents):
-    """The events of a list that is made element by element: one for each, as in a whole output.
+    """The events of a list generated element by element: one per element, as in a complete output.
 
     Args:
-        url_signer: signs the URLs of files that are not in the list itself.
+        url_signer: signs URLs of files that are not included in the list itself.
     """
 
     def __init__(self, prediction: Prediction, url_signer: UrlSigner) -> None:
@@ -327,7 +329,7 @@ class ElementEvents(OutputEvents):
         self._result: CustomResult | None = None
 
     def know(self, result: CustomResult) -> None:
-        """Takes note of the whole result: its files may be elsewhere, if it is of the cache."""
+        """Records the complete result, because files of a cached result may be elsewhere."""
         self._result = result
 
     def _link(self, file: StreamedFile) -> str:
@@ -344,9 +346,9 @@ class ElementEvents(OutputEvents):
         logprobs: Sequence[TokenLogprob],
         at: tuple[int, int],
     ) -> bytes | None:
-        """Returns the events of the elements in `text`, which has a line of JSON for each.
+        """Returns the events for the elements in `text`, which has one line of JSON per element.
 
-        Events without an id of their own are resumed behind the last one.
+        Events without an ID are resumed after the last one with an ID.
         """
         elements = [one.shown(self._link) for one in read_elements(text)]
         return b"".join(encode_event("output", _text(one)) for one in elements) or None

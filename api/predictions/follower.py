@@ -1,9 +1,9 @@
-"""Settles the reservations of predictions with limits, when they end.
+"""Settles the reservations of predictions with limits when they end.
 
 The reservations of a prediction are in Redis with its record (shared/stores/records.py). Every
-instance settles those that are due, its own or not, so nothing depends on the instance that created
-it. That instance only knows which items are in flight here, and frees their slots. If it dies, they
-expire.
+instance settles due reservations, whether it created them or not, so nothing depends on the
+creating instance. That instance only knows which items are in flight here, and frees their slots.
+If it dies, they expire.
 """
 
 from __future__ import annotations
@@ -27,16 +27,19 @@ from shared.stores.record_state import Record
 from shared.stores.records import DueHold, Holds
 
 MAX_FOLLOWED = 16_384
-"""Predictions whose items are in flight of this instance. The slots of others are freed at once."""
+"""Maximum number of predictions whose items count as in flight here.
+
+The slots of others are freed at once.
+"""
 MAX_DUE = 16
-"""Holds that are taken at a time, each with the reply of its prediction."""
+"""Maximum number of holds to take at a time, each with its prediction's reply."""
 MAX_LOOKED_AT = 512
-"""Predictions of this instance that are looked for at a time."""
+"""Maximum number of this instance's predictions to look up at a time."""
 SWEEP_S = 0.25
 ENDING_S = 10.0
-"""How long to wait for the worker's final receipt, with the charge, after a cancellation.
+"""How long to wait, after a cancellation, for the worker's final receipt with the charge.
 
-A worker that is computing is waited for until the deadline.
+If a worker is computing, wait until the deadline.
 """
 CLOSE_LIMIT_S = 1.0
 
@@ -45,11 +48,7 @@ _decoder = msgspec.json.Decoder(HeldLimits)
 
 
 class PredictionFollower:
-    """An async context manager that owns the task that settles.
-
-    Args:
-        predictions: ends those that are late.
-    """
+    """An async context manager that owns the settling task."""
 
     def __init__(self, predictions: Predictions, holds: Holds, limiter: Limiter) -> None:
         self._predictions = predictions
@@ -71,7 +70,7 @@ class PredictionFollower:
     def follow(self, limited: LimitedRequest, hold: Hold) -> None:
         """Frees the slots of a prediction when it has ended.
 
-        If it is not known whether it was created, this finds out.
+        If it is unknown whether the prediction was created, this finds out.
         """
         if len(self._followed) >= MAX_FOLLOWED:
             limited.end()
@@ -79,11 +78,7 @@ class PredictionFollower:
             self._followed.append((limited, hold))
 
     async def sweep(self) -> None:
-        """Settles what is due, and frees the slots of what has ended.
-
-        Raises:
-            Unavailable: Redis did not answer.
-        """
+        """Settles due reservations, and frees the slots of finished predictions."""
         while True:
             due = await self._holds.due(MAX_DUE)
             for one in due:
@@ -115,7 +110,7 @@ class PredictionFollower:
                 await self._end_if_late(due.record_id, kept)
                 return
             if record.awaits_receipts and kept.step_prices:
-                # Whoever canceled the run may have died.
+                # The process that canceled the run may have died.
                 await self._end_if_late(due.record_id, kept)
             if record.reply is None and _may_be_reported(record, kept, time.time()):
                 return
@@ -135,14 +130,14 @@ class PredictionFollower:
             await self._predictions.read_linked(record_id, kept.prediction_id)
 
     async def _free_slots(self) -> None:
-        """Looks for the holds of those that wait longest. Others have the next turn."""
+        """Looks up the holds of the longest waiting predictions. Others get the next turn."""
         looked_at = list(itertools.islice(self._followed, MAX_LOOKED_AT))
         if not looked_at:
             return
         held = await self._holds.are_held([hold.record_id for _, hold in looked_at])
         for (limited, hold), is_held in zip(looked_at, held, strict=True):
             if hold.is_stored is None:
-                # An equal request may have created the prediction, with its own hold.
+                # An equal request may have created the prediction, with a separate hold.
                 hold.is_stored = await self._holds.was_created(hold.record_id, hold.data)
                 if not hold.is_stored:
                     limited.cancel()

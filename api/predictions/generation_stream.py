@@ -1,14 +1,14 @@
-"""Streams the text of a prediction while it is written, as server-sent events.
+"""Streams the text of a prediction while it is generated, as server-sent events.
 
 https://html.spec.whatwg.org/multipage/server-sent-events.html
 
-An event has an id if its reader asks for ids. The id has the number of tokens of each generation
-that a reader has with it: `7` is seven tokens, `7f2` the second piece of the end of a generation of
-seven tokens, `-` nothing at all, and generations are separated by points. `~80` behind them are
-the characters of what the model prints, if the stream has that. So a reader that
-reconnects with that id, to any instance, gets each token once. The worker writes the tokens to
-Redis, and the end is in the record. The part of the text beyond the tokens that were read comes
-with the end: if Redis is unreachable for a while, the text is late, but complete.
+Events have IDs if the reader requests them. An ID has the number of tokens that a reader has
+received of each generation: `7` is seven tokens, `7f2` the second piece of the end of a generation
+of seven tokens, `-` nothing at all, and generations are separated by periods. A suffix `~80` is the
+number of printed characters, if the stream includes them. So a reader that reconnects with that ID,
+to any instance, gets each token once. The worker writes tokens to Redis, and the final result is in
+the record. Text beyond the tokens that were read comes with the end: if Redis is unreachable for a
+while, the text is late but complete.
 """
 
 from __future__ import annotations
@@ -38,49 +38,61 @@ from shared.tasks.custom import CustomResult, PieceChunk
 from shared.tasks.text import GenerationResult, TokenChunk, TokenLogprob
 
 MAX_STREAMS = 2048
-"""The room per instance. A stream costs a part of a round trip every READ_EVERY_S."""
+"""Maximum number of streams per instance.
+
+A stream costs part of a round trip every READ_EVERY_S.
+"""
 MAX_S = 290.0
-"""Below the 300 s after which Cloud Run ends a response. Readers resume with another request."""
+"""Less than the 300 s after which Cloud Run ends a response.
+
+Readers resume with another request.
+"""
 HEARTBEAT_S, HEARTBEAT, HEARTBEAT_BESIDE_IDS = 10.0, b": keep-alive\n\n", b": keep-alive\n"
-"""After this pause a comment is sent, so that proxies keep the connection open.
+"""After this pause, a comment is sent to keep the connection open through proxies.
 
 Readers that split a stream at empty lines skip the whole block of a comment, so an empty line
-follows. Not if events have ids: OpenAI's client for Python takes an empty line behind an event with
-an id for an event without data, and fails.
+follows it. It is left out if events have IDs, because OpenAI's Python client takes an empty line
+after an event with an ID for an event without data, and fails.
 """
 CHECK_S = 2.0
-"""Interval of the check that the reader may still read."""
+"""Interval between checks that the reader may still read."""
 FIRST_EVENT_S = 30.0
-"""For as long a new stream has no status yet. Proxies give up silent connections after a minute."""
+"""Seconds for which a new stream may wait before it sends a status.
+
+Proxies drop silent connections after a minute.
+"""
 CLOSE_LIMIT_S = 1.0
 LEFT_S = 30.0
-"""A generation whose reader left, and can come back, is canceled after LEFT_S seconds."""
+"""A generation whose reader left, but may return, is canceled after LEFT_S seconds."""
 _PART = re.compile(r"-|(\d{1,9})(?:f(\d{1,4}))?")
 _LOGS = re.compile(r"~(\d{1,12})$")
 LOGS_EVERY_S = 0.5
-"""Interval at which the record is read for what was printed."""
+"""Interval between reads of the record for printed text."""
 
 log = logging.getLogger(__name__)
 
 
 Return: TypeAlias = Literal["never", "from_event", "from_request"]
-"""How the reader of a new stream can come back: not at all, after an event that it was sent, or by
-sending its request again. A generation whose reader can't is canceled as soon as it hangs up."""
+"""How the reader of a new stream can return: not at all, after an event that it received, or by
+sending its request again.
+
+If it can't return, the generation is canceled as soon as it hangs up.
+"""
 StreamedResult: TypeAlias = GenerationResult | CustomResult
-"""What can be streamed while it is written. Of a custom class, a token is a piece."""
+"""Results that can be streamed while generated. For a custom class, a piece counts as a token."""
 
 
 class PromptSize(NamedTuple):
-    """Tokens of a prompt, with those that were cached. 0 if it has none, or none is known yet."""
+    """Number of prompt tokens, including cached ones. 0 if there is no prompt or it is unknown."""
 
     input_tokens: int = 0
     cached_tokens: int = 0
 
 
 class StreamShape(Protocol):
-    """The form of the events. The ids of the parts of a generation count from 0.
+    """The format of the events. The parts of a generation are numbered from 0.
 
-    A form that derives from this one has no first and no last events unless it gives them.
+    By default, a format does not have first and last events.
     """
 
     def opening(self, index: int, prompt: PromptSize) -> bytes | None:
@@ -95,9 +107,9 @@ class StreamShape(Protocol):
         logprobs: Sequence[TokenLogprob],
         at: tuple[int, int],
     ) -> bytes | None:
-        """Returns the addition to a generation since the last event. None if nothing is to be sent.
+        """Returns the event for text added since the last event. None if there is nothing to send.
 
-        `at`: the tokens, and the pieces of the end, that a reader of the event has.
+        `at`: number of tokens, and of pieces of the end, that a reader has after the event.
         """
 
     def ending(self, index: int, result: Any) -> Sequence[bytes]:
@@ -105,36 +117,39 @@ class StreamShape(Protocol):
         return ()
 
     def closing(self, outcomes: Sequence[ItemOutcome], ended_at_s: float) -> Sequence[bytes]:
-        """Returns the last events of all. The prediction ended at `ended_at_s` (unix time)."""
+        """Returns the last events of the stream.
+
+        The prediction ended at `ended_at_s` (Unix time).
+        """
 
     def failure(self, error: PenstockError) -> bytes:
-        """Returns the event of an error, after which nothing comes."""
+        """Returns an error event, which is always the last event."""
 
 
 @runtime_checkable
 class ClassShape(StreamShape, Protocol):
-    """A form for the outputs of custom models."""
+    """A format for the outputs of custom models."""
 
     def logs(self, text: str) -> bytes:
-        """Returns the event of what was printed since the last one."""
+        """Returns the event for text printed since the last one."""
 
     def know(self, result: CustomResult) -> None:
-        """Takes note of the whole result, before what is left of its text."""
+        """Records the complete result, before the rest of its text is sent."""
 
 
 class StreamTooLong(DeadlineExceeded):
-    """A reader that can't resume has not got all after MAX_S."""
+    """A reader that can't resume did not receive everything within MAX_S."""
 
     def __init__(self) -> None:
         message = (
-            f"the answer was not complete after {MAX_S:.0f} s, the longest that a stream may take; "
-            "ask for fewer tokens, or send an Idempotency-Key and go on with Last-Event-ID"
+            f"the answer was not complete after {MAX_S:.0f} s, the longest that a stream may "
+            "take; ask for fewer tokens, or send an Idempotency-Key and go on with Last-Event-ID"
         )
         super().__init__(message, public=message)
 
 
 class StreamLost(PenstockError):
-    """The tokens from which a reader resumes are not known any more."""
+    """The tokens from which a reader wants to resume no longer exist."""
 
     code = "stream_lost"
     public_by_default = None
@@ -149,11 +164,11 @@ class StreamPosition(NamedTuple):
 
 
 def find_return(idempotency_key: str, *, has_positions: bool) -> Return:
-    """Returns how the reader of a new stream can come back.
+    """Returns how the reader of a new stream can return.
 
     Args:
-        idempotency_key: sent with the request. Empty: none was.
-        has_positions: True if events have ids or numbers to resume after.
+        idempotency_key: key sent with the request. Empty: none.
+        has_positions: True if events have IDs or numbers to resume after.
     """
     if idempotency_key:
         return "from_request"
@@ -161,10 +176,10 @@ def find_return(idempotency_key: str, *, has_positions: bool) -> Return:
 
 
 def seen_from_id(last_id: str, items: int) -> list[StreamPosition]:
-    """Returns the position of the reader of an event with this id. The start if it is empty.
+    """Returns the position after the event with this ID. The start if it is empty.
 
     Raises:
-        BadInput: the id is not one of such a stream.
+        BadInput: the ID does not belong to such a stream.
     """
     generations = _LOGS.sub("", last_id)
     if not last_id:
@@ -184,14 +199,14 @@ def seen_from_id(last_id: str, items: int) -> list[StreamPosition]:
 
 
 def logs_seen_from_id(last_id: str) -> int:
-    """Returns how many printed characters the reader of an event with this id has."""
+    """Returns how many printed characters a reader has after the event with this ID."""
     match = _LOGS.search(last_id)
     return int(match[1]) if match else 0
 
 
 @dataclass(slots=True)
 class _Generation:
-    """One generation of a stream, as far as it was read."""
+    """One generation of a stream, as far as it has been read."""
 
     seen: StreamPosition
     tokens: int = 0
@@ -201,7 +216,7 @@ class _Generation:
 
     @property
     def id(self) -> str:
-        """Its part of an event id."""
+        """Its part of an event ID."""
         if not self.is_open and not self.seen.is_open:
             return "-"
         shown, ended = max(self.tokens, self.seen.tokens), max(self.ended, self.seen.ended)
@@ -209,7 +224,7 @@ class _Generation:
 
 
 class GenerationStreams:
-    """The streams of generations of this instance. A context manager that owns their tasks."""
+    """The generation streams of this instance. A context manager that owns their tasks."""
 
     def __init__(self, predictions: Predictions, streams: TokenStreams) -> None:
         self._predictions = predictions
@@ -222,7 +237,7 @@ class GenerationStreams:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        """Texts whose readers have left run to their ends: other instances may have these now."""
+        """Texts whose readers have left run to their end: readers may now be on other instances."""
         ending = [*self._leaving, *self._reader.tasks]
         for task in ending:
             task.cancel()
@@ -234,7 +249,7 @@ class GenerationStreams:
         """Holds room for a stream of this tenant.
 
         Raises:
-            Overloaded: no room is left.
+            Overloaded: the room is full.
         """
         stream = OneItem(tenant)
         if self._room.turns_to_wait(stream):
@@ -263,19 +278,18 @@ class GenerationStreams:
     ) -> AsyncGenerator[bytes]:
         """Yields the events of a prediction's generations, for at most MAX_S.
 
-        A reader that may not continue, since its key was revoked, gets the error as the last event.
-        Then the generations end as if it had hung up, after the tokens that it was sent.
+        If the reader may no longer continue because its key was revoked, the error is the last
+        event. The generations then end as if it had hung up, after the tokens already sent.
 
         Args:
-            shape: the form of the events.
-            seen: the position of the reader in each generation.
-            check: raises PenstockError once the reader may not continue.
+            seen: position of the reader in each generation.
+            check: raises PenstockError once the reader may no longer continue.
             stays: True if the prediction continues without a reader.
-            has_ids: True if each event has an id, after which its reader can resume.
-            has_elements: True if a token is an element of a list, a line of JSON, with an event of
-              its own.
-            logs_seen: how many printed characters the reader has, if the stream has what the model
-              prints.
+            has_ids: True if each event has an ID after which the reader can resume.
+            has_elements: True if a token is an element of a list, as a line of JSON, with a
+                separate event.
+            logs_seen: number of printed characters that the reader has, if the stream includes
+                printed text.
         """
         generations = [_Generation(one) for one in seen]
         stream = _Stream(
@@ -299,10 +313,10 @@ class GenerationStreams:
         has_ids: bool,
         has_elements: bool = False,
     ) -> AsyncGenerator[bytes]:
-        """As `follow`, for a request whose answer has not begun: waits for the first event.
+        """Like `follow`, for a request whose answer has not started: waits for the first event.
 
-        So what only a worker can find wrong is an error of the request, as without a stream. After
-        FIRST_EVENT_S the answer begins without an event.
+        So errors that only a worker can detect become errors of the request, as without a stream.
+        After FIRST_EVENT_S, the answer starts without an event.
 
         Raises:
             PenstockError: the prediction failed before its first event.
@@ -341,7 +355,7 @@ class GenerationStreams:
                 async for event in self._events(snapshot, stream, watch):
                     stream.has_begun |= event != stream.heartbeat
                     yield event
-                # It may end before the generations do, for readers who come back.
+                # It may end before the generations do, for readers that come back.
                 if not stream.is_ended and not stays and not stream.has_ids:
                     raise StreamTooLong
                 is_done = True
@@ -351,7 +365,7 @@ class GenerationStreams:
                 yield stream.fail(error)
         finally:
             if not is_done and not stays and not snapshot.record.is_over:
-                # A key that is not valid any more cannot resume the stream.
+                # A key that is no longer valid can't resume the stream.
                 after_s = READER_S if watch.has_refused else stream.waits_for_reader_s
                 self.leave(prediction, after_s)
 
@@ -384,16 +398,16 @@ class GenerationStreams:
             yield event
 
     def leave(self, prediction: Prediction, after_s: float) -> None:
-        """Cancels a prediction after a while, unless tokens of it are read then.
+        """Cancels a prediction after a while, unless its tokens are being read then.
 
-        With 0 at once, whoever reads along.
+        With 0, cancels it at once, even if others are reading it.
         """
         leaving = asyncio.create_task(self._cancel_unread(prediction, after_s))
         self._leaving.add(leaving)
         leaving.add_done_callback(self._leaving.discard)
 
     async def _cancel_unread(self, prediction: Prediction, after_s: float) -> None:
-        """Cancels a prediction if its reader does not come back, to whichever instance."""
+        """Cancels a prediction if its reader does not come back to any instance."""
         await asyncio.sleep(after_s)
         with contextlib.suppress(PenstockError):
             if not after_s or not await self._streams.is_read(prediction.record):
@@ -401,7 +415,7 @@ class GenerationStreams:
 
 
 async def behind(first: bytes, events: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
-    """Yields `first`, and then `events`, which it closes."""
+    """Yields `first` and then `events`, which it closes."""
     async with contextlib.aclosing(events):
         yield first
         async for event in events:
@@ -409,20 +423,20 @@ async def behind(first: bytes, events: AsyncGenerator[bytes]) -> AsyncGenerator[
 
 
 class _Watch:
-    """Says what is due while a stream is followed: heartbeats, and checks of its reader."""
+    """Tracks what is due while following a stream: heartbeats, and checks of its reader."""
 
     def __init__(self, check: Callable[[], object]) -> None:
         self._check = check
         self._checked_s = self._sent_s = time.monotonic()
         self.every_s = min(CHECK_S, HEARTBEAT_S)
         self.has_refused = False
-        """True if the reader may not continue."""
+        """True if the reader may no longer continue."""
 
     def is_heartbeat_due(self, *, is_silent: bool) -> bool:
-        """Returns whether a comment is due, since nothing was sent. Checks the reader too.
+        """Returns whether a comment is due because nothing was sent. Also checks the reader.
 
         Raises:
-            PenstockError: the reader may not continue.
+            PenstockError: the reader may no longer continue.
         """
         now_s = time.monotonic()
         if now_s - self._checked_s >= CHECK_S:
@@ -439,7 +453,10 @@ class _Watch:
 
 
 class _Stream:
-    """The generations of one stream. A new one opens none before it has tokens: it may fail."""
+    """The generations of one stream.
+
+    A new one opens them only once they have tokens, because it may fail.
+    """
 
     def __init__(
         self,
@@ -458,14 +475,17 @@ class _Stream:
         self.has_ids = has_ids
         self.generations = generations
         self.error: PenstockError | None = None
-        """What ended the stream early."""
+        """The error that ended the stream early."""
         self.is_ended = False
         """True if the reader has all events."""
         self._returns = returns
         self.has_begun = False
-        """True if the reader was sent more than heartbeats."""
+        """True if the reader has received more than heartbeats."""
         self.logs_seen = logs_seen
-        """How many printed characters the reader has. None: they are not in the stream."""
+        """Number of printed characters that the reader has.
+
+        None: they are not part of the stream.
+        """
         self._looked_s = 0.0
 
     @property
@@ -481,12 +501,12 @@ class _Stream:
         return LEFT_S
 
     def read_all(self, news: Mapping[int, Tokens]) -> Iterator[bytes]:
-        """Returns the events of the tokens written of several generations."""
+        """Returns the events for new tokens of several generations."""
         for index, tokens in news.items():
             yield from self.read(index, tokens.chunks)
 
     def is_log_due(self) -> bool:
-        """Returns whether it is time to look for what was printed."""
+        """Returns whether it is time to check for printed text."""
         now_s = time.monotonic()
         if self.logs_seen is None or now_s - self._looked_s < LOGS_EVERY_S:
             return False
@@ -494,7 +514,7 @@ class _Stream:
         return True
 
     def read(self, index: int, chunks: Sequence[Chunk]) -> Iterator[bytes]:
-        """Returns the events of the tokens written of a generation."""
+        """Returns the events for new tokens of a generation."""
         generation = self.generations[index]
         if chunks or not self._is_new:
             yield from self._open(index, _prompt_before(chunks))
@@ -514,7 +534,7 @@ class _Stream:
                     yield self._with_id(event)
 
     def end(self, snapshot: PredictionSnapshot) -> Iterator[bytes]:
-        """Returns the events of the rest of the generations, and of their ends.
+        """Returns the events for the rest of the generations and for their ends.
 
         Raises:
             PenstockError: there are no generations, because the prediction failed or was canceled.
@@ -532,7 +552,7 @@ class _Stream:
         self.is_ended = True
 
     def log(self, snapshot: PredictionSnapshot) -> Iterator[bytes]:
-        """Returns the event of what was printed since the last one."""
+        """Returns the event for text printed since the last one."""
         printed = printed_of(snapshot.record)
         if self.logs_seen is None or printed.end <= self.logs_seen:
             return
@@ -552,8 +572,8 @@ class _Stream:
         generation.ended = 1
         if isinstance(result, CustomResult) and isinstance(self._shape, ClassShape):
             self._shape.know(result)
-        # The last tokens may be there without the end of their text (shared/tasks/text.py),
-        # so a reader that has all tokens may lack a piece. It is the first one of the end.
+        # The last tokens may arrive without the end of their text (shared/tasks/text.py), so a
+        # reader that has all tokens may lack a piece. It is the first piece of the end.
         is_same = generation.tokens >= generation.seen.tokens and result.text.startswith(
             generation.text
         )
@@ -567,9 +587,9 @@ class _Stream:
                 yield self._with_id(event)
 
     def _rest_of(self, index: int, result: StreamedResult) -> Iterator[bytes]:
-        """Yields what the record has of a generation beyond the tokens that were read.
+        """Yields the part of a generation in the record beyond the tokens that were read.
 
-        Of a list, only elements that the reader has not had: it may have had some from the record.
+        For a list, skips elements that the reader may already have received from the record.
         """
         generation = self.generations[index]
         rest = TokenChunk(generation.tokens, [], result.text[len(generation.text) :])
@@ -588,7 +608,7 @@ class _Stream:
                 yield self._with_id(event)
 
     def _parts(self, chunk: Chunk) -> Iterator[Chunk]:
-        """Splits a chunk into what has an event of its own."""
+        """Splits a chunk into parts with separate events."""
         if not self._has_elements:
             yield chunk
             return
@@ -613,7 +633,10 @@ class _Stream:
 
 
 def _prompt_before(chunks: Sequence[Chunk]) -> PromptSize:
-    """The prompt of a generation, as its first chunk says. Pieces of a class follow no prompt."""
+    """Returns the prompt size in a generation's first chunk.
+
+    Pieces of a class do not have a prompt.
+    """
     if not chunks or not isinstance(chunks[0], TokenChunk):
         return PromptSize()
     return PromptSize(chunks[0].input_tokens, chunks[0].cached_tokens)

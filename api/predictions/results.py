@@ -1,4 +1,4 @@
-"""Fetches the target of a signed link: an object, or an image inside the record of a prediction."""
+"""Fetches the target of a signed link: an object, or an image in a prediction's record."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from shared.stores.objects import ObjectStore
 
 OBJECT_LIMIT_BYTES = 64 * 1024 * 1024
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
-"""How PNG files begin: https://www.w3.org/TR/png-3/#5PNG-file-signature."""
+"""The signature of PNG files: https://www.w3.org/TR/png-3/#5PNG-file-signature."""
 _INLINE = re.compile(r"predictions/([A-Za-z0-9_]{1,64})/(\d{1,3})\.png")
 _FORMATS = {media_type: name for name, media_type in MEDIA_TYPES.items()}
 
 
 class ResultFetcher:
-    """Fetches results. Has no state between calls."""
+    """Fetches results. Keeps no state between calls."""
 
     def __init__(
         self, objects: ObjectStore, predictions: Predictions, image_codec: ImageCodec
@@ -30,7 +30,7 @@ class ResultFetcher:
         self._image_codec = image_codec
 
     async def delete(self, snapshot: PredictionSnapshot) -> None:
-        """Deletes the objects of a prediction, but not what the cache may still answer with.
+        """Deletes the objects of a prediction, except objects that the cache may still return.
 
         Raises:
             Unavailable: the object store is unreachable.
@@ -48,7 +48,7 @@ class ResultFetcher:
             await self._objects.delete(key)
 
     async def fetch(self, key: str, media_type: str, deadline_s: float) -> bytes:
-        """Returns the bytes behind a link whose signature was verified.
+        """Returns the data for a link whose signature is already verified.
 
         Args:
             key: the key of the object.
@@ -56,7 +56,7 @@ class ResultFetcher:
             deadline_s: Unix time at which encoding is stopped.
 
         Raises:
-            NotFound: the result does not exist, or it has expired.
+            NotFound: the result does not exist or has expired.
             Overloaded: too many images wait to be encoded.
             DeadlineExceeded: it was not done in time.
             Unavailable: Redis or the object store is unreachable.

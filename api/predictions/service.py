@@ -1,9 +1,9 @@
 """Creates, awaits, reads, lists and cancels predictions. The routes add the HTTP.
 
-The record decides about the state of a prediction (shared/stores/records.py). It is created before
-the job is published, so every instance can find a prediction, even if the one that created it is
-gone. A reply only wakes a waiting request. Any instance that reads a record after its deadline ends
-it, as a last resort against lost jobs, and so if its model was withdrawn and no worker is there.
+The record determines the state of a prediction (shared/stores/records.py). It is created before the
+job is published, so every instance can find a prediction, even if its creator is gone. A reply only
+wakes a waiting request. Any instance that reads a record after its deadline ends it, as a last
+resort against lost jobs. The same happens if its model was withdrawn and no worker is left.
 """
 
 from __future__ import annotations
@@ -61,27 +61,32 @@ from shared.tasks.image import ImagesResult
 from shared.webhook_publisher import WebhookPublisher
 
 GRACE_S = 5.0
-"""Time after its deadline in which a worker may still end a prediction."""
+"""Seconds after its deadline during which a worker may still end a prediction."""
 CREATOR_PUBLISHES_S = 2.0
-"""Time for the creator of a record to publish its job, before a repeated request does."""
+"""Seconds for the creator of a record to publish its job before a repeated request does."""
 CREATOR_POLL_S = 0.05
 PAGE = 20
 READ_BYTES = 4 * 1024 * 1024
-"""What a page reads at once, if it has more than one prediction. All that are kept may have 64 MiB
-together, which take four times as much memory until they are sent."""
+"""Maximum bytes that a page reads at once, if it has more than one prediction.
+
+All stored predictions may have 64 MiB in total, which take four times as much memory until they are
+sent.
+"""
 DOCUMENT_MAX_BYTES = 4 * 1024 * 1024
-"""The largest document of a prediction: a sixteenth of the usual budget of all predictions, which
-is the part in which a tenant finds room whatever others keep (shared/stores/record_create.lua)."""
+"""Maximum size of a prediction document: a sixteenth of the usual budget of all predictions, which
+is the part in which a tenant finds room however much others store
+(shared/stores/record_create.lua).
+"""
 CALLER_ID = re.compile(r"(?!pred_)[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _GENERATED_ID = re.compile(r"pred_[0-9a-f]{24}")
 
 
 class PredictionIdTaken(BadInput):
-    """This id belongs to a prediction of another input."""
+    """This ID belongs to a prediction with another input."""
 
 
 class PredictionNotOver(PenstockError):
-    """This needs a prediction that has ended."""
+    """This requires a prediction that has ended."""
 
     code = "prediction_not_over"
     public_by_default = None
@@ -91,11 +96,11 @@ class Predictions:
     """The predictions of all tenants, in one Redis. An async context manager.
 
     Args:
-        inbox: receives the replies to this instance.
+        inbox: receives replies to this instance.
         admission: bounds the items in flight of this instance.
-        canaries: choose the revisions that compute them.
-        flows: ends runs of flows that no worker will end.
-        keep_s: seconds for which a prediction is stored after its end.
+        canaries: choose the revisions that compute predictions.
+        flows: ends flow runs that no worker will end.
+        keep_s: seconds to store a prediction after its end.
     """
 
     def __init__(
@@ -119,13 +124,13 @@ class Predictions:
         self._flows = flows
         self._keep_s = keep_s
         self._waiters: dict[str, ReplyWaiter] = {}
-        """By the records of those that wait here for a reply."""
+        """Waiters for replies on this instance, by record."""
         self._listening = BackgroundTask("listening for canceled predictions", self._listen)
         canaries.withdrawals.on_withdrawn(self._look_at_all)
 
     @classmethod
     def of_pipeline(cls, parts: OpenParts, webhooks: WebhookPublisher, *, keep_s: int) -> Self:
-        """Returns the predictions that an open pipeline computes."""
+        """Returns the predictions computed by an open pipeline."""
         return cls(
             parts.records,
             parts.sender,
@@ -145,9 +150,10 @@ class Predictions:
         await self._listening.stop()
 
     async def _listen(self) -> None:
-        """Has those look at their records that wait for a prediction that was canceled.
+        """Makes waiters for canceled predictions look at their records.
 
-        A cancel sends no reply. What was missed without Redis is looked for when it is back.
+        A cancellation does not send a reply. Cancellations missed without Redis are looked up when
+        it is back.
         """
         async for record in self._records.canceled():
             if record is None:
@@ -163,31 +169,31 @@ class Predictions:
     async def creating(
         self, request: InferenceRequest, *, waits: bool, hold: Hold | None = None
     ) -> AsyncGenerator[Creation]:
-        """Creates a prediction, or finds the one of an equal request.
+        """Creates a prediction, or finds the one created by an equal request.
 
         The block may wait for its end.
 
-        The items count as in flight while the block runs. After that only the broker bounds them.
+        The items count as in flight while the block runs. After that, only the broker bounds them.
 
         Args:
-            request: what to create: a request with a record.
+            request: a request with a record.
             waits: True if the block waits for its end.
-            hold: what it has reserved of limits, for its record. None: nothing.
+            hold: the limits it has reserved, for its record. None: nothing.
 
         Raises:
             BadInput: an input has no canonical form.
             InputTooLarge: its document has more than DOCUMENT_MAX_BYTES.
-            ModelWithdrawn: an operator has stopped this revision.
+            ModelWithdrawn: an operator has withdrawn this revision.
             Overloaded: this instance, the broker or the store of predictions is full.
-            PredictionIdTaken: another prediction has the id.
-            KeyReused: another request had the Idempotency-Key.
+            PredictionIdTaken: the ID belongs to another prediction.
+            KeyReused: the Idempotency-Key was used with another request.
             Unavailable: Redis or the broker is unreachable, and nothing was created.
         """
         demand = request.demand(len(request.inputs))
         self._admission.admit(demand, remaining_s=request.deadline_s - time.time())
         creation: Creation | None = None
         try:
-            # Registered before the job is published, so no reply can be too early.
+            # Registered before the job is published, so a reply can't arrive too early.
             with self._register_waiter(request, waits=waits) as waiter:
                 creation = await self._create(request, waiter, hold)
                 outcome = "created" if creation.is_new else "found"
@@ -200,17 +206,16 @@ class Predictions:
     async def keep(
         self, prediction: Prediction, outcomes: Sequence[ItemOutcome], keep_s: int | None
     ) -> None:
-        """Keeps an answer that was given without a record, as a prediction that succeeded.
+        """Stores an answer that was computed without a record as a succeeded prediction.
 
         Args:
-            outcomes: of its items. All of them have results.
-            keep_s: how long it is kept, by the tenant's plan. None: the default.
+            outcomes: outcomes of its items, which must all have results.
+            keep_s: seconds to keep it, from the tenant's plan. None: the default.
 
         Raises:
             InputTooLarge: its document has more than DOCUMENT_MAX_BYTES.
-            KeyReused: another request had the Idempotency-Key.
+            KeyReused: the Idempotency-Key was used with another request.
             Overloaded: the store of predictions is full.
-            Unavailable: Redis is unreachable.
         """
         is_kept = await self._records.keep(
             prediction.record,
@@ -229,8 +234,7 @@ class Predictions:
         """Reads a prediction of this tenant.
 
         Raises:
-            NotFound: the tenant has no such prediction, or it has expired.
-            Unavailable: Redis is unreachable.
+            NotFound: the tenant does not have such a prediction, or it has expired.
         """
         record_id = (
             prediction_id
@@ -243,11 +247,10 @@ class Predictions:
         return await self._end_if_late(snapshot)
 
     async def read_linked(self, record_id: str, prediction_id: str) -> PredictionSnapshot:
-        """Reads a prediction by a record id that was signed.
+        """Reads a prediction by a signed record ID.
 
         Raises:
-            NotFound: the prediction does not exist, or it has expired.
-            Unavailable: Redis is unreachable.
+            NotFound: the prediction does not exist or has expired.
         """
         snapshot = await self._find(record_id)
         if snapshot is None or snapshot.prediction.id != prediction_id:
@@ -265,10 +268,8 @@ class Predictions:
     ) -> tuple[list[PredictionSnapshot], float | None]:
         """Returns up to PAGE predictions, newest first, and the `before_s` of the next page.
 
-        Of large ones there are fewer: as many as have READ_BYTES together, and one in any case.
-
-        Raises:
-            Unavailable: Redis is unreachable.
+        Large predictions reduce this number: a page has at most READ_BYTES in total, but at least
+        one prediction.
         """
         left = ids = await self._records.latest(tenant, PAGE, before_s)
         snapshots: list[PredictionSnapshot] = []
@@ -280,17 +281,16 @@ class Predictions:
     async def all(
         self, tenant: str, *, after: str, is_ascending: bool
     ) -> AsyncGenerator[PredictionSnapshot]:
-        """Yields the predictions of a tenant that can be listed, the newest first.
+        """Yields a tenant's predictions that can be listed, newest first.
 
-        They are read as they are needed, a page at a time.
+        They are read when needed, a page at a time.
 
         Args:
-            after: only those behind the one with this record. Empty: all.
-            is_ascending: the oldest first.
+            after: only predictions after the one with this record. Empty: all.
+            is_ascending: True to list the oldest first.
 
         Raises:
-            NotFound: none that can be listed has the record `after`.
-            Unavailable: Redis is unreachable.
+            NotFound: the record `after` does not exist or can't be listed.
         """
         ids = await self._records.latest(tenant, LISTED)
         if is_ascending:
@@ -306,7 +306,7 @@ class Predictions:
                 yield snapshot
 
     async def _read_some(self, ids: list[str]) -> tuple[list[PredictionSnapshot], list[str]]:
-        """Reads the first of some predictions, and returns the ids of the others."""
+        """Reads the first few predictions, and returns the IDs of the others."""
         sizes = itertools.accumulate(await self._records.sizes(ids))
         count = max(1, sum(size <= READ_BYTES for size in sizes))
         records = await asyncio.gather(*map(self._records.read, ids[:count]))
@@ -320,13 +320,12 @@ class Predictions:
     async def replace_input(
         self, snapshot: PredictionSnapshot, stored_input: dict[str, Any]
     ) -> PredictionSnapshot:
-        """Replaces the input of a prediction that has ended, as callers see it.
+        """Replaces the input of a finished prediction, as shown to callers.
 
         Raises:
             PredictionNotOver: it has not ended.
-            NotFound: it was deleted in the meantime, or changed by another request.
+            NotFound: it was deleted or changed by another request in the meantime.
             Overloaded: the store of predictions is full.
-            Unavailable: Redis is unreachable.
         """
         if not snapshot.record.is_over:
             raise PredictionNotOver("it has not ended, so it can't be changed yet")
@@ -347,8 +346,7 @@ class Predictions:
         """Cancels a prediction of this tenant, unless it has ended.
 
         Raises:
-            NotFound: the tenant has no such prediction, or it has expired.
-            Unavailable: Redis is unreachable.
+            NotFound: the tenant does not have such a prediction, or it has expired.
         """
         snapshot = await self.read(tenant, prediction_id)
         if snapshot.record.is_over:
@@ -357,12 +355,9 @@ class Predictions:
         return await self.read(tenant, prediction_id)
 
     async def end(self, snapshot: PredictionSnapshot) -> PredictionSnapshot:
-        """Cancels a prediction unless it has ended, and returns how it ended.
+        """Cancels a prediction unless it has ended, and returns its final state.
 
-        Unlike `cancel`, it also returns the end of a prediction that was deleted in the meantime.
-
-        Raises:
-            Unavailable: Redis is unreachable.
+        Unlike `cancel`, it also returns the final state of a prediction deleted in the meantime.
         """
         prediction, record = snapshot
         if not record.is_over and await self._records.cancel(prediction.record) == "canceled":
@@ -371,7 +366,7 @@ class Predictions:
         return await self._settle_canceled(PredictionSnapshot(prediction, ended or record))
 
     async def _settle_canceled(self, snapshot: PredictionSnapshot) -> PredictionSnapshot:
-        """Records what a canceled flow run costs, if whoever canceled it has not done so."""
+        """Records the cost of a canceled flow run, unless that has already been done."""
         prediction, record = snapshot
         if prediction.flow is None or not record.awaits_receipts:
             return snapshot
@@ -385,15 +380,16 @@ class Predictions:
         prediction_id: str,
         discard: Callable[[PredictionSnapshot], Awaitable[None]] | None = None,
     ) -> PredictionSnapshot:
-        """Deletes a prediction of this tenant that has ended. Returns its last snapshot.
+        """Deletes a finished prediction of this tenant. Returns its last snapshot.
 
-        If its webhook has yet to be notified of the end, the notice has no input and no output.
+        If its webhook has not yet been notified of the end, the notification will have no input and
+        output.
 
         Args:
-            discard: deletes its objects, which nothing refers to once the record is gone.
+            discard: deletes its objects, which are no longer referenced once the record is deleted.
 
         Raises:
-            NotFound: the tenant has no such prediction, or it has expired.
+            NotFound: the tenant does not have such a prediction, or it has expired.
             PredictionNotOver: it has not ended.
             Unavailable: Redis or the object store is unreachable.
         """
@@ -405,11 +401,11 @@ class Predictions:
         return snapshot
 
     async def _read_ended(self, tenant: str, prediction_id: str) -> PredictionSnapshot:
-        """Returns a prediction that is over. What it costs is recorded."""
+        """Returns a finished prediction whose cost is recorded."""
         snapshot = await self.read(tenant, prediction_id)
         if not snapshot.record.is_over:
             raise PredictionNotOver("the prediction has not ended; cancel it first")
-        # Before the steps are deleted: only they show what a run costs.
+        # Before the steps are deleted, because only they have the cost of a run.
         return await self._settle_canceled(snapshot)
 
     async def _try_to_delete(
@@ -420,7 +416,7 @@ class Predictions:
         """Returns False if the record has changed since it was read."""
         prediction, known = snapshot
         if await self._owes_webhook(prediction):
-            # Before it is deleted: one that is kept in vain expires.
+            # Before it is deleted: if stored in vain, it expires.
             await self._records.webhook_log.keep_end(prediction.record, encode_end(*snapshot))
         if discard is not None:
             await discard(snapshot)
@@ -430,11 +426,7 @@ class Predictions:
         return is_deleted
 
     async def receipts_of_deleted(self, record_id: str) -> list[ItemOutcome]:
-        """Returns what the items of a deleted prediction cost, without their results.
-
-        Raises:
-            Unavailable: Redis is unreachable.
-        """
+        """Returns the cost of a deleted prediction's items, without their results."""
         record = await self._records.read(record_id)
         return [] if record is None or record.reply is None else record.reply.outcomes
 
@@ -445,39 +437,40 @@ class Predictions:
         return not any(one.event == "completed" and _is_final(one.status) for one in attempts)
 
     async def webhook_attempts(self, tenant: str, prediction_id: str) -> list[WebhookAttempt]:
-        """Returns the delivery attempts of the webhooks of a prediction, oldest first.
+        """Returns delivery attempts of a prediction's webhooks, oldest first.
 
         Raises:
-            NotFound: the tenant has no such prediction, or it has expired.
-            Unavailable: Redis is unreachable.
+            NotFound: the tenant does not have such a prediction, or it has expired.
         """
         snapshot = await self.read(tenant, prediction_id)
         return await self._records.webhook_log.read(snapshot.prediction.record)
 
     async def replay_webhook(self, tenant: str, prediction_id: str) -> None:
-        """Sends the end of a prediction to its webhook again.
+        """Sends the final event of a prediction to its webhook again.
 
         Raises:
-            NotFound: the tenant has no such prediction, or it has expired.
-            BadInput: it has no webhook for its end.
+            NotFound: the tenant does not have such a prediction, or it has expired.
+            BadInput: it does not have a webhook for its final event.
             PredictionNotOver: it has not ended.
-            Overloaded: the last replay was a moment ago.
+            Overloaded: the last replay was only a moment ago.
             Unavailable: Redis or the broker is unreachable.
         """
         prediction, record = await self.read(tenant, prediction_id)
         if "completed" not in prediction.webhook_events:
-            raise BadInput("webhook: the prediction has none for its end", field="webhook")
+            raise BadInput(
+                "webhook: the prediction has none for its end",
+                field="webhook",
+            )
         if not record.is_over:
             raise PredictionNotOver("the prediction has not ended, so there is nothing to replay")
         await self._records.webhook_log.start_replay(prediction.record)
         await self._webhooks.replay(prediction.record)
 
     async def inline_image(self, record_id: str, index: int) -> bytes:
-        """Returns an image that a record contains.
+        """Returns an image contained in a record.
 
         Raises:
-            NotFound: the record has no such image.
-            Unavailable: Redis is unreachable.
+            NotFound: the record does not contain such an image.
         """
         record = await self._records.read(record_id)
         results = _results_of(record.reply) if record is not None and record.reply else []
@@ -490,7 +483,7 @@ class Predictions:
     async def refresh(self, snapshot: PredictionSnapshot) -> PredictionSnapshot:
         """Reads a prediction again. Returns `snapshot` while Redis does not answer.
 
-        The record of one that was deleted in the meantime has its end, but no document.
+        The record of a prediction deleted in the meantime has its result, but not its document.
         """
         prediction, known = snapshot
         with suppress(Unavailable):
@@ -500,7 +493,7 @@ class Predictions:
         return snapshot
 
     async def position(self, snapshot: PredictionSnapshot) -> QueuePosition | None:
-        """Returns its queue position. None: it does not wait, or Redis does not answer."""
+        """Returns its queue position. None: it is not waiting, or Redis does not answer."""
         prediction = snapshot.prediction
         if snapshot.record.state == "starting":
             with suppress(Unavailable):
@@ -512,18 +505,18 @@ class Predictions:
     async def partial_output(
         self, snapshot: PredictionSnapshot, url_signer: UrlSigner
     ) -> list[Any] | None:
-        """Returns what a running class has yielded so far. It counts as delivered."""
+        """Returns the output that a running class has yielded so far. It counts as delivered."""
         return await read_partial(*snapshot, self._records.tokens, url_signer)
 
     async def step_outcomes(
         self, snapshot: PredictionSnapshot, seen: int
     ) -> list[tuple[int, ItemOutcome]]:
-        """Returns the items of a flow that are done after the item `seen`, numbered in order.
+        """Returns flow items completed after item `seen`, numbered in order.
 
         None while Redis does not answer.
         """
         prediction, record = snapshot
-        # Of images, a step may have what is withheld.
+        # A step may have images that will be withheld.
         if prediction.flow is None or gives_images(prediction):
             return []
         with suppress(Unavailable):
@@ -538,19 +531,15 @@ class Predictions:
         return []
 
     async def objects_of_steps(self, prediction: Prediction) -> list[str]:
-        """Returns the keys of the files that the steps of a flow have made.
-
-        Raises:
-            Unavailable: Redis is unreachable.
-        """
+        """Returns the keys of files created by the steps of a flow."""
         return await own_objects(self._records.flows, prediction.record)
 
     async def previews(self, snapshot: PredictionSnapshot, cursor: str) -> list[Preview]:
-        """Returns the previews after `cursor`, while more are drawn for the next seconds.
+        """Returns the previews after `cursor`, and requests more for the next few seconds.
 
         None while Redis does not answer.
         """
-        if is_checked(snapshot.prediction):  # a preview may show what is withheld
+        if is_checked(snapshot.prediction):  # a preview may show an image that will be withheld
             return []
         record, previews = snapshot.prediction.record, self._records.previews
         with suppress(Unavailable):
@@ -563,9 +552,10 @@ class Predictions:
     def _register_waiter(
         self, request: InferenceRequest, *, waits: bool
     ) -> Iterator[ReplyWaiter | None]:
-        """Registers a waiter at the inbox. Without one the request polls the record."""
+        """Registers a waiter at the inbox. Without it, the request polls the record."""
         record_id, replies = request.facts.request_id, request.model.replies
-        # A repeated request polls while the first one waits, since the reply goes to one of them.
+        # A repeated request polls while the first one waits, because the reply goes to only one of
+        # them.
         with ExitStack() as stack:
             waiter = None
             if waits and record_id not in self._waiters:
@@ -578,7 +568,7 @@ class Predictions:
     async def _create_record(
         self, request: InferenceRequest, document: bytes, hold: Hold | None
     ) -> int:
-        """Returns the tenant's number of unfinished predictions. 0: the record existed before."""
+        """Returns the tenant's number of unfinished predictions. 0: the record already existed."""
         new = request.new_record
         prediction = new.prediction
         if hold is not None:
@@ -628,18 +618,19 @@ class Predictions:
             if _GENERATED_ID.fullmatch(prediction.id):
                 raise KeyReused
             raise PredictionIdTaken(
-                f"{prediction.id} is the id of another prediction, with another input", field="id"
+                f"{prediction.id} is the id of another prediction, with another input",
+                field="id",
             )
         snapshot = await self._wait_for_publish(snapshot)
         if snapshot.is_unpublished:
-            # The prediction as first created: its rows have the times and ids of its record, and
-            # what it is charged comes from the hold that was created with it.
+            # The prediction as first created: its rows have the times and IDs of its record, and
+            # its charge comes from the hold created with it.
             first = routed.as_first_asked(snapshot.prediction)
             await self._sender.send_recorded(first, items, waiter)
         return Creation(snapshot, self.refresh, waiter, is_new=False)
 
     async def _wait_for_publish(self, snapshot: PredictionSnapshot) -> PredictionSnapshot:
-        """Waits until the job is published, or its creator has had the time to do it."""
+        """Waits until the job is published, or its creator has had enough time to do so."""
         while (
             snapshot.is_unpublished
             and time.time() < snapshot.record.created_at_s + CREATOR_PUBLISHES_S
@@ -649,9 +640,9 @@ class Predictions:
         return snapshot
 
     async def _end_if_late(self, snapshot: PredictionSnapshot) -> PredictionSnapshot:
-        """Ends a prediction that no worker will: it is late, or its model was withdrawn.
+        """Ends a prediction that no worker will end, because it is late or its model was withdrawn.
 
-        Also settles a canceled run, if whoever canceled it has died before that.
+        Also settles a canceled run if the process that canceled it died before doing so.
         """
         prediction, record = snapshot
         if record.awaits_receipts:
@@ -680,7 +671,7 @@ class Predictions:
         if time.time() >= prediction.deadline_s + GRACE_S:
             limit_s = prediction.deadline_s - prediction.created_at_s
             return DeadlineExceeded(f"deadline exceeded: it was not done within {limit_s:.3g} s")
-        with suppress(UnknownModel):  # removed from the catalog: only its record is left
+        with suppress(UnknownModel):  # removed from the catalog, so only its record remains
             model = self._canaries.given_up(prediction.model)
             if model is not None and version_of(model) == prediction.version:
                 return withdrawn_error(model)
@@ -694,7 +685,7 @@ def _results_of(reply: ReplyBody) -> Sequence[Result | None]:
 
 
 def _encode_within_bounds(prediction: Prediction) -> bytes:
-    """Returns the document as its record keeps it.
+    """Returns the document in its stored form.
 
     Raises:
         InputTooLarge: it has more than DOCUMENT_MAX_BYTES.
@@ -702,8 +693,8 @@ def _encode_within_bounds(prediction: Prediction) -> bytes:
     document = encode_document(prediction)
     if len(document) > DOCUMENT_MAX_BYTES:
         raise InputTooLarge(
-            f"the request takes {len(document)} bytes in storage until its answer is read; "
-            f"at most {DOCUMENT_MAX_BYTES} bytes are allowed; send less at once"
+            f"the request takes {len(document)} bytes in storage until its answer is read; at "
+            f"most {DOCUMENT_MAX_BYTES} bytes are allowed; send less at once"
         )
     return document
 
@@ -713,5 +704,5 @@ def _not_found(prediction_id: str) -> NotFound:
 
 
 def _is_final(status: int | None) -> bool:
-    """Returns whether a receiver with this answer gets no further attempts."""
+    """Returns whether a receiver that answers with this status gets no further attempts."""
     return status is not None and (200 <= status < 300 or status == HTTPStatus.GONE)

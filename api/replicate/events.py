@@ -1,4 +1,4 @@
-"""The event stream and the webhooks of a prediction."""
+"""A prediction's event stream and webhooks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from shared.predictions import EVENTS_TYPE, Prediction, iso, stream_key
 
 router = APIRouter(route_class=ProblemRoute, tags=["predictions"])
 
-# For the OpenAPI document only. The routes validate, so that errors have our wording.
+# Only for the OpenAPI document. The routes validate, so that we control the wording of errors.
 LinkExpiry = Annotated[int, Query(ge=0, le=2**53)]
 ExtraEvents = Annotated[
     str,
@@ -53,7 +53,7 @@ ExtraEvents = Annotated[
     },
 )
 async def list_webhooks(request: Request, prediction_id: str) -> Response:
-    """Each attempt to deliver an event, with the status or the error. The last hundred are kept."""
+    """Lists the attempts to deliver an event, with status or error. The last hundred are kept."""
     call = authenticate(request)
     await call.prediction(prediction_id)
     attempts = await call.dependencies.predictions.webhook_attempts(call.tenant, prediction_id)
@@ -85,7 +85,7 @@ async def list_webhooks(request: Request, prediction_id: str) -> Response:
     },
 )
 async def replay_webhook(request: Request, prediction_id: str) -> Response:
-    """Sends `completed` again, under the same `webhook-id`, with a new signature.
+    """Sends `completed` again, with the same `webhook-id` and a new signature.
 
     Earlier events are not replayed, because their states no longer exist.
     """
@@ -113,12 +113,12 @@ async def stream(
     expires: LinkExpiry = 0,
     signature: str = "",
 ) -> Response:
-    """Server-sent events: logs, output, error, done. `Last-Event-ID` resumes a stream.
+    """Streams server-sent events: logs, output, error, done. `Last-Event-ID` resumes a stream.
 
-    With `events=preview`, also previews of images between two steps, as small WebP. With
-    `events=queue`, also the position in the queue, whenever it changes. The link in `urls.stream`
-    is signed and needs no API key. The output of a text model is streamed while it is generated,
-    and has neither previews nor queue positions.
+    With `events=preview`, also sends image previews between steps, as small WebP files. With
+    `events=queue`, also sends the queue position whenever it changes. The link in `urls.stream` is
+    signed and needs no API key. The output of a text model is streamed while it is generated, and
+    has neither previews nor queue positions.
     """
     dependencies = dependencies_of(request)
     if signature and not _sends_key(request):
@@ -158,15 +158,15 @@ async def stream(
 
 
 def _streamed(dependencies: Dependencies, prediction: Prediction) -> StreamKind:
-    """Returns how its output is streamed while it is made. Empty: as a whole."""
-    with suppress(UnknownModel):  # removed from the catalog: only its record is left
+    """Returns how its output is streamed while it is generated. Empty: only as a whole."""
+    with suppress(UnknownModel):  # removed from the catalog, so only its record remains
         model = dependencies.catalog.find(prediction.model)
         return "" if prediction.is_list else API_TASKS[model.task].streams(model)
     return ""
 
 
 def _prints(dependencies: Dependencies, prediction: Prediction) -> bool:
-    """Returns whether its model prints: only custom models do."""
+    """Returns whether its model prints, which only custom models do."""
     return dependencies.catalog.find(prediction.model).definition.has_interface
 
 
@@ -175,7 +175,10 @@ def _stays_valid() -> None:
 
 
 def _sends_key(request: Request) -> bool:
-    """Returns whether the request has a key, which then decides: a wrong key is an error."""
+    """Returns whether the request has a key.
+
+    If so, the key decides, and an invalid one is an error.
+    """
     return "authorization" in request.headers or "x-api-key" in request.headers
 
 

@@ -1,4 +1,4 @@
-"""The other routes of Replicate's clients: models with versions, account, files, webhook secret."""
+"""Other routes used by Replicate's clients: models, versions, account, files and webhook secret."""
 
 from __future__ import annotations
 
@@ -36,8 +36,10 @@ from shared.predictions import MEDIA_TYPES, iso
 from shared.webhooks import tenant_secrets
 
 COG_VERSION = "0.16.0"
-"""The version of cog whose schemas ours follow: with one before 0.3.9, clients treat every list as
-an iterator."""
+"""The cog version whose schemas ours follow.
+
+With a version before 0.3.9, clients treat every list as an iterator.
+"""
 
 PAGE = 25
 _HARDWARE_LIST: Described = {
@@ -57,7 +59,7 @@ def version_body(model: Model, created_at_s: float) -> dict[str, Any]:
 
 
 def model_body(model: Model, owner: str, base_url: str, created_at_s: float) -> dict[str, Any]:
-    """Returns a model in Replicate's shape, ready for JSON."""
+    """Returns a model in Replicate's format, ready for JSON."""
     return {
         "url": f"{base_url}/v1/models/{owner}/{model.name}",
         "owner": owner,
@@ -92,7 +94,7 @@ def deployment_body(model: Model, owner: str, created_at_s: float) -> dict[str, 
 
 
 def hardware_body(kind: str) -> dict[str, Any]:
-    """Returns a GPU type of the catalog in Replicate's shape, ready for JSON."""
+    """Returns a GPU type in the catalog in Replicate's format, ready for JSON."""
     return {"sku": kind, "name": "CPU" if kind == "none" else f"NVIDIA {kind.upper()} GPU"}
 
 
@@ -101,9 +103,9 @@ router = APIRouter(route_class=ProblemRoute, tags=["predictions"])
 
 @router.get("/models", include_in_schema=False)
 async def list_models(request: Request, cursor: str = "") -> Response:
-    """The models that the key may use, in pages.
+    """Lists the models that the key may use, in pages.
 
-    Under /v1 only for Replicate's clients (api/routes/models.py).
+    Under /v1, only for Replicate's clients (api/routes/models.py).
     """
     call = authenticate(request)
     if cursor and not _CURSOR.fullmatch(cursor):
@@ -129,7 +131,7 @@ async def list_models(request: Request, cursor: str = "") -> Response:
     responses={200: success("Done.", ReplicateModel), **problems(401, 404)},
 )
 async def get_model(request: Request, owner: str, name: str) -> Response:
-    """A model of the catalog with its only version. Any owner is accepted."""
+    """Returns a model in the catalog with its only version. Any owner is accepted."""
     call = authenticate(request)
     dependencies = call.dependencies
     model = call.listed_model(name)
@@ -143,7 +145,7 @@ async def get_model(request: Request, owner: str, name: str) -> Response:
     responses={200: success("Done.", VersionsPage), **problems(401, 404)},
 )
 async def list_versions(request: Request, owner: str, name: str) -> Response:
-    """Each model has one version."""
+    """Lists the model's only version."""
     call = authenticate(request)
     versions = [version_body(call.listed_model(name), call.dependencies.started_at_s)]
     return encode_json({"previous": None, "next": None, "results": versions})
@@ -156,7 +158,7 @@ async def list_versions(request: Request, owner: str, name: str) -> Response:
     responses={200: success("Done.", VersionReply), **problems(401, 404)},
 )
 async def get_version(request: Request, owner: str, name: str, version: str) -> Response:
-    """The version, with the schema of its input and output."""
+    """Returns the version with the schema of its input and output."""
     call = authenticate(request)
     dependencies, model = call.dependencies, call.listed_model(name)
     try:
@@ -175,7 +177,7 @@ async def get_version(request: Request, owner: str, name: str, version: str) -> 
     responses={200: success("Done.", DeploymentsPage), **problems(401)},
 )
 async def list_deployments(request: Request) -> Response:
-    """One deployment for each model that the key may use, all on one page."""
+    """Lists one deployment per model that the key may use, all on one page."""
     call = authenticate(request)
     started_at_s = call.dependencies.started_at_s
     deployments = [deployment_body(model, OWNER, started_at_s) for model in call.listed_models()]
@@ -189,7 +191,7 @@ async def list_deployments(request: Request) -> Response:
     responses={200: success("Done.", DeploymentReply), **problems(401, 404)},
 )
 async def get_deployment(request: Request, owner: str, name: str) -> Response:
-    """Each model of the catalog has one deployment, of the same name."""
+    """Each model in the catalog has one deployment of the same name."""
     call = authenticate(request)
     return encode_json(
         deployment_body(call.listed_model(name), owner, call.dependencies.started_at_s)
@@ -203,7 +205,7 @@ async def get_deployment(request: Request, owner: str, name: str) -> Response:
     responses={200: success("Done.", AccountReply), **problems(401)},
 )
 async def get_account(request: Request) -> Response:
-    """The tenant of the key."""
+    """Returns the key's tenant."""
     tenant = authenticate(request).tenant
     return encode_json(
         {"type": "organization", "username": tenant, "name": tenant, "github_url": None}
@@ -217,7 +219,7 @@ async def get_account(request: Request) -> Response:
     responses={200: success("Done.", Hardware) | _HARDWARE_LIST, **problems(401)},
 )
 async def list_hardware(request: Request) -> Response:
-    """The hardware of the models that the key may use, each kind once."""
+    """Lists the hardware of the models that the key may use, each kind once."""
     models = authenticate(request).listed_models()
     return encode_json(
         [hardware_body(kind) for kind in sorted({model.gpu.type for model in models})]
@@ -226,7 +228,7 @@ async def list_hardware(request: Request) -> Response:
 
 @router.post("/files", include_in_schema=False)
 async def create_file(request: Request) -> Response:
-    """Takes a form with the file as `content` and, if wanted, a JSON object as `metadata`.
+    """Accepts a form with the file as `content` and, optionally, a JSON object as `metadata`.
 
     Files are kept for a day, and count toward the tenant's storage quota. Below /v1
     api/routes/files.py is tried first.
@@ -255,26 +257,26 @@ async def create_file(request: Request) -> Response:
 
 @router.get("/files/{file_id}", include_in_schema=False)
 async def get_file(request: Request, file_id: str) -> Response:
-    """The file's metadata. `urls.download` is a link to its bytes."""
+    """Returns the file's metadata. `urls.download` is a link to its data."""
     call = authenticate(request)
     return encode_json(_shown(call, await call.dependencies.files.find(call.tenant, file_id)))
 
 
 @router.get("/files", include_in_schema=False)
 async def list_files(request: Request) -> Response:
-    """The newest files. Below /v1 api/routes/files.py is tried first."""
+    """Lists the newest files. Below /v1, api/routes/files.py is tried first."""
     call = authenticate(request)
     return encode_json({"previous": None, "next": None, "results": await shown_files(call)})
 
 
 async def shown_files(call: ApiRequest) -> list[dict[str, Any]]:
-    """Returns the newest files of the caller, as Replicate's clients know them."""
+    """Returns the caller's newest files in Replicate's format."""
     return [_shown(call, file) for file in await call.dependencies.files.newest(call.tenant)]
 
 
 @router.delete("/files/{file_id}", include_in_schema=False)
 async def delete_file(request: Request, file_id: str) -> Response:
-    """Deletes a file at once. Links to its bytes end within the hour."""
+    """Deletes a file at once. Links to its data expire within an hour."""
     call = authenticate(request)
     files = call.dependencies.files
     await files.delete(await files.find(call.tenant, file_id))
@@ -288,7 +290,7 @@ async def delete_file(request: Request, file_id: str) -> Response:
     responses={200: success("Done.", SecretReply), **problems(401, 404)},
 )
 async def get_secret(request: Request) -> Response:
-    """The secret of this tenant, with which receivers verify signatures."""
+    """Returns the tenant's secret for verifying webhook signatures."""
     call = authenticate(request)
     try:
         first, *_ = tenant_secrets(call.dependencies.settings.webhook_secrets, call.tenant)
@@ -298,7 +300,7 @@ async def get_secret(request: Request) -> Response:
 
 
 def _shown(call: ApiRequest, file: File) -> dict[str, Any]:
-    # An uploaded page or script must not be served as one from this origin.
+    # An uploaded page or script must not be served as if it came from this origin.
     media_type = (
         file.content_type
         if file.content_type in MEDIA_TYPES.values()

@@ -1,11 +1,11 @@
-"""The Predictions API, as Replicate's clients call it (https://replicate.com/docs/reference/http).
+"""The Predictions API as in Replicate's API (https://replicate.com/docs/reference/http).
 
-A version is the name of a model in the catalog, or the id that its entry gives; an owner is
-anything, since names are unique here. Every path is served with and without /v1, because clients
-differ in who adds it.
+A version is the name of a model in the catalog, or the ID in its entry. An owner can be anything,
+because names are unique here. Every path is served with and without /v1, because clients differ in
+which side adds it.
 
-Names of fields are Replicate's and, inside `input`, those that its Stable Diffusion models have. A
-body is read into the request that it asks for: the model, its source image, and its digest.
+Field names follow Replicate's API and, inside `input`, Replicate's Stable Diffusion models. A body
+is converted to a request with the model, its source image and its digest.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from shared.tenants.rules import IS_A_KEY
 from shared.webhooks import WebhookUrlForbidden, parse_webhook_url
 
 MAX_OUTPUT_BYTES = 64 * 1024 * 1024
-"""Maximum size of an output of a class that is read from the object store."""
+"""Maximum size of a class output to read from the object store."""
 WebhookEvent = Literal["start", "output", "logs", "completed"]
 WEBHOOK_EVENTS: tuple[WebhookEvent, ...] = ("start", "output", "logs", "completed")
 Url = Annotated[str, Field(pattern=r"^https?://[^\s/]", max_length=MAX_URL_CHARS)]
@@ -62,11 +62,13 @@ CREATION_ERRORS = (401, 404, 408, 413, 422, 429, 499, 503, 504)
 """Status codes that OpenAPI documents for routes that create predictions."""
 
 EARLY_S = 0.25
-"""Clients that wait n seconds hang up half a second later. The answer is sent this long before
-n."""
+"""Clients that wait n seconds hang up half a second later.
+
+The answer is sent this long before n.
+"""
 _CURSOR = re.compile(r"([0-9]{1,12}(\.[0-9]{1,9})?)?")
 
-# For the OpenAPI document only. The routes validate, so that errors have our wording.
+# Only for the OpenAPI document. The routes validate, so that we control the wording of errors.
 Cursor = Annotated[str, Query(json_schema_extra={"pattern": f"^{_CURSOR.pattern}$"})]
 CallerId = Annotated[str, Path(json_schema_extra={"pattern": f"^{CALLER_ID.pattern}$"})]
 _ONE: openapi.Responses = {
@@ -107,7 +109,7 @@ class PredictionBody(Body):
 
     @property
     def webhook_target(self) -> tuple[str, tuple[str, ...]]:
-        """The URL of the webhook and its events. Empty without a webhook."""
+        """The webhook's URL and events. Empty without a webhook."""
         if self.webhook_completed:
             return self.webhook_completed, ("completed",)
         if not self.webhook:
@@ -119,7 +121,7 @@ class PredictionBody(Body):
 
 
 class VersionedBody(PredictionBody):
-    """A prediction of the model that `version` names."""
+    """A prediction of the model named in `version`."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -143,22 +145,21 @@ async def read_prediction(
     own_id: str = "",
     deployment: str = "",
 ) -> InferenceRequest:
-    """Returns the request for the prediction that a body asks for.
+    """Returns the request for the prediction described by a body.
 
     Args:
         model: the model that computes it.
-        owner: the owner of the model, as the caller named it.
-        own_id: the id that the caller chose, if any.
-        deployment: `owner/name` of the deployment that the path names, if any.
+        owner: model owner as named by the caller.
+        own_id: the ID chosen by the caller, if any.
+        deployment: `owner/name` of the deployment in the path, if any.
 
     Raises:
         InvalidFields: the input does not fit the model.
-        BadInput: the webhook's URL can never be delivered to.
-        StorageFull: the tenant has no room for the source image.
+        BadInput: events can never be delivered to the webhook's URL.
+        StorageFull: the tenant's storage quota has no room for the source image.
         Overloaded: too many images wait to be decoded.
         DeadlineExceeded: the source image was not decoded in time.
         Unavailable: the object store is unreachable.
-        ClientGone: the caller hung up.
     """
     done_by_s, keep_s = call.done_by_s(model), call.caller.plan.prediction_keep_s
     if keep_s is None:
@@ -194,7 +195,10 @@ async def read_prediction(
 
 
 def _webhook_of(body: PredictionBody, *, allow_private: bool) -> tuple[str, tuple[str, ...]]:
-    """Returns the webhook URL and its events. Refuses URLs that could never be delivered to."""
+    """Returns the webhook URL and its events.
+
+    Rejects URLs that events could never be delivered to.
+    """
     url, events = body.webhook_target
     if url:
         field = "webhook" if body.webhook else "webhook_completed"
@@ -206,14 +210,14 @@ def _webhook_of(body: PredictionBody, *, allow_private: bool) -> tuple[str, tupl
 
 
 async def _digest(body: PredictionBody, model: Model) -> str:
-    """Returns a digest of the body and the model. Equal requests have the same."""
-    # Without a context it is the digest of release 0.1.0, which has no such field.
+    """Returns a digest of the body and the model, equal for equal requests."""
+    # Without a context, it is the same digest as in release 0.1.0, which does not have this field.
     left_out = {"version"} if body.context is not None else {"version", "context"}
     fields = body.model_dump(exclude=left_out)
     for name, value in fields["input"].items():
         if isinstance(value, str) and len(value) > MAX_URL_CHARS:
-            # Encoding 20 MB of image as JSON would block the event loop for 130 ms, so its digest
-            # replaces it.
+            # Encoding an image of 20 MB as JSON would block the event loop for 130 ms, so its
+            # digest replaces it.
             fields["input"][name] = await asyncio.to_thread(digest_of, value)
     return digest_of(json.dumps([model.name, fields], sort_keys=True))
 
@@ -249,9 +253,9 @@ creation_router = APIRouter(route_class=FastProblemRoute, tags=["predictions"])
     responses=creation_responses(),
 )
 async def create(request: Request) -> Response:
-    """Creates a prediction of the model that `version` names.
+    """Creates a prediction of the model named in `version`.
 
-    Answers at once, or with `Prefer: wait` when it ends.
+    Answers at once or, with `Prefer: wait`, when it ends.
     """
     call = open_request(request)
     body = await call.read_json(VersionedBody)
@@ -269,13 +273,13 @@ async def create(request: Request) -> Response:
 async def put(request: Request, prediction_id: CallerId) -> Response:
     """The same request finds the same prediction again.
 
-    Another request with the same id is refused (422).
+    Another request with the same ID is rejected (422).
     """
     call = open_request(request)
     if not CALLER_ID.fullmatch(prediction_id):
         raise BadInput(
-            "id: must be 1 to 64 letters, digits, '.', '_' or '-', "
-            "begin with a letter or digit, and not with 'pred_'",
+            "id: must be 1 to 64 letters, digits, '.', '_' or '-', begin with a letter or digit, "
+            "and not with 'pred_'",
             field="id",
         )
     body = await call.read_json(VersionedBody)
@@ -309,7 +313,7 @@ async def create_of_model(request: Request, owner: str, name: str) -> Response:
     responses=creation_responses(),
 )
 async def create_of_deployment(request: Request, owner: str, name: str) -> Response:
-    """Creates a prediction of the model that has the deployment's name."""
+    """Creates a prediction of the model with the deployment's name."""
     call = open_request(request)
     model = call.dependencies.catalog.find(name)
     body = await call.read_json(PredictionBody)
@@ -326,9 +330,9 @@ async def create_of_deployment(request: Request, owner: str, name: str) -> Respo
     },
 )
 async def list_all(request: Request, cursor: Cursor = "") -> Response:
-    """Predictions in pages, newest first. `next` is the URL of the next page.
+    """Lists predictions in pages, newest first. `next` is the URL of the next page.
 
-    Those that the key may not read are left out, so a page may have fewer than others.
+    Predictions that the key may not read are left out, so some pages may be shorter.
     """
     call = authenticate(request)
     if not _CURSOR.fullmatch(cursor):
@@ -352,7 +356,7 @@ async def list_all(request: Request, cursor: Cursor = "") -> Response:
     responses=_ONE,
 )
 async def get(request: Request, prediction_id: str) -> Response:
-    """The prediction in its current state."""
+    """Returns the prediction in its current state."""
     call = authenticate(request)
     predictions = call.dependencies.predictions
     snapshot = await call.prediction(prediction_id)
@@ -367,9 +371,9 @@ async def get(request: Request, prediction_id: str) -> Response:
     responses=_ONE,
 )
 async def cancel(request: Request, prediction_id: str) -> Response:
-    """Ends the prediction now.
+    """Cancels the prediction.
 
-    Its worker stops at the next step. A prediction that has ended stays as it is.
+    Its worker stops at the next step. A finished prediction is not changed.
     """
     call = authenticate(request)
     await call.prediction(prediction_id)
@@ -390,9 +394,9 @@ async def cancel(request: Request, prediction_id: str) -> Response:
     },
 )
 async def delete(request: Request, prediction_id: str) -> Response:
-    """Deletes a prediction that has ended: record, results, and the log of its webhooks.
+    """Deletes a finished prediction: record, results and webhook log.
 
-    Cancel it first if it has not ended. A result that the cache may answer the same request with is
+    Cancel it first if it has not ended. A cached result that may answer the same request again is
     kept as long as the cache keeps it.
     """
     call = authenticate(request)
@@ -429,7 +433,7 @@ async def _create(
 async def _body_of(
     dependencies: Dependencies, snapshot: PredictionSnapshot, queue: QueuePosition | None = None
 ) -> dict[str, Any]:
-    """The prediction as callers see it, with all of its output so far."""
+    """Returns the prediction as shown to callers, with all of its output so far."""
     signer = dependencies.url_signer
     partial = await dependencies.predictions.partial_output(snapshot, signer)
     snapshot = await _with_output(snapshot, dependencies.objects)
@@ -437,9 +441,9 @@ async def _body_of(
 
 
 async def _with_output(snapshot: PredictionSnapshot, objects: ObjectStore) -> PredictionSnapshot:
-    """Returns a prediction with its output, also if that is large JSON in the object store.
+    """Returns a prediction with its output, even if that is large JSON in the object store.
 
-    One that was removed in the meantime stays a link.
+    An output deleted in the meantime stays a link.
 
     Raises:
         Unavailable: the object store is unreachable.
@@ -471,7 +475,7 @@ async def _loaded(result: CustomResult, objects: ObjectStore) -> CustomResult:
 
 
 def _check_names(**names: str) -> None:
-    """Refuses names in a path that would keep a key, without repeating it."""
+    """Rejects path names that may contain a key, without repeating them."""
     for field, name in names.items():
         if holds_key(name):
             raise BadInput(f"{field}: {IS_A_KEY}", field=field)
@@ -482,7 +486,7 @@ async def _created(
 ) -> Response:
     """Returns the answer to a creation.
 
-    Replicate's clients take `processing` for an end here: it becomes `starting`.
+    Replicate's clients would take `processing` for a final state here, so it becomes `starting`.
     """
     body = await _body_of(dependencies, snapshot)
     if body["status"] == "processing":

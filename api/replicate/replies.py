@@ -1,6 +1,6 @@
-"""The replies of the Predictions API, for the OpenAPI document.
+"""Replies of the Predictions API, for the OpenAPI document.
 
-The routes write these bodies themselves. Field names are those of Replicate's API
+The routes write these bodies themselves. Field names follow Replicate's API
 (https://replicate.com/docs/reference/http).
 """
 
@@ -27,7 +27,7 @@ class PredictionUrls(msgspec.Struct):
 
 
 class StepReply(msgspec.Struct):
-    """What a step of a flow did so far: its items that are done, and what they are charged."""
+    """The progress of a flow step: completed items and their charge."""
 
     id: str
     model: str
@@ -39,11 +39,11 @@ class StepReply(msgspec.Struct):
 class PredictionTimes(msgspec.Struct, omit_defaults=True):
     """Seconds under Replicate's names, milliseconds under RunPod's.
 
-    Each is present once it is known.
+    Each is present as soon as it is known.
 
-    `truncated_tokens` says how many tokens were cut: of all texts, if the input has `truncate`; of
-    the prompts of images, if that is known. `device_time` is its share of a whole device, and
-    `cost_usd` its charge, as in the usage report. `steps` are those of a flow.
+    `truncated_tokens` is the number of tokens cut: from all texts if the input has `truncate`, or
+    from image prompts if known. `device_time` is its share of a whole device, and `cost_usd` its
+    charge, as in the usage report. `steps` lists the steps of a flow.
     """
 
     total_time: Seconds | msgspec.UnsetType = msgspec.UNSET
@@ -57,10 +57,10 @@ class PredictionTimes(msgspec.Struct, omit_defaults=True):
 
 
 class QueueReply(msgspec.Struct):
-    """The position of a prediction among those of your tenant that wait for the same model.
+    """The prediction's position among your tenant's predictions that wait for the same model.
 
-    `estimated_s` is the time until a worker takes it, at the pace of the last half minute. It is
-    null until that pace is known.
+    `estimated_s` is the time until a worker takes it, based on the last half minute. It is null
+    until enough is known.
     """
 
     position: Annotated[int, msgspec.Meta(ge=1)]
@@ -78,16 +78,18 @@ class PredictionReply(msgspec.Struct):
     status: Literal["starting", "processing", "succeeded", "failed", "canceled"]
     input: dict[str, Any]
     output: Any
-    """A vector or vectors, the URLs of images, a text, or the output of a custom model, as shown
-    in the model's `openapi_schema`. Null until it has succeeded, except for a custom model that
-    yields: its list grows while the prediction runs, and stays if that fails or is canceled. Lists
-    of predictions show it at the end only.
+    """A vector or vectors, URLs of images, a text, or the output of a custom model, as described in
+    the model's `openapi_schema`.
+
+    Null until it has succeeded, except for a custom model that yields: its list grows while the
+    prediction runs, and remains if it fails or is canceled. Lists of predictions only include it at
+    the end.
     """
     logs: str
     error: str | None
     metrics: PredictionTimes
     queue: QueueReply | None
-    """Null if it is not known: once a worker has it, in lists, in the answer to its creation."""
+    """Null if unknown: once a worker has it, in lists, and in the answer to its creation."""
     data_removed: bool
     created_at: Moment
     started_at: Moment | None
@@ -105,7 +107,7 @@ class PredictionsPage(msgspec.Struct):
 
 
 class WebhookAttemptReply(msgspec.Struct, kw_only=True):
-    """An attempt to deliver an event. `attempt` counts those with the same `webhook_id`."""
+    """An attempt to deliver an event. `attempt` counts attempts with the same `webhook_id`."""
 
     webhook_id: str
     event: str
@@ -113,9 +115,12 @@ class WebhookAttemptReply(msgspec.Struct, kw_only=True):
     created_at: Moment
     duration_ms: Amount
     status: int | None
-    """HTTP status of the receiver's answer. Null without one."""
+    """HTTP status of the receiver's answer. Null without an answer."""
     error: str | None
-    """Why there is no answer, or that it is a redirect, which is not followed. Otherwise null."""
+    """Why there is no answer, or that the answer is a redirect, which is not followed.
+
+    Otherwise null.
+    """
 
 
 class WebhookAttempts(msgspec.Struct):
@@ -142,7 +147,7 @@ class VersionsPage(msgspec.Struct):
 
 
 class ReplicateModel(msgspec.Struct):
-    """A model in Replicate's shape."""
+    """A model in Replicate's format."""
 
     url: Link
     owner: str
@@ -218,13 +223,13 @@ class Hardware(msgspec.Struct):
 
 
 class Checksums(msgspec.Struct):
-    """Checksums of a file's bytes."""
+    """Checksums of a file's data."""
 
     sha256: str
 
 
 class FileUrls(msgspec.Struct):
-    """URLs of the file's metadata, and of its bytes (valid for an hour)."""
+    """URLs of the file's metadata and of its data (valid for an hour)."""
 
     get: Link
     download: Link
@@ -252,13 +257,13 @@ class SecretReply(msgspec.Struct):
 
 
 class HealthReply(msgspec.Struct):
-    """The process is alive."""
+    """The process is running."""
 
     status: Literal["ok"]
 
 
 class ReadinessReply(msgspec.Struct):
-    """The services that can be reached, and whether the instance can serve requests."""
+    """The reachable services, and whether the instance can serve requests."""
 
     status: Literal["ready", "degraded", "unavailable"]
     pubsub: str

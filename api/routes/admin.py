@@ -1,7 +1,7 @@
 """/v1/admin: keys, plans, tenants and the audit log, for keys with the `admin` scope.
 
-Keys have the form of OpenAI's admin API keys
-(https://platform.openai.com/docs/api-reference/admin-api-keys), with more fields.
+Keys have the format of OpenAI's admin API keys
+(https://platform.openai.com/docs/api-reference/admin-api-keys), with additional fields.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class NewKeyBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     name: Name
     scopes: tuple[Scope, ...] = ("all",)
     models: tuple[str, ...] | None = None
-    """The models that it may use. Null: all."""
+    """Models that it may use. Null: all."""
     limits: Limits | None = None
     expires_in_s: Seconds | None = None
     """Seconds until it expires. Null: never."""
@@ -62,7 +62,7 @@ class RotationBody(msgspec.Struct, forbid_unknown_fields=True):
     """Options for rotating a key."""
 
     overlap_s: Annotated[int, msgspec.Meta(ge=0, le=30 * 86_400)] = 86_400
-    """Seconds for which the old secret still works."""
+    """Seconds for which the old secret remains valid."""
 
 
 class TenantBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -83,7 +83,7 @@ class KeyObject(msgspec.Struct, kw_only=True):
     expires_at: int | None
     revoked_at: int | None
     old_secret_until: int | None
-    """Until when the secret before the last rotation works."""
+    """Unix time until which the secret before the last rotation is valid."""
     tenant: str
     scopes: tuple[Scope, ...]
     models: tuple[str, ...] | None
@@ -93,7 +93,7 @@ class KeyObject(msgspec.Struct, kw_only=True):
 
 
 class IssuedKeyObject(KeyObject, kw_only=True):
-    """A key that was just created or rotated. `value` is never shown again."""
+    """A newly created or rotated key. `value` is never shown again."""
 
     value: str
 
@@ -140,24 +140,24 @@ class PlanDeleted(msgspec.Struct):
 
 
 class TenantObject(msgspec.Struct):
-    """A tenant. Without a plan of its own it has the default plan."""
+    """A tenant. Without an assigned plan, it has the default plan."""
 
     name: str
     plan: str | None
     frozen_at: int | None = None
-    """Unix seconds. None of its keys is accepted since then."""
+    """Unix time since which its keys are rejected."""
     object: Literal["tenant"] = "tenant"
 
 
 class TenantsReply(msgspec.Struct):
-    """Tenants that have keys or a plan of their own."""
+    """Tenants that have keys or an assigned plan."""
 
     data: list[TenantObject]
     object: Literal["list"] = "list"
 
 
 class ActObject(msgspec.Struct, kw_only=True):
-    """One act of administration."""
+    """One administrative action."""
 
     id: str
     effective_at: float
@@ -205,7 +205,7 @@ def _body(kind: type[msgspec.Struct]) -> Described:
 async def list_keys(
     request: Request, after: str = "", limit: Limit = 20, tenant: str = ""
 ) -> Response:
-    """The keys of all tenants, or of one, in the order of their creation."""
+    """Lists the keys of all tenants, or of one, in order of creation."""
     store, admin = _administration(authenticate(request))
     keys = [key for key in (await admin.read()).keys if tenant in ("", key.tenant)]
     ids = [key.id for key in keys]
@@ -225,7 +225,7 @@ async def list_keys(
     responses=_changed(IssuedKeyObject),
 )
 async def create_key(request: Request) -> Response:
-    """The answer has the key as `value`. It is not shown again."""
+    """Creates a key. The answer has it as `value`, which is not shown again."""
     call = authenticate(request)
     _, admin = _administration(call)
     body = await _read(call, NewKeyBody)
@@ -242,7 +242,7 @@ async def create_key(request: Request) -> Response:
     responses=responses(KeyObject, 400, 401, 404),
 )
 async def get_key(request: Request, key_id: str) -> Response:
-    """The key without its secret."""
+    """Returns the key without its secret."""
     store, admin = _administration(authenticate(request))
     check_key_id(key_id)
     for key in (await admin.read()).keys:
@@ -258,9 +258,9 @@ async def get_key(request: Request, key_id: str) -> Response:
     responses=_changed(KeyDeleted, 404),
 )
 async def revoke_key(request: Request, key_id: str) -> Response:
-    """Ends the key. All instances refuse it within 5 s. It stays in the list for 90 days.
+    """Revokes the key. All instances reject it within 5 s. It stays in the list for 90 days.
 
-    A key does not end itself: another one does.
+    A key can't revoke itself; use another key.
     """
     call = authenticate(request)
     _, admin = _administration(call)
@@ -275,7 +275,7 @@ async def revoke_key(request: Request, key_id: str) -> Response:
     responses=_changed(IssuedKeyObject, 404),
 )
 async def rotate_key(request: Request, key_id: str) -> Response:
-    """Gives the key a new secret. The old one works for `overlap_s` more seconds."""
+    """Replaces the key's secret. The old secret is valid for `overlap_s` more seconds."""
     call = authenticate(request)
     _, admin = _administration(call)
     body = await _read(call, RotationBody)
@@ -289,7 +289,7 @@ async def rotate_key(request: Request, key_id: str) -> Response:
     responses=responses(PlansReply, 401),
 )
 async def list_plans(request: Request) -> Response:
-    """All plans. Tenants without a plan of their own have `default`."""
+    """Lists all plans. Tenants without an assigned plan have `default`."""
     _, admin = _administration(authenticate(request))
     plans = (await admin.read()).plans
     return _encode_uncached(PlansReply([PlanObject(name, plan) for name, plan in plans.items()]))
@@ -302,7 +302,7 @@ async def list_plans(request: Request) -> Response:
     responses=_changed(PlanObject, 404),
 )
 async def set_plan(request: Request, name: str) -> Response:
-    """The plan takes effect within seconds for all its tenants."""
+    """Sets a plan, which takes effect within seconds for all its tenants."""
     call = authenticate(request)
     _check_slashes(request)
     _, admin = _administration(call)
@@ -318,7 +318,7 @@ async def set_plan(request: Request, name: str) -> Response:
     responses=_changed(PlanDeleted, 404),
 )
 async def remove_plan(request: Request, name: str) -> Response:
-    """Removes a plan that no tenant has. `default` can be replaced, not removed."""
+    """Removes an unused plan. `default` can be replaced, but not removed."""
     call = authenticate(request)
     _check_slashes(request)
     _, admin = _administration(call)
@@ -333,7 +333,7 @@ async def remove_plan(request: Request, name: str) -> Response:
     responses=responses(TenantsReply, 401),
 )
 async def list_tenants(request: Request) -> Response:
-    """Tenants that have keys or a plan of their own."""
+    """Lists tenants that have keys or an assigned plan."""
     _, admin = _administration(authenticate(request))
     document = await admin.read()
     names = sorted(document.tenants.keys() | {key.tenant for key in document.keys})
@@ -349,7 +349,7 @@ async def list_tenants(request: Request) -> Response:
     responses=_changed(TenantObject, 404),
 )
 async def set_tenant(request: Request, name: str) -> Response:
-    """A plan of null is the default plan. A slash in the name is sent as %2F."""
+    """Sets the tenant's plan. Null: the default plan. Send a slash in the name as %2F."""
     call = authenticate(request)
     _check_slashes(request)
     _, admin = _administration(call)
@@ -365,7 +365,7 @@ async def set_tenant(request: Request, name: str) -> Response:
     responses=responses(ActsPage, 400, 401),
 )
 async def list_acts(request: Request, after: ActId = "", limit: Limit = 20) -> Response:
-    """The audit log, the newest act first. The last 10,000 acts are kept."""
+    """Returns the audit log, newest action first. The last 10,000 actions are kept."""
     store, _ = _administration(authenticate(request))
     events = await store.audit_events(limit + 1, after)
     data = [
@@ -398,10 +398,10 @@ def _administration(call: ApiRequest) -> tuple[KeyStore, Administration]:
 
 
 def _check_slashes(request: Request) -> None:
-    """Takes a slash in the name at the end of a path only as %2F: others are one too many.
+    """Accepts a slash in the name at the end of a path only as %2F.
 
     Raises:
-        NotFound: there are more.
+        NotFound: the path has additional slashes.
     """
     raw = request.scope.get("raw_path") or request.scope["path"].encode()
     if raw.partition(b"?")[0].count(b"/") != _SLASHES:
@@ -409,7 +409,7 @@ def _check_slashes(request: Request) -> None:
 
 
 async def _read(call: ApiRequest, kind: type[Body]) -> Body:
-    """Returns the body of a change. Plans and limits are structs, which check themselves."""
+    """Returns the body of a change. Plans and limits are structs that validate themselves."""
     data = await call.json_body()
     check_amount(data)
     try:
@@ -428,7 +428,7 @@ async def _issued(call: ApiRequest, issued: IssuedKey) -> Response:
 
 
 async def _done(call: ApiRequest, reply: msgspec.Struct) -> Response:
-    """Returns the answer to a change, which this instance knows before the next request."""
+    """Returns the answer to a change, after this instance has read the new directory."""
     await call.dependencies.access.refresh()
     return _encode_uncached(reply)
 
@@ -452,6 +452,6 @@ def _key(key: StoredKey, last_used_s: int | None) -> KeyObject:
 
 
 def _encode_uncached(reply: msgspec.Struct) -> Response:
-    # A key must not stay in a cache on the way.
+    # A key must not stay in a cache between the client and this API.
     headers = {"cache-control": "no-store"}
     return encode_json(reply, headers=headers)

@@ -1,7 +1,7 @@
-"""/v1/files in OpenAI's shape: bodies, replies and routes.
+"""/v1/files as in OpenAI's API: bodies, replies and routes.
 
-Replicate's clients upload to the same path, with another field.
-Source: https://platform.openai.com/docs/api-reference/files
+Replicate's clients upload to the same path with another field. Source:
+https://platform.openai.com/docs/api-reference/files
 
 GET /v1/objects/… serves the target of a signed link. The signature replaces the API key.
 """
@@ -56,7 +56,7 @@ from shared.stores.objects import LINK_VALID_S
 
 ANY_BYTES = "application/octet-stream"
 MAX_LINK_S = 30.0
-"""The time limit for encoding an image in another format, since links have no deadline."""
+"""Time limit for encoding an image in another format, because links do not have a deadline."""
 
 FORM_BYTES = 64 * 1024
 """Maximum size of a form without its file."""
@@ -113,12 +113,12 @@ class FileForm(Body):
     anchor: Literal["created_at"] | None = Field(None, alias="expires_after[anchor]")
     seconds: int | None = Field(None, ge=3600, le=30 * 24 * 3600, alias="expires_after[seconds]")
     expiry: int | None = Field(None, ge=1, le=KEEP_S // 3600)
-    """Hours, as Mistral's clients say it."""
+    """Hours, as sent by Mistral's clients."""
     visibility: Option | None = None
 
 
 class FileObject(msgspec.Struct):
-    """An uploaded file, or one that a batch wrote. Times are Unix seconds."""
+    """An uploaded file, or one written by a batch. Times are Unix seconds."""
 
     id: str
     bytes: int
@@ -130,7 +130,7 @@ class FileObject(msgspec.Struct):
     status: Literal["uploaded", "processed", "error"] = "processed"
     status_details: str | None = None
     sample_type: Literal["batch_request", "batch_result", "ocr_input"] = "batch_request"
-    """As Mistral's clients need it, with `source`."""
+    """Required by Mistral's clients, as is `source`."""
     source: Literal["upload", "repository"] = "upload"
     deleted: bool = False
 
@@ -144,7 +144,7 @@ class FilesPage(msgspec.Struct):
     last_id: str | None
     object: Literal["list"] = "list"
     results: list[dict[str, Any]] = []
-    """The files of Replicate's clients, on the first page."""
+    """Files uploaded by Replicate's clients, on the first page."""
     next: None = None
     previous: None = None
 
@@ -175,9 +175,9 @@ _EITHER: Described = {
     },
 )
 async def create_file(request: Request) -> Response:
-    """Takes a form with the file of a batch, or an input of any kind, and its `purpose`.
+    """Accepts a form with a batch file, or an input of any kind, and its `purpose`.
 
-    A form with the field `content` is an upload of Replicate's clients.
+    A form with the field `content` is an upload by Replicate's clients.
     """
     call = authenticate(request)
     call.context.streamed_max_bytes = FILE_MAX_BYTES + FORM_BYTES
@@ -197,7 +197,7 @@ async def _receive(call: ApiRequest, request: Request) -> FileObject:
             for piece in form.feed(data):
                 await upload.write(piece, is_batch=form.fields.get("purpose") == "batch")
         form.finish()
-        # A form has no null; clients and pages write an empty field for it.
+        # A form can't express null, so clients and pages send an empty field instead.
         values = {name: value for name, value in form.fields.items() if value}
         fields = FileForm.model_validate(values)
         upload.purpose = fields.purpose
@@ -221,9 +221,9 @@ async def list_files(
     order: Literal["asc", "desc"] = "desc",
     purpose: str = "",
 ) -> Response:
-    """The files of batches, the newest first, 100 a page at most.
+    """Lists uploads and batch files, newest first, with at most 100 per page.
 
-    The first page also includes the files of Replicate's clients, as `results`.
+    The first page also includes files uploaded by Replicate's clients, as `results`.
     """
     call = authenticate(request)
     page = await call.dependencies.batch_files.page(
@@ -250,7 +250,7 @@ async def list_files(
     },
 )
 async def get_file(request: Request, file_id: str) -> Response:
-    """The metadata of a file. Ids that begin with `file_` are those of Replicate's API."""
+    """Returns a file's metadata. IDs that begin with `file_` belong to Replicate's API."""
     call = authenticate(request)
     if file_id.startswith("file_"):
         return await _as_replicate(request, replicate_models.get_file(request, file_id))
@@ -268,7 +268,7 @@ async def get_file(request: Request, file_id: str) -> Response:
     },
 )
 async def delete_file(request: Request, file_id: str) -> Response:
-    """Deletes a file at once, unless a batch still reads it."""
+    """Deletes a file at once, unless a batch is still reading it."""
     call = authenticate(request)
     if file_id.startswith("file_"):
         return await _as_replicate(request, replicate_models.delete_file(request, file_id))
@@ -296,7 +296,7 @@ async def delete_file(request: Request, file_id: str) -> Response:
     },
 )
 async def get_content(request: Request, file_id: str) -> Response:
-    """The bytes of a file, or those of one `Range: bytes=first-last`, as a stream."""
+    """Streams a file's data, or the part selected by `Range: bytes=first-last`."""
     call = authenticate(request)
     files = call.dependencies.batch_files
     file = await _found(call, file_id)
@@ -311,7 +311,7 @@ async def get_content(request: Request, file_id: str) -> Response:
 
 
 async def _found(call: ApiRequest, file_id: str) -> BatchFile:
-    """Returns a file of the tenant, unless a batch of a model that the key may not use wrote it."""
+    """Returns a file of the tenant, unless a model that the key may not use wrote it."""
     file = await call.dependencies.batch_files.find(call.tenant, file_id)
     if file.model:
         check_model(call.caller, file.model)
@@ -319,7 +319,7 @@ async def _found(call: ApiRequest, file_id: str) -> BatchFile:
 
 
 def _asked_range(header: str, size_bytes: int) -> tuple[int, int]:
-    """Returns the first byte and the one after the last. Unknown forms mean the whole file.
+    """Returns the first byte and the one after the last. For unknown formats, the whole file.
 
     RFC 9110, 14.2 allows a server to ignore `Range`.
     """
@@ -373,7 +373,7 @@ def _shown(file: BatchFile) -> FileObject:
 async def get_object(
     request: Request, key: str, type: str, expires: int, signature: str
 ) -> Response:
-    """The bytes of a result, while the link is valid."""
+    """Returns the data of a result, as long as the link is valid."""
     dependencies = dependencies_of(request)
     dependencies.url_signer.check(key, type, expires, signature)
     fetching = dependencies.result_fetcher.fetch(key, type, time.time() + MAX_LINK_S)
@@ -381,7 +381,7 @@ async def get_object(
     headers = {
         "cache-control": f"private, max-age={LINK_VALID_S}, immutable",
         "x-content-type-options": "nosniff",
-        # A custom class may give a page, which is not to act as one of ours.
+        # A custom class may return an HTML page, which must not act as one of ours.
         "content-security-policy": "sandbox; default-src 'none'",
     }
     return Response(data, headers=headers, media_type=type)

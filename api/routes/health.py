@@ -1,7 +1,7 @@
-"""GET /livez, /readyz and /healthz, and GET /v1/status, which says how busy the models are.
+"""GET /livez, /readyz and /healthz, and GET /v1/status, which reports how busy the models are.
 
-On Cloud Run, Google's front end answers /healthz itself, with 404 (
-"Reserved URL paths", https://docs.cloud.google.com/run/docs/known-issues).
+On Cloud Run, Google's front end answers /healthz itself with 404 ("Reserved URL paths",
+https://docs.cloud.google.com/run/docs/known-issues).
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
 STEPS_S = (0.0, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0)
-"""Values to which a wait is rounded up. Longer waits are shown as the last one."""
+"""Steps to which a wait is rounded up. Longer waits are shown as the last step."""
 
 
 @router.get(
     "/livez", summary="Liveness", responses={200: success("The process is alive.", HealthReply)}
 )
 async def is_alive(request: Request) -> Response:
-    """200 while the process answers requests."""
+    """Returns 200 while the process answers requests."""
     return Response(b'{"status":"ok"}', media_type="application/json")
 
 
@@ -39,7 +39,7 @@ async def is_alive(request: Request) -> Response:
     "/healthz", summary="Liveness", responses={200: success("The process is alive.", HealthReply)}
 )
 async def is_alive_as_before(request: Request) -> Response:
-    """The same as /livez, by its earlier name. It can't be reached on Cloud Run."""
+    """The same as /livez, under its earlier name. It can't be reached on Cloud Run."""
     return await is_alive(request)
 
 
@@ -47,7 +47,7 @@ async def is_alive_as_before(request: Request) -> Response:
     "/health", summary="Liveness", responses={200: success("The process is alive.", HealthReply)}
 )
 async def is_alive_too(request: Request) -> Response:
-    """The same as /livez, by the name that other servers have for it."""
+    """The same as /livez, under the name used by other servers."""
     return await is_alive(request)
 
 
@@ -60,9 +60,9 @@ async def is_alive_too(request: Request) -> Response:
     },
 )
 async def is_ready(request: Request) -> Response:
-    """200 when a message passes through Pub/Sub and back, and API keys can be checked.
+    """Returns 200 if a message passes through Pub/Sub and back, and API keys can be checked.
 
-    Without Redis, or with one whose policy evicts records, it is still 200, with status `degraded`.
+    Without Redis, or with a Redis that may evict records, it is still 200, with status `degraded`.
     """
     readiness = await dependencies_of(request).readiness.check()
     body = {
@@ -77,19 +77,23 @@ async def is_ready(request: Request) -> Response:
 
 
 class ModelStatus(msgspec.Struct, kw_only=True):
-    """The load of a model, as one instance of the API sees it."""
+    """The load of a model, as seen by one API instance."""
 
     model: str
     is_busy: bool
-    """True if items of any tenant wait for a worker."""
+    """True if items of any tenant are waiting for a worker."""
     your_items_in_flight: Count
-    """Items of your tenant that wait for a worker."""
+    """Your tenant's items that are waiting for a worker."""
     expected_wait_s: Seconds | None
-    """Estimate for one more item of yours, in steps of 1, 2 and 5. Null if items wait and the
-    throughput is not known."""
+    """Estimate for one more item from you, in steps of 1, 2 and 5.
+
+    Null if items are waiting and the throughput is unknown.
+    """
     items_per_s: Seconds | None
-    """Throughput of the workers while there is a queue, as last measured. Null if it was not
-    measured in the last minutes."""
+    """Throughput of the workers while there is a queue, as last measured.
+
+    Null if it was not measured in the last few minutes.
+    """
     object: Literal["model.status"] = "model.status"
 
 
@@ -107,9 +111,9 @@ class StatusReply(msgspec.Struct):
     responses=responses(StatusReply, 401),
 )
 async def get_status(request: Request) -> Response:
-    """The load of each model, and the wait of one more item of yours.
+    """Returns the load of each model, and the wait for one more item from you.
 
-    The numbers are those of the instance that answers. The load of other tenants is not shown.
+    The numbers come from the instance that answers. The load of other tenants is not shown.
     """
     call = authenticate(request)
     reply = StatusReply([_status(call, model.name) for model in call.listed_models()])
@@ -137,5 +141,8 @@ def _two_digits(value: float | None) -> float | None:
 
 
 def _coarse(wait_s: float) -> float:
-    """Returns the next of STEPS_S. The exact wait would reveal how many others wait."""
+    """Returns the next step of STEPS_S.
+
+    The exact wait would reveal how many items others are waiting for.
+    """
     return next((step for step in STEPS_S if wait_s <= step), STEPS_S[-1])

@@ -1,4 +1,4 @@
-"""GET /v1/models: the catalog in OpenAI's shape, or in Replicate's for clients of Replicate."""
+"""GET /v1/models: the catalog in OpenAI's format, or in Replicate's for Replicate's clients."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class ModelItem(msgspec.Struct):
     owned_by: str = "penstock"
     object: Literal["model"] = "model"
     max_model_len: int | msgspec.UnsetType = msgspec.UNSET
-    """The tokens of a text model's context, with those that it writes, as vLLM calls them."""
+    """Context size of a text model in tokens, including generated tokens, as named by vLLM."""
     context_length: int | msgspec.UnsetType = msgspec.UNSET
-    """The same, as OpenRouter calls it."""
+    """The same, as named by OpenRouter."""
     rerank: Rerank | msgspec.UnsetType = msgspec.UNSET
-    """What the scores of /v1/rerank are, of a model that can rank."""
+    """Kind of scores in /v1/rerank, for a model that can rank."""
 
 
 class ModelsReply(msgspec.Struct):
@@ -78,9 +78,9 @@ _LISTED: Responses = {
 async def list_models(
     request: Request, cursor: Annotated[str, Query(include_in_schema=False)] = ""
 ) -> Response:
-    """The models that the key may use, in OpenAI's shape.
+    """Lists the models that the key may use, in OpenAI's format.
 
-    Replicate's clients get them in pages of Replicate's shape.
+    Replicate's clients get pages in Replicate's format.
     """
     if is_replicates_client(request.headers.get("user-agent", "")):
         return await _for_replicate(request, cursor)
@@ -105,7 +105,7 @@ async def _for_replicate(request: Request, cursor: str) -> Response:
     responses=responses(ModelItem, 401, 404),
 )
 async def get_model(request: Request, model: str) -> Response:
-    """A model, by its name or an alias."""
+    """Returns a model by its name or an alias."""
     call = authenticate(request)
     return Response(
         msgspec.json.encode(_item(call.listed_model(model), call.dependencies)),

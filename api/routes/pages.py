@@ -1,11 +1,11 @@
-"""The two HTML pages: GET /docs, to read and try the API, and GET /console, to use it.
+"""The two HTML pages: GET /docs to read about and try the API, and GET /console to use it.
 
-All scripts of a page come from its folder. So pages work without internet access, and no third
-party's script sees a reader's key.
+All scripts of a page come from its folder, so pages work without internet access, and no
+third-party script sees a reader's key.
 
-The console consists of the files of api/console_page, which use only the public API: to try the
-models and to see predictions, batches, usage and keys. It shows text from untrusted sources, so its
-policy allows no inline script or style, and Trusted Types forbid markup from strings
+The console consists of the files in api/console_page, which use only the public API, to try models
+and to see predictions, batches, usage and keys. It shows text from untrusted sources, so its policy
+does not allow inline scripts or styles, and Trusted Types prevent markup from strings
 (https://www.w3.org/TR/trusted-types/).
 """
 
@@ -38,7 +38,7 @@ _CONSOLE_HEADERS = {
     "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",
     "cross-origin-opener-policy": "same-origin",
-    # Modules of two releases must not mix, so a browser asks each time whether its copy is right.
+    # Modules of two releases must not mix, so browsers always check whether their copy is current.
     "cache-control": "no-cache",
 }
 

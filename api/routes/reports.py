@@ -1,4 +1,4 @@
-"""Reports for the console and programs: those of docs/reference/reports.md that the key may see.
+"""Reports in docs/reference/reports.md that the key may see, for the console and programs.
 
 A key sees its own tenant's rows. A key with the `admin` scope sees all tenants and all reports.
 """
@@ -22,13 +22,13 @@ from shared.reports.definitions import ROWS_KEPT_DAYS, Report, ask, reports
 from shared.reports.runner import ReportResult, drawings
 
 Cell = str | int | float | bool | None
-"""A cell of a table. Days and times are text in ISO 8601."""
+"""A table cell. Days and times are ISO 8601 text."""
 
 NO_STORE = {"cache-control": "no-store"}
 
 
 class ReportEntry(msgspec.Struct, kw_only=True):
-    """One report that this key may read."""
+    """A report that this key may read."""
 
     object: Literal["report.entry"] = "report.entry"
     name: str
@@ -37,7 +37,7 @@ class ReportEntry(msgspec.Struct, kw_only=True):
     days: Annotated[int, msgspec.Meta(ge=1)]
     """Default range, in days before now."""
     filters: list[Literal["tenant", "model"]]
-    """The filters that it supports."""
+    """The filters it supports."""
 
 
 class ReportsReply(msgspec.Struct, kw_only=True):
@@ -82,9 +82,9 @@ class ReportReply(msgspec.Struct, kw_only=True):
     owner: str
     notes: str
     since: str
-    """The first moment, in ISO 8601."""
+    """The start, in ISO 8601."""
     until: str
-    """The first moment that is too late."""
+    """The end, exclusive, in ISO 8601."""
     tz: str
     columns: list[ReportColumnReply]
     rows: list[list[Cell]]
@@ -101,7 +101,7 @@ router = APIRouter(prefix="/v1/reports", tags=["usage"])
     responses=responses(ReportsReply, 401, 403),
 )
 async def list_reports(request: Request) -> Response:
-    """The reports that your key may read."""
+    """Lists the reports that your key may read."""
     call = authenticate(request)
     data = [_entry(report) for report in reports().values() if _may_read(call, report)]
     return encode_json(ReportsReply(data=data), headers=NO_STORE)
@@ -114,7 +114,7 @@ async def list_reports(request: Request) -> Response:
     responses=responses(ReportReply, 400, 401, 403, 404, 429, 503),
 )
 async def get_report(request: Request, name: str) -> Response:
-    """A report on a time range. Its rows are those of your tenant."""
+    """Returns a report for a time range, with your tenant's rows."""
     call = authenticate(request)
     report = reports().get(name)
     if report is None or not _may_read(call, report):

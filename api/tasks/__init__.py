@@ -1,4 +1,4 @@
-"""The tasks that the API serves. A file here has the name of its task in shared.tasks."""
+"""The tasks served by the API. Each file is named after its task in shared.tasks."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ async def read_inputs(
     """Returns the inputs of one prediction.
 
     Args:
-        raw_input: the `input` of the body.
-        model: the model that computes them.
-        caller: the owner of the files that may be named.
-        images: fetches and stores images that the input names.
+        raw_input: `input` in the body.
+        caller: owner of the files that may be named.
+        images: fetches and stores images named in the input.
 
     Raises:
-        InvalidFields: a field of it is not valid.
+        InvalidFields: a field is invalid.
         Overloaded: too many images wait to be decoded.
         DeadlineExceeded: the source image was not decoded in time.
         Unavailable: the object store is unreachable.
@@ -42,7 +41,7 @@ async def read_inputs(
 
 
 def openapi_schema_of(model: Model) -> dict[str, Any]:
-    """Returns the schema of input and output in cog's form. Clients build forms from it."""
+    """Returns the schema of input and output in cog's format. Clients build forms from it."""
     task = API_TASKS[model.task]
     schemas = {
         "Input": task.input_schema_of(model) | {"title": "Input"},

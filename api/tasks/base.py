@@ -1,4 +1,4 @@
-"""The API's interface of a task: it maps the `input` of a prediction to items."""
+"""The API's interface to a task: converts the `input` of a prediction to items."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ class Inputs:
 
     inputs: Sequence[Input]
     shown: dict[str, Any]
-    """The input as it is stored and shown. An image inside it became the URL of a file."""
+    """The input as stored and shown. Images in it are replaced by the URL of a file."""
     is_list: bool
-    """True if the output is a list, and false if it is the only element."""
+    """True if the output is a list, and False if it is the only element."""
     is_repeatable: bool
     output_format: str = "png"
     upscale: int | None = None
-    """How many times as wide and high images become. None: not at all."""
+    """Factor by which images are enlarged. None: they are not."""
 
 
 class ApiTask(ABC):
     """The predictions of one task.
 
-    shared/tasks says how a result becomes output, because webhooks show outputs too.
+    shared/tasks defines how a result becomes output, because webhooks show outputs too.
     """
 
     input_schema: ClassVar[type[Body]]
@@ -50,9 +50,9 @@ class ApiTask(ABC):
         return self.output_schema
 
     def streams(self, model: Model) -> StreamKind:
-        """How its workers write an output to Redis while they compute, for streams to read.
+        """How workers write output to Redis while computing, for streams to read.
 
-        Empty: as a whole. `text`: piece by piece. `items`: a line of JSON for each element.
+        Empty: only as a whole. `text`: piece by piece. `items`: one line of JSON per element.
         """
         return ""
 
@@ -63,12 +63,10 @@ class ApiTask(ABC):
         """Returns the items of one prediction.
 
         Args:
-            raw_input: the `input` of the body.
-            model: the model that computes them.
-            caller: the caller of the request.
-            images: fetches and stores images that the input names.
+            raw_input: `input` in the body.
+            images: fetches and stores images named in the input.
 
         Raises:
-            pydantic.ValidationError: a field of it is not valid.
+            pydantic.ValidationError: a field is invalid.
             BadInput: the model can't compute it.
         """

@@ -1,4 +1,4 @@
-"""Predictions of custom models: inputs as the penstock.schema.json of the model says."""
+"""Predictions of custom models, with inputs as defined in the model's penstock.schema.json."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ from shared.tasks.custom import (
 )
 
 MAX_VALUES_BYTES = 16 * 1024 * 1024
-"""Maximum JSON of all inputs but files. What does not fit into a message is stored."""
+"""Maximum JSON of all inputs without files. Values that don't fit into a message are stored."""
 SHOWN_SECRET = "**********"
 ANY_BYTES = "application/octet-stream"
 
 FileInput = tuple[list[str | int], str]
-"""The place of a file in an input, and its URL."""
+"""The position of a file in an input, and its URL."""
 
 _PLAIN: dict[str, Any] = {"string": str, "integer": int, "number": float, "boolean": bool}
 
 
 class AnyInput(Body):
-    """The input of a custom model. Each model has other fields."""
+    """The input of a custom model. The fields differ per model."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -66,7 +66,7 @@ class CustomApi(ApiTask):
     async def read(
         self, raw_input: dict[str, Any], model: Model, caller: ImageCaller, images: SourceImages
     ) -> Inputs:
-        """Returns one item: a class computes one prediction at a time."""
+        """Returns one item, because a class computes one prediction at a time."""
         custom_input, files = checked_input(raw_input, model, max_values_bytes(model))
         shown = dict(raw_input)
         if files:
@@ -81,22 +81,21 @@ class CustomApi(ApiTask):
 def checked_input(
     raw_input: dict[str, Any], model: Model, max_bytes: int = MAX_MESSAGE_JSON_BYTES
 ) -> tuple[CustomInput, list[FileInput]]:
-    """Checks an input by the interface of its model.
+    """Validates an input against the interface of its model.
 
     Args:
-        raw_input: the `input` of the body.
-        model: the model that computes it.
-        max_bytes: maximum JSON of the values without files.
+        raw_input: `input` in the body.
+        max_bytes: maximum JSON size of the values without files.
 
     Returns:
-        The input without its files, and these.
+        The input without its files, and the files.
 
     Raises:
-        pydantic.ValidationError: a field is not valid.
+        pydantic.ValidationError: a field is invalid.
         BadInput: it is too large, or has too many files.
     """
     interface = interface_of(model)
-    # Null is the same as left out, as Replicate's clients send it.
+    # Null is the same as absent, as sent by Replicate's clients.
     present = {name: value for name, value in raw_input.items() if value is not None}
     validator_of(interface).model_validate(present, strict=True)
     files = list(_files(present, interface))
@@ -115,7 +114,7 @@ def checked_input(
 
 
 def _check_integers(values: Mapping[str, Any]) -> None:
-    """Refuses integers that messages can't carry.
+    """Rejects integers that messages can't represent.
 
     Raises:
         BadInput: an integer is too large. The message names its input.
@@ -129,8 +128,8 @@ def _check_integers(values: Mapping[str, Any]) -> None:
 
 
 def max_values_bytes(model: Model) -> int:
-    """Returns the maximum JSON of an input that `store_large_values` is called for."""
-    is_flow = model.flow is not None  # whose engine reads the values
+    """Returns the maximum JSON size of an input that `store_large_values` handles."""
+    is_flow = model.flow is not None  # its engine reads the values
     return MAX_MESSAGE_JSON_BYTES if is_flow else MAX_VALUES_BYTES
 
 
@@ -141,19 +140,18 @@ async def store_large_values(
     caller: ImageCaller,
     shown: dict[str, Any] | None = None,
 ) -> None:
-    """Stores the largest values as files of JSON until the others fit into a message.
+    """Stores the largest values as JSON files until the rest fits into a message.
 
     A worker reads them back (workers/models/custom/preparation.py).
 
     Args:
-        model: the model that computes it.
-        caller: the owner of the files in `shown`.
-        shown: the input as its caller sees it. It gets a link in place of each value, which is then
-            kept. None: nobody sees it.
+        caller: owner of the files in `shown`.
+        shown: the input as shown to its caller. Each value is replaced by a link, and then
+            kept. None if it is not shown.
 
     Raises:
-        InputTooLarge: a secret is larger than a message. It is never stored.
-        StorageFull: the tenant has no room for it.
+        InputTooLarge: a secret does not fit into a message. Secrets are never stored.
+        StorageFull: the tenant's storage quota is used up.
         Unavailable: the object store is unreachable.
     """
     properties = interface_of(model).properties
@@ -176,18 +174,18 @@ async def store_large_values(
 def input_of_fields(
     values: Mapping[str, Any], model: Model, names: Mapping[str, str]
 ) -> tuple[CustomInput, list[FileInput]]:
-    """Checks the fields of an endpoint that a class serves. None is left out.
+    """Validates the fields of an endpoint served by a class. None values are left out.
 
     Args:
-        values: by the names of the class's inputs.
-        names: of the endpoint's fields, if they are others, by those of inputs.
+        values: values by the names of the class's inputs.
+        names: names of the endpoint's fields by input name, where they differ.
 
     Returns:
-        The input without its files, and these.
+        The input without its files, and the files.
 
     Raises:
-        pydantic.ValidationError: the class does not take a value.
-        BadInput: the class does not take a field.
+        pydantic.ValidationError: the class does not accept a value.
+        BadInput: the class does not accept a field.
     """
     filled = {name: value for name, value in values.items() if value is not None}
     for name in filled.keys() - interface_of(model).properties.keys():
@@ -197,10 +195,10 @@ def input_of_fields(
 
 
 class FieldNames(NamedTuple):
-    """What an endpoint calls the inputs of the class or flow that serves it.
+    """The names that an endpoint uses for the inputs of its class or flow.
 
     Args:
-        names: of the endpoint's fields, if they are others, by those of inputs.
+        names: names of the endpoint's fields by input name, where they differ.
     """
 
     model: Model
@@ -209,7 +207,7 @@ class FieldNames(NamedTuple):
     names: Mapping[str, str] = {}
 
     def error(self, error: PenstockError) -> PenstockError:
-        """Returns an error that names the fields of the endpoint instead of inputs."""
+        """Returns an error in which input names are replaced by the endpoint's field names."""
         if not isinstance(error, BadInput):
             return error
         is_weight = isinstance(error, InputTooLarge) and error.field == "input"
@@ -225,7 +223,7 @@ class FieldNames(NamedTuple):
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Has errors of a block name the fields of the endpoint."""
+        """Replaces input names by the endpoint's field names in errors of the block."""
         try:
             yield
         except BadInput as error:
@@ -244,13 +242,13 @@ async def add_files(
     """Loads the files of an input.
 
     Args:
-        files: from `checked_input`.
-        caller: the owner of the files that may be named.
-        shown: the input as its caller sees it. It gets a link in place of each `data:` URI, which
-            is then kept. None: nobody does.
+        files: the files returned by `checked_input`.
+        caller: owner of the files that may be named.
+        shown: the input as shown to its caller. Each `data:` URI is replaced by a link, and then
+            kept. None: not shown.
 
     Raises:
-        BadInput: there is no such file, or it must not be fetched.
+        BadInput: the file does not exist, or must not be fetched.
         Overloaded: too many files are being fetched.
         Unavailable: the object store is unreachable.
     """
@@ -291,7 +289,7 @@ def _is_file(shape: dict[str, Any]) -> bool:
 
 
 def _files(values: dict[str, Any], interface: ModelInterface) -> Iterator[FileInput]:
-    """Yields place and URL of each file in an input."""
+    """Yields the position and URL of each file in an input."""
     for name, shape in interface.properties.items():
         if name not in values:
             continue
@@ -303,7 +301,7 @@ def _files(values: dict[str, Any], interface: ModelInterface) -> Iterator[FileIn
 
 
 def _without_files(values: dict[str, Any], files: Sequence[FileInput]) -> dict[str, Any]:
-    """The input with null in place of each file."""
+    """Returns the input with null in place of each file."""
     kept = dict(values)
     for at, _ in files:
         name = str(at[0])
@@ -313,18 +311,18 @@ def _without_files(values: dict[str, Any], files: Sequence[FileInput]) -> dict[s
 
 @lru_cache(maxsize=256)
 def validator_of(interface: ModelInterface) -> type[BaseModel]:
-    """Returns the pydantic model that checks the inputs of a model."""
+    """Returns the pydantic model that validates a model's inputs."""
     required = interface.inputs.get("required", ())
     fields: dict[str, Any] = {}
     for number, (name, shape) in enumerate(interface.properties.items()):
         default = ... if name in required else None
-        # By alias, because a name of an input may be one that pydantic uses itself.
+        # By alias, because an input may have a name that pydantic uses itself.
         fields[f"input_{number}"] = (_type_of(shape), Field(default, alias=name))
     return create_model("Input", __config__=ConfigDict(extra="forbid"), **fields)
 
 
 def _type_of(shape: dict[str, Any]) -> Any:
-    """The type that takes what a JSON Schema, as cog writes it, describes."""
+    """Returns the type for a JSON Schema as written by cog."""
     if "enum" in shape:
         return Literal[tuple(shape["enum"])]
     if "anyOf" in shape:
@@ -356,9 +354,10 @@ def _type_of(shape: dict[str, Any]) -> Any:
 
 
 def _pattern_of(regex: str) -> str:
-    """A regular expression that is matched from the beginning, as cog does.
+    """Returns a regular expression matched from the beginning, as in cog.
 
-    Empty: it needs the engine of Python, whose time has no bound. The class's process checks it.
+    Empty: it requires Python's engine, whose running time is unbounded. The class's process checks
+    it.
     """
     pattern = f"^(?:{regex})"
     try:

@@ -1,4 +1,4 @@
-"""Predictions of embedding models: one text or several, and a vector for each.
+"""Predictions of embedding models: one or more texts, and a vector for each.
 
 Also builds the inputs of embedding jobs from texts or token lists, within the model's limits.
 """
@@ -22,14 +22,18 @@ from shared.errors import BadInput, InputTooLarge
 from shared.tasks.embedding import TextInput, TextTokens, TokensInput, Truncate
 
 TOKEN_BYTES = 4
-"""Bytes that a token id counts toward the input limit: a token is about four bytes of text."""
+"""Bytes that a token ID counts toward the input limit, because a token is about four bytes of text.
+"""
 
 WindowUnit = Literal["sentence", "tokens"]
 MAX_LONG_TEXT_BYTES = 4 * 1024 * 1024
-"""Of a request: about 1,200 pages, more than its windows have room for. Finding windows is free, so
-it has a bound."""
+"""Maximum text per request: about 1,200 pages, more than its windows have room for.
+
+Finding windows is free, so it needs a limit.
+"""
 _BLANK_LINE = re.compile(r"\n[^\S\n]*+\n")
-# A match begins at the first character of a run, and takes it whole: so it is linear in the text.
+# A match begins at the first character of a run and takes the whole run, so the time is linear in
+# the text.
 _SENTENCE_END = re.compile(
     r"""(?: (?<![.!?…])[.!?…]++["'”’»)\]]*+\s++
           | (?<![。！？｡])[。！？｡]++[”’」』）]*+\s*+
@@ -40,10 +44,10 @@ _SENTENCE_END = re.compile(
 _INITIAL = re.compile(r"(?:^|[\s(.])[^\W\d_]\.\s+$")
 _LOOK_BACK = 32
 _LONGEST_WORD = 4096
-"""In characters. A section does not go back further for the end of a word."""
+"""In characters. A section does not go back further to find the end of a word."""
 
 MAX_TEXTS = 128
-"""A prediction is one message, its answer another: both are to stay far below Pub/Sub's 10 MB."""
+"""A prediction is one message and its answer another. Both must stay far below Pub/Sub's 10 MB."""
 MAX_TEXT_BYTES = 1024 * 1024
 _VECTOR = {"type": "array", "items": {"type": "number"}}
 
@@ -64,14 +68,13 @@ def text_inputs(
     """Returns the inputs in the order of the texts or token lists.
 
     Args:
-        texts_or_tokens: one text or token list, or several.
-        model: the model that embeds them.
-        truncate: the side of a too long text that is cut.
-        tokenizer: the model whose tokenizer produced the token ids, according to the caller.
+        texts_or_tokens: one or more texts or token lists.
+        truncate: the side of an overlong text to cut.
+        tokenizer: model whose tokenizer produced the token IDs, according to the caller.
 
     Raises:
-        BadInput: there are too many, or token ids without the name of the tokenizer of the model.
-        InputTooLarge: one is too long for the model.
+        BadInput: there are too many inputs, or token IDs without the name of the model's tokenizer.
+        InputTooLarge: an input is too long for the model.
     """
     listed = (
         [texts_or_tokens]
@@ -101,7 +104,7 @@ def text_inputs(
 
 
 def _check_tokenizer(tokenizer: str | None, model: Model) -> None:
-    """Refuses ids of other tokenizers: they mean other words here, so the vector would be wrong."""
+    """Rejects IDs from other tokenizers, whose words differ, so the vector would be wrong."""
     if tokenizer is None:
         raise BadInput(
             "input: token ids mean nothing without their tokenizer. Send texts (LangChain: "
@@ -116,18 +119,20 @@ def _check_tokenizer(tokenizer: str | None, model: Model) -> None:
 
 
 class Window(NamedTuple):
-    """A part of a text, by its characters (Unicode code points, from 0; `end` is the one after)."""
+    """A part of a text, by characters (Unicode code points, from 0; `end` is exclusive)."""
 
     start: int
     end: int
     is_exact: bool
-    """True if it begins and ends between words, so that it has the same tokens as in the text."""
+    """True if it starts and ends between words, so that it has the same tokens as in the text."""
 
 
 def sections_of(text: str, max_bytes: int) -> list[str]:
-    """Cuts a text before words into sections of at most `max_bytes`, which are tokenized apart.
+    """Cuts a text between words into sections of at most `max_bytes`.
 
-    A word that is longer is cut anywhere.
+    Sections are tokenized separately.
+
+    A longer word is cut anywhere.
     """
     longest = max_bytes if text.isascii() else max_bytes // 4
     sections, at = [], 0
@@ -141,11 +146,12 @@ def sections_of(text: str, max_bytes: int) -> list[str]:
 
 
 def sentence_starts(text: str) -> list[int]:
-    """Returns the characters at which sentences begin.
+    """Returns the positions at which sentences begin.
 
-    A sentence ends after `.`, `!`, `?` or `…` and space, unless a small letter follows, or after a
-    blank line, as in UAX #29 (https://www.unicode.org/reports/tr29/, SB4, SB8, SB11). But it does
-    not end with a line, since many texts have lines of a fixed width, nor after an initial.
+    A sentence ends after `.`, `!`, `?` or `…` followed by whitespace, unless a lowercase letter
+    follows, or after a blank line, as in UAX #29 (https://www.unicode.org/reports/tr29/, SB4, SB8,
+    SB11). It does not end at a line end, because many texts have lines of fixed width, nor after an
+    initial.
     """
     starts = [0]
     for match in _SENTENCE_END.finditer(text):
@@ -169,16 +175,16 @@ def windows_of(
 ) -> list[Window]:
     """Cuts a text into windows of at most `tokens` tokens.
 
-    A window ends where a sentence or a word does. What is longer than a window is cut at the next
+    A window ends at the end of a sentence or a word. Units longer than a window are cut at the next
     smaller unit: a sentence between words, a word between tokens.
 
     Args:
-        sections: the tokens of its sections, in order.
-        lengths: the characters of its sections.
-        tokens: the most tokens of a window, without special tokens.
-        overlap: the most tokens that a window repeats of the one before, in whole units.
-        by: the unit at which windows begin and end.
-        most: stops after so many windows and one more.
+        sections: tokens of its sections, in order.
+        lengths: number of characters of its sections.
+        tokens: maximum tokens per window, without special tokens.
+        overlap: maximum tokens that a window repeats from the previous one, in whole units.
+        by: unit at which windows begin and end.
+        most: stops after one window more than this number.
     """
     offsets = np.cumsum([0, *lengths[:-1]])
     starts = np.concatenate(
@@ -270,7 +276,7 @@ class EmbeddingApi(ApiTask):
     async def read(
         self, raw_input: dict[str, Any], model: Model, caller: ImageCaller, images: SourceImages
     ) -> Inputs:
-        """Returns one item for each text."""
+        """Returns one item per text."""
         parsed = TextsInput.model_validate(raw_input, strict=True)
         inputs = text_inputs(parsed.given, model, truncate=parsed.truncate or "none")
         check_texts([parsed.given] if isinstance(parsed.given, str) else parsed.given)
@@ -278,11 +284,11 @@ class EmbeddingApi(ApiTask):
 
 
 def check_texts(texts: list[str]) -> None:
-    """Lets texts pass that fit into one prediction.
+    """Checks that the texts fit into one prediction.
 
     Raises:
-        BadInput: there are too many.
-        InputTooLarge: they are too long.
+        BadInput: there are too many texts.
+        InputTooLarge: the texts are too long.
     """
     if len(texts) > MAX_TEXTS:
         raise BadInput(

@@ -40,7 +40,7 @@ class TextsToCompare(Body):
         return self
 
     def all_pairs(self) -> list[tuple[str, str]]:
-        """Returns each text, and what to compare it with."""
+        """Returns each text and the text to compare it with."""
         if self.pairs is not None:
             return [(text, query) for text, query in self.pairs]
         return [(text, self.query or "") for text in self.texts or ()]
@@ -58,7 +58,7 @@ class SimilarityApi(ApiTask):
     async def read(
         self, raw_input: dict[str, Any], model: Model, caller: ImageCaller, images: SourceImages
     ) -> Inputs:
-        """Returns one item for each pair."""
+        """Returns one item per pair."""
         parsed = TextsToCompare.model_validate(raw_input, strict=True)
         pairs, limit = parsed.all_pairs(), model.text.max_input_bytes
         for index, pair in enumerate(pairs):

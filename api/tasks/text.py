@@ -17,7 +17,7 @@ from shared.tasks.text import GenerationInput
 
 
 class PromptToContinue(Body):
-    """The input of text models: `prompt` as it is, or `messages` by the model's chat template."""
+    """The input of text models: `prompt`, or `messages` with the model's chat template."""
 
     prompt: Text | None = Field(None, description="The text to continue.")
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = Field(
@@ -70,7 +70,7 @@ class GenerationApi(ApiTask):
             top_p=parsed.top_p,
             top_k=parsed.top_k,
             stop=list(parsed.stop or ()),
-            # Anyone who has the link of a prediction may read its stream.
+            # Anyone who has a prediction's link may read its stream.
             is_streamed=True,
         )
         prompt.check_length(limits.context_tokens)
@@ -78,7 +78,7 @@ class GenerationApi(ApiTask):
 
 
 def _shown(fields: dict[str, Any]) -> dict[str, Any]:
-    """Returns the input as its record keeps it: without what is accepted and not read."""
+    """Returns the input in its stored form, without fields that have no effect."""
     if not fields.get("messages"):
         return fields
     messages = [

@@ -1,1 +1,1 @@
-"""Usage of callers, read from the rows in BigQuery."""
+"""Usage of callers, read from rows in BigQuery."""

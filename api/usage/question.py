@@ -1,6 +1,7 @@
-"""Parses the query string of a usage query, as OpenAI's clients send it.
+"""Parses the query string of a usage query, as sent by OpenAI's clients.
 
-https://platform.openai.com/docs/api-reference/usage. Lists come as `group_by[]=model` or repeated.
+https://platform.openai.com/docs/api-reference/usage. Lists are sent as `group_by[]=model` or
+repeated.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ COST_LIMITS = {"1m": (60, 1440), "1h": (24, 168), "1d": (7, 180)}
 GROUPS = {"project_id": "by_tenant", "api_key_id": "by_key", "model": "by_model"}
 COST_GROUPS = {"project_id": "by_tenant", "api_key_id": "by_key", "line_item": "by_model"}
 UNKNOWN_FILTERS = ("user_ids", "sizes", "sources", "batch")
-"""What OpenAI's clients may narrow usage by, and our rows do not have. Left out of the answer it
-would show the usage of all.
+"""Filters of OpenAI's API that our rows do not support.
+
+Ignoring them would return the usage of everything.
 """
 KEPT_S = ROWS_KEPT_DAYS * 86_400
 MAX_NAMES = 100
@@ -52,11 +54,11 @@ def read_question(
 
     Args:
         tenants: the tenants whose rows the caller may see. None: all.
-        tasks: the tasks whose rows are requested. None: all.
-        is_of_costs: True if costs are requested, which have other groups.
+        tasks: tasks whose rows are requested. None: all.
+        is_of_costs: True if costs are requested, which support other groups.
 
     Raises:
-        BadInput: a value is missing or wrong. `field` names it.
+        BadInput: a value is missing or invalid. `field` names it.
     """
     _check_filters(params, is_of_costs)
     now = int(time.time())
@@ -95,10 +97,10 @@ def read_question(
 
 
 def read_range(params: QueryParams, now_s: float) -> tuple[int, int] | None:
-    """Reads `from` and `to`: Unix seconds, or days of UTC. None if both are missing.
+    """Reads `from` and `to`: Unix seconds or UTC dates. None if both are missing.
 
     Raises:
-        BadInput: a value is wrong. `field` names it.
+        BadInput: a value is invalid. `field` names it.
     """
     if not (params.get("from") or params.get("to")):
         return None
@@ -130,7 +132,10 @@ def _moment(params: QueryParams, name: str, now: int) -> int | None:
             field=name,
         )
     if not now - KEPT_S <= at_s <= now + KEPT_S:
-        raise BadInput(f"{name}: rows are kept for {KEPT_S // 86_400} days", field=name)
+        raise BadInput(
+            f"{name}: rows are kept for {KEPT_S // 86_400} days",
+            field=name,
+        )
     return at_s
 
 
@@ -178,7 +183,7 @@ def _list(params: QueryParams, field: str) -> Sequence[str]:
 def _within(
     allowed: tuple[str, ...] | None, chosen: tuple[str, ...] | None
 ) -> tuple[str, ...] | None:
-    """Returns the chosen ones among the allowed ones. None: all."""
+    """Returns the chosen names that are allowed. None: all."""
     if allowed is None or chosen is None:
         return chosen if allowed is None else allowed
     return tuple(name for name in chosen if name in allowed)

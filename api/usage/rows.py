@@ -1,4 +1,4 @@
-"""Queries usage in BigQuery: one query, parameters only, and a bound on the bytes it reads."""
+"""Queries usage in BigQuery: one parameterized query, with a limit on the bytes it reads."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class UsageQuery(NamedTuple):
     start_s: int
     """Start of the first bucket, Unix time."""
     end_s: int
-    """Unix time before which a request was received."""
+    """Requests must have been received before this Unix time."""
     width_s: int
     """Width of a bucket."""
     tenants: tuple[str, ...] | None
-    """Tenants whose usage is summed. None only for administrators."""
+    """Tenants to include. None is only for administrators."""
     models: tuple[str, ...] | None = None
     keys: tuple[str, ...] | None = None
     tasks: tuple[str, ...] | None = None
@@ -34,23 +34,23 @@ class UsageQuery(NamedTuple):
 
 
 class UsageLine(NamedTuple):
-    """One group in one bucket. A field that was not grouped by is None."""
+    """One group in one bucket. Fields that are not grouped by are None."""
 
     bucket: int
-    """Its number, from 0."""
+    """Bucket number, from 0."""
     tenant: str | None
     model: str | None
     key_id: str | None
     model_requests: int
-    """Requests that ran the model, without refused ones. A run of a flow counts at each model."""
+    """Requests that ran the model, without rejected ones. A flow run counts once per model."""
     requests: int
-    """Requests, with refused ones, as in the reports. A run of a flow counts once."""
+    """Requests, including rejected ones, as in the reports. A flow run counts once."""
     refused: int
-    """The part of `requests` that was refused as a whole."""
+    """The part of `requests` that was rejected as a whole."""
     items: int
     succeeded: int
     cached: int
-    """Succeeded items from the cache, or joined."""
+    """Succeeded items that came from the cache or joined another item."""
     tokens: int
     """Tokens of delivered results."""
     charged_tokens: float
@@ -61,12 +61,12 @@ class UsageLine(NamedTuple):
 
 
 class UsageRows:
-    """The usage table. Calls block, so they run on threads.
+    """The usage table. Calls block, so they run in threads.
 
     Args:
-        project: of the dataset, which pays for the queries.
+        project: project of the dataset, which pays for the queries.
         endpoint: URL of an embedded BigQuery. Empty for Google's.
-        most_bytes: a query that would read more is refused.
+        most_bytes: a query that would read more bytes is rejected.
     """
 
     def __init__(self, project: str, dataset: str, endpoint: str, most_bytes: int) -> None:
@@ -77,11 +77,11 @@ class UsageRows:
         self._client: Any = None
 
     def read(self, query: UsageQuery) -> list[UsageLine]:
-        """Returns the lines of all buckets that have any, in order.
+        """Returns the lines of all nonempty buckets, in order.
 
         Raises:
-            BadInput: there are more than MAX_LINES.
-            Unavailable: BigQuery is unreachable, or refused.
+            BadInput: there are more than MAX_LINES lines.
+            Unavailable: BigQuery is unreachable or rejected the query.
         """
         from google.api_core.exceptions import GoogleAPIError
         from google.auth.exceptions import GoogleAuthError
@@ -107,7 +107,8 @@ class UsageRows:
             ) from error
         if len(lines) > MAX_LINES:
             raise BadInput(
-                f"group_by: more than {MAX_LINES} groups; ask for fewer buckets", field="group_by"
+                f"group_by: more than {MAX_LINES} groups; ask for fewer buckets",
+                field="group_by",
             )
         return lines
 

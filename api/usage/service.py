@@ -1,7 +1,7 @@
-"""Reads usage and runs reports for callers: few queries at a time, in fair turns of the tenants.
+"""Reads usage and runs reports with few concurrent queries, shared fairly among tenants.
 
-Usage is cached for KEEP_S. So frequent requests cost nothing, and the figures are at most KEEP_S
-older than BigQuery's.
+Usage is cached for KEEP_S. So frequent requests cost nothing, and figures are at most KEEP_S older
+than BigQuery's.
 """
 
 from __future__ import annotations
@@ -22,11 +22,14 @@ from shared.reports.runner import ReportResult, ReportRunner, translated_errors
 from shared.usage.bigquery import open_client
 
 MAX_RUNNING = 4
-"""Queries at a time. Each holds a thread for a second or so."""
+"""Maximum number of concurrent queries. Each occupies a thread for about a second."""
 MAX_OF_ONE_TENANT = 4
-"""Queries of one tenant that run or wait."""
+"""Maximum number of running or waiting queries per tenant."""
 MAX_CLAIMED = 64
-"""Queries that run or wait. So sixteen tenants that do their worst still leave the line open."""
+"""Maximum number of running or waiting queries.
+
+Even sixteen tenants at their maximum leave room for others.
+"""
 
 Answer = TypeVar("Answer")
 
@@ -39,36 +42,36 @@ MAX_ROWS = 5_000
 
 
 class QueryPermits:
-    """Who asks BigQuery now, and who waits for it.
+    """Limits and orders the queries that tenants run in BigQuery.
 
-    Alone, a tenant runs two queries and leaves two threads (shared/concurrency.py).
+    A single tenant runs two queries and leaves two threads free (shared/concurrency.py).
     """
 
     def __init__(self) -> None:
         self._claimed: Counter[str] = Counter()
         self._turns = FairPermits(MAX_RUNNING)
-        # Of its own, so that slow queries keep no other work of the process from a thread.
+        # A separate thread pool, so that slow queries don't block other work of the process.
         self._threads = ThreadPoolExecutor(MAX_RUNNING, "usage")
 
     def claim(self, tenant: str) -> None:
-        """Takes a position in the queue. `taken` or `run` must follow.
+        """Takes a position in the queue. Call `taken` or `run` afterwards.
 
         Raises:
-            Overloaded: the line is full, or the tenant has its part of it.
+            Overloaded: the queue is full, or the tenant has used its part of it.
         """
         if self._claimed[tenant] >= MAX_OF_ONE_TENANT or self._claimed.total() >= MAX_CLAIMED:
             raise Overloaded("too many questions about usage; try again", retry_after_s=1.0)
         self._claimed[tenant] += 1
 
     async def run(self, tenant: str, function: Callable[..., Answer], *args: object) -> Answer:
-        """Calls a function that blocks, in the turn of a tenant that has claimed one."""
+        """Calls a blocking function in a tenant's claimed turn."""
         async with self.taken(tenant):
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(self._threads, function, *args)
 
     @asynccontextmanager
     async def taken(self, tenant: str) -> AsyncIterator[None]:
-        """The turn of a tenant that has claimed one."""
+        """Waits for a tenant's claimed turn, and holds it for the duration of the block."""
         try:
             await self._turns.take(tenant)
             try:
@@ -82,18 +85,18 @@ class QueryPermits:
 
 
 class UsageRead(NamedTuple):
-    """Usage, as BigQuery had it at `read_at_s` (Unix time)."""
+    """Usage in BigQuery at `read_at_s` (Unix time)."""
 
     lines: Sequence[UsageLine]
     read_at_s: float
 
 
 class UsageService:
-    """Answers questions about usage.
+    """Answers usage queries.
 
     Args:
-        turns: those of all questions about usage.
-        clock: unix time. Tests replace it.
+        turns: limits shared by all usage queries.
+        clock: Unix time. Replaced by tests.
     """
 
     def __init__(
@@ -105,12 +108,11 @@ class UsageService:
         self._kept: dict[UsageQuery, asyncio.Task[UsageRead]] = {}
 
     async def read(self, query: UsageQuery, tenant: str) -> UsageRead:
-        """Returns the usage, at most KEEP_S old, for a request of `tenant`.
+        """Returns the usage, which is at most KEEP_S old, for a request of `tenant`.
 
         Raises:
             BadInput: the result has too many groups.
             Overloaded: too many queries are running.
-            Unavailable: BigQuery is unreachable.
         """
         kept = self._kept.get(query)
         if kept is None or not self._is_fresh(kept):
@@ -120,7 +122,7 @@ class UsageService:
             self._kept[query] = kept
             if len(self._kept) > MAX_KEPT:
                 del self._kept[next(iter(self._kept))]
-        # The answer is for others too, so a caller who hangs up does not stop it.
+        # The answer is shared with other callers, so a caller who hangs up does not stop it.
         return await asyncio.shield(kept)
 
     def _is_fresh(self, kept: asyncio.Task[UsageRead]) -> bool:
@@ -173,15 +175,15 @@ class ReportService:
         Raises:
             BadInput: the report does not support the filter, or the result has too many rows.
             Overloaded: too many queries are running.
-            Unavailable: BigQuery is unreachable, or refused.
+            Unavailable: BigQuery is unreachable or rejected the query.
         """
         self._turns.claim(tenant)
         reading = self._turns.run(tenant, self._read, report, question, budgets_usd)
         task = asyncio.create_task(reading)
         self._running.add(task)
         task.add_done_callback(self._running.discard)
-        # A thread can't be stopped: the permit is held until its query ends, even after a hang-up.
-        # BigQuery ends it after QUERY_LIMIT_S.
+        # A thread can't be stopped, so the permit is held until its query ends, even after the
+        # caller hangs up. BigQuery ends it after QUERY_LIMIT_S.
         return await asyncio.shield(task)
 
     def _read(

@@ -1,1 +1,1 @@
-"""Two revisions of a model side by side: how they are compared, and what is known of them."""
+"""Two revisions of a model side by side: their comparison and state."""

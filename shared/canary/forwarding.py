@@ -1,6 +1,6 @@
-"""Sends a job of a canary to the other revision: what the canary did not do, that one does.
+"""Sends jobs that a canary did not process to the other revision.
 
-The job keeps its id, so its record, its reply and its row stay one.
+A job keeps its ID, so it still has a single record, reply and row.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from shared.transport import Publisher, ReceivedMessage, jobs_topic_id
 
 
 class JobMessage(NamedTuple):
-    """A job as it is published: for which model, with which data and attributes."""
+    """A published job: its model, data and attributes."""
 
     model: str
     data: bytes
@@ -24,9 +24,9 @@ class JobMessage(NamedTuple):
 
 
 def forwarded(job: JobMessage) -> JobMessage:
-    """A job of a canary, for the other revision.
+    """Returns a canary's job, changed for the other revision.
 
-    Its items lose their cache keys, which are those of the canary.
+    Its items lose their cache keys, which belong to the canary.
 
     Raises:
         UndecodableMessage: the message is not a job.
@@ -40,11 +40,11 @@ def forwarded(job: JobMessage) -> JobMessage:
 
 
 async def forward(publisher: Publisher, canary: str, message: ReceivedMessage) -> None:
-    """Publishes a received job of a canary again, for the other revision.
+    """Publishes a canary's received job again, for the other revision.
 
     Raises:
         UndecodableMessage: the message is not a job.
-        PenstockError: the broker did not take it.
+        PenstockError: the broker did not accept it.
     """
     job = forwarded(JobMessage(canary, message.data, message.attributes))
     await publisher.publish(jobs_topic_id(job.model), job.data, job.attributes)

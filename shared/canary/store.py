@@ -1,8 +1,8 @@
 """The state of canaries in Redis, shared by API instances and workers.
 
-Workers count what their items did, and say that they live. API instances count compared results,
-judge, and take canaries back. Every key has the revision of the canary, so another one starts
-afresh. Counts are kept by the minute, so a canary is judged by the last WINDOW_S seconds.
+Workers count item outcomes and report that they are alive. API instances count compared results,
+judge canaries and roll them back. Every key includes the canary's revision, so a new revision
+starts from zero. Counts are kept per minute, so a canary is judged by the last WINDOW_S seconds.
 
 Calls raise Unavailable if Redis does not answer.
 """
@@ -24,9 +24,9 @@ from shared.stores.redis_client import KEY_PREFIX, RedisLink, RedisStore, load_s
 WINDOW_S = 600
 MINUTE_S = 60
 ALIVE_S = 5.0
-"""The time that a canary gets requests after one of its workers said that it lives."""
+"""How long a canary receives requests after the last sign of life from one of its workers."""
 KEEP_S = 30 * 86_400
-"""The time that a canary stays taken back, unless it is resumed."""
+"""How long a canary stays rolled back, unless resumed."""
 JUDGE_EVERY_S = 0.9
 
 ERRORS = MetricCounter(
@@ -43,16 +43,16 @@ _TAKE_BACK = load_script("shared/canary/take_back.lua")
 
 
 class CanaryState(NamedTuple):
-    """The states of a canary, which decide whether it gets requests."""
+    """The state of a canary, which determines whether it receives requests."""
 
     is_alive: bool
-    """True if one of its workers lives."""
+    """True if one of its workers is alive."""
     taken_back: str = ""
-    """Why it gets no requests any more. Empty: it was not taken back."""
+    """Why it no longer receives requests. Empty: not rolled back."""
 
     @property
     def is_serving(self) -> bool:
-        """True if it gets its share."""
+        """True if it receives its share."""
         return self.is_alive and not self.taken_back
 
 
@@ -61,7 +61,7 @@ class CanaryStore(RedisStore):
 
     Args:
         redis_url: `redis://`, `rediss://` or `unix://` URL.
-        retry_s: bound of the first pause of the background retry.
+        retry_s: upper bound of the first pause before a background retry.
     """
 
     def __init__(self, redis_url: str, *, retry_s: float = 0.25) -> None:
@@ -75,7 +75,7 @@ class CanaryStore(RedisStore):
         return f"{KEY_PREFIX}canary:{canary.public_name}:{canary.revision}:{kind}"
 
     async def state(self, canary: Model) -> CanaryState:
-        """Returns the state of a canary, which decides whether it gets requests."""
+        """Returns the state of a canary, which determines whether it receives requests."""
         alive, reason = await asyncio.gather(
             self._commands.run("EXISTS", self._key(canary, "alive")),
             self._commands.run("HGET", self._key(canary, "taken-back"), "reason"),
@@ -83,16 +83,19 @@ class CanaryStore(RedisStore):
         return CanaryState(bool(alive), reason.decode() if reason else "")
 
     async def say_alive(self, canary: Model) -> None:
-        """Says that a worker of the canary lives, for ALIVE_S."""
+        """Records that a worker of the canary is alive, for ALIVE_S."""
         await self._commands.run("SET", self._key(canary, "alive"), 1, "PX", int(ALIVE_S * 1000))
 
     async def take_back(self, canary: Model, reason: str) -> bool:
-        """Takes a canary back, for the first reason given. Returns whether this was the first."""
+        """Rolls a canary back.
+
+        The first reason is kept. Returns whether this call was the first.
+        """
         key = self._key(canary, "taken-back")
         return bool(await self._commands.run_script(_TAKE_BACK, [key], reason, time.time(), KEEP_S))
 
     async def resume(self, canary: Model) -> None:
-        """Gives a canary its share again, and forgets what it did."""
+        """Lets a canary receive its share again, and clears its counts."""
         keys = [self._key(canary, "taken-back"), *self._minutes(canary)]
         await self._commands.run("DEL", *keys)
 
@@ -105,7 +108,7 @@ class CanaryStore(RedisStore):
         """Adds to the counts of this minute.
 
         Raises:
-            Unavailable: Redis did not answer. It may have counted all the same.
+            Unavailable: Redis did not answer, but may have counted them.
         """
         if fields := _fields(counts):
             key = self._key(canary, f"counts:{int(time.time()) // MINUTE_S}")
@@ -113,7 +116,7 @@ class CanaryStore(RedisStore):
             await self._commands.run_script(_COUNT, [key], WINDOW_S + 2 * MINUTE_S, *pairs)
 
     async def counts(self, canary: Model) -> CanaryCounts:
-        """The counts of the last WINDOW_S seconds."""
+        """Returns the counts of the last WINDOW_S seconds."""
         counts_of_sides = await asyncio.gather(
             *(self._commands.run("HGETALL", key) for key in self._minutes(canary))
         )
@@ -124,7 +127,7 @@ class CanaryStore(RedisStore):
 
     def _minutes(self, canary: Model) -> list[str]:
         now = int(time.time()) // MINUTE_S
-        # One ahead, for the clocks of others.
+        # One minute ahead, in case other clocks are ahead of ours.
         ages = range(-1, WINDOW_S // MINUTE_S)
         return [self._key(canary, f"counts:{now - age}") for age in ages]
 

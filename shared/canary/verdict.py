@@ -1,9 +1,9 @@
-"""Judges a canary by how its items ended, compared with those of the other revision. Pure.
+"""Judges a canary by its outcomes, compared with those for the other revision. Does no I/O.
 
-Each of the three rules asks the same question: could a revision that keeps to its limit have as
-many bad items as were seen? They use the upper tail of the binomial distribution. A canary is bad
-if that is less likely than FALSE_ALARM. So a few items suffice if all of them are bad, and many
-are needed if few are.
+Each of the three rules asks the same question: could a revision that stays within its limit have
+this many bad items? They use the upper tail of the binomial distribution. A canary is bad if the
+probability is below FALSE_ALARM. So a few items suffice if all of them are bad, and many are needed
+if few are.
 """
 
 from __future__ import annotations
@@ -15,32 +15,35 @@ from dataclasses import dataclass, field
 from shared.catalog_entry import Canary
 
 COMPARISON_TENANT = "penstock-canary"
-"""The tenant of what is computed for comparisons only, in rows and for fair shares."""
+"""Tenant of items computed only for comparison, in rows and for fair shares."""
 FALSE_ALARM = 1e-5
-"""The probability below which a verdict is bad. It is small because it is computed every second."""
+"""Probability below which a canary is judged bad.
+
+It is small because it is computed every second.
+"""
 MIN_ITEMS = 50
-"""Items of the other revision that a comparison of times needs."""
+"""Minimum number of the other revision's items for comparing times."""
 P95 = 0.95
 SLACK_S = 0.05
-"""Nobody notices a delay below this, and a busy machine adds this delay by itself."""
+"""Delays below this are not noticeable, and a busy machine adds this much by itself."""
 OUTSIDE_RATIO = 0.01
-"""The part of the compared results that may lie outside the tolerance. Rounding puts some there."""
+"""Fraction of compared results that may be outside the tolerance, because of rounding."""
 STEP = 1.1
-"""Each bin of a histogram of times begins at this multiple of the one before."""
+"""Ratio between the starts of consecutive bins in a histogram of times."""
 _FIRST_S = 0.001
 
 
 @dataclass(slots=True)
 class RevisionCounts:
-    """Counts of the items of one revision, by how they ended."""
+    """Item counts of one revision, by outcome."""
 
     items: int = 0
     failed: int = 0
     bins: Counter[int] = field(default_factory=Counter)
-    """Items by the bin of their seconds from publishing to the end."""
+    """Items by bin of their seconds from publication to end."""
 
     def add(self, seconds: float | None = None) -> None:
-        """Counts an item that was computed. None: its time says nothing of the revision."""
+        """Counts a computed item. None: its time does not reflect the revision's speed."""
         self.items += 1
         if seconds is not None:
             self.bins[bin_of(seconds)] += 1
@@ -52,7 +55,7 @@ class RevisionCounts:
 
     @property
     def p95_s(self) -> float | None:
-        """The 95th percentile of the seconds, to the end of its bin. None without any."""
+        """The 95th percentile in seconds, rounded up to the end of its bin. None without items."""
         total, seen = self.bins.total(), 0
         for number in sorted(self.bins):
             seen += self.bins[number]
@@ -63,26 +66,26 @@ class RevisionCounts:
 
 @dataclass(slots=True)
 class CanaryCounts:
-    """Counts of both revisions in the window that is judged."""
+    """Counts of both revisions in the window being judged."""
 
     stable: RevisionCounts = field(default_factory=RevisionCounts)
     canary: RevisionCounts = field(default_factory=RevisionCounts)
     compared: int = 0
     outside: int = 0
-    """The compared results that were outside the tolerance."""
+    """Compared results that were outside the tolerance."""
 
 
 @dataclass(frozen=True, slots=True)
 class CanaryJudgment:
-    """The verdict on a canary: good unless one of the rules is broken."""
+    """The verdict on a canary. It is good unless it breaks one of the rules."""
 
     is_good: bool
     reason: str
-    """The reason for it, in a line."""
+    """The reason, in one line."""
 
 
 def judge(counts: CanaryCounts, rules: Canary) -> CanaryJudgment:
-    """Judges a canary by its share of errors, its p95 and its results."""
+    """Judges a canary by its error rate, its p95 and its results."""
     for bad in (_too_many_failed(counts, rules), _too_slow(counts, rules), _too_different(counts)):
         if bad:
             return CanaryJudgment(False, bad)
@@ -97,17 +100,17 @@ def judge(counts: CanaryCounts, rules: Canary) -> CanaryJudgment:
 
 
 def bin_of(seconds: float) -> int:
-    """The number of the bin of a histogram of times."""
+    """Returns the bin number in a histogram of times."""
     return max(0, math.ceil(math.log(max(seconds, _FIRST_S) / _FIRST_S, STEP)))
 
 
 def end_of_bin_s(number: int) -> float:
-    """The longest time in a bin, in seconds."""
+    """Returns the maximum time in a bin, in seconds."""
     return float(_FIRST_S * STEP**number)
 
 
 def tail(seen: int, of: int, ratio: float) -> float:
-    """The chance of `seen` or more among `of`, if each is so with the chance `ratio`."""
+    """Returns the probability of at least `seen` among `of`, each with probability `ratio`."""
     if seen <= 0 or ratio >= 1:
         return 1.0
     if ratio <= 0:
@@ -147,7 +150,7 @@ def _too_slow(counts: CanaryCounts, rules: Canary) -> str:
     limit_s = max(usual_s * rules.p95_ratio, usual_s + SLACK_S)
     bins = counts.canary.bins
     slow = sum(count for number, count in bins.items() if end_of_bin_s(number - 1) > limit_s)
-    # A revision that is as fast has 5 % of its items above the p95, and fewer above the limit.
+    # A revision of equal speed has 5 % of its items above the p95, and fewer above the limit.
     if not _is_bad(slow, bins.total(), 1 - P95):
         return ""
     return (

@@ -1,1 +1,1 @@
-"""The client of the broker."""
+"""The Pub/Sub client."""

@@ -1,7 +1,7 @@
-"""Creates and deletes topics and subscriptions, for an instance's own inbox and for local stacks.
+"""Creates and deletes topics and subscriptions, for an instance's inbox and for local stacks.
 
-No request waits for these calls. The service allows 6,000 of them per minute and project (quota
-`administratorPerMinutePerProject`), and all instances share that.
+Requests never wait for these calls. The service allows 6,000 of them per minute and project (quota
+`administratorPerMinutePerProject`), shared by all instances.
 """
 
 from __future__ import annotations
@@ -35,13 +35,12 @@ class PubSubAdmin:
 
     Each call is retried after transient failures, within `timeout_s`.
 
-    Every method raises BadInput if the broker refuses a name or setting, ConfigurationError if we
-    do not have the permission, and Unavailable or Overloaded if the call did not succeed in time.
+    Every method raises BadInput if the broker rejects a name or setting, ConfigurationError if we
+    do not have permission, and Unavailable or Overloaded if the call did not succeed in time.
     Implements shared.transport.Admin.
 
     Args:
-        project: the project of all names.
-        timeout_s: limit of each call, retries included.
+        timeout_s: limit of each call, including retries.
     """
 
     def __init__(self, project: str, endpoint: str = "", *, timeout_s: float = 30.0) -> None:
@@ -72,7 +71,7 @@ class PubSubAdmin:
 
         Raises:
             ConfigurationError: a subscription of this name has another topic or filter, which can't
-                change.
+                be changed.
         """
         request = self._subscription(subscription_id, settings)
         if await self._create("Subscriber/CreateSubscription", _Subscription, request):
@@ -90,7 +89,10 @@ class PubSubAdmin:
         return False
 
     async def delete_topic(self, topic_id: str) -> bool:
-        """Deletes a topic. Returns whether it existed. Its subscriptions stay, without a topic."""
+        """Deletes a topic.
+
+        Returns whether it existed. Its subscriptions remain, without a topic.
+        """
         return await self._delete(
             "Publisher/DeleteTopic", topic=topic_path(self._project, topic_id)
         )
@@ -108,26 +110,26 @@ class PubSubAdmin:
         )
 
     async def missing_subscriptions(self, subscription_ids: list[str]) -> list[str]:
-        """Those of `subscription_ids` that do not exist, in their order."""
+        """Returns the `subscription_ids` that do not exist, in order."""
         there = set(await self.list_subscriptions())
         return [name for name in subscription_ids if name not in there]
 
     async def list_topics(self) -> list[str]:
-        """The ids of all topics of the project."""
+        """Returns all topic IDs in the project."""
         return [
             topic.name.rpartition("/")[2]
             for topic in await self._list("Publisher", "Topics", "topics")
         ]
 
     async def list_subscriptions(self) -> list[str]:
-        """The ids of all subscriptions of the project."""
+        """Returns all subscription IDs in the project."""
         subscriptions = await self._list("Subscriber", "Subscriptions", "subscriptions")
         return [subscription.name.rpartition("/")[2] for subscription in subscriptions]
 
     async def subscriptions(self) -> dict[str, SubscriptionSettings]:
-        """All subscriptions of the project by id, as they are now.
+        """Returns all current subscriptions in the project by ID.
 
-        Of the settings, those that a subscription does not show are at their defaults.
+        Settings that a subscription does not report have their default values.
         """
         return {
             one.name.rpartition("/")[2]: SubscriptionSettings(
@@ -214,7 +216,7 @@ class PubSubAdmin:
         request.message_retention_duration.FromSeconds(settings.retention_s)
         if settings.push_endpoint:
             request.push_config.push_endpoint = settings.push_endpoint
-        request.expiration_policy.SetInParent()  # set and without a ttl: never
+        request.expiration_policy.SetInParent()  # set but without a TTL: never expires
         if settings.expires_after_s:
             request.expiration_policy.ttl.FromSeconds(settings.expires_after_s)
         if settings.retry_min_s is not None:

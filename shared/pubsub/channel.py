@@ -1,6 +1,6 @@
-"""Channels to Pub/Sub, its raw protobuf classes, retries, batches of acks, and errors.
+"""Channels to Pub/Sub, its raw protobuf classes, retries, ack batches and errors.
 
-The proto-plus wrappers cost about 0.1 ms a message, so only the classes below them are used. The
+The proto-plus wrappers cost about 0.1 ms per message, so only the underlying classes are used. The
 full names of topics and subscriptions are here too.
 """
 
@@ -29,7 +29,7 @@ from shared.transport import SmoothedDuration
 log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
-    # The classes are made at run time, so a checker knows them only by name.
+    # The classes are created at run time, so type checkers know them only by name.
     RawMessage: TypeAlias = Any
 else:
     RawMessage = Any
@@ -44,7 +44,7 @@ ModifyAckDeadlineRequest = pubsub.ModifyAckDeadlineRequest.pb()
 GOOGLE_ENDPOINT = "pubsub.googleapis.com:443"
 SCOPES = ("https://www.googleapis.com/auth/pubsub",)
 MESSAGE_LIMIT_BYTES = 10_000_000
-"""The largest message: https://docs.cloud.google.com/pubsub/quotas#resource_limits"""
+"""Maximum message size: https://docs.cloud.google.com/pubsub/quotas#resource_limits"""
 
 TRANSIENT = frozenset(
     {
@@ -69,25 +69,26 @@ _MIN_ATTEMPT_S, _MAX_ATTEMPT_S = 0.05, 5.0
 
 REQUEST_LIMIT_IDS = 1000
 REQUEST_LIMIT_BYTES = 500_000
-"""Below the 512 KiB that a request with ack ids may have:
+"""Less than the 512 KiB allowed for a request with ack IDs:
 https://docs.cloud.google.com/pubsub/quotas#resource_limits
 """
 QUEUE_LIMIT_IDS = 50_000
 REQUESTS_IN_FLIGHT = 4
-"""With one, acks at a distance would wait for those before them, for up to a round trip."""
+"""With only one, acks to a distant broker would wait for earlier ones, for up to a round trip."""
 RETRY_S = 10.0
-"""The time that a batch of acks is retried. After that its messages come again (at-least-once
-delivery).
+"""How long to retry a batch of acks.
+
+After that, its messages are delivered again (at-least-once delivery).
 """
 
 
 def topic_path(project: str, topic_id: str) -> str:
-    """`projects/<project>/topics/<topic_id>`."""
+    """Returns `projects/<project>/topics/<topic_id>`."""
     return f"projects/{project}/topics/{topic_id}"
 
 
 def subscription_path(project: str, subscription_id: str) -> str:
-    """`projects/<project>/subscriptions/<subscription_id>`."""
+    """Returns `projects/<project>/subscriptions/<subscription_id>`."""
     return f"projects/{project}/subscriptions/{subscription_id}"
 
 
@@ -102,9 +103,9 @@ class CallTarget:
 def parse_endpoint(endpoint: str) -> CallTarget:
     """Parses an endpoint setting.
 
-    Empty means Google's global endpoint. `*.googleapis.com` (regional endpoints too) and
-    `https://HOST:PORT` use TLS with the machine's credentials. Any other `HOST:PORT` is plain text,
-    for emulators. `unix:///PATH` is the socket of a server on this machine.
+    Empty means Google's global endpoint. `*.googleapis.com` (including regional endpoints) and
+    `https://HOST:PORT` use TLS with the machine's credentials. Any other `HOST:PORT` is
+    unencrypted, for emulators. `unix:///PATH` is the socket of a server on this machine.
 
     Raises:
         ConfigurationError: the endpoint has no host or path.
@@ -125,9 +126,9 @@ def parse_endpoint(endpoint: str) -> CallTarget:
 
 
 class Channels:
-    """Opens channels to one endpoint, each with its own connection, and closes them all.
+    """Opens channels to one endpoint, each with a separate connection, and closes all of them.
 
-    Connections are not shared, because one carries about 100 streams: the next wait, as in
+    Connections are not shared, because each carries about 100 streams and further ones wait, as in
     https://github.com/googleapis/nodejs-pubsub/issues/550. Open streaming pulls on the same
     connection would delay publishes and acks.
     """
@@ -141,13 +142,13 @@ class Channels:
         """Loads the machine's credentials if the endpoint needs them.
 
         Raises:
-            ConfigurationError: the machine has no credentials.
+            ConfigurationError: the machine does not have credentials.
         """
         if not self._endpoint.is_secure:
             return
         host = self._endpoint.target.rpartition(":")[0]
         try:
-            # Looks at files and may ask the metadata server, so it stays off the loop.
+            # Reads files and may call the metadata server, so it must not run in the event loop.
             credentials, _ = await asyncio.to_thread(google.auth.default, default_scopes=SCOPES)
         except DefaultCredentialsError as error:
             raise ConfigurationError(
@@ -159,7 +160,7 @@ class Channels:
         )
 
     def open(self) -> aio.Channel:
-        """Returns a new channel. It connects at its first call."""
+        """Returns a new channel, which connects at its first call."""
         options = _channel_options(self._endpoint.is_secure)
         if self._credentials is not None:
             channel = aio.secure_channel(self._endpoint.target, self._credentials, options)
@@ -175,13 +176,13 @@ class Channels:
 
 def _channel_options(is_secure: bool) -> list[tuple[str, int]]:
     # A plain gRPC server disconnects clients that ping an idle connection more often than every 5
-    # minutes. Google's front end allows 30 s, and an idle pull behind a NAT needs it.
+    # minutes. Google's front end allows 30 s, which an idle pull behind a NAT needs.
     keepalive_ms = 30_000 if is_secure else 310_000
     return [
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.keepalive_time_ms", keepalive_ms),
         ("grpc.keepalive_timeout_ms", 10_000),
-        ("grpc.enable_retries", 0),  # Method and PublishQueue do retries
+        ("grpc.enable_retries", 0),  # Method and PublishQueue retry instead
         ("grpc.max_receive_message_length", -1),
         ("grpc.max_send_message_length", -1),
         ("grpc.initial_reconnect_backoff_ms", 100),
@@ -193,10 +194,9 @@ class Method:
     """A unary method of `google.pubsub.v1` on one channel.
 
     Args:
-        channel: the channel of the calls.
         path: `<Service>/<Method>`, for example `Publisher/Publish`.
-        response: the raw class of its response, or None for `google.protobuf.Empty`.
-        routed_by: the request field by which Google's front end routes (`x-goog-request-params`).
+        response: raw class of its response, or None for `google.protobuf.Empty`.
+        routed_by: the request field that Google's front end routes by (`x-goog-request-params`).
     """
 
     def __init__(self, channel: aio.Channel, path: str, response: Any, routed_by: str) -> None:
@@ -205,10 +205,10 @@ class Method:
         self._routed_by = routed_by
 
     async def once(self, request: RawMessage, timeout_s: float) -> Any:
-        """One attempt.
+        """Makes one attempt.
 
         Raises:
-            aio.AioRpcError: it failed.
+            aio.AioRpcError: the attempt failed.
         """
         metadata = routing(self._routed_by, getattr(request, self._routed_by))
         return await self._call(request, timeout=timeout_s, metadata=metadata)
@@ -217,7 +217,7 @@ class Method:
         """Retries until an attempt succeeds, with jittered pauses after transient failures.
 
         Args:
-            end_s: the loop time after which no attempt starts.
+            end_s: event loop time after which no attempt starts.
 
         Raises:
             aio.AioRpcError: the failure of the last attempt.
@@ -237,7 +237,7 @@ class Method:
 
 @lru_cache(maxsize=1024)
 def routing(name: str, value: str) -> tuple[tuple[str, str], ...]:
-    """The metadata that Google's front end routes a call by (google.aip.dev/4222)."""
+    """Returns the metadata that Google's front end routes a call by (google.aip.dev/4222)."""
     return (("x-goog-request-params", f"{name}={quote(value, safe='')}"),)
 
 
@@ -261,9 +261,9 @@ def _serialize(message: RawMessage) -> bytes:
 class AckQueue:
     """Sends the acks and nacks of one subscription in the background.
 
-    The first one is sent at once. Those that come while it is in flight follow together. With
-    `linger_s` above zero, an ack that is not urgent waits for that long, or until `linger_messages`
-    of them have come, and REQUESTS_IN_FLIGHT may be on their way.
+    The first ack is sent at once. Acks queued while it is in flight follow together. With a
+    positive `linger_s`, an ack that is not urgent waits for that long, or until `linger_messages`
+    acks are queued, and up to REQUESTS_IN_FLIGHT requests may be in flight.
     """
 
     def __init__(
@@ -282,15 +282,15 @@ class AckQueue:
         self._linger_messages = linger_messages
         self._acks: deque[str] = deque()
         self._nacks: deque[str] = deque()
-        # Acks that wait for company are many, and the messages behind them wait for the broker.
+        # Lingering acks are numerous, and later messages wait until the broker has received them.
         self._requests_in_flight = REQUESTS_IN_FLIGHT if linger_s else 1
         self._sending: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._is_closed = False
         self.failed = 0
-        """Acks and nacks that could not be sent: their messages come again."""
+        """Number of acks and nacks that could not be sent. Their messages are delivered again."""
         self.round_trip = SmoothedDuration()
-        """The time that the broker takes to answer."""
+        """Response time of the broker."""
 
     def __len__(self) -> int:
         return len(self._acks) + len(self._nacks)
@@ -313,13 +313,16 @@ class AckQueue:
         self._start()
 
     async def flush(self, timeout_s: float) -> None:
-        """Sends everything queued, and waits for it at most `timeout_s`."""
+        """Sends everything queued, and waits up to `timeout_s` for it."""
         self._start()
         if self._sending:
             await asyncio.wait(self._sending, timeout=timeout_s)
 
     async def close(self) -> None:
-        """Ends the requests in flight. Messages whose acks were not sent come again elsewhere."""
+        """Cancels the requests in flight.
+
+        Messages whose acks were not sent are delivered elsewhere.
+        """
         self._is_closed = True
         if self._timer is not None:
             self._timer.cancel()
@@ -336,13 +339,13 @@ class AckQueue:
 
     async def _send(self) -> None:
         try:
-            # One turn later: acks given in the same turn of the loop share a request.
+            # One turn later, so that acks queued in the same turn of the loop share a request.
             await asyncio.sleep(0)
             while self._acks or self._nacks:
                 await self._send_some()
         finally:
-            # In the same turn as the last check of the queues. An ack in between would never be
-            # sent.
+            # In the same turn as the last check of the queues. Otherwise, an ack in between would
+            # never be sent.
             self._sending.discard(cast(asyncio.Task[None], asyncio.current_task()))
 
     async def _send_some(self) -> None:
@@ -374,7 +377,7 @@ class AckQueue:
 
 
 def take_ids(ids: deque[str]) -> list[str]:
-    """Takes as many ids from the queue as fit into one request."""
+    """Takes as many IDs from the queue as fit into one request."""
     taken: list[str] = []
     size_bytes = 0
     while ids and len(taken) < REQUEST_LIMIT_IDS:

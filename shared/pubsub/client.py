@@ -1,30 +1,30 @@
 """The broker client: publishes to Pub/Sub and pulls from it, on asyncio.
 
-API and workers use no other. Messages are published in batches, with one queue per topic and
+API and workers use no other client. Messages are published in batches, with one queue per topic and
 ordering key.
 
-Guarantees used. At-least-once delivery: a message is gone only after its ack. So a crash loses
-nothing, and every consumer must be idempotent. Flow control per stream (`max_outstanding_*`): the
-broker sends no more than we can hold, and gives the rest to other subscribers. Leases: a message
-that we neither ack nor extend comes again after the ack deadline. Order is used only within an
-ordering key, with one request in flight at a time. Acks are best effort. A lost ack causes a second
-delivery.
+It relies on these guarantees. At-least-once delivery: a message is deleted only after its ack. So a
+crash loses nothing, and every consumer must be idempotent. Flow control per stream
+(`max_outstanding_*`): the broker sends no more than we can hold, and sends the rest to other
+subscribers. Leases: a message that is neither acked nor extended is delivered again after the ack
+deadline. Order is used only within an ordering key, with one request in flight at a time. Acks are
+best effort. A lost ack causes a second delivery.
 
-Rejected:
-- Google's own subscriber: threads per subscription (five each in 2.44.0), a batch timer of 10 ms
-  for publishing by default, and lease management that shares the GIL with callbacks.
+Rejected alternatives:
+- Google's own subscriber: threads per subscription (five each in 2.44.0), a 10 ms batch timer for
+  publishing by default, and lease management that shares the GIL with callbacks.
 - Its generated asyncio clients: no batching, flow control, leases or reconnects, and proto-plus
-  objects at about 0.1 ms a message.
-- Acks on the pulling stream: one write each, and they are lost with the stream. Unary requests on
-  another connection can be retried.
+  objects at about 0.1 ms per message.
+- Acks on the pulling stream: each is a separate write, and they are lost with the stream. Unary
+  requests on another connection can be retried.
 - A timer that collects messages before a publish: it slows down the idle case. Sending the queue
-  after each request batches just as well under load.
-- Exactly-once delivery: it costs latency and works only within a region. The cache key and
+  after each request batches equally well under load.
+- Exactly-once delivery: it adds latency and works only within a region. The cache key and
   (request_id, part) make a second delivery harmless.
 
-What would change the choice: an asyncio subscriber by Google with leases and flow control, or a
-measured need for more than one core of broker client in a process (then a native client behind the
-same interface).
+Reasons to reconsider: an asyncio subscriber by Google with leases and flow control, or a measured
+need for more than one core of broker client in a process (which would call for a native client
+behind the same interface).
 """
 
 from __future__ import annotations
@@ -59,22 +59,22 @@ from shared.transport import SmoothedDuration
 
 REQUEST_LIMIT_MESSAGES = 1000
 REQUEST_LIMIT_BYTES = 9_000_000
-"""Below the service's 10 MB, which counts the request's own bytes too."""
+"""Less than the service's 10 MB, which includes the request's own bytes."""
 QUEUE_LIMIT_MESSAGES = 20_000
 QUEUE_LIMIT_BYTES = 128 * 1024 * 1024
 REQUESTS_IN_FLIGHT = 4
-"""Per topic.
+"""Maximum number per topic.
 
-More of them coalesce less, fewer add up to one round trip of waiting.
+With more, fewer messages are coalesced. With fewer, messages wait for up to one round trip.
 """
 
 OPEN_S = 5.0
-"""The time that opening a subscription waits for its first stream.
+"""How long opening a subscription waits for its first stream.
 
-After that it retries in the background.
+After that, it retries in the background.
 """
 CLOSE_S = 2.0
-"""The time that the last acks of a subscription may take."""
+"""Time limit for a subscription's last acks."""
 
 
 @dataclass(slots=True, eq=False)
@@ -98,14 +98,14 @@ class PublishQueue:
         """See shared.transport.Publisher."""
 
     async def publish(self, topic_path: str, message: RawMessage, timeout_s: float) -> str:
-        """Sends `message` and returns its id.
+        """Sends `message` and returns its ID.
 
         Raises:
-            InputTooLarge: it is larger than the service accepts.
+            InputTooLarge: the message is larger than the service accepts.
             Overloaded: the queue is full, or the broker was overloaded for `timeout_s`.
-            BadInput: the broker refused the message.
-            ConfigurationError: the broker refused our credentials.
-            Unavailable: the broker did not answer within `timeout_s`. It may have accepted the
+            BadInput: the broker rejected the message.
+            ConfigurationError: the broker rejected our credentials.
+            Unavailable: the broker did not answer within `timeout_s`, but may have accepted the
                 message.
         """
         if self._is_closed:
@@ -127,7 +127,7 @@ class PublishQueue:
             self._bytes -= size_bytes
 
     async def close(self) -> None:
-        """Ends the requests in flight. Their callers get an error."""
+        """Cancels the requests in flight. Their callers get an error."""
         self._is_closed = True
         tasks = [task for queue in self._queues.values() for task in queue.tasks]
         for task in tasks:
@@ -149,7 +149,8 @@ class PublishQueue:
         name = (topic_path, ordering_key)
         queue = self._queues.get(name)
         if queue is None:
-            # Queues end when they run empty: inboxes and ordering keys come and go without bound.
+            # Queues are removed when empty, because inboxes and ordering keys come and go without
+            # limit.
             queue = self._queues[name] = _TopicQueue(
                 self._method, topic_path, ordering_key, self._forget, self.round_trip
             )
@@ -163,9 +164,9 @@ class PublishQueue:
 class _TopicQueue:
     """The queue of one topic and ordering key, and its requests in flight.
 
-    A message is sent at once while requests may start. Otherwise it waits until a request returns,
-    and is sent with all that came in the meantime. There is no timer. Messages with an ordering key
-    have one request in flight at a time, so they keep their order.
+    A message is sent at once while requests may start. Otherwise, it waits until a request returns,
+    and is sent with all messages queued in the meantime. There is no timer. Messages with an
+    ordering key have one request in flight at a time, so they stay in order.
     """
 
     def __init__(
@@ -189,7 +190,7 @@ class _TopicQueue:
     def put(self, pending: _Pending) -> None:
         self._waiting.append(pending)
         if not self._is_flush_due and len(self.tasks) < self._requests_in_flight:
-            # In the next turn of the loop, so that messages of this turn share a request.
+            # In the next turn of the loop, so that messages from this turn share a request.
             self._is_flush_due = True
             asyncio.get_running_loop().call_soon(self._flush)
 
@@ -236,7 +237,7 @@ class _TopicQueue:
             self._round_trip.record(asyncio.get_running_loop().time() - began_s)
         except aio.AioRpcError as error:
             if error.code() is StatusCode.INVALID_ARGUMENT and len(batch) > 1:
-                # One bad message fails its whole request: alone, only the bad one does.
+                # One bad message fails its whole request. Sent alone, only the bad one fails.
                 for pending in batch:
                     await self._send([pending])
                 return
@@ -264,7 +265,7 @@ class PubSubTransport:
     """A connection to Pub/Sub that publishes and subscribes. Implements shared.transport.Transport.
 
     Args:
-        project: the project of all topics and subscriptions.
+        project: project of all topics and subscriptions.
         endpoint: empty for Google's, `HOST:PORT` or `unix:///PATH` for an emulator. See
             parse_endpoint.
     """
@@ -346,7 +347,7 @@ class PubSubTransport:
             await _finish(subscription.close(CLOSE_S))
 
     def _pull_channel(self) -> PullChannel:
-        """A channel on which one more stream has room."""
+        """Returns a channel with room for another stream."""
         for channel in self._pull_channels:
             if channel.has_room:
                 return channel

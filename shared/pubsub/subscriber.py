@@ -1,4 +1,4 @@
-"""Receives messages by StreamingPull, opens a new stream when one ends, and keeps leases."""
+"""Receives messages by StreamingPull, reopens streams when they end, and keeps leases."""
 
 from __future__ import annotations
 
@@ -38,26 +38,30 @@ FATAL = frozenset(
     }
 )
 FATAL_TRIES = 4
-"""A subscription just made, or a right just given, may not be known in every region yet:
+"""A new subscription or permission may not be known in every region yet:
 https://docs.cloud.google.com/pubsub/docs/reliability-intro
 """
 HEARTBEAT_S = 30.0
-"""An empty request this often keeps an idle stream open, as Google's own clients do."""
+"""Interval between empty requests that keep an idle stream open, as in Google's own clients."""
 HALF_CLOSE_S = 1.0
-"""The time that the broker has to end a stream that we are done with."""
+"""Time limit for the broker to end a stream that is no longer needed."""
 STREAMS_PER_CHANNEL = 80
-"""Stays clear of the 100 streams that fit on one connection (`Channels` says why)."""
+"""Well below the 100 streams that fit on one connection (see `Channels`)."""
 MAX_STREAMS = 8
-"""Beyond that, one stream takes the place of all but the first. What those hold comes on top, until
-it is acked.
+"""Beyond this number, a single stream replaces all but the first.
+
+Messages held by the old streams are in addition, until acked.
 """
 MIN_GROWTH = 0.25
-"""A stream is opened for at least this share of what is held already."""
+"""A new stream is opened for at least this fraction of the number already held."""
 MAX_LEASE_S = 3600.0
-"""After this a message counts as lost however alive its holder is, as in Google's own clients."""
+"""After this time, a message counts as lost even if its holder is alive, as in Google's own
+clients.
+"""
 EXTENSION_PART = 0.7
-"""The share of the ack deadline that an extension lasts. Two thirds of it are for pauses of the
-loop and of the network, and for another try.
+"""Duration of an extension as a fraction of the ack deadline.
+
+Two thirds of it allow for pauses of the loop and the network, and for another attempt.
 """
 LOOKS_AN_EXTENSION = 12
 
@@ -65,9 +69,9 @@ LOOKS_AN_EXTENSION = 12
 class Leases:
     """Keeps the leases of all held messages.
 
-    A message is delivered with a lease of `ack_deadline_s`, of which the service allows no less
-    than 10 s. Extensions may be shorter (API comments of ModifyAckDeadline: 0 to 600 s), so those
-    that are held for longer than a moment come back sooner from a holder that died.
+    A message is delivered with a lease of `ack_deadline_s`, for which the service requires at least
+    10 s. Extensions may be shorter (API comments of ModifyAckDeadline: 0 to 600 s), so messages
+    held for longer come back sooner from a dead holder.
     """
 
     def __init__(self, path: str, modify: Method, ack_deadline_s: int) -> None:
@@ -78,7 +82,7 @@ class Leases:
         self._held: dict[str, _Lease] = {}
         self._any_held = asyncio.Event()
         self.lost = 0
-        """Messages whose lease expired while held.
+        """Number of messages whose lease expired while held.
 
         They are marked `lost` and will be delivered again.
         """
@@ -87,7 +91,7 @@ class Leases:
         return len(self._held)
 
     def hold(self, message: ReceivedMessage) -> None:
-        """Keeps the lease of `message`, which was received just now."""
+        """Keeps the lease of `message`, which was just received."""
         since_s = message.received_at_s
         if not self._held:
             self._any_held.set()
@@ -98,7 +102,7 @@ class Leases:
         return self._held.pop(message.ack_id, None) is not None
 
     def release_all(self) -> list[str]:
-        """Stops keeping every lease and returns the ack ids."""
+        """Stops keeping all leases and returns the ack IDs."""
         ids = list(self._held)
         self._held.clear()
         return ids
@@ -106,7 +110,7 @@ class Leases:
     async def keep(self) -> None:
         """Extends leases until canceled: the first time soon, then every third of an extension.
 
-        While none is held, no timer runs: an API has a subscription for each of its slots.
+        No timer runs while no lease is held, because an API has a subscription per slot.
         """
         period_s = self._extension_s / LOOKS_AN_EXTENSION
         while True:
@@ -115,7 +119,7 @@ class Leases:
                 await self._any_held.wait()
             await asyncio.sleep(jittered(period_s))
             self._drop_lost()
-            # A batch that can't get through must not hold up the others past their own lease.
+            # A batch that can't be sent must not delay others past their own lease.
             await asyncio.gather(*(self._extend(ids, 4 * period_s) for ids in self._due()))
 
     def _due(self) -> Iterator[list[str]]:
@@ -158,7 +162,7 @@ class Leases:
 
 
 class _Lease:
-    """A held message, since and until when (loop time, seconds)."""
+    """A held message, with the start and end of its lease (event loop time in seconds)."""
 
     __slots__ = ("is_extended", "message", "since_s", "until_s")
 
@@ -170,7 +174,7 @@ class _Lease:
 
 
 class PullChannel:
-    """A channel for StreamingPull calls, of which not all fit on one connection."""
+    """A channel for StreamingPull calls. A connection has room for a limited number."""
 
     def __init__(self, channel: aio.Channel) -> None:
         self.open_call: Any = channel.stream_stream(
@@ -183,16 +187,16 @@ class PullChannel:
 
     @property
     def has_room(self) -> bool:
-        """True if another stream fits on it."""
+        """True if it has room for another stream."""
         return self.streams < STREAMS_PER_CHANNEL
 
 
 class _PullStream:
-    """A StreamingPull call, which is opened again when it ends.
+    """A StreamingPull call that is reopened when it ends.
 
     Args:
-        max_messages: that the broker may send on it before they are acked.
-        max_bytes: of these. 0: no bound.
+        max_messages: maximum number of unacked messages that the broker may send on it.
+        max_bytes: maximum bytes of these messages. 0: no limit.
     """
 
     def __init__(
@@ -218,8 +222,8 @@ class _PullStream:
         if not self.receiving.done():
             with suppress(TimeoutError):
                 async with asyncio.timeout(HALF_CLOSE_S):
-                    # The broker may send as soon as it has the request. Messages on a call that is
-                    # canceled come again only when their leases end.
+                    # The broker may send as soon as it has the request. Messages on a canceled call
+                    # are delivered again only when their leases end.
                     await self._opened.wait()
         if self._call is not None:
             await self._half_close(self._call)
@@ -229,7 +233,7 @@ class _PullStream:
 
     async def beat(self) -> None:
         if self._call is not None:
-            # Otherwise the stream ended, and the receiver opens another.
+            # Otherwise the stream has ended, and the receiver opens another one.
             with suppress(aio.AioRpcError, asyncio.InvalidStateError):
                 await self._call.write(StreamingPullRequest())
 
@@ -270,7 +274,7 @@ class _PullStream:
     async def _receive_one_call(self) -> tuple[bool, aio.AioRpcError | None]:
         """Receives until the call ends.
 
-        Returns whether anything came, and the error that ended it.
+        Returns whether anything arrived, and the error that ended the call.
         """
         received_any = False
         metadata = routing("subscription", self._request.subscription)
@@ -287,7 +291,7 @@ class _PullStream:
                 await self._owner.wait_for_room()
         except aio.AioRpcError as error:
             return received_any, error
-        except asyncio.InvalidStateError:  # written to after the broker had ended the stream
+        except asyncio.InvalidStateError:  # written to after the broker ended the stream
             return received_any, None
         finally:
             self._call = None
@@ -298,17 +302,17 @@ class _PullStream:
 class StreamSubscription:
     """An open subscription. See shared.transport.Subscription.
 
-    What one stream may hold is set when it opens, for good:
-    https://docs.cloud.google.com/pubsub/docs/reference/rpc/google.pubsub.v1#streamingpullrequest
-    So more streams are opened for what is to be held beyond that, and ended when it is not.
+    A stream's limit can't be changed after it is opened:
+    https://docs.cloud.google.com/pubsub/docs/reference/rpc/google.pubsub.v1#streamingpullrequest So
+    more streams are opened when the limit rises, and ended when it falls.
 
     Args:
-        channel: returns a channel with room for one more stream.
-        first_request: the first request of each stream.
-        leases: keeps the leases of messages that were received and not yet acked.
-        max_messages: that the first stream holds. Bounds the messages held here even if the broker
-            ignores it.
-        max_bytes: of them, and the same of those that `hold` adds. 0: no bound.
+        channel: returns a channel with room for another stream.
+        first_request: first request of each stream.
+        leases: keeps the leases of messages that are received and not yet acked.
+        max_messages: maximum number of messages on the first stream. Also limits the messages held
+            here if the broker ignores it.
+        max_bytes: maximum bytes of these messages, and of those added by `hold`. 0: no limit.
     """
 
     def __init__(
@@ -323,7 +327,7 @@ class StreamSubscription:
         self._channel = channel
         self.first_request = first_request
         self.opened = asyncio.Event()
-        """Set when a stream is open, or was refused for good."""
+        """Set when a stream is open or was rejected permanently."""
         self.reconnects = 0
         self._acks = acks
         self._leases = leases
@@ -340,12 +344,12 @@ class StreamSubscription:
 
     @property
     def is_connected(self) -> bool:
-        """True if a stream was open when last heard of."""
+        """True if a stream was open at last report."""
         return any(stream.is_connected for stream in self._streams)
 
     @property
     def lost(self) -> int:
-        """Messages whose lease expired while held."""
+        """Number of messages whose lease expired while held."""
         return self._leases.lost
 
     @property
@@ -365,7 +369,7 @@ class StreamSubscription:
             held -= self._end_streams(len(self._streams) - 1)
 
     def _end_streams(self, kept: int) -> int:
-        """Ends all streams but the first `kept`. Returns how many messages they were for."""
+        """Ends all streams except the first `kept`. Returns how many messages they had room for."""
         ended, self._streams = self._streams[kept:], self._streams[:kept]
         for stream in ended:
             ending = asyncio.create_task(stream.stop())
@@ -381,7 +385,7 @@ class StreamSubscription:
             while self._received:
                 message = self._received.popleft()
                 self._room.set()
-                if not message.lost:  # another subscriber has it by now
+                if not message.lost:  # another subscriber has received it by now
                     return message
             if self._end is not None:
                 raise self._end
@@ -391,10 +395,7 @@ class StreamSubscription:
             await self._arrival
 
     def ack(self, message: ReceivedMessage) -> None:
-        """See shared.transport.Subscription.
-
-        A second ack is ignored. The ack of a lost message is best effort.
-        """
+        """A second ack is ignored. The ack of a lost message is best effort."""
         if self._leases.release(message) or message.lost:
             self._room.set()
             self._acks.ack(message.ack_id)
@@ -414,27 +415,27 @@ class StreamSubscription:
             task.add_done_callback(self._ended)
 
     async def wait_open(self, timeout_s: float) -> None:
-        """Waits until a stream is open or was refused for good, at most `timeout_s`."""
+        """Waits up to `timeout_s` until a stream is open or was rejected permanently."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self.opened.wait()
 
     async def stop(self) -> None:
-        """Stops receiving: returns unprocessed messages and ends the iteration.
+        """Stops receiving: returns unprocessed messages to the broker and ends the iteration.
 
         Leases and acks continue.
         """
         if self._is_stopped:
             return
         self._is_stopped = True
-        # Half-closed, not canceled: messages on their way still arrive and are returned.
+        # Half-closed, not canceled, so that messages on their way still arrive and are returned.
         await asyncio.gather(*(stream.stop() for stream in self._streams), *self._ending)
         while self._received:
             self.nack(self._received.popleft())
         self._wake()
 
     async def close(self, timeout_s: float) -> None:
-        """Hands back everything still held and sends the last acks, within `timeout_s`."""
+        """Returns all held messages and sends the last acks, within `timeout_s`."""
         await self.stop()
         for ack_id in self._leases.release_all():
             self._acks.nack(ack_id)
@@ -445,7 +446,7 @@ class StreamSubscription:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def take(self, response: RawMessage) -> None:
-        """Holds the messages of a response."""
+        """Holds the messages in a response."""
         now_s = asyncio.get_running_loop().time()
         for received in response.received_messages:
             raw = received.message
@@ -464,9 +465,9 @@ class StreamSubscription:
         self._wake()
 
     async def wait_for_room(self) -> None:
-        """Waits while more is held than the streams may hold.
+        """Waits while more messages are held than the streams may hold.
 
-        Redelivery after lost leases may bring more than the broker's flow control says.
+        Redelivery after lost leases may exceed the broker's flow control.
         """
         while max(len(self._leases), len(self._received)) > 100 + 2 * sum(
             stream.max_messages for stream in self._streams
@@ -475,7 +476,7 @@ class StreamSubscription:
             await self._room.wait()
 
     def fail(self, error: aio.AioRpcError) -> None:
-        """Ends the subscription: the broker refused a stream for good."""
+        """Ends the subscription after the broker permanently rejected a stream."""
         message = f"{self.first_request.subscription}: {error.code().name}: {error.details()}"
         is_gone = error.code() in (StatusCode.NOT_FOUND, StatusCode.FAILED_PRECONDITION)
         self._end = Unavailable(message) if is_gone else ConfigurationError(message)

@@ -1,1 +1,4 @@
-"""The broker seam over RabbitMQ (AMQP 0-9-1). Decision 67 says how topics become queues."""
+"""The broker interface for RabbitMQ (AMQP 0-9-1).
+
+Decision 67 describes how topics map to queues.
+"""

@@ -1,4 +1,4 @@
-"""Makes and removes the queues and exchanges of topics and subscriptions."""
+"""Creates and deletes queues and exchanges for topics and subscriptions."""
 
 from __future__ import annotations
 
@@ -27,24 +27,26 @@ from shared.transport import SubscriptionSettings
 
 CALLS_IN_FLIGHT = 8
 ATTEMPTS = 3
-"""Minimum number of attempts of a call while the broker does not answer."""
+"""Minimum number of attempts per call while the broker does not answer."""
 UNLIMITED = 1_000_000
-"""Deliveries of a message whose subscription has no dead letters. RabbitMQ 4 has 20 by default."""
+"""Maximum deliveries of a message whose subscription has no dead letters.
+
+RabbitMQ 4 uses 20 by default.
+"""
 
 T = TypeVar("T")
 
 
 class RabbitAdmin:
-    """A connection for admin calls. Each is repeated after transient failures.
+    """A connection for admin calls. Each call is repeated after transient failures.
 
-    Every method raises BadInput if a name or setting is wrong, ConfigurationError if we do not have
-    the permission or something else has the name, and Unavailable if the call did not succeed in
-    time. Implements shared.transport.Admin.
+    Every method raises BadInput if a name or setting is invalid, ConfigurationError if we do not
+    have permission or the name is used by something else, and Unavailable if the call did not
+    succeed in time. Implements shared.transport.Admin.
 
     Args:
-        project: the prefix of all names.
-        broker: the URL. See broker_url.
-        timeout_s: limit of each call, retries included.
+        broker: broker URL. See broker_url.
+        timeout_s: limit of each call, including retries.
     """
 
     def __init__(self, project: str, broker: str, *, timeout_s: float = 30.0) -> None:
@@ -98,7 +100,7 @@ class RabbitAdmin:
         return True
 
     async def delete_topic(self, topic_id: str) -> bool:
-        """Deletes a topic. Returns whether it existed. Its subscriptions stay."""
+        """Deletes a topic. Returns whether it existed. Its subscriptions remain."""
         name = topic_name(self._project, topic_id)
         if not await self._exists(exchange=name):
             return False
@@ -117,22 +119,27 @@ class RabbitAdmin:
         return await self._exists(queue=queue_name(self._project, subscription_id))
 
     async def waiting_messages(self, subscription_id: str) -> int | None:
-        """Returns how many messages no consumer holds. None: the subscription is not there.
+        """Returns the number of messages not held by a consumer.
 
-        Pub/Sub has no such call, but a metric.
+        None: the subscription does not exist.
+
+        Pub/Sub has a metric for this, but no such call.
         """
         queue = queue_name(self._project, subscription_id)
         return await self._until(lambda: waiting(self._connection, queue), f"look at {queue}")
 
     async def missing_subscriptions(self, subscription_ids: list[str]) -> list[str]:
-        """Those of `subscription_ids` that do not exist, in their order."""
+        """Returns the `subscription_ids` that do not exist, in order."""
         exist = await asyncio.gather(*map(self.subscription_exists, subscription_ids))
         return [
             name for name, is_there in zip(subscription_ids, exist, strict=True) if not is_there
         ]
 
     def _arguments(self, settings: SubscriptionSettings) -> dict[str, Any]:
-        """The queue's. https://www.rabbitmq.com/docs/quorum-queues has those of quorum queues."""
+        """Returns the queue's arguments.
+
+        See https://www.rabbitmq.com/docs/quorum-queues for quorum queues.
+        """
         arguments: dict[str, Any] = {"x-message-ttl": settings.retention_s * 1000}
         if settings.is_reply:
             if settings.expires_after_s:
@@ -144,7 +151,7 @@ class RabbitAdmin:
                 "x-dead-letter-exchange": exchange_name(self._project),
                 "x-dead-letter-routing-key": settings.dead_letter_topic_id,
                 "x-delivery-limit": settings.max_delivery_attempts - 1,
-                # A dead letter is gone from here only after the other queue has it.
+                # A dead letter leaves this queue only after the other queue has it.
                 "x-dead-letter-strategy": "at-least-once",
                 "x-overflow": "reject-publish",
             }
@@ -185,7 +192,7 @@ class RabbitAdmin:
 
 
 def _delay(queue: str, delay_s: float) -> dict[str, Any]:
-    """The arguments of a queue of delays: no consumer, and back through the default exchange."""
+    """Returns the arguments of a delay queue, whose messages return via the default exchange."""
     return {
         "x-queue-type": "quorum",
         "x-message-ttl": round(delay_s * 1000),

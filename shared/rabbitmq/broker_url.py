@@ -1,4 +1,4 @@
-"""Parses the setting that names a RabbitMQ: without its client, as every process reads settings."""
+"""Parses the RabbitMQ broker setting without the client, because every process does."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ SCHEMES = {"rabbitmq": "amqp", "rabbitmqs": "amqps", "amqp": "amqp", "amqps": "a
 
 
 def broker_url(broker: str) -> URL:
-    """The AMQP URL of a broker setting.
+    """Returns the AMQP URL of a broker setting.
 
     Args:
         broker: `rabbitmq://USER:PASSWORD@HOST:PORT/VHOST`, or `rabbitmqs://` for TLS. `amqp://` and
-            `amqps://` are taken too.
+            `amqps://` are accepted too.
 
     Raises:
-        ConfigurationError: it is not such a URL.
+        ConfigurationError: the setting is not such a URL.
     """
     try:
         parts = urlsplit(broker)

@@ -1,14 +1,15 @@
 """The transport over RabbitMQ: publishes with confirmations, consumes with a prefetch.
 
-Guarantees used. A message is confirmed once a quorum of the broker's nodes has it on disk, and gone
-only after its ack. The broker redelivers what a channel held when the channel ends. So a crash
-loses nothing, and every consumer must be idempotent. The prefetch is the flow control.
+It relies on these guarantees. A message is confirmed once a quorum of the broker's nodes has it on
+disk, and deleted only after its ack. The broker redelivers messages held by a channel when the
+channel ends. So a crash loses nothing, and every consumer must be idempotent. The prefetch is the
+flow control.
 
-Decision 67 has what was rejected: aio-pika's robust connections, exclusive reply queues, one
-exchange for each topic, a queue for each pause.
+Decision 67 lists rejected alternatives: aio-pika's robust connections, exclusive reply queues, one
+exchange per topic, a queue per pause.
 
-A message is published until the broker confirms it: again after the connection broke or no answer
-came.
+A message is published until the broker confirms it, again whenever the connection breaks or no
+answer arrives.
 """
 
 from __future__ import annotations
@@ -42,27 +43,28 @@ from shared.rabbitmq.waits import ANSWER_LIMIT_S, ChannelWaits, close_channel, l
 from shared.transport import SmoothedDuration
 
 MESSAGE_LIMIT_BYTES = 10_000_000
-"""Pub/Sub's limit, so that what one broker takes the other takes too."""
+"""Pub/Sub's limit, so that both brokers accept the same messages."""
 IN_FLIGHT_LIMIT_MESSAGES = 20_000
 IN_FLIGHT_LIMIT_BYTES = 128 * 1024 * 1024
 KNOWN_TOPICS = 10_000
-"""The number of topics remembered to exist, so that a message without a queue costs no query."""
+"""Number of topics remembered to exist, so that a message without a queue does not cost a query."""
 
 OPEN_S = 5.0
-"""The time that opening a subscription waits for its consumer. After that it retries in the
-background.
+"""How long opening a subscription waits for its consumer.
+
+After that, it retries in the background.
 """
 CLOSE_S = 2.0
-"""The time that the last acks of a subscription may take."""
+"""Time limit for a subscription's last acks."""
 
 
 class ConfirmedPublisher:
-    """Publishes on one channel at a time. What waits for the broker's confirmation is bounded.
+    """Publishes on one channel at a time. The number of unconfirmed messages is bounded.
 
     Args:
-        connection: to publish on. The broker may block it while it is short of memory or disk, so
-            no consumer should share it.
-        topic_exists: says whether a topic was made. Asked when no queue takes a message.
+        connection: connection to publish on. The broker may block it while it is short of memory or
+            disk, so consumers should not share it.
+        topic_exists: returns whether a topic exists. Called if no queue receives a message.
     """
 
     def __init__(
@@ -93,9 +95,10 @@ class ConfirmedPublisher:
         ordering_key: str,
         timeout_s: float,
     ) -> str:
-        """Sends a message and returns its id. See shared.transport.Publisher.
+        """Sends a message and returns its ID. See shared.transport.Publisher.
 
-        A message that was not confirmed, or refused by its queue, is sent again with the same id.
+        A message that was not confirmed, or was rejected by its queue, is sent again with the same
+        ID.
         """
         if not data and not attributes:
             raise BadInput(f"publish to {topic_id}: an empty message")
@@ -115,10 +118,10 @@ class ConfirmedPublisher:
         return message_id
 
     async def send(self, queue: str, data: bytes, properties: spec.Basic.Properties) -> None:
-        """Sends to one queue, past the exchange, once.
+        """Sends directly to one queue, once.
 
         Raises:
-            Unavailable: the broker is unreachable or did not answer, or there is no such queue.
+            Unavailable: the broker is unreachable or did not answer, or the queue does not exist.
         """
         try:
             confirmed = await self._send_once(
@@ -144,7 +147,7 @@ class ConfirmedPublisher:
         self, topic_id: str, data: bytes, properties: spec.Basic.Properties, timeout_s: float
     ) -> None:
         action = f"publish to {topic_id}"
-        # Callers in a hurry must not all wait on a channel that gives no confirmation.
+        # Callers with little time must not all wait for a channel that does not confirm.
         limit_s = min(self._connection.answer_limit_s, timeout_s / 2)
         failure: PenstockError = Unavailable(f"{action}: no answer within {timeout_s:g} s")
         try:
@@ -158,7 +161,7 @@ class ConfirmedPublisher:
                             await self._check_topic(topic_id)
                         return
                     except aiormq.DeliveryError:
-                        # Also said of a queue whose node is just away.
+                        # The broker also reports this for a queue whose node is temporarily down.
                         failure = Overloaded(f"{action}: the queue takes no more")
                     except TimeoutError:
                         limit_s = longer(limit_s)
@@ -176,7 +179,7 @@ class ConfirmedPublisher:
         properties: spec.Basic.Properties,
         limit_s: float,
     ) -> object:
-        """Returns the confirmation, or the message if no queue took it."""
+        """Returns the confirmation, or the message if no queue received it."""
         waits = await self._open_channel()
         began_s = asyncio.get_running_loop().time()
         try:
@@ -188,14 +191,14 @@ class ConfirmedPublisher:
                     routing_key=routing_key,
                     properties=properties,
                     mandatory=True,
-                    # The confirmation is waited for, so the socket need not be.
+                    # The confirmation is awaited, so the socket need not be.
                     wait=False,
                 ),
             )
             self.round_trip.record(asyncio.get_running_loop().time() - began_s)
             return confirmed
         except TimeoutError:
-            # The confirmations of other queues may still come on it, so it stays open for them.
+            # Confirmations of other queues may still arrive on it, so it stays open for them.
             if self._waits is waits:
                 self._waits = None
             raise
@@ -216,7 +219,7 @@ class ConfirmedPublisher:
 
     async def _new_channel(self) -> ChannelWaits:
         waits = ChannelWaits(await self._connection.channel(confirms=True))
-        # A publish to an exchange that is not there would end the channel for all.
+        # Publishing to a missing exchange would end the channel for all.
         declared = waits.channel.exchange_declare(
             self._exchange, exchange_type="direct", durable=True
         )
@@ -227,7 +230,7 @@ class ConfirmedPublisher:
         return waits
 
     async def _check_topic(self, topic_id: str) -> None:
-        """Nobody subscribes to the topic. That is fine if it exists."""
+        """Checks a topic without subscribers, which is fine if it exists."""
         if topic_id in self._known:
             return
         if not await self._topic_exists(topic_id):
@@ -242,13 +245,13 @@ class RabbitTransport:
     Implements shared.transport.Transport.
 
     Args:
-        project: the prefix of all names, so that several deployments may share a vhost.
-        broker: the URL. See broker_url.
-        answer_limit_s: how long the broker may take to answer before it is asked again. The second
-            time it has twice as long, and so on.
+        project: prefix of all names, so that several deployments may share a vhost.
+        broker: broker URL. See broker_url.
+        answer_limit_s: maximum seconds to wait for an answer before asking again. Increases with
+            each attempt.
 
     Raises:
-        ConfigurationError: the URL is not valid.
+        ConfigurationError: the URL is invalid.
     """
 
     def __init__(
@@ -301,13 +304,13 @@ class RabbitTransport:
     ) -> AsyncIterator[QueueSubscription]:
         """Opens a subscription. See shared.transport.Subscriber.
 
-        AMQP has no bound by bytes, no lease to extend and no request of acks to share, so
-        `max_bytes`, `ack_deadline_s` and `ack_linger_s` have no use here.
+        AMQP does not support byte limits, extending leases or combining acks, so `max_bytes`,
+        `ack_deadline_s` and `ack_linger_s` have no effect here.
 
         Args:
-            delays_s: with these, a message that is handed back waits on the broker and is not held:
-                the first time for the first of these seconds, and so on, then always for the last.
-                The subscription must have been made with them (see delay_queue).
+            delays_s: seconds that a returned message waits in the broker, without being held: the
+                first value the first time, and so on, then always the last. The subscription must
+                have been created with them (see delay_queue).
         """
         queue = queue_name(self.project, subscription_id)
         subscription = QueueSubscription(

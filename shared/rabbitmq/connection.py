@@ -1,4 +1,4 @@
-"""A connection to RabbitMQ that opens again when it is next used, and the translation of errors."""
+"""A connection to RabbitMQ that reopens on next use, and the translation of errors."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from shared.rabbitmq.waits import ANSWER_LIMIT_S, CLOSE_LIMIT_S, only_own_cancel
 
 CONNECT_LIMIT_S = 5.0
 MAX_PAUSE_S = 2.0
-"""Between attempts to connect. A broker that restarts is back in seconds."""
+"""Pause between attempts to connect. A restarting broker is back within seconds."""
 HEARTBEAT_S = 10
-"""The broker and the client drop a connection from which nothing came for two or three of these.
+"""The broker and the client drop a connection after two or three of these intervals without data.
 
-A process that dies closes its connection at once. This is for machines and networks that vanish.
+A dying process closes its connection at once. This is for machines and networks that disappear.
 """
 
 BROKEN = (
@@ -31,18 +31,19 @@ BROKEN = (
     TimeoutError,
     StopAsyncIteration,
 )
-"""The errors that aiormq raises when a channel or its connection is gone, or refuses.
+"""Errors that aiormq raises when a channel or its connection is closed, or the broker rejects a
+call.
 
-The last one comes from a connection that ends in its handshake.
+The last one is raised if a connection ends during its handshake.
 """
 
 
 class BrokerConnection:
-    """One AMQP connection. It opens at its first use, and again after it broke.
+    """An AMQP connection. It opens on first use, and again after it breaks.
 
     Args:
-        name: what the broker's own pages call it.
-        answer_limit_s: how long an answer may take on an open channel, the first time.
+        name: name shown on the broker's own pages.
+        answer_limit_s: initial limit for an answer on an open channel.
     """
 
     def __init__(self, url: URL, name: str, answer_limit_s: float = ANSWER_LIMIT_S) -> None:
@@ -57,11 +58,11 @@ class BrokerConnection:
         """Opens a channel.
 
         Args:
-            confirms: True if the broker confirms what is published on it.
+            confirms: True if the broker should confirm messages published on it.
 
         Raises:
-            Unavailable: the broker is unreachable, or this connection was closed for good.
-            ConfigurationError: it refuses our credentials or the vhost.
+            Unavailable: the broker is unreachable, or this connection was closed permanently.
+            ConfigurationError: the broker rejects our credentials or the vhost.
         """
         try:
             async with asyncio.timeout(CONNECT_LIMIT_S):
@@ -94,7 +95,7 @@ class BrokerConnection:
                 try:
                     self._current = await aiormq.connect(self._url)
                 except BROKEN:
-                    # A task that waits for the lock must not try again at once.
+                    # A task waiting for the lock must not try again at once.
                     await asyncio.sleep(next(self._pauses))
                     raise
                 self._pauses = backoff(longest_s=MAX_PAUSE_S)

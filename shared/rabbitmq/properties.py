@@ -1,4 +1,4 @@
-"""A message of the seam as AMQP properties, and back."""
+"""Converts messages to AMQP properties and back."""
 
 from __future__ import annotations
 
@@ -13,33 +13,36 @@ from shared.errors import BadInput
 from shared.transport import ReceivedMessage
 
 ATTRIBUTE_LIMIT, NAME_LIMIT_BYTES, VALUE_LIMIT_BYTES = 100, 128, 1024
-"""Pub/Sub's, so that what one broker takes the other takes too. AMQP has 128 bytes for a name, and
-pamqp cuts longer ones without an error. So many fit into the one frame that headers may have."""
+"""Pub/Sub's limits, so that both brokers accept the same messages.
+
+AMQP allows 128 bytes for a name, and pamqp truncates longer ones without an error. This number fits
+into the single frame that headers may have.
+"""
 KEY_LIMIT_BYTES = 255
 _OWN = ("x-", "CC", "BCC")
-"""Headers with these beginnings mean something to the broker or to us."""
+"""Headers with these prefixes are used by the broker or by us."""
 _PUBLISHED_US, _ORDERING_KEY, _ATTEMPT = "x-published-us", "x-ordering-key", "x-attempt"
 _DELIVERY_COUNT = "x-delivery-count"
 _DEATHS = "x-death"
 _REASON = "penstock_reason"
 _EXPIRED = "no worker took it in time"
-"""Said in that attribute of a message that waited longer than its queue keeps messages.
+"""Value of that attribute for a message that waited longer than its queue keeps messages.
 
-One that used up its attempts says nothing: the broker does not report their number.
+Not set for a message that used up its attempts, because the broker does not report their number.
 """
 
 
 def properties_of(
     attributes: Mapping[str, str], keys: Sequence[str], message_id: str, ordering_key: str
 ) -> spec.Basic.Properties:
-    """The properties of a new message.
+    """Returns the properties of a new message.
 
     Args:
-        keys: all routing keys. The first one is that of the publish itself.
-        ordering_key: may be empty.
+        keys: all routing keys. The first is used for the publish itself.
+        ordering_key: ordering key, or empty.
 
     Raises:
-        BadInput: an attribute is too long, or has a name that the broker reads.
+        BadInput: an attribute is too long, or has a name used by the broker.
     """
     _check(attributes)
     headers: dict[str, Any] = {**attributes, _PUBLISHED_US: time.time_ns() // 1000}
@@ -51,7 +54,7 @@ def properties_of(
 
 
 def returned_properties(delivered: DeliveredMessage, attempt: int) -> spec.Basic.Properties:
-    """The properties of a message that goes through a queue of delays, after `attempt` attempts."""
+    """Returns the properties of a message that goes to a delay queue after `attempt` attempts."""
     old = delivered.header.properties
     headers = {
         name: value
@@ -63,10 +66,10 @@ def returned_properties(delivered: DeliveredMessage, attempt: int) -> spec.Basic
 
 
 def message_of(delivered: DeliveredMessage, ack_id: str, now_s: float) -> ReceivedMessage:
-    """The message of a delivery.
+    """Returns the message in a delivery.
 
     Args:
-        ack_id: names it towards the subscription.
+        ack_id: ID by which the subscription knows it.
         now_s: event loop time, in seconds.
     """
     properties = delivered.header.properties
@@ -92,10 +95,10 @@ def message_of(delivered: DeliveredMessage, ack_id: str, now_s: float) -> Receiv
 
 
 def check_topic(topic_id: str) -> None:
-    """Refuses what AMQP can't carry as a routing key.
+    """Rejects topic IDs that AMQP can't use as a routing key.
 
     Raises:
-        BadInput: the topic's id is too long.
+        BadInput: the topic ID is too long.
     """
     if len(topic_id.encode()) > KEY_LIMIT_BYTES:
         raise BadInput(f"a topic can't be named {topic_id[:64]!r}…: above {KEY_LIMIT_BYTES} bytes")

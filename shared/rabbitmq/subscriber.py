@@ -1,9 +1,10 @@
-"""Receives messages of one queue, and consumes again after the channel or connection broke.
+"""Receives messages from one queue, and consumes again after the channel or connection breaks.
 
-It joins the acks of a channel, because the broker forgets some of many that come one by one. A
-channel passes 32 settlements at a time to the leader of a quorum queue. It keeps the others, and
-drops them when it is closed, though it read them before: those messages come again. That is so in
-RabbitMQ 3.10.8, 4.0.5 and 4.3.6. An ack of all messages up to a number is one settlement.
+It combines the acks of a channel, because the broker loses some of many individual ones. A channel
+passes 32 settlements at a time to the leader of a quorum queue. It keeps the others, and drops them
+when it is closed although it has already read them, so those messages are delivered again. This
+happens in RabbitMQ 3.10.8, 4.0.5 and 4.3.6. An ack of all messages up to a number is a single
+settlement.
 """
 
 from __future__ import annotations
@@ -34,21 +35,21 @@ from shared.transport import ReceivedMessage, SmoothedDuration
 log = logging.getLogger(__name__)
 
 REFUSALS = 4
-"""A queue just made may not be known to each node of a cluster yet."""
+"""A new queue may not be known to every node of a cluster yet."""
 RETRY_MIN_S, RETRY_MAX_S = 0.1, 10.0
-"""The pause before a message that was handed back comes again. The same as on Pub/Sub.
+"""Pause before a returned message is delivered again. The same as on Pub/Sub.
 
-RabbitMQ itself delivers it again at once, so it is held for this time.
+RabbitMQ itself redelivers it at once, so it is held for this time.
 """
 
 MAX_CONSUMERS = 16
 MIN_GROWTH = 0.25
-"""A consumer is added for at least this share of what is held already."""
+"""A consumer is added for at least this fraction of the number already held."""
 MEASURE_EVERY_S = 10.0
-"""The broker answers no acks, so it is asked for the round trip."""
+"""The broker does not answer acks, so the round trip is measured separately."""
 
 CANCEL_S = 1.0
-"""The time that the broker may take to stop sending."""
+"""Time limit for the broker to stop sending."""
 
 OpenChannel = Callable[[], Awaitable[Channel]]
 DelayedReturn = Callable[[DeliveredMessage, int], Awaitable[None]]
@@ -56,24 +57,27 @@ DelayedReturn = Callable[[DeliveredMessage, int], Awaitable[None]]
 
 
 class AckRuns:
-    """The settlements of one channel, whose deliveries are numbered from 1 without a gap."""
+    """The settlements of one channel, whose deliveries are numbered consecutively from 1."""
 
     def __init__(self) -> None:
         self._all_up_to = 0
         self._apart: set[int] = set()
-        """Settled ones above that."""
+        """Settled deliveries above that number."""
 
     def settle(self, tag: int) -> None:
-        """Says that a delivery was settled. One that was not must come again, so it ends a run."""
+        """Records that a delivery was settled.
+
+        An unsettled one must be delivered again, so it ends a run.
+        """
         self._apart.add(tag)
         while self._all_up_to + 1 in self._apart:
             self._all_up_to += 1
             self._apart.discard(self._all_up_to)
 
     def join(self, tags: Iterable[int]) -> list[tuple[int, bool]]:
-        """The acks to send for deliveries: each its tag, and whether it is for all before it too.
+        """Returns the acks to send: each tag, and whether it includes all earlier deliveries.
 
-        No delivery is acked that was not settled.
+        Unsettled deliveries are never acked.
         """
         ordered = sorted(tags)
         for tag in ordered:
@@ -93,14 +97,14 @@ class _Held:
 class QueueSubscription:
     """An open subscription. See shared.transport.Subscription.
 
-    A held message is redelivered when its channel ends, so no lease is kept: the broker notices
-    a process that dies at once.
+    Held messages are redelivered when their channel ends, so leases are not needed: the broker
+    notices a dead process at once.
 
     Args:
-        max_messages: how many unacked messages the broker sends.
-        delayed_return: where messages that are handed back go. None: they are held for a while,
-            and then return to their queue.
-        answer_limit_s: how long the broker's answer may take, the first time.
+        max_messages: maximum number of unacked messages that the broker sends.
+        delayed_return: destination of returned messages. None: they are held for a while and then
+            returned to their queue.
+        answer_limit_s: initial limit for an answer of the broker.
     """
 
     def __init__(
@@ -135,24 +139,24 @@ class QueueSubscription:
         self._tasks: list[asyncio.Task[None]] = []
         self._is_open = False
         self.lost = 0
-        """Messages whose channel ended while they were held."""
+        """Number of messages whose channel ended while they were held."""
         self.round_trip = SmoothedDuration()
         """See shared.transport.Subscription."""
 
     def hold(self, max_messages: int) -> None:
-        """See shared.transport.Subscription. The broker bounds no bytes."""
+        """See shared.transport.Subscription. The broker does not limit bytes."""
         self._wanted = max(self._max_messages, max_messages)
         if self._lacking() or self._spare():
             self._resizing.set()
 
     def _lacking(self) -> int:
-        """How many more messages a further consumer is for. 0: none is needed."""
+        """Returns the prefetch count for an additional consumer. 0: none is needed."""
         held = sum(messages for _, messages in self._consumers)
         more = self._wanted - held
         return more if more >= held * MIN_GROWTH and len(self._consumers) < MAX_CONSUMERS else 0
 
     def _spare(self) -> bool:
-        """True if the last consumer is not needed."""
+        """Returns whether the last consumer is no longer needed."""
         before = sum(messages for _, messages in self._consumers[:-1])
         return len(self._consumers) > 1 and before >= self._wanted
 
@@ -168,7 +172,7 @@ class QueueSubscription:
         while True:
             while self._received:
                 message = self._received.popleft()
-                if not message.lost:  # another subscriber has it by now
+                if not message.lost:  # another subscriber has received it by now
                     return message
             if self._end is not None:
                 raise self._end
@@ -178,7 +182,10 @@ class QueueSubscription:
             await self._arrival.wait()
 
     def ack(self, message: ReceivedMessage) -> None:
-        """See shared.transport.Subscription. A second ack, or a lost message's, is ignored."""
+        """See shared.transport.Subscription.
+
+        A second ack, or an ack of a lost message, is ignored.
+        """
         held = self._held.pop(message.ack_id, None)
         if held is not None:
             self._settle(held, is_done=True)
@@ -193,7 +200,6 @@ class QueueSubscription:
         self._give_back_later(held)
 
     def start(self) -> None:
-        """Begins to consume, in the background."""
         self._tasks = [
             asyncio.create_task(self._consume(), name=f"consume {self._queue}"),
             asyncio.create_task(self._send_settled(), name=f"settle {self._queue}"),
@@ -202,13 +208,13 @@ class QueueSubscription:
         self._tasks[0].add_done_callback(self._ended)
 
     async def wait_open(self, timeout_s: float) -> None:
-        """Waits until the queue is consumed or was refused for good, at most `timeout_s`."""
+        """Waits up to `timeout_s` until the queue is being consumed or was rejected permanently."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._opened.wait()
 
     async def stop(self) -> None:
-        """Stops receiving: returns unprocessed messages and ends the iteration.
+        """Stops receiving: returns unprocessed messages to the broker and ends the iteration.
 
         Acks continue.
         """
@@ -217,8 +223,8 @@ class QueueSubscription:
         self._is_stopped = True
         if self._waits is not None and self._is_open:
             with suppress(*BROKEN), only_own_cancellation():
-                # The answer comes after the last delivery, so all that were sent are here then.
-                # With aiormq's own limit the acks go first.
+                # The answer arrives after the last delivery, so all messages sent have arrived by
+                # then. With aiormq's own limit, acks would go first.
                 for tag, _ in list(self._consumers):
                     await self._waits.channel.basic_cancel(tag, timeout=CANCEL_S)
         while self._received:
@@ -229,7 +235,7 @@ class QueueSubscription:
         self._arrival.set()
 
     async def close(self, timeout_s: float) -> None:
-        """Hands back everything still held and sends the last acks, within `timeout_s`."""
+        """Returns all held messages and sends the last acks, within `timeout_s`."""
         await self.stop()
         for ack_id in list(self._held):
             self._give_back(ack_id)
@@ -269,7 +275,7 @@ class QueueSubscription:
                 settled = list(self._settled)
                 await self._send_acks([held for held, is_done in settled if is_done])
                 for held, is_done in settled:
-                    # A channel that is gone has returned its messages.
+                    # A closed channel has already returned its messages.
                     with suppress(*BROKEN):
                         if not is_done:
                             await self._send_back(held)
@@ -307,10 +313,12 @@ class QueueSubscription:
                     self._held[held.message.ack_id] = held
                     self._give_back_later(held)
                     return
-        # Since RabbitMQ 4.3 a nack is not a failed attempt, so poison would come again forever.
+        # Since RabbitMQ 4.3, a nack is not a failed attempt, so a poison message would be
+        # redelivered forever.
         rejected = waits.channel.basic_reject(_tag(held), requeue=True, wait=False)
         await waits.within(self._answer_limit_s, rejected)
-        # Only now: an ack of a run must not cover a message whose reject was not written.
+        # Only now, because an ack of a run must not include a message whose reject was not yet
+        # written.
         if self._on_channel(held):
             self._runs.settle(_tag(held))
 
@@ -332,7 +340,7 @@ class QueueSubscription:
             await asyncio.sleep(next(pauses))
 
     async def _consume_on_one_channel(self) -> PenstockError | None:
-        """Consumes until the channel ends. Returns what kept it from beginning."""
+        """Consumes until the channel ends. Returns the error that kept it from starting."""
         try:
             channel = await self._open_channel()
         except PenstockError as error:
@@ -359,19 +367,19 @@ class QueueSubscription:
         finally:
             waiting.cancel()
             self._is_open = False
-        # Closing returns what this consumer still has.
+        # Closing returns the messages that this consumer still holds.
         await close_channel(channel)
         return None
 
     async def _consume_more(self, waits: ChannelWaits, messages: int) -> None:
-        """Adds a consumer. A prefetch count is for consumers that begin after it was set."""
+        """Adds a consumer. A prefetch count applies to consumers that start after it is set."""
         await self._measure(waits, messages)
         consuming = waits.channel.basic_consume(self._queue, self._take)
         tag = (await waits.within(self._limit_s, consuming)).consumer_tag or ""
         self._consumers.append((tag, messages))
 
     async def _resize(self) -> None:
-        """Adds or ends consumers when another number is to be held. Measures the round trip."""
+        """Adds or ends consumers when the limit changes. Measures the round trip."""
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(MEASURE_EVERY_S):
@@ -380,7 +388,7 @@ class QueueSubscription:
             self._resizing.clear()
             if self._waits is None or not self.is_connected:
                 continue
-            # A channel that is gone is opened again, and then resized.
+            # A closed channel is reopened, and then resized.
             with suppress(*BROKEN):
                 await (self._resize_now if is_asked else self._measure)(self._waits)
 
@@ -392,7 +400,7 @@ class QueueSubscription:
             await waits.within(self._limit_s, waits.channel.basic_cancel(tag))
 
     async def _measure(self, waits: ChannelWaits, messages: int = 1) -> None:
-        """Sets the prefetch count of consumers that begin later, which the broker answers."""
+        """Sets the prefetch count of later consumers, which the broker answers."""
         began_s = asyncio.get_running_loop().time()
         await waits.within(self._limit_s, waits.channel.basic_qos(prefetch_count=messages))
         self.round_trip.record(asyncio.get_running_loop().time() - began_s)

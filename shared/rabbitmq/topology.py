@@ -1,12 +1,12 @@
 """Maps topics, subscriptions and filters to exchanges, queues and routing keys, and queries them.
 
-One direct exchange carries all messages of a project, so a topic that is gone can't close a channel
-that others publish on. A message has the routing key of its topic, and one more per attribute that
-filters use. The broker routes by all of them (the BCC header of
-https://www.rabbitmq.com/docs/sender-selected), and gives a queue a message once.
+One direct exchange carries all messages of a project, so a deleted topic can't close a channel that
+others publish on. A message has the routing key of its topic, and another key per attribute used in
+filters. The broker routes by all of them (the BCC header of
+https://www.rabbitmq.com/docs/sender-selected), and delivers a message to each queue only once.
 
-Delay queues hold messages before they are delivered again. A refused query ends its channel, so
-each query has a channel of its own.
+Delay queues hold messages before they are delivered again. A failed query ends its channel, so each
+query uses a separate channel.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from shared.rabbitmq.waits import ChannelWaits, close_channel
 from shared.transport import parse_filter
 
 FILTERED = ("slot", "lane")
-"""The attributes that filters of ours use."""
+"""The attributes used in our filters."""
 
 T = TypeVar("T")
 
 
 def exchange_name(project: str) -> str:
-    """The exchange of all messages of `project`."""
+    """Returns the exchange for all messages of `project`."""
     return f"penstock.{project}"
 
 
 def topic_name(project: str, topic_id: str) -> str:
-    """The exchange that says that a topic exists. No message goes through it."""
+    """Returns the exchange that marks a topic as existing. Messages do not go through it."""
     return f"{project}.topic.{topic_id}"
 
 
@@ -42,7 +42,7 @@ def queue_name(project: str, subscription_id: str) -> str:
 
 
 def message_keys(topic_id: str, attributes: Mapping[str, str]) -> list[str]:
-    """The routing keys of a message of a topic. The first is the topic's own."""
+    """Returns the routing keys of a message. The first is the topic's own key."""
     keys = [topic_id]
     for name in FILTERED:
         value = attributes.get(name)
@@ -54,10 +54,10 @@ def message_keys(topic_id: str, attributes: Mapping[str, str]) -> list[str]:
 
 
 def binding_key(topic_id: str, filter_text: str) -> str:
-    """The routing key of the messages that pass a subscription's filter.
+    """Returns the routing key of messages that match a subscription's filter.
 
     Raises:
-        BadInput: the filter is not one of those that Penstock uses.
+        BadInput: the filter is not one used by Penstock.
     """
     wanted = parse_filter(filter_text)
     if wanted is None:
@@ -66,7 +66,7 @@ def binding_key(topic_id: str, filter_text: str) -> str:
 
 
 def delays_between(first_s: float, longest_s: float) -> tuple[float, ...]:
-    """The pauses before a message's second, third … delivery: doubling, at most `longest_s`."""
+    """Returns the pauses before later deliveries of a message: doubling, up to `longest_s`."""
     delays = [first_s]
     while delays[-1] < longest_s:
         delays.append(min(longest_s, 2 * delays[-1]))
@@ -74,7 +74,7 @@ def delays_between(first_s: float, longest_s: float) -> tuple[float, ...]:
 
 
 def delay_queue(queue: str, delay_s: float) -> str:
-    """The queue whose messages return to `queue` after `delay_s` seconds."""
+    """Returns the queue whose messages return to `queue` after `delay_s` seconds."""
     return f"{queue}.delay.{round(delay_s * 1000)}ms"
 
 
@@ -83,7 +83,7 @@ async def exists(connection: BrokerConnection, *, queue: str = "", exchange: str
 
     Raises:
         Unavailable: the broker is unreachable.
-        ConfigurationError: we may not ask.
+        ConfigurationError: we do not have permission to query it.
     """
     if queue:
         return await waiting(connection, queue) is not None
@@ -95,11 +95,11 @@ async def exists(connection: BrokerConnection, *, queue: str = "", exchange: str
 
 
 async def waiting(connection: BrokerConnection, queue: str) -> int | None:
-    """Returns how many messages wait in a queue, without held ones. None if there is no such queue.
+    """Returns the number of waiting messages, without held ones. None if the queue does not exist.
 
     Raises:
         Unavailable: the broker is unreachable.
-        ConfigurationError: we may not ask.
+        ConfigurationError: we do not have permission to query it.
     """
     try:
         declared = await _ask(connection, queue, lambda on: on.queue_declare(queue, passive=True))

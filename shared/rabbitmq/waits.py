@@ -1,7 +1,7 @@
-"""Limits of the waits for the broker: none may last longer than the channel it is on.
+"""Limits for waiting on the broker: no wait may outlast its channel.
 
-aiormq itself never ends a call that waits for room to write while its connection breaks, nor
-any call behind it.
+aiormq itself never ends a call that waits for room to write while its connection breaks, nor any
+later call.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import TypeVar
 from aiormq import Channel, ChannelInvalidStateError
 
 ANSWER_LIMIT_S = 5.0
-"""The time that the broker may take to answer before it is asked again, the first time."""
+"""Initial limit for an answer of the broker before it is asked again."""
 MAX_ANSWER_LIMIT_S = 60.0
-"""A broker that is slow, and not deaf, must not be asked ever more."""
+"""A slow broker must not be asked more and more often."""
 CLOSE_LIMIT_S = 2.0
 
 T = TypeVar("T")
@@ -32,15 +32,15 @@ class ChannelWaits:
 
     @property
     def is_idle(self) -> bool:
-        """True if nothing waits."""
+        """True if nothing is waiting."""
         return not self._limits
 
     async def within(self, limit_s: float, answer: Awaitable[T]) -> T:
-        """Waits for an answer of the broker.
+        """Waits for an answer from the broker.
 
         Raises:
-            TimeoutError: it did not come within `limit_s`, though the channel is open.
-            aiormq.AMQPError: the broker refuses.
+            TimeoutError: no answer arrived within `limit_s`, although the channel is open.
+            aiormq.AMQPError: the broker rejects the call.
             aiormq.ChannelInvalidStateError: the channel ended.
         """
         try:
@@ -71,16 +71,16 @@ async def close_channel(channel: Channel) -> None:
 
 
 def longer(limit_s: float) -> float:
-    """The limit of the next answer, after none came within `limit_s`."""
+    """Returns the next limit after no answer arrived within `limit_s`."""
     return min(2 * limit_s, MAX_ANSWER_LIMIT_S)
 
 
 @contextmanager
 def only_own_cancellation() -> Iterator[None]:
-    """Separates our own cancellation from the one that aiormq uses on a silent connection.
+    """Distinguishes our own cancellation from the one that aiormq uses on a silent connection.
 
     Raises:
-        aiormq.ChannelInvalidStateError: in the place of such an error.
+        aiormq.ChannelInvalidStateError: raised in place of aiormq's cancellation.
     """
     try:
         yield

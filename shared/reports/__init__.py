@@ -1,1 +1,1 @@
-"""Reports on usage: GoogleSQL with parameters, for the command line, the console and schedules."""
+"""Reports on usage: parameterized GoogleSQL, for the command line, the console and schedules."""

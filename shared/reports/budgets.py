@@ -1,4 +1,4 @@
-"""The monthly budgets of tenants, as the directory of keys has them."""
+"""The monthly budgets of tenants, from the key directory."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from shared.tenants.directory import Document, decode_document, plan_of
 
 
 async def read_budgets(keys_url: str) -> dict[str, float]:
-    """The budgets of the directory that PENSTOCK_KEYS_URL names. None if it is empty.
+    """Returns the budgets in the directory at PENSTOCK_KEYS_URL. Empty if the setting is empty.
 
     Raises:
-        NoDirectory: there is none yet.
+        NoDirectory: the directory does not exist yet.
         Unavailable: the directory is unreachable.
-        ConfigurationError: it is not valid.
+        ConfigurationError: the directory is invalid.
     """
     if not keys_url:
         return {}

@@ -1,10 +1,10 @@
-"""The tables that are made from rows a day at a time: `daily_usage` and `anomalies`.
+"""Tables derived from rows one day at a time: `daily_usage` and `anomalies`.
 
-A day is one partition. A query writes into it with WRITE_TRUNCATE, which BigQuery does as a whole
-or not at all. So a repeated run replaces the day, and nobody reads half of one.
+Each day is a partition. A query writes it with WRITE_TRUNCATE, which BigQuery does completely or
+not at all. So running it again replaces the day, and readers never see a partial one.
 https://docs.cloud.google.com/bigquery/docs/managing-partitioned-table-data
 
-A day is one of the billing zone, for scheduled runs and for backfills.
+Days are in the billing time zone, for scheduled runs and for backfills.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from datetime import UTC, time, timedelta
 from shared.reports.definitions import find_zone
 
 AGAIN_DAYS = 3
-"""Days before the last one that a scheduled run does again, as rows may come late."""
+"""Number of earlier days that a scheduled run recomputes, because rows may arrive late."""
 MAX_DAYS = 31
-"""The maximum number of days of one call. A month fits."""
+"""Maximum number of days per call. A month fits."""
 SETTLING = timedelta(minutes=5)
-"""The time that the rows of an hour may take to arrive before it is judged."""
+"""How long to wait for the rows of an hour before judging it."""
 
 DAILY_USAGE, ANOMALIES = "daily_usage", "anomalies"
 LIMITS: Mapping[str, int | float] = {
@@ -44,13 +44,14 @@ LIMITS: Mapping[str, int | float] = {
     "least_errors": 10.0,
     "least_share": 0.5,
 }
-"""The conditions of an anomaly in addition to its score: hours of earlier weeks to compare with,
-and a distance from their median in dollars or errors, and as a share of it."""
+"""Conditions for an anomaly in addition to its score: a number of hours in earlier weeks to compare
+with, and a minimum distance from their median, in dollars or errors and as a fraction.
+"""
 _TYPES = {str: "STRING", int: "INT64", float: "FLOAT64", date: "DATE", datetime: "TIMESTAMP"}
 
 
 class BillingDay(NamedTuple):
-    """A day of the billing zone. It has 23 or 25 hours when clocks change."""
+    """A day in the billing time zone. It has 23 or 25 hours when clocks change."""
 
     day: date
     tz: str
@@ -65,14 +66,14 @@ class BillingDay(NamedTuple):
 
 
 def days_asked(asked: Mapping[str, object], tz: str, now: datetime) -> list[BillingDay]:
-    """The days of a call, the oldest first.
+    """Returns the days of a call, oldest first.
 
     Args:
-        asked: `from` and `to`, both included, such as 2026-10-31. Without them: the last day that
-            is over, and AGAIN_DAYS before it.
+        asked: `from` and `to`, both inclusive, such as 2026-10-31. Default: the last complete day
+            and AGAIN_DAYS before it.
 
     Raises:
-        BadInput: the words are wrong, the range is too long, or its last day is not over yet.
+        BadInput: a field is invalid, the range is too long, or its last day is not over yet.
     """
     if unknown := set(asked) - {"from", "to"}:
         name = min(unknown)[:40]
@@ -91,7 +92,7 @@ def days_asked(asked: Mapping[str, object], tz: str, now: datetime) -> list[Bill
 
 
 def hours_over(tz: str, now: datetime) -> tuple[BillingDay, datetime]:
-    """The day whose hours are to be judged now, and the end of the last of them that is over."""
+    """Returns the day whose hours to judge now, and the end of its last complete hour."""
     settled = now - SETTLING
     day = BillingDay(settled.astimezone(find_zone(tz)).date(), tz)
     hours = (settled - day.since) // timedelta(hours=1)
@@ -102,7 +103,7 @@ def hours_over(tz: str, now: datetime) -> tuple[BillingDay, datetime]:
 
 
 def months_over(days: list[BillingDay], now: datetime) -> list[str]:
-    """The months of these days that have ended, such as 2026-10. Only these have invoices."""
+    """Returns the completed months among these days, such as 2026-10. Only they have invoices."""
     months = {day.day.replace(day=1): day.tz for day in days}
     return [
         f"{first:%Y-%m}"
@@ -129,7 +130,7 @@ def _midnight(day: date, tz: str) -> datetime:
 
 
 class Anomaly(NamedTuple):
-    """An hour outside the usual band of that hour of the week."""
+    """An hour outside the usual range for that hour of the week."""
 
     hour: datetime
     scope: str
@@ -148,12 +149,10 @@ class Anomaly(NamedTuple):
 
 
 class DayTables:
-    """Writes and reads these tables. Calls block, so a server runs them on threads.
+    """Writes and reads these tables. Calls block, so servers run them in threads.
 
     Args:
-        client: Google's client. Open.
-        dataset: the id of the data set.
-        most_bytes: a query that would read more is refused.
+        most_bytes: a query that would read more bytes is rejected.
     """
 
     def __init__(self, client: Client, dataset: str, most_bytes: int = MAX_BYTES) -> None:
@@ -162,10 +161,11 @@ class DayTables:
         self._most_bytes = most_bytes
 
     def write_usage(self, day: BillingDay, limit_s: float = QUERY_LIMIT_S) -> None:
-        """Sums up a day in `daily_usage`.
+        """Writes the totals of a day to `daily_usage`.
 
         Raises:
-            Unavailable: BigQuery is unreachable or refused. The table is as it was, or done.
+            Unavailable: BigQuery is unreachable or rejected the query. The table is unchanged or
+                complete.
         """
         ends = {"since": day.since, "until": day.until, "tz": day.tz}
         self._replace(DAILY_USAGE, day.day, ends, limit_s)
@@ -173,28 +173,28 @@ class DayTables:
     def write_anomalies(
         self, day: BillingDay, until: datetime, limit_s: float = QUERY_LIMIT_S
     ) -> None:
-        """Judges the hours of a day up to `until`, in `anomalies`.
+        """Judges the hours of a day up to `until`, and writes `anomalies`.
 
         Raises:
-            Unavailable: as for `write_usage`.
+            Unavailable: see `write_usage`.
         """
         self._replace(ANOMALIES, day.day, {"until": until, "tz": day.tz, **LIMITS}, limit_s)
 
     def anomalies(self, day: date, limit_s: float = QUERY_LIMIT_S) -> list[Anomaly]:
-        """The anomalies of a day.
+        """Returns the anomalies of a day.
 
         Raises:
-            BadInput: there are too many.
-            Unavailable: BigQuery is unreachable or refused.
+            BadInput: there are too many rows.
+            Unavailable: BigQuery is unreachable or rejected the query.
         """
         return [Anomaly(*row) for row in self._read("found_anomalies", day, limit_s)]
 
     def summary(self, day: date, limit_s: float = QUERY_LIMIT_S) -> list[dict[str, Any]]:
-        """A day and its month by tenant and model, as statements/summary.sql says.
+        """Returns a day and its month by tenant and model, using statements/summary.sql.
 
         Raises:
-            BadInput: there are too many.
-            Unavailable: BigQuery is unreachable or refused.
+            BadInput: there are too many rows.
+            Unavailable: BigQuery is unreachable or rejected the query.
         """
         return [dict(row.items()) for row in self._read("summary", day, limit_s)]
 

@@ -1,6 +1,6 @@
-"""The reports: GoogleSQL files, whose heads say what each shows, to whom, and in which columns.
+"""The reports: GoogleSQL files, whose headers define description, audience and columns.
 
-A head is the comment at the top of a file of `queries`:
+The header is the comment at the top of a file in `queries`:
 
     -- What each tenant used of each model, per day.      the title
     -- owner: product                                     who answers for it
@@ -12,9 +12,9 @@ A head is the comment at the top of a file of `queries`:
     -- plot: bars cost_usd by day, one color per model    how it is drawn
     -- column day: what it is                             each column, in order
 
-Further lines are notes. Every report has the parameters of `ReportQuestion` (a range of time, a
-time zone, tenants and models) but those that it names after `without`. Tenants see a report for
-`tenants` with their own rows only.
+Further lines are notes. Every report has the parameters of `ReportQuestion` (time range, time zone,
+tenants and models) except those listed after `without`. Tenants see a report for `tenants` only
+with their own rows.
 """
 
 from __future__ import annotations
@@ -33,10 +33,12 @@ from shared.errors import BadInput
 MAX_NAMES = 1000
 MAX_NAME_CHARS = 256
 MAX_DAYS = 3660
-"""The maximum length of a range. A report with a line for each day, or hour, has lines of days
-without rows too."""
+"""Maximum length of a range.
+
+A report with a line per day or hour also has lines for days without rows.
+"""
 ROWS_KEPT_DAYS = 400
-"""The time that rows are kept (infra/bigquery/rows.table.json)."""
+"""How long rows are kept (infra/bigquery/rows.table.json)."""
 _DAY = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
 _MONTH = re.compile(r"[0-9]{4}-[0-9]{2}")
 
@@ -49,18 +51,18 @@ _PLOT = re.compile(r"(\w+) ([\w, ]+?) by (\w+)(?: and (\w+)|, one color per (\w+
 
 
 class ReportQuestion(NamedTuple):
-    """One question: the parameters that every report knows."""
+    """A question to a report: the parameters known to every report."""
 
     since: datetime
-    """The first moment, as @since."""
+    """Start (inclusive), as @since."""
     until: datetime
-    """The first moment that is too late, as @until."""
+    """End (exclusive), as @until."""
     tz: str = "UTC"
-    """The time zone of days and months, as @tz, by its IANA name."""
+    """Time zone of days and months, as @tz, by IANA name."""
     tenants: tuple[str, ...] | None = None
-    """Whose rows, as @tenants. None: everybody's."""
+    """Tenants whose rows to include, as @tenants. None: all."""
     models: tuple[str, ...] | None = None
-    """The models, as @models. None: all."""
+    """Models to include, as @models. None: all."""
 
 
 def ask(
@@ -74,20 +76,20 @@ def ask(
     max_days: int = MAX_DAYS,
     now: datetime | None = None,
 ) -> ReportQuestion:
-    """Reads a question from words.
+    """Parses a question.
 
     Args:
-        since: where the range begins: a day, or a moment in ISO 8601. Empty: `days` before its end.
-        until: where it ends: the first day, or moment, that is too late. Empty: now.
-        tz: the time zone of days, and of moments that name none.
-        tenants: whose rows. None: everybody's.
-        models: of which models. None: of all.
-        days: how far to look back if `since` is empty.
-        max_days: how long the range may be.
-        now: the present moment. Tests replace it.
+        since: start of the range: a date, or a time in ISO 8601. Empty: `days` before its end.
+        until: end of the range, exclusive: a date or a time. Empty: now.
+        tz: time zone of dates, and of times without one.
+        tenants: tenants whose rows to include. None: all.
+        models: models to include. None: all.
+        days: number of days to look back if `since` is empty.
+        max_days: maximum length of the range.
+        now: current time. Replaced by tests.
 
     Raises:
-        BadInput: a word is wrong. `field` names it.
+        BadInput: a value is invalid. `field` names it.
     """
     zone = find_zone(tz)
     end = _moment(until, zone, "to") if until else now or datetime.now(UTC)
@@ -98,8 +100,8 @@ def ask(
         )
     if (end - start).days > max_days:
         raise BadInput(
-            f"from: {since or start} is {(end - start).days} days before the end, {until or end};"
-            f" a range is at most {max_days} days long, so give a later `from`",
+            f"from: {since or start} is {(end - start).days} days before the end, {until or end}; "
+            f"a range is at most {max_days} days long, so give a later `from`",
             field="from",
         )
     return ReportQuestion(start, end, tz, _names(tenants, "tenant"), _names(models, "model"))
@@ -108,10 +110,10 @@ def ask(
 def ask_month(
     month: str, tz: str = "UTC", *, tenants: tuple[str, ...] | None = None
 ) -> ReportQuestion:
-    """The question about a calendar month, such as 2026-10.
+    """Returns the question for a calendar month, such as 2026-10.
 
     Raises:
-        BadInput: a word is wrong. `field` names it.
+        BadInput: a value is invalid. `field` names it.
     """
     zone = find_zone(tz)
     first = _date(f"{month}-01") if _MONTH.fullmatch(month) else None
@@ -123,13 +125,14 @@ def ask_month(
 
 
 def widen(report: Report, question: ReportQuestion, now: datetime) -> ReportQuestion:
-    """Returns a question about all calendar months that a question touches, up to now.
+    """Extends a question to all calendar months that it touches, up to now.
 
-    Only for reports of whole months. A part of a month says nothing about a budget or an invoice.
+    Only for reports on whole months, because part of a month is meaningless for a budget or an
+    invoice.
 
     Args:
-        report: the report. If it has no time zone, its months are of UTC.
-        now: the present moment. A month that is not over ends here.
+        report: the report. Without a time zone, its months are in UTC.
+        now: current time. An incomplete month ends here.
     """
     if not report.has_whole_months:
         return question
@@ -142,10 +145,10 @@ def widen(report: Report, question: ReportQuestion, now: datetime) -> ReportQues
 
 
 def check_fits(report: Report, question: ReportQuestion) -> None:
-    """Refuses filters that a report does not have. It would show what was not asked for.
+    """Rejects filters that a report does not support, because it would show other rows as well.
 
     Raises:
-        BadInput: it has no such filter. `field` names it.
+        BadInput: the report does not support a filter. `field` names it.
     """
     for name, field in (("tenants", "tenant"), ("models", "model")):
         if name in report.without and getattr(question, name) is not None:
@@ -153,10 +156,10 @@ def check_fits(report: Report, question: ReportQuestion) -> None:
 
 
 def find_zone(tz: str) -> ZoneInfo:
-    """The time zone of an IANA name.
+    """Returns the time zone with an IANA name.
 
     Raises:
-        BadInput: there is none.
+        BadInput: the name is unknown.
     """
     if tz in _zones():
         return ZoneInfo(tz)
@@ -165,9 +168,9 @@ def find_zone(tz: str) -> ZoneInfo:
 
 @cache
 def _zones() -> frozenset[str]:
-    """The names that BigQuery knows too.
+    """Returns the names that BigQuery knows as well.
 
-    ZoneInfo also opens what only this machine has, such as `posix/UTC` and `localtime`.
+    ZoneInfo also opens names that exist only on this machine, such as `posix/UTC` and `localtime`.
     """
     return frozenset(available_timezones()) - {"Factory", "localtime"}
 
@@ -213,39 +216,40 @@ def _names(names: tuple[str, ...] | None, field: str) -> tuple[str, ...] | None:
         return None
     if not 1 <= len(names) <= MAX_NAMES or any(len(name) > MAX_NAME_CHARS for name in names):
         raise BadInput(
-            f"{field}: 1 to {MAX_NAMES} names of at most {MAX_NAME_CHARS} characters", field=field
+            f"{field}: 1 to {MAX_NAMES} names of at most {MAX_NAME_CHARS} characters",
+            field=field,
         )
     return tuple(sorted(set(names)))
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter that only this report has."""
+    """A parameter specific to a report."""
 
     name: str
     type: str
     """Its GoogleSQL type."""
     default: float | None
-    """None: the caller that runs the report passes it."""
+    """None: passed by the caller that runs the report."""
     about: str
 
 
 @dataclass(frozen=True)
 class Plot:
-    """A plot of some columns of a report."""
+    """A plot of columns in a report."""
 
     kind: PlotKind
     values: tuple[str, ...]
-    """The columns that are drawn."""
+    """Columns to draw."""
     by: str
-    """The column along the horizontal axis."""
+    """Column for the horizontal axis."""
     color: str = ""
-    """The column with one color per value; of a heat map the one along the vertical axis."""
+    """Column with one color per value. For a heat map, the column for the vertical axis."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """A query about usage. `title` says what it shows."""
+    """A query about usage. `title` describes it."""
 
     name: str
     title: str
@@ -255,15 +259,15 @@ class Report:
     columns: Mapping[str, str]
     """The description of each column, in order."""
     parameters: tuple[Parameter, ...]
-    """Its own ones."""
+    """Parameters specific to this report."""
     without: frozenset[str]
-    """Standard parameters that it does not have: tenants, models or tz."""
+    """Standard parameters that it does not support: tenants, models or tz."""
     plots: tuple[Plot, ...]
     notes: str
     days: int
-    """The number of days that it looks back by default."""
+    """Default number of days to look back."""
     has_whole_months: bool = False
-    """True if it is about calendar months: a range covers all that it touches."""
+    """True if it covers whole calendar months: a range includes every month that it touches."""
 
 
 @cache
@@ -278,10 +282,10 @@ def reports() -> Mapping[str, Report]:
 
 
 def find_report(name: str) -> Report:
-    """The report of that name.
+    """Returns the report of that name.
 
     Raises:
-        BadInput: there is no such report.
+        BadInput: the report does not exist.
     """
     report = reports().get(name)
     if report is None:
@@ -292,10 +296,10 @@ def find_report(name: str) -> Report:
 
 
 def parse_report(name: str, sql: str) -> Report:
-    """Reads the head of a file.
+    """Parses the header of a file.
 
     Raises:
-        ValueError: the head is not as the module says. This is a bug of the file.
+        ValueError: the header does not have the format described above. This is a bug in the file.
     """
     head = _head(sql)
     facts: dict[str, str] = {}

@@ -1,8 +1,9 @@
-"""Invoices of a month, made from the lines of the `invoice` report.
+"""Monthly invoices, created from the lines of the `invoice` report.
 
 Rounding: a line's amount is the sum of its rows' cost, rounded half up to a millionth of a dollar.
 The total is the sum of the lines as shown. The amount due is the total, rounded half up to a cent,
-once. So what is on paper adds up, and differs from the rows by less than half a millionth a line.
+once. So the printed numbers add up, and differ from the rows by less than half a millionth per
+line.
 
 An invoice is also rendered as a page to print (A4 or Letter) that states these rules.
 """
@@ -55,13 +56,13 @@ class InvoiceLine:
     """The use of one model at one price, and the charge for it."""
 
     position: int
-    """The position of the line, from 1."""
+    """Line number, from 1."""
     model: str
     unit: str
     """tokens or pixel-steps."""
     price_version: str | None
     unit_price_usd: Decimal | None
-    """The price of a million units. None if rows of an old release were charged nothing."""
+    """Price per million units. None if rows of an old release were not charged."""
     kind: str
     """computed, cached, failed, expired or canceled."""
     charged_share: Decimal
@@ -78,7 +79,7 @@ class Invoice:
     tenant: str
     month: date
     tz: str
-    """The time zone of the month."""
+    """Time zone of the month."""
     lines: Sequence[InvoiceLine]
 
     @property
@@ -87,15 +88,15 @@ class Invoice:
 
     @property
     def due_usd(self) -> Decimal:
-        """The total in whole cents."""
+        """The total, rounded to cents."""
         return self.total_usd.quantize(CENT_USD, ROUND_HALF_UP)
 
 
 def invoices(result: ReportResult) -> list[Invoice]:
-    """One invoice per tenant and month, from a result of the `invoice` report."""
+    """Returns one invoice per tenant and month, from a result of the `invoice` report."""
     lines: dict[tuple[str, date], list[dict[str, Any]]] = {}
     for record in result.records():
-        # Rows without a tenant are of no customer. The report data_quality counts them.
+        # Rows without a tenant do not belong to a customer. The report data_quality counts them.
         if record["tenant"]:
             lines.setdefault((record["tenant"], record["month"]), []).append(record)
     return [
@@ -111,7 +112,7 @@ def invoices(result: ReportResult) -> list[Invoice]:
 
 
 def number_of(tenant: str, month: date) -> str:
-    """Returns the number of an invoice: unique, and the same each time that it is made."""
+    """Returns the invoice number, which is unique and does not change when it is created again."""
     digest = hashlib.sha256(tenant.encode()).hexdigest()[:8].upper()
     return f"{month:%Y%m}-{digest}"
 
@@ -133,7 +134,7 @@ def _line(position: int, record: dict[str, Any]) -> InvoiceLine:
 
 
 def invoices_csv(invoices: Sequence[Invoice]) -> bytes:
-    """CSV with one line for each line of the invoices."""
+    """Returns CSV with one line per invoice line."""
     file = io.StringIO()
     writer = csv.writer(file)
     writer.writerow(CSV_HEADS)
@@ -153,7 +154,7 @@ def invoices_csv(invoices: Sequence[Invoice]) -> bytes:
 
 
 def plain_cell(text: str) -> str:
-    """A cell of CSV that spreadsheets do not take for a formula. Names come from others.
+    """Returns a CSV cell that spreadsheets do not treat as a formula. Names are set by others.
 
     https://owasp.org/www-community/attacks/CSV_Injection
     """
@@ -161,7 +162,7 @@ def plain_cell(text: str) -> str:
 
 
 def invoice_page(invoices: Sequence[Invoice]) -> bytes:
-    """The page of one invoice, or of several, each on a sheet of its own."""
+    """Returns a page with one or more invoices, each on a separate sheet."""
     style = resources.files("shared.reports").joinpath("invoice.css").read_text(encoding="utf-8")
     title = f"Invoice {invoices[0].number}" if len(invoices) == 1 else "Invoices"
     sheets = "".join(_sheet(invoice) for invoice in invoices) or "<p>Nothing was used.</p>"

@@ -1,6 +1,6 @@
-"""Runs reports in BigQuery: parameters only, and a bound on the bytes that a query may read.
+"""Runs reports in BigQuery, with parameters only and a limit on the bytes read by a query.
 
-The plots of a result are series of numbers, for the page and for the console.
+The plots of a result are series of numbers, for the page and the console.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from collections.abc import Iterable
 from shared.reports.definitions import Plot, PlotKind
 
 MAX_BYTES = 20 * 1024**3
-"""The maximum bytes that a report may read by default."""
+"""Default maximum bytes that a report may read."""
 USD_PER_TIB = 6.25
-"""The price of on-demand queries in the US, without the first TiB of a month, which is free.
-Source: https://cloud.google.com/bigquery/pricing (2023-07 and later); other regions may cost
-more."""
+"""Price of on-demand queries in the US, excluding the first TiB per month, which is free.
+
+Source: https://cloud.google.com/bigquery/pricing (2023-07 and later); other regions may cost more.
+"""
 QUERY_LIMIT_S = 60.0
 RETRY_LIMIT_S = 5.0
-"""The default of the client is ten minutes, too long for somebody who waits."""
+"""The client's default is ten minutes, which is too long for a person to wait."""
 MAX_ROWS = 200_000
 INVALID_ZONE = "Invalid time zone"
 WRONG_ZONE = "tz: it is not a time zone such as Europe/Berlin"
@@ -42,25 +43,25 @@ NO_CREDENTIALS = (
     "up runs"
 )
 MAX_SERIES = 8
-"""Colors that can be distinguished. The smallest series are drawn together."""
+"""Number of distinguishable colors. The smallest series are drawn together."""
 MAX_BARS = 24
-"""Names along an axis that can be read. The smallest ones are drawn together."""
+"""Number of readable names along an axis. The smallest ones are drawn together."""
 OTHERS = "others"
 _WEEKDAYS = ("", "Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
 _UNITS = {"_usd": "US dollars", "_percent": "%", "_ms": "ms", "_s": "s"}
 _NOT_ADDED = ("_percent", "_ms", "_mean", "_burn", "_max")
-"""Endings of columns whose sum means nothing."""
+"""Suffixes of columns whose sum is meaningless."""
 
 _Cells = dict[tuple[str, str], float | None]
 """Values by series and x."""
 
 
 class ReportColumn(NamedTuple):
-    """A column of an answer."""
+    """A column in a result."""
 
     name: str
     type: str
-    """BigQuery's: STRING, INTEGER, FLOAT, DATE, TIMESTAMP ..."""
+    """BigQuery's type: STRING, INTEGER, FLOAT, DATE, TIMESTAMP ..."""
 
 
 class ReportResult(NamedTuple):
@@ -71,7 +72,7 @@ class ReportResult(NamedTuple):
     columns: Sequence[ReportColumn]
     rows: Sequence[tuple[Any, ...]]
     read_bytes: int
-    """The bytes that BigQuery read for it."""
+    """Bytes that BigQuery read for it."""
 
     @property
     def heads(self) -> list[str]:
@@ -82,14 +83,12 @@ class ReportResult(NamedTuple):
 
 
 class ReportRunner:
-    """Asks one data set. Calls block, so a server runs them on threads.
+    """Queries one dataset. Calls block, so servers run them in threads.
 
     Args:
-        client: Google's client. Open.
-        dataset: the id of the data set.
-        most_bytes: a query that would read more is refused.
-        budgets_usd: what tenants may spend in a month, for reports that ask for it.
-        most_rows: an answer with more is refused. It is kept in memory.
+        most_bytes: a query that would read more bytes is rejected.
+        budgets_usd: monthly budgets of tenants, for reports that use them.
+        most_rows: a result with more rows is rejected, because it is kept in memory.
     """
 
     def __init__(
@@ -113,16 +112,17 @@ class ReportRunner:
         values: Mapping[str, float] | None = None,
         limit_s: float = QUERY_LIMIT_S,
     ) -> ReportResult:
-        """Answers a question. A report of whole months covers all months that it touches.
+        """Answers a question. A report on whole months includes every month that it touches.
 
         Args:
-            question: of which time, tenants and models.
-            values: the report's own parameters, by name. Default: as its head says.
-            limit_s: how long BigQuery may take.
+            question: time range, tenants and models.
+            values: the report's own parameters, by name. Default: the values in its header.
+            limit_s: maximum seconds for BigQuery.
 
         Raises:
-            BadInput: the report has no such filter or parameter, or the answer is too long.
-            Unavailable: BigQuery is unreachable, or refused the query, for its size too.
+            BadInput: the report does not support the filter or parameter, or the result is too
+                long.
+            Unavailable: BigQuery is unreachable or rejected the query, possibly for its size.
         """
         from google.cloud.bigquery import DEFAULT_RETRY
 
@@ -157,12 +157,12 @@ class ReportRunner:
         """Returns how many bytes the report would read, by a dry run, which is free.
 
         Raises:
-            BadInput: the report has no such filter or parameter.
-            Unavailable: BigQuery is unreachable, or refused the query.
+            BadInput: the report does not support the filter or parameter.
+            Unavailable: BigQuery is unreachable or rejected the query.
         """
         question = widen(report, question, datetime.now(UTC))
         with translated_errors():
-            # Without a limit: it says what the limit has to be.
+            # Without a limit, because the result determines the required limit.
             config = self._config(report, question, values)
             config.dry_run = True
             job = self._client.query(
@@ -224,7 +224,7 @@ def opened_runner(
     most_bytes: int = MAX_BYTES,
     budgets_usd: Mapping[str, float] | None = None,
 ) -> Iterator[ReportRunner]:
-    """A runner with a client of its own. With an endpoint it asks an embedded BigQuery.
+    """Yields a runner with a separate client. With an endpoint, it queries an embedded BigQuery.
 
     Raises:
         Unavailable: there are no credentials.
@@ -234,27 +234,27 @@ def opened_runner(
 
 
 def _all_rows(result: RowIterator) -> list[tuple[Any, ...]]:
-    """The rows of all pages. The next page is on its way while one is read."""
+    """Returns the rows of all pages. The next page is fetched while one is read."""
     pages = iter(result.pages)
     rows: list[tuple[Any, ...]] = []
     with ThreadPoolExecutor(1) as fetching:
         coming = fetching.submit(next, pages, None)
         while (page := coming.result()) is not None:
             coming = fetching.submit(next, pages, None)
-            # Not values(), which copies each of them deeply: a third of the time of a long answer.
+            # values() would copy each row deeply: a third of the time for a long result.
             rows += [row[:] for row in page]
     return rows
 
 
 @contextmanager
 def translated_errors() -> Iterator[None]:
-    """Turns errors of Google's client into ours.
+    """Converts errors of Google's client to ours.
 
     Raises:
         BadInput: BigQuery does not know the time zone. Its list may be older than ours.
-        Unavailable: BigQuery is unreachable, or refused.
+        Unavailable: BigQuery is unreachable or rejected the query.
     """
-    # Imported when needed: Google's client takes half a second.
+    # Imported when needed, because Google's client takes half a second.
     from google.api_core.exceptions import GoogleAPIError
     from google.auth.exceptions import DefaultCredentialsError, GoogleAuthError
     from requests.exceptions import RequestException
@@ -262,7 +262,7 @@ def translated_errors() -> Iterator[None]:
     try:
         yield
     except (GoogleAPIError, GoogleAuthError, RequestException, TimeoutError) as error:
-        # The other lines name the job, which is of no use here.
+        # The other lines name the job, which is not useful here.
         first = (str(error).splitlines() or [repr(error)])[0]
         if INVALID_ZONE in first:
             raise BadInput(f"BigQuery: {first}", field="tz", public=WRONG_ZONE) from error
@@ -273,7 +273,7 @@ def translated_errors() -> Iterator[None]:
 
 
 class PlotSeries(NamedTuple):
-    """One line, or the bars of one color, or one row of a heat map."""
+    """One line, the bars of one color, or one row of a heat map."""
 
     name: str
     x: list[str]
@@ -291,7 +291,7 @@ class Drawing(NamedTuple):
 
 
 def drawings(result: ReportResult) -> list[Drawing]:
-    """The plots of a report. None if there are no rows."""
+    """Returns the plots of a report. Empty if there are no rows."""
     if not result.rows:
         return []
     return [_drawing(result, plot) for plot in result.report.plots]
@@ -318,7 +318,7 @@ def _drawing(result: ReportResult, plot: Plot) -> Drawing:
 
 
 def _cells(result: ReportResult, plot: Plot) -> _Cells:
-    """The values by series and x. Those of one x are added up."""
+    """Returns the values by series and x. Values with the same x are added up."""
     cells: _Cells = {}
     for record in result.records():
         x = _label(record[plot.by])

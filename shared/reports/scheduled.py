@@ -1,7 +1,7 @@
-"""A scheduled run: sums up days, judges their hours, makes invoices and summaries.
+"""A scheduled run: adds up days, judges their hours, and creates invoices and summaries.
 
-Each step replaces what an earlier run made of the same day, so a run may be repeated at any time,
-and by two at once. `penstock run-daily` and the `reports` function are the same run.
+Each step replaces the results of earlier runs for the same day, so a run may be repeated at any
+time, even concurrently. `penstock run-daily` and the `reports` function do the same run.
 """
 
 from __future__ import annotations
@@ -54,19 +54,19 @@ class RunResult(NamedTuple):
 
     days: Sequence[BillingDay]
     summary: Summary | None
-    """The summary of the last day. None if only hours were judged."""
+    """Summary of the last day. None if only hours were judged."""
     anomalies: int
-    """That no earlier run had found."""
+    """Number of anomalies not found by earlier runs."""
     objects: Sequence[str]
-    """The keys of what was written into the object store."""
+    """Keys of the objects written to the object store."""
 
 
 class ScheduledReports:
-    """Makes the reports of days.
+    """Creates daily reports.
 
     Args:
-        clock: returns the present moment. Tests replace it.
-        limit_s: how long a run may take.
+        clock: current time. Replaced by tests.
+        limit_s: maximum seconds per run.
     """
 
     def __init__(
@@ -84,11 +84,11 @@ class ScheduledReports:
         self._limit_s = limit_s
 
     async def run(self, days: Sequence[BillingDay]) -> RunResult:
-        """Does all of these days, the oldest first.
+        """Processes the days, oldest first.
 
         Raises:
-            Unavailable: BigQuery or the object store is unreachable, or there was not the time.
-                Days that are done stay done.
+            Unavailable: BigQuery or the object store is unreachable, or time ran out. Finished days
+                stay finished.
         """
         steps = _Steps(self._limit_s)
         keys: list[str] = []
@@ -105,10 +105,10 @@ class ScheduledReports:
         return RunResult(days, summary, new, keys)
 
     async def judge_hours(self, tz: str) -> RunResult:
-        """Judges the hours of the present day that are over.
+        """Judges the completed hours of the current day.
 
         Raises:
-            Unavailable: as for `run`.
+            Unavailable: see `run`.
         """
         day, until = hours_over(tz, self._clock())
         new = await self._judge(day, until, _Steps(self._limit_s))
@@ -162,10 +162,10 @@ class ScheduledReports:
 
 @contextmanager
 def opened_reports(settings: ReportSettings) -> Iterator[ScheduledReports]:
-    """Scheduled reports with a BigQuery client of their own.
+    """Yields scheduled reports with a separate BigQuery client.
 
     Raises:
-        ConfigurationError: the object store's URL is wrong.
+        ConfigurationError: the object store's URL is invalid.
         Unavailable: there are no credentials.
     """
     objects = ObjectStore(settings.objects_url)
@@ -178,17 +178,17 @@ def opened_reports(settings: ReportSettings) -> Iterator[ScheduledReports]:
 
 
 class _Steps:
-    """The time of a run, which its steps share."""
+    """The time of a run, shared by its steps."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
         self._until_s = time.monotonic() + limit_s
 
     def left_s(self, when: str) -> float:
-        """Returns how long the next step may take.
+        """Returns the time limit for the next step.
 
         Raises:
-            Unavailable: there is no time left.
+            Unavailable: time ran out.
         """
         left_s = self._until_s - time.monotonic()
         if left_s <= 0:

@@ -1,4 +1,4 @@
-"""The summary of a day as a mail would have it: HTML without links or scripts, and plain text."""
+"""The summary of a day for email: HTML without links or scripts, and plain text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shared.money import dollars
 from shared.reports.day_tables import Anomaly, BillingDay
 
 MAX_LINES = 10
-"""Tenants, models and anomalies that a summary names. The tables have the others."""
+"""Maximum number of tenants, models and anomalies in a summary. The tables have the others."""
 _FIGURES = ("cost_usd", "week_ago_usd", "month_usd", "requests", "items", "errors")
 _HEADS = ("Charged", "Week before", "Month so far", "Requests", "Items", "Errors")
 
@@ -30,14 +30,14 @@ class Summary:
 
     day: BillingDay
     totals: Mapping[str, float]
-    """The figures of statements/summary.sql, of all tenants."""
+    """Totals from statements/summary.sql for all tenants."""
     tenants: Sequence[tuple[str, Mapping[str, float]]]
     models: Sequence[tuple[str, Mapping[str, float]]]
     anomalies: Sequence[Anomaly]
 
     @property
     def subject(self) -> str:
-        """One line for a mail's subject, and for the log."""
+        """One line for the email subject and the log."""
         count = len(self.anomalies)
         finding = f"{count} unusual {_plural('figure', count)}" if count else "nothing unusual"
         return (
@@ -84,7 +84,7 @@ def _largest(
 
 
 def as_text(summary: Summary) -> str:
-    """The summary for mail programs and terminals without HTML."""
+    """Returns the summary for email programs and terminals without HTML."""
     parts = [summary.subject, "", *_notes(summary), ""]
     for title, lines in (("Tenants", summary.tenants), ("Models", summary.models)):
         width = max((len(_plain(name)) for name, _ in lines), default=0)
@@ -101,7 +101,7 @@ def as_text(summary: Summary) -> str:
 
 
 def as_html(summary: Summary) -> str:
-    """The summary as a mail's HTML: styles within, as mail programs drop others."""
+    """Returns the summary as HTML for email. Styles are inline, because programs drop others."""
     subject = html.escape(summary.subject)
     notes = "".join(f'<p style="margin:0 0 8px">{html.escape(one)}</p>' for one in _notes(summary))
     tables = "".join(
@@ -176,7 +176,7 @@ def _cells(line: Mapping[str, float]) -> list[str]:
 
 
 def _cell(name: str, value: float) -> str:
-    if name == "week_ago_usd" and not value:  # or nobody summed that day up
+    if name == "week_ago_usd" and not value:  # or that day was never added up
         return "-"
     return dollars(value) if name.endswith("_usd") else f"{value:,.0f}"
 
@@ -186,7 +186,7 @@ def _plural(noun: str, count: float) -> str:
 
 
 def _plain(text: str) -> str:
-    """A name on one line of text. Names come from others."""
+    """Returns a name as a single line of text, because names are set by others."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 

@@ -1,14 +1,15 @@
 """The result cache of API and workers: the memory of this process first, then Redis.
 
-It is asked per item before a job is published, and again before the item is computed. The worker
-that computed a result fills it. A result in the object store is kept as its object_key. So an entry
-is small, and objects must outlive the longest TTL. Nothing here fails or delays a request: if Redis
-is gone or slow, a counter counts misses. The Redis level reads and writes many raw values at once.
+It is queried per item before a job is published, and again before the item is computed. The worker
+that computed a result stores it. A result in the object store is cached as its object_key, so
+entries are small, and objects must outlive the longest TTL. Nothing here fails or delays a request:
+if Redis is unreachable or slow, lookups count as misses. The Redis level reads and writes many raw
+values at once.
 
 A result may be unpaid: it was computed for a request that was not delivered, so nobody was charged
-for it. A mark in Redis, with its own key next to the entry, says so. The first hit takes the mark
-and is charged like a miss. A mark says nothing about a result that was computed later than the one
-it was made for. Releases that do not know marks charge such a hit like any other.
+for it. It is then marked in Redis, with a separate key next to the entry. The first hit takes the
+mark and is charged like a miss. A mark does not apply to a result computed later than the one it
+was created for. Releases without marks charge such a hit like any other.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from shared.stores.redis_client import KEY_PREFIX, RedisLink, RedisStore
 from shared.tasks import Input, Result
 
 WRITE_ENTRIES = 128
-"""Entries of one call that are written in one round trip."""
+"""Maximum number of entries to write in one round trip."""
 
 ERRORS = Counter(
     "penstock_cache_errors_total", "Round trips to Redis that failed, by operation.", ["operation"]
@@ -43,23 +44,22 @@ UP = Gauge("penstock_cache_redis_up", "1 while Redis is being asked, 0 while the
 
 
 CLOSE_LIMIT_S = 1.0
-"""How long closing waits for marks that are being written."""
+"""How long closing waits for marks being written."""
 
 KEY_SCHEME = 2
-"""Part of every key. Raised when a model's code changes the results of the same inputs."""
+"""Part of every key. Incremented when a model's code changes the results for the same inputs."""
 ENTRY_SCHEMA = 1
 """Part of every Redis key.
 
-Raised when the encoding changes, so that two releases never read each other's entries.
+Incremented when the encoding changes, so that two releases never read each other's entries.
 """
 VALUE_LIMIT_BYTES = 1024 * 1024
-"""A larger entry stays out of both levels: it belongs in the object store."""
+"""Larger entries stay out of both levels, because they belong in the object store."""
 MEMORY_OVERHEAD_BYTES = 512
-"""The bytes that Python's objects add to an entry in memory (measured: about 450 for one
-vector)."""
+"""Bytes that Python objects add to an entry in memory (measured: about 450 for one vector)."""
 
 NO_TIMES: Mapping[str, float | None] = MappingProxyType({})
-"""For results of which it is not known when they were computed."""
+"""For results without a known completion time."""
 
 Level = Literal["memory", "redis"]
 
@@ -72,7 +72,7 @@ UNREADABLE = Counter(
 )
 
 COMPUTED = "miss"
-"""`Receipt.cache` of a result that is charged in full."""
+"""`Receipt.cache` of a result charged in full."""
 
 
 class _Write(NamedTuple):
@@ -85,7 +85,7 @@ class RedisLevel:
     """Gets and puts many values at once. Never raises and never waits long.
 
     Args:
-        link: not yet open.
+        link: connection to Redis, not yet open.
     """
 
     def __init__(self, link: RedisLink) -> None:
@@ -95,14 +95,14 @@ class RedisLevel:
         self._takes = link.batcher("take", self._send_takes)
 
     async def get(self, keys: Sequence[str]) -> list[bytes | None] | None:
-        """Returns the values of `keys` in their order, with None for missing ones.
+        """Returns the values of `keys` in order, with None for missing ones.
 
         Returns None if Redis did not answer.
         """
         return await self._reads.call(keys) if self._link.is_up else None
 
     async def take(self, keys: Sequence[str]) -> list[bytes | None] | None:
-        """Returns and deletes values. Of several callers, one gets each value.
+        """Returns and deletes values. Among concurrent callers, only one gets each value.
 
         Returns None if Redis did not answer.
         """
@@ -111,11 +111,11 @@ class RedisLevel:
     async def put(self, values: Mapping[str, bytes], ttl_s: int) -> None:
         """Sets `values` to expire after `ttl_s`.
 
-        If Redis is down they are lost, and a counter counts it.
+        If Redis is down, the values are lost and counted as errors.
         """
         writes = [_Write(key, value, ttl_s) for key, value in values.items()]
-        # Packing SETs takes about 20 us each: in parts, so that no other task waits long for the
-        # loop.
+        # Packing SETs takes about 20 us each. It is done in parts, so that other tasks do not wait
+        # long for the loop.
         for start in range(0, len(writes), WRITE_ENTRIES):
             if self._link.is_up:
                 await self._writes.call(writes[start : start + WRITE_ENTRIES])
@@ -134,32 +134,31 @@ class RedisLevel:
 
 
 def _checked(answer: object) -> object:
-    """Returns an answer of Redis. Raises it if it is a refusal."""
+    """Returns an answer from Redis. Raises it if it is an error."""
     if isinstance(answer, ResponseError):
         raise answer
     return answer
 
 
 def cache_key(model: Model, input: Input, tenant: str, purges: int = 0) -> str:
-    """Returns the key of the result of `input` on `model`: 256 bits of BLAKE2b (RFC 7693) in hex.
+    """Returns the key for the result of `input` on `model`: 256 bits of BLAKE2b (RFC 7693) in hex.
 
     The key covers everything that changes the output: name, revision, source, precision, tolerance,
-    width and shortcuts of the model, and all fields of the input. A source image counts by the
-    digest of its bytes, or by its object_key if only that is known. So compute the key before the
-    bytes move to the object store.
+    width and shortcuts of the model, and all fields of the input. A source image is identified by
+    the digest of its data, or by its object_key if only that is known. So compute the key before
+    moving the data to the object store.
 
     The backend is not part of the key. It changes a result by less than the tolerance, and with
-    `auto` the API does not know the backend of each worker. A key promises a result of this
+    `auto`, the API does not know the backend of each worker. A key identifies a result of this
     precision within this tolerance.
 
     Args:
-        model: the entry of the catalog that serves the item.
-        tenant: the caller's tenant. Part of the key only if the model's cache scope is `tenant`.
-        purges: how often what the cache had of this revision was purged
-            (shared/stores/withdrawals.py). Part of the key only if it was.
+        tenant: caller's tenant. Part of the key only if the model's cache scope is `tenant`.
+        purges: number of purges of this revision's cached results (shared/stores/withdrawals.py).
+            Part of the key only if above 0.
 
     Raises:
-        BadInput: a text has lone surrogates, which no encoding can represent.
+        BadInput: a text has lone surrogates, which can't be encoded.
     """
     owner = tenant if model.cache.scope == "tenant" else ""
     which = (
@@ -180,39 +179,39 @@ def cache_key(model: Model, input: Input, tenant: str, purges: int = 0) -> str:
 
 
 class CacheEntry(msgspec.Struct, array_like=True):
-    """The value of a key in Redis, as MessagePack.
+    """The value stored under a key in Redis, as MessagePack.
 
-    With the time, memory expires together with Redis.
+    The time makes entries in memory expire together with those in Redis.
     """
 
     expires_at_s: float
     result: Result
     finished_at_s: float | None = None
-    """Unix time at which its batch had run. None: not known, as in entries of release 0.1.0."""
+    """Unix time at which its batch finished. None: not known, as in entries of release 0.1.0."""
 
 
 class Owed(msgspec.Struct, array_like=True, frozen=True):
-    """The mark of an unpaid result: its computing time, which its price may depend on."""
+    """The mark of an unpaid result, with its computing time, which its price may depend on."""
 
     inference_ms: float | None = None
-    """Milliseconds that its batch was computed."""
+    """Milliseconds spent computing its batch."""
     batch_size: int | None = None
     """Items in that batch."""
     finished_at_s: float | None = None
-    """Unix time at which that batch had run. None: not known."""
+    """Unix time at which that batch finished. None: not known."""
 
     def is_of(self, entry: CacheEntry) -> bool:
-        """Returns whether it marks this entry, and not one that a later result has replaced."""
+        """Returns whether the mark belongs to this entry, and not to one that was replaced."""
         own_s, entry_s = self.finished_at_s, entry.finished_at_s
         return own_s is None or entry_s is None or own_s >= entry_s
 
     def is_older(self, other: Owed | None) -> bool:
-        """Returns whether another mark of the same key was made for a later result."""
+        """Returns whether another mark for the same key belongs to a later result."""
         return other is not None and (self.finished_at_s or 0.0) < (other.finished_at_s or 0.0)
 
 
 class Hit(NamedTuple):
-    """A result from the cache. `owed` is set if this hit is the one to pay for it."""
+    """A cached result. `owed` is set if this hit must pay for it."""
 
     result: Result
     level: Level
@@ -220,11 +219,11 @@ class Hit(NamedTuple):
 
     @property
     def repeated(self) -> Hit:
-        """The same result for a further item, which does not pay for it again."""
+        """Returns the same result for another item, which does not pay for it again."""
         return Hit(self.result, self.level)
 
     def receipt(self, **fields: Any) -> Receipt:
-        """Returns its receipt: that of a miss if this hit pays.
+        """Returns its receipt, which is the same as for a miss if this hit pays.
 
         Args:
             **fields: other fields of the receipt.
@@ -244,7 +243,7 @@ class Hit(NamedTuple):
 
 
 def owed_by(receipt: Receipt) -> Owed | None:
-    """Returns what stays unpaid if the result with this receipt is not delivered.
+    """Returns the amount left unpaid if the result with this receipt is not delivered.
 
     None: it was not charged in full anyway, because another item pays for it.
     """
@@ -254,15 +253,14 @@ def owed_by(receipt: Receipt) -> Owed | None:
 
 
 class ResultCache(RedisStore):
-    """Two levels of results by cache_key: an async context manager that opens without Redis too.
+    """Two levels of results by cache_key: an async context manager that also opens without Redis.
 
     Args:
         redis_url: `redis://`, `rediss://` or `unix://` URL.
-        memory_bytes: bound of the memory level. 0 turns it off.
-        prefix: starts every Redis key, for several deployments on one Redis.
+        memory_bytes: limit of the memory level. 0 turns it off.
+        prefix: prefix of every Redis key, for several deployments on one Redis.
         timeout_s: limit of one round trip to Redis.
-        retry_s: bound of the first pause of the background retry.
-        clock: unix time, for tests.
+        retry_s: upper bound of the first pause before a background retry.
     """
 
     def __init__(
@@ -284,7 +282,7 @@ class ResultCache(RedisStore):
         self._prefix = f"{prefix}result:{ENTRY_SCHEMA}:"
         self._unpaid_prefix = f"{prefix}unpaid:{ENTRY_SCHEMA}:"
         self._marking: dict[str, asyncio.Task[None]] = {}
-        """By cache key, what writes marks, or finds out which ones to write."""
+        """By cache key, tasks that write marks, or find out which ones to write."""
         self._clock = clock
         self._decoder = msgspec.msgpack.Decoder(CacheEntry)
         self._owed_decoder = msgspec.msgpack.Decoder(Owed)
@@ -297,9 +295,9 @@ class ResultCache(RedisStore):
     async def get_many(self, keys: Iterable[str]) -> dict[str, Hit]:
         """Returns the cached results. Never raises.
 
-        Takes the marks of unpaid ones, so the caller must charge those hits or mark them again.
-        Waits at most a few round-trip limits for Redis, and not at all while the breaker is open.
-        Other callers share the results, so they must not be changed.
+        Takes the marks of unpaid results, so the caller must charge those hits or mark them again.
+        Waits for Redis for at most a few round-trip limits, and not at all while the breaker is
+        open. Other callers share the results, so they must not be changed.
         """
         keys = list(dict.fromkeys(keys))
         while marking := {self._marking[key] for key in keys if key in self._marking}:
@@ -313,12 +311,12 @@ class ResultCache(RedisStore):
         return hits
 
     def kept_here(self, keys: Iterable[str]) -> list[str]:
-        """Returns those of the keys whose results are in the memory of this process."""
+        """Returns the keys whose results are in this process's memory."""
         now_s = self._clock()
         return [key for key in keys if self._memory.get(key, now_s) is not None]
 
     def _in_memory(self, keys: Iterable[str]) -> dict[str, Hit]:
-        """Returns the results in memory that are known to be paid."""
+        """Returns results in memory that are known to be paid."""
         now_s, hits = self._clock(), dict[str, Hit]()
         for key in keys:
             kept = self._memory.get(key, now_s)
@@ -328,10 +326,10 @@ class ResultCache(RedisStore):
         return hits
 
     async def _from_redis(self, keys: list[str]) -> dict[str, Hit]:
-        """Returns what Redis has, and keeps it in memory for as long as Redis would.
+        """Returns results from Redis, and keeps them in memory for as long as Redis would.
 
-        A result in memory may not be in Redis yet, but its mark is. Without Redis only what is
-        marked in this process counts as unpaid.
+        A result in memory may not be in Redis yet, but its mark is. Without Redis, only results
+        marked in this process count as unpaid.
         """
         names = [prefix + key for prefix in (self._prefix, self._unpaid_prefix) for key in keys]
         values = await self._redis.get(names)
@@ -351,7 +349,7 @@ class ResultCache(RedisStore):
                 if (owed_for := self._decoded_mark(mark)) and owed_for.is_of(kept.entry):
                     marked[key] = kept
         owed = await self._take_marks(marked) if marked else {}
-        if owed is None:  # whether somebody has paid is not known, so they are computed again
+        if owed is None:  # unknown whether they are paid, so they are computed again
             entries, owed = {key: kept for key, kept in entries.items() if key not in marked}, {}
         for key, kept in entries.items():
             self._memory.put(key, kept._replace(state="paid"))
@@ -379,12 +377,12 @@ class ResultCache(RedisStore):
             return None
 
     async def _take_marks(self, marked: Mapping[str, _Kept]) -> dict[str, Owed] | None:
-        """Takes marks. Those that another caller took first are missing.
+        """Takes marks. Marks that another caller took first are missing.
 
-        If the caller is canceled meanwhile, what was taken is marked again.
+        If the caller is canceled meanwhile, the taken marks are restored.
 
         Args:
-            marked: the entries that have marks, by cache key.
+            marked: entries that have marks, by cache key.
 
         Returns:
             None if Redis did not answer.
@@ -406,16 +404,15 @@ class ResultCache(RedisStore):
         return {key: mark for key, mark in taken if mark is not None}
 
     async def _give_back(self, taking: asyncio.Task[dict[str, Owed] | None], ttl_s: int) -> None:
-        """Marks again what was taken for a caller who was canceled."""
+        """Restores marks taken for a caller who was canceled."""
         self.mark_unpaid(await taking or {}, ttl_s)
 
     def mark_unpaid(self, owed: Mapping[str, Owed], ttl_s: int) -> None:
         """Marks results as unpaid, so that the first hit of each pays. Never raises.
 
-        The marks reach Redis in the background. Hits in this process wait for that.
+        The marks are written to Redis in the background. Hits in this process wait for that.
 
         Args:
-            owed: the marks, by cache key.
             ttl_s: seconds for which the results are kept.
         """
         if not owed or ttl_s <= 0:
@@ -425,12 +422,12 @@ class ResultCache(RedisStore):
         self.await_marks(owed, asyncio.create_task(self._write_marks(owed, ttl_s)))
 
     def await_marks(self, keys: Collection[str], marking: asyncio.Task[None]) -> None:
-        """Lets hits in this process wait for a task that finds out what is unpaid, and marks it."""
+        """Makes hits in this process wait for a task that finds and marks unpaid results."""
         self._marking |= dict.fromkeys(keys, marking)
         marking.add_done_callback(lambda _: self._forget_marking(keys, marking))
 
     async def _write_marks(self, owed: Mapping[str, Owed], ttl_s: int) -> None:
-        """Writes marks, except where one for a later result is in Redis already."""
+        """Writes marks, unless Redis already has one for a later result."""
         names = [self._unpaid_prefix + key for key in owed]
         there = await self._redis.get(names) or [None] * len(names)
         marks = {
@@ -451,13 +448,12 @@ class ResultCache(RedisStore):
         ttl_s: int,
         finished_at_s: Mapping[str, float | None] = NO_TIMES,
     ) -> None:
-        """Keeps results in both levels. Never raises, and waits as get_many does.
+        """Stores results in both levels. Never raises, and waits like get_many.
 
         Args:
-            results: the results, by cache key.
-            ttl_s: seconds for which they are kept. 0: they are not.
-            finished_at_s: Unix times at which they had been computed, by cache key, by which a
-                mark of an earlier result is told from one of theirs. Missing: not known.
+            ttl_s: seconds to keep them. 0: not stored.
+            finished_at_s: Unix times at which they were finished, by cache key, to distinguish
+                their marks from those for earlier results. Missing: not known.
         """
         if values := self._keep(results, ttl_s, finished_at_s, is_known=False):
             await self._redis.put(
@@ -470,7 +466,7 @@ class ResultCache(RedisStore):
         ttl_s: int,
         finished_at_s: Mapping[str, float | None] = NO_TIMES,
     ) -> None:
-        """Does the same in this process's memory only. What is unpaid is marked here later."""
+        """Does the same only in this process's memory. Unpaid results are marked here later."""
         self._keep(results, ttl_s, finished_at_s, is_known=True)
 
     def _keep(
@@ -481,7 +477,7 @@ class ResultCache(RedisStore):
         *,
         is_known: bool,
     ) -> dict[str, bytes]:
-        """Returns the entries it kept, encoded for Redis."""
+        """Returns the stored entries, encoded for Redis."""
         if ttl_s <= 0:
             return {}
         expires_at_s, values = self._clock() + ttl_s, dict[str, bytes]()
@@ -498,11 +494,14 @@ class _Kept(NamedTuple):
     entry: CacheEntry
     value_bytes: int
     state: Literal["paid", "unknown", "unpaid"] = "paid"
-    """A worker does not know whether what it computed was delivered. Marks in Redis say so."""
+    """A worker does not know whether its results were delivered.
+
+    Redis has that information as marks.
+    """
 
 
 class _Memory:
-    """The least recently used entries, at most `limit_bytes` of them."""
+    """The least recently used entries, up to `limit_bytes`."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes

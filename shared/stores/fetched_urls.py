@@ -1,7 +1,7 @@
-"""What was fetched from a URL for a tenant, for as long as its request lives.
+"""Remembers files fetched from URLs for a tenant, as long as their request lives.
 
-A request that is sent again finds here what it fetched before, and asks the server of the URL only
-whether that has changed (RFC 9110, 13.1.2). A tenant finds nothing of others.
+A repeated request finds the file it fetched before, and only asks the URL's server whether it has
+changed (RFC 9110, 13.1.2). Tenants never find each other's files.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ MAX_ETAG_CHARS = 1024
 
 
 class FetchedUrl(msgspec.Struct, frozen=True):
-    """A file that was fetched, and where it is in the object store."""
+    """A fetched file, and its location in the object store."""
 
     final_url: str
-    """After redirects: the one that has the tag."""
+    """After redirects: the URL that the tag belongs to."""
     etag: str
-    """Empty: it has none, and is found only by who knows its digest."""
+    """Empty: no ETag, so it is found only with its digest."""
     object_key: str
     media_type: str
     size_bytes: int
@@ -37,21 +37,21 @@ _decoder = msgspec.json.Decoder(FetchedUrl)
 
 
 class FetchedUrls:
-    """What was fetched for all tenants. Never raises: what is forgotten is fetched again."""
+    """The fetched files of all tenants. Never raises, because forgotten files are fetched again."""
 
     def __init__(self, commands: Commands, prefix: str) -> None:
         self._commands = commands
         self._prefix = prefix
 
     async def find(self, tenant: str, url: str) -> FetchedUrl | None:
-        """Returns what was fetched from a URL."""
+        """Returns the file fetched from a URL."""
         with contextlib.suppress(Unavailable, msgspec.MsgspecError):
             data = await self._commands.run("GET", self._key(tenant, url))
             return None if data is None else _decoder.decode(data)
         return None
 
     async def put(self, tenant: str, url: str, fetched: FetchedUrl, keep_s: float) -> None:
-        """Keeps what was fetched from a URL."""
+        """Stores the file fetched from a URL."""
         if len(fetched.etag) > MAX_ETAG_CHARS or keep_s <= 0:
             return
         keep_ms = int(min(keep_s, MAX_KEPT_S) * 1000) or 1

@@ -1,7 +1,7 @@
-"""The steps of runs of flows in Redis: what each computes, and how its items ended.
+"""The steps of flow runs in Redis: their jobs and the outcomes of their items.
 
-A run is a prediction, and its record (shared/stores/records.py) says whether it is open. Its steps
-are in a hash next to it, `<record>:flow`, which goes with it:
+A run is a prediction whose record (shared/stores/records.py) shows whether it is open. Its steps
+are in a hash next to it, `<record>:flow`, which is deleted with it:
 
     input            of the run
     n:<step>         the number of items of a step, once it is known
@@ -13,9 +13,9 @@ are in a hash next to it, `<record>:flow`, which goes with it:
     o:<item>         how an item ended, by its index in the run
     w:<item>         the jobs that were given to whoever ended the job that begins with this item
 
-The scripts next to this file (flow_*.lua) decide what counts: the first plan of a step, the first
-outcome of an item, and none once the run is closed or over. So whoever does the same again, after
-any death, comes to the same.
+The scripts next to this file (flow_*.lua) decide which results count: the first plan of a step, the
+first outcome of an item, and nothing once the run is closed or over. So repeating a call, after any
+crash, leads to the same result.
 
 Calls raise Unavailable if Redis does not answer.
 """
@@ -29,7 +29,7 @@ from typing import NamedTuple
 from shared.stores.redis_client import Commands, load_script
 
 WINDOW_JOBS = 64
-"""About as many jobs of a step are in the topic at a time, for each run."""
+"""Approximate number of jobs per step and run in the topic at a time."""
 _STATES = "shared/stores/record_states.lua"
 _BUDGET = ("shared/stores/retention.lua", "shared/stores/record_budget.lua")
 OPEN = load_script("shared/stores/flow_open.lua")
@@ -41,22 +41,25 @@ CLOSE = load_script(_STATES, "shared/stores/flow_close.lua")
 
 
 class Marked(NamedTuple):
-    """What counts of the items of a job."""
+    """The outcomes that count for the items of a job."""
 
     is_open: bool
-    """True if the run goes on."""
+    """True if the run continues."""
     items: int
-    """Of the step."""
+    """Number of items in the step."""
     done: int
-    """How many of them are."""
+    """Number of finished items."""
     jobs: range
-    """Those of the step that are to be published next, by their numbers."""
+    """Numbers of the step's jobs to publish next."""
     is_repeated: bool
-    """True if an item was known before."""
+    """True if an item was already known."""
     is_published: bool
     """True if the API has published all first jobs of the run."""
     outcomes: list[bytes | None]
-    """Of each item what was kept before, or is now. None: nothing counts, as the run is over."""
+    """The stored outcome of each item, old or new.
+
+    None: nothing counts, because the run is over.
+    """
 
     @property
     def is_complete(self) -> bool:
@@ -65,17 +68,17 @@ class Marked(NamedTuple):
 
 
 class Look(NamedTuple):
-    """True if a job is still to be done."""
+    """Whether a job still needs to be done."""
 
     is_open: bool
     begins: bool
-    """True if it is the first of its run that is."""
+    """True if it is the first of its run."""
     done: int
-    """How many of its items are done."""
+    """Number of finished items."""
 
 
 class StepState(NamedTuple):
-    """What Redis has of a step."""
+    """The stored state of a step."""
 
     items: int
     done: int
@@ -84,17 +87,17 @@ class StepState(NamedTuple):
 
 
 class RunState(NamedTuple):
-    """What Redis has of a run."""
+    """The stored state of a run."""
 
     input: bytes | None
     steps: dict[int, StepState]
-    """By their numbers. Those that are not known yet are missing."""
+    """Steps by number. Steps not known yet are missing."""
     outcomes: dict[int, bytes]
-    """Of the items that are done, by their indexes."""
+    """Outcomes of finished items by index."""
 
 
 class FlowRuns:
-    """The runs of flows in one Redis."""
+    """The flow runs in one Redis."""
 
     def __init__(self, commands: Commands, prefix: str, store: str, max_bytes: int) -> None:
         self._commands = commands
@@ -107,7 +110,7 @@ class FlowRuns:
         return record, f"{record}:flow"
 
     async def open(self, run: str, data: bytes) -> bool:
-        """Keeps the input of a run. Returns whether there is a run."""
+        """Stores the input of a run. Returns whether the run exists."""
         return bool(await self._commands.run_script(OPEN, self._keys(run), data))
 
     async def plan(
@@ -118,16 +121,14 @@ class FlowRuns:
         items: int,
         done: Mapping[int, bytes],
     ) -> int:
-        """Notes what a step computes.
+        """Stores the jobs of a step.
 
         Args:
-            run: the id of its record.
-            step: the number of the step.
-            items: their number, with those that are done.
-            done: the outcomes of items that are.
+            items: number of items, including finished ones.
+            done: outcomes of items that are already finished.
 
         Returns:
-            1: it is noted. 0: it was before. -1: the run is over. -2: there is no room for it.
+            1: stored. 0: already stored. -1: the run is over. -2: there is no room for it.
         """
         fields: list[str | bytes] = []
         for number, job in enumerate(jobs):
@@ -140,7 +141,7 @@ class FlowRuns:
         return int(await self._commands.run_script(PLAN, (*self._keys(run), self._store), *args))
 
     async def jobs(self, run: str, step: int, numbers: Sequence[int]) -> list[bytes]:
-        """Returns jobs of a step. Those of a run that was dropped are missing."""
+        """Returns jobs of a step. Jobs of a dropped run are missing."""
         if not numbers:
             return []
         fields = [f"p:{step}:{number}" for number in numbers]
@@ -153,19 +154,17 @@ class FlowRuns:
         return [value for name, value in fields.items() if name.startswith(b"p:")]
 
     async def note_published(self, run: str, step: int) -> None:
-        """Notes that the broker has the first jobs of a step."""
+        """Records that the broker has the first jobs of a step."""
         await self._commands.run_script(PUBLISHED, self._keys(run), f"b:{step}")
 
     async def mark(self, run: str, step: int, outcomes: Mapping[int, bytes]) -> Marked:
-        """Notes how the items of a job ended.
+        """Records the outcomes of a job's items.
 
         Args:
-            run: the id of its record.
-            step: the number of the step.
-            outcomes: of the items, by their indexes in the run.
+            outcomes: outcomes of the items, by index in the run.
 
         Raises:
-            Unavailable: Redis did not answer. It may have noted them.
+            Unavailable: Redis did not answer, but may have recorded them.
         """
         pairs = [part for index, outcome in outcomes.items() for part in (index, outcome)]
         args = (step, WINDOW_JOBS, min(outcomes), *pairs)
@@ -179,10 +178,10 @@ class FlowRuns:
         return Marked(bool(is_open), items, done, *facts, counting)
 
     async def look(self, jobs: Sequence[tuple[str, Sequence[int]]]) -> list[Look]:
-        """Returns whether jobs are still to be done.
+        """Returns whether jobs still need to be done.
 
         Args:
-            jobs: the run of each, and the indexes of its items.
+            jobs: run and item indexes of each job.
         """
         keys = [key for run, _ in jobs for key in self._keys(run)]
         args = [part for _, items in jobs for part in (len(items), *items)]
@@ -190,17 +189,17 @@ class FlowRuns:
         return [Look(bool(is_open), bool(begins), done) for is_open, begins, done in answers]
 
     async def close(self, run: str, reason: bytes) -> bool:
-        """Lets no further item of a run count. Returns whether it was open.
+        """Closes a run, so that no further items count. Returns whether it was open.
 
         Raises:
-            Unavailable: Redis did not answer. It may be closed.
+            Unavailable: Redis did not answer, but may have closed it.
         """
         record, _ = self._keys(run)
         channel = f"{self._prefix}canceled"
         return bool(await self._commands.run_script(CLOSE, [record], reason, channel, run))
 
     async def read(self, run: str) -> RunState:
-        """Returns all that Redis has of a run."""
+        """Returns the complete stored state of a run."""
         fields = await self._commands.run("HGETALL", self._keys(run)[1])
         known = {name.decode(): value for name, value in fields.items()}
         steps = {
@@ -217,7 +216,7 @@ class FlowRuns:
         return RunState(known.get("input"), steps, outcomes)
 
     async def progress(self, run: str, steps: int) -> list[tuple[int, int] | None]:
-        """Returns the number of items of each step, and of those that are done.
+        """Returns the number of items per step, and the number of finished items.
 
         None: its items are not known yet.
         """
@@ -227,7 +226,7 @@ class FlowRuns:
         return [None if items is None else (int(items), int(done or 0)) for items, done in pairs]
 
     async def outcomes(self, run: str, indexes: Sequence[int]) -> list[bytes | None]:
-        """Returns the outcomes of items. None: it is not done."""
+        """Returns the outcomes of items. None: not finished."""
         if not indexes:
             return []
         names = [f"o:{index}" for index in indexes]

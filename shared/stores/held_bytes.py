@@ -1,4 +1,4 @@
-"""Bytes stored for a tenant under keys that don't name it: fetched files and results of classes.
+"""Bytes stored for a tenant under keys that don't name it: fetched files and class results.
 
 Their keys name a content or a request, so listing a tenant's folder does not find them. An empty
 object counts each of them in the tenant's storage quota (api/inputs/storage.py):
@@ -25,7 +25,7 @@ def owner_of(tenant: str) -> str:
 
 
 async def hold(objects: ObjectStore, tenant: str, size_bytes: int, until_s: float) -> None:
-    """Counts stored bytes in a tenant's quota until a time.
+    """Counts stored bytes in a tenant's quota until a given time.
 
     Args:
         until_s: Unix time.
@@ -38,6 +38,6 @@ async def hold(objects: ObjectStore, tenant: str, size_bytes: int, until_s: floa
 
 
 def held_bytes(markers: Iterable[StoredObject], now_s: float) -> int:
-    """Returns how many bytes some markers count at a time (Unix)."""
+    """Returns how many bytes the markers count at a given Unix time."""
     names = (one.key.rpartition("/")[2].split("_") for one in markers)
     return sum(int(size_bytes) for until_s, size_bytes, _ in names if int(until_s) > now_s)

@@ -1,13 +1,13 @@
-"""Finds the store of keys that PENSTOCK_KEYS_URL names, and what its plans and keys may name.
+"""Finds the key store at PENSTOCK_KEYS_URL, and the names that its plans and keys may use.
 
-In a file, such as one that Secret Manager or Kubernetes mounts: the API only reads it. The command
-line replaces it as a whole, and appends an audit event to FILE.audit.jsonl before. The last use of
-keys is not kept.
+In a file, for example one mounted by Secret Manager or Kubernetes: the API only reads it. The CLI
+first appends an audit event to FILE.audit.jsonl, then replaces the whole file. The last use of keys
+is not recorded.
 
-In Redis: one hash, a stream of audit events, and a hash of last uses. The directory is one value
-with a version, so that a reader never sees half of a change, and two writers at the same time do
-not undo each other. Nothing has a TTL, so Redis evicts none of it. A Redis that lost its data has
-no version. Then readers keep what they have, and a copy of it in the Redis of their region.
+In Redis: one hash, a stream of audit events, and a hash of last uses. The directory is a single
+value with a version, so that a reader never sees half of a change, and two concurrent writers do
+not undo each other's changes. Nothing has a TTL, so Redis does not evict it. A Redis that lost its
+data has no version. Readers then keep their snapshot, and a copy of it in their region's Redis.
 
 Calls raise Unavailable if Redis does not answer.
 """
@@ -71,7 +71,7 @@ class KeyRedis(RedisStore):
 
     Args:
         redis_url: `redis://`, `rediss://` or `unix://` URL.
-        timeout_s: the time limit of one round trip.
+        timeout_s: time limit of one round trip.
     """
 
     def __init__(self, redis_url: str, *, timeout_s: float = 1.0) -> None:
@@ -94,14 +94,14 @@ class KeyRedis(RedisStore):
         self.read_only = ""
 
     def read_at_start(self) -> StoredDocument | None:
-        """None: Redis is asked once the store is open."""
+        """None: Redis is queried once the store is open."""
         return None
 
     async def read(self, version: str = "") -> StoredDocument | None:
         """Reads the directory. Returns None if it still has this version.
 
         Raises:
-            NoDirectory: Redis has none, or lost it.
+            NoDirectory: Redis does not have a directory, or lost it.
         """
         if version:
             known_version = await self._commands.run("HGET", self._directory, "version")
@@ -114,17 +114,17 @@ class KeyRedis(RedisStore):
         return StoredDocument(new.decode("latin-1"), data)
 
     async def replace(self, version: str, data: bytes, act: AuditEvent) -> bool:
-        """Replaces the directory if it has this version, and notes the act.
+        """Replaces the directory if it has this version, and records the action.
 
         Raises:
-            Unavailable: Redis did not answer. It may have done so all the same.
+            Unavailable: Redis did not answer, but may have replaced it.
         """
         args = (version, secrets.token_hex(8), data, msgspec.json.encode(act), MAX_AUDIT_EVENTS)
         done = await self._commands.run_script(_REPLACE, [self._directory, self._audit], *args)
         return bool(done)
 
     async def audit_events(self, limit: int, before: str = "") -> list[LoggedEvent]:
-        """The audit events before this one, newest first."""
+        """Returns the audit events before `before`, newest first."""
         end = f"({before}" if before else "+"
         entries = await self._commands.run("XREVRANGE", self._audit, end, "-", "COUNT", limit)
         return [
@@ -133,22 +133,22 @@ class KeyRedis(RedisStore):
         ]
 
     async def note_uses(self, used_s: Mapping[str, int]) -> None:
-        """Notes when keys were last used."""
+        """Records when keys were last used."""
         if used_s:
             pairs = [word for pair in used_s.items() for word in pair]
             await self._commands.run_script(_USES, [self._used], 2 * MAX_KEYS, *pairs)
 
     async def uses(self) -> dict[str, int]:
-        """When keys were last used, by id in Unix seconds."""
+        """Returns when keys were last used, by ID in Unix seconds."""
         used = await self._commands.run("HGETALL", self._used)
         return {key_id.decode(): int(used_s) for key_id, used_s in used.items()}
 
 
 class KeyCopy(RedisStore):
-    """A copy of a directory, in the Redis of the region.
+    """A copy of a directory in the region's Redis.
 
-    An instance needs that Redis anyway. So one that starts while the directory is unreachable,
-    which is in another region, has the keys that its neighbors have.
+    Instances need that Redis anyway. So an instance that starts while the directory, in another
+    region, is unreachable has the same keys as its neighbors.
 
     Args:
         redis_url: `redis://`, `rediss://` or `unix://` URL.
@@ -163,14 +163,14 @@ class KeyCopy(RedisStore):
         """Writes the copy.
 
         Args:
-            at_s: when it was known to be current, Unix time.
-            keep_s: for how long it is of use.
+            at_s: Unix time at which it was known to be current.
+            keep_s: seconds for which it is useful.
         """
         data = msgspec.msgpack.encode((document.version, document.data, at_s))
         await self._commands.run("SET", self._key, data, "EX", max(1, round(keep_s)))
 
     async def read(self) -> tuple[StoredDocument, float] | None:
-        """Returns the copy, and when it was known to be current. None if there is none."""
+        """Returns the copy, and when it was known to be current. None if there is no copy."""
         data = await self._commands.run("GET", self._key)
         if data is None:
             return None
@@ -181,7 +181,7 @@ class KeyCopy(RedisStore):
 class KeyFile:
     """A file with the directory.
 
-    It is read whole each time, since mounts of secrets do not keep the time of their last change.
+    The whole file is read each time, because mounted secrets do not preserve modification times.
 
     Args:
         is_writable: True if it may be changed here.
@@ -204,7 +204,7 @@ class KeyFile:
         """Reads the file.
 
         Raises:
-            ConfigurationError: it can't be read.
+            ConfigurationError: the file can't be read.
         """
         try:
             return self._read()
@@ -217,8 +217,8 @@ class KeyFile:
         """Reads the file. Returns None if it still has this version.
 
         Raises:
-            NoDirectory: there is no file.
-            Unavailable: it can't be read.
+            NoDirectory: the file does not exist.
+            Unavailable: the file can't be read.
         """
         document = await asyncio.to_thread(self._read)
         return None if document.version == version else document
@@ -236,8 +236,8 @@ class KeyFile:
         """Replaces the file if it has this version. Other processes wait in the meantime.
 
         Raises:
-            KeysReadOnly: it can't be changed here.
-            Unavailable: it can't be written.
+            KeysReadOnly: the file can't be changed here.
+            Unavailable: the file can't be written.
         """
         if self.read_only:
             raise KeysReadOnly(self.read_only)
@@ -251,7 +251,7 @@ class KeyFile:
             except NoDirectory:
                 if version:
                     return False
-            # An act that was noted and then failed misleads less than one that is missing.
+            # An action that was logged but then failed is less misleading than a missing one.
             with self._audit.open("ab") as audit:
                 audit.write(msgspec.json.encode(act) + b"\n")
                 _to_disk(audit.fileno())
@@ -272,7 +272,7 @@ class KeyFile:
             raise Unavailable(f"{self._path}: {error.strerror or error}") from error
 
     async def audit_events(self, limit: int, before: str = "") -> list[LoggedEvent]:
-        """The audit events before this one, newest first.
+        """Returns the audit events before `before`, newest first.
 
         Raises:
             Unavailable: they can't be read.
@@ -294,10 +294,10 @@ class KeyFile:
         ]
 
     async def note_uses(self, used_s: Mapping[str, int]) -> None:
-        """Does nothing: the file is not the place for it."""
+        """Does nothing, because uses are not stored in the file."""
 
     async def uses(self) -> dict[str, int]:
-        """Nothing is kept."""
+        """Returns nothing, because uses are not stored."""
         return {}
 
 
@@ -306,14 +306,14 @@ def _to_disk(descriptor: int) -> None:
 
 
 def key_store(url: str, *, is_writable: bool = False) -> KeyStore:
-    """The store at `url`, not open.
+    """Returns the store at `url`, not yet open.
 
     Args:
         url: `file:///PATH`, or a URL of Redis.
-        is_writable: True if a file may be changed here. Redis always may.
+        is_writable: True if a file may be changed here. Redis can always be changed.
 
     Raises:
-        ConfigurationError: the URL names no store.
+        ConfigurationError: the URL does not name a store.
     """
     parts = urlsplit(url)
     if parts.scheme == "file" and not parts.netloc and parts.path.startswith("/"):
@@ -333,7 +333,7 @@ def served_by(catalog: Catalog, *, allow_private: bool) -> Served:
     """Returns the names that plans and keys may use in a deployment.
 
     Args:
-        allow_private: True if its webhooks may go to private addresses and over http.
+        allow_private: True if its webhooks may use private addresses and http.
     """
     return Served(
         units={model.name: model.definition.unit for model in catalog.served},

@@ -1,17 +1,17 @@
 """The object store: large inputs and results, uploaded files, and the documents of batches.
 
-It is a folder on one machine and a bucket in the cloud, both through obstore. No object changes:
-the key of an input or a result names its content, so a repeated put is harmless and a cached key
-always means the same bytes. A document is written once (`create`), and the first writer wins.
+It is a folder on one machine or a bucket in the cloud, both through obstore. Objects never change:
+the key of an input or a result depends on its content, so a repeated put is harmless, and a cached
+key always means the same data. A document is written once (`create`), and the first writer wins.
 
-obstore's synchronous calls run on threads. Its asynchronous ones abort the process (1 of 12 here,
+obstore's synchronous calls run in threads. Its asynchronous calls abort the process (1 of 12 here,
 obstore 0.12.1) when it exits soon after a call, because the answering thread still holds Python
 objects.
 
-A large object is written in pieces, so that memory need not hold all of it.
+A large object is written in pieces, so that it does not need to fit in memory.
 
-Signed links to objects let answers and webhooks name an image instead of carrying it.
-api/routes/files.py serves them, in another format if `media_type` is not the object's own. The
+Signed links to objects let answers and webhooks refer to an image instead of including it.
+api/routes/files.py serves them, in another format if `media_type` differs from the object's. The
 signature is HMAC-SHA256 (RFC 2104) over key, media type and expiry, so none of them can be changed.
 
 Calls raise Unavailable if the store is unreachable.
@@ -46,24 +46,29 @@ from shared.concurrency import FairPermits
 from shared.errors import BadInput, ConfigurationError, InputTooLarge, PenstockError, Unavailable
 
 PART_BYTES = 8 * 1024 * 1024
-"""Parts are uploaded one at a time. S3 and GCS take no less than 5 MiB, except for the last."""
+"""Parts are uploaded one at a time. S3 and GCS require at least 5 MiB, except for the last."""
 WRITE_BYTES = 1024 * 1024
-"""Pieces are gathered to this size, because each write is a hop to a thread."""
+"""Pieces are collected up to this size, because each write uses a thread."""
 MEMORY_BYTES = 2 * PART_BYTES + WRITE_BYTES
-"""The memory of one writer: a part that is gathered, and one that is on its way."""
+"""Memory of one writer: a part being collected, and one being uploaded."""
 
 TIMEOUT_S = 10.0
-"""The longest that one put or get may take, retries included."""
+"""Maximum duration of a put or get, including retries."""
 KEY_LIMIT_BYTES = 512
 SCOPES = ["https://www.googleapis.com/auth/devstorage.read_write"]
 THREADS = 32
-"""They wait for the store, so their number follows from its distance: a call to a bucket that is
-30 ms away in each direction takes 65 ms, and 8 threads stored 112 files of 100 kB a second, where a
-near bucket took 147. An owner has at most half of them, so that a tenant's uploads keep nobody from
-the store."""
+"""Threads wait for the store, so their number depends on its distance: a call to a bucket that is
+30 ms away in each direction takes 65 ms, and 8 threads stored 112 files of 100 kB per second,
+compared with 147 for a nearby bucket.
+
+An owner gets at most half of them, so that a tenant's uploads can't lock out others.
+"""
 OWNER_SEGMENTS = 3
-"""Keys of what belongs to a tenant begin with two folders and its digest, which has the same turns
-in all folders. Other keys name a content within so many segments, so each has turns of its own."""
+"""Keys of a tenant's objects begin with two folders and the tenant's digest, which shares turns
+across all folders.
+
+Other keys name a content within this many segments, so each has separate turns.
+"""
 LIST_CHUNK = 1000
 
 ERRORS = Counter(
@@ -91,11 +96,11 @@ _CLOUD: dict[str, Any] = {
 _OUT_OF_REACH = "the object store is unreachable; try again"
 
 LINK_VALID_S = 3600
-"""The time that a link is valid. OpenAI's API promises the same for image URLs."""
+"""How long a link is valid. OpenAI's API promises the same for image URLs."""
 
 
 def open_upload(store: Any, key: str, attributes: dict[str, str] | None) -> Any:
-    """Opens obstore's writer of a multipart upload. It asks the store for nothing yet."""
+    """Opens obstore's writer for a multipart upload. Does not call the store yet."""
     return obstore.open_writer(
         store, key, attributes=attributes, buffer_size=PART_BYTES, max_concurrency=1
     )
@@ -104,13 +109,13 @@ def open_upload(store: Any, key: str, attributes: dict[str, str] | None) -> Any:
 class ObjectWriter:
     """Writes one object in pieces: an async context manager.
 
-    The object appears whole when the block ends. It never appears if the block raises.
+    The object appears, complete, when the block ends. It never appears if the block raises.
 
     Args:
         work: runs a call on a thread of the store, and translates its errors.
 
     Raises:
-        Unavailable: from any call, if the store is unreachable or too slow.
+        Unavailable: raised by any call if the store is unreachable or too slow.
     """
 
     def __init__(
@@ -123,7 +128,7 @@ class ObjectWriter:
         self._gathered = bytearray()
         self._upload: Any = None
         self.size_bytes = 0
-        """The bytes that were written so far."""
+        """Number of bytes written so far."""
 
     async def __aenter__(self) -> Self:
         self._upload = self._opening()
@@ -148,8 +153,8 @@ class ObjectWriter:
                 await self._flush()
                 await self._work(upload.close)
         finally:
-            # An upload that is not closed is given up. A folder drops its parts with it, a bucket
-            # by the lifecycle rule for incomplete uploads.
+            # An upload that is not closed is abandoned. A folder deletes its parts at once, a
+            # bucket by the lifecycle rule for incomplete uploads.
             self._upload = None
 
     async def _flush(self) -> None:
@@ -164,15 +169,15 @@ def object_key(folder: str, data: bytes, media_type: str) -> str:
 
 
 def key_of_digest(folder: str, digest: str, media_type: str) -> str:
-    """Returns the key of the data that has a digest, as `object_key` does."""
+    """Returns the key for data with this digest, as `object_key` does."""
     return f"{folder}/{digest[:2]}/{digest}{_EXTENSIONS.get(media_type, '')}"
 
 
 async def stored_input(blob: Blob, objects: ObjectStore) -> Blob:
-    """Returns the blob for a message. A large one goes to the object store."""
+    """Returns the blob for a message. A large one is moved to the object store."""
     if blob.data is None or len(blob.data) <= INLINE_LIMIT_BYTES:
         return blob
-    # The digest of 64 MiB takes 0.1 s, which would be a pause of all requests of an instance.
+    # The digest of 64 MiB takes 0.1 s, which would pause all requests of an instance.
     key = await asyncio.to_thread(object_key, "inputs", blob.data, blob.media_type)
     await objects.put(key, blob.data, blob.media_type)
     return Blob(blob.media_type, object_key=key)
@@ -181,17 +186,17 @@ async def stored_input(blob: Blob, objects: ObjectStore) -> Blob:
 class GoogleCredentials:
     """The machine's credentials for a bucket, found by google-auth.
 
-    obstore does not know workload identity federation. The credentials are loaded at the first use,
-    on the thread of that call. obstore keeps the token until shortly before it expires.
+    obstore does not support workload identity federation. Credentials are loaded on first use, in
+    the thread of that call. obstore keeps the token until shortly before it expires.
     """
 
     def __init__(self) -> None:
         self._provider: Callable[[], Any] | None = None
 
     def __call__(self) -> Any:
-        """Returns an OAuth 2.0 token and its expiry. obstore wraps the errors of google-auth."""
+        """Returns an OAuth 2.0 token and its expiry. obstore wraps google-auth's errors."""
         if self._provider is None:
-            # Late, as requests comes with it, which an API on one machine has no need of.
+            # Imported late, because it loads requests, which an API on one machine does not need.
             from obstore.auth.google import GoogleCredentialProvider
 
             credentials, _ = google.auth.default(scopes=SCOPES)
@@ -209,34 +214,33 @@ class StoredObject(NamedTuple):
 
 
 class ObjectStore:
-    """Objects by key, in the folder or bucket that `url` names.
+    """Objects by key, in the folder or bucket at `url`.
 
     Args:
         url: `file://DIR` (relative to the working directory, or absolute with a third slash),
-            `gs://BUCKET/PREFIX`, `s3://BUCKET/PREFIX`, or `memory://` (this object's own, gone with
-            it).
-        setting: that has the URL, for errors.
+            `gs://BUCKET/PREFIX`, `s3://BUCKET/PREFIX`, or `memory://` (private to this object).
+        setting: setting with the URL, for errors.
 
     Raises:
-        ConfigurationError: the URL is of no such form, or its folder can't be made.
+        ConfigurationError: the URL has none of these forms, or its folder can't be created.
     """
 
     def __init__(self, url: str, setting: str = "objects_url") -> None:
         self._url = url
         self._store = _open(url, setting)
-        # The store has its own threads, because a store that hangs would block those of others.
+        # The store has separate threads, because a hanging store would otherwise block other work.
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="objects")
         self._turns = FairPermits(THREADS)
-        # A folder keeps no media types, so the extension of the key names the type.
+        # A folder does not store media types, so the type is derived from the key's extension.
         self._keeps_media_type = not isinstance(self._store, store.LocalStore)
 
     @property
     def is_on_google(self) -> bool:
-        """True if it is a bucket whose lifecycle rules remove what is old."""
+        """True if it is a bucket whose lifecycle rules delete old objects."""
         return self._url.startswith("gs://")
 
     async def put(self, key: str, data: bytes, media_type: str) -> None:
-        """Writes an object atomically: a reader sees the old bytes or the new ones."""
+        """Writes an object atomically: a reader sees either the old data or the new."""
         _check(key)
         attributes = {"Content-Type": media_type} if self._keeps_media_type else None
         with _translated("put", key):
@@ -245,18 +249,20 @@ class ObjectStore:
             )
 
     async def get(self, key: str, max_bytes: int) -> bytes:
-        """Returns the bytes of an object of at most `max_bytes`.
+        """Returns the data of an object that has at most `max_bytes`.
 
         Raises:
-            BadInput: the key is not valid, or has no object.
-            InputTooLarge: the object is larger. Nothing of it was loaded.
+            BadInput: the key is invalid, or the object does not exist.
+            InputTooLarge: the object is larger. None of it was loaded.
         """
         _check(key)
         with _translated("get", key):
             return await self._work(key, partial(_read, self._store, key, max_bytes))
 
     async def create(self, key: str, data: bytes, media_type: str) -> bool:
-        """Writes an object unless it exists. Returns whether it did. If several try, one does.
+        """Writes an object unless it exists.
+
+        Returns whether it did. Of several writers, only one succeeds.
 
         Raises:
             Unavailable: the store is unreachable or too slow. The object may have been written.
@@ -275,7 +281,7 @@ class ObjectStore:
         """Returns `length` bytes from `start`, which the object must have.
 
         Raises:
-            BadInput: the key is not valid, or has no object.
+            BadInput: the key is invalid, or the object does not exist.
         """
         _check(key)
         if not length:
@@ -285,11 +291,11 @@ class ObjectStore:
             return bytes(await self._work(key, call))
 
     async def listing(self, folder: str, limit: int, after: str = "") -> list[StoredObject]:
-        """Returns the objects below a folder in the order of their keys, at most `limit` of them.
+        """Returns up to `limit` objects below a folder, in key order.
 
         Args:
-            folder: without a slash at its end.
-            after: a key, of an object or not, behind which the listing begins.
+            folder: folder without a trailing slash.
+            after: key, whether it exists or not, after which the listing starts.
         """
         _check(folder)
         with _translated("list", folder):
@@ -308,7 +314,7 @@ class ObjectStore:
                         yield one
 
     async def folders(self, folder: str) -> list[str]:
-        """Returns the names of the folders right below a folder, in order."""
+        """Returns the names of the folders directly below a folder, in order."""
         _check(folder)
         with _translated("list", folder):
             objects = await self._work(
@@ -317,20 +323,20 @@ class ObjectStore:
         return sorted(path.rstrip("/").rpartition("/")[2] for path in objects["common_prefixes"])
 
     async def delete(self, key: str) -> None:
-        """Removes an object. A missing object is not an error."""
+        """Deletes an object. A missing object is not an error."""
         _check(key)
         with _translated("delete", key), suppress(FileNotFoundError):
             await self._work(key, partial(obstore.delete, self._store, key))
 
     def writer(self, key: str, media_type: str) -> ObjectWriter:
-        """Writes one object in pieces, for an `async with`."""
+        """Writes one object in pieces, for use in `async with`."""
         _check(key)
         attributes = {"Content-Type": media_type} if self._keeps_media_type else None
         opening = partial(open_upload, self._store, key, attributes)
         return ObjectWriter(opening, partial(self._write, key))
 
     def download(self, key: str, file: Path, max_bytes: int) -> None:
-        """Writes an object into a file, on the thread that calls this. Raises as `get`."""
+        """Writes an object to a file, in the calling thread. Raises the same errors as `get`."""
         _check(key)
         with _translated("get", key):
             object_ = obstore.get(self._store, key)
@@ -340,7 +346,7 @@ class ObjectStore:
                     opened.write(piece)
 
     async def rename(self, key: str, new_key: str) -> None:
-        """Moves an object, in the place of another one if that is there. Its bytes stay there.
+        """Moves an object, replacing any object at the new key. The data is not downloaded.
 
         Raises:
             Unavailable: the store is unreachable or too slow. One of the two keys has the object.
@@ -359,20 +365,20 @@ class ObjectStore:
         async with asyncio.timeout(TIMEOUT_S):
             await self._turns.take(owner)
             done = asyncio.get_running_loop().run_in_executor(self._threads, call)
-            # The thread is busy until its call is over, even if nobody waits for it any more.
+            # The thread is busy until its call ends, even if no caller waits for it any more.
             done.add_done_callback(partial(self._end_turn, owner))
             return await asyncio.shield(done)
 
     def _end_turn(self, owner: str, done: asyncio.Future[Any]) -> None:
         self._turns.give(owner)
         if not done.cancelled():
-            done.exception()  # whoever left does not miss it
+            done.exception()  # the caller has left, so the error is not needed
 
     async def check(self) -> None:
-        """Asks the store for an object that is not there, for readiness and `penstock doctor`.
+        """Requests a nonexistent object from the store, for readiness and `penstock doctor`.
 
         Raises:
-            Unavailable: it is unreachable, or the credentials don't open it.
+            Unavailable: it is unreachable, or the credentials are not accepted.
         """
         try:
             await self.get("check/none", max_bytes=0)
@@ -384,7 +390,7 @@ def _list(source: Any, folder: str, limit: int, after: str) -> list[StoredObject
     objects: list[StoredObject] = []
     for chunk in obstore.list(source, folder, offset=after or None, chunk_size=LIST_CHUNK):
         objects += map(_stored, chunk)
-        # A bucket lists in order, a folder does not.
+        # A bucket lists in order, but a folder does not.
         if len(objects) >= limit and not isinstance(source, store.LocalStore):
             break
     return sorted(objects)[:limit]
@@ -433,7 +439,7 @@ def _owner_of(key: str) -> str:
 
 
 def _check(key: str) -> None:
-    """Allows only plain path segments (no `..`, `%` or `//`), as keys come from messages."""
+    """Allows only plain path segments (no `..`, `%` or `//`), because keys come from messages."""
     if len(key) > KEY_LIMIT_BYTES or not _KEY.fullmatch(key):
         raise BadInput(f"{key[:80]!r} is not a valid object key", field="object_key")
 
@@ -447,7 +453,7 @@ def _translated(operation: str, key: str) -> Iterator[None]:
         reason = f"the object store did not answer in {TIMEOUT_S:g} s"
         raise Unavailable(reason, public=_OUT_OF_REACH) from error
     except (BaseError, OSError, ValueError) as error:
-        # A put that gets "not found" has no bucket, which is not the caller's fault.
+        # If a put gets "not found", the bucket does not exist, which is not the caller's fault.
         if isinstance(error, FileNotFoundError) and operation == "get":
             raise BadInput(f"there is no object {key!r}", field="object_key") from error
         ERRORS.labels(operation).inc()
@@ -461,7 +467,7 @@ def _reason(error: Exception) -> str:
 
 
 class LinkInvalid(PenstockError):
-    """The link is not signed by this API, or has expired."""
+    """The link was not signed by this API, or has expired."""
 
     code = "link_invalid"
     public_by_default = None
@@ -473,7 +479,7 @@ class UrlSigner:
     Args:
         secret: the same in all instances, so that each can serve every link. Empty: random per
             process.
-        clock: unix seconds, for tests.
+        clock: Unix seconds, for tests.
     """
 
     def __init__(self, secret: str, clock: Callable[[], float] = time.time) -> None:
@@ -491,15 +497,15 @@ class UrlSigner:
         return f"/v1/objects/{quote(key)}?{urlencode(query)}"
 
     def query(self, key: str, media_type: str, expires_s: int) -> str:
-        """Returns the signed query of a link with a path of its own, valid until `expires_s`."""
+        """Returns the signed query for a link with another path, valid until `expires_s`."""
         signature = self._signature(key, media_type, expires_s)
         return f"expires={expires_s}&signature={signature}"
 
     def check(self, key: str, media_type: str, expires_s: int, signature: str) -> None:
-        """Lets a link pass.
+        """Checks a link.
 
         Raises:
-            LinkInvalid: it is not ours, was changed, or has expired.
+            LinkInvalid: the link was not signed by this API, was changed, or has expired.
         """
         expected = self._signature(key, media_type, expires_s)
         if not hmac.compare_digest(expected.encode(), signature.encode("utf-8", "surrogateescape")):

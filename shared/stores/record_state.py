@@ -1,16 +1,15 @@
-"""What the record of a prediction tells while it is not over: its state, its place in line, images.
+"""The state of unfinished predictions: records, queue positions and image previews.
 
 A record is a hash in Redis, read as `Record`.
 
-Workers start a tenant's predictions by deadline, so the line of those that wait is in that order.
-How many other tenants have waiting is not for this tenant to know, but it shows in the pace at
-which the line moves. That is measured from one look to the next. So it is known only while somebody
-looks.
+Workers start a tenant's predictions by deadline, so its queue is in that order. A tenant must not
+learn how many other tenants are waiting, but their load shows in the speed of this queue. That
+is measured between reads, so it is known only while the queue is being read.
 
-Previews of images that are being drawn are in a Redis stream for each prediction. A reader of a
-prediction's events says that it watches, again and again. Workers learn of it when they report
-progress, and draw nothing for predictions that nobody watches. Streams are bounded and expire, so
-unlike records they have no part in a budget.
+Previews of images being drawn are in one Redis stream per prediction. A reader of a prediction's
+events regularly marks it as watched. Workers see the mark when they report progress, and skip
+previews for predictions that nobody is watching. Streams are bounded and expire, so unlike records
+they are not part of a budget.
 
 Calls raise Unavailable if Redis does not answer.
 """
@@ -33,7 +32,7 @@ State = Literal["starting", "processing", "succeeded", "failed", "canceled"]
 
 
 OVER: frozenset[State] = frozenset({"succeeded", "failed", "canceled"})
-"""The states that no record leaves."""
+"""The final states."""
 
 MIN_LEFT = 1.0
 """Minimum number of predictions that must have left the queue before a wait is estimated."""
@@ -41,10 +40,10 @@ MIN_LEFT = 1.0
 _POSITION = load_script("shared/stores/record_position.lua")
 
 WATCHED_S = 5
-"""The time after a reader said that it watches for which previews are drawn."""
+"""How long previews are drawn after a reader marked a prediction as watched."""
 PREVIEWS_KEPT_S = 120
 MAX_PREVIEWS = 16
-"""Previews of one prediction. Each has some kilobytes."""
+"""Maximum number of previews per prediction. Each has a few kilobytes."""
 
 _ADD_PREVIEW = load_script("shared/stores/preview_add.lua")
 
@@ -52,10 +51,10 @@ _ADD_PREVIEW = load_script("shared/stores/preview_add.lua")
 class Claim(NamedTuple):
     """The result of claiming a job.
 
-    `state` is `processing` if the job is to be done. Otherwise it is over, and `reply` is the first
-    reply, or None if it was canceled without one. `attempt` counts claims from 1. `unfinished`
-    counts earlier claims that did not end, since the job went on. `alone` are those of them whose
-    workers computed nothing else when they died.
+    `state` is `processing` if the job still needs to be done. Otherwise it is over, and `reply` is
+    the first reply, or None if it was canceled without one. `attempt` counts claims from 1.
+    `unfinished` counts earlier claims that did not end since the job last continued. `alone` counts
+    those whose workers were computing only this job when they died.
     """
 
     state: State
@@ -66,10 +65,10 @@ class Claim(NamedTuple):
 
 
 class ReleasedClaim(NamedTuple):
-    """A claim that is released.
+    """A released claim.
 
-    `claims`: 1, or 0 if it was before. `alone`: 1 if the job is noted as the only one that its
-    worker computes. `is_back`: whether the job goes back to the broker.
+    `claims`: 1, or 0 if it was already released. `alone`: 1 if the job is recorded as the only one
+    its worker is computing. `is_back`: whether the job returns to the broker.
     """
 
     record: str
@@ -79,7 +78,7 @@ class ReleasedClaim(NamedTuple):
 
 
 class Finish(NamedTuple):
-    """The result of `finish`: whether our reply is kept, the state, the reply kept instead."""
+    """The result of `finish`: whether this reply was stored, the state, and the stored reply."""
 
     is_ours: bool
     state: State
@@ -87,12 +86,15 @@ class Finish(NamedTuple):
 
     @property
     def is_lost_to_cancel(self) -> bool:
-        """True if a caller canceled first, so that nothing was kept. No reply is there yet."""
+        """True if a caller canceled first, so that nothing was stored. There is no reply yet."""
         return not self.is_ours and self.state == "canceled" and self.reply is None
 
 
 class Record(msgspec.Struct, kw_only=True):
-    """A record as it is now. Times are unix seconds, 0 for events that have not happened."""
+    """The current state of a record.
+
+    Times are Unix seconds, 0 for events that have not happened.
+    """
 
     state: State
     attempts: int = 0
@@ -100,16 +102,18 @@ class Record(msgspec.Struct, kw_only=True):
     """The encoded request of a prediction. Empty for other jobs."""
     reply: ReplyBody | None = None
     closed: str = ""
-    """Why a flow ends, as JSON of an ItemError, once no item of it counts any more."""
+    """Why a flow ends, as JSON of an ItemError, once its items no longer count."""
     published: bool = False
-    """True if the broker surely has the job."""
+    """True if the broker is known to have the job."""
     step: int = 0
     steps: int = 0
     logs: str = ""
-    """What the model has printed so far: its end, if it is long. Only while it is processed, or if
-    its end came from elsewhere."""
+    """Text printed by the model so far.
+
+    Only the end, if it is long. Set only while it is processed, or if its end came from elsewhere.
+    """
     logs_left_out: int = 0
-    """The characters before that."""
+    """Number of omitted characters before it."""
     created_at_s: float = 0.0
     started_at_s: float = 0.0
     ended_at_s: float = 0.0
@@ -122,7 +126,7 @@ class Record(msgspec.Struct, kw_only=True):
 
     @property
     def awaits_receipts(self) -> bool:
-        """True if it was canceled and nobody has recorded what it costs yet."""
+        """True if it was canceled and its cost is not recorded yet."""
         return self.state == "canceled" and self.reply is None
 
 
@@ -136,7 +140,7 @@ def record_from_fields(fields: Mapping[str, bytes]) -> Record:
     """Reads the fields of a record's hash.
 
     Raises:
-        UndecodableMessage: its reply is not one.
+        UndecodableMessage: its reply can't be decoded.
     """
     known = dict(fields)
     document, receipts = known.pop("document", b""), known.pop("receipts", None)
@@ -153,28 +157,28 @@ class QueuePosition(NamedTuple):
 
     position: int
     estimated_s: float | None
-    """Seconds until a worker takes it, at the pace of the last half minute. None: not known."""
+    """Seconds until a worker takes it, based on the last half minute. None: not known."""
 
 
 class WaitingLines:
-    """The lines of all tenants."""
+    """The queues of all tenants."""
 
     def __init__(self, commands: Commands, prefix: str) -> None:
         self._commands = commands
         self._prefix = prefix
 
     def key_of(self, tenant: str, model: str) -> str:
-        """The line of this tenant's predictions for this model."""
+        """Returns the key of this tenant's queue for this model."""
         return f"{self._prefix}waiting:{model}:{tenant}"
 
     def pace_key_of(self, tenant: str, model: str) -> str:
-        """Returns the key that holds the pace of that line."""
+        """Returns the key with the speed of that queue."""
         return f"{self._prefix}waiting-pace:{model}:{tenant}"
 
     async def position(
         self, record: str, tenant: str, model: str, deadline_s: float
     ) -> QueuePosition | None:
-        """Returns the position of the prediction with this record. None if it does not wait."""
+        """Returns the position of the prediction with this record. None if it is not waiting."""
         keys = (
             f"{self._prefix}record:{record}",
             self.key_of(tenant, model),
@@ -192,7 +196,7 @@ class WaitingLines:
 class Preview:
     """An image of an item between two steps.
 
-    `cursor` is its id in the stream. `image` is a WebP.
+    `cursor` is its ID in the stream. `image` is a WebP.
     """
 
     cursor: str
@@ -210,16 +214,16 @@ class PreviewStore:
         self._prefix = prefix
 
     def keys_of(self, record: str) -> tuple[str, str]:
-        """The keys that belong to a record: who watches it, and its stream."""
+        """Returns the keys that belong to a record: its watch mark and its stream."""
         return f"{self._prefix}watched:{record}", f"{self._prefix}previews:{record}"
 
     async def watch(self, record: str) -> None:
-        """Has previews drawn for the next seconds."""
+        """Requests previews for the next few seconds."""
         watched, _ = self.keys_of(record)
         await self._commands.run("SET", watched, 1, "EX", WATCHED_S)
 
     async def after(self, record: str, cursor: str) -> list[Preview]:
-        """The previews after `cursor`, or all that are kept if it is empty."""
+        """Returns the previews after `cursor`, or all stored ones if it is empty."""
         _, stream = self.keys_of(record)
         entries = await self._commands.run("XRANGE", stream, f"({cursor}" if cursor else "-", "+")
         return [_preview(cursor.decode(), fields) for cursor, fields in entries]

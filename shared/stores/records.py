@@ -1,27 +1,27 @@
 """Records in Redis: the state of every job and prediction. A reply message only wakes its waiter.
 
-`record_id(request_id, part)` is the id of a job's record. A prediction is a job whose record is
+`record_id(request_id, part)` is the ID of a job's record. A prediction is a job whose record is
 created before its message is published, and kept for a set time after its end. The record of any
 other job is created when a worker claims it, and expires soon after.
 
     starting → processing → succeeded | failed        canceled: from either, by a caller
 
 The first `finish` ends a record. A later one gets the first reply. A claim that was neither
-finished nor released was held by a worker that died, or that lost its lease.
+finished nor released was held by a worker that died or lost its lease.
 
 A record is a hash. Its fields are `state`, `attempts` (claims so far), `open` (claims neither
-finished nor released, since the job went on), `alone` (those of them whose worker computes nothing
-else), `reply` (the encoded ReplyBody), `step`, `steps`, and `*_at_s` (unix seconds). A prediction
-also has `document`, `keep_s` and `published`, and counts toward a budget of bytes
+finished nor released since the job last continued), `alone` (open claims whose worker computes only
+this job), `reply` (the encoded ReplyBody), `step`, `steps`, and `*_at_s` (Unix seconds). A
+prediction also has `document`, `keep_s` and `published`, and counts toward a budget of bytes
 (shared/retention.py). Only the scripts next to this file (record_*.lua) write records. Claims and
 finishes come in large numbers, so their scripts take several records: one script for 100 records
 costs little more than one for a single record.
 
 A prediction may have a hold: the parts of limits that it has reserved until it is settled. The hold
-is created with the record, by the same script, and outlives the instance
-that created it. The process that ends the record makes its hold due (record_budget.lua). Any
-instance takes due holds and settles them by what the record says. Settling removes the hold in the
-script that counts (api/limits/take.lua), so it happens once.
+is created with the record, by the same script, and outlives the instance that created it. The
+process that ends the record makes its hold due (record_budget.lua). Any instance takes due holds
+and settles them based on the record. Settling removes the hold in the same script that counts
+(api/limits/take.lua), so it happens once.
 
 Calls raise Unavailable if Redis does not answer.
 """
@@ -70,27 +70,27 @@ from shared.stores.webhook_log import WebhookLog
 log = logging.getLogger(__name__)
 
 EndState = Literal["succeeded", "failed", "canceled"]
-"""How a record ends."""
+"""How a record can end."""
 
 LOOK_AGAIN_S = 1.0
-"""The time for which other instances leave a due hold to the one that took it."""
+"""How long other instances leave a due hold to the one that took it."""
 VOID_S = 600
-"""For so long a hold that was given up can't be created any more."""
+"""How long an abandoned hold can't be created any more."""
 _CREATED = load_script("shared/stores/hold_created.lua")
 _DUE = load_script("shared/stores/holds_due.lua")
 
 JOB_KEEP_S = 120
-"""Seconds for which the record of a job that is not a prediction is kept after its last change: for
-late attempts.
+"""Seconds to keep the record of a job that is not a prediction after its last change, for late
+attempts.
 """
 LATE_LOOK_S = 0.5
-"""The time after its deadline for which a waiter with an open connection still checks if the record
-ended.
+"""Seconds after its deadline for which a waiter with an open connection still checks whether the
+record ended.
 """
 FULL_RETRY_S = 5.0
-"""Retry-After of a prediction that found no room."""
+"""Retry-After for a prediction without room."""
 LISTED = 1000
-"""Predictions of a tenant that can be listed."""
+"""Maximum number of predictions listed per tenant."""
 LISTEN_POLL_S = 1.0
 LISTEN_PAUSE_S = 0.5
 
@@ -99,7 +99,7 @@ _CHANGING = (
     *("logs", "logs_left_out", "closed"),
     *("created_at_s", "started_at_s", "ended_at_s", "canceled_at_s"),
 )
-"""The fields that `Record` shows, without the document."""
+"""Fields included in `Record`, without the document."""
 
 ERRORS = Counter(
     "penstock_records_errors_total",
@@ -136,13 +136,13 @@ class DueHold(NamedTuple):
 
     record_id: str
     data: bytes
-    """The hold as it was created."""
+    """The hold as created."""
     record: Record | None
     """Without its document. None: it is gone, or can't be read."""
 
 
 def hold_keys(prefix: str) -> tuple[str, str]:
-    """The keys of all holds, and of the times at which they are due."""
+    """Returns the keys of all holds, and of the times at which they are due."""
     return f"{prefix}predictions:holds", f"{prefix}predictions:held"
 
 
@@ -156,9 +156,9 @@ class Holds:
         self._void_prefix = f"{prefix}predictions:void:"
 
     async def due(self, most: int) -> list[DueHold]:
-        """Takes holds whose records are over, or that should be over by now.
+        """Takes holds whose records are over, or should be over by now.
 
-        Others get them LOOK_AGAIN_S later, if they are still there.
+        Other instances get them LOOK_AGAIN_S later if they still exist.
         """
         args = (time.time(), most, LOOK_AGAIN_S)
         due = await self._commands.run_script(_DUE, self._keys, *args)
@@ -168,7 +168,7 @@ class Holds:
         ]
 
     async def are_held(self, record_ids: Sequence[str]) -> list[bool]:
-        """Returns whether the records have holds that are not settled."""
+        """Returns whether the records have unsettled holds."""
         names = [self._record_prefix + one for one in record_ids]
         scores = await self._commands.run("ZMSCORE", self._keys[1], *names)
         return [one is not None for one in scores]
@@ -176,7 +176,7 @@ class Holds:
     async def was_created(self, record_id: str, data: bytes) -> bool:
         """Returns whether a record was created with this hold, which may be settled by now.
 
-        If it was not, it will not be.
+        If it was not, it can no longer be created.
         """
         digest = hashlib.sha1(data, usedforsecurity=False).hexdigest()
         keys = (self._record_prefix + record_id, f"{self._void_prefix}{digest}")
@@ -193,14 +193,14 @@ def _record_of(fields: Sequence[bytes]) -> Record | None:
 
 
 class Records(RedisStore):
-    """The records in one Redis: an async context manager that opens without Redis too.
+    """The records in one Redis: an async context manager that also opens without Redis.
 
     Args:
         redis_url: `redis://`, `rediss://` or `unix://` URL.
-        prefix: starts every key, for several deployments on one Redis.
+        prefix: prefix of every key, for several deployments on one Redis.
         timeout_s: limit of one round trip.
-        retry_s: bound of the first pause of the background retry.
-        predictions_max_bytes: the budget of all predictions, which `create` enforces.
+        retry_s: upper bound of the first pause before a background retry.
+        predictions_max_bytes: budget of all predictions, enforced by `create`.
     """
 
     def __init__(
@@ -234,7 +234,7 @@ class Records(RedisStore):
         self.lines = WaitingLines(self._commands, prefix)
         self.holds = Holds(self._commands, prefix)
         self.webhook_log = WebhookLog(self._commands, prefix)
-        # Round trips of their own: images are large, and nobody is to wait for them.
+        # Separate round trips, because images are large and must not delay others.
         self.previews = PreviewStore(self._link.commands("the store of previews"), prefix)
         self.fetched_urls = FetchedUrls(self._link.commands("the store of fetched URLs"), prefix)
         self.tokens = TokenStreams(self._link.commands("the store of tokens"), prefix)
@@ -246,7 +246,8 @@ class Records(RedisStore):
     def _of_tenant(self, tenant: str) -> str:
         return f"{self._prefix}predictions:of:{tenant}"
 
-    # For the API. It must not promise what is not stored, so these raise if Redis does not answer.
+    # For the API. It must not promise anything that is not stored, so these raise if Redis does not
+    # answer.
 
     async def create(
         self,
@@ -260,24 +261,24 @@ class Records(RedisStore):
         model: str = "",
         hold: bytes = b"",
     ) -> int:
-        """Creates the record of a prediction, `starting`.
+        """Creates the record of a prediction in state `starting`.
 
-        Returns how many predictions of the tenant have not ended, this one included. 0: the record
-        exists already.
+        Returns the number of the tenant's unfinished predictions, including this one. 0: the record
+        already exists.
 
         If the budget is used up, the oldest finished predictions of the largest tenant are dropped.
 
         Args:
-            tenant: its owner, in whose list it appears.
-            deadline_s: unix time.
+            tenant: the owner in whose list it appears.
+            deadline_s: Unix time.
             keep_s: seconds to keep it after its end, or after its deadline if it never ends.
-            reply_bytes: the size of its reply, at most.
-            model: that is to compute it, in whose queue of the tenant it is.
-            hold: what it has reserved of limits (shared/stores/records.py). Empty: nothing.
+            reply_bytes: maximum size of its reply.
+            model: the model to compute it, in whose queue it is placed.
+            hold: limits it has reserved (see above). Empty: nothing.
 
         Raises:
-            Overloaded: unfinished predictions leave no room for it.
-            Unavailable: Redis did not answer. The record may have been created.
+            Overloaded: there is no room for it because of unfinished predictions.
+            Unavailable: Redis did not answer, but may have created the record.
         """
         now_s = time.time()
         keys = (
@@ -314,19 +315,19 @@ class Records(RedisStore):
         created_at_s: float,
         keep_s: int,
     ) -> bool:
-        """Keeps an answer that was given without a record, as a prediction that succeeded.
+        """Stores an answer that was computed without a record as a succeeded prediction.
 
-        Returns False if the record exists already. The budget is that of `create`.
+        Returns False if the record already exists. Uses the same budget as `create`.
 
         Args:
-            tenant: its owner, in whose list it appears.
-            reply: the encoded ReplyBody.
-            created_at_s: unix time at which it was asked for.
+            tenant: the owner in whose list it appears.
+            reply: encoded ReplyBody.
+            created_at_s: Unix time of the request.
             keep_s: seconds to keep it.
 
         Raises:
-            Overloaded: unfinished predictions leave no room for it.
-            Unavailable: Redis did not answer. It may have been kept.
+            Overloaded: there is no room for it because of unfinished predictions.
+            Unavailable: Redis did not answer, but may have stored it.
         """
         keys = (self._key(record), self._store, self._of_tenant(tenant))
         about = (time.time(), created_at_s, keep_s, tenant, record, document, reply)
@@ -345,17 +346,17 @@ class Records(RedisStore):
         keep_s: int | None,
         replaces: bytes = b"",
     ) -> bool:
-        """Stores a document that may change, in the budget of predictions.
+        """Stores a document that may change, within the budget of predictions.
 
-        Returns False if there is another one than `replaces`, or none any more.
+        Returns False if the current document differs from `replaces`, or no longer exists.
 
         Args:
             keep_s: seconds to keep it from now. None: as long as before.
-            replaces: the document that it takes the place of. Empty: it is new.
+            replaces: document that it replaces. Empty: it is new.
 
         Raises:
-            Overloaded: unfinished predictions leave no room for it.
-            Unavailable: Redis did not answer. It may have been stored.
+            Overloaded: there is no room for it because of unfinished predictions.
+            Unavailable: Redis did not answer, but may have stored it.
         """
         known = hashlib.sha1(replaces, usedforsecurity=False).hexdigest() if replaces else ""
         args = (time.time(), "" if keep_s is None else keep_s, tenant, document, known)
@@ -369,16 +370,16 @@ class Records(RedisStore):
         return bool(stored)
 
     async def mark_published(self, record: str) -> None:
-        """Notes that the broker has the job of a prediction."""
+        """Records that the broker has the job of a prediction."""
         await self._commands.run_script(PUBLISHED, [self._key(record)])
 
     async def cancel(self, record: str, deadline_s: float = 0.0) -> State:
         """Ends a record as canceled unless it is over, notifies the workers, and returns its state.
 
         Args:
-            deadline_s: unix time until which the broker may deliver its job. The record is kept for
-              at least as long, or a worker that gets the job later would compute it. Predictions
-              are kept longer anyway.
+            deadline_s: Unix time until which the broker may deliver its job. The record is kept at
+                least until then. Otherwise, a worker that receives the job later would compute it.
+                Predictions are kept longer anyway.
         """
         now_s = time.time()
         keep_s = JOB_KEEP_S + max(0, math.ceil(deadline_s - now_s))
@@ -392,12 +393,11 @@ class Records(RedisStore):
         Its cost remains for the process that has yet to settle it.
 
         Args:
-            known: the record as the caller read it. It must be over.
+            known: record as read by the caller. It must be over.
             deadline_s: Unix time until which the broker may deliver its job.
 
         Returns:
-            True: it is deleted. False: it has changed since, so the caller must read it again.
-            None: it does not exist.
+            True: deleted. False: it has changed since, so read it again. None: it does not exist.
         """
         keys = (
             *(self._key(record), self._store),
@@ -417,12 +417,12 @@ class Records(RedisStore):
         return record_from_fields(known) if known else None
 
     async def read_again(self, record: str, document: bytes) -> Record | None:
-        """Returns the record as `read` does, if the caller has its document, which never changes.
+        """Like `read`, for a caller that already has the document, which never changes.
 
-        So following a prediction costs little, however large the request was.
+        So following a prediction is cheap, however large its request.
 
         Args:
-            document: as it was read or created.
+            document: document as read or created.
         """
         values = await self._commands.run("HMGET", self._key(record), *_CHANGING, "keep_s")
         known = dict(zip(_CHANGING, values, strict=False))
@@ -430,14 +430,14 @@ class Records(RedisStore):
         if not fields:
             return None
         held = record_from_fields(fields)
-        if values[-1] is not None:  # what stays of a deleted one has no keep_s
+        if values[-1] is not None:  # the rest of a deleted record has no keep_s
             held.document = document
         return held
 
     async def latest(self, tenant: str, limit: int, before_s: float | None = None) -> list[str]:
-        """Returns ids of a tenant's predictions, newest first.
+        """Returns the IDs of a tenant's predictions, newest first.
 
-        With `before_s` (unix seconds) only older ones.
+        With `before_s` (Unix seconds), only older ones.
         """
         newest = "+inf" if before_s is None else f"({before_s!r}"
         words = ("ZREVRANGEBYSCORE", self._of_tenant(tenant), newest, "-inf", "LIMIT", 0, limit)
@@ -445,12 +445,12 @@ class Records(RedisStore):
         return [one.decode() for one in reply]
 
     async def sizes(self, records: Sequence[str]) -> list[int]:
-        """Returns the bytes that predictions take, as their budget counts them. 0: it is gone."""
+        """Returns the sizes of predictions in bytes, as counted by their budget. 0: deleted."""
         keys = map(self._key, records)
         counts = await self._commands.run("HMGET", f"{self._store}:counted", *keys)
         return [0 if one is None else int(one.partition(b" ")[0]) for one in counts]
 
-    # What workers call. A job is done with or without Redis, so these never raise: None if it
+    # For workers. Jobs are done with or without Redis, so these never raise, and return None if it
     # did not answer.
 
     async def claim(self, records: Sequence[str]) -> list[Claim | None]:
@@ -461,7 +461,7 @@ class Records(RedisStore):
     async def finish(self, record: str, state: EndState, reply: bytes) -> Finish | None:
         """Ends a record with the encoded ReplyBody `reply`, unless it has one.
 
-        One that a caller canceled takes only a reply with the `canceled` state.
+        If a caller canceled it, only a reply with the `canceled` state is accepted.
         """
         return (await self.finish_all([(record, state, reply)]))[0]
 
@@ -471,16 +471,16 @@ class Records(RedisStore):
         return [None] * len(ends) if answers is None else list(answers)
 
     async def release(self, released: Sequence[ReleasedClaim]) -> None:
-        """Lets claims go: if their worker dies now, the jobs are not the reason."""
+        """Releases claims: if their worker dies now, the jobs are not the cause."""
         args = [part for one in released for part in (one.claims, one.alone, int(one.is_back))]
         with contextlib.suppress(Unavailable):
             keys = [self._key(one.record) for one in released]
             await self._commands.run_script(RELEASE, keys, *args)
 
     async def note_alone(self, record: str, *, begins: bool) -> bool:
-        """Notes that its worker computes nothing else but a claimed job, or that this has ended.
+        """Records that a claimed job is the only one its worker is computing, or no longer is.
 
-        Returns whether Redis has it.
+        Returns whether Redis recorded it.
         """
         with contextlib.suppress(Unavailable):
             change = 1 if begins else -1
@@ -488,12 +488,15 @@ class Records(RedisStore):
         return False
 
     async def hand_over(self, record: str) -> None:
-        """Lets all claims go: another revision of the model is to do the job."""
+        """Releases all claims, because another revision of the model will do the job."""
         with contextlib.suppress(Unavailable):
             await self._commands.run_script(HAND_OVER, [self._key(record)])
 
     async def progress(self, record: str, step: int, steps: int) -> bool:
-        """Notes how far the job is, unless `steps` is 0. Returns whether previews are wanted."""
+        """Records the progress of the job, unless `steps` is 0.
+
+        Returns whether previews are wanted.
+        """
         watched, _ = self.previews.keys_of(record)
         with contextlib.suppress(Unavailable):
             keys = [self._key(record), watched]
@@ -501,9 +504,9 @@ class Records(RedisStore):
         return False
 
     async def put_logs(self, record: str, attempt: int, logs: PrintedLogs) -> None:
-        """Notes what a model has printed so far, for the worker with the latest claim.
+        """Stores text printed by a model so far, for the worker with the latest claim.
 
-        Never raises: what is missing comes with the reply.
+        Never raises, because missing text arrives with the reply.
         """
         with contextlib.suppress(Unavailable):
             await self._commands.run_script(
@@ -511,7 +514,7 @@ class Records(RedisStore):
             )
 
     async def canceled(self) -> AsyncGenerator[str | None]:
-        """Yields the ids of records as they are canceled, and None after each (re)connection.
+        """Yields the IDs of records as they are canceled, and None after each (re)connection.
 
         After None, cancellations may have been missed. The iteration ends only when the caller
         leaves it.
@@ -526,7 +529,7 @@ class Records(RedisStore):
                         _check_canceled()
                         if message is None:
                             continue
-                        # Also when redis-py has connected again by itself, which it does not say.
+                        # Also after redis-py has silently reconnected.
                         is_new = message["type"] == "subscribe"
                         yield None if is_new else message["data"].decode()
             except (RedisError, OSError, RuntimeError) as error:

@@ -1,11 +1,11 @@
-"""A connection to Redis that many callers share, with a hard time limit and a circuit breaker.
+"""A connection to Redis shared by many callers, with a hard time limit and a circuit breaker.
 
-Each operation has a batcher. It does one round trip at a time, and calls that come in the meantime
-share the next one. So 128 callers cost one connection and a few commands, not 128. The breaker
-opens after FAILURES round trips in a row that failed or were too slow. Calls then return at once,
-and a background task retries until Redis answers in time.
+Each operation has a batcher. It does one round trip at a time, and calls made in the meantime share
+the next one. So 128 callers cost one connection and a few commands, not 128. The breaker opens
+after FAILURES consecutive round trips that failed or were too slow. Calls then return at once, and
+a background task retries until Redis answers in time.
 
-Redis runs a Lua script as a whole: no other command comes between its reads and writes. A script is
+Redis runs a Lua script atomically: no other command comes between its reads and writes. A script is
 one .lua file, or several: functions first, then the script that calls them.
 """
 
@@ -32,31 +32,33 @@ from shared.concurrency import backoff
 from shared.errors import ConfigurationError, Unavailable
 
 NO_REDIS = "redis://127.0.0.1:1/0"
-"""The URL for tests without Redis: nothing listens there. Penstock computes as while Redis is away.
+"""URL for tests without Redis.
+
+Nothing listens there, so Penstock behaves as if Redis were unreachable.
 """
 KEY_PREFIX = "penstock:"
 """Starts every key."""
 ROUND_TRIP_ENTRIES = 512
-"""A round trip takes waiting calls until it carries this many entries."""
+"""A round trip takes waiting calls until it has this many entries."""
 WAITING_ENTRIES = 16384
-"""Entries that may wait for the next round trip. Above this limit a call fails."""
+"""Maximum number of entries waiting for the next round trip. Above it, calls fail."""
 
-# uvloop raises RuntimeError for a write to a connection that was closed.
+# uvloop raises RuntimeError for a write to a closed connection.
 REDIS_FAILURES = (RedisError, OSError, EOFError, RuntimeError)
 
 Sent = TypeVar("Sent")
 Got = TypeVar("Got")
 
 FAILURES = 3
-"""Round trips in a row that must fail before the breaker opens.
+"""Consecutive failed round trips before the breaker opens.
 
-A single one may be a hiccup of this machine.
+A single failure may be a hiccup of this machine.
 """
 CONNECT_LIMIT_S = 1.0
-"""Limit of the background retry, which may have to resolve a name and do a TLS handshake."""
+"""Time limit of the background retry, which may have to resolve a name and do a TLS handshake."""
 MAX_RETRY_S = 2.0
 EVICTS_ALL = "allkeys"
-"""The start of the policies that evict keys without a time to live, too."""
+"""Prefix of the policies that also evict keys without a TTL."""
 Argument: TypeAlias = str | bytes | float
 
 log = logging.getLogger(__name__)
@@ -73,7 +75,7 @@ def load_script(*files: str) -> Script:
     """Reads the files of a script and joins them in the given order.
 
     Args:
-        files: paths from the top of the checkout, for example `shared/stores/record_claim.lua`.
+        files: paths relative to the repository, for example `shared/stores/record_claim.lua`.
     """
     text = "\n".join(_read(PurePosixPath(file)) for file in files)
     return Script(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
@@ -92,13 +94,13 @@ def _stop_waiting(answers: asyncio.Future[Any]) -> None:
 class Batcher(Generic[Sent, Got]):
     """Makes the calls of one operation, one round trip at a time.
 
-    A call that comes during a round trip joins the next one.
+    Calls made during a round trip join the next one.
 
     Args:
-        operation: the label in `errors`.
+        operation: label in `errors`.
         timeout_s: limit of one round trip.
         judge: counts the outcome of a round trip, and returns whether the breaker is closed.
-        errors: counts round trips that failed, by operation.
+        errors: counts failed round trips by operation.
     """
 
     def __init__(
@@ -117,10 +119,10 @@ class Batcher(Generic[Sent, Got]):
         self._waiting: deque[tuple[Sequence[Sent], asyncio.Future[list[Got] | None]]] = deque()
         self._waiting_entries = 0
         self._trips: asyncio.Task[None] | None = None
-        """Makes round trips while calls wait."""
+        """The task that makes round trips while calls are waiting."""
 
     async def call(self, entries: Sequence[Sent]) -> list[Got] | None:
-        """Returns one answer per entry, or None after a failure or with a full queue."""
+        """Returns one answer per entry, or None after a failure or if the queue is full."""
         if self._waiting_entries + len(entries) > WAITING_ENTRIES:
             self._errors.labels(self._operation).inc()
             return None
@@ -129,10 +131,10 @@ class Batcher(Generic[Sent, Got]):
         self._waiting.append((entries, answers))
         self._waiting_entries += len(entries)
         if self._trips is None:
-            # It begins in the next turn of the loop, with all calls of this one.
+            # It starts in the next turn of the loop, with all calls of this turn.
             self._trips = loop.create_task(self._make_trips())
-        # The current round trip, the one of this call, and two for calls ahead of it. A timer costs
-        # half of what asyncio.wait does, and each job of a worker waits here.
+        # Covers the current round trip, the one with this call, and two for earlier calls. A timer
+        # costs half as much as asyncio.wait, and each job of a worker waits here.
         timer = loop.call_later(4 * self._timeout_s, _stop_waiting, answers)
         try:
             return await answers
@@ -140,7 +142,7 @@ class Batcher(Generic[Sent, Got]):
             timer.cancel()
 
     async def close(self) -> None:
-        """Ends the round trip under way. Its calls, and those that wait, get no answer."""
+        """Cancels the current round trip. Its calls, and waiting calls, get no answer."""
         if self._trips is not None:
             self._trips.cancel()
             await asyncio.gather(self._trips, return_exceptions=True)
@@ -190,14 +192,14 @@ class Batcher(Generic[Sent, Got]):
 async def within(limit_s: float, call: Coroutine[Any, Any, Got]) -> Got:
     """Returns the result of `call`, and cancels it after `limit_s`.
 
-    This is not asyncio.timeout. If this process was held up, answer and timer are due in the same
-    turn of the loop, and the timer would win. Waiting for a task finds the answer.
+    Unlike asyncio.timeout, it returns an answer that is due in the same turn of the loop as the
+    timer, which happens if this process was held up.
 
     Raises:
         TimeoutError: there was no result in time.
     """
     task = asyncio.ensure_future(call)
-    # If we are canceled nobody asks for its error, and the event loop would report it as lost.
+    # If we are canceled, its error is never retrieved, and the event loop would report it as lost.
     task.add_done_callback(lambda done: done.cancelled() or done.exception())
     try:
         await asyncio.wait([task], timeout=limit_s)
@@ -211,13 +213,14 @@ async def within(limit_s: float, call: Coroutine[Any, Any, Got]) -> Got:
 
 
 class _PacksInC:
-    """A connection that packs commands with hiredis, as redis-py's own do without asyncio.
+    """A connection that packs commands with hiredis, like redis-py's own without asyncio.
 
-    Those with asyncio pack in Python, which took a sixth of the API's CPU time for a prediction.
+    redis-py's asyncio connections pack in Python, which took a sixth of the API's CPU time for a
+    prediction.
     """
 
     def pack_command(self, *words: Argument) -> list[bytes]:
-        """Returns a command as sent. Its first word may be several, as in redis-py."""
+        """Returns a command in wire format. Its first word may be several words, as in redis-py."""
         if isinstance(words[0], str) and " " in words[0]:
             words = (*words[0].split(), *words[1:])
         return [hiredis.pack_command(words)]  # type: ignore[arg-type]  # its stub knows one word
@@ -227,14 +230,14 @@ class _PacksInC:
 
 
 async def find_eviction_fault(client: redis.asyncio.Redis) -> str:
-    """Returns why this Redis may drop keys without a time to live. Empty: it keeps them.
+    """Returns why this Redis may drop keys without a TTL. Empty: it keeps them.
 
     Raises:
         RedisError, OSError: Redis did not answer.
     """
     try:
         memory = await client.info("memory")
-    except ResponseError:  # these credentials may not ask
+    except ResponseError:  # these credentials may not query it
         return ""
     policy = str(memory.get("maxmemory_policy", ""))
     if not policy.startswith(EVICTS_ALL):
@@ -246,17 +249,17 @@ async def find_eviction_fault(client: redis.asyncio.Redis) -> str:
 
 
 class RedisLink:
-    """One use of Redis by this process. Opening it makes no connection.
+    """One use of Redis by this process. Opening it does not connect.
 
     Args:
         url: `redis://`, `rediss://` or `unix://` URL.
         timeout_s: limit of one round trip.
-        retry_s: bound of the first pause of the background retry.
+        retry_s: upper bound of the first pause before a background retry.
         up: 1 while the breaker is closed, 0 while it is open.
-        errors: counts round trips that failed, by operation.
-        field: the setting with the URL, which the error for a wrong URL names.
-        checks_policy: true to check, after a start or an outage, that Redis does not evict keys
-            without a time to live. A wrong policy is logged. One use of each Redis checks.
+        errors: counts failed round trips by operation.
+        field: setting with the URL, named in errors about it.
+        checks_policy: True to check, after a start or an outage, that Redis does not evict keys
+            without a TTL. A wrong policy is logged. Only one use of each Redis should check.
     """
 
     def __init__(
@@ -284,22 +287,22 @@ class RedisLink:
         self._tripped = asyncio.Event()
         self._batchers: list[Batcher[Any, Any]] = []
         self._idle: list[AbstractConnection] = []
-        """Connections for round trips. There are as many as ran at the same time, at most."""
+        """Connections for round trips: at most as many as have run concurrently."""
 
     def batcher(
         self, operation: str, send: Callable[[list[Sent]], Coroutine[Any, Any, list[Got]]]
     ) -> Batcher[Sent, Got]:
-        """Adds a batcher, before the link is opened. `send` does one round trip by `exchange`."""
+        """Adds a batcher before the link is opened. `send` does one round trip by `exchange`."""
         batcher = Batcher(operation, send, self._timeout_s, self._judge, self._errors)
         self._batchers.append(batcher)
         return batcher
 
     def commands(self, store: str) -> Commands:
-        """Adds a batcher for commands, before the link is opened. `store` is its name in errors."""
+        """Adds a batcher for commands before the link is opened. `store` is its name in errors."""
         return Commands(self, store)
 
     async def __aenter__(self) -> Self:
-        # One that listens and one that retries. Round trips have their own.
+        # One that listens and one that retries. Round trips have separate connections.
         self.client = self._connect(2)
         self._up.set()
         self._gauge.set(1)
@@ -317,10 +320,10 @@ class RedisLink:
         await self.client.aclose()
 
     async def exchange(self, commands: Sequence[Sequence[Argument]]) -> list[Any]:
-        """Sends commands together and returns their answers, for the `send` of a batcher.
+        """Sends commands together and returns their answers, for use in the `send` of a batcher.
 
-        A refusal of one is a ResponseError among the answers. This does without the pool, retries
-        and records of redis-py, which take three times as long as all the rest.
+        A rejected command has a ResponseError as its answer. This bypasses redis-py's pool, retries
+        and records, which take three times as long as everything else.
 
         Raises:
             RedisError, OSError: there is no connection, or it ended.
@@ -355,13 +358,13 @@ class RedisLink:
     async def run_script(
         self, script: Script, keys: Sequence[str], args: Sequence[Argument]
     ) -> Any:
-        """Runs a script in its own round trip, for the `send` of a batcher.
+        """Runs a script in a separate round trip, for use in the `send` of a batcher.
 
         Raises:
-            RedisError: Redis did not answer, or refused.
+            RedisError: Redis did not answer, or rejected the call.
         """
         (answer,) = await self.exchange([("EVALSHA", script.digest, len(keys), *keys, *args)])
-        if isinstance(answer, NoScriptError):  # Redis restarted, and learns the script from EVAL
+        if isinstance(answer, NoScriptError):  # Redis restarted, and needs the script again by EVAL
             (answer,) = await self.exchange([("EVAL", script.text, len(keys), *keys, *args)])
         if isinstance(answer, ResponseError):
             raise answer
@@ -369,8 +372,8 @@ class RedisLink:
 
     def _connect(self, connections: int) -> redis.asyncio.Redis:
         try:
-            # No retries by redis-py: they would double every limit here. Nor its own limit, which
-            # takes a timer for each answer: `within` limits each round trip as a whole.
+            # No retries by redis-py, because they would double every limit here. No limit either,
+            # because it takes a timer per answer, and `within` limits each round trip as a whole.
             client = redis.asyncio.Redis.from_url(
                 self._url,
                 socket_timeout=None,
@@ -382,7 +385,7 @@ class RedisLink:
             reason = f"PENSTOCK_{self._field.upper()}: {error}"
             raise ConfigurationError(reason, field=self._field) from error
         pool = client.connection_pool
-        plain = pool.connection_class  # by the URL: TCP, TLS or a socket of this machine
+        plain = pool.connection_class  # depends on the URL: TCP, TLS or a local socket
         pool.connection_class = type(plain.__name__, (_PacksInC, plain), {})
         return client
 
@@ -392,7 +395,7 @@ class RedisLink:
         return self._up.is_set()
 
     async def wait_up(self, limit_s: float) -> bool:
-        """Waits until the breaker is closed, at most `limit_s`."""
+        """Waits up to `limit_s` until the breaker is closed."""
         try:
             async with asyncio.timeout(limit_s):
                 await self._up.wait()
@@ -405,7 +408,7 @@ class RedisLink:
         if error is None:
             self._failures = 0
         elif not isinstance(error, ResponseError):
-            # A refusal (out of memory, read-only replica) is an answer in time, so it does not
+            # A rejection (out of memory, read-only replica) is an answer in time, so it does not
             # count.
             self._failures += 1
             if self._failures >= FAILURES and self.is_up:
@@ -431,7 +434,7 @@ class RedisLink:
             self._gauge.set(1)
 
     async def _check_policy(self) -> None:
-        """Logs a policy that evicts what must be kept."""
+        """Logs an error if the policy evicts keys that must be kept."""
         if not self._checks_policy:
             return
         try:
@@ -443,7 +446,7 @@ class RedisLink:
 
     async def _answers_in_time(self) -> bool:
         try:
-            # The first ping may connect. Only the second one shows how fast Redis is.
+            # The first ping may have to connect. Only the second one shows how fast Redis is.
             await within(CONNECT_LIMIT_S, self._ping())
             await within(self._timeout_s, self._ping())
         except REDIS_FAILURES:
@@ -473,7 +476,7 @@ class RedisStore:
         return self._link.is_up
 
     async def wait_up(self, limit_s: float) -> bool:
-        """Waits until Redis is being asked, at most `limit_s`. Returns whether it is."""
+        """Waits up to `limit_s` until Redis is in use. Returns whether it is."""
         return await self._link.wait_up(limit_s)
 
 
@@ -483,7 +486,7 @@ class _Call(NamedTuple):
 
 
 class Commands:
-    """Runs scripts and single commands. Those that come together share a round trip."""
+    """Runs scripts and single commands. Concurrent calls share a round trip."""
 
     def __init__(self, link: RedisLink, store: str) -> None:
         self._link = link
@@ -494,7 +497,7 @@ class Commands:
         """Runs a command and returns its answer.
 
         Raises:
-            Unavailable: Redis refused, or did not answer. It may have run the command all the same.
+            Unavailable: Redis rejected the command or did not answer. It may still have run it.
         """
         return await self._run(_Call(words))
 
@@ -502,7 +505,7 @@ class Commands:
         """Runs a script and returns its answer.
 
         Raises:
-            Unavailable: Redis refused, or did not answer. It may have run the command all the same.
+            Unavailable: Redis rejected the script or did not answer. It may still have run it.
         """
         return await self._run(_Call((len(keys), *keys, *args), script))
 
@@ -521,7 +524,7 @@ class Commands:
         unknown = [
             index for index, answer in enumerate(answers) if isinstance(answer, NoScriptError)
         ]
-        if unknown:  # Redis restarted, and learns the scripts from EVAL
+        if unknown:  # Redis restarted, and needs the scripts again by EVAL
             again = await self._link.exchange(
                 [_words(calls[index], by_digest=False) for index in unknown]
             )

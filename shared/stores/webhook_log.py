@@ -1,4 +1,4 @@
-"""A bounded log of what became of a prediction's webhooks: no bodies, no secrets, no URLs.
+"""A bounded log of a prediction's webhook attempts, without bodies, secrets or URLs.
 
 Calls raise Unavailable if Redis does not answer.
 """
@@ -27,14 +27,14 @@ class WebhookAttempt(msgspec.Struct, kw_only=True):
     webhook_id: str
     event: str
     at_s: float
-    """Unix time at which it began."""
+    """Unix time at which it started."""
     duration_s: float
     status: int | None = None
-    """The status of the answer. None without an answer."""
+    """HTTP status of the answer. None without an answer."""
     error: str | None = None
     """Why there is no answer, or what is wrong with it."""
     attempt: int = 1
-    """Counts the attempts with this webhook-id."""
+    """Number of the attempt with this webhook-id."""
 
 
 _decoder = msgspec.json.Decoder(WebhookAttempt)
@@ -48,14 +48,14 @@ class WebhookLog:
         self._prefix = prefix
 
     def keys_of(self, record: str) -> tuple[str, str, str]:
-        """The keys that belong to a record: log, counts of attempts, and the last replay."""
+        """Returns the keys that belong to a record: log, attempt counts and the last replay."""
         start = f"{self._prefix}webhooks:{record}"
         return f"{start}:log", f"{start}:attempts", f"{start}:replayed"
 
     async def add(self, record: str, attempt: WebhookAttempt) -> int | None:
         """Adds an attempt and returns its number, from 1.
 
-        Never raises: an entry may get lost. Then there is no number.
+        Never raises, because an entry may get lost. It then has no number.
         """
         log, attempts, _ = self.keys_of(record)
         keys = (f"{self._prefix}record:{record}", log, attempts)
@@ -70,22 +70,24 @@ class WebhookLog:
         return None
 
     async def read(self, record: str) -> list[WebhookAttempt]:
-        """Returns the attempts, the oldest first."""
         log, _, _ = self.keys_of(record)
         entries = await self._commands.run("LRANGE", log, 0, -1)
         return [_attempt(entry) for entry in entries]
 
     async def keep_end(self, record: str, end: bytes) -> None:
-        """Keeps what a webhook needs if its prediction is deleted before it was notified."""
+        """Stores the data for a webhook whose prediction is deleted before the notification."""
         await self._commands.run("SET", self._end_key(record), end, "EX", KEPT_S)
 
     async def end_of(self, record: str) -> bytes | None:
-        """Returns what `keep_end` kept. None if it kept nothing or the webhook was notified."""
+        """Returns the data stored by `keep_end`.
+
+        None if there is none or the webhook was notified.
+        """
         end: bytes | None = await self._commands.run("GET", self._end_key(record))
         return end
 
     async def drop_end(self, record: str) -> None:
-        """Drops what `keep_end` kept. Never raises: it expires anyway."""
+        """Deletes the data stored by `keep_end`. Never raises, because it expires anyway."""
         with contextlib.suppress(Unavailable):
             await self._commands.run("DEL", self._end_key(record))
 
@@ -93,10 +95,10 @@ class WebhookLog:
         return f"{self._prefix}webhooks:{record}:end"
 
     async def start_replay(self, record: str) -> None:
-        """Allows one replay in a few seconds.
+        """Allows one replay every few seconds.
 
         Raises:
-            Overloaded: the last one was a moment ago.
+            Overloaded: the last replay was only a moment ago.
         """
         _, _, replayed = self.keys_of(record)
         if not await self._commands.run("SET", replayed, 1, "NX", "EX", REPLAY_EVERY_S):

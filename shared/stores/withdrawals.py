@@ -1,13 +1,13 @@
-"""Revisions of models that an operator has withdrawn, in one hash in Redis, for all processes.
+"""Model revisions that an operator has withdrawn, in one Redis hash for all processes.
 
-A withdrawn revision computes nothing: the API refuses new requests, and whoever waits for it gets
-the same error. What the cache has of it is never read again. Keys of results have the number of
-times that their revision was withdrawn (shared/stores/cache.py), so nothing needs to be looked for,
-in Redis or in the memory of processes, and a result that is on its way into the cache is not found
-either. The entries themselves expire as they would have.
+A withdrawn revision computes nothing: the API rejects new requests, and waiting callers get the
+same error. Its cached results are never read again. Result keys include the number of times that
+their revision was withdrawn (shared/stores/cache.py), so nothing needs to be searched for, in Redis
+or in the memory of processes, and a result on its way into the cache is not found either. The
+entries themselves expire as usual.
 
-The hash has no TTL, so Redis evicts none of it. It keeps the numbers when a withdrawal ends. So a
-hash that is gone was lost, and processes keep what they know.
+The hash has no TTL, so Redis does not evict it. It keeps the numbers when a withdrawal ends. So a
+missing hash was lost, and processes keep their snapshots.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shared.errors import ModelWithdrawn, Unavailable, UndecodableMessage
 from shared.stores.redis_client import KEY_PREFIX, NO_REDIS, RedisLink, RedisStore, load_script
 
 REFRESH_S = 1.0
-"""A withdrawal takes effect within this time and that of a read."""
+"""A withdrawal takes effect within this time plus the time of a read."""
 READ_LIMIT_S = 2.0
 
 ERRORS = Counter(
@@ -47,25 +47,25 @@ log = logging.getLogger(__name__)
 
 
 class Withdrawal(msgspec.Struct, frozen=True):
-    """A revision that is withdrawn."""
+    """A withdrawn revision."""
 
     model: str
     revision: str
     at_s: float
     """Unix seconds."""
     by: str
-    """Who did it, in words."""
+    """Name of the person who did it."""
 
 
 class Withdrawals(msgspec.Struct, frozen=True):
-    """What is known: withdrawn revisions and numbers of withdrawals, by `revision_id`."""
+    """Snapshot of withdrawn revisions and numbers of withdrawals, by `revision_id`."""
 
     withdrawn: Mapping[str, Withdrawal] = msgspec.field(default_factory=dict)
     purges: Mapping[str, int] = msgspec.field(default_factory=dict)
 
 
 def revision_id(model: str, revision: str) -> str:
-    """Returns the name of a revision in the hash. Neither part has a colon in a model's name."""
+    """Returns the name of a revision in the hash. Model names never contain a colon."""
     return f"{model}:{revision}"
 
 
@@ -74,7 +74,7 @@ class WithdrawalStore(RedisStore):
 
     Args:
         redis_url: `redis://`, `rediss://` or `unix://` URL.
-        retry_s: bound of the first pause of the background retry.
+        retry_s: upper bound of the first pause before a background retry.
     """
 
     def __init__(self, redis_url: str, *, retry_s: float = 0.25) -> None:
@@ -87,11 +87,10 @@ class WithdrawalStore(RedisStore):
         self._commands = self._link.commands("the store of withdrawn models")
 
     async def read(self) -> Withdrawals | None:
-        """Returns what is withdrawn. None: nothing ever was, or Redis has lost it.
+        """Returns all withdrawals. None: there were never any, or Redis has lost them.
 
         Raises:
             UndecodableMessage: a field can't be read.
-            Unavailable: Redis did not answer.
         """
         fields = await self._commands.run("HGETALL", self._key)
         if not fields:
@@ -109,10 +108,10 @@ class WithdrawalStore(RedisStore):
         return Withdrawals(withdrawn, purges)
 
     async def withdraw(self, withdrawal: Withdrawal) -> bool:
-        """Withdraws a revision. Returns whether it was not withdrawn before.
+        """Withdraws a revision. Returns whether it was newly withdrawn.
 
         Raises:
-            Unavailable: Redis did not answer. It may be withdrawn all the same.
+            Unavailable: Redis did not answer, but may have withdrawn it.
         """
         name = revision_id(withdrawal.model, withdrawal.revision).encode()
         args = (_WITHDRAWN + name, _PURGES + name, msgspec.json.encode(withdrawal))
@@ -122,17 +121,17 @@ class WithdrawalStore(RedisStore):
         """Ends a withdrawal. Returns whether there was one.
 
         Raises:
-            Unavailable: Redis did not answer. It may have ended all the same.
+            Unavailable: Redis did not answer, but may have ended it.
         """
         field = _WITHDRAWN + revision_id(model, revision).encode()
         return bool(await self._commands.run("HDEL", self._key, field))
 
 
 class LiveWithdrawals:
-    """What is withdrawn now. An async context manager that looks every REFRESH_S.
+    """Current withdrawals. An async context manager that reads them every REFRESH_S.
 
-    While Redis is unreachable, what was known before stays. A process that starts meanwhile knows
-    of nothing.
+    While Redis is unreachable, the last snapshot remains.
+    A process that starts meanwhile has no snapshot.
 
     Args:
         store: opened and closed with this object.
@@ -157,7 +156,7 @@ class LiveWithdrawals:
         await self._store.__aexit__(*exc)
 
     def on_withdrawn(self, act: Callable[[], None]) -> None:
-        """Has `act` called each time that more is withdrawn, to end what is under way."""
+        """Registers `act` to be called whenever more is withdrawn, to end work in progress."""
         self._listeners.append(act)
 
     def is_withdrawn(self, model: Model) -> bool:
@@ -166,16 +165,15 @@ class LiveWithdrawals:
         return bool(known) and revision_id(model.public_name, model.revision) in known
 
     def check(self, model: Model) -> None:
-        """Refuses a model whose revision is withdrawn.
-
-        Raises:
-            ModelWithdrawn: it is.
-        """
+        """Rejects a model whose revision is withdrawn."""
         if self.is_withdrawn(model):
             raise withdrawn_error(model)
 
     def purges(self, model: Model) -> int:
-        """Returns how often this revision was withdrawn: what was cached before is not read."""
+        """Returns how often this revision was withdrawn.
+
+        Results cached before that are not read.
+        """
         known = self._known.purges
         return known.get(revision_id(model.public_name, model.revision), 0) if known else 0
 
@@ -187,7 +185,7 @@ class LiveWithdrawals:
             self._note(str(error) or f"no answer in {READ_LIMIT_S:g} s")
             return
         if read is None:
-            # Without it, what is withdrawn would be served again.
+            # Otherwise, withdrawn revisions would be served again.
             self._note("Redis has lost them" if self._known.purges else "")
             return
         self._note("")
@@ -214,7 +212,7 @@ class LiveWithdrawals:
 
 
 def withdrawn_error(model: Model) -> ModelWithdrawn:
-    """The error for those who ask for a withdrawn revision, or wait for it."""
+    """Returns the error for requests for a withdrawn revision, new or waiting."""
     return ModelWithdrawn(
         f"model {model.public_name!r} has been withdrawn by the operator of this API: it computes "
         "nothing until another revision is served, or this one again",
@@ -223,5 +221,5 @@ def withdrawn_error(model: Model) -> ModelWithdrawn:
 
 
 def no_withdrawals() -> LiveWithdrawals:
-    """Returns what knows of nothing, for tests and tools. It need not be entered."""
+    """Returns an instance without withdrawals, for tests and tools. It need not be entered."""
     return LiveWithdrawals(WithdrawalStore(NO_REDIS))

@@ -1,4 +1,4 @@
-"""The definition of a task: the inputs and results of its items, and the rules of its models."""
+"""The definition of a task: inputs and results of its items, and rules for its models."""
 
 from __future__ import annotations
 
@@ -18,125 +18,125 @@ Unit: TypeAlias = Literal["tokens", "pixel_steps", "work"]
 
 
 class LinkTo(Protocol):
-    """Gives the URL of a result."""
+    """Returns the URL of a result."""
 
     def __call__(self, key: str | None, media_type: str = "") -> str:
-        """The URL.
+        """Returns the URL.
 
         Args:
-            key: of the object store. None: the result is in its record.
-            media_type: of its bytes. Empty: that of the output format that the caller chose.
+            key: key in the object store. None: the result is in its record.
+            media_type: media type of the data. Empty: the output format chosen by the caller.
         """
 
 
 class WorkBound(NamedTuple):
-    """The most work that an item can take."""
+    """Maximum work of an item."""
 
     work: int
-    """The work, in the unit of its task."""
+    """Work in the unit of its task."""
     output_tokens: int = 0
-    """The number of them that are tokens that the model writes."""
+    """Number of these units that are generated tokens."""
 
 
 class TaskInput(msgspec.Struct, omit_defaults=True):
-    """The input of one item. Each task has one or more subclasses, with a tag."""
+    """The input of one item. Each task has one or more tagged subclasses."""
 
     @property
     def sources(self) -> Sequence[Blob]:
-        """The bytes in the input that can be too large for a message."""
+        """Data in the input that may be too large for a message."""
         return ()
 
     def with_sources(self, sources: Sequence[Blob]) -> Self:
-        """The same input with its `sources` in other places."""
+        """Returns the same input with its `sources` replaced."""
         raise NotImplementedError
 
     def estimate_work(self, entry: CatalogEntry) -> int:
-        """About how much work it will take, in the unit of its task. Limits reserve this amount.
+        """Returns the approximate work in the unit of its task. Limits reserve this amount.
 
         Args:
-            entry: of the model, in the catalog.
+            entry: catalog entry of the model.
         """
         raise NotImplementedError
 
     def bound_work(self, entry: CatalogEntry) -> WorkBound:
-        """The most work it can take. Budgets reserve its price.
+        """Returns the maximum work. Budgets reserve its price.
 
         Args:
-            entry: of the model, in the catalog.
+            entry: catalog entry of the model.
         """
         return WorkBound(self.estimate_work(entry))
 
     def cache_form(self) -> tuple[object, ...]:
-        """All that decides the result, as plain values in a fixed order, for the cache key."""
+        """Returns everything that affects the result, in a fixed order, for the cache key."""
         raise NotImplementedError
 
     def for_comparison(self) -> Self | None:
-        """The input as another revision gets it, so that the results can be compared.
+        """Returns the input for another revision, so that results can be compared.
 
-        None: its result is a matter of chance.
+        None: its result is random.
         """
         return self
 
 
 class StepInput(NamedTuple):
-    """The input of an item of a step of a flow."""
+    """The input of one flow step item."""
 
     input: TaskInput
     is_repeatable: bool = True
-    """True if equal inputs give equal results."""
+    """True if equal inputs produce equal results."""
 
 
 class TaskResult(msgspec.Struct, omit_defaults=True):
-    """The result of one item. Each task has one subclass, with a tag.
+    """The result of one item. Each task has one tagged subclass.
 
-    A `tokens`, `pixel_steps` or `work` field is what the item is charged for.
+    The item is charged for the `tokens`, `pixel_steps` or `work` field.
     """
 
     def find_wrong_number(self) -> str:
-        """Returns which of its numbers no caller may get, such as NaN. Empty: all are right.
+        """Returns which of its numbers must not reach callers, such as NaN. Empty: all are valid.
 
-        Results are checked once, where they leave the model (workers/runtime/execution.py). Pixels
+        Results are checked once, when they leave the model (workers/runtime/execution.py). Pixels
         are checked before they become a file (workers/models/image/vae.py).
         """
         return ""
 
     @property
     def recorded_metrics(self) -> Mapping[str, Any]:
-        """What the model recorded while it computed the result."""
+        """Returns metrics that the model recorded while computing the result."""
         return {}
 
     @property
     def blobs(self) -> Sequence[Blob]:
-        """The bytes in the result that can be too large for a message."""
+        """Data in the result that may be too large for a message."""
         return ()
 
     def with_blobs(self, blobs: Sequence[Blob]) -> Self:
-        """The same result with its `blobs` in other places."""
+        """Returns the same result with its `blobs` replaced."""
         raise NotImplementedError
 
     def blob_suffix(self, number: int) -> str:
-        """Returns the end of the key of a blob in the object store, by its number from 0.
+        """Returns the suffix of a blob's key in the object store, by its number from 0.
 
-        Not below the first: in a folder, a file has no files below it.
+        Must not be a path below the first, because a file can't contain files in a folder store.
         """
         return f".{number}" if number else ""
 
     def to_output(self, media_type: str, link_to: LinkTo) -> Any:
-        """The result as a prediction shows it, ready for JSON.
+        """Returns the result as shown in a prediction, ready for JSON.
 
         Args:
-            media_type: of the output format that the caller chose.
-            link_to: gives the URL of a result that is not inline.
+            media_type: media type of the output format chosen by the caller.
+            link_to: returns the URL of a result that is not inline.
         """
         raise NotImplementedError
 
     def step_value(self) -> Any:
-        """The result as the steps of a flow see it: plain values, and a Blob for each file."""
+        """Returns the result as seen by flow steps: plain values, and a Blob for each file."""
         raise NotImplementedError
 
     @classmethod
     def count_truncated(cls, results: Sequence[TaskResult], *, is_asked: bool) -> int | None:
-        """Returns how many tokens a request lost. None if unknown or irrelevant.
+        """Returns how many tokens were cut from a request. None if unknown or irrelevant.
 
         Args:
             is_asked: True if the caller chose a side to cut.
@@ -149,16 +149,18 @@ class FirstGuesses:
     """Seconds to assume until something has been measured."""
 
     item_s: float = 0.01
-    """The time that a worker takes for an item. Autoscaling uses it."""
+    """Time that a worker takes for an item. Used by autoscaling."""
     gap_s: float = 0.002
-    """Between two items that leave an API instance under load. Admission uses it.
+    """Time between two items that leave an API instance under load. Used by admission.
 
-    Too short is better than too long. A late answer is noticed and teaches admission, but a wrong
-    refusal is not noticed.
+    Too short is better than too long. A late answer is noticed and corrects admission, but a wrong
+    rejection is not noticed.
     """
     batch_s: float = 0.02
-    """The time that the model takes for an item, with the others of its batch. Admission uses
-    it."""
+    """Time that the model takes for an item, including the others in its batch.
+
+    Used by admission.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,50 +176,50 @@ class Task(ABC):
     """The rules of a task. They are the same in every layer."""
 
     name: ClassVar[str]
-    """The value of `task` in the catalog."""
+    """Value of `task` in the catalog."""
     noun: ClassVar[str]
-    """A model of this task, in error messages."""
+    """Noun for a model of this task, in error messages."""
     first_guesses: ClassVar[FirstGuesses]
     gen_ai_operation: ClassVar[str] = ""
-    """The operation of its spans, from OpenTelemetry's GenAI conventions. Empty: its own name."""
+    """Operation of its spans, from OpenTelemetry's GenAI conventions. Empty: its name."""
     unit: ClassVar[Unit]
-    """The unit of its work: the field of its results that is charged."""
+    """Unit of its work: the field of its results that is charged for."""
     precisions: ClassVar[tuple[str, ...]] = ("auto", "fp32", "bf16", "fp16", "int8")
-    """The precisions that its models can be computed in."""
+    """Precisions that its models can be computed in."""
     engines: ClassVar[tuple[str, ...]] = ("auto",)
-    """What can compute its models, beside the libraries that `backend` names."""
+    """Engines that can run its models, in addition to the libraries named by `backend`."""
     stores_blobs: ClassVar[bool] = False
-    """True if large inputs and results go to the object store."""
+    """True if large inputs and results are moved to the object store."""
     compares_images: ClassVar[bool] = False
     """True if two results are compared as images, by their peak signal-to-noise ratio."""
     compares_texts: ClassVar[bool] = False
-    """True if its models compare two texts, each in one of the ways of `rerank`."""
+    """True if its models compare two texts, in one of the ways of `rerank`."""
     runs_graphs: ClassVar[bool] = False
     """True if its models can run as optimized ONNX graphs."""
     has_context: ClassVar[bool] = False
-    """True if a prompt and what is generated share a context of `generation.context_tokens`."""
+    """True if a prompt and its continuation share a context of `generation.context_tokens`."""
     is_compiled: ClassVar[bool] = False
-    """True if GPU workers compile its models, whose kernels are worth keeping."""
+    """True if GPU workers compile its models, and the kernels are worth keeping."""
     has_interface: ClassVar[bool] = False
     """True if each model has its own inputs and outputs, listed in a penstock.schema.json."""
     shares_weights: ClassVar[bool] = False
-    """True if a step reads all weights once for all of its items, which is most of its time.
+    """True if a step reads all weights once for all of its items, which takes most of its time.
 
-    Then a model that has a CPU for itself gets one process with all cores. Processes that divide
-    the items would each read the weights.
+    A model with a whole CPU then gets one process with all cores. Several processes would each read
+    the weights.
     """
 
     def entry_defaults(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Fields of a catalog entry that have another default for this task.
+        """Returns catalog entry fields whose defaults differ for this task.
 
         Args:
-            fields: those that the entry has, not checked yet.
+            fields: fields of the entry, not yet validated.
         """
         return {}
 
     @abstractmethod
     def check_entry(self, entry: CatalogEntry) -> None:
-        """Checks an entry of the catalog.
+        """Validates a catalog entry.
 
         Raises:
             ValueError: the entry can't be served.
@@ -225,7 +227,7 @@ class Task(ABC):
 
     @abstractmethod
     def budget(self, entry: CatalogEntry) -> int:
-        """The most work that a batch may hold, in the unit of the task."""
+        """Returns the maximum work per batch, in the unit of the task."""
 
     @abstractmethod
     def tolerance(self, entry: CatalogEntry) -> float:
@@ -236,7 +238,7 @@ class Task(ABC):
         return True
 
     def is_close(self, ours: TaskResult, theirs: TaskResult, tolerance: Tolerance) -> bool | None:
-        """Returns whether two results of one input are within a tolerance. None if it unknown."""
+        """Returns whether two results for one input are within a tolerance. None if unknown."""
         return None
 
     def result_bytes(self, entry: CatalogEntry) -> int:
@@ -244,48 +246,51 @@ class Task(ABC):
         return INLINE_LIMIT_BYTES
 
     def largest_job(self, entry: CatalogEntry) -> int:
-        """Returns the maximum items of a job, so that its reply stays below INLINE_LIMIT_BYTES."""
+        """Returns the maximum items per job, so that its reply stays below INLINE_LIMIT_BYTES."""
         return max(1, min(MAX_JOB_ITEMS, INLINE_LIMIT_BYTES // self.result_bytes(entry)))
 
     @abstractmethod
     def step_schema(self, entry: CatalogEntry) -> StepSchema:
-        """Returns what a step of a flow may give to a model, and what it gets."""
+        """Returns the inputs and output of a model as a flow step."""
 
     @abstractmethod
     def step_input(self, entry: CatalogEntry, values: Mapping[str, Any]) -> StepInput:
-        """Returns the input of an item of a step.
+        """Returns the input of a step item.
 
         Args:
-            values: by name: plain values, and a Blob for each file.
+            values: values by name: plain values, and a Blob for each file.
 
         Raises:
-            BadInput: the model does not take it.
+            BadInput: the model does not accept it.
         """
 
     @abstractmethod
     def step_bound(self, entry: CatalogEntry) -> WorkBound:
-        """Returns the most work that an item of a step can take, whatever its input is."""
+        """Returns the maximum work of a step item, whatever its input."""
 
     def runs_to_the_end(self, entry: CatalogEntry) -> bool:
-        """Returns whether an item, once started, keeps its slot until it ends.
+        """Returns whether an item keeps its slot until it ends, once started.
 
         It may take minutes, and can't be interrupted for another tenant.
         """
         return False
 
     def least_work(self, entry: CatalogEntry) -> int:
-        """Returns the work of the smallest item that a model computes, in the unit of the task."""
+        """Returns the work of a model's smallest item, in the unit of the task."""
         return 1
 
     @abstractmethod
     def example_request(self, entry: CatalogEntry, text: str) -> ExampleRequest:
-        """A small request to a model. `text` makes it unique, so that no cache answers it."""
+        """Returns a small request to a model.
+
+        `text` makes it unique, so that it is not answered from a cache.
+        """
 
     @abstractmethod
     def describe_answer(self, entry: CatalogEntry, answer: Any) -> str:
         """Describes the response to the example in a few words.
 
         Raises:
-            ValueError: the answer is wrong, and why.
-            KeyError: it has another shape, as have IndexError and TypeError.
+            ValueError: the answer is wrong. The message has the reason.
+            KeyError: the answer has another shape, as with IndexError and TypeError.
         """

@@ -31,16 +31,16 @@ from shared.tasks.base import (
 )
 
 MAX_FILES = 32
-"""Of one prediction, or one item of a step of a flow. Each may be in the message."""
+"""Maximum number of files in one prediction or flow step item. Each may be in the message."""
 MAX_MESSAGE_JSON_BYTES = 1024 * 1024
-"""Maximum JSON of an output or an input in a message. Larger JSON is in the object store."""
+"""Maximum JSON of an output or an input in a message. Larger JSON is put into the object store."""
 JSON_TYPE = "application/json"
 MAX_INTEGER_BITS = 64
 
 _encoder = msgspec.json.Encoder()
 
 _OTHER_SUFFIXES = {"audio/wav": ".wav", "audio/mp3": ".mp3"}
-"""Of media types that Python does not know."""
+"""File extensions of media types that Python does not know."""
 
 API_INPUTS: Mapping[ServedApi, Mapping[str, str]] = {
     "transcription": {
@@ -72,40 +72,40 @@ API_INPUTS: Mapping[ServedApi, Mapping[str, str]] = {
         "extract_footer": "boolean",
     },
 }
-"""The inputs that an endpoint fills, with their types. A class has the first one at least.
+"""The inputs that an endpoint sets, with their types. A class must have at least the first.
 
-api/openai/audio.py, api/openai/speech.py and api/mistral/ocr.py fill them.
+Set by api/openai/audio.py, api/openai/speech.py and api/mistral/ocr.py.
 """
 _ELEMENTS: Mapping[ServedApi, str] = {"transcription": "segments", "ocr": "pages"}
-"""What a class yields."""
+"""Elements that a class yields, by endpoint."""
 
 
 class FilePlace(msgspec.Struct, frozen=True, array_like=True):
-    """The place of a file in an input or an output, where null stands for it."""
+    """The position of a file in an input or an output, which has null there."""
 
     at: list[str | int]
-    """The path to it: names of fields and numbers of elements."""
+    """The path to it: field names and element numbers."""
     name: str = "file"
     digest: str = ""
-    """Of the bytes of a file that is streamed."""
+    """Digest of a streamed file's data."""
 
 
 class StreamedFile(msgspec.Struct, frozen=True, array_like=True):
-    """A file in an element of a streamed list, with its place in that element."""
+    """A file in an element of a streamed list, with its position in that element."""
 
     at: list[str | int]
     media_type: str
     number: int
-    """Its number among all files of the output, from 0."""
+    """Number among all files of the output, from 0."""
     digest: str
     uri: str = ""
     """A `data:` URI. Empty: it is in the object store (`streamed_suffix`)."""
 
 
 class StreamedElement(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """An element of a streamed list, where null stands for each file.
+    """An element of a streamed list, with null in place of each file.
 
-    In the text of a stream each is a line of JSON.
+    In the text of a stream, each element is a line of JSON.
     """
 
     value: Any
@@ -113,21 +113,20 @@ class StreamedElement(msgspec.Struct, frozen=True, array_like=True, omit_default
 
     @property
     def line(self) -> str:
-        """The element in the text of a stream."""
+        """Returns the element as it appears in a stream."""
         return _encoder.encode(self).decode() + "\n"
 
     def shown(self, link_to: Callable[[StreamedFile], str]) -> Any:
-        """The element with URIs of its files, ready for JSON."""
+        """Returns the element with URIs of its files, ready for JSON."""
         uris = [file.uri or link_to(file) for file in self.files]
         return _with_files(self.value, [file.at for file in self.files], uris)
 
 
 class PieceChunk(StreamChunk, omit_defaults=True):
-    """Pieces of an output that a class has yielded one after another.
+    """Consecutive pieces of an output yielded by a class.
 
-    `ids`: a checksum of each. `text`: the pieces, one behind the other; of a list, each is a line
-    (StreamedElement). `lengths`: the number of characters of each. Release 0.1.0 reads it as
-    tokens.
+    `ids`: a checksum per piece. `text`: the concatenated pieces. For a list, each is a line
+    (StreamedElement). `lengths`: number of characters per piece. Release 0.1.0 reads it as tokens.
     """
 
     lengths: list[int] = msgspec.field(default_factory=list)
@@ -138,7 +137,7 @@ class PieceChunk(StreamChunk, omit_defaults=True):
         return [self.text[start:end] for start, end in pairwise(ends)]
 
     def until(self, count: int) -> PieceChunk:
-        """The first pieces, at most so many."""
+        """Returns up to `count` of the first pieces."""
         text = self.text[: sum(self.lengths[:count])]
         return PieceChunk(self.first, self.ids[:count], text, self.lengths[:count])
 
@@ -147,20 +146,21 @@ _element_decoder = msgspec.json.Decoder(StreamedElement)
 
 
 def read_elements(text: str) -> list[StreamedElement]:
-    """Reads the lines of a stream."""
-    # JSON has no LF of its own, but other characters that `splitlines` takes for ends of lines.
+    """Parses the lines of a stream."""
+    # JSON does not contain LF, but may contain other characters that `splitlines` treats as line
+    # ends.
     return [_element_decoder.decode(line) for line in text.split("\n")[:-1]]
 
 
 def streamed_file(at: list[str | int], number: int, digest: str, file: Blob) -> StreamedFile:
-    """Returns a file as a stream has it. A small one is in the stream itself."""
+    """Returns a file in stream form. A small one is included in the stream."""
     is_small = file.data is not None and len(file.data) <= INLINE_LIMIT_BYTES
     uri = _data_uri(file) if is_small else ""
     return StreamedFile(at, file.media_type, number, digest, uri)
 
 
 def written_piece(piece: Any) -> str:
-    """Returns a piece as the text of its stream has it: None is empty, other values are JSON."""
+    """Returns a piece as text for its stream: None becomes empty, and other values become JSON."""
     if isinstance(piece, str):
         return piece
     return "" if piece is None else json.dumps(piece, ensure_ascii=False)
@@ -172,14 +172,14 @@ def file_digest(data: bytes) -> str:
 
 
 def streamed_key(record: str, index: int, file: StreamedFile) -> str:
-    """Returns the key of a streamed file in the object store, before the result is there."""
+    """Returns the key of a streamed file in the object store, before the result exists."""
     return f"{RESULTS}/{record}/{index}.{file.number}-{file.digest}"
 
 
 def find_unsendable(value: Any) -> str:
-    """Returns what no message or answer can carry, in words, of plain values. Empty: nothing.
+    """Describes the parts of plain values that messages or answers can't represent. Empty: none.
 
-    The values may be nested deeply.
+    The values may be deeply nested.
     """
     left = [value]
     while left:
@@ -212,15 +212,15 @@ class CustomResult(TaskResult, tag="custom"):
     output: Any
     files: list[Blob] = msgspec.field(default_factory=list)
     places: list[FilePlace] = msgspec.field(default_factory=list)
-    """Of each file in the output."""
+    """Positions of the files in the output."""
     streams: str = ""
-    """As in the interface of the model."""
+    """The same as in the model's interface."""
     metrics: dict[str, Any] = msgspec.field(default_factory=dict)
-    """What the class recorded."""
+    """Metrics recorded by the class."""
     work: int = 1
-    """What the item weighed."""
+    """Weight of the item."""
     is_packed: bool = False
-    """True if `files` has only the output, as JSON, because it is too large for a message.
+    """True if `files` contains only the output, as JSON, because it is too large for a message.
 
     Release 0.1.0 shows such an output as a link.
     """
@@ -229,14 +229,14 @@ class CustomResult(TaskResult, tag="custom"):
     packed_places: list[FilePlace] = msgspec.field(default_factory=list)
 
     def find_wrong_number(self) -> str:
-        """Returns what can't be sent of the output or of what the class recorded."""
+        """Returns which part of the output or metrics can't be sent."""
         return find_unsendable(self.output) or find_unsendable(self.metrics)
 
     def unpacked(self) -> Self:
-        """The result with its output as values, if it is packed and its bytes are here.
+        """Returns the result with its output as values, if it is packed and its data is here.
 
         Raises:
-            ModelFailed: the class has sent something else than an output.
+            ModelFailed: the class sent something other than an output.
         """
         data = self.files[0].data if self.is_packed else None
         if data is None:
@@ -262,7 +262,7 @@ class CustomResult(TaskResult, tag="custom"):
 
     @classmethod
     def count_truncated(cls, results: Sequence[TaskResult], *, is_asked: bool) -> int | None:
-        """None: a class has no tokens that we know."""
+        """Returns None, because the tokens of a class are not known."""
         return None
 
     @property
@@ -270,20 +270,20 @@ class CustomResult(TaskResult, tag="custom"):
         return [*self.files, *self.packed_files]
 
     def with_blobs(self, blobs: Sequence[Blob]) -> Self:
-        """The same output with its files in other places."""
+        """Returns the same output with its files replaced."""
         count = len(self.files)
         files, packed = list(blobs[:count]), list(blobs[count:])
         return msgspec.structs.replace(self, files=files, packed_files=packed)
 
     def blob_suffix(self, number: int) -> str:
-        """Of a streamed file as `streamed_key` has it: it is stored before the others are there."""
+        """Returns the suffix in `streamed_key` for a file stored before the others exist."""
         digest = "" if self.is_packed else self.places[number].digest
         return f".{number}-{digest}" if digest else super().blob_suffix(number)
 
     def to_output(self, media_type: str, link_to: LinkTo) -> Any:
-        """The output, with `data:` URIs of small files and URLs of others.
+        """Returns the output with `data:` URIs of small files and URLs of others.
 
-        A packed output whose bytes are elsewhere is a URL.
+        A packed output whose data is elsewhere is a URL.
         """
         if self.is_packed:
             key = self.files[0].object_key
@@ -298,14 +298,14 @@ class CustomResult(TaskResult, tag="custom"):
         return _with_files(self.output, [place.at for place in self.places], uris)
 
     def step_value(self) -> Any:
-        """The output, with a Blob for each file. A text that was streamed is one text."""
+        """Returns the output with a Blob for each file. Streamed text is a single text."""
         if self.streams == "text":
             return self.text
         return _with_files(self.output, [place.at for place in self.places], self.files)
 
     @property
     def text(self) -> str:
-        """A streamed output as its stream has it: a text, or a line of JSON for each element."""
+        """A streamed output in stream form: text, or one line of JSON per element."""
         if self.streams == "text":
             return "".join(map(written_piece, self.output))
         files: dict[int, list[StreamedFile]] = {}
@@ -320,7 +320,7 @@ class CustomResult(TaskResult, tag="custom"):
 
     @property
     def logprobs(self) -> list[Any]:
-        """None: the pieces of an output are no tokens."""
+        """Empty, because the pieces of an output are not tokens."""
         return []
 
     @property
@@ -329,37 +329,37 @@ class CustomResult(TaskResult, tag="custom"):
 
 
 class CustomInput(TaskInput, tag="custom"):
-    """The input of one prediction: plain values, and files in their places."""
+    """The input of one prediction: plain values, and files in their positions."""
 
     values: dict[str, Any]
     files: list[Blob] = msgspec.field(default_factory=list)
     places: list[FilePlace] = msgspec.field(default_factory=list)
-    """Of each file."""
+    """Positions of the files."""
     is_streamed: bool = False
-    """True if its pieces go to a stream while they are made."""
+    """True if its pieces are streamed while they are computed."""
     compared_with: CustomResult | None = None
-    """What a canary gave for this input, which is computed again to compare the two."""
+    """Output of a canary for this input, which is computed again for comparison."""
     context: dict[str, str] = msgspec.field(default_factory=dict)
-    """What the class reads as `current_scope().context`."""
+    """Available to the class as `current_scope().context`."""
 
     @property
     def sources(self) -> Sequence[Blob]:
         return self.files
 
     def with_sources(self, sources: Sequence[Blob]) -> Self:
-        """The same input with its files in other places."""
+        """Returns the same input with its files replaced."""
         return msgspec.structs.replace(self, files=list(sources))
 
     def step_value(self) -> dict[str, Any]:
-        """The values, with a Blob for each file: the input of a flow, as its steps see it."""
+        """Returns the values with a Blob for each file, as seen by the steps of a flow."""
         return dict(_with_files(self.values, [place.at for place in self.places], self.files))
 
     def estimate_work(self, entry: CatalogEntry) -> int:
-        """The most that it may weigh: what it does weigh is known to its worker only."""
+        """Returns the maximum weight, because only its worker knows the actual weight."""
         return entry.work.max or 1
 
     def cache_form(self) -> tuple[object, ...]:
-        """All values, and the files by their digests."""
+        """Returns all values, and the digests of files."""
         written = json.dumps(self.values, sort_keys=True)
         files = (
             (json.dumps(place.at), place.name, file.identity)
@@ -370,7 +370,7 @@ class CustomInput(TaskInput, tag="custom"):
 
 
 def with_places(value: Any) -> tuple[Any, list[Blob], list[FilePlace]]:
-    """Returns a value with null for each Blob in it, these, and their places."""
+    """Returns a value with null in place of each Blob, the Blobs, and their positions."""
     files, places = list[Blob](), list[FilePlace]()
     return _without_files(value, [], files, places), files, places
 
@@ -394,13 +394,13 @@ def _without_files(
 
 
 def usual_suffix(file: Blob) -> str:
-    """Returns the usual end of the names of such files. Many decide by it what a file is."""
+    """Returns the usual extension for such files. Many programs determine the file type by it."""
     known = mimetypes.guess_extension(file.media_type, strict=False)
     return known or _OTHER_SUFFIXES.get(file.media_type, "")
 
 
 def _with_files(value: Any, places: Sequence[list[str | int]], uris: Sequence[Any]) -> Any:
-    """Returns a value with URIs in its places. A copy: it may be shown again with others."""
+    """Returns a copy of a value with URIs in its positions. It may be shown again with others."""
     if not places:
         return value
     whole: dict[str, Any] = {"output": msgspec.json.decode(msgspec.json.encode(value))}
@@ -425,7 +425,7 @@ def _data_uri(file: Blob) -> str:
 
 
 class CustomTask(Task):
-    """Custom classes. Their unit of work is what they say that an item weighs, usually 1."""
+    """Custom classes. Their unit of work is the weight that they assign to an item, usually 1."""
 
     name = "custom"
     noun = "a custom model"
@@ -436,14 +436,17 @@ class CustomTask(Task):
     has_interface = True
 
     def entry_defaults(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-        """As many items at a time as the class computes. One with `predict_batch` takes any."""
+        """Sets the maximum number of items to the class's concurrency.
+
+        A class with `predict_batch` accepts any number.
+        """
         interface = fields.get("interface")
         if not isinstance(interface, ModelInterface):
             return {"batch": {"max_items": 1}}
         return {"batch": {} if interface.batches else {"max_items": interface.concurrency}}
 
     def check_entry(self, entry: CatalogEntry) -> None:
-        """The class decides how many items it computes at a time."""
+        """Validates the entry. The class determines how many items it computes at a time."""
         if entry.backend != "auto":
             raise ValueError(f"{self.noun} has no backend; leave it out")
         interface = interface_of(entry)
@@ -470,25 +473,25 @@ class CustomTask(Task):
         return entry.batch.max_work or entry.batch.max_items * (entry.work.max or 1)
 
     def runs_to_the_end(self, entry: CatalogEntry) -> bool:
-        """True of a class without `predict_batch`. A batch ends after five minutes."""
+        """Returns True for a class without `predict_batch`. Batches end after five minutes."""
         return not interface_of(entry).batches
 
     def tolerance(self, entry: CatalogEntry) -> float:
-        """None: outputs are equal, or as close as the class says."""
+        """Returns 0, because outputs must be equal, or close as determined by the class."""
         return 0.0
 
     def compares(self, tolerance: Tolerance) -> bool:
-        """Not here: workers compare (workers/jobs/canary_comparison.py)."""
+        """Returns False here, because workers compare (workers/jobs/canary_comparison.py)."""
         return False
 
     def step_schema(self, entry: CatalogEntry) -> StepSchema:
-        """As its penstock.schema.json says. A text that is streamed is one text."""
+        """Returns the schemas in its penstock.schema.json. Streamed text is a single text."""
         interface = interface_of(entry)
         output = {"type": "string"} if interface.streams == "text" else interface.output
         return StepSchema(interface.inputs, output)
 
     def step_input(self, entry: CatalogEntry, values: Mapping[str, Any]) -> StepInput:
-        """All inputs. The process of the class checks their values."""
+        """Returns all inputs. The process of the class validates their values."""
         interface = interface_of(entry)
         if unknown := [name for name in values if name not in interface.properties]:
             raise BadInput(f"{unknown[0]}: {entry.name} has no such input", field=unknown[0])
@@ -508,7 +511,7 @@ class CustomTask(Task):
         return WorkBound(entry.work.max or 1)
 
     def example_request(self, entry: CatalogEntry, text: str) -> ExampleRequest:
-        """The inputs that must be given, each with the simplest value."""
+        """Returns the required inputs, each with the simplest value."""
         interface = interface_of(entry)
         values = {
             name: _example(interface.properties[name], text)
@@ -524,17 +527,17 @@ class CustomTask(Task):
 
 
 def are_equal(ours: CustomResult, theirs: CustomResult) -> bool:
-    """Returns whether two outputs are equal, with the bytes of their files."""
+    """Returns whether two outputs are equal, including the data of their files."""
     both = (ours.unpacked(), theirs.unpacked())
     first, second = ((one.output, one.files) for one in both)
     return first == second
 
 
 def interface_of(entry: CatalogEntry) -> ModelInterface:
-    """The interface of a custom model.
+    """Returns the interface of a custom model.
 
     Raises:
-        ValueError: the entry has none, since no catalog was read.
+        ValueError: the entry has no interface, because no catalog was read.
     """
     if entry.interface is None:
         raise ValueError("the interface of the model is not known (penstock models check)")
@@ -542,7 +545,10 @@ def interface_of(entry: CatalogEntry) -> ModelInterface:
 
 
 def streams_of(entry: CatalogEntry) -> str:
-    """How the output of a prediction grows, as in the interface. Empty unless it is a class."""
+    """Returns how the output of a prediction grows, as in the interface.
+
+    Empty unless it is a class.
+    """
     is_class = entry.interface is not None and entry.flow is None
     return interface_of(entry).streams if is_class else ""
 
@@ -553,10 +559,10 @@ def stores_files(entry: CatalogEntry) -> bool:
 
 
 def _check_work(entry: CatalogEntry, interface: ModelInterface) -> None:
-    """Checks that the bounds of work are there if the class weighs its items, and only then.
+    """Checks that the limits on work are set if the class weighs its items, and only then.
 
     Raises:
-        ValueError: they are not.
+        ValueError: they are missing or superfluous.
     """
     most = entry.work.max
     if interface.weighs and most is None:
@@ -566,7 +572,7 @@ def _check_work(entry: CatalogEntry, interface: ModelInterface) -> None:
 
 
 def _check_api(api: ServedApi, interface: ModelInterface, *, is_flow: bool) -> None:
-    """Checks that an endpoint can call a class, or a flow, and read what it gives.
+    """Checks that an endpoint can call a class or a flow, and read its output.
 
     Raises:
         ValueError: it can't.
@@ -601,7 +607,7 @@ def _check_api(api: ServedApi, interface: ModelInterface, *, is_flow: bool) -> N
 
 
 def _gives_pages_apart(output: Mapping[str, Any]) -> bool:
-    """True if a flow gives what was read of each page, and beside it the numbers of the pages."""
+    """True if a flow returns the text of each page separately, together with page numbers."""
     fields = output.get("properties", {})
     pages, numbers = (fields.get(name, {}).get("items", {}) for name in ("pages", "numbers"))
     of_a_page = (_kind(pages), _kind(pages.get("items", {})))
@@ -609,14 +615,14 @@ def _gives_pages_apart(output: Mapping[str, Any]) -> bool:
 
 
 def _kind(shape: Mapping[str, Any]) -> str:
-    """The type that a JSON Schema, as cog writes it, describes in one word."""
+    """Returns the type in a JSON Schema as written by cog, as one word."""
     if "anyOf" in shape:
         return _kind(shape["anyOf"][0])
     return "file" if shape.get("format") == FILE_FORMAT else str(shape.get("type", "any value"))
 
 
 def _check_key(key: str | None, interface: ModelInterface) -> None:
-    """Checks that a key of batches is an input whose values can be compared.
+    """Checks that a batch key is an input whose values can be compared.
 
     Raises:
         ValueError: it is not.
@@ -637,7 +643,7 @@ def _check_key(key: str | None, interface: ModelInterface) -> None:
 
 
 def _example(shape: Mapping[str, Any], text: str) -> Any:
-    """The simplest value of a JSON Schema as cog writes it."""
+    """Returns the simplest value for a JSON Schema as written by cog."""
     if "enum" in shape:
         return shape["enum"][0]
     if "anyOf" in shape:

@@ -1,4 +1,4 @@
-"""Embedding: from a text, or its tokens, to a vector."""
+"""Embedding: converts a text, or its tokens, to a vector."""
 
 from __future__ import annotations
 
@@ -24,39 +24,41 @@ from shared.tasks.base import (
 )
 
 Truncate = Literal["none", "end", "start"]
-"""The handling of a text that is longer than its model takes: refuse it, or cut it at that side.
+"""How to handle a text that is too long for its model: reject it, or cut it on that side.
 
-The default on the wire is `end`, as it was before there was a choice. The API sends `none` if
-the caller says nothing.
+The default on the wire is `end`, because there was no choice in earlier releases. The API sends
+`none` unless the caller sets it.
 """
 
 BYTES_PER_TOKEN = 4
-"""The rough average of a text. OpenAI assumes the same for its limits
-(https://platform.openai.com/tokenizer)."""
+"""Approximate average for texts.
+
+OpenAI assumes the same for its limits (https://platform.openai.com/tokenizer).
+"""
 SPECIAL_TOKENS = 2
 
 TEXT_FIELDS: Mapping[str, Any] = {
     "text": {"type": "string", "minLength": 1},
     "truncate": {"type": "string", "enum": ["end", "start"]},
 }
-"""What a step of a flow gives to a sentence encoder, as JSON Schema."""
+"""Inputs of a sentence encoder as a flow step, as JSON Schema."""
 
 
 def estimate_tokens(text: str) -> int:
-    """About how many tokens a text has, special tokens included."""
+    """Returns approximately how many tokens a text has, including special tokens."""
     return -(-_size_bytes(text) // BYTES_PER_TOKEN) + SPECIAL_TOKENS
 
 
 def cut_estimate(tokens: int, max_tokens: int) -> int:
-    """An estimate with special tokens, if at most `max_tokens` others are read. 0: all of them."""
+    """Limits an estimate to `max_tokens` plus special tokens. 0: no limit."""
     return min(tokens, max_tokens + SPECIAL_TOKENS) if max_tokens else tokens
 
 
 def bound_tokens(text: str) -> int:
-    """The most tokens that a tokenizer makes of a text, without special tokens.
+    """Returns the maximum tokens that a tokenizer can produce, without special tokens.
 
-    A token has at least one byte. But tokenizers may put a text into a normal form first
-    (https://www.unicode.org/reports/tr15/). The forms that decompose it are the longest.
+    A token has at least one byte, but tokenizers may normalize a text first
+    (https://www.unicode.org/reports/tr15/). Decomposed forms are the longest.
     """
     if text.isascii():
         return len(text)
@@ -65,11 +67,11 @@ def bound_tokens(text: str) -> int:
 
 
 def bound_window(tokens: int, entry: CatalogEntry) -> int:
-    """The most tokens that a model reads of a text.
+    """Returns the maximum number of tokens that a model reads of a text.
 
     Args:
-        tokens: the most that the text can have, special tokens included.
-        entry: of the model, in the catalog.
+        tokens: maximum number of tokens that the text can have, including special tokens.
+        entry: catalog entry of the model.
     """
     window = entry.text.max_input_tokens
     return tokens if window is None else min(tokens, window)
@@ -80,10 +82,10 @@ def _size_bytes(text: str) -> int:
 
 
 def checked_text(entry: CatalogEntry, values: Mapping[str, Any], field: str) -> str:
-    """Returns a text of a step of a flow.
+    """Returns the text in a flow step input.
 
     Raises:
-        BadInput: it is no text, or too long for the model.
+        BadInput: not a text, or too long for the model.
     """
     text = values.get(field)
     if not isinstance(text, str) or not text:
@@ -102,54 +104,56 @@ class TextInput(TaskInput, tag="text"):
     """Maximum tokens to read, without special tokens. 0: as many as the model takes."""
 
     def estimate_work(self, entry: CatalogEntry) -> int:
-        """Tokens, from the length of the text."""
+        """Returns tokens, based on the length of the text."""
         return cut_estimate(estimate_tokens(self.text), self.max_tokens)
 
     def bound_work(self, entry: CatalogEntry) -> WorkBound:
-        """A token for every byte and the special ones, as far as the model reads them."""
+        """Returns one token per byte plus special tokens, limited to the model's maximum."""
         tokens = bound_tokens(self.text)
         read = min(tokens, self.max_tokens) if self.max_tokens else tokens
         return WorkBound(bound_window(read + SPECIAL_TOKENS, entry))
 
     def cache_form(self) -> tuple[object, ...]:
-        """The text byte for byte, the side at which it is cut, and a bound if it has one."""
+        """Returns the exact text, the side to cut, and the limit if set."""
         bound = (self.max_tokens,) if self.max_tokens else ()
         return ("text", self.text, self.truncate, *bound)
 
 
 class TokensInput(TaskInput, tag="tokens"):
-    """One text to embed, as token ids of the model's own tokenizer, without special tokens."""
+    """One text to embed, as token IDs of the model's own tokenizer, without special tokens."""
 
     tokens: list[int]
     truncate: Truncate = "end"
 
     def estimate_work(self, entry: CatalogEntry) -> int:
-        """Tokens, those given and the special ones."""
+        """Returns the number of tokens, including special tokens."""
         return len(self.tokens) + SPECIAL_TOKENS
 
     def bound_work(self, entry: CatalogEntry) -> WorkBound:
-        """The tokens given and the special ones, as far as the model reads them."""
+        """Returns the number of tokens including special tokens, limited to the model's maximum."""
         return WorkBound(bound_window(len(self.tokens) + SPECIAL_TOKENS, entry))
 
     def cache_form(self) -> tuple[object, ...]:
-        """The tokens, and the side at which they are cut."""
+        """Returns the tokens, and the side to cut."""
         return ("tokens", self.tokens, self.truncate)
 
 
 class TextToTokenize(TaskInput, tag="text_to_tokenize"):
-    """A text whose tokens are wanted, for windows of it. No model computes it, and it is free.
+    """A text whose tokens are needed to cut it into windows.
 
-    It counts toward limits, as a part of the request that asks for it.
+    The model does not run, and it is free.
+
+    It counts toward limits, as part of the request that needs it.
     """
 
     text: str
 
     def estimate_work(self, entry: CatalogEntry) -> int:
-        """Tokens, from the length of the text."""
+        """Returns tokens, based on the length of the text."""
         return estimate_tokens(self.text)
 
     def bound_work(self, entry: CatalogEntry) -> WorkBound:
-        """None: it costs nothing."""
+        """Returns 0, because it is free."""
         return WorkBound(0)
 
     def cache_form(self) -> tuple[object, ...]:
@@ -157,11 +161,11 @@ class TextToTokenize(TaskInput, tag="text_to_tokenize"):
 
 
 class TextTokens(TaskResult, tag="text_tokens"):
-    """Where the tokens of a text begin, and how many of them its model reads at once.
+    """Start positions of a text's tokens, and how many tokens its model reads at once.
 
-    `starts`: the character at which each token begins, little-endian uint32. `begins_word`: one
-    byte per token, 1 if it is the first of a word. Text that is cut before a word has the same
-    tokens in its parts as in whole.
+    `starts`: start character of each token, little-endian uint32. `begins_word`: one byte per
+    token, 1 if it is the first of a word. Text cut between words has the same tokens in its parts
+    as in the whole.
     """
 
     starts: bytes
@@ -173,18 +177,19 @@ class TextTokens(TaskResult, tag="text_tokens"):
 
 
 class EmbeddingResult(TaskResult, tag="embedding"):
-    """One vector as little-endian float32, and the tokens of the text with special tokens."""
+    """One vector as little-endian float32, and the text's tokens including special tokens."""
 
     vector: bytes
     tokens: int
     truncated_tokens: int = 0
-    """Tokens that were left out, because the text was longer than the model takes."""
+    """Tokens that were cut because the text was too long for the model."""
 
     def find_wrong_number(self) -> str:
-        """Returns what is wrong with a vector that cannot be compared with others."""
+        """Returns why a vector can't be compared with others."""
         if not self.vector or len(self.vector) % 4:
             return f"a vector of {len(self.vector)} bytes, which is not a list of float32"
-        import numpy as np  # model processes have it, and other processes need it for nothing else
+        # loaded in model processes anyway, and not needed for anything else in other processes
+        import numpy as np
 
         values = np.frombuffer(self.vector, "<f4")
         if not np.isfinite(values).all():
@@ -192,11 +197,11 @@ class EmbeddingResult(TaskResult, tag="embedding"):
         return "" if values.any() else "a vector of zeros, which has no direction"
 
     def to_output(self, media_type: str, link_to: LinkTo) -> list[float]:
-        """The vector as a list of floats."""
+        """Returns the vector as a list of floats."""
         return self.step_value()
 
     def step_value(self) -> list[float]:
-        """The vector as a list of floats."""
+        """Returns the vector as a list of floats."""
         return list(struct.unpack(f"<{len(self.vector) // 4}f", self.vector))
 
 
@@ -211,7 +216,7 @@ class EmbeddingTask(Task):
     runs_graphs = True
 
     def check_entry(self, entry: CatalogEntry) -> None:
-        """A model needs a budget of tokens, dimensions, and a backend for its precision."""
+        """Requires a token budget, dimensions, and a backend for its precision."""
         if entry.backend == "vllm":
             raise ValueError(f"{self.noun} needs backend torch, onnx or auto")
         if entry.backend == "torch" and entry.precision == "int8":
@@ -228,7 +233,7 @@ class EmbeddingTask(Task):
         return entry.batch.max_tokens
 
     def tolerance(self, entry: CatalogEntry) -> float:
-        """The least cosine similarity to the reference."""
+        """Returns the minimum cosine similarity to the reference."""
         return entry.tolerance.cosine
 
     def is_close(self, ours: TaskResult, theirs: TaskResult, tolerance: Tolerance) -> bool | None:
@@ -240,7 +245,7 @@ class EmbeddingTask(Task):
         return _cosine(ours.vector, theirs.vector) >= tolerance.cosine
 
     def result_bytes(self, entry: CatalogEntry) -> int:
-        """A vector in base64, which takes a third more than its bytes."""
+        """Returns the size of a vector in base64, which is a third larger than its bytes."""
         return math.ceil((entry.dimensions or 1) * 4 / 3) * 4
 
     def step_schema(self, entry: CatalogEntry) -> StepSchema:
@@ -254,14 +259,13 @@ class EmbeddingTask(Task):
         return StepInput(TextInput(text, values.get("truncate") or "none"))
 
     def step_bound(self, entry: CatalogEntry) -> WorkBound:
-        """A token for every byte of the longest text, as far as the model reads them."""
+        """Returns one token per byte of the longest text, limited to the model's maximum."""
         return WorkBound(bound_window(entry.text.max_input_bytes + SPECIAL_TOKENS, entry))
 
     def example_request(self, entry: CatalogEntry, text: str) -> ExampleRequest:
         return ExampleRequest(path="/v1/embeddings", body={"model": entry.name, "input": text})
 
     def describe_answer(self, entry: CatalogEntry, answer: Any) -> str:
-        """A unit vector."""
         vector = answer["data"][0]["embedding"]
         is_unit = math.isclose(math.hypot(*vector), 1.0, abs_tol=0.01)
         if len(vector) != entry.dimensions or not is_unit:
@@ -270,7 +274,7 @@ class EmbeddingTask(Task):
 
 
 def _cosine(one: bytes, other: bytes) -> float:
-    """The cosine of two vectors of float32. NaN if one of them has no direction."""
+    """Returns the cosine of two float32 vectors. NaN if one of them has no direction."""
     ours, theirs = (struct.unpack(f"<{len(each) // 4}f", each) for each in (one, other))
     length = math.hypot(*ours) * math.hypot(*theirs)
     return sum(map(operator.mul, ours, theirs)) / length if length else math.nan

@@ -1,4 +1,4 @@
-"""Similarity: from two texts to the cosine of their vectors."""
+"""Similarity: computes the cosine of two texts' vectors."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from shared.tasks.embedding import (
 )
 
 RESULT_BYTES = 128
-"""A score with the names of its fields, as JSON."""
+"""Maximum size of a score with its field names, as JSON."""
 
 
 class SimilarityInput(TaskInput, tag="similarity"):
-    """A text and what to compare it with."""
+    """A text and the text to compare it with."""
 
     text: str
     query: str
@@ -46,32 +46,32 @@ class SimilarityInput(TaskInput, tag="similarity"):
         return text + estimate_tokens(self.query)
 
     def bound_work(self, entry: CatalogEntry) -> WorkBound:
-        """A token for every byte of both texts, and the special ones, as far as they are read."""
+        """Returns one token per byte of both texts plus special tokens, up to the maximum."""
         text, query = bound_tokens(self.text), bound_tokens(self.query)
         read = min(text, self.max_tokens) if self.max_tokens else text
         each = (bound_window(tokens + SPECIAL_TOKENS, entry) for tokens in (read, query))
         return WorkBound(sum(each))
 
     def cache_form(self) -> tuple[object, ...]:
-        """Both texts byte for byte, the side at which they are cut, and a bound if there is one."""
+        """Returns both exact texts, the side to cut, and the limit if set."""
         bound = (self.max_tokens,) if self.max_tokens else ()
         return ("similarity", self.text, self.query, self.truncate, *bound)
 
 
 class SimilarityResult(TaskResult, tag="similarity"):
-    """How much two texts have to do with one another, and the tokens that both took.
+    """The similarity of two texts, and the tokens of both.
 
-    The score is a cosine from -1 to 1, or what a cross-encoder says, from 0 to 1. Special tokens
-    count.
+    The score is a cosine from -1 to 1, or the output of a cross-encoder, from 0 to 1. Special
+    tokens count.
     """
 
     score: float
     tokens: int
     truncated_tokens: int = 0
-    """Tokens of both texts that were left out, because a text was longer than the model takes."""
+    """Tokens cut from both texts because a text was too long for the model."""
 
     def find_wrong_number(self) -> str:
-        """Returns what is wrong with a score that no document can be ranked by."""
+        """Returns why a score can't be used for ranking."""
         return "" if math.isfinite(self.score) else "a score that is not a finite number"
 
     def to_output(self, media_type: str, link_to: LinkTo) -> float:
@@ -82,9 +82,9 @@ class SimilarityResult(TaskResult, tag="similarity"):
 
 
 class SimilarityTask(EmbeddingTask):
-    """Sentence encoders, of which only the cosines are wanted, and cross-encoders.
+    """Sentence encoders used only for cosines, and cross-encoders.
 
-    Entries are as for embedding. Those of cross-encoders have no dimensions.
+    Entries are the same as for embedding. Cross-encoders do not have dimensions.
     """
 
     name = "similarity"
@@ -92,7 +92,7 @@ class SimilarityTask(EmbeddingTask):
     compares_texts = True
 
     def check_entry(self, entry: CatalogEntry) -> None:
-        """A cross-encoder needs a budget of tokens and torch. It has no vectors to compare."""
+        """A cross-encoder requires a token budget and torch. It has no vectors to compare."""
         if entry.rerank == "cosine":
             super().check_entry(entry)
         elif entry.batch.max_tokens is None:
@@ -103,7 +103,7 @@ class SimilarityTask(EmbeddingTask):
             raise ValueError("a cross-encoder makes no vectors; leave dimensions out")
 
     def is_close(self, ours: TaskResult, theirs: TaskResult, tolerance: Tolerance) -> bool | None:
-        """Compares by the largest change of the score if both vectors turn by that cosine."""
+        """Compares by the maximum change of the score if both vectors turn by the tolerance."""
         if not isinstance(ours, SimilarityResult) or not isinstance(theirs, SimilarityResult):
             return None
         turn = math.sqrt(2 * (1 - tolerance.cosine))
@@ -128,11 +128,11 @@ class SimilarityTask(EmbeddingTask):
         return StepInput(SimilarityInput(text, query, values.get("truncate") or "none"))
 
     def step_bound(self, entry: CatalogEntry) -> WorkBound:
-        """As two texts of an embedding model."""
+        """Returns the bound for two texts of an embedding model."""
         return WorkBound(2 * super().step_bound(entry).work)
 
     def example_request(self, entry: CatalogEntry, text: str) -> ExampleRequest:
-        """Two texts. One of them is the query itself."""
+        """Returns two texts. One of them is the query itself."""
         body = {"version": entry.name, "input": {"query": text, "texts": [text, "a cat on a mat"]}}
         return ExampleRequest(path="/v1/predictions", body=body, headers={"prefer": "wait"})
 

@@ -1,8 +1,8 @@
 """Generation, `text` in the catalog: a language model continues a conversation or a prompt.
 
-Two generations are compared by ROUGE-L, the longest common subsequence of their words. Tokens
-of a conversation or a prompt are counted by the worker that prepares prompts: no model runs, and it
-costs nothing.
+Two generations are compared by ROUGE-L, the longest common subsequence of their words. Tokens of a
+conversation or a prompt are counted by the worker that prepares prompts: the model does not run,
+and counting is free.
 """
 
 from __future__ import annotations
@@ -32,29 +32,34 @@ from shared.tasks.base import (
 from shared.tasks.embedding import BYTES_PER_TOKEN, SPECIAL_TOKENS, bound_tokens, estimate_tokens
 
 _WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|\w+|[^\w\s]")
-"""A word, a punctuation mark, or a character of a script that has no spaces between words."""
+"""A word, a punctuation mark, or a character of a script without spaces between words."""
 
 FinishReason = Literal["stop", "length"]
-"""`stop`: the model ended its text, or a stop sequence came. `length`: max_tokens were reached."""
+"""`stop`: the model ended its text, or generated a stop sequence.
+
+`length`: max_tokens was reached.
+"""
 TEMPLATE_TOKENS = 8
-"""The tokens that a chat template adds to a message, roughly."""
+"""Approximate number of tokens that a chat template adds to a message."""
 MAX_TEMPLATE_TOKENS = 512
-"""The most tokens that a chat template writes by itself: a system message, the date, how to call
-tools. The frame of a message has fewer tokens than its JSON has bytes.
+"""Maximum number of tokens that a chat template adds itself: a system message, the date, how to
+call tools.
+
+The frame of a message has fewer tokens than its JSON has bytes.
 """
 INDENTED = 2
-"""Maximum growth of the JSON of tools and of variables, which templates write with spaces or
-indented.
+"""Maximum growth of tool and variable JSON, which templates write with spaces or
+indentation.
 """
 TOKEN_BYTES = 8
-"""The size of a token in a reply: its text, escaped."""
+"""Size of a token in a reply: its text, escaped."""
 RESPONSE_FORMAT = "response_format"
 FAR_ABOVE = 8
-"""A prompt of this many contexts, as estimated, is refused without being tokenized."""
+"""A prompt of this many contexts, as estimated, is rejected without tokenizing it."""
 MAX_STEP_SEED = 2**53 - 11
-"""The largest seed of a prediction (`MAX_SEED` in api/bodies.py), which a test compares."""
+"""Maximum seed of a prediction (`MAX_SEED` in api/bodies.py). A test compares the two."""
 LOGPROB_BYTES = 48
-"""The size of one alternative in a reply."""
+"""Size of one alternative in a reply."""
 
 STEP_FIELDS: Mapping[str, Any] = {
     "prompt": {"type": "string", "minLength": 1},
@@ -66,13 +71,13 @@ STEP_FIELDS: Mapping[str, Any] = {
     "seed": {"type": "integer", "minimum": 0, "maximum": MAX_STEP_SEED},
     "stop": {"type": "array", "items": {"type": "string"}, "maxItems": 4},
 }
-"""What a step of a flow gives to a text model, as JSON Schema: as the input of a prediction."""
+"""Inputs of a text model as a flow step, as JSON Schema, the same as for a prediction."""
 
 ID_BYTES = 4
 
 
 def rouge_l(ours: str, theirs: str) -> float:
-    """ROUGE-L: the F1 of the longest common subsequence of words, from 0 to 1 (equal words).
+    """Returns ROUGE-L: the F1 of the longest common subsequence of words, from 0 to 1 (equal).
 
     Source: Lin, "ROUGE: A Package for Automatic Evaluation of Summaries" (2004), section 3, with
     beta 1. Two texts without words are equal.
@@ -84,10 +89,10 @@ def rouge_l(ours: str, theirs: str) -> float:
 
 
 def _common(first: list[str], second: list[str]) -> int:
-    """The length of the longest common subsequence.
+    """Returns the length of the longest common subsequence.
 
-    A bit for each word of `first`, and all of them in one step for each word of `second`: 1 ms for
-    1,000 words. Source: Hyyro, "Bit-Parallel LCS-length Computation Revisited" (2004).
+    Uses one bit per word of `first`, updated in one step per word of `second`: 1 ms for 1,000
+    words. Source: Hyyro, "Bit-Parallel LCS-length Computation Revisited" (2004).
     """
     positions: dict[str, int] = {}
     for position, word in enumerate(first):
@@ -104,19 +109,19 @@ class TokenLogprob(msgspec.Struct, omit_defaults=True):
     """The log probability of a token, and of the most likely ones at its position."""
 
     token: str
-    """Its text. Bytes that are not a whole character are shown as U+FFFD."""
+    """Text of the token. Bytes that are not a whole character are shown as U+FFFD."""
     logprob: float
     data: bytes = b""
-    """The bytes of its text."""
+    """Bytes of the text."""
     top: list[TokenLogprob] = []
 
 
 class TokenChunk(StreamChunk, omit_defaults=True):
-    """Tokens that were written one after another.
+    """Consecutive generated tokens.
 
-    `first`: how many tokens of the item come before. `text` may lag behind `ids`: it ends before a
-    character that is not whole yet, and before what may become a stop sequence. The first chunk of
-    an item says how many tokens its prompt has, and how many of these are `cached_tokens`.
+    `first`: number of tokens before it. `text` may lag behind `ids`: it ends before an
+    incomplete character, and before text that may become a stop sequence. The first chunk of an
+    item includes the number of prompt tokens, and how many of them are `cached_tokens`.
     """
 
     logprobs: list[TokenLogprob] = msgspec.field(default_factory=list)
@@ -127,70 +132,75 @@ class TokenChunk(StreamChunk, omit_defaults=True):
 class GenerationInput(TaskInput, tag="generation"):
     """The prompt to continue, and the options. Either `messages` or `prompt` is set.
 
-    `messages` and `tools` have OpenAI's form. They go to the model's chat template as they are.
+    `messages` and `tools` have OpenAI's format. They are passed unchanged to the model's chat
+    template.
     """
 
     max_tokens: int
     seed: int
     ends_with_context: bool = False
-    """True if a prompt that leaves less than `max_tokens` of the context gets a shorter text. If
-    not, it is refused.
+    """True to shorten the text if the prompt leaves less than `max_tokens` of the context.
+
+    Otherwise, the prompt is rejected.
     """
     messages: list[dict[str, Any]] = msgspec.field(default_factory=list)
     tools: list[dict[str, Any]] = msgspec.field(default_factory=list)
     prompt: str | list[int] = ""
-    """A text, or token ids of the model's own tokenizer."""
+    """Text, or token IDs of the model's own tokenizer."""
     temperature: float = 1.0
-    """0: the most likely token, always."""
+    """0: always the most likely token."""
     top_p: float = 1.0
     top_k: int = 0
     """0: all tokens."""
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     min_p: float = 0.0
-    """Tokens are kept whose probability is at least this part of the likeliest one's."""
+    """Keeps tokens whose probability is at least this fraction of the most likely one's."""
     repetition_penalty: float = 1.0
-    """Divides the positive logits of tokens that the prompt or the text has, and multiplies the
+    """Divides positive logits of tokens that occur in the prompt or the text, and multiplies
     negative ones.
     """
     logit_bias: dict[int, float] = msgspec.field(default_factory=dict)
-    """Added to the logits of tokens, before anything else."""
+    """Added to token logits before anything else."""
     template_options: dict[str, Any] = msgspec.field(default_factory=dict)
     """Variables of the chat template."""
     is_echoed: bool = False
-    """True if the result has the text of the prompt, with the log probabilities of its tokens if
-    they are asked for.
+    """True if the result includes the text of the prompt, with log probabilities of its tokens if
+    requested.
     """
     stop: list[str] = msgspec.field(default_factory=list)
     logprobs: int = -1
-    """The number of alternatives reported for each token. -1: no log probabilities at all."""
+    """Number of alternatives reported per token. -1: no log probabilities at all."""
     json_schema: str = ""
-    """The schema, as JSON, that the text must match. Empty: none."""
+    """JSON schema, as JSON, that the text must match. Empty: none."""
     schema_field: str = RESPONSE_FORMAT
-    """The field of the request that the schema comes from. Any other one: it is that of a call."""
+    """Request field that the schema comes from.
+
+    Any other field than the default means that the schema describes a call.
+    """
     is_streamed: bool = False
-    """True if tokens are reported as they come (shared/stores/token_streams.py)."""
+    """True if tokens are reported as they are generated (shared/stores/token_streams.py)."""
 
     @property
     def field(self) -> Literal["messages", "prompt"]:
-        """The field that has the prompt, for errors."""
+        """The field with the prompt, for errors."""
         return "messages" if self.messages else "prompt"
 
     def check_length(self, context_tokens: int) -> None:
-        """Refuses a prompt that is far too long, before it takes the time of a tokenizer.
+        """Rejects a prompt that is far too long before tokenizing it.
 
         Raises:
-            ContextLengthExceeded: it is. Its number of tokens is estimated from its size.
+            ContextLengthExceeded: it is too long. Its number of tokens is estimated from its size.
         """
         prompt = self._estimate_prompt()
         if prompt > FAR_ABOVE * context_tokens:
             raise self.too_long(prompt, context_tokens)
 
     def room(self, prompt_tokens: int, context_tokens: int) -> int:
-        """How many tokens may be written after a prompt.
+        """Returns how many tokens may be generated after a prompt.
 
         Raises:
-            ContextLengthExceeded: too few.
+            ContextLengthExceeded: too few remain.
         """
         left = context_tokens - prompt_tokens
         if left < (1 if self.ends_with_context else self.max_tokens):
@@ -198,7 +208,7 @@ class GenerationInput(TaskInput, tag="generation"):
         return min(self.max_tokens, left)
 
     def too_long(self, prompt_tokens: int, context_tokens: int) -> ContextLengthExceeded:
-        """The error in OpenAI's words, because clients and proxies look for them."""
+        """Returns the error in OpenAI's words, because clients and proxies look for them."""
         written = 1 if self.ends_with_context else self.max_tokens
         return ContextLengthExceeded(
             f"This model's maximum context length is {context_tokens} tokens. However, you "
@@ -209,7 +219,7 @@ class GenerationInput(TaskInput, tag="generation"):
         )
 
     def estimate_work(self, entry: CatalogEntry) -> int:
-        """Tokens: those of the prompt from its length, and all that may be written."""
+        """Returns tokens: an estimate for the prompt, and all that may be generated."""
         return self._estimate_prompt() + self.max_tokens
 
     def _estimate_prompt(self) -> int:
@@ -222,9 +232,9 @@ class GenerationInput(TaskInput, tag="generation"):
         return -(-size_bytes // BYTES_PER_TOKEN) + TEMPLATE_TOKENS * len(self.messages)
 
     def bound_work(self, entry: CatalogEntry) -> WorkBound:
-        """A token for every byte of the prompt, and all that may be written.
+        """Returns one token per byte of the prompt, plus all that may be generated.
 
-        A prompt that leaves too little of the context for its continuation is refused.
+        A prompt that leaves too little context for its continuation is rejected.
         """
         room = max(0, entry.generation.context_tokens - self.max_tokens)
         return WorkBound(min(self._bound_prompt(), room) + self.max_tokens, self.max_tokens)
@@ -241,24 +251,24 @@ class GenerationInput(TaskInput, tag="generation"):
         return messages + INDENTED * (tools + options) + MAX_TEMPLATE_TOKENS
 
     def cache_form(self) -> tuple[object, ...]:
-        """All fields but `is_streamed`, which changes nothing in the text."""
+        """Returns all fields except `is_streamed`, which does not affect the text."""
         names = (name for name in self.__struct_fields__ if name != "is_streamed")
-        # As JSON, because messages are nested and the order of their keys reaches the template.
+        # As JSON, because messages are nested and the template sees the order of their keys.
         fields = {name: getattr(self, name) for name in names}
         return ("generation", msgspec.json.encode(fields).decode())
 
     def for_comparison(self) -> Self | None:
-        """A generation of the most likely tokens, which nobody reads along."""
+        """Returns a generation of the most likely tokens, without streaming."""
         if self.temperature > 0:
             return None
         return msgspec.structs.replace(self, is_streamed=False)
 
 
 class GenerationResult(TaskResult, tag="generation"):
-    """The text, why it ended, and the tokens that it took.
+    """The text, why it ended, and the tokens used.
 
-    `tokens` are all tokens. `input_tokens` includes `cached_tokens`: tokens of the prompt whose
-    keys and values the worker had already computed for another prompt with the same beginning.
+    `tokens` counts all tokens. `input_tokens` includes `cached_tokens`: prompt tokens whose keys
+    and values the worker had already computed for another prompt with the same beginning.
     """
 
     text: str
@@ -269,14 +279,14 @@ class GenerationResult(TaskResult, tag="generation"):
     cached_tokens: int = 0
     logprobs: list[TokenLogprob] = msgspec.field(default_factory=list)
     prompt_text: str = ""
-    """Only if it was asked for."""
+    """Only if requested."""
     prompt_logprobs: list[TokenLogprob] = msgspec.field(default_factory=list)
-    """Of an echoed prompt. The first token has none: its place says 0 and no alternatives."""
+    """For an echoed prompt. The first token has none, so it has 0 and no alternatives."""
     stop_sequence: str = ""
-    """The stop sequence that ended the generation. Empty: something else did."""
+    """The stop sequence that ended the generation. Empty: it ended for another reason."""
 
     def find_wrong_number(self) -> str:
-        """Returns what is wrong with a log probability."""
+        """Returns which log probability is invalid."""
         tokens = (*self.prompt_logprobs, *self.logprobs)
         logprobs = (one.logprob for token in tokens for one in (token, *token.top))
         if all(map(math.isfinite, logprobs)):
@@ -285,7 +295,7 @@ class GenerationResult(TaskResult, tag="generation"):
 
     @property
     def streamed_tokens(self) -> int:
-        """The number of tokens in its stream."""
+        """Number of tokens in its stream."""
         return self.output_tokens
 
     def to_output(self, media_type: str, link_to: LinkTo) -> str:
@@ -296,7 +306,7 @@ class GenerationResult(TaskResult, tag="generation"):
 
 
 class GenerationTask(Task):
-    """Language models. Their unit of work is the token, read or written."""
+    """Language models. Their unit of work is the token, read or generated."""
 
     name = "text"
     noun = "a text model"
@@ -309,7 +319,7 @@ class GenerationTask(Task):
     first_guesses: ClassVar = FirstGuesses(item_s=2.0, gap_s=0.05, batch_s=2.0)
 
     def check_entry(self, entry: CatalogEntry) -> None:
-        """A model needs a budget of tokens, and torch or vLLM."""
+        """Requires a token budget, and torch or vLLM."""
         if entry.backend == "onnx":
             raise ValueError(f"{self.noun} needs backend torch, vllm or auto")
         if entry.backend == "vllm" and entry.precision == "int4":
@@ -335,22 +345,21 @@ class GenerationTask(Task):
             raise ValueError(f"generation.lookup_tokens: engine {entry.engine} has none")
 
     def budget(self, entry: CatalogEntry) -> int:
-        """Tokens whose keys and values are kept at a time."""
+        """Returns the number of tokens whose keys and values are kept at a time."""
         assert entry.batch.max_tokens is not None, (
             "checked when the catalog was read; this is a bug"
         )
         return entry.batch.max_tokens
 
     def tolerance(self, entry: CatalogEntry) -> float:
-        """None: a generation is not close to another one."""
+        """Returns 0, because generations have no distance."""
         return 0.0
 
     def compares(self, tolerance: Tolerance) -> bool:
-        """True only if the entry says how close they must be."""
+        """Returns True only if the entry sets the required similarity."""
         return tolerance.rouge_l is not None
 
     def is_close(self, ours: TaskResult, theirs: TaskResult, tolerance: Tolerance) -> bool | None:
-        """Compares two generations by their ROUGE-L."""
         if not isinstance(ours, GenerationResult) or not isinstance(theirs, GenerationResult):
             return None
         if tolerance.rouge_l is None:
@@ -358,15 +367,15 @@ class GenerationTask(Task):
         return rouge_l(ours.text, theirs.text) >= tolerance.rouge_l
 
     def result_bytes(self, entry: CatalogEntry) -> int:
-        """A generation of the most tokens."""
+        """Returns the size of a generation with the maximum number of tokens."""
         return entry.generation.longest_tokens * TOKEN_BYTES
 
     def step_schema(self, entry: CatalogEntry) -> StepSchema:
-        """A prompt, or messages, and the text that continues them."""
+        """Returns the schemas of a prompt or messages, and of the text that continues them."""
         return StepSchema({"type": "object", "properties": STEP_FIELDS}, {"type": "string"})
 
     def step_input(self, entry: CatalogEntry, values: Mapping[str, Any]) -> StepInput:
-        """A prompt, or messages."""
+        """Accepts a prompt or messages."""
         prompt, messages = values.get("prompt"), values.get("messages")
         if bool(prompt) == bool(messages):
             raise BadInput("give either prompt or messages", field="prompt")
@@ -393,11 +402,11 @@ class GenerationTask(Task):
         return StepInput(generation, is_repeatable)
 
     def step_bound(self, entry: CatalogEntry) -> WorkBound:
-        """All of the context, of which the most that may be written is written."""
+        """Returns the whole context, with the maximum number of generated tokens."""
         return WorkBound(entry.generation.context_tokens, entry.generation.longest_tokens)
 
     def example_request(self, entry: CatalogEntry, text: str) -> ExampleRequest:
-        """A question, and a short answer."""
+        """Returns a question with a short answer."""
         body = {
             "model": entry.name,
             "messages": [{"role": "user", "content": text}],
@@ -418,7 +427,7 @@ TEXT = GenerationTask()
 
 
 class PromptToCount(TaskInput, tag="text_to_count"):
-    """The messages or the prompt whose tokens are counted. `wants_ids`: the ids are wanted too."""
+    """The messages or prompt whose tokens to count. `wants_ids`: also return their IDs."""
 
     messages: list[dict[str, Any]] = msgspec.field(default_factory=list)
     tools: list[dict[str, Any]] = msgspec.field(default_factory=list)
@@ -426,21 +435,21 @@ class PromptToCount(TaskInput, tag="text_to_count"):
     wants_ids: bool = False
 
     def estimate_work(self, entry: CatalogEntry) -> int:
-        """None of what a model does."""
+        """Returns 0, because the model does not run."""
         return 0
 
     def bound_work(self, entry: CatalogEntry) -> WorkBound:
-        """None: it costs nothing."""
+        """Returns 0, because it is free."""
         return WorkBound(0)
 
     def cache_form(self) -> tuple[object, ...]:
-        """All fields, as JSON: the order of keys reaches the template."""
+        """Returns all fields as JSON, because the template sees the order of keys."""
         fields = {name: getattr(self, name) for name in self.__struct_fields__}
         return ("text_to_count", msgspec.json.encode(fields).decode())
 
 
 class TokenCount(TaskResult, tag="token_count"):
-    """The number of tokens, and their ids as little-endian uint32 if they were asked for."""
+    """The number of tokens and, if requested, their IDs as little-endian uint32."""
 
     count: int
     ids: bytes = b""

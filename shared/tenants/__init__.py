@@ -1,1 +1,1 @@
-"""Tenants, keys and plans: who may call the API, and how much each caller may use."""
+"""Tenants, keys and plans: callers of the API, and how much each may use."""

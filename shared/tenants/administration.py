@@ -1,7 +1,7 @@
-"""Changes to the directory of keys, for the command line and the admin API alike.
+"""Changes to the key directory, for both the command line and the admin API.
 
-Each change reads the directory, replaces it if nobody else has done so, and notes the act. So two
-changes at the same time both happen.
+Each change reads the directory, replaces it unless it was changed in the meantime, and logs the
+action. So two concurrent changes both take effect.
 """
 
 from __future__ import annotations
@@ -52,23 +52,23 @@ ATTEMPTS = 40
 MAX_PAUSE_S = 0.2
 MAX_OVERLAP_S = 30 * 86_400
 FORGOTTEN_AFTER_S = 90 * 86_400
-"""Keys that were revoked or expired this long ago are dropped when a key is created."""
+"""Keys revoked or expired for this long are deleted when a key is created."""
 MAX_NAMED = 5
-"""Tenants that an error names."""
+"""Maximum number of tenants named in an error."""
 log = logging.getLogger(__name__)
 
 _ESCAPE = re.compile(r"%[0-9A-Fa-f]{2}")
-"""A character as paths of URLs write it."""
+"""A percent-encoded character in URL paths."""
 
 
 class NotThere(BadInput):
-    """There is no such key, tenant or plan."""
+    """The key, tenant or plan does not exist."""
 
     code = "not_found"
 
 
 class InUse(PenstockError):
-    """Others need this, so it can't be taken away."""
+    """It is still in use, so it can't be removed."""
 
     code = "in_use"
     public_by_default = None
@@ -83,11 +83,11 @@ class KeyRequest(NamedTuple):
     models: tuple[str, ...] | None = None
     limits: Limits | None = None
     expires_in_s: int | None = None
-    """From its creation."""
+    """Seconds from its creation."""
 
 
 class IssuedKey(NamedTuple):
-    """A key that was just made. Nobody can read `key` again."""
+    """A newly created key. `key` can't be read again."""
 
     stored: StoredKey
     key: ApiKey
@@ -100,12 +100,12 @@ class _Change(NamedTuple):
 
 
 class Administration:
-    """Changes the directory in the name of somebody.
+    """Changes the directory on behalf of an actor.
 
     Args:
-        store: where the directory is. Open.
-        actor: who acts, as `AuditEvent` says.
-        served: what plans and keys may name. None: not known, so models and webhooks are not
+        store: the store of the directory, open.
+        actor: the actor, in the format of `AuditEvent`.
+        served: names that plans and keys may use. None: not known, so models and webhooks are not
             checked.
         clock: Unix seconds.
     """
@@ -126,23 +126,21 @@ class Administration:
         self._clock = clock
 
     async def read(self) -> Document:
-        """The directory as it is now.
+        """Returns the current directory.
 
         Raises:
-            NoDirectory: the store has none.
-            Unavailable: the store is unreachable.
-            ConfigurationError: what it has is not valid.
+            NoDirectory: the store does not have a directory.
+            ConfigurationError: the stored directory is invalid.
         """
         stored = await self._store.read()
         assert stored is not None, "without a version it is always read; this is a bug"
         return decode_document(stored.data, self._store.source)
 
     async def start_directory(self, document: Document) -> None:
-        """Creates a directory if there is none.
+        """Creates a directory if none exists.
 
         Raises:
-            BadInput: there is one, or this one is not valid.
-            Unavailable: the store is unreachable.
+            BadInput: a directory exists, or this one is invalid.
         """
         _refuse(document_mistakes(document, self._served, self._clock()))
         act = self._act("directory.start", self._store.source, None, {"keys": len(document.keys)})
@@ -150,12 +148,11 @@ class Administration:
             raise BadInput("there is a directory of keys already")
 
     async def create_key(self, request: KeyRequest) -> IssuedKey:
-        """Makes a key.
+        """Creates a key.
 
         Raises:
-            BadInput: the request is not valid.
+            BadInput: the request is invalid.
             KeysReadOnly: keys can't be changed here.
-            Unavailable: the store is unreachable.
         """
         key, salt, now_s = new_key(), secrets.token_bytes(SALT_BYTES), int(self._clock())
         lasts_s = request.expires_in_s
@@ -185,15 +182,14 @@ class Administration:
         return IssuedKey(stored, key)
 
     async def rotate_key(self, key_id: str, overlap_s: int) -> IssuedKey:
-        """Gives a key a new secret. The old one works for `overlap_s` more seconds.
+        """Replaces a key's secret. The old secret is valid for `overlap_s` more seconds.
 
-        The secret before the old one ends at once.
+        Any secret before the old one becomes invalid at once.
 
         Raises:
-            NotThere: there is no such key.
-            BadInput: it is revoked or expired, or the overlap is too long.
+            NotThere: the key does not exist.
+            BadInput: the key is revoked or expired, or the overlap is too long.
             KeysReadOnly: keys can't be changed here.
-            Unavailable: the store is unreachable.
         """
         if not 0 <= overlap_s <= MAX_OVERLAP_S:
             raise BadInput(f"overlap: 0 to {MAX_OVERLAP_S} seconds", field="overlap_s")
@@ -204,7 +200,7 @@ class Administration:
             nonlocal key
             if (state := state_of(old, now_s)) != "valid":
                 raise BadInput(f"key {key_id} is {state}", field="id")
-            # Only for an existing id: others may not be part of a key at all.
+            # Only for an existing ID, because others may not be part of a key at all.
             key = new_key(old.id)
             return msgspec.structs.replace(
                 old,
@@ -218,16 +214,15 @@ class Administration:
         return IssuedKey(stored, key)
 
     async def revoke_key(self, key_id: str) -> StoredKey:
-        """Ends a key for good. Does nothing if it was revoked before.
+        """Revokes a key permanently. Does nothing if it is already revoked.
 
-        A key ends neither itself nor the last other one that may administer: nobody could undo it
-        over the network. Anyone who has the directory itself may end any key.
+        A key can't revoke itself, nor the last other key that may administer, because nobody could
+        undo that over the network. With direct access to the directory, any key may be revoked.
 
         Raises:
-            NotThere: there is no such key.
-            InUse: a key acts, and would end itself or the last key that administers.
+            NotThere: the key does not exist.
+            InUse: the acting key would revoke itself or the last key that administers.
             KeysReadOnly: keys can't be changed here.
-            Unavailable: the store is unreachable.
         """
         now_s = int(self._clock())
 
@@ -253,18 +248,17 @@ class Administration:
         """Creates or replaces a plan. None removes it.
 
         Raises:
-            NotThere: there is no such plan to remove.
-            InUse: a tenant still has it, or it is the default plan.
-            BadInput: the plan is not valid.
+            NotThere: the plan to remove does not exist.
+            InUse: a tenant still uses the plan, or it is the default plan.
+            BadInput: the plan is invalid.
             KeysReadOnly: plans can't be changed here.
-            Unavailable: the store is unreachable.
         """
         _check_name(name, "plan")
         if plan is not None:
             if re.fullmatch(PLAN_NAME_PATTERN, name) is None:
                 raise BadInput(
-                    "plan: its name has 1 to 64 letters, digits, '.', '_' or '-', and begins with "
-                    "a letter or digit",
+                    "plan: its name has 1 to 64 letters, digits, '.', '_' or '-', and begins "
+                    "with a letter or digit",
                     field="plan",
                 )
             _refuse(plan_mistakes(plan, self._served))
@@ -283,12 +277,11 @@ class Administration:
         await self._change("plan.remove" if plan is None else "plan.set", name, change)
 
     async def set_tenant(self, tenant: str, plan: str | None) -> StoredTenant:
-        """Gives a tenant a plan. None: the default plan. Returns the tenant.
+        """Assigns a plan to a tenant. None: the default plan. Returns the tenant.
 
         Raises:
-            BadInput: there is no such plan, or the tenant's name is not valid.
+            BadInput: the plan does not exist, or the tenant's name is invalid.
             KeysReadOnly: tenants can't be changed here.
-            Unavailable: the store is unreachable.
         """
         _check_name(tenant, "tenant")
         if plan is not None:
@@ -307,15 +300,14 @@ class Administration:
         return new
 
     async def freeze_tenant(self, tenant: str, *, is_frozen: bool) -> None:
-        """Refuses all keys of a tenant, and holds its batches, until it is thawed.
+        """Rejects all keys of a tenant and suspends its batches, until it is unfrozen.
 
-        Requests that are open end as with a revoked key. Predictions that run end by themselves.
+        Open requests end as with a revoked key. Running predictions continue.
 
         Raises:
-            NotThere: no key and no plan names this tenant.
-            InUse: a key of the tenant acts. It could not undo it.
+            NotThere: the tenant is unknown: it has neither keys nor a plan.
+            InUse: the acting key belongs to the tenant, so it could not undo the change.
             KeysReadOnly: tenants can't be changed here.
-            Unavailable: the store is unreachable.
         """
         _check_name(tenant, "tenant")
         now_s = int(self._clock())
@@ -397,7 +389,7 @@ class Administration:
 
 
 def _changed_tenant(document: Document, tenant: str, new: StoredTenant) -> _Change:
-    """Stores a tenant. One with nothing of its own is not listed."""
+    """Stores a tenant. Tenants without any settings are not listed."""
     tenants, old = dict(document.tenants), document.tenants.get(tenant)
     tenants.pop(tenant, None)
     after = None
@@ -407,7 +399,7 @@ def _changed_tenant(document: Document, tenant: str, new: StoredTenant) -> _Chan
 
 
 def shown(key: StoredKey) -> dict[str, Any]:
-    """Returns the view of a key: all but salt and hashes."""
+    """Returns the view of a key: everything except salt and hashes."""
     fields: dict[str, Any] = msgspec.to_builtins(key)
     for secret in ("salt", "hash", "previous_hash"):
         fields.pop(secret, None)
@@ -415,7 +407,7 @@ def shown(key: StoredKey) -> dict[str, Any]:
 
 
 def redacted(key_id: str) -> str:
-    """A key as lists show it."""
+    """Returns a key as shown in lists."""
     return f"{PREFIX}{key_id}_…"
 
 
@@ -434,10 +426,10 @@ def _is_forgotten(key: StoredKey, now_s: float) -> bool:
 
 
 def check_key_id(key_id: str) -> None:
-    """Refuses a whole key where its id belongs, without repeating it.
+    """Rejects a whole key in place of its ID, without repeating it.
 
     Raises:
-        BadInput: it is more than an id.
+        BadInput: it is more than an ID.
     """
     if holds_key(key_id):
         raise BadInput(
@@ -470,7 +462,7 @@ def _refuse(mistakes: Iterator[Mistake]) -> None:
 
 
 def _check_unused(plan: str, document: Document) -> None:
-    """Refuses to remove a plan that tenants have, in name or as the default."""
+    """Rejects removing a plan that tenants use, by name or as the default."""
     if plan == DEFAULT_PLAN_NAME:
         raise InUse(
             f"the plan {plan!r} can't be removed: tenants without a plan of their own would have "
@@ -506,7 +498,7 @@ def _builtins(value: Plan | StoredTenant | None) -> dict[str, Any] | None:
 
 
 def _checked(document: Document) -> bytes:
-    """The document as stored. What readers would refuse is refused here."""
+    """Returns the encoded document. Rejects documents that readers would reject."""
     data = encode_document(document)
     try:
         decode_document(data, "directory")

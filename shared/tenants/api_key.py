@@ -4,9 +4,10 @@
 
 The parts follow GitHub's tokens
 (https://github.blog/engineering/platform-security/behind-githubs-new-authentication-token-formats/).
-The prefix lets scanners find leaked keys. The checksum is the CRC32 of all that comes before it, in
-base62. So a typo is refused without a lookup, and scanners can distinguish a key from a random
-string. The id is public and identifies the key in logs and commands. The secret is 256 random bits.
+The prefix lets scanners find leaked keys. The checksum is the CRC32 of everything before it, in
+base62. So a typo is rejected without a lookup, and scanners can distinguish a key from a random
+string. The ID is public and identifies the key in logs and commands. The secret has 256 random
+bits.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ PREFIX = "pk_live_"
 ALPHABET = string.digits + string.ascii_uppercase + string.ascii_lowercase
 ID_LENGTH = 12
 SECRET_LENGTH = 43
-"""62 to the 43rd is more than 2 to the 256th."""
+"""62 to the 43rd power is more than 2 to the 256th."""
 CHECKSUM_LENGTH = 6
 SALT_BYTES = 16
 PATTERN = rf"pk_live_[0-9A-Za-z]{{{ID_LENGTH}}}_[0-9A-Za-z]{{{SECRET_LENGTH + CHECKSUM_LENGTH}}}"
@@ -35,7 +36,7 @@ _ID_END = len(PREFIX) + ID_LENGTH
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """A key with a correct checksum. That says nothing about whether the API accepts it."""
+    """A key with a correct checksum. The API may still reject it."""
 
     id: str
     text: str = field(repr=False)
@@ -43,13 +44,13 @@ class ApiKey:
 
 
 def new_key(key_id: str = "") -> ApiKey:
-    """Makes a key with a new secret, and a new id unless one is given."""
+    """Creates a key with a new secret, and a new ID unless one is passed."""
     key_id = key_id or _random(ID_LENGTH)
     return key_of(key_id, _random(SECRET_LENGTH))
 
 
 def key_of(key_id: str, secret: str) -> ApiKey:
-    """The key with this id and secret."""
+    """Returns the key with this ID and secret."""
     start = f"{PREFIX}{key_id}_{secret}"
     return ApiKey(key_id, start + checksum(start))
 
@@ -64,7 +65,7 @@ def parse_key(text: str) -> ApiKey | None:
 
 
 def checksum(text: str) -> str:
-    """The CRC32 of `text` (ASCII) in base62, six digits."""
+    """Returns the CRC32 of `text` (ASCII) in base62, six digits."""
     number, digits = zlib.crc32(text.encode("ascii")), ""
     for _ in range(CHECKSUM_LENGTH):
         number, digit = divmod(number, len(ALPHABET))
@@ -73,20 +74,20 @@ def checksum(text: str) -> str:
 
 
 def hash_of(salt: bytes, key: ApiKey) -> bytes:
-    """Returns the value that is stored instead of the key: SHA-256 of salt and key.
+    """Returns the value stored instead of the key: SHA-256 of salt and key.
 
-    A slow hash protects passwords, which can be guessed. Nobody guesses 256 random bits.
+    A slow hash protects passwords, which can be guessed. 256 random bits can't be guessed.
     """
     return hashlib.sha256(salt + key.text.encode("ascii")).digest()
 
 
 def without_keys(text: str) -> str:
-    """Returns `text` without the secrets of keys, whole or cut. Their ids stay."""
+    """Returns `text` without the secrets of keys, whole or truncated. Their IDs stay."""
     return _IN_TEXT.sub(r"\1…", text) if PREFIX in text else text
 
 
 def holds_key(text: str) -> bool:
-    """Returns whether `text` has a key in it, or the start of its secret. An id is not a key."""
+    """Returns whether `text` contains a key, or the start of its secret. An ID is not a key."""
     return PREFIX in text and _IN_TEXT.search(text) is not None
 
 

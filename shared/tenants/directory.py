@@ -1,4 +1,4 @@
-"""The directory of keys, tenants and plans: one JSON document, and what a process reads from it.
+"""The directory of keys, tenants and plans: one JSON document, and its in-memory form.
 
     {
       "plans": {"team": {"weight": 2.0, "requests_per_min": 600}},
@@ -7,8 +7,8 @@
                 "hash": "…", "created_s": 1767225600}]
     }
 
-A tenant that is not listed, or has no plan, has the `default` plan if there is one. Otherwise it
-has no limits. A file and Redis hold the same document.
+A tenant that is not listed, or has no plan, has the `default` plan if it exists. Otherwise, it has
+no limits. A file and Redis store the same document.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Scope: TypeAlias = Literal[
     "usage",
     "admin",
 ]
-"""The scopes of a key. `read`: GET everywhere. `all`: everything but administration (`admin`)."""
+"""Scopes of a key. `read`: GET on all routes. `all`: everything except administration (`admin`)."""
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 PLAN_NAME_PATTERN = "[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
@@ -56,7 +56,7 @@ PlanName = Annotated[str, msgspec.Meta(pattern=f"^{PLAN_NAME_PATTERN}$")]
 Seconds = Annotated[int, msgspec.Meta(ge=0)]
 """Unix time."""
 _BY_NAME = frozenset({"plans", "tenants", "per_model"})
-"""Fields whose next step is a name that somebody chose."""
+"""Fields whose next path step is a user-chosen name."""
 _SPACE = re.compile(r"[\s,:]*")
 _STEP = re.compile(r"\.(\w+)|\[(\d+)\]")
 _BYTE = re.compile(r"\(byte (\d+)\)")
@@ -71,18 +71,18 @@ _STATES: tuple[tuple[KeyState, ...], tuple[KeyState, ...]] = (
     ("valid", "frozen", "expired", "expired", "revoked", "revoked", "revoked", "revoked"),
 )
 _NO_HASH = bytes(HASH_BYTES)
-"""Nobody knows an input with this digest."""
+"""No known input has this digest."""
 
 
 class Mistake(NamedTuple):
-    """A mistake in a directory, and its field_path."""
+    """A mistake in a directory, and its path."""
 
     path: tuple[str | int, ...]
     reason: str
 
     @property
     def field_path(self) -> str:
-        """The path in words, such as `plans['team'].budget_webhook`."""
+        """The path as text, such as `plans['team'].budget_webhook`."""
         shown = ""
         for before, step in zip((None, *self.path), self.path, strict=False):
             if isinstance(step, int):
@@ -94,14 +94,14 @@ class Mistake(NamedTuple):
         return shown
 
     def below(self, *path: str | int) -> Mistake:
-        """The same mistake, seen from further above."""
+        """Returns the same mistake with its path prefixed."""
         return Mistake((*path, *self.path), self.reason)
 
 
 class StoredKey(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """A key as it is stored, without the key itself."""
+    """A stored key, without the key itself."""
 
     id: Annotated[str, msgspec.Meta(pattern=f"^{ID_PATTERN}$")]
     tenant: str
@@ -111,25 +111,25 @@ class StoredKey(
     """SHA-256 of salt and key, in hex."""
     created_s: Seconds
     previous_hash: _Hash = ""
-    """The same of the secret before the last rotation."""
+    """The same for the secret before the last rotation."""
     previous_until_s: Seconds = 0
-    """Until when that secret is accepted."""
+    """Unix time until which that secret is accepted."""
     scopes: tuple[Scope, ...] = ("all",)
     models: tuple[str, ...] | None = None
-    """The models that the key may use. None: all."""
+    """Models that the key may use. None: all."""
     limits: Limits | None = None
     expires_s: Seconds | None = None
     revoked_s: Seconds | None = None
-    """When it was revoked. It is refused from then on, whatever the clock of an instance says."""
+    """When it was revoked. It is rejected from then on, whatever an instance's clock shows."""
 
 
 class StoredTenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A tenant as it is stored."""
+    """A stored tenant."""
 
     plan: str = ""
     """Empty: the default plan."""
     frozen_s: Seconds | None = None
-    """When it was frozen. None of its keys is accepted, and its batches wait."""
+    """When it was frozen. Its keys are rejected, and its batches wait."""
 
 
 class Document(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -141,11 +141,11 @@ class Document(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Found(NamedTuple):
-    """The entry of the directory for a key that was sent."""
+    """The directory's entry for a key in a request."""
 
     state: KeyState
     caller: Caller
-    """Whose key it is, if the state is not `unknown`."""
+    """The key's owner, unless the state is `unknown`."""
 
 
 class BudgetHolder(NamedTuple):
@@ -157,7 +157,7 @@ class BudgetHolder(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    """One key, ready to be compared."""
+    """One key, ready for comparison."""
 
     salt: bytes
     hash: bytes
@@ -170,26 +170,20 @@ class _Entry(NamedTuple):
 
 
 class Directory:
-    """A document in the form in which requests are checked. It does not change.
+    """A document in the form used for checking requests. Immutable.
 
     Args:
-        document: a document that `decode_document` accepted.
+        document: document accepted by `decode_document`.
     """
 
     def __init__(self, document: Document) -> None:
         self._entries = {key.id: _entry(key, document) for key in document.keys}
 
     def find(self, key: ApiKey, now_s: float) -> Found:
-        """Whose key this is. Takes one digest and two comparisons, whatever the key is.
-
-        Args:
-            key: a well-formed key.
-            now_s: Unix time.
-        """
+        """Finds the owner of a key. Takes one digest and two comparisons for every key."""
         entry = self._entries.get(key.id, _NOBODY)
         key_hash = hash_of(entry.salt, key)
-        # No shortcuts: an unknown id, a wrong secret, and a key that is not accepted take the same
-        # time.
+        # No shortcuts: an unknown ID, a wrong secret, and a rejected key take the same time.
         is_current = hmac.compare_digest(key_hash, entry.hash)
         is_previous = hmac.compare_digest(key_hash, entry.previous_hash)
         is_known = is_current | (is_previous & (now_s < entry.previous_until_s))
@@ -198,7 +192,7 @@ class Directory:
 
     @cached_property
     def budgets(self) -> frozenset[BudgetHolder]:
-        """The tenants with keys, and the keys, that have a budget."""
+        """Returns the tenants with keys, and the keys, that have a budget."""
         holders = set[BudgetHolder]()
         for caller in (entry.caller for entry in self._entries.values()):
             if caller.plan.budget_usd_per_month is not None:
@@ -219,7 +213,7 @@ _NOBODY = _Entry(
     is_frozen=False,
     caller=Caller(),
 )
-"""Compared in field_path of a key that is not there."""
+"""Compared in place of a key that does not exist."""
 
 
 def _entry(key: StoredKey, document: Document) -> _Entry:
@@ -249,22 +243,22 @@ def plan_of(tenant: str, document: Document) -> Plan:
 
 
 def plan_name_of(tenant: str, document: Document) -> str:
-    """The name of a tenant's plan. Empty if it has none."""
+    """Returns the name of a tenant's plan. Empty if it has no plan."""
     stored = document.tenants.get(tenant, StoredTenant())
     name = stored.plan or DEFAULT_PLAN_NAME
     return name if name in document.plans else ""
 
 
 def is_frozen(tenant: str, document: Document) -> bool:
-    """Returns whether nothing of a tenant is accepted for now."""
+    """Returns whether the tenant is frozen."""
     return document.tenants.get(tenant, StoredTenant()).frozen_s is not None
 
 
 def encode_document(document: Document) -> bytes:
-    """The document as JSON, for people too.
+    """Returns the document as readable JSON.
 
-    Plans and limits name only what differs from the defaults: a release refuses fields that it does
-    not know, and one before this reads what uses nothing new.
+    Plans and limits include only values that differ from the defaults: a release rejects unknown
+    fields, so an earlier one can read a document that uses no new fields.
     """
     fields = msgspec.to_builtins(document)
     fields["plans"] = {name: _differing(plan) for name, plan in document.plans.items()}
@@ -285,21 +279,21 @@ def _differing(rates: Rates) -> dict[str, object]:
 
 
 def decode_document(data: bytes, source: str) -> Document:
-    """Reads and checks a document.
+    """Decodes and validates a document.
 
     Args:
         data: JSON.
-        source: where it is from, for errors.
+        source: its origin, for errors.
 
     Raises:
-        ConfigurationError: it is not valid. `field` and the message name the field_path.
+        ConfigurationError: the document is invalid. `field` and the message contain the path.
     """
     try:
         document = msgspec.json.decode(data, type=Document)
     except msgspec.ValidationError as error:
         reason, _, field_path = str(error).partition(" - at `$")
         field_path = field_path.rstrip("`")
-        # Names that somebody chose are not in it, so the line is known up to there.
+        # It does not include user-chosen names, so the line is known up to there.
         steps = _STEP.finditer(field_path.partition("[...]")[0])
         line = line_of(data, tuple(int(one[2]) if one[2] else one[1] for one in steps))
         raise _wrong(source, line, field_path.lstrip("."), reason) from error
@@ -313,11 +307,10 @@ def decode_document(data: bytes, source: str) -> Document:
 
 
 def mistake_in(data: bytes, source: str, mistake: Mistake) -> ConfigurationError:
-    """The error that says where in a document a mistake is.
+    """Returns an error with the location of a mistake in a document.
 
     Args:
-        data: the document, which is valid JSON.
-        mistake: what is wrong in it.
+        data: document, which is valid JSON.
     """
     return _wrong(source, line_of(data, mistake.path), mistake.field_path, mistake.reason)
 
@@ -356,11 +349,11 @@ def _wrong(source: str, line: int, field_path: str, reason: str) -> Configuratio
 
 
 def line_of(data: bytes, path: tuple[str | int, ...]) -> int:
-    """The line of the value at `path` in a JSON document, from 1.
+    """Returns the line of the value at `path` in a JSON document, from 1.
 
     Args:
         data: a document. If it ends or stops being JSON, the line before that counts.
-        path: names and numbers from the top. A step that is not there ends it.
+        path: names and numbers from the root. Ends at a step that does not exist.
     """
     text, at = data.decode(errors="replace"), 0
     with contextlib.suppress(ValueError, IndexError, RecursionError):
@@ -373,7 +366,7 @@ def line_of(data: bytes, path: tuple[str | int, ...]) -> int:
 
 
 def _step(text: str, at: int, step: str | int) -> int | None:
-    """Returns where the value of a name or number begins in the object or list at `at`."""
+    """Returns where a step's value starts in the object or list at `at`."""
     is_object, number = text[at] == "{", 0
     if text[at] not in "{[":
         return None

@@ -1,4 +1,4 @@
-"""Stores of the directory of keys: the interface that a file and Redis have in common.
+"""Stores of the key directory: the interface implemented for files and Redis.
 
 Calls raise Unavailable if the store is unreachable.
 """
@@ -13,14 +13,14 @@ import msgspec
 from shared.errors import PenstockError, Unavailable
 
 MAX_AUDIT_EVENTS = 10_000
-"""Acts of administration that a store keeps."""
+"""Maximum number of audit events that a store keeps."""
 
 
 HOW_TO_START = "`penstock keys init` creates a directory of keys"
 
 
 class NoDirectory(Unavailable):
-    """There is no directory of keys."""
+    """The key directory does not exist."""
 
 
 class KeysReadOnly(PenstockError):
@@ -31,7 +31,7 @@ class KeysReadOnly(PenstockError):
 
 
 class StoredDocument(NamedTuple):
-    """The directory as a store has it."""
+    """The directory as stored."""
 
     version: str
     """Changes with the data."""
@@ -39,31 +39,31 @@ class StoredDocument(NamedTuple):
 
 
 class AuditEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """One act of administration. It has no secrets."""
+    """One administrative action. Contains no secrets."""
 
     at_s: float
     """Unix time."""
     actor: str
-    """`key <id>`, or `user <name>` of the command line."""
+    """`key <id>`, or `user <name>` for the command line."""
     address: str
-    """The network address of the caller, or the name of the machine of the command line."""
+    """The caller's network address, or the host name for the command line."""
     action: str
     """The action, such as `key.create`."""
     target: str
-    """The key id, tenant or plan."""
+    """The key ID, tenant or plan."""
     before: dict[str, Any] | None = None
     after: dict[str, Any] | None = None
 
 
 class LoggedEvent(NamedTuple):
-    """An act with its place in the log."""
+    """An audit event with its position in the log."""
 
     id: str
     act: AuditEvent
 
 
 class KeyStore(Protocol):
-    """One store of the directory. An async context manager that opens without waiting."""
+    """A store of the directory. An async context manager that opens without waiting."""
 
     source: str
     """Its name in messages."""
@@ -75,10 +75,10 @@ class KeyStore(Protocol):
     async def __aexit__(self, *exc: object) -> None: ...
 
     def read_at_start(self) -> StoredDocument | None:
-        """The directory, if it can be read before the store is opened.
+        """Returns the directory if it can be read before the store is opened.
 
         Raises:
-            ConfigurationError: it is needed at the start and is not there.
+            ConfigurationError: it is required at startup and does not exist.
         """
         ...
 
@@ -86,32 +86,35 @@ class KeyStore(Protocol):
         """Reads the directory. Returns None if it still has this version.
 
         Raises:
-            NoDirectory: the store has none.
+            NoDirectory: the store does not have a directory.
         """
         ...
 
     async def replace(self, version: str, data: bytes, act: AuditEvent) -> bool:
-        """Replaces the directory and notes the act, both or neither.
+        """Replaces the directory and logs the action, both or neither.
 
         Args:
-            version: the one that it must still have. Empty: there must be none yet.
+            version: the version that it must currently have. Empty: it must not exist yet.
 
         Returns:
-            Whether it had that version.
+            True if it had that version.
 
         Raises:
-            KeysReadOnly: it can't be changed here.
+            KeysReadOnly: the directory can't be changed here.
         """
         ...
 
     async def audit_events(self, limit: int, before: str = "") -> list[LoggedEvent]:
-        """The audit events before this one, newest first. Empty `before`: from the newest."""
+        """Returns the audit events before `before`, newest first.
+
+        Empty `before`: from the newest.
+        """
         ...
 
     async def note_uses(self, used_s: Mapping[str, int]) -> None:
-        """Notes when keys were last used, by id in Unix seconds. Earlier times change nothing."""
+        """Records when keys were last used, by ID in Unix seconds. Earlier times have no effect."""
         ...
 
     async def uses(self) -> dict[str, int]:
-        """When keys were last used, by id in Unix seconds. Empty if it is not kept."""
+        """Returns when keys were last used, by ID in Unix seconds. Empty if not recorded."""
         ...

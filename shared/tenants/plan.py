@@ -1,6 +1,6 @@
-"""Plans: what a tenant may use. A key of the tenant may also have limits of its own.
+"""Plans: how much a tenant may use. A key of the tenant may have additional limits.
 
-A limit of None means unlimited. Whatever a key uses counts for its tenant too.
+A limit of None means unlimited. Usage of a key also counts for its tenant.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ DEFAULT_TENANT = "default"
 
 
 class Rates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Limits of any minute. Work has a limit for each unit, since units can't be added up."""
+    """Limits per minute. Work has a separate limit per unit, because units can't be added up."""
 
     requests_per_min: Count | None = None
     tokens_per_min: Count | None = None
-    """The limit for models that are billed by tokens."""
+    """Limit for models billed by tokens."""
     pixel_steps_per_min: Count | None = None
-    """The limit for models that are billed by pixel-steps (width x height x steps)."""
+    """Limit for models billed by pixel-steps (width x height x steps)."""
     work_per_min: Count | None = None
-    """The limit for custom models: what their items weigh."""
+    """Limit for custom models, by the weight of their items."""
 
 
 class Limits(Rates, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Limits of a tenant or a key, for all models together."""
+    """Limits of a tenant or a key over all models."""
 
     max_in_flight: Count | None = None
-    """Items that may wait for workers at the same time, in all instances together."""
+    """Maximum number of items waiting for workers at the same time, over all instances."""
     budget_usd_per_month: Usd | None = None
-    """The budget for a calendar month (UTC). Requests beyond that are refused."""
+    """Budget per calendar month (UTC). Requests beyond it are rejected."""
     max_priority: Priority = "interactive"
-    """The highest priority. `batch`: all its requests have it."""
+    """Highest allowed priority. `batch`: all its requests have it."""
 
     @property
     def are_none(self) -> bool:
@@ -61,29 +61,30 @@ class Plan(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The limits of a tenant, and its terms."""
 
     weight: Annotated[float, msgspec.Meta(ge=LIGHTEST, le=HEAVIEST)] = 1.0
-    """Its share of a busy model, relative to the other tenants."""
+    """Its share of a busy model, relative to other tenants."""
     per_model: dict[str, Rates] = {}
-    """Rates of single models, by their names in the catalog, in addition to those of all models."""
+    """Rates for single models, by catalog name, in addition to the rates for all models."""
     warn_at_shares: Annotated[
         tuple[Annotated[float, msgspec.Meta(gt=0, le=1)], ...],
         msgspec.Meta(max_length=MAX_WARNINGS),
     ] = (0.8, 1.0)
     """Shares of the budget at which the webhook is called, each once a month."""
     budget_webhook: Annotated[str, msgspec.Meta(max_length=MAX_WEBHOOK_CHARS)] = ""
-    """The URL that is notified. Empty: none."""
+    """URL to notify. Empty: none."""
     on_limit_store_outage: OnOutage = "deny"
-    """The handling of requests with a budget while Redis is away, on an instance that does not know
-    what was spent: `deny` refuses them, `allow` takes the budget for unspent.
+    """How to handle requests with a budget while Redis is unreachable, on an instance that does not
+    know the amount spent: `deny` rejects them, `allow` assumes that the budget is unspent.
     """
     batch_price_share: Share = 0.5
-    """The share of the list price that lines of batches cost."""
+    """Fraction of the list price that batch lines cost."""
 
     storage_max_bytes: Count | None = None
-    """The bytes that its files may take together, those of predictions and the outputs of batches
-    included. None: PENSTOCK_FILES_MAX_BYTES.
+    """Maximum total bytes of its files, including files of predictions and batch outputs.
+
+    None: PENSTOCK_FILES_MAX_BYTES.
     """
     prediction_keep_s: Annotated[int, msgspec.Meta(ge=60, le=30 * 24 * 3600)] | None = None
-    """The seconds that predictions are kept after their end. None: PENSTOCK_PREDICTION_KEEP_S."""
+    """Seconds to keep predictions after their end. None: PENSTOCK_PREDICTION_KEEP_S."""
 
     @property
     def are_none(self) -> bool:
@@ -99,16 +100,16 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
 
     tenant: str = DEFAULT_TENANT
     key_id: str = ""
-    """The public part of the key. Empty if no key is required."""
+    """Public part of the key. Empty if keys are not required."""
     plan: Plan = DEFAULT_PLAN
     plan_name: str = ""
-    """Its name in the directory, for rows. Empty: the tenant has none."""
+    """Plan name in the directory, for rows. Empty: no plan."""
     key_limits: Limits | None = None
-    """Limits of the key alone, in addition to those of the plan. None: the plan's limits only."""
+    """Limits of the key itself, in addition to the plan's limits. None: only the plan's limits."""
     models: frozenset[str] | None = None
-    """The models that the key may use. None: all."""
+    """Models that the key may use. None: all."""
     scopes: frozenset[str] | None = None
-    """The scopes of the key. None: everything but administration."""
+    """Scopes of the key. None: everything except administration."""
 
     @property
     def is_limited(self) -> bool:
@@ -117,6 +118,6 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def max_priority(self) -> Priority:
-        """The highest priority that plan and key allow."""
+        """The highest priority that both plan and key allow."""
         keys_own = "interactive" if self.key_limits is None else self.key_limits.max_priority
         return "batch" if "batch" in (self.plan.max_priority, keys_own) else "interactive"

@@ -1,7 +1,7 @@
-"""Rules for plans and keys beyond their form: if broken, a plan or key could never work.
+"""Rules for plans and keys beyond their format: without them, a plan or key could never work.
 
-A directory that is stored already is read without these rules, since the catalog may have changed.
-They hold for every change, and for a file at the start of the API.
+An already stored directory is read without these rules, because the catalog may have changed. They
+apply to every change, and to a file when the API starts.
 """
 
 from __future__ import annotations
@@ -15,32 +15,31 @@ from shared.tenants.directory import Document, Mistake, StoredKey
 from shared.tenants.plan import Limits, Plan, Rates
 
 MAX_COUNT = 2**53
-"""Redis counts in doubles, which are exact up to here."""
+"""Redis counts in doubles, which are exact up to this number."""
 MAX_TIME_S = 253_402_300_799
 """The end of the year 9999, as Unix time. Later times are probably milliseconds."""
 MAX_NAMED = 20
-"""Models that an error names."""
+"""Maximum number of models named in an error."""
 _RATES_OF_WORK = tuple(one for one in Rates.__struct_fields__ if one != "requests_per_min")
 IS_A_KEY = "has the form of an API key, which must not be stored"
 
 
 class Served(NamedTuple):
-    """The names that plans and keys may use (`shared.stores.key_stores.served_by`)."""
+    """Names that plans and keys may use (`shared.stores.key_stores.served_by`)."""
 
     units: Mapping[str, str]
-    """The unit of work of each model, by its name in the catalog."""
+    """The unit of work of each model, by catalog name."""
     aliases: Mapping[str, str]
-    """The names of models, by their aliases."""
+    """Names of models by alias."""
     check_webhook: Callable[[str], object]
     """Raises BadInput for a URL to which webhooks are not delivered."""
 
 
 def document_mistakes(document: Document, served: Served | None, now_s: float) -> Iterator[Mistake]:
-    """All that can't work in a directory whose form is right. Keys that ended are not looked at.
+    """Yields everything that can't work in a directory with a valid format. Ended keys are skipped.
 
     Args:
-        served: what is offered. None: not known, so models and webhooks are not looked at.
-        now_s: Unix time.
+        served: available names. None: not known, so models and webhooks are not checked.
     """
     for name, plan in document.plans.items():
         yield from (one.below("plans", name) for one in plan_mistakes(plan, served))

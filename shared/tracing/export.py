@@ -3,8 +3,8 @@
 Imported only if an endpoint is configured (shared/tracing/setup.py). The SDK reads its standard
 variables itself: OTEL_EXPORTER_OTLP_*, OTEL_BSP_*, OTEL_RESOURCE_ATTRIBUTES, OTEL_SERVICE_NAME.
 
-Nothing here waits for the collector. The queue is bounded, and what finds no room is dropped and
-counted.
+Nothing here waits for the collector. The queue is bounded, and spans that do not fit are dropped
+and counted.
 """
 
 from __future__ import annotations
@@ -38,16 +38,15 @@ from prometheus_client import Counter
 from shared.tracing.spans import Attributes, Kind, TraceContext
 
 CLOSE_LIMIT_S = 2.0
-"""The time for the spans that are left when the process ends. The API has 10 s after SIGTERM in
-all."""
+"""Time limit for remaining spans when the process ends. The API has 10 s in total after SIGTERM."""
 MAX_LINKS = 8
 """Each costs 8 µs, and a batch of 32 jobs would have a thousand."""
 QUEUE_SPANS = 2048
 """The default of OTEL_BSP_MAX_QUEUE_SIZE. About 2 MB."""
 SPANS = Counter(
     "penstock_trace_spans_total",
-    "Spans, by end: exported, failed (the collector did not take them), "
-    "dropped (the queue to it was full).",
+    "Spans, by end: exported, failed (the collector did not take them), dropped (the queue to it "
+    "was full).",
     ["end"],
 )
 _KINDS: dict[Kind, SpanKind] = {
@@ -62,16 +61,16 @@ log = logging.getLogger(__name__)
 
 
 class OtlpTracer:
-    """A Tracer that exports. `close` sends what is left.
+    """A Tracer that exports spans. `close` sends remaining ones.
 
     Args:
-        facts: attributes of this process, below those of the environment.
-        sampler: decides which traces are kept. None: the one in the environment.
-        exporter: where spans go. None: to the endpoint in the environment.
-        broker: the `messaging.system` of spans about messages.
+        facts: attributes of this process, overridden by the environment.
+        sampler: decides which traces are kept. None: the sampler in the environment.
+        exporter: destination of spans. None: the endpoint in the environment.
+        broker: `messaging.system` of spans about messages.
 
     Raises:
-        ValueError: a variable is wrong.
+        ValueError: a variable is invalid.
     """
 
     def __init__(
@@ -86,7 +85,7 @@ class OtlpTracer:
         self._exporter = _CountedExporter(exporter or OTLPSpanExporter())
         self._queue = _BoundedQueue(self._exporter)
         self._ids = _ChosenIds()
-        # The environment is above what the process knows of itself.
+        # The environment overrides what the process knows about itself.
         resource = Resource.create(dict(facts)).merge(OTELResourceDetector().detect())
         provider = TracerProvider(
             sampler=sampler,
@@ -110,7 +109,7 @@ class OtlpTracer:
     ) -> tuple[TraceContext | None, OtlpSpan | None]:
         """Starts a span. See Tracer.
 
-        Most requests end in the first four lines, so these ask the SDK as little as possible.
+        Most calls end in the first four lines, which therefore use the SDK as little as possible.
         """
         if parent is None and not self._keeps_new_trace(name):
             return None, None
@@ -129,12 +128,12 @@ class OtlpTracer:
         return context, OtlpSpan(span, self._broker) if span.is_recording() else None
 
     def _keeps_new_trace(self, name: str) -> bool:
-        """Returns whether a trace that begins here is kept. Its id, if so, is the next one."""
+        """Returns whether to keep a trace that begins here. If so, its ID is the next one."""
         trace_id = self._ids.choose_trace_id()
         return self._sampler.should_sample(None, trace_id, name).decision != Decision.DROP
 
     def close(self) -> None:
-        """Sends what is left, for at most CLOSE_LIMIT_S. The rest is lost."""
+        """Sends remaining spans, for at most CLOSE_LIMIT_S. The rest is lost."""
         closing = threading.Thread(target=self._queue.shutdown, name="traces-close", daemon=True)
         closing.start()
         closing.join(CLOSE_LIMIT_S)
@@ -154,7 +153,7 @@ class OtlpSpan:
         """Ends the span. See RecordedSpan."""
         self._span.update_name(name)
         self._span.set_attributes(attributes)
-        # The code that makes such a span knows no broker.
+        # The code that creates such a span does not know the broker.
         if "messaging.operation.type" in attributes:
             self._span.set_attribute("messaging.system", self._broker)
         if error:
@@ -164,13 +163,13 @@ class OtlpSpan:
 
 
 class _ChosenIds(RandomIdGenerator):
-    """Uses the id that a trace was sampled by, so that the SDK decides the same about it."""
+    """Uses the ID by which a trace was sampled, so that the SDK makes the same decision."""
 
     def __init__(self) -> None:
         self._trace_id = 0
 
     def choose_trace_id(self) -> int:
-        """The id of the next trace."""
+        """Returns the ID of the next trace."""
         self._trace_id = super().generate_trace_id()
         return self._trace_id
 
@@ -179,12 +178,12 @@ class _ChosenIds(RandomIdGenerator):
 
 
 class _CountedExporter(SpanExporter):
-    """Counts what the collector took, and what it did not."""
+    """Counts spans accepted and not accepted by the collector."""
 
     def __init__(self, exporter: SpanExporter) -> None:
         self._exporter = exporter
         self.taken = 0
-        """The spans that left the queue so far."""
+        """Number of spans that have left the queue."""
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         result = SpanExportResult.FAILURE
@@ -201,7 +200,7 @@ class _CountedExporter(SpanExporter):
 
 
 class _BoundedQueue(SpanProcessor):
-    """The SDK's batches, behind a bound that counts what it drops. The SDK's own bound does not."""
+    """The SDK's batches, with a bound that counts dropped spans, which the SDK's own does not."""
 
     def __init__(self, exporter: _CountedExporter) -> None:
         self._exporter = exporter
@@ -210,7 +209,7 @@ class _BoundedQueue(SpanProcessor):
         self._added = 0
 
     def on_end(self, span: ReadableSpan) -> None:
-        # Both numbers only grow, each in its own thread, so no lock is needed.
+        # Both numbers only grow, each in a separate thread, so a lock is not needed.
         if self._added - self._exporter.taken >= self._room:
             SPANS.labels("dropped").inc()
             return
@@ -222,7 +221,10 @@ class _BoundedQueue(SpanProcessor):
 
 
 def _context_of(parent: TraceContext | None) -> Context:
-    """The SDK's form. Without a parent, an empty one: the SDK must not look for another."""
+    """Returns the SDK's form.
+
+    Without a parent, an empty context, because the SDK must not look for another.
+    """
     if parent is None:
         return Context()
     return set_span_in_context(NonRecordingSpan(_span_context(parent)), Context())

@@ -1,7 +1,8 @@
-"""Turns tracing on for a process, if the environment names a collector.
+"""Turns tracing on for a process if the environment names a collector.
 
-The variables are OpenTelemetry's own. The SDK reads most of them, and logs what it can't read. What
-would change the cost or send nothing is checked here, so that a mistake ends the start.
+The variables are OpenTelemetry's own. The SDK reads most of them, and logs those it can't read.
+Mistakes that would change the cost or prevent sending are checked here, so that they stop the
+process at startup.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace.sampling import Sampler
 
 DEFAULT_RATIO = 0.01
-"""The share of traces that begin here. docs/decisions/0037-traces.md says why."""
+"""Fraction of traces to keep. See docs/decisions/0037-traces.md."""
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 _RATIO_SAMPLERS = ("traceidratio", "parentbased_traceidratio")
@@ -39,23 +40,23 @@ def traced(
     instance: str = "",
     decides: bool = False,
 ) -> Iterator[None]:
-    """Exports the spans of this process during the block, if a collector is configured.
+    """Exports this process's spans while the block runs, if a collector is configured.
 
     Args:
         service: `service.name`, unless the environment names another.
-        project: Google's project, which the Telemetry API asks for.
+        project: Google Cloud project, which the Telemetry API requires.
         broker: `messaging.system` of spans about messages.
-        instance: the name of this process. Empty: host and process id.
-        decides: True if this process decides which traces are kept. Others follow the flag that
-            came with the message.
+        instance: name of this process. Empty: host and process ID.
+        decides: True if this process decides which traces are kept. Others follow the flag in the
+            message.
 
     Raises:
-        ConfigurationError: a variable is wrong.
+        ConfigurationError: a variable is invalid.
     """
     if not _is_on(os.environ):
         yield
         return
-    # The SDK takes 40 ms and 5 MB, so only those who want it pay for it.
+    # The SDK takes 40 ms and 5 MB, so it is loaded only when needed.
     from google.auth.exceptions import GoogleAuthError
 
     from shared.tracing.export import OtlpTracer
@@ -83,7 +84,7 @@ def _is_on(environment: Mapping[str, str]) -> bool:
     """Returns whether spans are exported.
 
     Raises:
-        ConfigurationError: the variables ask for what this project cannot do.
+        ConfigurationError: the variables request something that this project does not support.
     """
     endpoint = next((name for name in _ENDPOINTS if environment.get(name, "").strip()), None)
     exporter = environment.get("OTEL_TRACES_EXPORTER", "otlp").strip() or "otlp"
@@ -101,7 +102,7 @@ def _is_on(environment: Mapping[str, str]) -> bool:
 
 
 def _sampler(environment: Mapping[str, str], *, decides: bool) -> Sampler | None:
-    """The sampler of this process. None: the one in the environment."""
+    """Returns the sampler of this process. None: the sampler in the environment."""
     from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased, TraceIdRatioBased
 
     if not decides:
@@ -111,7 +112,7 @@ def _sampler(environment: Mapping[str, str], *, decides: bool) -> Sampler | None
         return ParentBased(TraceIdRatioBased(DEFAULT_RATIO if ratio is None else ratio))
     _check("OTEL_TRACES_SAMPLER", name, _SAMPLERS)
     if name in _RATIO_SAMPLERS and ratio is None:
-        # The SDK would take 1.
+        # The SDK would use 1.
         raise ConfigurationError(
             f"OTEL_TRACES_SAMPLER_ARG: {name} needs a ratio", field="OTEL_TRACES_SAMPLER_ARG"
         )

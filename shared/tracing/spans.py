@@ -1,11 +1,11 @@
-"""Makes spans and carries their trace: W3C Trace Context, in headers and messages.
+"""Creates spans and carries their trace: W3C Trace Context, in headers and messages.
 
-A span is made from times that were measured, or around a block. Without an exporter, and for traces
-that are not sampled, these functions do nothing. No payload, no key and no text of a caller may
-become an attribute.
+A span is created from measured times, or around a block. Without an exporter, and for traces that
+are not sampled, these functions do nothing. Payloads, keys and text from callers must never become
+attributes.
 
-https://www.w3.org/TR/trace-context/: a malformed `traceparent` counts as none, and the request
-starts a new trace. A malformed `tracestate` is dropped alone. Neither fails a request.
+https://www.w3.org/TR/trace-context/: a malformed `traceparent` is ignored, and the request starts a
+new trace. If only `tracestate` is malformed, only that is dropped. Neither makes a request fail.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from types import TracebackType
 from typing import Literal, Protocol
 
 MAX_TRACESTATE_CHARS = 512
-"""Characters. The standard asks to pass on that many, and an attribute has at most 1,024 bytes."""
+"""Maximum characters.
+
+The standard asks to pass on this many, and an attribute has at most 1,024 bytes.
+"""
 MAX_MEMBERS = 32
 _TRACEPARENT = re.compile(
     r"(?!ff)([0-9a-f]{2})-((?!0{32})[0-9a-f]{32})-((?!0{16})[0-9a-f]{16})-([0-9a-f]{2})(-.*)?"
@@ -34,14 +37,16 @@ _current: ContextVar[TraceContext | None] = ContextVar("trace", default=None)
 Kind = Literal["internal", "server", "client", "producer", "consumer"]
 Attributes = Mapping[str, str | int | float | bool]
 STAGE = "penstock.stage"
-"""The attribute that names a span's part of the path: receive, cache, publish, queue, batch, infer,
-reply, and `hold` if the API holds a job back. A webhook has `webhook`, and a dead letter
-`dead_letter`."""
+"""The attribute that names the part of the path that a span covers: receive, cache, publish, queue,
+batch, infer, reply, and `hold` if the API holds a job back.
+
+A webhook has `webhook`, and a dead letter `dead_letter`.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class TraceContext:
-    """A span of a trace, as its children name it.
+    """A span of a trace, as referred to by its children.
 
     `traceparent` is valid and has version 00. `tracestate` is valid and bounded, or empty.
     """
@@ -61,16 +66,16 @@ class TraceContext:
 
     @property
     def is_sampled(self) -> bool:
-        """True if spans of this trace are kept. The first process decides it for all others."""
+        """True if spans of this trace are kept. The first process decides for all others."""
         return bool(int(self.traceparent[53:], 16) & 1)
 
     @property
     def exemplar(self) -> dict[str, str] | None:
-        """The labels of a metric's exemplar. None for a trace that nobody can look up."""
+        """Returns the labels of a metric's exemplar. None for a trace that can't be looked up."""
         return {"trace_id": self.trace_id, "span_id": self.span_id} if self.is_sampled else None
 
     def attributes(self) -> dict[str, str]:
-        """The same as headers, or as attributes of a message."""
+        """Returns the context as headers or message attributes."""
         carried = {"traceparent": self.traceparent}
         if self.tracestate:
             carried["tracestate"] = self.tracestate
@@ -78,7 +83,7 @@ class TraceContext:
 
 
 def read_context(traceparent: str, tracestate: str = "") -> TraceContext | None:
-    """The context of a caller. None if it sent none, or an invalid one."""
+    """Returns the context of a caller. None if it sent none, or an invalid one."""
     match = _TRACEPARENT.fullmatch(traceparent)
     if match is None:
         return None
@@ -89,7 +94,7 @@ def read_context(traceparent: str, tracestate: str = "") -> TraceContext | None:
 
 
 def read_headers(headers: Iterable[tuple[bytes, bytes]]) -> TraceContext | None:
-    """The same from raw headers, with names in lower case. Two `traceparent` count as none."""
+    """Reads raw headers with lowercase names. Duplicate `traceparent` headers are ignored."""
     parents, states = [], []
     for name, value in headers:
         if name == b"traceparent":
@@ -104,12 +109,11 @@ def read_headers(headers: Iterable[tuple[bytes, bytes]]) -> TraceContext | None:
 
 
 def read_attributes(attributes: Mapping[str, str]) -> TraceContext | None:
-    """The same from the attributes of a message."""
     return read_context(attributes.get("traceparent", ""), attributes.get("tracestate", ""))
 
 
 def _bounded(tracestate: str) -> str:
-    """The members that fit, first ones first. Empty if one is malformed or there are too many."""
+    """Returns the first members that fit. Empty if one is malformed or there are too many."""
     members = [member.strip(" \t") for member in tracestate.split(",", MAX_MEMBERS + 1)]
     members = [member for member in members if member]
     matches = [_MEMBER.fullmatch(member) for member in members]
@@ -122,23 +126,23 @@ def _bounded(tracestate: str) -> str:
 
 
 def current() -> TraceContext | None:
-    """The trace that the running task works for. Tasks that it creates inherit it."""
+    """Returns the trace that the current task works for. Tasks that it creates inherit it."""
     return _current.get()
 
 
 def set_current(context: TraceContext | None) -> Token[TraceContext | None]:
-    """Makes `context` that of the running task. The token takes it back."""
+    """Sets the context of the current task. The token restores the previous one."""
     return _current.set(context)
 
 
 def reset_current(token: Token[TraceContext | None]) -> None:
-    """Takes back a `set_current`."""
+    """Reverts a `set_current`."""
     _current.reset(token)
 
 
 @contextmanager
 def entered(context: TraceContext | None) -> Iterator[None]:
-    """Makes `context` that of the running task during the block."""
+    """Sets the context of the current task for the duration of the block."""
     token = _current.set(context)
     try:
         yield
@@ -147,14 +151,14 @@ def entered(context: TraceContext | None) -> Iterator[None]:
 
 
 class RecordedSpan(Protocol):
-    """A span under way, as an exporter keeps it."""
+    """A started span, as kept by an exporter."""
 
     def end(self, name: str, attributes: Attributes, error: str, ended_s: float) -> None:
         """Ends it at the Unix time `ended_s`. `error` is the kind of its failure, or empty."""
 
 
 class Tracer(Protocol):
-    """Decides which traces are kept, and takes their spans."""
+    """Decides which traces are kept, and receives their spans."""
 
     def start(
         self,
@@ -164,14 +168,14 @@ class Tracer(Protocol):
         parent: TraceContext | None,
         links: Sequence[TraceContext] = (),
     ) -> tuple[TraceContext | None, RecordedSpan | None]:
-        """Starts a span. None instead of it: its trace is not kept.
+        """Starts a span. None instead of a span: its trace is not kept.
 
-        A trace that begins here and is not kept has no context either.
+        A trace that begins here and is not kept does not have a context either.
         """
 
 
 class Span:
-    """A span under way. `context` is its own, or without an exporter that of its caller."""
+    """A started span. `context` is its own or, without an exporter, its caller's."""
 
     __slots__ = ("_attributes", "_name", "_recorded", "context")
 
@@ -185,14 +189,14 @@ class Span:
 
     @property
     def is_recorded(self) -> bool:
-        """True if anybody will see its attributes."""
+        """True if its attributes will be kept."""
         return self._recorded is not None
 
     def set(self, attributes: Attributes) -> None:
         self._attributes.update(attributes)
 
     def end(self, *, name: str = "", error: str = "") -> None:
-        """Ends it now. `name`: better known by now. `error`: the kind of its failure."""
+        """Ends it now. `name`: a better name, if known by now. `error`: the kind of failure."""
         if self._recorded is not None:
             self._recorded.end(name or self._name, self._attributes, error, time.time())
 
@@ -202,12 +206,12 @@ class _Installed:
 
 
 def install(tracer: Tracer | None) -> None:
-    """From now on, spans of this process go to `tracer`. None: nowhere."""
+    """Sends spans of this process to `tracer` from now on. None: nowhere."""
     _Installed.tracer = tracer
 
 
 def begin(name: str, kind: Kind, started_s: float, parent: TraceContext | None) -> Span:
-    """Starts the first span of this process, whose trace it may decide to keep."""
+    """Starts the first span of this process, which may decide whether its trace is kept."""
     tracer = _Installed.tracer
     if tracer is None:
         return Span(name, parent, None)
@@ -248,11 +252,13 @@ def span(
     started_s: float = 0.0,
     parent: TraceContext | None = None,
 ) -> SpanBlock:
-    """A span around a `with` block, which becomes the current one. An exception is its error.
+    """Returns a span around a `with` block, which becomes the current one.
+
+    An exception is its error.
 
     Args:
         attributes: without payloads or keys.
-        started_s: Unix time at which it began. 0: now.
+        started_s: Unix time at which it started. 0: now.
         parent: None: the current one.
     """
     parent, tracer = parent or current(), _Installed.tracer
@@ -282,14 +288,16 @@ def record(
     links: Sequence[TraceContext] = (),
     error: str = "",
 ) -> None:
-    """Makes a span from its start and end, in Unix time. A start after the end is moved to it.
+    """Creates a span from its start and end, in Unix time.
+
+    A start after the end is moved to the end.
 
     Args:
-        times_s: start and end. Clocks of two machines may disagree about their order.
+        times_s: start and end. The clocks of two machines may disagree about their order.
         attributes: without payloads or keys.
         parent: None: the current one.
-        links: spans of other traces that it has to do with.
-        error: the kind of its failure, or empty.
+        links: related spans of other traces.
+        error: kind of failure, or empty.
     """
     parent = parent or current()
     tracer = _Installed.tracer

@@ -1,16 +1,16 @@
-"""Rows on their way to BigQuery: on disk until they are sent, and what Google's client does.
+"""Rows on their way to BigQuery: stored on disk until sent, and the use of Google's client.
 
-Segments of JSON lines lie in a folder that processes may share. Each owner locks its segments. A
+Segments of JSON lines are in a folder that processes may share. Each owner locks its segments. A
 lock (flock) ends with its process, however that ends. So a segment that can be locked has no living
 owner, and the process that locks it sends its rows. Nothing is synced: written rows outlive the
 process, but not the machine.
 
-A segment that waits for long is packed, to a fifth of its size. A packed segment is gzip of the
-same lines. Its name has the number of rows, so that nobody needs to read it to count them:
+A segment that waits for long is compressed, to a fifth of its size. A packed segment is gzip of the
+same lines. Its name has the number of rows, so they can be counted without reading it:
 `<segment>.<rows>.gz`. It replaces the segment in one rename. A process that dies in between leaves
 both, and the packed one counts.
 
-Google's client writes rows and runs queries. Its errors are translated, and refused rows are
+Google's client writes rows and runs queries. Its errors are translated, and rejected rows are
 separated from those to retry. The sending thread imports it with the first rows, because the import
 takes longer than the API's startup.
 """
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 PACKED_SUFFIX = ".gz"
 HALF_MADE = ".new"
 LEVEL = 1
-"""4 µs of CPU a row, as much as writing it. Level 6 takes 10 µs for a sixth less."""
+"""4 µs of CPU per row, as much as writing it. Level 6 takes 10 µs for a sixth less."""
 
 CREATE_TRIES = 3
 
@@ -56,11 +56,11 @@ _ENCODER = msgspec.json.Encoder()
 SEND_TIMEOUT_S = 10.0
 CANCEL_LIMIT_S = 2.0
 TOO_LARGE = "bytes billed"
-"""The text by which BigQuery says that a query would read more than `maximum_bytes_billed`."""
+"""BigQuery's error text if a query would read more than `maximum_bytes_billed`."""
 TIMED_OUT = "timed out"
-"""The text by which BigQuery says that it ended a job after `job_timeout_ms`."""
+"""BigQuery's error text if it ended a job after `job_timeout_ms`."""
 REFUSED = frozenset({400, 413})
-"""Statuses for wrong rows.
+"""Statuses for invalid rows.
 
 Others (a missing table, permission or quota) can be fixed, so they are retried.
 """
@@ -80,32 +80,33 @@ def is_packed(path: Path) -> bool:
 
 
 def rows_in(path: Path) -> int:
-    """Returns the rows in a packed segment, by its name. 0 if the name is of another form."""
+    """Returns the rows in a packed segment, by its name. 0 if the name has another form."""
     count = path.name.removesuffix(PACKED_SUFFIX).rpartition(".")[2]
     return int(count) if count.isdecimal() else 0
 
 
 def original_of(path: Path) -> Path:
-    """The segment that a packed one has replaced."""
+    """Returns the segment that a packed one has replaced."""
     return path.with_name(path.name.removesuffix(PACKED_SUFFIX).rpartition(".")[0] + ".segment")
 
 
 def pack(path: Path, data: bytes, rows: int) -> tuple[Path, int]:
-    """Replaces a segment whose lock the caller has.
+    """Replaces a segment locked by the caller.
 
     Returns:
-        The packed one, and its bytes.
+        The packed segment, and its size in bytes.
 
     Raises:
-        OSError: the disk did not take it. The segment is as before.
+        OSError: the disk did not accept it. The segment is unchanged.
     """
     packed = path.with_name(f"{path.stem}.{rows}{PACKED_SUFFIX}")
     half_made = packed.with_name(packed.name + HALF_MADE)
     squeezed = gzip.compress(data, LEVEL, mtime=0)
-    # Only who has the lock of the segment writes here, so what is there is of a dead process.
+    # Only the owner of the segment's lock writes here, so an existing file was left by a dead
+    # process.
     fd = os.open(half_made, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     try:
-        # Nobody may send the packed one while the segment is still there.
+        # The packed segment must not be sent while the segment still exists.
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         with open(fd, "wb", closefd=False) as file:
             file.write(squeezed)
@@ -120,7 +121,7 @@ def pack(path: Path, data: bytes, rows: int) -> tuple[Path, int]:
 
 
 def clear_half_made(folder: Path) -> None:
-    """Removes what processes left that died while they packed. Their segments are still there."""
+    """Deletes files left by processes that died while packing. Their segments still exist."""
     for path in folder.glob(f"*{PACKED_SUFFIX}{HALF_MADE}"):
         with suppress(OSError), path.open("rb") as file:
             fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -128,7 +129,7 @@ def clear_half_made(folder: Path) -> None:
 
 
 def unpack(data: bytes) -> bytes:
-    """The lines in a packed segment.
+    """Returns the lines in a packed segment.
 
     Raises:
         ValueError: it is damaged.
@@ -140,7 +141,7 @@ def unpack(data: bytes) -> bytes:
 
 
 class Segment:
-    """A file of rows whose lock we hold."""
+    """A file of rows, locked by this process."""
 
     def __init__(self, path: Path, fd: int, size_bytes: int = 0) -> None:
         self.path = path
@@ -150,10 +151,10 @@ class Segment:
     def append(self, rows: Sequence[Fields]) -> None:
         """Appends lines.
 
-        After an error nothing more may be added, because the last line may be incomplete.
+        After an error, nothing more may be appended, because the last line may be incomplete.
 
         Raises:
-            OSError: the disk did not take all of it.
+            OSError: the disk did not accept all of it.
         """
         lines = b"".join(_ENCODER.encode(row) + b"\n" for row in rows)
         taken_bytes = os.write(self._fd, lines)
@@ -163,7 +164,7 @@ class Segment:
 
     @property
     def since_s(self) -> float:
-        """When it was made, unix seconds."""
+        """Unix time at which it was created."""
         return _since_s(self.path)
 
     def release(self) -> None:
@@ -174,20 +175,19 @@ class Segment:
 
 
 class SegmentSize(NamedTuple):
-    """The rows and bytes of a segment without an owner."""
+    """Rows and bytes of a segment without an owner."""
 
     rows: int
     size_bytes: int
 
 
 class Spool:
-    """The folder.
+    """The folder of segments.
 
-    Two threads may call `create` and `release` at once. Other methods belong to one thread.
+    Two threads may call `create` and `release` concurrently. Other methods belong to one thread.
 
     Args:
-        folder: created when first needed.
-        max_bytes: limit of all segments without an owner. Above it no new segment is created.
+        max_bytes: limit of all segments without an owner. Above it, new segments are not created.
     """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
@@ -201,7 +201,7 @@ class Spool:
 
     @property
     def unowned_rows(self) -> int:
-        """Rows in segments without an owner."""
+        """Number of rows in segments without an owner."""
         return sum(size.rows for size in list(self.unowned.values()))
 
     @property
@@ -211,14 +211,14 @@ class Spool:
 
     @property
     def oldest_s(self) -> float:
-        """When the oldest segment without an owner was created, unix seconds, or now."""
+        """Unix time at which the oldest segment without an owner was created, or now."""
         return min(map(_since_s, list(self.unowned)), default=time.time())
 
     def create(self) -> Segment:
-        """A new, empty segment.
+        """Creates an empty segment.
 
         Raises:
-            OSError: the disk or the bound of this folder does not allow it.
+            OSError: the disk or the folder's limit does not allow it.
         """
         if self.unowned_bytes >= self._max_bytes:
             raise OSError(
@@ -227,8 +227,7 @@ class Spool:
         for _ in range(CREATE_TRIES):
             path = self._folder / f"{time.time_ns()}-{os.getpid()}-{next(self._numbers)}.segment"
             fd = self._open_new(path)
-            # Another process may have come by before the lock was ours, and cleared the empty file
-            # away.
+            # Another process may have passed before the lock was ours, and deleted the empty file.
             if _lock(fd) and os.fstat(fd).st_nlink:
                 return Segment(path, fd)
             os.close(fd)
@@ -245,7 +244,7 @@ class Spool:
     def adopt(self) -> tuple[Segment, list[Fields]] | None:
         """Locks the oldest segment without an owner, and returns it with its rows.
 
-        None if there is none.
+        None if there are no such segments.
 
         It still counts as unowned until the caller removes it there.
         """
@@ -282,7 +281,7 @@ class Spool:
         return None
 
     def _decode(self, data: bytes) -> list[Fields]:
-        """Whole lines only: a writer that died in the middle of one never said that it was safe."""
+        """Reads complete lines only. A writer that died within a line never reported it as safe."""
         rows, unreadable = [], []
         for line in data.split(b"\n")[:-1]:
             try:
@@ -298,22 +297,22 @@ class Spool:
         return rows
 
     def _set_aside(self, segment: Segment, reason: str) -> None:
-        """Keeps a packed segment that can't be read, for a person to look at."""
+        """Keeps an unreadable packed segment for inspection."""
         rows = rows_in(segment.path)
         REJECTED.inc(rows)
         aside = segment.path.with_name(segment.path.name + ".damaged")
         log.error("rows unreadable", extra={"rows": rows, "reason": reason, "path": str(aside)})
         try:
             segment.path.rename(aside)
-        except OSError:  # it would be read forever
+        except OSError:  # otherwise it would be read forever
             self._stuck.add(segment.path)
         segment.release()
 
     def pack(self, most: int) -> None:
-        """Compresses segments without an owner, up to a limit.
+        """Compresses segments without an owner, up to `most` of them.
 
         Raises:
-            OSError: the disk does not take them. They are as before.
+            OSError: the disk does not accept them. They are unchanged.
         """
         waiting = (
             path for path in list(self.unowned) if not is_packed(path) and path not in self._stuck
@@ -331,7 +330,7 @@ class Spool:
                     self._unseen.append(packed)
 
     def scan(self) -> None:
-        """Finds the segments without an owner and counts their rows."""
+        """Finds segments without an owner and counts their rows."""
         before, segments = dict(self.unowned), dict[Path, SegmentSize]()
         packed = set(self._folder.glob(f"*{PACKED_SUFFIX}"))
         replaced = {original_of(path) for path in packed}
@@ -345,7 +344,7 @@ class Spool:
             with suppress(OSError), path.open("rb") as file:
                 if not _lock(file.fileno()):
                     continue
-                if path in replaced:  # by a process that died before it could remove it
+                if path in replaced:  # by a process that died before it could delete it
                     path.unlink()
                 elif path in packed:
                     size_bytes = os.fstat(file.fileno()).st_size
@@ -353,7 +352,8 @@ class Spool:
                 else:
                     data = file.read()
                     segments[path] = SegmentSize(data.count(b"\n"), len(data))
-        # In place: others count at the same time, and must not see fewer rows than there are.
+        # In place, because other threads count at the same time, and must not see fewer rows than
+        # there are.
         self.unowned.update(segments)
         for path in before.keys() - segments.keys():
             self.unowned.pop(path, None)
@@ -370,7 +370,7 @@ class Spool:
             segment.path.unlink(missing_ok=True)
         except (
             OSError
-        ) as error:  # a disk that became read-only: left alone, or it would be sent forever
+        ) as error:  # a disk that became read-only: skipped, or it would be sent forever
             self._stuck.add(segment.path)
             log.warning(
                 "segment not removed", extra={"path": str(segment.path), "reason": str(error)}
@@ -378,7 +378,7 @@ class Spool:
         segment.release()
 
     def reject(self, refused: Sequence[tuple[Fields, str]]) -> None:
-        """Keeps what BigQuery refused for good, with the reason, for a person to look at."""
+        """Keeps rows that BigQuery rejected permanently, with the reason, for inspection."""
         if not refused:
             return
         REJECTED.inc(len(refused))
@@ -411,10 +411,9 @@ def _lock(fd: int) -> bool:
 
 
 class BigQuerySender:
-    """insertAll by Google's client, its errors translated.
+    """insertAll with Google's client, with translated errors.
 
     Args:
-        project: the project of the dataset.
         table: `DATASET.TABLE`.
         endpoint: URL of an embedded BigQuery. Empty for Google's.
     """
@@ -429,13 +428,13 @@ class BigQuerySender:
         self._client: Any = None
 
     def send(self, rows: Sequence[Fields]) -> list[tuple[Fields, str]]:
-        """Inserts `rows`. Returns those that BigQuery refused for good, with its reason.
+        """Inserts `rows`. Returns permanently rejected rows with BigQuery's reason.
 
         A table of an older release does not have the newest columns. Rows are then written without
         them, and counted.
 
         Raises:
-            Unavailable: nothing was inserted, as far as we know. Try again.
+            Unavailable: nothing was inserted, as far as known. Try again.
         """
         refused = self._insert(rows)
         older = [row for row, reason in refused if NO_FIELD in reason]
@@ -469,7 +468,8 @@ class BigQuerySender:
                 raise Unavailable(f"BigQuery: {error}") from error
             if len(rows) == 1:
                 return [(rows[0], str(error))]
-            half = len(rows) // 2  # one row spoils the request: the others must not go with it
+            # one invalid row fails the request, so separate it from the others
+            half = len(rows) // 2
             return self._insert(rows[:half], **options) + self._insert(rows[half:], **options)
         except (GoogleAPIError, GoogleAuthError, RequestException) as error:
             raise Unavailable(f"BigQuery: {error}") from error
@@ -492,17 +492,16 @@ def run_query(
     retry: Any = None,
     max_results: int | None = None,
 ) -> tuple[Any, Any]:
-    """Runs a query that ends within a time, at BigQuery too. Returns its job and its rows.
+    """Runs a query with a time limit that BigQuery enforces too. Returns its job and its rows.
 
     Args:
-        client: of `open_client`.
-        config: a QueryJobConfig, which gets the limit.
-        limit_s: how long the query may take.
-        max_results: rows at most.
+        client: result of `open_client`.
+        config: a QueryJobConfig, to which the limit is added.
+        limit_s: maximum seconds per query.
 
     Raises:
         Unavailable: it took longer.
-        google.api_core.exceptions.GoogleAPIError: BigQuery refused, or is unreachable.
+        google.api_core.exceptions.GoogleAPIError: BigQuery rejected the query or is unreachable.
     """
     from google.api_core.exceptions import GoogleAPICallError
 
@@ -521,10 +520,10 @@ def run_query(
 
 
 def public_reason(reason: str, otherwise: str) -> str:
-    """Returns the part of BigQuery's refusal of a query that callers may read.
+    """Returns the part of BigQuery's error about a query that callers may read.
 
     Args:
-        otherwise: the answer if nothing better is known.
+        otherwise: result if nothing better is known.
     """
     if TOO_LARGE in reason:
         return "the question reads too many bytes; ask for a shorter range"
@@ -548,12 +547,12 @@ def _too_slow(limit_s: float, error: Exception) -> Unavailable:
 
 
 def _insert_id(row: Fields) -> str:
-    """Returns the id by which BigQuery drops repeats, best effort. Differing rows are kept."""
+    """Returns the ID by which BigQuery drops duplicates, best effort. Different rows are kept."""
     return ":".join(str(row[name]) for name in ("row_id", "status", "attempt") if name in row)
 
 
 def open_client(project: str, endpoint: str) -> Any:
-    """Google's client for a project. With an endpoint, of an embedded BigQuery."""
+    """Returns Google's client for a project. With an endpoint, for an embedded BigQuery."""
     from google.auth.credentials import AnonymousCredentials
     from google.cloud import bigquery
 

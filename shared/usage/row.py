@@ -1,4 +1,4 @@
-"""The row that each item leaves in BigQuery's usage table."""
+"""The row written for each item to BigQuery's usage table."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from shared.messages import Envelope, ItemOutcome
 class Row(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One row of the usage table, one per item: the only declaration of its columns.
 
-    BigQuery's schema and the view for tenants are made of it (infra/bigquery/generate.py): the type
-    of a column follows from that of its field, and its description is the text below the field.
-    `*_at_s` fields (unix seconds) are the TIMESTAMP columns of the same name without `_s`.
+    BigQuery's schema and the tenants' view are generated from it (infra/bigquery/generate.py): a
+    column's type follows from its field, and its description is the text below the field. `*_at_s`
+    fields (Unix seconds) are the TIMESTAMP columns of the same name without `_s`.
     """
 
     row_id: str
     """Identifies the row: <request_id>:<item>, or <request_id>:refused. The same item written twice
     has the same row_id."""
     request_id: str
-    """One id from HTTP to reply."""
+    """One ID from HTTP to reply."""
     item: int
     """The item's index in the request, from 0."""
     tenant: str | None = None
-    """Who asked."""
+    """The tenant that sent the request."""
     model: str
-    """The model's name in the catalog; empty where a request was refused before it named one."""
+    """The model's name in the catalog; empty if a request was rejected before it named one."""
     revision: str | None = None
     """The model's revision in the catalog."""
     task: str | None = None
     """The task of the model: embedding, similarity, image, text or custom."""
     region: str | None = None
-    """Where the row was written."""
+    """The region where the row was written."""
     api_instance: str | None = None
-    """The API instance that took the request."""
+    """The API instance that received the request."""
     worker: str | None = None
     """The worker that ended the item; null for an item that the API answered itself."""
     received_at_s: float
@@ -51,97 +51,111 @@ class Row(msgspec.Struct, kw_only=True, omit_defaults=True):
     started_at_s: float | None = None
     """When the item's batch started to run."""
     finished_at_s: float | None = None
-    """When the item's batch had run."""
+    """When the item's batch finished."""
     replied_at_s: float | None = None
-    """When the reply was published, or the answer given."""
+    """When the reply was published or the answer sent."""
     queue_ms: float | None = None
-    """From publishing to pulling, in milliseconds."""
+    """Time from publishing to pulling, in milliseconds."""
     batch_wait_ms: float | None = None
-    """From pulling to the start of the batch, in milliseconds."""
+    """Time from pulling to the start of the batch, in milliseconds."""
     inference_ms: float | None = None
     """How long the item's batch ran, in milliseconds."""
     total_ms: float | None = None
-    """From receiving to replying, in milliseconds."""
+    """Time from receiving to replying, in milliseconds."""
     batch_size: int | None = None
     """Items in the batch."""
     cache: str | None = None
-    """Where the result came from: miss, memory, redis, joined or none."""
+    """Origin of the result: miss, memory, redis, joined or none."""
     tokens: int | None = None
-    """Tokens of a text, special tokens included, whoever pays; tokens times charged_share are
-    charged."""
+    """Tokens of a text, including special tokens, regardless of who pays; tokens times
+    charged_share are charged.
+    """
     pixel_steps: int | None = None
-    """Width times height times steps of an image, whoever pays; pixel_steps times charged_share are
-    charged."""
+    """Width times height times steps of an image, regardless of who pays; pixel_steps times
+    charged_share are charged.
+    """
     steps_saved: int | None = None
-    """Of an image that was canceled or late while it was drawn, the steps that were not computed.
+    """For an image that was canceled or late while being drawn, the steps that were not computed.
     """
     device: str | None = None
-    """What the batch ran on."""
+    """The device that the batch ran on."""
     device_share: float | None = None
-    """The part of the device that the worker has, from 0 to 1."""
+    """The fraction of the device that the worker has, from 0 to 1."""
     status: str
-    """succeeded, failed, expired or canceled; refused: of a request that was not taken on, which
-    has this one row."""
+    """succeeded, failed, expired or canceled; refused: for a request that was rejected as a whole,
+    which has only this row.
+    """
     error_code: str | None = None
-    """Why the item has no result, or the request was refused."""
+    """Why the item has no result, or the request was rejected."""
     attempt: int | None = None
-    """The delivery of the job that ended the item, from 1."""
+    """The delivery attempt of the job that ended the item, from 1."""
     cost_usd: float | None = None
-    """What the item is charged, in US dollars: its price times charged_share."""
+    """Charge for the item in US dollars: its price times charged_share."""
     client_request_id: str | None = None
-    """The caller's x-request-id; sha256:<32 hex digits> of one that is longer than 128 characters
-    or has others than letters, digits and ._:- in it."""
+    """The caller's x-request-id, or sha256:<32 hex digits> if it is longer than 128 characters or
+    contains characters other than letters, digits and ._:-
+    """
     charged_share: float | None = None
-    """The part of the price that the item is charged: 1 where it was computed for this item and
-    delivered, the catalog's price.cached_share where another's result was delivered, 0 where
-    nothing was; times the part of the list price that the request pays."""
+    """The fraction of the price charged for the item: 1 if it was computed for this item and
+    delivered, the catalog's price.cached_share if another item's result was delivered, 0 if nothing
+    was delivered; multiplied by the fraction of the list price that the request pays.
+    """
     key_id: str | None = None
-    """The public part of the API key of the request; null where no key was required."""
+    """The public part of the request's API key; null if keys were not required."""
     plan: str | None = None
-    """The name of the tenant's plan when the request came; null where the tenant has none."""
+    """The name of the tenant's plan when the request arrived; null if the tenant has no plan."""
     price_version: str | None = None
-    """Which price of the catalog the item is charged by: its version, or a digest of its figures.
+    """The version of the price in the catalog by which the item is charged, or a digest of its
+    figures.
     """
     list_price_usd: float | None = None
-    """What the item's work costs before any share, in US dollars: cost_usd is this times
-    charged_share."""
+    """The cost of the item's work before applying any fraction, in US dollars: cost_usd is this
+    times charged_share.
+    """
     input_tokens: int | None = None
-    """Tokens that were read; of an embedding, all of tokens."""
+    """Tokens read; for an embedding, all tokens."""
     output_tokens: int | None = None
-    """Tokens that were written; null for models that write none."""
+    """Tokens generated; null for models that generate none."""
     cached_tokens: int | None = None
-    """The part of input_tokens that was not computed again, as it was the start of an earlier
-    input; null for models that keep none."""
+    """The part of input_tokens that was not computed again because it was the start of an earlier
+    input; null for models that cache none.
+    """
     gpu_type: str | None = None
-    """The GPU type of the worker's device, as infra/kubernetes/gpus.yaml names it; null for a CPU
-    and other GPUs."""
+    """The GPU type of the worker's device, as named in infra/kubernetes/gpus.yaml; null for a CPU
+    and other GPUs.
+    """
     spot: bool | None = None
-    """True if the worker's node is a spot node; null where that is not known."""
+    """True if the worker's node is a spot node; null if not known."""
     priority: str | None = None
     """interactive or batch: the priority of the item."""
     user_agent_family: str | None = None
-    """The kind of client, of a closed set: openai-python, curl, browser, other ...; null where the
-    client did not say."""
+    """The kind of client, from a closed set: openai-python, curl, browser, other ...; null if the
+    client did not identify itself.
+    """
     batch_id: str | None = None
-    """The batch that the item is a line of; null for others."""
+    """The batch that the item is a line of; null for other items."""
     cold_start: bool | None = None
     """True if the model process that computed the item loaded the model after the item was
-    published; null where no model ran for it."""
+    published; null if no model ran for it.
+    """
     batch_capacity: int | None = None
-    """The most items that a batch of the model may hold; null where no model ran for the item."""
+    """The maximum number of items in a batch of the model; null if no model ran for the item."""
     padded_tokens: int | None = None
-    """Tokens that were computed for the item, with its part of the padding; null for models without
-    tokens, for joined items, and where no model ran."""
+    """Tokens computed for the item, including its part of the padding; null for models without
+    tokens, for joined items, and if no model ran.
+    """
     work: int | None = None
-    """What the item weighs, as the class of a custom model says, whoever pays; work times
-    charged_share are charged; null for other models."""
+    """The weight of the item returned by the class of a custom model, regardless of who pays; work
+    times charged_share are charged; null for other models.
+    """
     flow: str | None = None
-    """The flow that asked for the item; null for what a caller asked for itself."""
+    """The flow that requested the item; null for items requested by a caller."""
     step: str | None = None
-    """The id of the flow's step; null as flow is."""
+    """The ID of the flow's step; null if flow is null."""
     adapter: str | None = None
-    """The adapter (lora_weights) that an image was drawn with; null for one without, and for items
-    without a result."""
+    """The adapter (lora_weights) that an image was drawn with; null without an adapter, and for
+    items without a result.
+    """
 
 
 class RowSink(Protocol):
@@ -150,7 +164,7 @@ class RowSink(Protocol):
     def write(self, *rows: Row, on_safe: Callable[[], None] | None = None) -> None:
         """Queues rows.
 
-        `on_safe` is called once the death of this process can't lose any of them any more.
+        `on_safe` is called once the rows would survive the death of this process.
         """
 
 
@@ -162,13 +176,13 @@ def row_of(
     replied_at_s: float | None = None,
     **facts: Any,
 ) -> Row:
-    """Returns the row of an item, from its envelope, receipt, charge, and `facts` of the writer.
+    """Returns the row of an item: envelope, receipt, charge, and `facts` known to the writer.
 
     Args:
-        envelope: of the item's job, or of the request.
-        model: the catalog's entry, or None if it is no longer there.
-        replied_at_s: unix time of the response. Default: now.
-        facts: further fields of the row (worker, region …).
+        envelope: envelope of the item's job, or of the request.
+        model: its catalog entry, or None if that no longer exists.
+        replied_at_s: Unix time of the response. Default: now.
+        facts: additional fields of the row (worker, region …).
     """
     return Row(
         row_id=f"{envelope.request_id}:{outcome.index}",
@@ -188,12 +202,12 @@ def row_of(
 
 
 def _work(envelope: Envelope, outcome: ItemOutcome, model: Model | None) -> dict[str, Any]:
-    """Returns the work that was done for the item, and its cost."""
+    """Returns the work done for the item, and its cost."""
     receipt = outcome.receipt
     known = {name: getattr(receipt, name) for name in receipt.__struct_fields__}
-    del known["is_delivered_in_part"]  # the charge says it
-    del known["spent_work"]  # it counts toward limits only
-    # A repeated answer may be another revision's.
+    del known["is_delivered_in_part"]  # already included in the charge
+    del known["spent_work"]  # counts only toward limits
+    # A repeated answer may come from another revision.
     known["revision"] = receipt.revision or (model.revision if model else None)
     if receipt.tokens is not None:
         known["input_tokens"] = receipt.tokens - (receipt.output_tokens or 0)
@@ -216,7 +230,7 @@ def _work(envelope: Envelope, outcome: ItemOutcome, model: Model | None) -> dict
 
 
 def _times(envelope: Envelope, outcome: ItemOutcome, now_s: float) -> dict[str, Any]:
-    """When the item came and went. What the receipt has of it is not in here."""
+    """Returns the times of the item that are not part of its receipt."""
     published_at_s, queue_ms = envelope.published_at_s or None, None
     if published_at_s is not None:
         queue_ms = ((outcome.receipt.pulled_at_s or now_s) - published_at_s) * 1000

@@ -1,4 +1,4 @@
-"""Keeps rows in a list, for tests."""
+"""Stores rows in a list, for tests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class RowList:
     """A shared.usage.row.RowSink whose rows are safe at once.
 
     Args:
-        rows: gets those that are written. None: a new list.
+        rows: receives written rows. None: a new list.
     """
 
     def __init__(self, rows: list[Row] | None = None) -> None:

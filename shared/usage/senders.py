@@ -1,10 +1,10 @@
 """Senders of rows: to BigQuery, or to the object store, from which BigQuery is filled later.
 
-The object store gets rows as compressed lines of JSON. Each call puts one object into
+The object store receives rows as compressed JSON lines. Each call puts one object into
 `incoming/TABLE`, where the row archive (infra/row_archive) takes it. Its name begins with the time,
-so that a listing has the oldest first, and ends with a digest of its rows. Rows that are sent again
-after a lost answer may be there twice. The archive drops what it sees twice, and the view
-`rows_deduplicated` the rest.
+so that the oldest is listed first, and ends with a digest of its rows. Rows sent again after a lost
+answer may be there twice. The archive drops duplicates that it sees, and the view
+`rows_deduplicated` drops the rest.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TABLE = "rows"
 
 
 def incoming(table: str) -> str:
-    """The folder of a table's rows that are not in the archive yet."""
+    """Returns the folder of a table's rows that are not in the archive yet."""
     return f"incoming/{table}"
 
 
@@ -37,10 +37,10 @@ class ObjectSender:
     """Puts rows of one table into the object store.
 
     Args:
-        url: of the store: file://, gs:// or s3://.
+        url: URL of the store: file://, gs:// or s3://.
 
     Raises:
-        ConfigurationError: the URL is of no such form, or its folder can't be made.
+        ConfigurationError: the URL has none of these forms, or its folder can't be created.
     """
 
     linger_s = 10.0
@@ -51,10 +51,10 @@ class ObjectSender:
         self._table = table
 
     def send(self, rows: Sequence[Fields]) -> list[tuple[Fields, str]]:
-        """Returns once the store has `rows`. It refuses none.
+        """Returns once the store has `rows`. It never rejects rows.
 
         Raises:
-            Unavailable: it can't be said that it has them.
+            Unavailable: it is not certain that the store has them.
         """
         lines = b"".join(msgspec.json.encode(row) + b"\n" for row in rows)
         packed = gzip.compress(lines, LEVEL, mtime=0)
@@ -67,24 +67,24 @@ class ObjectSender:
 
 
 class RowSender(Protocol):
-    """Takes rows of one table. Calls block, and come from several threads."""
+    """Sends rows of one table. Calls block, and come from several threads."""
 
     @property
     def linger_s(self) -> float:
-        """The time that rows should wait for more rows, in seconds."""
+        """How long rows should wait for more rows, in seconds."""
         ...
 
     def send(self, rows: Sequence[Fields]) -> list[tuple[Fields, str]]:
-        """Returns once the rows are safe. Returns those that are refused for good, with the reason.
+        """Returns once the rows are safe, with the permanently rejected rows and reasons.
 
         Raises:
-            Unavailable: it can't be said that they are. Send them again.
+            Unavailable: it is not certain that they are safe. Send them again.
         """
         ...
 
 
 def sender_of(settings: Settings, table: str = TABLE) -> RowSender:
-    """The sender that the settings name.
+    """Returns the sender selected by the settings.
 
     Raises:
         ConfigurationError: PENSTOCK_ROWS_URL is not the URL of an object store.

@@ -1,4 +1,4 @@
-"""The row that a worker leaves of a part of an hour, in the `worker_hours` table."""
+"""The row for a worker's use in part of an hour, in the `worker_hours` table."""
 
 from __future__ import annotations
 

@@ -1,17 +1,17 @@
-"""Writes rows to a table in the background: of BigQuery, or of the object store.
+"""Writes rows to a table in the background, in BigQuery or the object store.
 
-Rows are on disk at once, and are removed from it when sent. `RowWriter.write` puts a row into the
+Rows are on disk at once, and are deleted from it when sent. `RowWriter.write` puts a row into the
 journal, which survives the death of this process. A thread sends the rows, one segment at a time,
-with an insertId of row_id, status and attempt. So BigQuery drops repeats (best effort), and the
-view `rows_deduplicated` always does. Rows that can't be sent stay. The thread also sends the rows
-that other processes left in the same folder. It is a thread, because Google's client is
-synchronous. The destination of rows is the sender's matter (shared/usage/senders.py).
+with an insertId made of row_id, status and attempt. So BigQuery drops duplicates (best effort), and
+the view `rows_deduplicated` always does. Rows that can't be sent stay. The thread also sends rows
+that other processes left in the same folder. It is a thread because Google's client is synchronous.
+The sender determines the destination of rows (shared/usage/senders.py).
 
 The journal has the rows that BigQuery does not have yet: on disk first, and in memory until they
-are sent. `Journal.append` runs on the event loop. It writes rows with one write(2) into the
-page cache, which costs less than waking a thread. The thread calls everything else. If the disk
-refuses rows or is slow, the thread takes over. Rows then wait in memory, and count as safe only
-once the disk or BigQuery has them.
+are sent. `Journal.append` runs on the event loop. It writes rows with one write(2) into the page
+cache, which costs less than waking a thread. The thread calls everything else. If the disk rejects
+rows or is slow, the thread takes over. Rows then wait in memory, and count as safe only once the
+disk or BigQuery has them.
 """
 
 from __future__ import annotations
@@ -40,21 +40,22 @@ from shared.usage.senders import RowSender
 from shared.usage.worker_hour import WorkerHour
 
 BATCH_ROWS = 500
-"""The number of rows that Google recommends for one insertAll:
+"""Number of rows that Google recommends for one insertAll:
 https://docs.cloud.google.com/bigquery/quotas#streaming_inserts
 """
 MEMORY_ROWS = 20_000
 """Limit of rows in memory: for copies of rows on disk, and for rows that are not on disk."""
 PACKED_AT_ONCE = 50
-"""Segments that are compressed between two looks at rows in memory. It takes about 0.1 s."""
+"""Segments compressed between two checks of rows in memory. It takes about 0.1 s."""
 SLOW_DISK_S = 0.1
-"""A write that takes longer holds the event loop up: the thread takes over."""
+"""A longer write blocks the event loop, so the thread takes over."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.25, 15.0
 CLOSE_LIMIT_S = 5.0
-"""The time that `close` waits for a write of the other thread."""
+"""How long `close` waits for a write of the other thread."""
 
 DISK_UP = Gauge(
-    "penstock_rows_disk_up", "1 while the disk takes rows as they come, 0 while they wait in memory"
+    "penstock_rows_disk_up",
+    "1 while the disk takes rows as they come, 0 while they wait in memory",
 )
 DISK_ERRORS = Counter(
     "penstock_rows_disk_errors_total", "Writes of rows that the disk refused or was slow with"
@@ -64,16 +65,16 @@ LOST = Counter(
 )
 
 SENDERS = 4
-"""Batches that are sent at the same time while there is a backlog.
+"""Number of batches sent concurrently while there is a backlog.
 
-One insertAll takes BigQuery tens of milliseconds or more, and one after the other would make an
-outage of minutes last for hours.
+One insertAll takes BigQuery tens of milliseconds or more. Sent one at a time, an outage of minutes
+would last for hours.
 """
 HURRY_S = 0.05
-"""The time that rows wait for more while jobs wait for them, because the disk does not take
-them."""
+"""How long rows wait for more rows while jobs wait for them, because the disk does not accept them.
+"""
 CLOSE_S = 2.0
-"""Limit of the last sends at close. A container has ten seconds for its whole shutdown."""
+"""Time limit of the last sends at close. A container has ten seconds for its whole shutdown."""
 COLUMNS = [
     name.removesuffix("_s") if name.endswith("_at_s") else name for name in Row.__struct_fields__
 ]
@@ -86,7 +87,7 @@ PENDING_BYTES = Gauge("penstock_rows_pending_bytes", "What they take on disk")
 OLDEST = Gauge("penstock_rows_oldest_seconds", "Age of the oldest of them; 0 if there is none")
 
 _open_writers: list[RowWriter] = []
-"""Those of this process. The gauges are about all of them."""
+"""The writers of this process. The gauges cover all of them."""
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +103,7 @@ class UnsavedRow(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class RowBatch:
-    """Rows that are sent together: those of a segment, or some that are in memory alone."""
+    """Rows that are sent together: the rows of a segment, or some that are only in memory."""
 
     segment: Segment | None
     rows: list[Fields]
@@ -127,7 +128,7 @@ def _call_all(calls: Sequence[Callable[[], None]]) -> None:
 
 
 class Journal:
-    """Rows that were written and not sent.
+    """Rows that are written but not sent.
 
     `changed` guards them, and is notified when the thread has work.
     """
@@ -143,12 +144,12 @@ class Journal:
         self._retry_disk_at_s = 0.0
         self._disk_pauses = backoff(FIRST_PAUSE_S, MAX_PAUSE_S)
         self._is_losing = False
-        # At the end two threads put rows on disk: the writer's, which may hang in a request, and
-        # that of `close`.
+        # At the end, two threads put rows on disk: the writer's, which may hang in a request, and
+        # the caller of `close`.
         self._saving = threading.Lock()
 
     def open(self) -> None:
-        """Counts the rows of earlier processes. A disk that fails is noticed at the first row."""
+        """Counts the rows of earlier processes. A failing disk is noticed at the first row."""
         DISK_UP.set(1)
         with _disk_errors_counted("rows of earlier processes not found"):
             self._spool.scan()
@@ -168,14 +169,14 @@ class Journal:
                 self.changed.notify_all()
 
     def _keep_some_in_memory(self, rows: Sequence[Fields]) -> None:
-        """Keeps the rows that nobody waits for, as far as there is room."""
+        """Keeps rows that nobody waits for, as long as there is room."""
         kept = rows[: max(0, MEMORY_ROWS - len(self._unsaved))]
         now_s = time.time()
         self._unsaved.extend(UnsavedRow(fields, None, None, now_s) for fields in kept)
         self._lose(len(rows) - len(kept))
 
     def _keep_in_memory(self, rows: Sequence[Fields], on_safe: Callable[[], None]) -> None:
-        """Keeps rows, and calls `on_safe` when the last of them is safe."""
+        """Keeps rows, and calls `on_safe` when all of them are safe."""
         loop, now_s, left = asyncio.get_running_loop(), time.time(), len(rows)
 
         def one_is_safe() -> None:
@@ -187,7 +188,7 @@ class Journal:
         self._unsaved.extend(UnsavedRow(fields, one_is_safe, loop, now_s) for fields in rows)
 
     def _write(self, rows: Sequence[Fields]) -> bool:
-        """Returns whether the rows are on disk now."""
+        """Returns whether the rows are now on disk."""
         began_s = time.perf_counter()
         try:
             if self._open is None:
@@ -208,7 +209,7 @@ class Journal:
         return True
 
     def _seal(self) -> None:
-        """Closes the open segment. Batches above the memory limit stay on disk only."""
+        """Closes the open segment. Batches above the memory limit stay only on disk."""
         batch, self._open = self._open, None
         if batch is not None and batch.rows:
             self._sealed.append(batch)
@@ -249,7 +250,7 @@ class Journal:
             )
 
     def save(self) -> None:
-        """Writes rows that are only in memory to disk, if a try is due."""
+        """Writes rows that are only in memory to disk, if an attempt is due."""
         with self._saving:
             self._save()
 
@@ -273,7 +274,7 @@ class Journal:
             notify_safe(rows)
 
     def pack(self) -> None:
-        """Compresses rows that are on disk only, some at a time: they wait for long."""
+        """Compresses rows that are only on disk, some at a time, because they wait for long."""
         with _disk_errors_counted("segments not compressed"):
             self._spool.pack(PACKED_AT_ONCE)
 
@@ -288,7 +289,7 @@ class Journal:
 
     @property
     def is_disk_due(self) -> bool:
-        """True if rows are in memory alone and it is time to try the disk."""
+        """True if rows are only in memory and it is time to try the disk."""
         return bool(self._unsaved) and time.monotonic() >= self._retry_disk_at_s
 
     def next_batch(self, takes_open: bool) -> RowBatch | None:
@@ -297,7 +298,7 @@ class Journal:
         They are in flight until `mark_sent` or `requeue`.
 
         Args:
-            takes_open: True if a segment that is not full may be sent too.
+            takes_open: True if an incomplete segment may be sent too.
         """
         with self.changed:
             if self._unsaved:
@@ -326,7 +327,7 @@ class Journal:
             self._in_flight.remove(batch)
 
     def mark_sent(self, batch: RowBatch) -> None:
-        """BigQuery has the rows of `batch`, or refused them for good."""
+        """Records that BigQuery has the rows of `batch`, or rejected them permanently."""
         if batch.segment is not None:
             self._spool.remove(batch.segment)
         with self.changed:
@@ -336,7 +337,7 @@ class Journal:
         notify_safe(batch.unsaved)
 
     def requeue(self, batch: RowBatch) -> None:
-        """`batch` was not sent."""
+        """Records that `batch` was not sent."""
         with self.changed:
             self._land(batch)
             if batch.segment is None:
@@ -346,19 +347,20 @@ class Journal:
             self.changed.notify_all()
 
     def close(self) -> None:
-        """Leaves everything on disk, rows in flight too, as the thread may hang in a request."""
+        """Leaves everything on disk, including rows in flight: the thread may hang in a request."""
         has_disk = self._saving.acquire(timeout=CLOSE_LIMIT_S)
         try:
             with self.changed:
                 for batch in self._in_flight[::-1]:
                     self.requeue(batch)
-            if has_disk:  # else the other thread hangs in a write
+            if has_disk:  # otherwise the other thread hangs in a write
                 self._save(is_last=True)
         finally:
             if has_disk:
                 self._saving.release()
         with self.changed:
-            # The others' jobs were never acked: they come again, and so do their rows.
+            # Jobs of the other rows were never acked: they are delivered again, and their rows
+            # written again.
             self._lose(sum(row.on_safe is None for row in self._unsaved))
             self._unsaved.clear()
             self._seal()
@@ -367,22 +369,22 @@ class Journal:
 
     @property
     def waiting(self) -> bool:
-        """True if rows that were written here wait and are not in flight."""
+        """True if rows written here are waiting and not in flight."""
         return self._open is not None or bool(self._sealed) or bool(self._unsaved)
 
     @property
     def is_full(self) -> bool:
-        """True if a whole batch waits, or rows that only BigQuery can make safe."""
+        """True if a whole batch is waiting, or rows that only BigQuery can make safe."""
         return bool(self._sealed) or bool(self._unsaved)
 
     @property
     def is_short_of_disk(self) -> bool:
-        """True if rows are in memory alone."""
+        """True if rows are only in memory."""
         return bool(self._unsaved)
 
     @property
     def rows(self) -> int:
-        """Rows that BigQuery does not have: here, in flight, and in segments without an owner."""
+        """Number of rows not in BigQuery: here, in flight, and in segments without an owner."""
         with self.changed:
             held = sum(len(batch.rows) for batch in self._held())
             return held + len(self._unsaved) + self._spool.unowned_rows
@@ -396,7 +398,7 @@ class Journal:
 
     @property
     def oldest_s(self) -> float:
-        """When the oldest of them was written, unix seconds, or now if there is none."""
+        """Unix time at which the oldest of them was written, or now if there are none."""
         with self.changed:
             held = min((batch.since_s for batch in self._held()), default=time.time())
             alone = self._unsaved[0].since_s if self._unsaved else held
@@ -412,7 +414,7 @@ class Journal:
 
 @contextmanager
 def _disk_errors_counted(operation: str) -> Iterator[None]:
-    """Counts a disk error and goes on: only the rows on the disk are missing."""
+    """Counts a disk error and continues: only the rows on the disk are missing."""
     try:
         yield
     except OSError as error:
@@ -421,7 +423,7 @@ def _disk_errors_counted(operation: str) -> Iterator[None]:
 
 
 def fields_of(row: Row) -> Fields:
-    """Returns the row as BigQuery's columns: `*_at_s` loses its unit, and None is left out."""
+    """Returns the row as BigQuery's columns: `*_at_s` loses its unit, and None is omitted."""
     return {
         column: value
         for column, value in zip(COLUMNS, msgspec.structs.astuple(row), strict=True)
@@ -430,13 +432,13 @@ def fields_of(row: Row) -> Fields:
 
 
 def fields_by_name(row: msgspec.Struct) -> Fields:
-    """Returns a row whose fields have the names of their columns. None is left out."""
+    """Returns a row whose fields have the names of their columns. None is omitted."""
     columns: Fields = msgspec.to_builtins(row)
     return {column: value for column, value in columns.items() if value is not None}
 
 
 class _Attempt(threading.Thread):
-    """Sends one batch. A daemon, because a process ends while a request hangs."""
+    """Sends one batch. A daemon, because a process may end while a request hangs."""
 
     def __init__(self, sender: RowSender, batch: RowBatch) -> None:
         super().__init__(name="rows-sending", daemon=True)
@@ -446,7 +448,7 @@ class _Attempt(threading.Thread):
         self._sender = sender
 
     def run(self) -> None:
-        """Sends, and keeps what became of it."""
+        """Sends the batch, and keeps the outcome."""
         rows = self.batch.rows
         try:
             for start in range(0, len(rows), BATCH_ROWS):
@@ -460,10 +462,10 @@ class RowWriter:
     """Writes rows to the table of a sender.
 
     Args:
-        sender: where they go. Each table has a writer and a folder of its own, so that one that is
-            not there keeps no rows of another one waiting.
-        spool_dir: the folder of rows on disk. Processes may share it.
-        spool_max_bytes: limit of rows without a living owner. Above it new rows stay in memory.
+        sender: destination of rows. Each table has a separate writer and folder, so that a missing
+            table does not delay the rows of another.
+        spool_dir: folder of rows on disk. Processes may share it.
+        spool_max_bytes: limit of rows without a living owner. Above it, new rows stay in memory.
     """
 
     def __init__(
@@ -500,30 +502,30 @@ class RowWriter:
 
     @property
     def oldest_age_s(self) -> float:
-        """The age of the oldest of them in seconds. 0 if there is none."""
+        """The age of the oldest pending row in seconds. 0 if there are none."""
         return time.time() - self._journal.oldest_s if self._journal.rows else 0.0
 
     @property
     def pending(self) -> int:
-        """Rows that BigQuery does not have yet: in memory, in flight, and on disk."""
+        """Number of rows that BigQuery does not have yet: in memory, in flight, and on disk."""
         return self._journal.rows
 
     def write(self, *rows: Row, on_safe: Callable[[], None] | None = None) -> None:
         """Adds rows, on the event loop. Never waits for BigQuery and never raises.
 
         Args:
-            on_safe: called once, later on this event loop, when each is on disk or in BigQuery.
-                From then on the death of this process does not lose them. Never called if the
+            on_safe: called once, later on this event loop, when each row is on disk or in BigQuery.
+                From then on, the death of this process does not lose them. Never called if the
                 writer is closed first.
         """
         self._journal.append([fields_of(row) for row in rows], on_safe)
 
     def write_hour(self, row: WorkerHour) -> None:
-        """The same for a writer of the `worker_hours` table."""
+        """Does the same for a writer of the `worker_hours` table."""
         self._journal.append([fields_by_name(row)], None)
 
     async def flush(self, timeout_s: float) -> bool:
-        """Waits until BigQuery has every row, at most `timeout_s`. Returns whether it has."""
+        """Waits up to `timeout_s` until BigQuery has every row. Returns whether it has."""
         return await asyncio.to_thread(self._flush, timeout_s)
 
     def _flush(self, timeout_s: float) -> bool:
@@ -544,7 +546,7 @@ class RowWriter:
         """Sends rows until closed: full segments at once, the open one after it lingered."""
         pauses, takes_open = backoff(FIRST_PAUSE_S, MAX_PAUSE_S), True
         while not self._is_over():
-            is_closing = self._give_up_s is not None  # so no row is written any more
+            is_closing = self._give_up_s is not None  # so that no more rows are written
             try:
                 is_sent = self._send(takes_open or self._is_hurried)
             except Unavailable as error:
@@ -552,7 +554,7 @@ class RowWriter:
                 log.warning(
                     "rows not sent", extra={"reason": error.message, "pending": self.pending}
                 )
-            except Exception as error:  # a bug must cost a pause, not all rows that follow
+            except Exception as error:  # a bug must cost a pause, not all later rows
                 log.error("sending rows failed; this is a bug", exc_info=error)
             else:
                 pauses, takes_open = backoff(FIRST_PAUSE_S, MAX_PAUSE_S), not is_sent
@@ -587,7 +589,7 @@ class RowWriter:
             if attempt.error is None:
                 self._journal.mark_sent(attempt.batch)
         failed = [attempt for attempt in attempts if attempt.error is not None]
-        for attempt in reversed(failed):  # they keep their order
+        for attempt in reversed(failed):  # keeps their order
             self._journal.requeue(attempt.batch)
         for attempt in failed:
             if attempt.error is not None:
@@ -595,7 +597,7 @@ class RowWriter:
         return True
 
     def _wait_for(self, attempt: _Attempt) -> None:
-        """Waits for an attempt, and looks after the rows that wait."""
+        """Waits for an attempt, and handles waiting rows."""
         attempt.join(FIRST_PAUSE_S)
         while attempt.is_alive():  # BigQuery is slow, or hangs
             self._journal.save()
@@ -606,14 +608,14 @@ class RowWriter:
         journal, changed = self._journal, self._journal.changed
         with changed:
             changed.notify_all()  # for callers of flush
-            # Bounded, so that segments another process left behind are found in time too.
+            # Bounded, so that segments left behind by another process are found in time too.
             changed.wait_for(lambda: journal.waiting or self._is_hurried, MAX_PAUSE_S)
             changed.wait_for(lambda: journal.is_full or self._is_hurried, self._sender.linger_s)
             if journal.is_short_of_disk:
                 changed.wait_for(lambda: self._is_hurried, HURRY_S)
 
     def _pause(self, pause_s: float) -> None:
-        """Waits before the next try, and looks after the rows that wait."""
+        """Waits before the next attempt, and handles waiting rows."""
         until_s = time.monotonic() + pause_s
         while (left_s := until_s - time.monotonic()) > 0 and self._give_up_s is None:
             self._journal.save()
