@@ -31,12 +31,16 @@ def model_for(
     device: str,
     *,
     backend: Backend | None = None,
+    threads: int = 1,
+    memory_fraction: float = 1.0,
 ) -> LoadedModel:
-    """The model of `entry`, not yet loaded. `device` and `backend` are those of Resources.
+    """The model of `entry`, not yet loaded. The other arguments are those of Resources.
 
     Raises:
         ConfigurationError: the folder is not a model of this task, or the entry needs a backend
             that is not given.
     """
-    resources = Resources(device=device, backend=backend)
+    resources = Resources(
+        device=device, backend=backend, threads=threads, memory_fraction=memory_fraction
+    )
     return WORKER_TASKS[entry.task].model(entry, folder, resources)
