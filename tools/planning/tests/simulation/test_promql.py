@@ -83,7 +83,7 @@ def test_value(series: TimeSeries, query: str, value: object) -> None:
     ],
 )
 def test_what_is_not_evaluated_is_refused_by_name(query: str, what: str) -> None:
-    with pytest.raises(ConfigurationError, match="is not evaluated") as caught:
+    with pytest.raises(ConfigurationError, match="is not supported by the simulation") as caught:
         PromQuery(query)
     assert what in caught.value.message
 
