@@ -95,6 +95,14 @@ def test_tokens_that_are_not_read_are_counted(qwen: TinyPipeline) -> None:
     assert few.truncated_tokens == 0, "the negative prompt, which was kept, has counts of its own"
 
 
+def test_images_share_calls_after_the_warm_up(catalog: Catalog, qwen: TinyPipeline) -> None:
+    """The text encoder gets hooks of transformers' own at its first call, which stay."""
+    model = loaded(entry_of(catalog), qwen.folder).model
+    assert isinstance(model, ImageModel)
+    model.warmup()
+    assert not model.runs_alone
+
+
 def test_interface_has_the_fields_of_the_pipeline(qwen: TinyPipeline) -> None:
     assert isinstance(qwen.model, ImageModel)
     interface = qwen.model.interface
