@@ -240,11 +240,11 @@ def hostile_files() -> dict[str, tuple[bytes, str]]:
                     b"<</Type/Page/Parent 2 0 R/Contents 3 0 R/MediaBox[0 0 9 9]>>",
                 ]
             ),
-            "reading it takes more than",
+            "reading it requires more than",
         ),
         "content-bomb": (
             pages_pdf([_packed(b"", _zeros(4 << 30))]),
-            "reading it takes more than",
+            "reading it requires more than",
         ),
         "gigapixel": (pages_pdf([draw], {b"Bad": huge}), "an image of 32768x32768 pixels"),
         "many-objects": (
@@ -262,7 +262,7 @@ def hostile_files() -> dict[str, tuple[bytes, str]]:
                     )
                 },
             ),
-            "reading it takes more than",
+            "reading it requires more than",
         ),
         "png-bomb": (_png_head(60_000, 60_000), "an image of 60000x60000 pixels"),
         "tiff-bomb": (_tiff_bomb(), "an image of 65000x65000 pixels"),

@@ -394,7 +394,7 @@ WRONG: list[tuple[str, object, str]] = [
         r"redis.given.networks.0: 10.0.0.1/8 has host bits set",
     ),
     ("objects", {"kind": "bucket", "url": "http://b"}, "objects.bucket.url: String should match"),
-    ("objects", {"kind": "bucket", "url": "gs://bucket"}, "google: is needed"),
+    ("objects", {"kind": "bucket", "url": "gs://bucket"}, "google: is required"),
     ("api.replicas", 0, "api.replicas: Input should be greater than or equal to 1"),
     ("api.replicas", 1.5, "api.replicas: Input should be a valid integer"),
     ("api.cpu", "one", "api.cpu: String should match"),

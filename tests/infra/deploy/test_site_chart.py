@@ -27,7 +27,7 @@ def chart(tmp_path_factory: pytest.TempPathFactory) -> Path:
     try:
         write_site_chart(out, read_catalog(MODELS), MODELS, version="1.2.3")
     except ConfigurationError as error:
-        if "kubectl is missing" in error.message:
+        if "kubectl is not installed" in error.message:
             pytest.skip("kubectl, which has Kustomize built in, is not installed")
         raise
     return out
