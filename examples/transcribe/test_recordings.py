@@ -219,7 +219,7 @@ def test_files_that_are_no_recordings_are_refused(client: Any, tmp_path: Path) -
         "box.m4a": (b"\0\0\0\x10ftypM4A \0\0\0\0" + bytes(200), "not a complete recording"),
         "page.ogg": (b"OggS" + bytes(200), "it is damaged at 0.0 s"),
         "head.webm": (b"\x1a\x45\xdf\xa3\x80" + bytes(200), "not a complete recording"),
-        "head.flac": (b"fLaC" + bytes(200), "a rate of 0|it has no sound"),
+        "head.flac": (b"fLaC" + bytes(200), "rate of 0|it has no sound"),
     }
     for name, (data, reason) in cases.items():
         path = tmp_path / name

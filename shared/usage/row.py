@@ -93,7 +93,7 @@ class Row(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Charge for the item in US dollars: its price times charged_share."""
     client_request_id: str | None = None
     """The caller's x-request-id, or sha256:<32 hex digits> if it is longer than 128 characters or
-    contains characters other than letters, digits and ._:-
+    contains characters other than letters, digits, dots, underscores, colons and hyphens.
     """
     charged_share: float | None = None
     """The fraction of the price charged for the item: 1 if it was computed for this item and

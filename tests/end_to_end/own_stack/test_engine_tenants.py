@@ -20,7 +20,6 @@ from tests.faults.world import APIS, WORKERS, World, processes_below
 from tests.keys import bearer
 from tests.limits import WAIT_LIMIT_S
 from tests.workers.models.generation import tiny
-from tests.workers.models.generation.gguf_file import write_gguf
 from workers.models.engines import llama_program
 
 pytestmark = [
@@ -50,6 +49,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     config.update({"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 3})
     config.update({"head_dim": 64, "max_position_embeddings": CONTEXT})
     tiny.write_folder(model, config)
+    from tests.workers.models.generation.gguf_file import write_gguf
+
     write_gguf(model)
     catalog = generation_catalog(
         MODEL,

@@ -255,7 +255,7 @@ def test_plan_says_who_shares_workers(models_file: Path) -> None:
     ("memory", "reason"),
     [
         ({"words": 6 * GIB}, "its models need 12.00 GiB of GPU memory"),
-        ({"words": None}, "words.resources.gpu_memory_bytes: missing"),
+        ({"words": None}, "words.resources.gpu_memory_bytes: is required"),
     ],
 )
 def test_models_that_do_not_fit_are_refused_by_plan_and_manifests(

@@ -90,5 +90,5 @@ def test_folder_of_something_else_is_left_alone(
 ) -> None:
     (tmp_path / "thesis.txt").write_text("years of work", encoding="utf-8")
     assert main(["--out", str(tmp_path)]) == 2
-    assert "something else than a chart" in capsys.readouterr().err
+    assert "something other than a chart" in capsys.readouterr().err
     assert (tmp_path / "thesis.txt").exists()

@@ -97,7 +97,7 @@ def test_query_that_would_read_too_much_is_refused(printed: Told) -> None:
         (("usage", "--tz", "Europe/Bonn"), "tz: 'Europe/Bonn' is not a time zone"),
         (("usage", "--tz", "../../etc/passwd"), "is not a time zone"),
         (("margin", "--tenant", "acme"), "tenant: the report margin is not by tenant"),
-        (("usage", "--format", "xls"), "format: 'xls' is not one of"),
+        (("usage", "--format", "xls"), "format: 'xls' must be one of"),
         (("slo", "--set", "weather=1"), "the report slo has no parameter 'weather'"),
         (("budgets", "--set", "budgets_usd=1"), "has no parameter 'budgets_usd'"),
         (("usage", "--set", "x"), "set must be NAME=NUMBER, got 'x'"),

@@ -165,7 +165,7 @@ def test_onnx_refuses_what_it_can_not_load(tiny: Path, tmp_path: Path) -> None:
 
 def test_an_entry_for_onnx_needs_a_graph(catalog: Catalog, minilm_folder: Path) -> None:
     entry = catalog.default("embedding").model_copy(update={"backend": "onnx"})
-    with pytest.raises(ConfigurationError, match=r"workers\.optimize all-MiniLM-L6-v2"):
+    with pytest.raises(ConfigurationError, match="penstock optimize all-MiniLM-L6-v2"):
         model_for(entry, minilm_folder, "cpu")
 
 

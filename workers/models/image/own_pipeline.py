@@ -100,7 +100,7 @@ def state_of(pipeline: Any) -> tuple[Any, ...]:
             "forward" in vars(part),
         )
         for module in pipeline.components.values()
-        # transformers adds hooks of its own to text encoders when they are first called.
+        # transformers adds hooks to text encoders when they are first called.
         if isinstance(module, ModelMixin)
         for part in module.modules()
     )
