@@ -27,7 +27,7 @@ from models.shapes import PIPELINE
 from shared.catalog import Model
 from shared.catalog_entry import Batch
 from shared.image_entry import Adapter, Control, ImageDefaults
-from workers.models.base import PreparedImage
+from workers.models.base import PreparedControl, PreparedImage
 from workers.models.device import Device
 from workers.models.image.model import ImageModel
 
@@ -102,6 +102,7 @@ def _kinds(side: int, steps: int, guidance: float) -> dict[str, PreparedImage]:
         scheduler="ddim",
     )
     change = msgspec.structs.replace
+    edges = [PreparedControl("edges", outline(side, side), scale=1.0, start=0.0, end=1.0)]
     return {
         "text": text,
         "adapter": change(text, seed=2, adapter="a0"),
@@ -110,10 +111,8 @@ def _kinds(side: int, steps: int, guidance: float) -> dict[str, PreparedImage]:
         ),
         "mask": change(masked(text), seed=4),
         "mask, adapter": change(masked(text), seed=5, adapter="a2", adapter_scale=0.5),
-        "control": change(text, seed=6, control="edges", control_map=outline(side, side)),
-        "control, adapter": change(
-            text, seed=7, control="edges", control_map=outline(side, side), adapter="a3"
-        ),
+        "control": change(text, seed=6, controls=edges),
+        "control, adapter": change(text, seed=7, controls=edges, adapter="a3"),
     }
 
 

@@ -30,7 +30,7 @@ NAMES = ("a-model", "b-model", "c-model")
 def measured(figure: str) -> tuple[float, float]:
     """A row of the table in docs/measurements/recovery.md: on one worker, and on three."""
     part = MEASURED.read_text().partition("### A flow of three models on one worker")[2]
-    row = re.search(rf"^\| {re.escape(figure)} \| ([\d.,]+)\D.*?\| ([\d.,]+)", part, re.MULTILINE)
+    row = re.search(rf"^\| {re.escape(figure)} \| ([\d.]+)[^|]*\| ([\d.]+)", part, re.MULTILINE)
     assert row is not None, figure
     return float(row[1]), float(row[2])
 
