@@ -25,7 +25,8 @@ def rows(pipeline: Any) -> Iterator[list[int]]:
     """How many prompts each call of the text encoder had."""
     seen: list[int] = []
     hook = pipeline.text_encoder.register_forward_hook(
-        lambda module, args, output: seen.append(len(args[0]))
+        lambda module, args, kwargs, output: seen.append(len(kwargs["input_ids"])),
+        with_kwargs=True,
     )
     yield seen
     hook.remove()

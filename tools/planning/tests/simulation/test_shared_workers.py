@@ -133,7 +133,7 @@ def test_continuous_batches_of_shared_workers_are_not_simulated() -> None:
         ),
         (
             {"models": {NAMES[0]: {"seconds_per_item": 1, "measured": "made up"}}},
-            "a-model.arrivals: missing, and no flow asks for it",
+            "a-model.arrivals: missing, and no flow uses the model",
         ),
     ],
 )
