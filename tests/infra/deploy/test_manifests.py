@@ -432,7 +432,7 @@ def test_objects_of_the_terraform_tests_are_rendered_from_this_tree(tmp_path: Pa
 
 def test_folder_with_something_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "letters.txt").write_text("mine")
-    with pytest.raises(ConfigurationError, match="something else"):
+    with pytest.raises(ConfigurationError, match="something other"):
         write_overlay(tmp_path, CATALOG, Path("models.yaml"), DEPLOYMENT)
     assert (tmp_path / "letters.txt").read_text() == "mine"
 
