@@ -79,7 +79,7 @@ def _check_of_an_older_dataset(settings: Settings) -> None:
 def test_leaves_google_alone() -> None:
     reported = provision(PENSTOCK_PUBSUB_ENDPOINT="", PENSTOCK_BIGQUERY_ENDPOINT="")
     assert reported.returncode == 0, reported.stderr
-    assert reported.stdout.count("Terraform's") == 2
+    assert reported.stdout.count("managed by Terraform") == 2
 
 
 def test_server_that_does_not_come_is_named() -> None:
