@@ -373,7 +373,11 @@ WRONG: list[tuple[str, object, str]] = [
     ("images.api", "registry/api", "images.api: String should match"),
     ("images.extra", "a:1", "images.extra: Extra inputs are not permitted"),
     ("broker", {"kind": "kafka"}, "broker: Input tag 'kafka'"),
-    ("broker", {"kind": "google", "inbox_first": 9}, "broker.google: inbox_first: requires inbox_pool"),
+    (
+        "broker",
+        {"kind": "google", "inbox_first": 9},
+        "broker.google: inbox_first: requires inbox_pool",
+    ),
     ("broker.volume.size", "20GB", "broker.embedded.volume.size: String should match"),
     ("broker.fsync", "maybe", "broker.embedded.fsync: Input should be a valid boolean"),
     ("rows.kind", None, "rows: "),
