@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 MARK_BYTES = 16
+MARK_BEGIN = b"\xff"
+"""No UTF-8 text has this byte, so the end of a text never looks like the beginning of a mark."""
 HEADER = struct.Struct("<QH")
 """The number of the prediction, and the length of what follows in bytes."""
 NOBODY = 0
@@ -87,12 +89,17 @@ def _write_all(descriptor: int, data: bytes) -> None:
         data = data[os.write(descriptor, data) :]
 
 
+def make_mark() -> bytes:
+    """Returns a random mark: MARK_BYTES bytes that no class prints by accident."""
+    return MARK_BEGIN + os.urandom(MARK_BYTES - len(MARK_BEGIN))
+
+
 def install() -> str:
     """Replaces the streams of `sys`. Returns the mark as hexadecimal digits.
 
     The class must not be imported yet: handlers of `logging` keep the stream that they find.
     """
-    mark = os.urandom(MARK_BYTES)
+    mark = make_mark()
     pipe = os.dup(1)  # a class may point descriptor 1 elsewhere
     # Libraries restore a stream from `sys.__stdout__`.
     sys.stdout = sys.__stdout__ = _open("<stdout>", 1, pipe, mark)  # type: ignore[misc]
