@@ -12,11 +12,11 @@ from api import metrics
 from api.app import create_app
 from api.server import server_config
 from shared.brokers import admin_of, transport_of
-from shared.catalog_file import read_catalog, reread_interfaces
 from shared.errors import ConfigurationError
-from shared.inspection import deny_inspection
 from shared.logs import configure_logs
-from shared.loopback import exempt_loopback_from_proxies
+from shared.models.catalog_file import read_catalog, reread_interfaces
+from shared.process.inspection import deny_inspection
+from shared.process.loopback import exempt_loopback_from_proxies
 from shared.settings import ApiSettings, read_settings
 from shared.tracing.setup import traced
 from shared.usage.senders import sender_of

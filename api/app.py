@@ -151,13 +151,13 @@ from api.routes.models import ModelItem, ModelsReply
 from api.routes.reports import ReportReply, ReportsReply
 from api.usage.rows import UsageRows
 from api.usage.service import QueryPermits, ReportDataset, ReportService, UsageService
-from shared.catalog import Catalog
-from shared.gc_tuning import settle_heap
+from shared.broker.transport import Admin, Transport
+from shared.models.catalog import Catalog
+from shared.process.gc_tuning import settle_heap
 from shared.settings import ApiSettings
 from shared.stores.objects import ObjectStore, UrlSigner
-from shared.transport import Admin, Transport
 from shared.usage.row import RowSink
-from shared.webhook_publisher import WebhookPublisher
+from shared.webhooks.publisher import WebhookPublisher
 
 _BODIES: tuple[type[BaseModel], ...] = (
     *(EmbeddingsBody, RerankBody, GenerationBody, EditForm, EditBody, VariationForm),

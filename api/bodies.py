@@ -27,9 +27,9 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema
 
-from shared.diffusion_schedulers import SCHEDULER_ALIASES, SCHEDULER_NAMES
 from shared.errors import BadInput, InputTooLarge
-from shared.image_flow import SCALES
+from shared.models.image_flow import SCALES
+from shared.models.schedulers import SCHEDULER_ALIASES, SCHEDULER_NAMES
 
 MAX_URL_CHARS = 2048
 

@@ -47,7 +47,7 @@ class Demand:
     """The tenant's share of a busy model, relative to other tenants."""
     priority: Priority = "interactive"
     counts_toward_slo: bool = False
-    """True if the SLO applies to the items (shared/slo.py)."""
+    """True if the SLO applies to the items (shared/money/slo.py)."""
 
 
 class Asks(Protocol):

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from fastapi import FastAPI
 
 from api.app import create_app
-from shared.catalog import Catalog, Model
-from shared.in_memory_broker import InMemoryBroker
+from shared.broker.in_memory import InMemoryBroker
+from shared.models.catalog import Catalog, Model
 from shared.settings import ApiSettings, read_settings
 from shared.stores.redis_client import NO_REDIS
 from shared.usage.row import Row
@@ -50,7 +50,7 @@ async def running_api(
 
     Args:
         broker: shared with the workers. The API creates its inbox there.
-        flows: results of `shared.catalog.flow_of` for flows of these models.
+        flows: results of `shared.models.catalog.flow_of` for flows of these models.
         redis_url: stores records, limits, streams and results, if there is a Redis.
         objects_url: store for large results. Workers must use the same.
         settings: fields of ApiSettings by name. Others come from the environment.

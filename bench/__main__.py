@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from bench.report import Outcome, keep, machine, table
-from shared.loopback import exempt_loopback_from_proxies
+from shared.process.loopback import exempt_loopback_from_proxies
 
 MODULES = {
     "overhead": "overhead",

@@ -26,7 +26,7 @@ from bench.distant_link import distant
 from bench.load.generator import percentiles
 from bench.timed_worker import MODEL, BrokerSite, Callers, TimedWorker, WorkerCounts
 from shared.errors import PenstockError
-from shared.gc_tuning import settle_heap
+from shared.process.gc_tuning import settle_heap
 from shared.usage.bigquery import Fields
 from shared.usage.senders import RowSender
 from shared.usage.writer import RowWriter

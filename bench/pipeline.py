@@ -28,8 +28,8 @@ from infra.local.ports import Ports
 from infra.local.process import Process, answers, free_port
 from infra.local.stack import Broker, Stack
 from infra.local.up import served_stack
-from shared.catalog_file import read_catalog
 from shared.errors import ConfigurationError
+from shared.models.catalog_file import read_catalog
 from shared.settings import WorkerSettings, environment_with, read_settings
 from workers.models.artifact import find_artifact, source_digest
 from workers.models.backend import Backend

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 
-from shared.catalog import Model
-from shared.catalog_entry import Batch, Price
 from shared.messages import Envelope, ItemOutcome, Receipt
+from shared.models.catalog import Model
+from shared.models.entry import Batch, Price
 from shared.usage.row import Row, row_of
 from shared.usage.writer import RowWriter
 

@@ -8,7 +8,7 @@ from typing import Any
 from bench.load.generator import LoadOrder, drive, embedding_bodies
 from bench.pipeline import MODEL, running
 from bench.report import Figure, Outcome
-from shared.catalog_file import read_catalog
+from shared.models.catalog_file import read_catalog
 
 REQUESTS = 10_000
 IN_FLIGHT = 64

@@ -25,8 +25,19 @@ from bench.pipeline import READY_LIMIT_S
 from infra.local.process import Process, free_port, listens
 from infra.local.provision_servers import provision
 from infra.local.redis_server import RedisServer
-from shared.catalog import Catalog, Model
-from shared.catalog_entry import Batch, Cache
+from shared.broker.pubsub.admin import PubSubAdmin
+from shared.broker.pubsub.client import PubSubTransport
+from shared.broker.rabbitmq.admin import RabbitAdmin
+from shared.broker.rabbitmq.client import RabbitTransport
+from shared.broker.transport import (
+    ReceivedMessage,
+    Subscription,
+    Transport,
+    inbox_topic_id,
+    jobs_topic_id,
+    make_inbox,
+    slot_subscription_id,
+)
 from shared.messages import (
     Envelope,
     Item,
@@ -37,24 +48,13 @@ from shared.messages import (
     encode_job,
     is_reply_batch,
 )
-from shared.pubsub.admin import PubSubAdmin
-from shared.pubsub.client import PubSubTransport
-from shared.rabbitmq.admin import RabbitAdmin
-from shared.rabbitmq.client import RabbitTransport
+from shared.models.catalog import Catalog, Model
+from shared.models.entry import Batch, Cache
+from shared.models.tasks import Input
+from shared.models.tasks.embedding import EmbeddingResult, TextInput
 from shared.stores.cache import ResultCache
 from shared.stores.objects import ObjectStore
 from shared.stores.records import Records
-from shared.tasks import Input
-from shared.tasks.embedding import EmbeddingResult, TextInput
-from shared.transport import (
-    ReceivedMessage,
-    Subscription,
-    Transport,
-    inbox_topic_id,
-    jobs_topic_id,
-    make_inbox,
-    slot_subscription_id,
-)
 from shared.usage.row import Row, RowSink
 from workers.job import WorkerInfo
 from workers.jobs.completion import Completion

@@ -41,7 +41,7 @@ from infra.local.stack import Stack
 from infra.local.supervision import Supervisor
 from infra.local.up import WATCH_S, served_stack
 from shared.errors import ConfigurationError, PenstockError
-from shared.loopback import exempt_loopback_from_proxies
+from shared.process.loopback import exempt_loopback_from_proxies
 from shared.settings import given_settings
 
 EXAMPLES = Path(__file__).parent

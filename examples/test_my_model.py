@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 from api.testing import running_api
-from shared.catalog import Model
-from shared.catalog_entry import Batch
+from shared.broker.in_memory import InMemoryBroker
 from shared.errors import BadInput, ModelFailed, PenstockError
-from shared.in_memory_broker import InMemoryBroker
-from shared.tasks import Input, Result
-from shared.tasks.embedding import EmbeddingResult, TextInput
+from shared.models.catalog import Model
+from shared.models.entry import Batch
+from shared.models.tasks import Input, Result
+from shared.models.tasks.embedding import EmbeddingResult, TextInput
 from workers.models.base import OnStep, PreparedItem, PreparedText
 from workers.testing import running_worker
 

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from contextlib import AbstractAsyncContextManager
 
+from shared.broker.transport import Admin, Transport
 from shared.settings import Settings
-from shared.transport import Admin, Transport
 
 
 def transport_of(settings: Settings) -> AbstractAsyncContextManager[Transport]:
     """Returns the transport for these settings, not yet open."""
     if settings.broker:
-        from shared.rabbitmq.client import RabbitTransport
+        from shared.broker.rabbitmq.client import RabbitTransport
 
         return RabbitTransport(settings.project, settings.broker)
-    from shared.pubsub.client import PubSubTransport
+    from shared.broker.pubsub.client import PubSubTransport
 
     return PubSubTransport(settings.project, settings.pubsub_endpoint)
 
@@ -30,9 +30,9 @@ def admin_of(settings: Settings, timeout_s: float = 30.0) -> AbstractAsyncContex
         timeout_s: limit per call, including retries.
     """
     if settings.broker:
-        from shared.rabbitmq.admin import RabbitAdmin
+        from shared.broker.rabbitmq.admin import RabbitAdmin
 
         return RabbitAdmin(settings.project, settings.broker, timeout_s=timeout_s)
-    from shared.pubsub.admin import PubSubAdmin
+    from shared.broker.pubsub.admin import PubSubAdmin
 
     return PubSubAdmin(settings.project, settings.pubsub_endpoint, timeout_s=timeout_s)

@@ -39,8 +39,8 @@ from typing import Annotated, Any
 import msgspec
 
 from shared.errors import InputTooLarge, PenstockError, UndecodableMessage
-from shared.tasks import Input, Result
-from shared.tasks.custom import PieceChunk
+from shared.models.tasks import Input, Result
+from shared.models.tasks.custom import PieceChunk
 from shared.tenants.plan import HEAVIEST, LIGHTEST, Priority
 from shared.tracing.spans import TraceContext, current, read_context
 

@@ -15,17 +15,12 @@ from typing import Any
 
 import msgspec
 
-from shared.charge import ItemPrice, cost_usd, device_s
 from shared.errors import Unavailable
-from shared.flow_plan import MAX_STEP_ITEMS, step_of
-from shared.image_flow import SAFETY
 from shared.messages import ItemOutcome, PrintedLogs, decode_reply_body, reason_of
-from shared.stores.objects import UrlSigner
-from shared.stores.record_state import QueuePosition, Record, State, receipts_of
-from shared.stores.token_streams import TokenStreams
-from shared.stream_chunks import Chunk
-from shared.tasks import Result
-from shared.tasks.custom import (
+from shared.models.flow_plan import MAX_STEP_ITEMS, step_of
+from shared.models.image_flow import SAFETY
+from shared.models.tasks import Result
+from shared.models.tasks.custom import (
     CustomResult,
     PieceChunk,
     StreamedFile,
@@ -33,7 +28,12 @@ from shared.tasks.custom import (
     streamed_key,
     with_places,
 )
-from shared.tasks.image import ImageResult, ImagesResult
+from shared.models.tasks.image import ImageResult, ImagesResult
+from shared.money.charge import ItemPrice, cost_usd, device_s
+from shared.stores.objects import UrlSigner
+from shared.stores.record_state import QueuePosition, Record, State, receipts_of
+from shared.stores.stream_chunks import Chunk
+from shared.stores.token_streams import TokenStreams
 
 MEDIA_TYPES = {"png": "image/png", "jpg": "image/jpeg", "jpeg": "image/jpeg", "webp": "image/webp"}
 """An output format of the API. Workers produce PNG."""
@@ -93,7 +93,7 @@ class Prediction(msgspec.Struct, kw_only=True, omit_defaults=True):
     Empty: it does not, or the prediction was created by a release that did not record it.
     """
     flow: dict[str, Any] | None = None
-    """For a flow, its plan (shared/flow_plan.py)."""
+    """For a flow, its plan (shared/models/flow_plan.py)."""
     step_prices: tuple[ItemPrice, ...] = ()
     """The terms for charging the items of each step."""
 

@@ -14,11 +14,11 @@ from pydantic import AliasChoices, Field, ValidationError, ValidationInfo, field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 from redis.connection import parse_url
 
-from shared.catalog_entry import MAX_STARTUP_S
-from shared.class_variables import check_name
+from shared.broker.rabbitmq.broker_url import broker_url
 from shared.errors import ConfigurationError
-from shared.rabbitmq.broker_url import broker_url
-from shared.retention import BUDGET_BYTES
+from shared.models.class_variables import check_name
+from shared.models.entry import MAX_STARTUP_S
+from shared.stores.retention import BUDGET_BYTES
 
 SPOOL_MAX_BYTES = 768 * 1024 * 1024
 """About 700,000 uncompressed rows, or four million compressed, as in a long outage (decision 11).

@@ -21,8 +21,8 @@ from infra.local.reaper import child_marks
 from infra.local.redis_server import RedisServer
 from infra.local.stack import Broker
 from infra.local.stack_processes import RabbitServer
-from shared.gc_tuning import YOUNG_OBJECTS
-from shared.loopback import exempt_loopback_from_proxies
+from shared.process.gc_tuning import YOUNG_OBJECTS
+from shared.process.loopback import exempt_loopback_from_proxies
 from shared.stores.cache import ResultCache
 from shared.stores.key_stores import KeyRedis
 from shared.stores.records import Records

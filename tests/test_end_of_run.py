@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
 TESTS = """
 import duckdb
-from shared.gc_tuning import settle_heap
+from shared.process.gc_tuning import settle_heap
 
 def test_keeps_a_connection_after_a_heap_was_settled():
     connection = duckdb.connect()

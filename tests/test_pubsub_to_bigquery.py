@@ -13,7 +13,7 @@ import pytest
 from google.cloud import bigquery, pubsub_v1
 
 from infra.local.process import Process, free_port, listens
-from shared.pubsub.client import PubSubTransport
+from shared.broker.pubsub.client import PubSubTransport
 from tests.limits import START_LIMIT_S, WAIT_LIMIT_S
 from tests.shared.embedded_bigquery import DATASET, PROJECT, Server
 

@@ -19,24 +19,24 @@ from typing import NamedTuple
 
 import uvloop
 
-from shared import slo
+from shared.broker.transport import Publisher, Transport
 from shared.brokers import transport_of
 from shared.canary.store import CanaryStore
-from shared.catalog import Catalog, Model
-from shared.catalog_file import read_catalog
 from shared.errors import ConfigurationError, PenstockError
-from shared.flow_engine import FlowEngine
-from shared.gc_tuning import settle_heap
-from shared.inspection import deny_inspection
+from shared.flows.engine import FlowEngine
 from shared.logs import configure_logs
-from shared.loopback import exempt_loopback_from_proxies
+from shared.models.catalog import Catalog, Model
+from shared.models.catalog_file import read_catalog
+from shared.money import slo
+from shared.process.gc_tuning import settle_heap
+from shared.process.inspection import deny_inspection
+from shared.process.loopback import exempt_loopback_from_proxies
 from shared.settings import WorkerSettings, read_settings
 from shared.stores.cache import ResultCache
 from shared.stores.objects import ObjectStore
 from shared.stores.records import Records
 from shared.stores.withdrawals import LiveWithdrawals, WithdrawalStore
 from shared.tracing.setup import traced
-from shared.transport import Publisher, Transport
 from shared.usage.senders import TABLE, sender_of
 from shared.usage.worker_hour import TABLE as HOURS
 from shared.usage.writer import RowWriter

@@ -13,8 +13,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from shared.catalog import Model
-from shared.charge import device_share_of
+from shared.broker.transport import (
+    ReceivedMessage,
+    Subscription,
+    batch_subscription_id,
+    jobs_topic_id,
+    workers_subscription_id,
+)
 from shared.errors import Canceled, DeadlineExceeded, PenstockError
 from shared.messages import (
     Envelope,
@@ -26,19 +31,14 @@ from shared.messages import (
     failure,
     record_id,
 )
+from shared.models.catalog import Model
+from shared.models.tasks import Result
+from shared.models.tasks.text import GenerationInput
+from shared.money.charge import device_share_of
 from shared.stores.cache import Hit, Owed
-from shared.stream_chunks import Chunk
-from shared.tasks import Result
-from shared.tasks.text import GenerationInput
+from shared.stores.stream_chunks import Chunk
 from shared.tenants.plan import Priority
 from shared.tracing.spans import STAGE, Attributes, SpanBlock, TraceContext, record, span
-from shared.transport import (
-    ReceivedMessage,
-    Subscription,
-    batch_subscription_id,
-    jobs_topic_id,
-    workers_subscription_id,
-)
 from shared.usage.row import Row, row_of
 from workers.models.base import Prepared, PreparedCustom, PreparedImage, PreparedPrompt
 from workers.models.reports import BatchResult, Call

@@ -18,9 +18,9 @@ from typing import Literal, NamedTuple, Protocol, Self
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from shared.catalog import Model
-from shared.charge import device_share_of
-from shared.concurrency import BackgroundTask
+from shared.models.catalog import Model
+from shared.money.charge import device_share_of
+from shared.process.concurrency import BackgroundTask
 from shared.tenants.plan import PRIORITIES, Priority
 from shared.usage.worker_hour import HOUR_S, WorkerHour
 from workers.job import WorkerInfo

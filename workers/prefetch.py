@@ -15,8 +15,8 @@ import obstore
 from obstore.exceptions import BaseError
 from obstore.store import LocalStore, ObjectStore
 
-from shared.catalog import Catalog
 from shared.errors import ConfigurationError, Unavailable
+from shared.models.catalog import Catalog
 from workers.models.source import (
     Copy,
     download_from_hub,

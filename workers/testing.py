@@ -24,17 +24,17 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shared.catalog import Catalog, Model
+from shared.broker.in_memory import InMemoryBroker
+from shared.broker.transport import direct_id, jobs_topic_id, make_inbox, make_jobs
 from shared.errors import PenstockError, error_for_code
-from shared.flow_engine import FlowEngine
-from shared.in_memory_broker import InMemoryBroker
+from shared.flows.engine import FlowEngine
 from shared.messages import Envelope, Item, ItemError, Job, JobBody, Reply, decode_reply, encode_job
+from shared.models.catalog import Catalog, Model
+from shared.models.tasks import Input, Result
 from shared.stores.cache import ResultCache
 from shared.stores.objects import ObjectStore
 from shared.stores.records import Records
 from shared.stores.redis_client import NO_REDIS
-from shared.tasks import Input, Result
-from shared.transport import direct_id, jobs_topic_id, make_inbox, make_jobs
 from shared.usage.row import Row
 from shared.usage.row_list import RowList
 from workers.job import WorkerInfo

@@ -30,17 +30,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from shared.errors import ModelFailed, PenstockError
-from shared.service_rate import ACK_LINGER_S, HeldAhead, held_messages
-from shared.stores.records import Records
-from shared.tenants.plan import PRIORITIES
-from shared.transport import (
+from shared.broker.transport import (
     SmoothedDuration,
     Subscriber,
     Subscription,
     batch_subscription_id,
     workers_subscription_id,
 )
+from shared.errors import ModelFailed, PenstockError
+from shared.models.service_rate import ACK_LINGER_S, HeldAhead, held_messages
+from shared.stores.records import Records
+from shared.tenants.plan import PRIORITIES
 from workers import metrics
 from workers.job import QueuedItem
 from workers.jobs.consumer import JobConsumer

@@ -64,11 +64,11 @@ from api.predictions.event_stream import HeldResponse
 from api.predictions.generation_stream import PromptSize, StreamPosition, find_return
 from api.problem_details import ErrorRoute
 from api.tasks.base import Inputs
-from shared.catalog import Model
 from shared.errors import BadInput, PenstockError, error_for_code
 from shared.messages import ItemOutcome
+from shared.models.catalog import Model
+from shared.models.tasks.text import GenerationInput, GenerationResult, TokenLogprob
 from shared.predictions import EVENTS_TYPE
-from shared.tasks.text import GenerationInput, GenerationResult, TokenLogprob
 
 PATH = "/v1/messages"
 MESSAGE = "msg_"

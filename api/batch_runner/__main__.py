@@ -12,12 +12,12 @@ import uvloop
 from api import metrics
 from api.batch_runner.runner import opened_runner
 from shared.brokers import admin_of, transport_of
-from shared.catalog_file import read_catalog, reread_interfaces
 from shared.errors import PenstockError
-from shared.gc_tuning import settle_heap
-from shared.inspection import deny_inspection
 from shared.logs import configure_logs
-from shared.loopback import exempt_loopback_from_proxies
+from shared.models.catalog_file import read_catalog, reread_interfaces
+from shared.process.gc_tuning import settle_heap
+from shared.process.inspection import deny_inspection
+from shared.process.loopback import exempt_loopback_from_proxies
 from shared.settings import ApiSettings, read_settings
 from shared.usage.senders import sender_of
 from shared.usage.writer import RowWriter

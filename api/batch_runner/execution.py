@@ -29,13 +29,13 @@ from api.limits.limiter import Limiter
 from api.openai.endpoint import LineCaller, ReplyTools
 from api.predictions.creation import OWNER, PredictionSnapshot, digest_of, ids_of, version_of
 from api.predictions.service import GRACE_S, PredictionIdTaken, Predictions
-from shared.charge import price_of, step_prices_of
-from shared.concurrency import backoff
 from shared.errors import Canceled, DeadlineExceeded, Overloaded, PenstockError, Unavailable
 from shared.messages import ItemOutcome, Receipt, RequestFacts
+from shared.models.tasks import Input
+from shared.money.charge import price_of, step_prices_of
 from shared.predictions import Prediction, metrics_of
+from shared.process.concurrency import backoff
 from shared.stores.objects import ObjectStore
-from shared.tasks import Input
 from shared.tenants.plan import Caller, Priority
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.25, 30.0

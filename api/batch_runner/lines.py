@@ -24,8 +24,8 @@ from api.openai.endpoint import Endpoint, LineRequest
 from api.openai.generation import ChatEndpoint, CompletionEndpoint
 from api.openai.images import GenerationsEndpoint
 from api.openai.rerank import RerankEndpoint
-from shared.catalog import Catalog
 from shared.errors import BadInput, PenstockError, UnknownModel
+from shared.models.catalog import Catalog
 
 ENDPOINTS: dict[str, Endpoint] = {
     endpoint.path: endpoint

@@ -23,12 +23,12 @@ from api.tasks.custom import (
     max_values_bytes,
     store_large_values,
 )
-from shared.blob import FILE_FORMAT, Blob
-from shared.catalog import Catalog
-from shared.charge import cost_usd
 from shared.errors import BadInput, ModelFailed, Unavailable
 from shared.messages import ItemOutcome
-from shared.tasks.custom import CustomInput, CustomResult, interface_of
+from shared.models.blob import FILE_FORMAT, Blob
+from shared.models.catalog import Catalog
+from shared.models.tasks.custom import CustomInput, CustomResult, interface_of
+from shared.money.charge import cost_usd
 
 MAX_OUTPUT_FILES_BYTES = 4 * 1024 * 1024
 """Maximum total size of the files in one answer, because a whole segment of lines is held in

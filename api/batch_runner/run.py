@@ -34,8 +34,8 @@ from api.batches.documents import (
 from api.batches.files import BatchFile, BatchFiles
 from api.batches.names import owner_of
 from api.errors import NotFound
-from shared.catalog import Catalog
 from shared.errors import BadInput, Unavailable
+from shared.models.catalog import Catalog
 
 MAX_LINES = 50_000
 MAX_INPUTS = 50_000

@@ -45,17 +45,17 @@ from api.inputs.storage import Storage, swept
 from api.inputs.url_fetcher import UrlFetcher
 from api.limits.limiter import open_limiter
 from api.predictions.service import Predictions
-from shared.catalog import Catalog
-from shared.concurrency import backoff
+from shared.broker.transport import Admin, Transport
 from shared.errors import PenstockError
+from shared.models.catalog import Catalog
+from shared.process.concurrency import backoff
 from shared.settings import ApiSettings
 from shared.stores.key_stores import key_store
 from shared.stores.objects import ObjectStore, UrlSigner
 from shared.stores.records import Records
-from shared.transport import Admin, Transport
 from shared.usage.row import RowSink
-from shared.webhook_publisher import WebhookPublisher
-from shared.webhooks import BatchEvent
+from shared.webhooks.event import BatchEvent
+from shared.webhooks.publisher import WebhookPublisher
 
 POLL_S = 2.0
 """Interval between listings of open batches, because object stores charge for each listing."""

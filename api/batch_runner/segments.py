@@ -43,8 +43,8 @@ from api.batches.documents import (
 from api.batches.files import BatchFile, BatchFiles
 from api.batches.names import owner_of
 from api.batches.store import BatchStore
-from shared.catalog import Catalog
 from shared.errors import Unavailable
+from shared.models.catalog import Catalog
 from shared.tenants.plan import Caller
 
 FLUSH_S = 1.0

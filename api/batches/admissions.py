@@ -17,8 +17,8 @@ from weakref import WeakValueDictionary
 import msgspec
 
 from api.batches.names import ADMISSIONS
-from shared.concurrency import backoff
 from shared.errors import BadInput, Overloaded, Unavailable
+from shared.process.concurrency import backoff
 from shared.stores.objects import ObjectStore
 
 KEPT = 1000

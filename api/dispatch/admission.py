@@ -2,8 +2,8 @@
 
 The dispatcher checks admission before it publishes. Tenants share each bound by weight
 (api/fair_room.py). The expected wait is based on the number of items that workers compute before
-the request, in fair order, and on the service rate (shared/service_rate.py). Estimates can be
-wrong, so a request that finds nothing in flight is always admitted: it measures the rate again.
+the request, in fair order, and on the service rate (shared/models/service_rate.py). Estimates can
+be wrong, so a request that finds nothing in flight is always admitted: it measures the rate again.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import NamedTuple
 
 from api import metrics
 from api.fair_room import Demand, FairRoom
-from shared import slo
-from shared.catalog import Model
 from shared.errors import Overloaded
-from shared.service_rate import ServiceRate
-from shared.tasks.base import FirstGuesses
+from shared.models.catalog import Model
+from shared.models.service_rate import ServiceRate
+from shared.models.tasks.base import FirstGuesses
+from shared.money import slo
 from shared.tenants.plan import PRIORITIES, Priority
 
 MIN_RETRY_S, MAX_RETRY_S = 0.25, 60.0

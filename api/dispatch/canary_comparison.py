@@ -20,13 +20,13 @@ import msgspec
 from api import metrics
 from api.dispatch.canary_routing import Counters
 from api.dispatch.request import InferenceRequest, InferenceResponse
-from shared.blob import Blob
 from shared.canary.verdict import COMPARISON_TENANT, CanaryCounts
-from shared.catalog import Model
-from shared.catalog_entry import Tolerance
 from shared.errors import PenstockError
+from shared.models.blob import Blob
+from shared.models.catalog import Model
+from shared.models.entry import Tolerance
+from shared.models.tasks import Input, Result
 from shared.stores.objects import ObjectStore
-from shared.tasks import Input, Result
 
 log = logging.getLogger(__name__)
 

@@ -23,9 +23,9 @@ from api import metrics
 from api.dispatch.request import InferenceRequest
 from shared.canary.store import CanaryState
 from shared.canary.verdict import CanaryCounts, judge
-from shared.catalog import Catalog, Model
-from shared.concurrency import BackgroundTask
 from shared.errors import Unavailable
+from shared.models.catalog import Catalog, Model
+from shared.process.concurrency import BackgroundTask
 from shared.stores.withdrawals import LiveWithdrawals, no_withdrawals
 
 REFRESH_S = 1.0

@@ -42,15 +42,15 @@ from api.dispatch.request import (
     receipt_without_answer,
 )
 from api.errors import ClientGone, log_reason
-from shared import slo
-from shared.charge import as_delivered, device_share_of
 from shared.errors import Canceled, Overloaded, PenstockError, Unavailable
 from shared.messages import ItemOutcome, failure, record_id
+from shared.models.tasks import Result
+from shared.money import slo
+from shared.money.charge import as_delivered, device_share_of
 from shared.stores.cache import Hit, Owed, ResultCache, owed_by
 from shared.stores.objects import ObjectStore
 from shared.stores.records import LATE_LOOK_S, Records
 from shared.stores.withdrawals import withdrawn_error
-from shared.tasks import Result
 from shared.tracing.spans import STAGE, Attributes, record
 from shared.usage.row import RowSink, row_of
 

@@ -17,9 +17,8 @@ from api import metrics
 from api.dispatch.model_window import BATCHES_HELD, PublishWindow
 from api.dispatch.request import InferenceRequest, InFlightItem, InFlightJob, RequestOptions
 from api.fair_room import Demand
+from shared.broker.transport import Publisher, jobs_topic_id
 from shared.canary.forwarding import JobMessage, forwarded
-from shared.catalog import CANARY_SUFFIX, Model
-from shared.catalog_entry import Replies
 from shared.errors import (
     BadInput,
     DeadlineExceeded,
@@ -42,10 +41,11 @@ from shared.messages import (
     encode_reply_body,
     record_id,
 )
+from shared.models.catalog import CANARY_SUFFIX, Model
+from shared.models.entry import Replies
 from shared.stores.objects import ObjectStore, stored_input
 from shared.stores.records import Records
 from shared.tracing.spans import STAGE, Attributes, current, span
-from shared.transport import Publisher, jobs_topic_id
 
 PUBLISH_LIMIT_S = 10.0
 LOOK_EVERY_S = 5.0

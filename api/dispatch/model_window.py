@@ -43,14 +43,14 @@ from prometheus_client import Counter, Gauge
 
 from api import metrics
 from api.fair_room import Demand
-from shared.catalog import Model
-from shared.concurrency import BackgroundTask
+from shared.broker.transport import SmoothedDuration
 from shared.errors import DeadlineExceeded, Unavailable
-from shared.service_rate import ServiceRate
+from shared.models.catalog import Model
+from shared.models.service_rate import ServiceRate
+from shared.process.concurrency import BackgroundTask
 from shared.stores.redis_client import RedisLink, load_script
 from shared.tenants.plan import Priority
 from shared.tracing.spans import STAGE, span
-from shared.transport import SmoothedDuration
 
 DIGEST_BYTES = 8
 BATCHES_HELD = 2

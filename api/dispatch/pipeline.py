@@ -13,16 +13,16 @@ from api.dispatch.dispatcher import Dispatcher
 from api.dispatch.job_sender import JobSender
 from api.dispatch.model_window import PublishWindow, WindowExchange
 from api.dispatch.reply_inbox import ReplyInbox
+from shared.broker.transport import Admin, Transport
 from shared.canary.store import CanaryStore
-from shared.catalog import Catalog
-from shared.flow_engine import FlowEngine
+from shared.flows.engine import FlowEngine
 from shared.messages import Envelope, JobBody
+from shared.models.catalog import Catalog
 from shared.settings import ApiSettings
 from shared.stores.cache import ResultCache
 from shared.stores.objects import ObjectStore
 from shared.stores.records import Records
 from shared.stores.withdrawals import LiveWithdrawals, WithdrawalStore
-from shared.transport import Admin, Transport
 from shared.usage.row import RowSink, row_of
 
 

@@ -15,11 +15,11 @@ import redis.asyncio
 from redis.exceptions import RedisError
 
 from api.dispatch.job_sender import Inbox
-from shared.catalog_entry import Replies
+from shared.broker.transport import Publisher
 from shared.errors import PenstockError
 from shared.messages import Reply, ReplyBody, encode_reply
+from shared.models.entry import Replies
 from shared.stores.redis_client import find_eviction_fault
-from shared.transport import Publisher
 
 PROBE_LIMIT_S = 2.0
 REDIS_LIMIT_S = 0.5

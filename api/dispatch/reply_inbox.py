@@ -17,8 +17,17 @@ from uuid import uuid4
 
 from prometheus_client import Counter, Gauge
 
-from shared.catalog_entry import Replies
-from shared.concurrency import backoff
+from shared.broker.transport import (
+    Admin,
+    ReceivedMessage,
+    Subscriber,
+    Subscription,
+    direct_id,
+    inbox_topic_id,
+    make_inbox,
+    remove_inbox,
+    slot_subscription_id,
+)
 from shared.errors import (
     ConfigurationError,
     DeadlineExceeded,
@@ -34,19 +43,10 @@ from shared.messages import (
     decode_reply_body,
     is_reply_batch,
 )
+from shared.models.entry import Replies
+from shared.process.concurrency import backoff
 from shared.settings import ApiSettings
 from shared.stores.redis_client import Commands, RedisLink, load_script
-from shared.transport import (
-    Admin,
-    ReceivedMessage,
-    Subscriber,
-    Subscription,
-    direct_id,
-    inbox_topic_id,
-    make_inbox,
-    remove_inbox,
-    slot_subscription_id,
-)
 
 log = logging.getLogger(__name__)
 

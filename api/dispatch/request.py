@@ -22,9 +22,6 @@ import msgspec
 
 from api.errors import ERROR_MAPPINGS
 from api.fair_room import Demand
-from shared.catalog import Model
-from shared.catalog_entry import Deadline
-from shared.charge import ItemPrice, as_delivered, cost_usd, device_s, price_of
 from shared.errors import (
     DeadlineExceeded,
     Overloaded,
@@ -33,11 +30,14 @@ from shared.errors import (
     error_for_code,
 )
 from shared.messages import Item, ItemOutcome, Receipt, RequestFacts, failure, reason_of
-from shared.money import plain
+from shared.models.catalog import Model
+from shared.models.entry import Deadline
+from shared.models.tasks import Input
+from shared.money.amounts import plain
+from shared.money.charge import ItemPrice, as_delivered, cost_usd, device_s, price_of
+from shared.money.slo import counts_toward_slo
 from shared.predictions import Prediction
-from shared.slo import counts_toward_slo
 from shared.stores.cache import Hit, Owed, cache_key, owed_by
-from shared.tasks import Input
 
 CACHE_HEADER = "x-penstock-cache"
 COST_HEADER, DEVICE_HEADER = "x-penstock-cost-usd", "x-penstock-device-ms"

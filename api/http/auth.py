@@ -21,9 +21,9 @@ from prometheus_client import Counter
 
 from api.errors import Forbidden, Unauthorized
 from api.http.key_refresh import LiveDirectory
-from shared.catalog import Catalog
 from shared.errors import ConfigurationError, Unavailable
-from shared.loopback import is_loopback
+from shared.models.catalog import Catalog
+from shared.process.loopback import is_loopback
 from shared.settings import ApiSettings
 from shared.stores.key_stores import KeyCopy, key_store, served_by
 from shared.tenants.api_key import parse_key

@@ -19,8 +19,8 @@ from typing import Self
 import msgspec
 from prometheus_client import Counter, Gauge
 
-from shared.concurrency import BackgroundTask
 from shared.errors import ConfigurationError, PenstockError, Unavailable
+from shared.process.concurrency import BackgroundTask
 from shared.stores.key_stores import KeyCopy
 from shared.tenants.api_key import SALT_BYTES, ApiKey, hash_of
 from shared.tenants.directory import BudgetHolder, Directory, decode_document, mistake_in

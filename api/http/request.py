@@ -55,15 +55,15 @@ from api.predictions.results import ResultFetcher
 from api.predictions.service import GRACE_S, Predictions
 from api.tasks.base import Inputs
 from api.usage.service import ReportService, UsageService
-from shared.catalog import Catalog, Model, unknown_model
-from shared.catalog_entry import ServedApi
-from shared.charge import price_of, step_prices_of
 from shared.errors import DeadlineExceeded, PenstockError
+from shared.models.catalog import Catalog, Model, unknown_model
+from shared.models.entry import ServedApi
+from shared.models.tasks import Input, Result
+from shared.models.tasks.custom import stores_files, streams_of
+from shared.money.charge import price_of, step_prices_of
 from shared.predictions import Prediction
 from shared.settings import ApiSettings
 from shared.stores.objects import ObjectStore, UrlSigner
-from shared.tasks import Input, Result
-from shared.tasks.custom import stores_files, streams_of
 from shared.tenants.plan import Caller
 
 CHECK_S = 2.0

@@ -18,9 +18,9 @@ from functools import lru_cache
 from typing import Any
 
 from api.dispatch.request import RequestOptions
-from shared.catalog_entry import MAX_DEADLINE_S
 from shared.errors import BadInput
 from shared.messages import RequestFacts
+from shared.models.entry import MAX_DEADLINE_S
 from shared.tenants.plan import PRIORITIES
 
 MAX_READ = 256

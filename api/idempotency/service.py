@@ -22,9 +22,9 @@ from api import metrics
 from api.errors import KeyInUse, KeyReused
 from api.fair_room import FairRoom, OneItem
 from api.idempotency.store import IdempotencyStore
-from shared.blob import INLINE_LIMIT_BYTES
-from shared.concurrency import backoff
 from shared.errors import BadInput, PenstockError, Unavailable
+from shared.models.blob import INLINE_LIMIT_BYTES
+from shared.process.concurrency import backoff
 from shared.stores.objects import ObjectStore, object_key
 
 log = logging.getLogger(__name__)

@@ -7,8 +7,8 @@ so instances' clocks need not agree.
 
 Entries do not have a TTL, because a full Redis evicts keys with a TTL (volatile-lru), and responses
 must be kept. Each new entry removes a few expired ones, found by an index. All responses share a
-budget of bytes (shared/retention.py). Claims do not count, because only claims of crashed instances
-remain without a response. The scripts are in *.lua files in this package.
+budget of bytes (shared/stores/retention.py). Claims do not count, because only claims of crashed
+instances remain without a response. The scripts are in *.lua files in this package.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Literal, NamedTuple, cast
 
 from prometheus_client import Counter, Gauge
 
-from shared.retention import BUDGET_BYTES
 from shared.stores.redis_client import KEY_PREFIX, RedisLink, RedisStore, load_script
+from shared.stores.retention import BUDGET_BYTES
 
 ERRORS = Counter(
     "penstock_answers_errors_total",

@@ -35,16 +35,16 @@ from api.errors import WrongField
 from api.inputs.source_images import ImageCaller, SourceImages
 from api.inputs.storage import owner_of
 from api.inputs.url_fetcher import FileRules
-from shared.catalog import Model
 from shared.errors import BadInput
-from shared.image_entry import (
+from shared.models.catalog import Model
+from shared.models.image_entry import (
     MAX_CONTROL_SCALE,
     MAX_IP_ADAPTER_SCALE,
     MAX_LORA_SCALE,
     MIN_LORA_SCALE,
 )
-from shared.image_interface import ImageMode, refuse_mode
-from shared.tasks.image import ControlInput, ImageInput, IpAdapterInput
+from shared.models.image_interface import ImageMode, refuse_mode
+from shared.models.tasks.image import ControlInput, ImageInput, IpAdapterInput
 
 CONTROL_IMAGE = "control_image"
 _CONTROL_OPTIONS = (

@@ -23,9 +23,9 @@ from api.inputs.codec_protocol import (
     SourceLimits,
     SourcePrepared,
 )
-from shared.blob import Blob
 from shared.errors import BadInput, PenstockError
-from shared.image_entry import ImageDefaults
+from shared.models.blob import Blob
+from shared.models.image_entry import ImageDefaults
 from shared.predictions import MEDIA_TYPES
 
 DEFAULT_QUALITY = 90

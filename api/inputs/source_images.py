@@ -28,9 +28,9 @@ from api.inputs.url_fetcher import (
     FileRules,
     UrlFetcher,
 )
-from shared.blob import Blob
 from shared.errors import BadInput
-from shared.image_entry import ImageDefaults
+from shared.models.blob import Blob
+from shared.models.image_entry import ImageDefaults
 from shared.stores.objects import LinkInvalid, ObjectStore, UrlSigner, object_key, stored_input
 
 ACCEPTED = (

@@ -1,7 +1,7 @@
 """Fetches inputs named by https URL before their request is accepted.
 
-Every address is checked before connecting, again at each redirect (shared/pinned_http.py). A body
-is stored in the object store while it arrives, so a large one needs memory for only one part.
+Every address is checked before connecting, again at each redirect (shared/web/pinned_http.py). A
+body is stored in the object store while it arrives, so a large one needs memory for only one part.
 Bytes, time, redirects and concurrent fetches are bounded.
 
 A file with an ETag is not downloaded again while its request lives: a repeated request asks whether
@@ -33,8 +33,6 @@ from api.bodies import MAX_URL_CHARS
 from api.errors import NotNow
 from api.inputs.files import is_charset
 from api.inputs.storage import Storage, StorageQuota, StorageReservation
-from shared.blob import INLINE_LIMIT_BYTES, Blob
-from shared.concurrency import FairPermits
 from shared.errors import (
     BadInput,
     ConfigurationError,
@@ -43,11 +41,13 @@ from shared.errors import (
     PenstockError,
     Unavailable,
 )
-from shared.pinned_http import CONNECT_LIMIT_S, Resolve, pinned_session, resolve
-from shared.public_url import Reach, UrlForbidden, is_within, parse_public_url
+from shared.models.blob import INLINE_LIMIT_BYTES, Blob
+from shared.process.concurrency import FairPermits
 from shared.settings import ApiSettings
 from shared.stores.fetched_urls import FetchedUrl, FetchedUrls
 from shared.stores.objects import ObjectStore, key_of_digest
+from shared.web.pinned_http import CONNECT_LIMIT_S, Resolve, pinned_session, resolve
+from shared.web.public_url import Reach, UrlForbidden, is_within, parse_public_url
 
 if TYPE_CHECKING:
     from aiohttp import ClientResponse

@@ -10,11 +10,11 @@ from typing import NamedTuple, Self
 
 from api.limits.accounts import LimitStore
 from api.limits.counters import MonthCounter
+from shared.broker.transport import Publisher
 from shared.errors import PenstockError, Unavailable
 from shared.tenants.plan import Plan
-from shared.transport import Publisher
-from shared.webhook_publisher import WebhookPublisher
-from shared.webhooks import BudgetEvent
+from shared.webhooks.event import BudgetEvent
+from shared.webhooks.publisher import WebhookPublisher
 
 log = logging.getLogger(__name__)
 

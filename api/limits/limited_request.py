@@ -15,9 +15,16 @@ from api.limits.accounts import Account
 from api.limits.counters import month_of
 from api.limits.limiter import Limiter, RequestDemand, Taking
 from api.limits.preparation import Preparation
-from shared.after_image import drawings_of
-from shared.catalog import Model
-from shared.charge import (
+from shared.errors import Unavailable
+from shared.messages import ItemOutcome
+from shared.models.after_image import drawings_of
+from shared.models.catalog import Model
+from shared.models.flow_plan import FlowStep, step_of
+from shared.models.image_flow import IMAGE
+from shared.models.tasks import Input
+from shared.models.tasks.base import Unit, WorkBound
+from shared.models.tasks.custom import CustomInput
+from shared.money.charge import (
     ItemPrice,
     as_delivered,
     cost_usd,
@@ -26,14 +33,7 @@ from shared.charge import (
     price_of,
     step_prices_of,
 )
-from shared.errors import Unavailable
-from shared.flow_plan import FlowStep, step_of
-from shared.image_flow import IMAGE
-from shared.messages import ItemOutcome
 from shared.predictions import Prediction
-from shared.tasks import Input
-from shared.tasks.base import Unit, WorkBound
-from shared.tasks.custom import CustomInput
 from shared.tenants.plan import Caller
 
 STOPS_WITHIN_S = 5.0

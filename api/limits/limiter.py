@@ -36,11 +36,11 @@ from api.limits.counters import (
     WindowCounter,
 )
 from api.limits.messages import Need, headers_of, refusal
-from shared.concurrency import BackgroundTask
+from shared.broker.transport import Publisher
 from shared.errors import Unavailable
-from shared.tasks.base import Unit
+from shared.models.tasks.base import Unit
+from shared.process.concurrency import BackgroundTask
 from shared.tenants.plan import Caller
-from shared.transport import Publisher
 
 REGISTER_S = SLOTS_S / 3
 MAX_ASKS = 64

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from api.errors import BudgetExceeded, BudgetReserved, LargerThanBudget, RateLimited
 from api.limits.counters import Counter, MonthCounter
-from shared.money import plain
+from shared.money.amounts import plain
 
 MIN_RETRY_S, MAX_RETRY_S = 0.25, 60.0
 """Bounds of `Retry-After`, the same as for a full instance (api/dispatch/admission.py)."""

@@ -12,7 +12,7 @@ import asyncio
 
 from api.limits.counters import month_of
 from api.limits.limiter import Limiter, RequestDemand, Reservation
-from shared.catalog import Model
+from shared.models.catalog import Model
 from shared.tenants.plan import Caller
 
 

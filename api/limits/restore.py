@@ -22,7 +22,7 @@ from api.limits.accounts import BudgetReading, LimitStore, RowsAsk, budget_name
 from api.limits.counters import ROUNDING_USD, month_of
 from api.limits.spent import SpentQuestion, SpentReader, SpentRows
 from shared.errors import ConfigurationError
-from shared.money import plain
+from shared.money.amounts import plain
 from shared.settings import ApiSettings
 from shared.stores.key_stores import key_store
 from shared.tenants.directory import BudgetHolder, Directory, decode_document

@@ -1,8 +1,8 @@
 """POST /v1/ocr as in Mistral's OCR API: reads a document page by page.
 
 A custom model with `api: ocr` in its entry reads the document. Its inputs and outputs are described
-in shared/tasks/custom.py. It yields pages, so as a prediction, a document is also a stream. Its
-unit of work is a page. https://docs.mistral.ai/api/endpoint/ocr
+in shared/models/tasks/custom.py. It yields pages, so as a prediction, a document is also a stream.
+Its unit of work is a page. https://docs.mistral.ai/api/endpoint/ocr
 
 A flow may also read it, with one item per page. Its output has a separate document per page, and
 the page numbers.
@@ -55,14 +55,14 @@ from api.predictions.creation import PredictionSnapshot, digest_of
 from api.problem_details import UNPROCESSABLE
 from api.tasks.base import Inputs
 from api.tasks.custom import FieldNames, FileInput, add_files, input_of_fields
-from shared.blob import Blob
-from shared.catalog import Catalog, Model
 from shared.errors import BadInput, ModelFailed, PenstockError, error_for_code
-from shared.flow_plan import INPUT, MAX_STEP_ITEMS, FlowPlan, FlowStep, step_of
 from shared.messages import ItemOutcome
+from shared.models.blob import Blob
+from shared.models.catalog import Catalog, Model
+from shared.models.flow_plan import INPUT, MAX_STEP_ITEMS, FlowPlan, FlowStep, step_of
+from shared.models.tasks import Result
+from shared.models.tasks.custom import CustomInput, CustomResult, FilePlace
 from shared.stores.objects import ObjectStore
-from shared.tasks import Result
-from shared.tasks.custom import CustomInput, CustomResult, FilePlace
 
 DOCUMENT, SIZE_METRIC = "document", "doc_size_bytes"
 MAX_IMAGES_BYTES = 48 * 1024 * 1024

@@ -1,9 +1,9 @@
 """POST /v1/audio/transcriptions and /v1/audio/translations, directly and in batches.
 
 Custom models with the matching `api` in their entries compute them. Their inputs and outputs are
-described in shared/tasks/custom.py. A transcriber streams segments, so its answer may be streamed
-too: it is then a prediction, like a chat. Its unit of work is a second of audio, which is also the
-unit of `usage`.
+described in shared/models/tasks/custom.py. A transcriber streams segments, so its answer may be
+streamed too: it is then a prediction, like a chat. Its unit of work is a second of audio, which is
+also the unit of `usage`.
 
 A batch line names its recording by `url`, as in Groq's API (https://console.groq.com/docs/batch),
 or by the ID of an upload as `file`. OpenAI's batches do not support audio.
@@ -78,14 +78,20 @@ from api.predictions.generation_stream import (
 )
 from api.tasks.base import Inputs
 from api.tasks.custom import FieldNames, add_files, input_of_fields
-from shared.blob import Blob
-from shared.catalog import Catalog, Model
 from shared.errors import BadInput, ModelFailed, PenstockError
-from shared.flow_plan import MAX_STEP_ITEMS
 from shared.messages import ItemOutcome, ReplyBody
+from shared.models.blob import Blob
+from shared.models.catalog import Catalog, Model
+from shared.models.flow_plan import MAX_STEP_ITEMS
+from shared.models.tasks.custom import (
+    CustomInput,
+    CustomResult,
+    FilePlace,
+    interface_of,
+    read_elements,
+)
+from shared.models.tasks.text import TokenLogprob
 from shared.predictions import EVENTS_TYPE
-from shared.tasks.custom import CustomInput, CustomResult, FilePlace, interface_of, read_elements
-from shared.tasks.text import TokenLogprob
 
 TRANSCRIPTIONS, TRANSLATIONS = "/v1/audio/transcriptions", "/v1/audio/translations"
 MAX_FIELD_BYTES = 64 * 1024

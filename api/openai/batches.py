@@ -22,7 +22,7 @@ from api.http.encode_json import encode_json
 from api.http.openapi import AUTHENTICATED, json_body, responses
 from api.http.request import ApiRequest, authenticate
 from shared.errors import BadInput
-from shared.webhooks import WebhookUrlForbidden, parse_webhook_url
+from shared.webhooks.event import WebhookUrlForbidden, parse_webhook_url
 
 
 class OutputExpiresAfter(Body):

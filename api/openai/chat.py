@@ -62,11 +62,11 @@ from api.predictions.generation_stream import (
 )
 from api.predictions.service import PredictionNotOver
 from api.tasks.base import Inputs
-from shared.catalog import Model
 from shared.errors import PenstockError
 from shared.messages import ItemOutcome
+from shared.models.catalog import Model
+from shared.models.tasks.text import GenerationInput, GenerationResult, TokenLogprob
 from shared.predictions import EVENTS_TYPE
-from shared.tasks.text import GenerationInput, GenerationResult, TokenLogprob
 
 DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.Encoder().encode

@@ -38,10 +38,10 @@ from api.tasks.embedding import (
     text_inputs,
     windows_of,
 )
-from shared.catalog import Catalog, Model
 from shared.errors import BadInput, InputTooLarge, ModelFailed, PenstockError
 from shared.messages import ItemOutcome
-from shared.tasks.embedding import (
+from shared.models.catalog import Catalog, Model
+from shared.models.tasks.embedding import (
     EmbeddingResult,
     TextInput,
     TextTokens,

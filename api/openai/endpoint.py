@@ -14,12 +14,12 @@ from api.inputs.image_codec import ImageCodec
 from api.inputs.source_images import ImageCaller, SourceImages
 from api.inputs.storage import StorageQuota
 from api.predictions.creation import PredictionSnapshot
-from shared.catalog import Catalog, Model
-from shared.charge import ItemPrice
 from shared.errors import PenstockError
 from shared.messages import ItemOutcome
+from shared.models.catalog import Catalog, Model
+from shared.models.tasks import Input
+from shared.money.charge import ItemPrice
 from shared.stores.objects import ObjectStore
-from shared.tasks import Input
 
 
 @dataclass(frozen=True, slots=True)

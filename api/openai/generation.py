@@ -49,10 +49,10 @@ from api.openai.chat_replies import (
     TextUsage,
 )
 from api.openai.endpoint import Endpoint, LineRequest, ReplyTools
-from shared.catalog import Catalog, Model
 from shared.errors import BadInput, PenstockError
 from shared.messages import ItemOutcome
-from shared.tasks.text import GenerationInput, GenerationResult, TokenLogprob
+from shared.models.catalog import Catalog, Model
+from shared.models.tasks.text import GenerationInput, GenerationResult, TokenLogprob
 
 CHAT_PREFIX, COMPLETION_PREFIX, RESPONSE_PREFIX = "chatcmpl-", "cmpl-", "resp_"
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")

@@ -50,9 +50,9 @@ from api.tasks.image import (
     first_image,
     with_source,
 )
-from shared.catalog import Model
 from shared.errors import BadInput
-from shared.tasks.image import ImageInput
+from shared.models.catalog import Model
+from shared.models.tasks.image import ImageInput
 
 MASK = "What is transparent in it is drawn anew. It has the width and height of the image."
 

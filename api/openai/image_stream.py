@@ -23,10 +23,10 @@ from api.openai.chat import failure_event
 from api.predictions.creation import POLL_S, PredictionSnapshot
 from api.predictions.generation_stream import HEARTBEAT, HEARTBEAT_BESIDE_IDS, HEARTBEAT_S, MAX_S
 from api.tasks.image import images_in
-from shared.catalog import Model
 from shared.errors import BadInput, DeadlineExceeded, PenstockError
+from shared.models.catalog import Model
+from shared.models.tasks.image import ImageResult
 from shared.stores.record_state import Preview
-from shared.tasks.image import ImageResult
 
 Drawn = TypeVar("Drawn")
 Encode: TypeAlias = Callable[[Drawn], Awaitable[bytes]]

@@ -53,17 +53,17 @@ from api.tasks.image import (
     results_of,
     size_of,
 )
-from shared.after_image import drawings_of, input_of
-from shared.blob import Blob
-from shared.catalog import Catalog, Model
 from shared.errors import BadInput, PenstockError, Unavailable
 from shared.messages import ItemOutcome
+from shared.models.after_image import drawings_of, input_of
+from shared.models.blob import Blob
+from shared.models.catalog import Catalog, Model
+from shared.models.tasks import Input
+from shared.models.tasks.custom import CustomInput
+from shared.models.tasks.image import ImageInput, ImageResult, ImagesResult
 from shared.predictions import EVENTS_TYPE, MEDIA_TYPES
 from shared.stores.objects import ObjectStore, object_key
 from shared.stores.record_state import Preview
-from shared.tasks import Input
-from shared.tasks.custom import CustomInput
-from shared.tasks.image import ImageInput, ImageResult, ImagesResult
 
 RESULT_LIMIT_BYTES = 64 * 1024 * 1024
 _BYTES_PER_PIXEL = 4

@@ -25,13 +25,13 @@ from api.http.fast_route import FastRoute
 from api.http.openapi import TRUNCATED_HEADER, inference_body, inference_responses
 from api.http.request import open_request
 from api.openai.endpoint import Endpoint, LineRequest, ReplyTools
-from shared.catalog import Catalog, Model, unknown_model
-from shared.catalog_entry import Rerank
 from shared.errors import BadInput, InputTooLarge, PenstockError
 from shared.messages import ItemOutcome
-from shared.tasks import Input
-from shared.tasks.embedding import EmbeddingResult, EmbeddingTask, TextInput
-from shared.tasks.similarity import SimilarityInput, SimilarityResult
+from shared.models.catalog import Catalog, Model, unknown_model
+from shared.models.entry import Rerank
+from shared.models.tasks import Input
+from shared.models.tasks.embedding import EmbeddingResult, EmbeddingTask, TextInput
+from shared.models.tasks.similarity import SimilarityInput, SimilarityResult
 
 MAX_DOCUMENTS = 1000
 """Maximum number of documents per request. Cohere's limit is 10,000, and it recommends 1,000."""

@@ -33,10 +33,10 @@ from api.openai.responses_schemas import (
     WrittenDetails,
 )
 from api.predictions.generation_stream import PromptSize
-from shared.catalog import Model
 from shared.errors import Canceled, PenstockError, error_for_code
 from shared.messages import ItemOutcome
-from shared.tasks.text import GenerationResult, TokenLogprob
+from shared.models.catalog import Model
+from shared.models.tasks.text import GenerationResult, TokenLogprob
 
 _ITEM, _PART = 2, 3
 """Numbers of the events that begin a message."""

@@ -46,11 +46,11 @@ from api.predictions.event_stream import HeldResponse
 from api.predictions.generation_stream import StreamPosition, find_return
 from api.predictions.service import PredictionNotOver
 from api.tasks.base import Inputs
-from shared.catalog import Model
 from shared.errors import BadInput, InputTooLarge, Overloaded, PenstockError, Unavailable
 from shared.messages import ItemOutcome
+from shared.models.catalog import Model
+from shared.models.tasks.text import GenerationInput
 from shared.predictions import EVENTS_TYPE
-from shared.tasks.text import GenerationInput
 
 PATH = PATH_OF_RESPONSES
 UNSTORED_KEEP_S = 120

@@ -33,16 +33,16 @@ from api.tasks.base import Inputs
 from api.tasks.custom import FieldNames, input_of_fields
 from shared.errors import BadInput, ModelFailed, PenstockError
 from shared.messages import ItemOutcome
-from shared.predictions import EVENTS_TYPE
-from shared.stores.objects import ObjectStore
-from shared.tasks.custom import (
+from shared.models.tasks.custom import (
     CustomInput,
     CustomResult,
     interface_of,
     read_elements,
     streamed_key,
 )
-from shared.tasks.text import TokenLogprob
+from shared.models.tasks.text import TokenLogprob
+from shared.predictions import EVENTS_TYPE
+from shared.stores.objects import ObjectStore
 
 SPEECH = "/v1/audio/speech"
 SPEECH_TYPES = {

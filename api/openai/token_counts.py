@@ -23,9 +23,9 @@ from api.http.request import ApiRequest, open_request
 from api.openai.generation import tools_of
 from api.openai.responses import whole_request, words_of_responses
 from api.openai.responses_schemas import ResponseBody
-from shared.catalog import Model
 from shared.errors import PenstockError
-from shared.tasks.text import PromptToCount, TokenCount
+from shared.models.catalog import Model
+from shared.models.tasks.text import PromptToCount, TokenCount
 
 router = APIRouter()
 

@@ -22,8 +22,8 @@ from api.http.request import ApiRequest, authenticate
 from api.usage.question import Question, read_question, read_range
 from api.usage.rows import UsageLine, UsageQuery
 from api.usage.service import UsageRead
-from shared.tasks import TASKS
-from shared.tasks.base import Unit
+from shared.models.tasks import TASKS
+from shared.models.tasks.base import Unit
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Amount = Annotated[float, msgspec.Meta(ge=0)]

@@ -15,7 +15,6 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from api.dispatch.job_sender import LOOK_EVERY_S, ReplyWaiter
-from shared.catalog import Catalog, Model
 from shared.errors import (
     BadInput,
     Canceled,
@@ -26,6 +25,7 @@ from shared.errors import (
     error_for_code,
 )
 from shared.messages import reason_of
+from shared.models.catalog import Catalog, Model
 from shared.predictions import Prediction, record_of
 from shared.stores.record_state import Record
 

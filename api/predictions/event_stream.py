@@ -39,8 +39,10 @@ from api.predictions.creation import POLL_S, PredictionSnapshot
 from api.predictions.generation_stream import StreamShape
 from api.predictions.service import Predictions
 from shared.errors import Canceled, Overloaded, PenstockError
-from shared.flow_plan import MAX_STEP_ITEMS, MAX_STEPS
 from shared.messages import ItemOutcome
+from shared.models.flow_plan import MAX_STEP_ITEMS, MAX_STEPS
+from shared.models.tasks.custom import CustomResult, StreamedFile, read_elements, streamed_key
+from shared.models.tasks.text import TokenLogprob
 from shared.predictions import (
     Prediction,
     error_of,
@@ -52,8 +54,6 @@ from shared.predictions import (
 )
 from shared.stores.objects import UrlSigner
 from shared.stores.record_state import Preview
-from shared.tasks.custom import CustomResult, StreamedFile, read_elements, streamed_key
-from shared.tasks.text import TokenLogprob
 
 MAX_STREAMS = 256
 """Maximum number of streams per instance. Each stream reads its record twice a second."""

@@ -31,11 +31,11 @@ from api.predictions.creation import PredictionSnapshot
 from api.predictions.service import GRACE_S, Predictions
 from shared.errors import BadInput, DeadlineExceeded, Overloaded, PenstockError
 from shared.messages import ItemOutcome
+from shared.models.tasks.custom import CustomResult, PieceChunk
+from shared.models.tasks.text import GenerationResult, TokenChunk, TokenLogprob
 from shared.predictions import Prediction, ended_at_s, printed_of
+from shared.stores.stream_chunks import Chunk
 from shared.stores.token_streams import READER_S, TokenReader, Tokens, TokenStreams
-from shared.stream_chunks import Chunk
-from shared.tasks.custom import CustomResult, PieceChunk
-from shared.tasks.text import GenerationResult, TokenChunk, TokenLogprob
 
 MAX_STREAMS = 2048
 """Maximum number of streams per instance.
@@ -572,8 +572,8 @@ class _Stream:
         generation.ended = 1
         if isinstance(result, CustomResult) and isinstance(self._shape, ClassShape):
             self._shape.know(result)
-        # The last tokens may arrive without the end of their text (shared/tasks/text.py), so a
-        # reader that has all tokens may lack a piece. It is the first piece of the end.
+        # The last tokens may arrive without the end of their text (shared/models/tasks/text.py), so
+        # a reader that has all tokens may lack a piece. It is the first piece of the end.
         is_same = generation.tokens >= generation.seen.tokens and result.text.startswith(
             generation.text
         )

@@ -28,7 +28,6 @@ from api.dispatch.request import InferenceRequest
 from api.errors import KeyReused, NotFound
 from api.limits.limited_request import Hold
 from api.predictions.creation import Creation, PredictionSnapshot, version_of
-from shared.concurrency import BackgroundTask
 from shared.errors import (
     BadInput,
     DeadlineExceeded,
@@ -38,9 +37,11 @@ from shared.errors import (
     Unavailable,
     UnknownModel,
 )
-from shared.flow_engine import FlowEngine, plan_of
-from shared.flow_run import outcomes_after, own_objects
+from shared.flows.engine import FlowEngine, plan_of
+from shared.flows.run import outcomes_after, own_objects
 from shared.messages import ItemOutcome, ReplyBody, encode_reply_body
+from shared.models.tasks import Result
+from shared.models.tasks.image import ImagesResult
 from shared.predictions import (
     Prediction,
     decode_document,
@@ -51,14 +52,13 @@ from shared.predictions import (
     read_partial,
     record_of,
 )
+from shared.process.concurrency import BackgroundTask
 from shared.stores.objects import UrlSigner
 from shared.stores.record_state import Preview, QueuePosition, Record
 from shared.stores.records import LISTED, Records
 from shared.stores.webhook_log import WebhookAttempt
 from shared.stores.withdrawals import withdrawn_error
-from shared.tasks import Result
-from shared.tasks.image import ImagesResult
-from shared.webhook_publisher import WebhookPublisher
+from shared.webhooks.publisher import WebhookPublisher
 
 GRACE_S = 5.0
 """Seconds after its deadline during which a worker may still end a prediction."""

@@ -30,10 +30,10 @@ from api.replicate.replies import (
     VersionsPage,
 )
 from api.tasks import openapi_schema_of
-from shared.catalog import Model
 from shared.errors import BadInput, ConfigurationError
+from shared.models.catalog import Model
 from shared.predictions import MEDIA_TYPES, iso
-from shared.webhooks import tenant_secrets
+from shared.webhooks.event import tenant_secrets
 
 COG_VERSION = "0.16.0"
 """The cog version whose schemas ours follow.

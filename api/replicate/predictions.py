@@ -38,16 +38,16 @@ from api.problem_details import ProblemRoute
 from api.replicate.replies import PredictionReply, PredictionsPage
 from api.tasks import read_inputs
 from api.tasks.image import as_run
-from shared.blob import Blob
-from shared.catalog import Model
 from shared.errors import BadInput
+from shared.models.blob import Blob
+from shared.models.catalog import Model
+from shared.models.tasks.custom import CustomInput, CustomResult
 from shared.predictions import body_of
 from shared.stores.objects import ObjectStore
 from shared.stores.record_state import QueuePosition
-from shared.tasks.custom import CustomInput, CustomResult
 from shared.tenants.api_key import holds_key
 from shared.tenants.rules import IS_A_KEY
-from shared.webhooks import WebhookUrlForbidden, parse_webhook_url
+from shared.webhooks.event import WebhookUrlForbidden, parse_webhook_url
 
 MAX_OUTPUT_BYTES = 64 * 1024 * 1024
 """Maximum size of a class output to read from the object store."""

@@ -24,9 +24,9 @@ from api.predictions.creation import is_replicates_client
 from api.problem_details import problem_response
 from api.replicate import models as prediction_models
 from api.replicate.replies import ModelsPage
-from shared.catalog import Model
-from shared.catalog_entry import Rerank
-from shared.tasks.embedding import EmbeddingTask
+from shared.models.catalog import Model
+from shared.models.entry import Rerank
+from shared.models.tasks.embedding import EmbeddingTask
 
 VARIES = {"vary": "user-agent"}
 """Signals to caches that the path has two responses."""

@@ -1,4 +1,4 @@
-"""The tasks served by the API. Each file is named after its task in shared.tasks."""
+"""The tasks served by the API. Each file is named after its task in shared.models.tasks."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 from api.inputs.source_images import ImageCaller, SourceImages
 from api.problem_details import errors_in_input
 from api.tasks.base import ApiTask, Inputs
-from shared.catalog import Model
 from shared.errors import BadInput
-from shared.tasks import TASKS
+from shared.models.catalog import Model
+from shared.models.tasks import TASKS
 
 API_TASKS: dict[str, ApiTask] = {name: import_module(f"{__name__}.{name}").TASK for name in TASKS}
 MAX_FIELDS = 100

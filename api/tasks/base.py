@@ -9,8 +9,8 @@ from typing import Any, ClassVar, Literal
 
 from api.bodies import Body
 from api.inputs.source_images import ImageCaller, SourceImages
-from shared.catalog import Model
-from shared.tasks import Input
+from shared.models.catalog import Model
+from shared.models.tasks import Input
 
 StreamKind = Literal["", "text", "items"]
 
@@ -33,7 +33,7 @@ class Inputs:
 class ApiTask(ABC):
     """The predictions of one task.
 
-    shared/tasks defines how a result becomes output, because webhooks show outputs too.
+    shared/models/tasks defines how a result becomes output, because webhooks show outputs too.
     """
 
     input_schema: ClassVar[type[Body]]

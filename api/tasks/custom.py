@@ -15,11 +15,11 @@ from api.bodies import Body
 from api.inputs.source_images import FetchedFile, ImageCaller, SourceImages, is_elsewhere
 from api.inputs.url_fetcher import FetchedInput
 from api.tasks.base import ApiTask, Inputs, StreamKind
-from shared.blob import FILE_FORMAT, Blob
-from shared.catalog import Model
 from shared.errors import BadInput, InputTooLarge, PenstockError
-from shared.model_interface import SECRET_FORMAT, ModelInterface
-from shared.tasks.custom import (
+from shared.models.blob import FILE_FORMAT, Blob
+from shared.models.catalog import Model
+from shared.models.interface import SECRET_FORMAT, ModelInterface
+from shared.models.tasks.custom import (
     JSON_TYPE,
     MAX_FILES,
     MAX_MESSAGE_JSON_BYTES,

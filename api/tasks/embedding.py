@@ -17,9 +17,9 @@ from api.bodies import Body, Text
 from api.chat_bodies import text_or_list
 from api.inputs.source_images import ImageCaller, SourceImages
 from api.tasks.base import ApiTask, Inputs
-from shared.catalog import Model
 from shared.errors import BadInput, InputTooLarge
-from shared.tasks.embedding import TextInput, TextTokens, TokensInput, Truncate
+from shared.models.catalog import Model
+from shared.models.tasks.embedding import TextInput, TextTokens, TokensInput, Truncate
 
 TOKEN_BYTES = 4
 """Bytes that a token ID counts toward the input limit, because a token is about four bytes of text.

@@ -27,15 +27,15 @@ from api.inputs.guides import (
 )
 from api.inputs.source_images import FetchedFile, ImageCaller, SourceImages
 from api.tasks.base import ApiTask, Inputs
-from shared.after_image import input_of
-from shared.blob import Blob
-from shared.catalog import Catalog, Model
 from shared.errors import BadInput, PenstockError
-from shared.image_interface import ImageMode
 from shared.messages import ItemOutcome, ReplyBody
-from shared.tasks import Input
-from shared.tasks.custom import CustomInput
-from shared.tasks.image import ImageInput, ImageResult, ImagesResult, choose_adapter
+from shared.models.after_image import input_of
+from shared.models.blob import Blob
+from shared.models.catalog import Catalog, Model
+from shared.models.image_interface import ImageMode
+from shared.models.tasks import Input
+from shared.models.tasks.custom import CustomInput
+from shared.models.tasks.image import ImageInput, ImageResult, ImagesResult, choose_adapter
 
 USUAL_STRENGTH = 0.8
 MAX_MASK_BLUR = 64.0

@@ -10,9 +10,9 @@ from api.bodies import Body, Text
 from api.inputs.source_images import ImageCaller, SourceImages
 from api.tasks.base import ApiTask, Inputs
 from api.tasks.embedding import check_texts
-from shared.catalog import Model
 from shared.errors import InputTooLarge
-from shared.tasks.similarity import SimilarityInput
+from shared.models.catalog import Model
+from shared.models.tasks.similarity import SimilarityInput
 
 Pair = Annotated[list[Text], Field(min_length=2, max_length=2)]
 

@@ -11,9 +11,9 @@ from api.bodies import MAX_SEED, Body, Text
 from api.chat_bodies import Message, Share, Stop
 from api.inputs.source_images import ImageCaller, SourceImages
 from api.tasks.base import ApiTask, Inputs, StreamKind
-from shared.catalog import Model
 from shared.errors import BadInput
-from shared.tasks.text import GenerationInput
+from shared.models.catalog import Model
+from shared.models.tasks.text import GenerationInput
 
 
 class PromptToContinue(Body):

@@ -15,8 +15,8 @@ from contextlib import asynccontextmanager
 from typing import Any, NamedTuple, TypeVar
 
 from api.usage.rows import UsageLine, UsageQuery, UsageRows
-from shared.concurrency import FairPermits
 from shared.errors import Overloaded
+from shared.process.concurrency import FairPermits
 from shared.reports.definitions import Report, ReportQuestion
 from shared.reports.runner import ReportResult, ReportRunner, translated_errors
 from shared.usage.bigquery import open_client
@@ -44,7 +44,7 @@ MAX_ROWS = 5_000
 class QueryPermits:
     """Limits and orders the queries that tenants run in BigQuery.
 
-    A single tenant runs two queries and leaves two threads free (shared/concurrency.py).
+    A single tenant runs two queries and leaves two threads free (shared/process/concurrency.py).
     """
 
     def __init__(self) -> None:

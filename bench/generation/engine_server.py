@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from bench.generation.timing import TimedGeneration
-from shared.catalog import Model
+from shared.models.catalog import Model
 from workers.models.base import PreparedPrompt
 from workers.models.engines.generation import read_events
 from workers.models.engines.llama_cpp import PATH, Asked, decode_reply, request_of, settings_of

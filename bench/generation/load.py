@@ -34,9 +34,9 @@ from bench.report import Figure, Outcome
 from infra.local.ports import Ports
 from infra.local.stack import Stack
 from infra.local.up import served_stack
-from shared.catalog import Model
 from shared.errors import ConfigurationError, PenstockError
-from shared.tasks.text import GenerationInput
+from shared.models.catalog import Model
+from shared.models.tasks.text import GenerationInput
 from workers.models.base import PreparedPrompt
 from workers.models.device import Device
 from workers.models.generation.model import GenerationModel

@@ -14,9 +14,9 @@ from typing import Any
 
 from bench.generation.load import smollm2_folder
 from bench.report import Figure, Outcome
-from shared.catalog import Model
 from shared.errors import ConfigurationError
-from shared.tasks.text import GenerationInput, GenerationResult
+from shared.models.catalog import Model
+from shared.models.tasks.text import GenerationInput, GenerationResult
 from workers.models.base import PreparedPrompt
 from workers.models.device import Device
 from workers.models.generation.model import GenerationModel

@@ -31,7 +31,7 @@ from bench.gpu import texts as gpu_texts
 from bench.gpu.card import card_name, matrix_tflops
 from bench.gpu.scale import FULL, TINY, Scale
 from bench.report import Figure, Outcome, keep, machine, table
-from shared.loopback import exempt_loopback_from_proxies
+from shared.process.loopback import exempt_loopback_from_proxies
 
 PARTS = (
     "texts",

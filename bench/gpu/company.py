@@ -11,8 +11,8 @@ import numpy as np
 from PIL import Image
 
 from shared.errors import PenstockError
-from shared.tasks import Result
-from shared.tasks.image import ImageResult
+from shared.models.tasks import Result
+from shared.models.tasks.image import ImageResult
 from workers.models.base import PreparedImage
 from workers.models.image.model import ImageModel
 

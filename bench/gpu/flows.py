@@ -32,9 +32,9 @@ from bench.gpu.card import DTYPES, in_turns
 from bench.gpu.company import distances, drawn, gradient, masked
 from bench.gpu.scale import Scale
 from models.shapes import PIPELINE
-from shared.catalog import Model
-from shared.catalog_entry import Batch
-from shared.image_entry import ImageDefaults
+from shared.models.catalog import Model
+from shared.models.entry import Batch
+from shared.models.image_entry import ImageDefaults
 from workers.models.base import PreparedImage
 from workers.models.device import Device
 from workers.models.image.model import ImageModel

@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from bench.gpu.card import DTYPES, seconds
 from bench.gpu.scale import Scale
-from shared.catalog import Model
-from shared.tasks.text import GenerationResult
+from shared.models.catalog import Model
+from shared.models.tasks.text import GenerationResult
 from workers.models.base import PreparedPrompt
 from workers.models.device import Device
 from workers.models.generation.model import GenerationModel

@@ -24,9 +24,9 @@ from bench.gpu.company import distances, drawn, gradient, masked, outline
 from bench.gpu.images import GUIDANCE, image_entry
 from bench.gpu.scale import Scale
 from models.shapes import PIPELINE
-from shared.catalog import Model
-from shared.catalog_entry import Batch
-from shared.image_entry import Adapter, Control, ImageDefaults
+from shared.models.catalog import Model
+from shared.models.entry import Batch
+from shared.models.image_entry import Adapter, Control, ImageDefaults
 from workers.models.base import PreparedControl, PreparedImage
 from workers.models.device import Device
 from workers.models.image.model import ImageModel

@@ -29,7 +29,7 @@ from bench.load.generator import LoadOrder, LoadReport, drive, percentiles
 from bench.pipeline import Part, Pipeline, running, say_nothing
 from infra.local.ports import Ports
 from infra.local.stack import Stack
-from shared.catalog import Model
+from shared.models.catalog import Model
 from workers.models.device import Device
 from workers.models.embedding.model_folder import read_sentence_folder
 from workers.models.image.model import ImageModel

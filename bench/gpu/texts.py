@@ -14,9 +14,9 @@ from transformers import AutoModel, BertConfig, BertModel
 
 from bench.gpu.card import DTYPES, seconds
 from bench.gpu.scale import Scale
-from shared.catalog import Model
-from shared.catalog_entry import Batch
-from shared.catalog_file import read_catalog
+from shared.models.catalog import Model
+from shared.models.catalog_file import read_catalog
+from shared.models.entry import Batch
 from workers.models.base import PreparedText
 from workers.models.embedding.model_folder import read_sentence_folder
 from workers.models.source import resolve

@@ -30,7 +30,7 @@ from bench.peers.tables import (
 from bench.report import Outcome, keep, machine
 from infra import text_table
 from shared.errors import PenstockError
-from shared.loopback import exempt_loopback_from_proxies
+from shared.process.loopback import exempt_loopback_from_proxies
 
 PAGE = Path("docs/explanation/performance.md")
 IN_FLIGHT = (1, 8, 32, 128, 512)

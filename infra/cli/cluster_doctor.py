@@ -20,11 +20,11 @@ from typing import Any
 
 from infra.local.doctor import Diagnosis
 from infra.reports.tables import check_bigquery
-from shared.catalog import Catalog
+from shared.broker.pubsub.admin import PubSubAdmin
+from shared.broker.transport import SubscriptionSettings, jobs_subscriptions
 from shared.errors import PenstockError
-from shared.pubsub.admin import PubSubAdmin
+from shared.models.catalog import Catalog
 from shared.settings import Settings
-from shared.transport import SubscriptionSettings, jobs_subscriptions
 
 CALL_LIMIT_S = 30.0
 """The limit of one command. kubectl has a shorter one for each of its requests."""

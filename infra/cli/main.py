@@ -29,7 +29,7 @@ from infra.cli.weights import weights
 from infra.local.ports import Ports
 from infra.reports.commands import invoice, report, run_daily
 from shared.errors import BadInput, ConfigurationError, PenstockError
-from shared.loopback import exempt_loopback_from_proxies
+from shared.process.loopback import exempt_loopback_from_proxies
 
 OF_KEYS = frozenset({"keys", "tenants", "plans"})
 OF_OPERATORS = OF_KEYS | {
@@ -241,7 +241,7 @@ def doctor(
     if not cluster:
         raise typer.Exit(report(examine(), as_json=as_json))
     from infra.cli.cluster_doctor import ClusterDoctor, Kubectl
-    from shared.catalog_file import read_catalog
+    from shared.models.catalog_file import read_catalog
     from shared.settings import Settings, read_settings
 
     own = read_settings(Settings)

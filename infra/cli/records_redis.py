@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 from shared.errors import Unavailable
 
 if TYPE_CHECKING:
-    from shared.catalog import Catalog
+    from shared.models.catalog import Catalog
 
 Store = TypeVar("Store")
 Done = TypeVar("Done")
@@ -29,7 +29,7 @@ def run_on(
     Raises:
         Unavailable: Redis did not answer. The message names the setting.
     """
-    from shared.catalog_file import read_catalog
+    from shared.models.catalog_file import read_catalog
     from shared.settings import Settings, read_settings
 
     settings = read_settings(Settings)

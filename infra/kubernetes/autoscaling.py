@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from infra.kubernetes.deployment import Deployment
-from shared.catalog import Model, WorkerGroup
-from shared.transport import batch_subscription_id, workers_subscription_id
+from shared.broker.transport import batch_subscription_id, workers_subscription_id
+from shared.models.catalog import Model, WorkerGroup
 
 MAX_UTILIZATION = 0.9
 """Target share of worker time spent on batches, used when only workers report their load."""
@@ -201,8 +201,8 @@ class TriggerQueries:
     def _item_s(self, model: Model) -> str:
         """Returns PromQL for the time per item in full-worker seconds.
 
-        Spare time is time that other items could have used at no cost (shared/service_rate.py).
-        Workers report seconds of their processes.
+        Spare time is time that other items could have used at no cost
+        (shared/models/service_rate.py). Workers report seconds of their processes.
         """
         # Workers of earlier releases serve one model and do not set this label.
         of_model = {"model": model.name} if len(self._models) > 1 else {}

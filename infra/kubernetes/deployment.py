@@ -11,8 +11,8 @@ from typing import Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from shared.catalog_entry import Gpu, GpuTypeName
 from shared.errors import ConfigurationError
+from shared.models.entry import Gpu, GpuTypeName
 
 GPU_TYPES_FILE = Path(__file__).parent / "gpus.yaml"
 

@@ -39,11 +39,11 @@ from infra.kubernetes.kustomization import (
     write_kustomization,
 )
 from infra.kubernetes.placement import Placement, compute_class, leave_room, place, share_of
-from shared.catalog import Catalog, Model, WorkerGroup
-from shared.catalog_entry import DEFAULT_STARTUP_S, Gpu
-from shared.class_variables import SecretReference
 from shared.errors import ConfigurationError
-from shared.kubernetes_names import slug
+from shared.models.catalog import Catalog, Model, WorkerGroup
+from shared.models.class_variables import SecretReference
+from shared.models.entry import DEFAULT_STARTUP_S, Gpu
+from shared.models.kubernetes_names import slug
 
 HUB = "hf:"
 WEIGHTS_DIR = "/var/cache/penstock-weights"

@@ -8,9 +8,9 @@ from typing import Any
 
 from infra.kubernetes.deployment import Deployment, GpuType, gpu_class, zones_with
 from infra.kubernetes.kustomization import dump_yaml
-from shared.catalog import Model, WorkerGroup
-from shared.catalog_entry import Gpu
 from shared.errors import ConfigurationError
+from shared.models.catalog import Model, WorkerGroup
+from shared.models.entry import Gpu
 
 SHARED_MEMORY = 0.92
 """Share of GPU memory for torch. Each process also has a CUDA context."""

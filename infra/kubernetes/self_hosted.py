@@ -38,9 +38,9 @@ from infra.kubernetes.site import (
     VolumeObjects,
     read_site,
 )
-from shared.catalog import Catalog
-from shared.catalog_file import read_catalog
 from shared.errors import ConfigurationError
+from shared.models.catalog import Catalog
+from shared.models.catalog_file import read_catalog
 
 TREE = "self-hosted"
 CONTAINER = "/spec/template/spec/containers/0"

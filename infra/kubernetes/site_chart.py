@@ -29,9 +29,9 @@ from infra.kubernetes.kustomization import TREE, dump_yaml
 from infra.kubernetes.overlay import clear_folder
 from infra.kubernetes.self_hosted import REDIS_DATA_PERCENT, write_self_hosted, write_time_slicing
 from infra.kubernetes.site import KINDS, SelfHostedSite, site_schema
-from shared.catalog import Catalog
-from shared.catalog_file import read_catalog
 from shared.errors import ConfigurationError
+from shared.models.catalog import Catalog
+from shared.models.catalog_file import read_catalog
 
 RENDER_LIMIT_S = 120.0
 Objects = list[dict[str, Any]]

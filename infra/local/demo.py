@@ -29,9 +29,9 @@ from infra.local.stack import Broker, Stack
 from infra.reports.runs import run_report
 from infra.text_table import table, transposed
 from models.shapes.judge import UNNAMED, DetectedShape, read
-from shared.catalog import Catalog
-from shared.catalog_file import read_catalog
 from shared.errors import ModelFailed, Unavailable
+from shared.models.catalog import Catalog
+from shared.models.catalog_file import read_catalog
 from shared.settings import ApiSettings, read_settings
 
 MODEL = "smollm2-135m"

@@ -27,14 +27,14 @@ from infra.local.process import answers, listens
 from infra.local.redis_server import find_redis_server
 from infra.python_build import OLDEST, is_optimized
 from infra.reports.tables import check_bigquery
+from shared.broker.transport import WEBHOOKS_SUBSCRIPTION_ID, direct_id, slot_subscription_id
 from shared.brokers import admin_of
-from shared.catalog import Catalog
-from shared.catalog_file import read_catalog
 from shared.errors import ConfigurationError, PenstockError, Unavailable
+from shared.models.catalog import Catalog
+from shared.models.catalog_file import read_catalog
 from shared.settings import ApiSettings, Settings, read_settings
 from shared.stores.objects import ObjectStore
 from shared.stores.redis_client import find_eviction_fault
-from shared.transport import WEBHOOKS_SUBSCRIPTION_ID, direct_id, slot_subscription_id
 
 FREE_DISK_BYTES = 2 * 1024**3
 FREE_MEMORY_BYTES = 2 * 1024**3

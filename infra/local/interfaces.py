@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from shared.catalog_file import LOCAL
 from shared.errors import ConfigurationError
-from shared.model_interface import INTERFACE_FILE
-from shared.tasks import TASKS
+from shared.models.catalog_file import LOCAL
+from shared.models.interface import INTERFACE_FILE
+from shared.models.tasks import TASKS
 
 REFRESH = (sys.executable, "-m", "workers.models.custom", "refresh")
 POLL_S = 0.05

@@ -12,13 +12,7 @@ import time
 from collections.abc import Callable
 
 from infra.reports.tables import create_tables
-from shared.brokers import admin_of
-from shared.catalog import Catalog
-from shared.catalog_file import read_catalog
-from shared.concurrency import backoff
-from shared.errors import Unavailable
-from shared.settings import ApiSettings
-from shared.transport import (
+from shared.broker.transport import (
     DEAD_LETTER_RETENTION_S,
     DEAD_LETTER_RETRY_S,
     WEBHOOK_RETRY_S,
@@ -31,6 +25,12 @@ from shared.transport import (
     make_inbox,
     make_jobs,
 )
+from shared.brokers import admin_of
+from shared.errors import Unavailable
+from shared.models.catalog import Catalog
+from shared.models.catalog_file import read_catalog
+from shared.process.concurrency import backoff
+from shared.settings import ApiSettings
 
 PUSH_LIMIT_S = 60
 """Time limit of a function per message."""

@@ -30,9 +30,9 @@ from infra.local.provision_servers import provision_broker
 from infra.local.stack_processes import LOG_FOLDER, StackProcesses
 from infra.local.supervision import PROGRESS_S, SupervisedPart, progress_of
 from infra.reports.tables import create_tables
-from shared.catalog import Catalog, Model
-from shared.catalog_file import read_catalog
 from shared.errors import ConfigurationError, Unavailable
+from shared.models.catalog import Catalog, Model
+from shared.models.catalog_file import read_catalog
 from shared.settings import ApiSettings, WorkerSettings, read_settings
 
 WEBHOOK_KEY_BYTES = 32

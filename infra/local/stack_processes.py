@@ -15,8 +15,8 @@ from pathlib import Path
 from infra.local.ports import Ports
 from infra.local.process import Process, free_port
 from infra.local.redis_server import RedisServer
-from shared.catalog import WorkerGroup
 from shared.errors import ConfigurationError
+from shared.models.catalog import WorkerGroup
 from shared.settings import environment_with
 
 START_LIMIT_S = 120.0

@@ -22,9 +22,9 @@ from infra.local.reload import Reloader
 from infra.local.running_stack import Announcement, RunningStack, announced
 from infra.local.stack import Broker, Stack
 from infra.local.supervision import Supervisor
-from shared.catalog_file import read_catalog
-from shared.inspection import deny_inspection
-from shared.loopback import is_loopback
+from shared.models.catalog_file import read_catalog
+from shared.process.inspection import deny_inspection
+from shared.process.loopback import is_loopback
 from shared.stores.key_stores import key_store
 from shared.tenants.administration import Administration, KeyRequest
 from shared.tenants.directory import Document

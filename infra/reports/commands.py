@@ -161,7 +161,7 @@ def _own(report_: Report, values: Mapping[str, float], *, is_only: bool) -> dict
 
 
 def _say_cost(report_: Report, read_bytes: int) -> None:
-    from shared.money import dollars
+    from shared.money.amounts import dollars
     from shared.reports.runner import USD_PER_TIB
 
     usd = read_bytes / 1024**4 * USD_PER_TIB

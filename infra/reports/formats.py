@@ -19,7 +19,7 @@ from typing import Any, TypeGuard
 
 from infra.text_table import table
 from shared.errors import BadInput
-from shared.money import amount, dollars, plain
+from shared.money.amounts import amount, dollars, plain
 from shared.reports.invoice import plain_cell
 from shared.reports.runner import USD_PER_TIB, Drawing, ReportResult, drawings
 

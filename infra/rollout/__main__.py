@@ -15,8 +15,8 @@ from infra.rollout.google import GoogleClient, default_credentials
 from infra.rollout.judge import CanaryJudge
 from infra.rollout.rollout import Rollout, smoke
 from infra.rollout.service import CloudRunService
-from shared.catalog_file import read_catalog
 from shared.errors import ConfigurationError, PenstockError
+from shared.models.catalog_file import read_catalog
 
 
 def main(argv: Sequence[str] | None = None) -> int:

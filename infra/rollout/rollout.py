@@ -18,9 +18,9 @@ from typing import Any
 
 from infra.rollout.judge import CanaryJudge
 from infra.rollout.service import CloudRunService, Traffic
-from shared.catalog import Catalog, Model
 from shared.errors import ConfigurationError, PenstockError, Unavailable
-from shared.tasks.base import ExampleRequest
+from shared.models.catalog import Catalog, Model
+from shared.models.tasks.base import ExampleRequest
 
 Check = Callable[[str], list[str]]
 """Sends real requests to a URL. Returns a line for each, or raises Unavailable."""

@@ -19,10 +19,10 @@ from prometheus_client import Counter, start_http_server
 
 from infra.row_archive.archive import ArchivedDays, RowArchive, RowArchiveSettings
 from infra.row_archive.loads import BigQueryLoader
-from shared.concurrency import backoff
 from shared.errors import ConfigurationError, Unavailable
 from shared.logs import configure_logs
-from shared.loopback import exempt_loopback_from_proxies
+from shared.process.concurrency import backoff
+from shared.process.loopback import exempt_loopback_from_proxies
 from shared.settings import read_settings
 from shared.stores.objects import ObjectStore
 

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from shared.catalog import CANARY_SUFFIX
+from shared.broker.transport import Publisher, ReceivedMessage, jobs_topic_id
 from shared.messages import Job, decode_job, encode_job
-from shared.transport import Publisher, ReceivedMessage, jobs_topic_id
+from shared.models.catalog import CANARY_SUFFIX
 
 
 class JobMessage(NamedTuple):

@@ -18,7 +18,7 @@ from prometheus_client import Counter as MetricCounter
 from prometheus_client import Gauge
 
 from shared.canary.verdict import CanaryCounts, RevisionCounts
-from shared.catalog import Model
+from shared.models.catalog import Model
 from shared.stores.redis_client import KEY_PREFIX, RedisLink, RedisStore, load_script
 
 WINDOW_S = 600

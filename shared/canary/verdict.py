@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field
 
-from shared.catalog_entry import Canary
+from shared.models.entry import Canary
 
 COMPARISON_TENANT = "penstock-canary"
 """Tenant of items computed only for comparison, in rows and for fair shares."""

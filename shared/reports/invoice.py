@@ -21,7 +21,7 @@ from decimal import ROUND_HALF_UP, Decimal
 from importlib import resources
 from typing import Any
 
-from shared.money import plain
+from shared.money.amounts import plain
 from shared.reports.runner import ReportResult
 
 LINE_USD = Decimal("0.000001")

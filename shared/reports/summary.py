@@ -10,7 +10,7 @@ from datetime import date
 from typing import Any
 from zoneinfo import ZoneInfo
 
-from shared.money import dollars
+from shared.money.amounts import dollars
 from shared.reports.day_tables import Anomaly, BillingDay
 
 MAX_LINES = 10

@@ -27,12 +27,12 @@ import msgspec
 from prometheus_client import Counter, Gauge
 from redis.exceptions import ResponseError
 
-from shared.catalog import Model
-from shared.charge import SHARED
 from shared.errors import BadInput
 from shared.messages import Receipt
+from shared.models.catalog import Model
+from shared.models.tasks import Input, Result
+from shared.money.charge import SHARED
 from shared.stores.redis_client import KEY_PREFIX, RedisLink, RedisStore
-from shared.tasks import Input, Result
 
 WRITE_ENTRIES = 128
 """Maximum number of entries to write in one round trip."""

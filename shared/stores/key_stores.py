@@ -31,8 +31,8 @@ import msgspec
 from prometheus_client import Counter, Gauge
 from redis.connection import parse_url
 
-from shared.catalog import Catalog
 from shared.errors import ConfigurationError, Unavailable
+from shared.models.catalog import Catalog
 from shared.stores.redis_client import KEY_PREFIX, RedisLink, RedisStore, load_script
 from shared.tenants.directory import MAX_KEYS
 from shared.tenants.key_store import (
@@ -46,7 +46,7 @@ from shared.tenants.key_store import (
     StoredDocument,
 )
 from shared.tenants.rules import Served
-from shared.webhooks import parse_webhook_url
+from shared.webhooks.event import parse_webhook_url
 
 ERRORS = Counter(
     "penstock_keys_errors_total",

@@ -41,9 +41,9 @@ from obstore import store
 from obstore.exceptions import AlreadyExistsError, BaseError
 from prometheus_client import Counter
 
-from shared.blob import INLINE_LIMIT_BYTES, Blob
-from shared.concurrency import FairPermits
 from shared.errors import BadInput, ConfigurationError, InputTooLarge, PenstockError, Unavailable
+from shared.models.blob import INLINE_LIMIT_BYTES, Blob
+from shared.process.concurrency import FairPermits
 
 PART_BYTES = 8 * 1024 * 1024
 """Parts are uploaded one at a time. S3 and GCS require at least 5 MiB, except for the last."""

@@ -13,9 +13,9 @@ A record is a hash. Its fields are `state`, `attempts` (claims so far), `open` (
 finished nor released since the job last continued), `alone` (open claims whose worker computes only
 this job), `reply` (the encoded ReplyBody), `step`, `steps`, and `*_at_s` (Unix seconds). A
 prediction also has `document`, `keep_s` and `published`, and counts toward a budget of bytes
-(shared/retention.py). Only the scripts next to this file (record_*.lua) write records. Claims and
-finishes come in large numbers, so their scripts take several records: one script for 100 records
-costs little more than one for a single record.
+(shared/stores/retention.py). Only the scripts next to this file (record_*.lua) write records.
+Claims and finishes come in large numbers, so their scripts take several records: one script for 100
+records costs little more than one for a single record.
 
 A prediction may have a hold: the parts of limits that it has reserved until it is settled. The hold
 is created with the record, by the same script, and outlives the instance that created it. The
@@ -42,7 +42,6 @@ from redis.exceptions import RedisError
 
 from shared.errors import Overloaded, Unavailable, UndecodableMessage
 from shared.messages import PrintedLogs
-from shared.retention import BUDGET_BYTES
 from shared.stores.fetched_urls import FetchedUrls
 from shared.stores.flow_runs import FlowRuns
 from shared.stores.record_state import (
@@ -64,6 +63,7 @@ from shared.stores.redis_client import (
     RedisStore,
     load_script,
 )
+from shared.stores.retention import BUDGET_BYTES
 from shared.stores.token_streams import TokenStreams
 from shared.stores.webhook_log import WebhookLog
 

@@ -28,8 +28,8 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import NoScriptError, RedisError, ResponseError
 
-from shared.concurrency import backoff
 from shared.errors import ConfigurationError, Unavailable
+from shared.process.concurrency import backoff
 
 NO_REDIS = "redis://127.0.0.1:1/0"
 """URL for tests without Redis.

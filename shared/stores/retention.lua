@@ -1,4 +1,4 @@
--- A budget of bytes for a store whose entries Redis must not evict. See shared/retention.py.
+-- A budget of bytes for a store whose entries Redis must not evict. See shared/stores/retention.py.
 --
 -- A store is a name. Below it are these keys:
 --   <store>:bytes            all bytes counted

@@ -31,9 +31,9 @@ from typing import NamedTuple
 import msgspec
 
 from shared.errors import Unavailable
+from shared.models.tasks.text import TokenChunk
 from shared.stores.redis_client import Commands, load_script
-from shared.stream_chunks import Chunk, decode_chunk
-from shared.tasks.text import TokenChunk
+from shared.stores.stream_chunks import Chunk, decode_chunk
 
 KEPT_S = 600
 """Seconds after the last token. A reader that comes back later gets the text from the record."""

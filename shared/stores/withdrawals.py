@@ -20,9 +20,9 @@ from typing import Self
 import msgspec
 from prometheus_client import Counter, Gauge
 
-from shared.catalog import Model
-from shared.concurrency import BackgroundTask
 from shared.errors import ModelWithdrawn, Unavailable, UndecodableMessage
+from shared.models.catalog import Model
+from shared.process.concurrency import BackgroundTask
 from shared.stores.redis_client import KEY_PREFIX, NO_REDIS, RedisLink, RedisStore, load_script
 
 REFRESH_S = 1.0

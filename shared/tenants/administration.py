@@ -16,8 +16,8 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from shared.concurrency import backoff
 from shared.errors import BadInput, ConfigurationError, PenstockError, Unavailable
+from shared.process.concurrency import backoff
 from shared.tenants.api_key import (
     ID_LENGTH,
     PREFIX,

@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 import msgspec
 
-from shared.catalog import Model
-from shared.charge import SHARED, charge_of, price_of
 from shared.messages import Envelope, ItemOutcome
+from shared.models.catalog import Model
+from shared.money.charge import SHARED, charge_of, price_of
 
 
 class Row(msgspec.Struct, kw_only=True, omit_defaults=True):

@@ -31,8 +31,8 @@ from typing import NamedTuple, Self
 import msgspec
 from prometheus_client import Counter, Gauge
 
-from shared.concurrency import backoff
 from shared.errors import Unavailable
+from shared.process.concurrency import backoff
 from shared.settings import SPOOL_MAX_BYTES
 from shared.usage.bigquery import Fields, Segment, Spool
 from shared.usage.row import Row

@@ -20,17 +20,17 @@ from api.dispatch.reply_inbox import ReplyInbox
 from api.dispatch.request import InferenceRequest, InferenceResponse, RequestOptions
 from api.inputs.codec_pool import CodecPool
 from api.inputs.image_codec import ImageCodec
+from shared.broker.in_memory import InMemoryBroker
 from shared.canary.store import CanaryStore
-from shared.catalog import Catalog
-from shared.in_memory_broker import InMemoryBroker
 from shared.messages import RequestFacts
-from shared.service_rate import ServiceRate
+from shared.models.catalog import Catalog
+from shared.models.service_rate import ServiceRate
+from shared.models.tasks.base import FirstGuesses
+from shared.models.tasks.embedding import EmbeddingResult, TextInput
 from shared.stores.cache import Hit, ResultCache
 from shared.stores.objects import ObjectStore
 from shared.stores.records import Records
 from shared.stores.redis_client import NO_REDIS
-from shared.tasks.base import FirstGuesses
-from shared.tasks.embedding import EmbeddingResult, TextInput
 from shared.usage.row import Row
 from shared.usage.row_list import RowList
 from tests.api.fake_worker import FakeWorker, vector_of

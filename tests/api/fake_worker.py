@@ -19,8 +19,14 @@ import msgspec
 import numpy as np
 from PIL import Image
 
-from shared.blob import Blob
-from shared.catalog import Model
+from shared.broker.transport import (
+    Admin,
+    Subscription,
+    SubscriptionSettings,
+    Transport,
+    jobs_topic_id,
+    workers_subscription_id,
+)
 from shared.errors import BadInput, DeadlineExceeded, ModelFailed, PenstockError
 from shared.messages import (
     Item,
@@ -35,12 +41,10 @@ from shared.messages import (
     encode_reply_body,
     failure,
 )
-from shared.stores.cache import ResultCache
-from shared.stores.objects import ObjectStore, object_key
-from shared.stores.records import Records
-from shared.stores.token_streams import Written
-from shared.tasks import Input, Result
-from shared.tasks.custom import (
+from shared.models.blob import Blob
+from shared.models.catalog import Model
+from shared.models.tasks import Input, Result
+from shared.models.tasks.custom import (
     CustomInput,
     CustomResult,
     FilePlace,
@@ -49,10 +53,10 @@ from shared.tasks.custom import (
     file_digest,
     streamed_file,
 )
-from shared.tasks.embedding import EmbeddingResult, TextInput, TextTokens, TokensInput
-from shared.tasks.image import ImageInput, ImageResult
-from shared.tasks.similarity import SimilarityInput, SimilarityResult
-from shared.tasks.text import (
+from shared.models.tasks.embedding import EmbeddingResult, TextInput, TextTokens, TokensInput
+from shared.models.tasks.image import ImageInput, ImageResult
+from shared.models.tasks.similarity import SimilarityInput, SimilarityResult
+from shared.models.tasks.text import (
     GenerationInput,
     GenerationResult,
     PromptToCount,
@@ -60,14 +64,10 @@ from shared.tasks.text import (
     TokenCount,
     TokenLogprob,
 )
-from shared.transport import (
-    Admin,
-    Subscription,
-    SubscriptionSettings,
-    Transport,
-    jobs_topic_id,
-    workers_subscription_id,
-)
+from shared.stores.cache import ResultCache
+from shared.stores.objects import ObjectStore, object_key
+from shared.stores.records import Records
+from shared.stores.token_streams import Written
 from tests.limits import WAIT_LIMIT_S
 from workers.models.base import PreparedText, Preparer
 

@@ -20,15 +20,15 @@ from api.app import create_app
 from api.http.request import Dependencies
 from api.limits.spent import SpentReader
 from api.server import server_config
-from shared.catalog import Catalog, Model
-from shared.catalog_entry import Batch, Generation
-from shared.catalog_file import read_catalog
-from shared.in_memory_broker import InMemoryBroker
+from shared.broker.in_memory import InMemoryBroker
+from shared.broker.transport import Admin, Transport
+from shared.models.catalog import Catalog, Model
+from shared.models.catalog_file import read_catalog
+from shared.models.entry import Batch, Generation
 from shared.settings import ApiSettings, read_settings
 from shared.stores.cache import ResultCache
 from shared.stores.records import Records
 from shared.stores.redis_client import NO_REDIS
-from shared.transport import Admin, Transport
 from shared.usage.row import Row
 from shared.usage.row_list import RowList
 from tests.api.declared import Declared

@@ -10,14 +10,14 @@ from uuid import uuid4
 from prometheus_client import REGISTRY
 
 from api.dispatch.reply_inbox import PendingReply, ReplyInbox
-from shared.catalog_entry import Replies
+from shared.broker.in_memory import InMemoryBroker
+from shared.broker.pubsub.admin import PubSubAdmin
+from shared.broker.pubsub.client import PubSubTransport
+from shared.broker.transport import Admin, Transport
 from shared.errors import Unavailable
-from shared.in_memory_broker import InMemoryBroker
 from shared.messages import ItemOutcome, Receipt, Reply, ReplyBody, encode_reply
-from shared.pubsub.admin import PubSubAdmin
-from shared.pubsub.client import PubSubTransport
+from shared.models.entry import Replies
 from shared.settings import ApiSettings
-from shared.transport import Admin, Transport
 from tests.limits import WAIT_LIMIT_S
 
 

@@ -25,9 +25,9 @@ from api.limits.accounts import budget_name
 from api.limits.counters import month_of
 from api.limits.limiter import Limiter
 from api.limits.spent import SpentReader
-from shared.catalog import Catalog, Model
-from shared.catalog_entry import Cache, Price
 from shared.errors import Unavailable
+from shared.models.catalog import Catalog, Model
+from shared.models.entry import Cache, Price
 from shared.settings import ApiSettings
 from shared.tenants.directory import BudgetHolder
 from shared.tenants.plan import Limits, Plan

@@ -12,8 +12,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, Generic, TypeVar
 
+from shared.broker.in_memory import InMemoryBroker, InMemorySubscription
 from shared.errors import Unavailable
-from shared.in_memory_broker import InMemoryBroker, InMemorySubscription
 from shared.usage.row import Row
 from tests.api.ledger import Ledger
 from tests.faults.links import Links

@@ -7,8 +7,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from shared.catalog import Catalog
-from shared.in_memory_broker import InMemoryBroker
+from shared.broker.in_memory import InMemoryBroker
+from shared.models.catalog import Catalog
 from shared.stores.objects import ObjectStore
 from tests.api.fake_worker import FakeWorker
 from tests.api.harness import ApiUnderTest, running_api, settings_for

@@ -7,9 +7,9 @@ from typing import Any
 import httpx
 import pytest
 
-from shared.catalog import Catalog, Model
-from shared.image_entry import Adapter
-from shared.tasks.image import ChosenAdapter
+from shared.models.catalog import Catalog, Model
+from shared.models.image_entry import Adapter
+from shared.models.tasks.image import ChosenAdapter
 from tests.api.harness import CATALOG, IMAGE_MODEL, ApiUnderTest, running_api, settings_for
 from tests.api.predicting import WAIT
 from tests.api.test_images import drawn

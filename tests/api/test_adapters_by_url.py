@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from shared.catalog import Catalog, Model
-from shared.image_entry import AdapterUrls
-from shared.tasks.image import ChosenAdapter
+from shared.models.catalog import Catalog, Model
+from shared.models.image_entry import AdapterUrls
+from shared.models.tasks.image import ChosenAdapter
 from tests.api.batches.batching import answers, batching, created, jsonl, until
 from tests.api.file_server import FileServer, serving_files
 from tests.api.harness import (

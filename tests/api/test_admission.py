@@ -12,11 +12,11 @@ from prometheus_client import REGISTRY
 
 from api.dispatch.admission import MAX_RETRY_S, MIN_RETRY_S, Admission
 from api.fair_room import Demand
-from shared.catalog import Model
-from shared.catalog_file import read_catalog
 from shared.errors import Overloaded
-from shared.service_rate import ServiceRate
-from shared.tasks.base import FirstGuesses
+from shared.models.catalog import Model
+from shared.models.catalog_file import read_catalog
+from shared.models.service_rate import ServiceRate
+from shared.models.tasks.base import FirstGuesses
 from shared.tenants.plan import PRIORITIES, Priority
 from tests.clock import Clock
 

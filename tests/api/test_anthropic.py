@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shared.errors import ContextLengthExceeded
-from shared.tasks.text import GenerationInput
+from shared.models.tasks.text import GenerationInput
 from tests.api.harness import ApiUnderTest, running_api, settings_for
 from tests.api.test_generation import TEXT, parsed
 from tests.api.test_stored_responses import prompt_of

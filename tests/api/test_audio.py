@@ -13,9 +13,9 @@ import httpx
 import openai
 import pytest
 
-from shared.catalog import Catalog, Model
 from shared.errors import BadInput, InputTooLarge
-from shared.model_interface import ModelInterface
+from shared.models.catalog import Catalog, Model
+from shared.models.interface import ModelInterface
 from tests.api.harness import TEXT_MODEL, ApiUnderTest, running_api, settings_for
 
 pytestmark = pytest.mark.anyio

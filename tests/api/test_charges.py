@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.catalog_entry import Cache, Price
+from shared.models.entry import Cache, Price
 from tests.api.harness import CATALOG, TEXT_MODEL, running_api, settings_for
 from tests.api.predicting import TEXT, until_over
 from tests.api.test_tenant_cache import ACME, OTHER, Deployment, deployed

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from shared.broker.in_memory import InMemoryBroker
 from shared.canary.store import CanaryStore
 from shared.canary.verdict import COMPARISON_TENANT, CanaryCounts
-from shared.catalog import Catalog
-from shared.in_memory_broker import InMemoryBroker
+from shared.models.catalog import Catalog
 from shared.stores.objects import ObjectStore
 from tests.api.fake_worker import FakeWorker
 from tests.api.harness import running_api, settings_for

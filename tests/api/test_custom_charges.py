@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from api.limits.limited_request import STOPS_WITHIN_S
+from shared.models.tasks.custom import interface_of
 from shared.stores.objects import ObjectStore
-from shared.tasks.custom import interface_of
 from shared.tenants.plan import Plan
 from tests.api.batches.batching import answers, created, jsonl, until
 from tests.api.fake_worker import FakeWorker

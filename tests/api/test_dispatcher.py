@@ -26,7 +26,7 @@ from shared.messages import (
     encode_reply_body,
     record_id,
 )
-from shared.tasks.embedding import EmbeddingResult, TextInput
+from shared.models.tasks.embedding import EmbeddingResult, TextInput
 from tests.api.dispatcher_harness import (
     DispatcherHarness,
     ends,

@@ -6,8 +6,8 @@ import numpy as np
 import openai
 import pytest
 
-from shared.tasks.base import MAX_JOB_ITEMS
-from shared.tasks.embedding import TextInput, TokensInput
+from shared.models.tasks.base import MAX_JOB_ITEMS
+from shared.models.tasks.embedding import TextInput, TokensInput
 from tests.api.fake_worker import vector_of
 from tests.api.harness import TEXT_MODEL, ApiUnderTest
 

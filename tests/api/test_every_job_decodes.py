@@ -14,9 +14,9 @@ import redis
 from hypothesis import HealthCheck, given, settings
 
 from infra.local.redis_server import RedisServer
-from shared.in_memory_broker import InMemoryBroker
+from shared.broker.in_memory import InMemoryBroker
+from shared.broker.transport import jobs_topic_id
 from shared.messages import decode_job
-from shared.transport import jobs_topic_id
 from tests.api.asked import Asked, Headers, headers, requests
 from tests.api.harness import CATALOG, ApiUnderTest, running_api, settings_for
 from tests.tiers import examples

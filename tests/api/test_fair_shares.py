@@ -6,7 +6,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from shared.tasks.embedding import TextInput
+from shared.models.tasks.embedding import TextInput
 from tests.api.dispatcher_harness import running_dispatcher
 from tests.api.harness import TEXT_MODEL, running_api, settings_for
 from tests.keys import bearer, keys_url

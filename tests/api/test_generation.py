@@ -13,7 +13,7 @@ import pytest
 import redis
 
 from api.predictions import generation_stream
-from shared.tasks.text import GenerationInput
+from shared.models.tasks.text import GenerationInput
 from tests.api.harness import ApiUnderTest, api_with_redis, running_api, settings_for
 from tests.keys import bearer, keys_url
 from tests.limits import WAIT_LIMIT_S

@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from shared.catalog import Catalog
-from shared.catalog_entry import Generation
+from shared.models.catalog import Catalog
+from shared.models.entry import Generation
 from shared.tenants.plan import Plan
 from shared.usage.row import Row
 from tests.api.fake_worker import FakeWorker

@@ -3,7 +3,7 @@
 import pytest
 
 from api.openai.generation import completion_logprobs
-from shared.tasks.text import TokenLogprob
+from shared.models.tasks.text import TokenLogprob
 
 
 def told(data: bytes, logprob: float, *top: TokenLogprob) -> TokenLogprob:

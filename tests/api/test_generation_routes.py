@@ -9,7 +9,7 @@ import pytest
 import redis
 
 from api.predictions import service
-from shared.catalog import Catalog
+from shared.models.catalog import Catalog
 from shared.tenants.plan import Plan
 from tests.api.harness import CATALOG, WRITER, ApiUnderTest, running_api, settings_for
 from tests.api.test_generation import TEXT, chat

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from api.openai.images import GenerationsEndpoint
-from shared.blob import Blob
-from shared.catalog import Catalog, Model
 from shared.errors import BadInput
+from shared.models.blob import Blob
+from shared.models.catalog import Catalog, Model
 from tests.api.batches.batching import answers, batching, created, jsonl, until
 from tests.api.harness import CATALOG, IMAGE_MODEL, ApiUnderTest, running_api, settings_for
 from tests.api.predicting import WAIT

@@ -11,10 +11,10 @@ from typing import Any
 import anyio
 import pytest
 
+from shared.broker.in_memory import InMemoryBroker
+from shared.broker.transport import jobs_topic_id
 from shared.errors import PenstockError, Unavailable
-from shared.in_memory_broker import InMemoryBroker
 from shared.stores.records import Records
-from shared.transport import jobs_topic_id
 from tests.api.dispatcher_harness import ends, running_dispatcher
 from tests.api.harness import TEXT_MODEL, ApiUnderTest, api_with_redis
 from tests.api.test_generation import chat

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from api.app import create_app
-from shared.in_memory_broker import InMemoryBroker
+from shared.broker.in_memory import InMemoryBroker
 from shared.usage.row_list import RowList
 from tests.api.harness import ACCEPT_TURNS, CATALOG, already_open, serving, settings_for
 

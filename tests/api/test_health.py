@@ -9,8 +9,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from api import metrics
 from infra.local.redis_server import RedisServer
+from shared.broker.in_memory import InMemoryBroker
 from shared.errors import BadInput, ConfigurationError, Unavailable
-from shared.in_memory_broker import InMemoryBroker
 from tests.api.harness import TEXT_MODEL, ApiUnderTest, running_api, settings_for
 
 pytestmark = pytest.mark.anyio

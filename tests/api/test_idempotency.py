@@ -21,8 +21,8 @@ from api.http.idempotency import REPLAYED
 from api.idempotency.service import IdempotencyService, IdempotentRequest, StoredResponse
 from api.idempotency.store import IdempotencyStore, KeyClaim
 from infra.local.redis_server import RedisServer
+from shared.broker.in_memory import InMemoryBroker
 from shared.errors import Unavailable
-from shared.in_memory_broker import InMemoryBroker
 from shared.stores.objects import ObjectStore
 from shared.usage.row_list import RowList
 from tests.api.harness import (

@@ -27,7 +27,7 @@ from api.inputs.codec_protocol import (
 from api.inputs.codec_server import MAX_SCANS, SOURCE_LIMIT_PIXELS, run_command, size_like
 from api.inputs.image_codec import BASE64_CHUNK, data_of_uri
 from shared.errors import BadInput
-from shared.tasks.image import ImageInput
+from shared.models.tasks.image import ImageInput
 from tests.api.harness import ApiUnderTest, running_api, settings_for
 from tests.hostile_jpeg import RESERVED_MARKER, hide_scans, repeat_scans
 from tests.tiers import examples

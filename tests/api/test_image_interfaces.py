@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from shared.catalog import Catalog
-from shared.image_interface import ImageInterface, ImageUsuals
+from shared.models.catalog import Catalog
+from shared.models.image_interface import ImageInterface, ImageUsuals
 from tests.api.harness import CATALOG, IMAGE_MODEL, ApiUnderTest, running_api, settings_for
 from tests.api.predicting import WAIT
 from tests.api.test_images import drawn

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from shared.blob import INLINE_LIMIT_BYTES
 from shared.errors import PenstockError
+from shared.models.blob import INLINE_LIMIT_BYTES
+from shared.models.tasks.image import ImageInput
 from shared.stores.objects import LINK_VALID_S, UrlSigner
-from shared.tasks.image import ImageInput
 from tests.api.fake_worker import MAX_PROMPT_WORDS, png_of
 from tests.api.harness import IMAGE_MODEL, ApiUnderTest
 

@@ -22,16 +22,16 @@ from aiohttp import web
 from api.inputs import url_fetcher
 from api.inputs.storage import Storage, StorageQuota
 from api.inputs.url_fetcher import MAX_AT_A_TIME, FetchFailed, UrlFetcher
-from shared.catalog import Catalog, Model
 from shared.errors import BadInput, Overloaded, PenstockError
-from shared.model_interface import ModelInterface
-from shared.pinned_http import Resolve, resolve
+from shared.models.catalog import Catalog, Model
+from shared.models.interface import ModelInterface
+from shared.models.tasks.custom import CustomInput
+from shared.models.tasks.image import ImageInput
 from shared.stores.fetched_urls import FetchedUrls
 from shared.stores.objects import ObjectStore
 from shared.stores.records import Records
 from shared.stores.redis_client import NO_REDIS
-from shared.tasks.custom import CustomInput
-from shared.tasks.image import ImageInput
+from shared.web.pinned_http import Resolve, resolve
 from tests.api.fake_worker import png_of
 from tests.api.file_server import NAME, FileServer, serving_files
 from tests.api.harness import (

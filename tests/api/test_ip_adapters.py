@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from shared.catalog import Catalog
-from shared.image_entry import Control, IpAdapter
-from shared.tasks.image import ImageInput, IpAdapterInput
+from shared.models.catalog import Catalog
+from shared.models.image_entry import Control, IpAdapter
+from shared.models.tasks.image import ImageInput, IpAdapterInput
 from tests.api.harness import CATALOG, IMAGE_MODEL, ApiUnderTest, running_api, settings_for
 from tests.api.predicting import WAIT
 from tests.api.test_controls import pixels, uri

@@ -34,15 +34,15 @@ from api.batch_runner.runner import opened_runner
 from api.idempotency.store import IdempotencyStore
 from api.limits.counters import SLOTS_S
 from api.limits.limiter import Limiter
+from shared.broker.in_memory import InMemoryBroker
 from shared.canary.store import CanaryStore
-from shared.catalog import Catalog, Model, flow_of
-from shared.catalog_entry import Batch, Cache, Canary, FlowEntry, Price
 from shared.errors import ModelFailed, PenstockError, Unavailable
-from shared.in_memory_broker import InMemoryBroker
+from shared.models.catalog import Catalog, Model, flow_of
+from shared.models.entry import Batch, Cache, Canary, FlowEntry, Price
+from shared.models.tasks import Result
+from shared.models.tasks.embedding import TextInput, Truncate
 from shared.settings import ApiSettings
 from shared.stores.cache import COMPUTED, ENTRY_SCHEMA, cache_key
-from shared.tasks import Result
-from shared.tasks.embedding import TextInput, Truncate
 from shared.usage.row import Row
 from shared.usage.row_list import RowList
 from tests.api.batches.batching import OVER as BATCH_OVER

@@ -13,8 +13,8 @@ import redis.asyncio
 
 from api.limits.limited_request import STOPS_WITHIN_S
 from api.limits.messages import duration
-from shared.catalog import Catalog
-from shared.catalog_entry import Price
+from shared.models.catalog import Catalog
+from shared.models.entry import Price
 from shared.stores.redis_client import NO_REDIS
 from shared.tenants.plan import Limits, Plan, Rates
 from tests.api.harness import (

@@ -17,8 +17,8 @@ import pytest
 
 from api.tasks.embedding import sections_of, sentence_starts, windows_of
 from shared.messages import Job
-from shared.tasks import Input
-from shared.tasks.embedding import TextInput, TextTokens
+from shared.models.tasks import Input
+from shared.models.tasks.embedding import TextInput, TextTokens
 from tests.api.fake_worker import vector_of
 from tests.api.harness import TEXT_MODEL, ApiUnderTest, running_api, settings_for
 from tests.api.predicting import WAIT

@@ -11,8 +11,8 @@ from PIL import Image
 from api.inputs.codec_protocol import CodecError, MaskPrepared, PrepareMask
 from api.inputs.codec_server import run_command
 from api.openai.image_edits import VARIED_STRENGTH
-from shared.blob import INLINE_LIMIT_BYTES, Blob
-from shared.tasks.image import ImageInput
+from shared.models.blob import INLINE_LIMIT_BYTES, Blob
+from shared.models.tasks.image import ImageInput
 from tests.api.harness import IMAGE_MODEL, ApiUnderTest, api_with_redis
 from tests.api.predicting import WAIT
 from tests.api.test_images import drawn, encoded

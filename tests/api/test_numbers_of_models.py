@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 
 from api.testing import running_api
-from shared.catalog import Model
-from shared.catalog_entry import Batch, Cache, Price
+from shared.broker.in_memory import InMemoryBroker
 from shared.errors import PenstockError
-from shared.in_memory_broker import InMemoryBroker
-from shared.tasks import Input, Result
-from shared.tasks.custom import CustomResult
-from shared.tasks.embedding import EmbeddingResult, TextInput
-from shared.tasks.similarity import SimilarityInput, SimilarityResult
+from shared.models.catalog import Model
+from shared.models.entry import Batch, Cache, Price
+from shared.models.tasks import Input, Result
+from shared.models.tasks.custom import CustomResult
+from shared.models.tasks.embedding import EmbeddingResult, TextInput
+from shared.models.tasks.similarity import SimilarityInput, SimilarityResult
 from shared.usage.row import Row
 from tests.flows.models import JOIN
 from tests.flows.world import ThreadModel

@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 import pytest
 
-from shared.catalog import Catalog
 from shared.errors import BadInput, InputTooLarge
-from shared.tasks.custom import CustomInput
+from shared.models.catalog import Catalog
+from shared.models.tasks.custom import CustomInput
 from tests.api.harness import TEXT_MODEL, ApiUnderTest, running_api, settings_for
 from tests.api.test_audio import SPEAKS, entry, interface
 from tests.keys import bearer, keys_url

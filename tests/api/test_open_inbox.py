@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from prometheus_client import REGISTRY
 
 from api.dispatch.reply_inbox import OpenInbox
-from shared.catalog_entry import Replies
+from shared.broker.transport import ReceivedMessage
 from shared.errors import DeadlineExceeded
 from shared.messages import Reply, ReplyBody, encode_reply, encode_reply_batch, encode_reply_body
-from shared.transport import ReceivedMessage
+from shared.models.entry import Replies
 
 SLOTS = 3
 KINDS = st.sampled_from(["direct", "slots"])

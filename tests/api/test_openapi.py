@@ -14,7 +14,7 @@ from api.openai.embeddings import EmbeddingsBody
 from api.openai.image_edits import EditBody
 from api.openai.images import GenerationBody
 from api.openai.rerank import RerankBody
-from shared.catalog import Catalog
+from shared.models.catalog import Catalog
 from tests.api.harness import TEXT_MODEL, ApiUnderTest, running_api, settings_for
 from tests.keys import bearer, keys_url
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from replicate.client import Client
 
-from shared.transport import WEBHOOKS_SUBSCRIPTION_ID
-from shared.webhooks import WebhookEvent, decode_webhook_event
+from shared.broker.transport import WEBHOOKS_SUBSCRIPTION_ID
+from shared.webhooks.event import WebhookEvent, decode_webhook_event
 from tests.api.harness import ApiUnderTest
 from tests.api.predicting import until_over
 from tests.api.serving_classes import predict

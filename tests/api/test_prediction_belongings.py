@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from replicate.client import Client
 
+from shared.broker.transport import WEBHOOKS_TOPIC_ID
 from shared.predictions import decode_end
 from shared.stores.records import Records
 from shared.stores.webhook_log import MAX_KEPT, WebhookAttempt
 from shared.tenants.plan import Plan
-from shared.transport import WEBHOOKS_TOPIC_ID
 from tests.api.harness import IMAGE_MODEL, ApiUnderTest, running_api, settings_for
 from tests.api.predicting import TEXT, WAIT, until_over
 from tests.keys import bearer, key_for, keys_url

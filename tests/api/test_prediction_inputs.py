@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from shared.models.tasks.embedding import TextInput
+from shared.models.tasks.image import ImageInput
 from shared.stores.objects import ObjectStore
-from shared.tasks.embedding import TextInput
-from shared.tasks.image import ImageInput
 from tests.api.fake_worker import png_of, vector_of
 from tests.api.harness import (
     IMAGE_MODEL,

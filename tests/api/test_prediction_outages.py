@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from infra.local.redis_server import RedisServer
+from shared.broker.in_memory import InMemoryBroker
 from shared.errors import Unavailable
-from shared.in_memory_broker import InMemoryBroker
 from shared.stores.records import Records
 from tests.api.harness import ApiUnderTest, api_with_redis, running_api, settings_for
 from tests.api.predicting import TEXT, WAIT, admitted, until_over

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from shared.models.tasks.embedding import TextInput
 from shared.stores.records import Records
-from shared.tasks.embedding import TextInput
 from tests.api.fake_worker import MAX_PROMPT_WORDS, vector_of
 from tests.api.harness import (
     IMAGE_MODEL,

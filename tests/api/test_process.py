@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 
 from infra.local.process import free_port
-from shared.pubsub.admin import PubSubAdmin
-from shared.pubsub.client import PubSubTransport
+from shared.broker.pubsub.admin import PubSubAdmin
+from shared.broker.pubsub.client import PubSubTransport
+from shared.models.tasks.embedding import TextInput
 from shared.stores.redis_client import NO_REDIS
-from shared.tasks.embedding import TextInput
 from tests.api.fake_worker import FakeWorker, vector_of
 from tests.api.harness import CATALOG, TEXT_MODEL
 from tests.limits import START_LIMIT_S, WAIT_LIMIT_S

@@ -15,10 +15,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from api.dispatch.model_window import Elsewhere, ModelWindow, PublishWindow, digest_of
 from api.fair_room import Demand
-from shared.catalog_entry import Batch
 from shared.errors import DeadlineExceeded
-from shared.service_rate import ServiceRate, held_messages
-from shared.tasks.base import FirstGuesses
+from shared.models.entry import Batch
+from shared.models.service_rate import ServiceRate, held_messages
+from shared.models.tasks.base import FirstGuesses
 from tests.api.dispatcher_harness import running_dispatcher
 from tests.api.harness import WRITER
 from tests.limits import WAIT_LIMIT_S

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from shared.in_memory_broker import InMemoryBroker
+from shared.broker.in_memory import InMemoryBroker
 from shared.stores.cache import ResultCache
 from shared.stores.records import Records
 from shared.tenants.plan import Plan

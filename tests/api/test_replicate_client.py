@@ -13,10 +13,10 @@ from replicate.helpers import FileOutput
 from replicate.pagination import async_paginate
 from replicate.webhook import Webhooks, WebhookSigningSecret
 
+from shared.models.tasks.embedding import TextInput
+from shared.models.tasks.image import ImageInput
 from shared.stores.records import Records
-from shared.tasks.embedding import TextInput
-from shared.tasks.image import ImageInput
-from shared.webhooks import signature
+from shared.webhooks.event import signature
 from tests.api.fake_worker import png_of, vector_of
 from tests.api.harness import (
     CATALOG,

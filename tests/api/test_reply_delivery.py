@@ -11,10 +11,10 @@ import redis
 
 from api.dispatch.reply_inbox import ERRORS, InboxLost
 from infra.local.redis_server import RedisServer
-from shared.catalog_entry import Replies
+from shared.broker.in_memory import InMemoryBroker
+from shared.broker.transport import make_inbox
 from shared.errors import ConfigurationError, DeadlineExceeded, Unavailable
-from shared.in_memory_broker import InMemoryBroker
-from shared.transport import make_inbox
+from shared.models.entry import Replies
 from tests.api.harness import IMAGE_MODEL, TEXT_MODEL, ApiUnderTest
 from tests.api.inboxes import Broker, counted, in_memory, next_inbox, until
 from tests.limits import WAIT_LIMIT_S

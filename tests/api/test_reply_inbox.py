@@ -10,10 +10,10 @@ import pytest
 import redis
 
 from api.dispatch.reply_inbox import PendingReply, ReplyInbox
+from shared.broker.in_memory import InMemoryBroker
+from shared.broker.transport import make_inbox
 from shared.errors import BadInput, ConfigurationError, Unavailable
-from shared.in_memory_broker import InMemoryBroker
 from shared.stores.redis_client import NO_REDIS
-from shared.transport import make_inbox
 from tests.api.inboxes import Broker, counted, embedded, in_memory, next_inbox
 from tests.limits import WAIT_LIMIT_S
 

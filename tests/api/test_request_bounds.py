@@ -14,7 +14,7 @@ import redis
 from api.bodies import MAX_VALUES, Body
 from api.predictions.service import DOCUMENT_MAX_BYTES
 from api.tasks.custom import validator_of
-from shared.model_interface import ModelInterface
+from shared.models.interface import ModelInterface
 from shared.stores.records import Records
 from tests.api.harness import (
     IMAGE_MODEL,

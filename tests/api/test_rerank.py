@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shared.tasks.embedding import TextInput
-from shared.tasks.similarity import SimilarityInput
+from shared.models.tasks.embedding import TextInput
+from shared.models.tasks.similarity import SimilarityInput
 from tests.api.fake_worker import vector_of
 from tests.api.harness import IMAGE_MODEL, PAIRS_MODEL, TEXT_MODEL, ApiUnderTest
 

@@ -11,7 +11,7 @@ import pytest
 from openai import pydantic_function_tool
 from pydantic import BaseModel
 
-from shared.tasks.text import GenerationInput
+from shared.models.tasks.text import GenerationInput
 from tests.api.fake_worker import LAST_WORD
 from tests.api.harness import ApiUnderTest, api_with_redis, running_api, settings_for
 from tests.api.test_generation import TEXT, parsed

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.catalog_entry import Cache, Price
+from shared.models.entry import Cache, Price
 from shared.tenants.plan import Plan
 from tests.api.harness import TEXT_MODEL, running_api, settings_for
 from tests.api.predicting import TEXT, until_over

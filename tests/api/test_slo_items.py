@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from shared.errors import Overloaded
-from shared.slo import ENDS
+from shared.money.slo import ENDS
 from tests.api.dispatcher_harness import running_dispatcher
 from tests.api.harness import TEXT_MODEL, ApiUnderTest
 from tests.limits import PATIENCE

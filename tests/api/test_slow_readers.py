@@ -15,8 +15,8 @@ import pytest
 import redis
 from prometheus_client import REGISTRY
 
-from shared.catalog import Catalog
-from shared.catalog_entry import Generation
+from shared.models.catalog import Catalog
+from shared.models.entry import Generation
 from shared.stores.token_streams import TokenStreams
 from tests.api.harness import (
     WRITER,

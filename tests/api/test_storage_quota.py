@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from shared.catalog import Catalog
+from shared.models.catalog import Catalog
 from shared.stores.held_bytes import hold
 from shared.tenants.plan import Plan
 from tests.api.file_server import serving_files

@@ -8,7 +8,7 @@ import openai
 import pytest
 import redis
 
-from shared.tasks.text import GenerationInput
+from shared.models.tasks.text import GenerationInput
 from shared.tenants.plan import Plan
 from tests.api.harness import ApiUnderTest, running_api, settings_for
 from tests.api.test_generation import TEXT, parsed

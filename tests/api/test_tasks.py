@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from api.tasks import MAX_FIELDS
-from shared.catalog import Model
-from shared.tasks.embedding import TextInput
-from shared.tasks.similarity import SimilarityInput
+from shared.models.catalog import Model
+from shared.models.tasks.embedding import TextInput
+from shared.models.tasks.similarity import SimilarityInput
 from tests.api.fake_worker import vector_of
 from tests.api.harness import CATALOG, PAIRS_MODEL, ApiUnderTest, api_with_redis
 from tests.api.predicting import WAIT

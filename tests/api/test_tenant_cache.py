@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from shared.catalog import Catalog, Model
-from shared.catalog_entry import Cache
-from shared.transport import workers_subscription_id
+from shared.broker.transport import workers_subscription_id
+from shared.models.catalog import Catalog, Model
+from shared.models.entry import Cache
 from shared.usage.row import Row
 from tests.api.fake_worker import FakeWorker
 from tests.api.harness import ApiUnderTest, running_api, settings_for

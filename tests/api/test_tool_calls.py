@@ -20,7 +20,7 @@ from api.openai.generation import (
     shown_of,
 )
 from shared.errors import BadInput
-from shared.tasks.text import GenerationInput
+from shared.models.tasks.text import GenerationInput
 from tests.api.harness import ApiUnderTest, api_with_redis
 
 CALL = '{"name": "weather", "arguments": {"city": "Bern"}}'

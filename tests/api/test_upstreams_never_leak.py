@@ -17,10 +17,10 @@ from grpc import StatusCode
 from grpc.aio import AioRpcError, Metadata
 
 from api.errors import error_response
+from shared.broker.pubsub.channel import translate
+from shared.broker.rabbitmq.connection import translate as translate_amqp
 from shared.errors import PenstockError, error_for_code
 from shared.messages import failure, reason_of
-from shared.pubsub.channel import translate
-from shared.rabbitmq.connection import translate as translate_amqp
 from tests.api.harness import (
     IMAGE_MODEL,
     TEXT_MODEL,

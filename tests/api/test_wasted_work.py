@@ -14,8 +14,8 @@ import httpx
 import pytest
 
 from api.tasks.embedding import sections_of
-from shared.tasks.embedding import estimate_tokens
-from shared.tasks.image import ImageInput
+from shared.models.tasks.embedding import estimate_tokens
+from shared.models.tasks.image import ImageInput
 from shared.tenants.plan import Plan
 from tests.api.fake_worker import png_of
 from tests.api.file_server import FileServer, serving_files

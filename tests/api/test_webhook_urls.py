@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from yarl import URL
 
-from shared.webhooks import WebhookUrlForbidden, parse_webhook_url
+from shared.webhooks.event import WebhookUrlForbidden, parse_webhook_url
 from tests.api.harness import ApiUnderTest, api_with_redis, running_api, settings_for
 from tests.api.predicting import TEXT
 

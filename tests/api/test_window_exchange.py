@@ -22,10 +22,10 @@ from api.dispatch.model_window import (
     report_of,
 )
 from api.fair_room import Demand
-from shared.catalog_file import read_catalog
-from shared.service_rate import ServiceRate
+from shared.models.catalog_file import read_catalog
+from shared.models.service_rate import ServiceRate
+from shared.models.tasks.base import FirstGuesses
 from shared.stores.redis_client import NO_REDIS
-from shared.tasks.base import FirstGuesses
 from shared.tenants.plan import Priority
 
 MODEL = read_catalog(Path("models.yaml")).default("embedding")

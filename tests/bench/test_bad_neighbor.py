@@ -15,7 +15,7 @@ from bench.bad_neighbor.rounds import measure
 from bench.bad_neighbor.world import serving
 from bench.pipeline import MODELS_FILE
 from infra.local.stack import Stack
-from shared.catalog_file import read_catalog
+from shared.models.catalog_file import read_catalog
 
 pytestmark = pytest.mark.slow(about_s=20)
 

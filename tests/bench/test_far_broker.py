@@ -15,7 +15,7 @@ import pytest
 from bench.far_worker import Broker, FarLoad, Link, far_site, kill_with_full_hand, measure
 from bench.timed_worker import BrokerSite, servers
 from infra.local.stack_processes import RabbitServer
-from shared.service_rate import MAX_AHEAD_S
+from shared.models.service_rate import MAX_AHEAD_S
 from tests.limits import WAIT_LIMIT_S
 
 pytestmark = pytest.mark.slow(about_s=150)

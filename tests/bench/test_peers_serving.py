@@ -7,7 +7,7 @@ from bench.peers.roster import OURS
 from bench.peers.serving import stack_of
 from bench.pipeline import MODEL, MODELS_FILE, catalog_with
 from infra.local.up import served_stack
-from shared.catalog_file import read_catalog
+from shared.models.catalog_file import read_catalog
 
 SHIPPED, FP32, *_ = OURS
 

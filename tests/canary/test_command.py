@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from infra.cli.main import app
 from shared.canary.store import CanaryStore
 from shared.canary.verdict import CanaryCounts, RevisionCounts
-from shared.catalog_file import read_catalog
+from shared.models.catalog_file import read_catalog
 
 ENTRIES = """\
 # The models.

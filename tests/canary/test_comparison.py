@@ -13,19 +13,19 @@ from api.dispatch.canary_comparison import CanaryComparisons
 from api.dispatch.request import InferenceRequest, InferenceResponse, RequestOptions
 from api.inputs.codec_pool import CodecPool
 from api.inputs.image_codec import ImageCodec
-from shared.blob import Blob
 from shared.canary.verdict import COMPARISON_TENANT, CanaryCounts
-from shared.catalog import Catalog, Model
-from shared.catalog_entry import Canary, Tolerance
-from shared.charge import price_of
 from shared.errors import BadInput
 from shared.messages import ItemOutcome, Receipt, RequestFacts
+from shared.models.blob import Blob
+from shared.models.catalog import Catalog, Model
+from shared.models.entry import Canary, Tolerance
+from shared.models.tasks import Input, Result
+from shared.models.tasks.embedding import EmbeddingResult, TextInput
+from shared.models.tasks.image import ImageInput, ImageResult
+from shared.models.tasks.similarity import SimilarityResult
+from shared.models.tasks.text import GenerationInput, GenerationResult
+from shared.money.charge import price_of
 from shared.stores.objects import ObjectStore
-from shared.tasks import Input, Result
-from shared.tasks.embedding import EmbeddingResult, TextInput
-from shared.tasks.image import ImageInput, ImageResult
-from shared.tasks.similarity import SimilarityResult
-from shared.tasks.text import GenerationInput, GenerationResult
 from tests.api.harness import IMAGE_MODEL, PAIRS_MODEL, TEXT_MODEL, WRITER
 from tests.canary.test_routing import FakeCanaryStore
 from tests.limits import WAIT_LIMIT_S

@@ -11,15 +11,15 @@ from msgspec.structs import replace
 from api.dispatch.canary_routing import STALE_LIMIT_S, CanaryRouter
 from api.dispatch.request import InferenceRequest, RequestOptions
 from api.fair_room import Demand
+from shared.broker.transport import jobs_topic_id
 from shared.canary.store import CanaryState
 from shared.canary.verdict import CanaryCounts
-from shared.catalog import Catalog, Model
-from shared.catalog_entry import Canary
 from shared.errors import ModelWithdrawn, Unavailable
 from shared.messages import RequestFacts
+from shared.models.catalog import Catalog, Model
+from shared.models.entry import Canary
+from shared.models.tasks.embedding import TextInput
 from shared.stores.withdrawals import LiveWithdrawals, Withdrawal, WithdrawalStore
-from shared.tasks.embedding import TextInput
-from shared.transport import jobs_topic_id
 from tests.canary.world import CANARY, MODEL, running_world
 
 pytestmark = pytest.mark.anyio

@@ -15,7 +15,7 @@ from shared.canary.verdict import (
     judge,
     tail,
 )
-from shared.catalog_entry import Canary
+from shared.models.entry import Canary
 
 RULES = Canary(revision="2")
 

@@ -17,17 +17,17 @@ import httpx
 import numpy as np
 
 from infra.local.provision_servers import provision
+from shared.broker.in_memory import InMemoryBroker
+from shared.broker.transport import dead_letter_subscription_id
 from shared.canary.store import JUDGE_EVERY_S, CanaryStore
 from shared.canary.verdict import COMPARISON_TENANT
-from shared.catalog import Catalog, Model
-from shared.catalog_entry import Batch, Canary, Price
 from shared.errors import ModelFailed
-from shared.in_memory_broker import InMemoryBroker
+from shared.models.catalog import Catalog, Model
+from shared.models.entry import Batch, Canary, Price
+from shared.models.tasks.embedding import EmbeddingResult
 from shared.stores.cache import ResultCache
 from shared.stores.objects import ObjectStore
 from shared.stores.records import Records
-from shared.tasks.embedding import EmbeddingResult
-from shared.transport import dead_letter_subscription_id
 from shared.usage.row import Row
 from tests.api.fake_worker import FakeWorker
 from tests.api.harness import ApiUnderTest, running_api, settings_for

@@ -20,7 +20,7 @@ from infra.local.interfaces import refresh_interfaces
 from infra.local.ports import Ports
 from infra.local.stack import Stack
 from infra.text_table import table
-from shared.loopback import exempt_loopback_from_proxies
+from shared.process.loopback import exempt_loopback_from_proxies
 from tests.clients.audio_classes import write_audio, write_audio_classes
 from tests.clients.clients import CLIENTS, Client
 from tests.clients.environments import CannotInstall, command_of, install, lock

@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 
 from infra.local.process import Process, free_port, listens
 from infra.text_table import table
-from shared.loopback import exempt_loopback_from_proxies
+from shared.process.loopback import exempt_loopback_from_proxies
 from tests.google_emulator import find_emulator, running_emulator
 
 GOPATH = Path("/usr/share/gocode")

@@ -22,7 +22,7 @@ from pydantic import ValidationError
 
 from api.tasks.custom import validator_of
 from shared.errors import PenstockError
-from shared.model_interface import ModelInterface
+from shared.models.interface import ModelInterface
 from tests.cog_comparison.cog_server import CogServer
 from tests.cog_comparison.comparison import differences, have_equal_shape
 from tests.cog_comparison.fixtures import Fixture, read_fixtures

@@ -10,13 +10,13 @@ from typing import Any
 
 import msgspec
 
-from shared.blob import Blob
-from shared.catalog import Model
 from shared.errors import BadInput, Canceled, PenstockError
 from shared.messages import PrintedLogs
-from shared.model_interface import ModelInterface
-from shared.tasks import Result
-from shared.tasks.custom import CustomResult, FilePlace, StreamedElement, read_elements
+from shared.models.blob import Blob
+from shared.models.catalog import Model
+from shared.models.interface import ModelInterface
+from shared.models.tasks import Result
+from shared.models.tasks.custom import CustomResult, FilePlace, StreamedElement, read_elements
 from tests.cog_comparison.outcome import Outcome, Request, data_of, describe_file, put
 from workers.models.base import PreparedCustom, PreparedFile
 from workers.models.custom.client import ClassClient

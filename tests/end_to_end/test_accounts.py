@@ -9,8 +9,8 @@ import pytest
 
 from infra.local.stack import Stack
 from infra.reports.runs import run_report
-from shared.catalog_file import read_catalog
-from shared.charge import list_price_usd, price_of
+from shared.models.catalog_file import read_catalog
+from shared.money.charge import list_price_usd, price_of
 from tests.end_to_end.conftest import EMBEDDER, KEY, REPORTING_KEY
 from tests.end_to_end.rows import Rows
 

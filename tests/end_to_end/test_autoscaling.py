@@ -13,8 +13,8 @@ from infra.kubernetes.autoscaling import TriggerQueries, own_prometheus
 from infra.local.stack import Stack
 from penstock_planning.simulation.promql import PromQuery
 from penstock_planning.simulation.timeseries import TimeSeries
-from shared.catalog_file import read_catalog
-from shared.kubernetes_names import slug
+from shared.models.catalog_file import read_catalog
+from shared.models.kubernetes_names import slug
 from tests.end_to_end.conftest import EMBEDDER
 from tests.end_to_end.rows import eventually
 from tests.limits import WAIT_LIMIT_S

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from infra.local.stack import Stack
-from shared.catalog_file import read_catalog
+from shared.models.catalog_file import read_catalog
 from tests.end_to_end.conftest import EMBEDDER, KEY, Embed
 from tests.end_to_end.rows import Rows
 

@@ -16,16 +16,16 @@ import pytest
 import redis
 
 from infra.local.stack import Stack
-from shared.brokers import admin_of, transport_of
-from shared.messages import Envelope, ReplyBody, decode_reply
-from shared.pubsub.admin import PubSubAdmin
-from shared.transport import (
+from shared.broker.pubsub.admin import PubSubAdmin
+from shared.broker.transport import (
     ReceivedMessage,
     Subscriber,
     SubscriptionSettings,
     dead_letter_subscription_id,
     jobs_topic_id,
 )
+from shared.brokers import admin_of, transport_of
+from shared.messages import Envelope, ReplyBody, decode_reply
 from tests.end_to_end.conftest import EMBEDDER, KEY
 from tests.end_to_end.rows import Rows, eventually
 from tests.faults.world import model_processes

@@ -21,10 +21,10 @@ from PIL import Image
 
 from infra.local.process import Process, answers, free_port, listens
 from infra.local.stack import Stack
+from shared.broker.pubsub.admin import PubSubAdmin
+from shared.broker.pubsub.client import PubSubTransport
+from shared.broker.transport import SubscriptionSettings
 from shared.errors import Unavailable
-from shared.pubsub.admin import PubSubAdmin
-from shared.pubsub.client import PubSubTransport
-from shared.transport import SubscriptionSettings
 from tests.end_to_end.conftest import EMBEDDER
 from tests.end_to_end.rows import Rows, eventually
 from tests.limits import START_LIMIT_S, WAIT_LIMIT_S

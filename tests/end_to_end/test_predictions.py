@@ -13,7 +13,7 @@ import pytest
 from replicate.client import Client
 
 from infra.local.stack import Stack
-from shared.catalog_file import read_catalog
+from shared.models.catalog_file import read_catalog
 from tests.end_to_end.conftest import EMBEDDER, KEY, Embed
 from tests.end_to_end.rows import Rows, eventually
 from tests.limits import WAIT_LIMIT_S

@@ -13,8 +13,8 @@ import httpx
 import pytest
 
 from infra.local.stack import Stack
+from shared.broker.transport import jobs_topic_id
 from shared.brokers import transport_of
-from shared.transport import jobs_topic_id
 from tests.end_to_end.conftest import EMBEDDER, REPORTING_KEY
 from tests.limits import WAIT_LIMIT_S
 from tests.otlp import Collector, ReceivedSpan

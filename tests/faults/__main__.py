@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import get_args
 
-from shared.loopback import exempt_loopback_from_proxies
+from shared.process.loopback import exempt_loopback_from_proxies
 from tests.faults.suite import run
 from tests.faults.world import BrokerKind, RowsKind
 

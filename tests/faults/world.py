@@ -25,7 +25,7 @@ from infra.local.redis_server import RedisServer
 from infra.local.stack_processes import RabbitServer
 from infra.reports.tables import create_tables
 from shared.brokers import admin_of
-from shared.catalog_file import read_catalog
+from shared.models.catalog_file import read_catalog
 from shared.settings import ApiSettings, environment_with, read_settings
 from shared.tenants.plan import Limits, Plan
 from tests.faults.links import Links

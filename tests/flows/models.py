@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shared.catalog import Catalog, Model, flow_of
-from shared.catalog_entry import FlowEntry
 from shared.errors import BadInput, ModelFailed
-from shared.model_interface import ModelInterface
+from shared.models.catalog import Catalog, Model, flow_of
+from shared.models.entry import FlowEntry
+from shared.models.interface import ModelInterface
 from tests.limits import WAIT_LIMIT_S
 
 STRING = {"type": "string"}

@@ -9,11 +9,11 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.catalog import Catalog, flow_of
-from shared.catalog_entry import FlowEntry
-from shared.catalog_file import read_catalog
 from shared.errors import BadInput, ConfigurationError
-from shared.flow_plan import MISSING, Condition, Reference, parse_condition
+from shared.models.catalog import Catalog, flow_of
+from shared.models.catalog_file import read_catalog
+from shared.models.entry import FlowEntry
+from shared.models.flow_plan import MISSING, Condition, Reference, parse_condition
 from tests.api.harness import CATALOG
 from tests.flows.models import CHECK, JOIN, SPLIT, class_entry
 

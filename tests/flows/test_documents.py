@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from shared.blob import Blob
 from shared.errors import BadInput
+from shared.models.blob import Blob
 from tests.flows.models import Compute, catalog_of, class_entry
 from tests.flows.world import World, world
 from tests.keys import bearer, keys_url

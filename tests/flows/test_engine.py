@@ -15,15 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infra.local.redis_server import RedisServer
-from shared.charge import cost_usd, price_of, step_prices_of
+from shared.broker.transport import ReceivedMessage, SmoothedDuration
 from shared.errors import Canceled, DeadlineExceeded, PenstockError, Unavailable
-from shared.flow_engine import ORPHANED_S, FlowEngine, StepRow
+from shared.flows.engine import ORPHANED_S, FlowEngine, StepRow
 from shared.messages import Envelope, Item, ItemOutcome, Job, JobBody, Receipt, decode_job, failure
+from shared.models.tasks.custom import CustomInput, CustomResult
+from shared.money.charge import cost_usd, price_of, step_prices_of
 from shared.predictions import Prediction, encode_document, error_of
 from shared.stores.record_state import Record
 from shared.stores.records import Records
-from shared.tasks.custom import CustomInput, CustomResult
-from shared.transport import ReceivedMessage, SmoothedDuration
 from shared.usage.row import Row
 from tests.deleting import delete_ended
 from tests.flows.models import CHECK, JOIN, SPLIT, Compute, catalog_of

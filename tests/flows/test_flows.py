@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import redis
 
+from shared.broker.transport import WEBHOOKS_TOPIC_ID, SubscriptionSettings, jobs_topic_id
 from shared.stores.records import Records
 from shared.tenants.plan import Limits, Plan
-from shared.transport import WEBHOOKS_TOPIC_ID, SubscriptionSettings, jobs_topic_id
 from shared.usage.row import Row
 from tests.flows.models import CHECK, JOIN, NO_WORDS, SPLIT
 from tests.flows.world import World, world

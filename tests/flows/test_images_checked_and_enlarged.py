@@ -17,9 +17,9 @@ import redis
 from PIL import Image
 
 from api.batch_runner.runner import opened_runner
-from shared.after_image import WITHHELD
-from shared.blob import Blob
-from shared.catalog import Model
+from shared.models.after_image import WITHHELD
+from shared.models.blob import Blob
+from shared.models.catalog import Model
 from shared.settings import ApiSettings, read_settings
 from shared.stores.records import Records
 from shared.tenants.plan import Limits, Plan

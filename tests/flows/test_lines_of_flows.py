@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from api.batch_runner.runner import opened_runner
-from shared.catalog import Catalog
+from shared.models.catalog import Catalog
 from shared.settings import ApiSettings, read_settings
 from shared.usage.row_list import RowList
 from tests.api.batches.batching import answers, created, jsonl, until

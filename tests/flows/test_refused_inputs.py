@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from shared.blob import Blob
 from shared.errors import BadInput, InputTooLarge
+from shared.models.blob import Blob
 from shared.settings import ApiSettings, read_settings
 from tests.api.batches.batching import answers, created, jsonl, until
 from tests.flows.models import Compute, catalog_of, class_entry

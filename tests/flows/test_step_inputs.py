@@ -9,15 +9,15 @@ import pytest
 
 from api.bodies import MAX_SEED
 from api.tasks import API_TASKS
-from shared.blob import Blob, content_digest
 from shared.errors import BadInput
-from shared.flow_types import check_values
-from shared.image_entry import Adapter
-from shared.tasks.base import TaskInput
-from shared.tasks.custom import CustomInput, CustomResult, FilePlace
-from shared.tasks.embedding import EmbeddingResult
-from shared.tasks.image import MAX_PROMPT_CHARS, ImageResult
-from shared.tasks.text import MAX_STEP_SEED
+from shared.models.blob import Blob, content_digest
+from shared.models.flow_types import check_values
+from shared.models.image_entry import Adapter
+from shared.models.tasks.base import TaskInput
+from shared.models.tasks.custom import CustomInput, CustomResult, FilePlace
+from shared.models.tasks.embedding import EmbeddingResult
+from shared.models.tasks.image import MAX_PROMPT_CHARS, ImageResult
+from shared.models.tasks.text import MAX_STEP_SEED
 from tests.api.harness import CATALOG
 from tests.flows.models import STRING, class_entry
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import yaml
 
-from shared.catalog import Catalog, flow_of
-from shared.catalog_entry import FlowEntry
-from shared.catalog_file import read_catalog
 from shared.errors import BadInput, ConfigurationError
-from shared.flow_plan import FlowStep, plan_step
+from shared.models.catalog import Catalog, flow_of
+from shared.models.catalog_file import read_catalog
+from shared.models.entry import FlowEntry
+from shared.models.flow_plan import FlowStep, plan_step
 from tests.flows.models import CHECK, JOIN, SPLIT, class_entry
 
 FILE, NUMBER, BOOLEAN = (

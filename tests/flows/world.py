@@ -13,13 +13,13 @@ import httpx
 import msgspec
 
 from api.testing import running_api
-from shared.blob import Blob
-from shared.catalog import Model
+from shared.broker.in_memory import InMemoryBroker
 from shared.errors import PenstockError
-from shared.in_memory_broker import InMemoryBroker
-from shared.tasks import Result
-from shared.tasks.custom import CustomResult, with_places
-from shared.tasks.image import ImageResult
+from shared.models.blob import Blob
+from shared.models.catalog import Model
+from shared.models.tasks import Result
+from shared.models.tasks.custom import CustomResult, with_places
+from shared.models.tasks.image import ImageResult
 from shared.usage.row import Row
 from tests.flows.models import MODELS, Compute, catalog_of
 from tests.limits import WAIT_LIMIT_S

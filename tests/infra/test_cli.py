@@ -13,9 +13,9 @@ import redis
 
 from infra.local.redis_server import RedisServer
 from infra.reports.tables import create_tables
-from shared.pubsub.admin import PubSubAdmin
+from shared.broker.pubsub.admin import PubSubAdmin
+from shared.broker.transport import make_inbox
 from shared.settings import Settings, read_settings
-from shared.transport import make_inbox
 from tests.limits import WAIT_LIMIT_S
 
 pytestmark = pytest.mark.slow

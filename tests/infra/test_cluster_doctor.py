@@ -26,9 +26,8 @@ from infra.bigquery import schema
 from infra.cli.cluster_doctor import KEDA_CRDS, METRICS_API
 from infra.cli.main import app
 from infra.reports.tables import create_tables
-from shared.pubsub.admin import PubSubAdmin
-from shared.settings import Settings, read_settings
-from shared.transport import (
+from shared.broker.pubsub.admin import PubSubAdmin
+from shared.broker.transport import (
     BATCH_FILTER,
     SubscriptionSettings,
     batch_subscription_id,
@@ -37,6 +36,7 @@ from shared.transport import (
     make_jobs,
     workers_subscription_id,
 )
+from shared.settings import Settings, read_settings
 from shared.usage.bigquery import open_client
 from tests.infra.deploy.manifests import IMAGE, render
 from tests.infra.deploy.sites import RABBITMQ, rendered

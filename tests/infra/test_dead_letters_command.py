@@ -13,6 +13,9 @@ import pytest
 from typer.testing import CliRunner
 
 from infra.cli.main import app
+from shared.broker.pubsub.admin import PubSubAdmin
+from shared.broker.pubsub.client import PubSubTransport
+from shared.broker.transport import dead_letter_topic_id, make_jobs, workers_subscription_id
 from shared.messages import (
     Envelope,
     Item,
@@ -23,11 +26,8 @@ from shared.messages import (
     encode_job,
     encode_reply_body,
 )
-from shared.pubsub.admin import PubSubAdmin
-from shared.pubsub.client import PubSubTransport
+from shared.models.tasks.embedding import TextInput
 from shared.stores.records import Records
-from shared.tasks.embedding import TextInput
-from shared.transport import dead_letter_topic_id, make_jobs, workers_subscription_id
 from tests.limits import WAIT_LIMIT_S
 
 ENTRY = """models:

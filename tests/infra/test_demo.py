@@ -12,8 +12,8 @@ import yaml
 from infra.local.demo import MODEL, what_it_shows, with_text_model
 from models.shapes.draw import draw
 from models.shapes.world import DrawnShape, Scene
-from shared.catalog_file import read_catalog
-from shared.model_interface import ModelInterface
+from shared.models.catalog_file import read_catalog
+from shared.models.interface import ModelInterface
 
 RED_CIRCLE = DrawnShape("circle", "red", "medium", 17.0, 32.0, 10.0)
 ORANGE_STAR = DrawnShape("star", "orange", "medium", 47.0, 32.0, 10.0)

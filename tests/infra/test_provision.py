@@ -11,10 +11,9 @@ import pytest
 from aiohttp import web
 
 from infra.local.provision_servers import provision
-from shared.catalog_file import read_catalog
-from shared.pubsub.admin import PubSubAdmin
-from shared.pubsub.client import PubSubTransport
-from shared.transport import (
+from shared.broker.pubsub.admin import PubSubAdmin
+from shared.broker.pubsub.client import PubSubTransport
+from shared.broker.transport import (
     WEBHOOKS_TOPIC_ID,
     batch_subscription_id,
     dead_letter_subscription_id,
@@ -25,6 +24,7 @@ from shared.transport import (
     slot_subscription_id,
     workers_subscription_id,
 )
+from shared.models.catalog_file import read_catalog
 from tests.limits import WAIT_LIMIT_S
 
 CATALOG = read_catalog(Path("models.yaml"))

@@ -12,11 +12,11 @@ from google.cloud.bigquery import Table
 
 from infra.local.process import free_port
 from infra.reports.tables import check_bigquery
-from shared.catalog_file import read_catalog
+from shared.broker.pubsub.admin import PubSubAdmin
+from shared.broker.transport import WEBHOOKS_SUBSCRIPTION_ID, workers_subscription_id
 from shared.errors import Unavailable
-from shared.pubsub.admin import PubSubAdmin
+from shared.models.catalog_file import read_catalog
 from shared.settings import Settings, read_settings
-from shared.transport import WEBHOOKS_SUBSCRIPTION_ID, workers_subscription_id
 from tests.bigquery_client import connected
 from tests.limits import WAIT_LIMIT_S
 

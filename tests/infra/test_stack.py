@@ -14,8 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from infra.local.ports import Ports
 from infra.local.process import listens
 from infra.local.stack import Stack
-from shared.cores import usable_cores
 from shared.errors import ConfigurationError, Unavailable
+from shared.process.cores import usable_cores
 from tests.infra.running_up import CATALOG, MINI, Up, catalog, running_up, wait_until
 from tests.infra.test_running_stack import penstock
 from tests.limits import START_LIMIT_S, WAIT_LIMIT_S

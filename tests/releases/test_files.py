@@ -23,8 +23,6 @@ import pytest
 import redis
 
 from infra.bigquery import schema
-from shared.catalog import Catalog
-from shared.catalog_file import read_catalog
 from shared.messages import (
     BatchedReply,
     decode_job,
@@ -37,13 +35,15 @@ from shared.messages import (
     encode_reply_body,
     is_reply_batch,
 )
+from shared.models.catalog import Catalog
+from shared.models.catalog_file import read_catalog
 from shared.stores.cache import ENTRY_SCHEMA, ResultCache
 from shared.stores.records import Records
 from shared.tenants.directory import Document, decode_document, encode_document
 from shared.tenants.plan import Limits, Plan, Rates
 from shared.usage.bigquery import Fields
 from shared.usage.writer import RowWriter
-from shared.webhooks import (
+from shared.webhooks.event import (
     decode_batch_event,
     decode_webhook_event,
     encode_batch_event,

@@ -37,12 +37,12 @@ import yaml
 
 from infra.local.process import Process, answers, free_port, listens
 from infra.local.redis_server import RedisServer
-from shared.loopback import exempt_loopback_from_proxies
-from shared.model_interface import INTERFACE_FILE
-from shared.pubsub.admin import PubSubAdmin
-from shared.pubsub.client import PubSubTransport
+from shared.broker.pubsub.admin import PubSubAdmin
+from shared.broker.pubsub.client import PubSubTransport
+from shared.broker.transport import SubscriptionSettings
+from shared.models.interface import INTERFACE_FILE
+from shared.process.loopback import exempt_loopback_from_proxies
 from shared.settings import environment_with
-from shared.transport import SubscriptionSettings
 from tests.limits import START_LIMIT_S, WAIT_LIMIT_S
 from tests.releases.history import FILES, ROOT, environment_of, tree_at
 from tests.releases.stored import dump, plain
@@ -114,7 +114,8 @@ def catalog(folder: Path, tree: Path) -> dict[str, Any]:
             "deadline": _DEADLINE,
         },
     ]
-    if (tree / "shared/tasks/custom.py").exists():
+    places = ("tasks", "models/tasks")  # of release 0.1.0, and since
+    if any((tree / "shared" / place / "custom.py").exists() for place in places):
         (folder / SPEAKER).mkdir()
         speaker = write_class(folder / SPEAKER, CLASS)
         source = {"source": f"local:{speaker}", "price": {"per_item_usd": 0.25}}

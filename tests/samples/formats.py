@@ -19,7 +19,7 @@ from sqlglot import exp
 from infra.kubernetes.site import SelfHostedSite
 from penstock_planning.deploy.prices import ListPrice, Prices
 from penstock_planning.deploy.rates import DemandRates
-from shared.catalog_entry import CatalogEntry, FlowEntry, WorkersEntry
+from shared.models.entry import CatalogEntry, FlowEntry, WorkersEntry
 from tests.samples.blocks import ROOT, Block
 
 DIGEST = "sha256:" + "0" * 64

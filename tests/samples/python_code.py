@@ -26,9 +26,12 @@ CLIENTS: Mapping[str, str] = MappingProxyType(
 """Clients that tests/clients installs and runs: the requirements of each, by its module."""
 SURROUNDINGS: Mapping[str, Sequence[str]] = MappingProxyType(
     {
-        "docs/how-to/adding-a-task.md": ("shared.tasks.similarity", "shared.tasks.base"),
+        "docs/how-to/adding-a-task.md": (
+            "shared.models.tasks.similarity",
+            "shared.models.tasks.base",
+        ),
         "docs/how-to/test-your-model.md": (
-            *("examples.test_my_model", "shared.catalog", "shared.catalog_entry"),
+            *("examples.test_my_model", "shared.models.catalog", "shared.models.entry"),
         ),
         "docs/reference/own-models.md": ("cog",),
         "docs/tutorial/own-model.md": ("cog",),

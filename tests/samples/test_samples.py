@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from api.app import create_app
-from shared.catalog_file import read_catalog
+from shared.models.catalog_file import read_catalog
 from shared.settings import ApiSettings, read_settings
 from tests.samples.blocks import ROOT, Block, all_blocks, read_blocks
 from tests.samples.formats import FORMATS, check_js

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from infra.local.redis_server import RedisServer
-from shared.pubsub.client import PubSubTransport
+from shared.broker.pubsub.client import PubSubTransport
 from tests.google_emulator import find_emulator, running_emulator
 from tests.shared.scripted_pubsub import Opened, scripted_pubsub
 

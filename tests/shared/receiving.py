@@ -2,7 +2,7 @@
 
 import asyncio
 
-from shared.transport import ReceivedMessage, Subscription
+from shared.broker.transport import ReceivedMessage, Subscription
 from tests.limits import WAIT_LIMIT_S
 
 

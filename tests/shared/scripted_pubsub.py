@@ -16,7 +16,7 @@ import grpc
 from google.protobuf.empty_pb2 import Empty
 from google.pubsub_v1.types import pubsub
 
-from shared.pubsub.client import PubSubTransport
+from shared.broker.pubsub.client import PubSubTransport
 from tests.limits import WAIT_LIMIT_S
 
 UNARY = {"Publish": "Publisher", "Acknowledge": "Subscriber", "ModifyAckDeadline": "Subscriber"}

@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from shared.concurrency import BackgroundTask
+from shared.process.concurrency import BackgroundTask
 
 pytestmark = pytest.mark.anyio
 

@@ -5,7 +5,7 @@ from itertools import islice
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.concurrency import backoff, jittered
+from shared.process.concurrency import backoff, jittered
 
 
 @given(first_s=st.floats(0.001, 10), longest_s=st.floats(0.001, 100))

@@ -10,13 +10,12 @@ from uuid import uuid4
 
 import pytest
 
-from shared.errors import BadInput, ConfigurationError, InputTooLarge, Unavailable
-from shared.in_memory_broker import InMemoryBroker
-from shared.pubsub.admin import PubSubAdmin
-from shared.pubsub.client import PubSubTransport
-from shared.rabbitmq.admin import RabbitAdmin
-from shared.rabbitmq.client import RabbitTransport
-from shared.transport import (
+from shared.broker.in_memory import InMemoryBroker
+from shared.broker.pubsub.admin import PubSubAdmin
+from shared.broker.pubsub.client import PubSubTransport
+from shared.broker.rabbitmq.admin import RabbitAdmin
+from shared.broker.rabbitmq.client import RabbitTransport
+from shared.broker.transport import (
     BATCH_FILTER,
     INTERACTIVE_FILTER,
     Admin,
@@ -26,6 +25,7 @@ from shared.transport import (
     Transport,
     slot_filter,
 )
+from shared.errors import BadInput, ConfigurationError, InputTooLarge, Unavailable
 from tests.limits import WAIT_LIMIT_S
 from tests.shared.receiving import take
 

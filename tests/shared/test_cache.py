@@ -9,10 +9,10 @@ import msgspec
 import pytest
 import redis.asyncio
 
-from shared.blob import Blob
+from shared.models.blob import Blob
+from shared.models.tasks.embedding import EmbeddingResult
+from shared.models.tasks.image import ImageResult
 from shared.stores.cache import VALUE_LIMIT_BYTES, Hit, Owed, ResultCache
-from shared.tasks.embedding import EmbeddingResult
-from shared.tasks.image import ImageResult
 from tests.clock import Clock
 from tests.limits import WAIT_LIMIT_S
 from tests.metrics import metric

@@ -5,15 +5,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from shared.blob import Blob, content_digest
-from shared.catalog import Model
-from shared.catalog_entry import Tolerance
 from shared.errors import BadInput
-from shared.image_entry import DeepCacheSettings, ImageDefaults
+from shared.models.blob import Blob, content_digest
+from shared.models.catalog import Model
+from shared.models.entry import Tolerance
+from shared.models.image_entry import DeepCacheSettings, ImageDefaults
+from shared.models.tasks import Input
+from shared.models.tasks.embedding import TextInput, TokensInput
+from shared.models.tasks.image import ChosenAdapter, ControlInput, ImageInput, IpAdapterInput
 from shared.stores.cache import cache_key
-from shared.tasks import Input
-from shared.tasks.embedding import TextInput, TokensInput
-from shared.tasks.image import ChosenAdapter, ControlInput, ImageInput, IpAdapterInput
 
 MODEL = Model.model_validate(
     {

@@ -15,11 +15,11 @@ import redis.asyncio
 from infra.local.process import free_port
 from infra.local.redis_server import RedisServer
 from shared.errors import ConfigurationError
+from shared.models.tasks.embedding import EmbeddingResult
 from shared.stores import redis_client
 from shared.stores.cache import Hit, Owed, ResultCache
 from shared.stores.records import Records
 from shared.stores.redis_client import NO_REDIS
-from shared.tasks.embedding import EmbeddingResult
 from tests.limits import REDIS_LIMIT_S, WAIT_LIMIT_S
 from tests.metrics import metric
 

@@ -3,10 +3,10 @@ from pathlib import Path
 
 import pytest
 
-from shared.catalog import Catalog, Model
-from shared.catalog_file import read_catalog
-from shared.charge import list_price_usd, price_of
 from shared.errors import ConfigurationError, UnknownModel
+from shared.models.catalog import Catalog, Model
+from shared.models.catalog_file import read_catalog
+from shared.money.charge import list_price_usd, price_of
 
 GOOD = """\
 models:

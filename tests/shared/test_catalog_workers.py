@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from shared.catalog import Catalog
-from shared.catalog_file import read_catalog
 from shared.errors import ConfigurationError
+from shared.models.catalog import Catalog
+from shared.models.catalog_file import read_catalog
 
 MODELS = """\
 models:

@@ -8,10 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from shared.catalog import Model
-from shared.catalog_entry import Batch, Price, PriceChange
-from shared.catalog_file import read_catalog
-from shared.charge import ItemPrice, charge_of, counted_work, price_of
 from shared.errors import ConfigurationError
 from shared.messages import (
     Envelope,
@@ -23,7 +19,11 @@ from shared.messages import (
     decode_job,
     encode_job,
 )
-from shared.tasks.embedding import TextInput
+from shared.models.catalog import Model
+from shared.models.catalog_file import read_catalog
+from shared.models.entry import Batch, Price, PriceChange
+from shared.models.tasks.embedding import TextInput
+from shared.money.charge import ItemPrice, charge_of, counted_work, price_of
 from shared.usage.row import Row, row_of
 
 CHANGED_AT = dt.datetime(2026, 11, 15, tzinfo=dt.UTC)

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.cores import usable_cores
+from shared.process.cores import usable_cores
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.concurrency import FairPermits
+from shared.process.concurrency import FairPermits
 
 PLACES = 4
 OWNERS = "abc"

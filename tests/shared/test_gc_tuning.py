@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from shared.gc_tuning import YOUNG_OBJECTS, settle_heap
+from shared.process.gc_tuning import YOUNG_OBJECTS, settle_heap
 
 
 @pytest.fixture(autouse=True)

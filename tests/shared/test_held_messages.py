@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from shared.transport import ReceivedMessage, Subscription
+from shared.broker.transport import ReceivedMessage, Subscription
 from tests.limits import WAIT_LIMIT_S
 from tests.shared.receiving import take
 from tests.shared.test_brokers import Broker, broker

@@ -7,9 +7,9 @@ import asyncio
 
 import pytest
 
+from shared.broker.in_memory import InMemoryBroker
+from shared.broker.transport import ReceivedMessage, Subscription, SubscriptionSettings
 from shared.errors import BadInput, Unavailable
-from shared.in_memory_broker import InMemoryBroker
-from shared.transport import ReceivedMessage, Subscription, SubscriptionSettings
 from tests.limits import WAIT_LIMIT_S
 
 pytestmark = pytest.mark.anyio

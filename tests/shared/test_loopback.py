@@ -12,14 +12,14 @@ from threading import Thread
 import pytest
 
 from infra.local.process import free_port
-from shared.loopback import LOOPBACK_HOSTS, exempt_loopback_from_proxies
+from shared.process.loopback import LOOPBACK_HOSTS, exempt_loopback_from_proxies
 from tests.limits import WAIT_LIMIT_S
 
 PROXIES = ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy")
 EXCEPTIONS = ("no_proxy", "no_grpc_proxy")
 ASKS = """
 import os, sys, urllib.request
-from shared.loopback import exempt_loopback_from_proxies
+from shared.process.loopback import exempt_loopback_from_proxies
 exempt_loopback_from_proxies()
 import grpc, httpx, requests
 port, unused = sys.argv[1:]

@@ -7,9 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.blob import Blob
-from shared.catalog import Model
-from shared.catalog_entry import Batch, Price
 from shared.errors import BadInput, DeadlineExceeded, PenstockError, UndecodableMessage
 from shared.messages import (
     Envelope,
@@ -33,8 +30,11 @@ from shared.messages import (
     failure,
     is_reply_batch,
 )
-from shared.tasks.embedding import EmbeddingResult, TextInput, TokensInput
-from shared.tasks.image import ChosenAdapter, ImageInput, ImageResult
+from shared.models.blob import Blob
+from shared.models.catalog import Model
+from shared.models.entry import Batch, Price
+from shared.models.tasks.embedding import EmbeddingResult, TextInput, TokensInput
+from shared.models.tasks.image import ChosenAdapter, ImageInput, ImageResult
 from shared.tenants.plan import HEAVIEST, LIGHTEST, PRIORITIES
 from shared.usage.row import row_of
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from api.routes.pages import CONSOLE
-from shared.money import amount, dollars, plain
+from shared.money.amounts import amount, dollars, plain
 
 SHOWN = [
     # amount, in headers and errors, on pages

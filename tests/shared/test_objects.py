@@ -12,8 +12,8 @@ from prometheus_client import REGISTRY
 
 from api.inputs.storage import owner_of
 from infra.local.process import free_port
-from shared.blob import INLINE_LIMIT_BYTES, Blob
 from shared.errors import BadInput, ConfigurationError, InputTooLarge, Unavailable
+from shared.models.blob import INLINE_LIMIT_BYTES, Blob
 from shared.stores.objects import TIMEOUT_S, ObjectStore, object_key, stored_input
 
 pytestmark = pytest.mark.anyio

@@ -17,14 +17,14 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.x509.oid import NameOID
 
+from shared.broker.pubsub.channel import GOOGLE_ENDPOINT, CallTarget, parse_endpoint
+from shared.broker.pubsub.client import PubSubTransport
 from shared.errors import ConfigurationError
-from shared.pubsub.channel import GOOGLE_ENDPOINT, CallTarget, parse_endpoint
-from shared.pubsub.client import PubSubTransport
 from tests.shared.scripted_pubsub import scripted_pubsub
 
 PUBLISH_ONCE = """
 import asyncio, sys
-from shared.pubsub.client import PubSubTransport
+from shared.broker.pubsub.client import PubSubTransport
 async def main():
     async with PubSubTransport("p", sys.argv[1]) as transport:
         print(await transport.publish("t", b"1", {}, timeout_s=8))

@@ -6,9 +6,9 @@ from collections import deque
 import grpc
 import pytest
 
+from shared.broker.pubsub import client
+from shared.broker.pubsub.client import PubSubTransport
 from shared.errors import BadInput, ConfigurationError, Overloaded, Unavailable
-from shared.pubsub import client
-from shared.pubsub.client import PubSubTransport
 from tests.shared.scripted_pubsub import Opened, scripted_pubsub
 
 pytestmark = pytest.mark.anyio

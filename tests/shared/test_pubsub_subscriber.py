@@ -9,12 +9,12 @@ import grpc
 import pytest
 
 from pubsub_emulator import serve
+from shared.broker.pubsub import client as pubsub
+from shared.broker.pubsub import subscriber as pubsub_subscribe
+from shared.broker.pubsub.admin import PubSubAdmin
+from shared.broker.pubsub.client import PubSubTransport
+from shared.broker.transport import Subscription, SubscriptionSettings
 from shared.errors import ConfigurationError, Unavailable
-from shared.pubsub import client as pubsub
-from shared.pubsub import subscriber as pubsub_subscribe
-from shared.pubsub.admin import PubSubAdmin
-from shared.pubsub.client import PubSubTransport
-from shared.transport import Subscription, SubscriptionSettings
 from tests.limits import WAIT_LIMIT_S
 from tests.shared.receiving import take
 from tests.shared.scripted_pubsub import Opened

@@ -15,14 +15,19 @@ from hypothesis import strategies as st
 from infra.local.process import Process, free_port
 from infra.local.stack_processes import RabbitServer, find_rabbitmq_server
 from pubsub_emulator import parse_filter
-from shared import transport
+from shared.broker import transport
+from shared.broker.rabbitmq.admin import RabbitAdmin
+from shared.broker.rabbitmq.broker_url import broker_url
+from shared.broker.rabbitmq.client import RabbitTransport
+from shared.broker.rabbitmq.subscriber import AckRuns
+from shared.broker.rabbitmq.topology import binding_key, delays_between, message_keys
+from shared.broker.transport import (
+    BATCH_FILTER,
+    INTERACTIVE_FILTER,
+    SubscriptionSettings,
+    slot_filter,
+)
 from shared.errors import BadInput, ConfigurationError, Unavailable
-from shared.rabbitmq.admin import RabbitAdmin
-from shared.rabbitmq.broker_url import broker_url
-from shared.rabbitmq.client import RabbitTransport
-from shared.rabbitmq.subscriber import AckRuns
-from shared.rabbitmq.topology import binding_key, delays_between, message_keys
-from shared.transport import BATCH_FILTER, INTERACTIVE_FILTER, SubscriptionSettings, slot_filter
 from tests.limits import WAIT_LIMIT_S
 from tests.rabbitmq import needs_rabbitmq
 from tests.shared.receiving import take
@@ -98,7 +103,7 @@ async def test_node_killed_while_messages_pass_loses_none(own_server: RabbitServ
 
 HOLDER = """
     import asyncio, sys
-    from shared.rabbitmq.client import RabbitTransport
+    from shared.broker.rabbitmq.client import RabbitTransport
 
     async def hold() -> None:
         async with RabbitTransport(sys.argv[1], sys.argv[2]) as transport:

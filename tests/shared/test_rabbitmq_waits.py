@@ -10,12 +10,12 @@ import pytest
 from pamqp.common import FieldValue
 
 from infra.local.stack_processes import RabbitServer
+from shared.broker.rabbitmq import connection
+from shared.broker.rabbitmq.admin import RabbitAdmin
+from shared.broker.rabbitmq.client import RabbitTransport
+from shared.broker.rabbitmq.topology import exchange_name, queue_name
+from shared.broker.transport import SubscriptionSettings
 from shared.errors import Overloaded, Unavailable
-from shared.rabbitmq import connection
-from shared.rabbitmq.admin import RabbitAdmin
-from shared.rabbitmq.client import RabbitTransport
-from shared.rabbitmq.topology import exchange_name, queue_name
-from shared.transport import SubscriptionSettings
 from tests.amqp_link import (
     CONFIRMATION,
     CONSUME_OK,

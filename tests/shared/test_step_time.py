@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.service_rate import StepTime
+from shared.models.service_rate import StepTime
 
 PLACES = 16
 TEXTS_MS = {1: 21.8, 2: 26.5, 4: 24.8, 8: 29.8, 16: 43.6}

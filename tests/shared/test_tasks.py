@@ -7,13 +7,12 @@ from pathlib import Path
 import pytest
 
 from api.tasks import API_TASKS
-from shared.tasks import TASKS
+from shared.models.tasks import TASKS
 from workers.tasks import WORKER_TASKS
 
 ROOT = Path(__file__).parents[2]
-LAYERS = ("shared", "api", "workers")
+FOLDERS = [ROOT / "shared/models/tasks", ROOT / "api/tasks", ROOT / "workers/tasks"]
 REGISTRIES = {"TASKS", "API_TASKS", "WORKER_TASKS"}
-FOLDERS = [ROOT / f"{layer}/tasks" for layer in LAYERS]
 SOURCES = [
     path
     for folder in ("api", "bench", "infra", "models", "shared", "tests", "workers")

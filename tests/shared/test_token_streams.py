@@ -6,10 +6,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from shared.models.tasks.text import TokenChunk
 from shared.stores.records import Records
 from shared.stores.redis_client import NO_REDIS
 from shared.stores.token_streams import MAX_ITEMS, Delivered, Written
-from shared.tasks.text import TokenChunk
 from tests.deleting import delete_ended
 from tests.limits import WAIT_LIMIT_S
 from tests.tiers import examples

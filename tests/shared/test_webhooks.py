@@ -6,17 +6,21 @@ from __future__ import annotations
 
 import pytest
 
+from shared.broker.in_memory import InMemoryBroker
+from shared.broker.transport import (
+    WEBHOOKS_SUBSCRIPTION_ID,
+    WEBHOOKS_TOPIC_ID,
+    SubscriptionSettings,
+)
 from shared.errors import BadInput, ConfigurationError, UndecodableMessage
-from shared.in_memory_broker import InMemoryBroker
-from shared.transport import WEBHOOKS_SUBSCRIPTION_ID, WEBHOOKS_TOPIC_ID, SubscriptionSettings
-from shared.webhook_publisher import WebhookPublisher
-from shared.webhooks import (
+from shared.webhooks.event import (
     WebhookEvent,
     decode_webhook_event,
     encode_webhook_event,
     signature,
     tenant_secrets,
 )
+from shared.webhooks.publisher import WebhookPublisher
 
 WEBHOOKS = SubscriptionSettings(WEBHOOKS_TOPIC_ID)
 # The example of

@@ -6,12 +6,12 @@ import pytest
 import redis
 
 from infra.local.redis_server import RedisServer
-from shared.catalog import Model
 from shared.errors import ModelWithdrawn
+from shared.models.catalog import Model
+from shared.models.tasks.embedding import TextInput
 from shared.stores.cache import cache_key
 from shared.stores.redis_client import NO_REDIS
 from shared.stores.withdrawals import LiveWithdrawals, Withdrawal, WithdrawalStore
-from shared.tasks.embedding import TextInput
 from tests.api.harness import IMAGE_MODEL, TEXT_MODEL
 
 pytestmark = pytest.mark.anyio

@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.blob import Blob
-from shared.catalog import Model
-from shared.catalog_entry import Batch, Generation, GenerationLimits
 from shared.errors import BadInput, ContextLengthExceeded
-from shared.tasks.base import WorkBound
-from shared.tasks.embedding import TextInput, TokensInput, bound_tokens
-from shared.tasks.image import ImageInput
-from shared.tasks.similarity import SimilarityInput
-from shared.tasks.text import GenerationInput
+from shared.models.blob import Blob
+from shared.models.catalog import Model
+from shared.models.entry import Batch, EmbeddingLimits, Generation
+from shared.models.tasks.base import WorkBound
+from shared.models.tasks.embedding import TextInput, TokensInput, bound_tokens
+from shared.models.tasks.image import ImageInput
+from shared.models.tasks.similarity import SimilarityInput
+from shared.models.tasks.text import GenerationInput
 from workers.models.image.preprocessing import image_to_image_steps
 
 WRITER = Model(
@@ -32,7 +32,7 @@ ENCODER = Model(
     source="local:nowhere",
     batch=Batch(max_tokens=2048),
     dimensions=4,
-    text=GenerationLimits(max_input_tokens=256),
+    text=EmbeddingLimits(max_input_tokens=256),
 )
 FORMS = ("NFC", "NFD", "NFKC", "NFKD")
 

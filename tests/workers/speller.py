@@ -19,8 +19,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from shared.errors import BadInput, ModelFailed, PenstockError, SchemaNotMatched
-from shared.tasks import Input
-from shared.tasks.text import GenerationInput, GenerationResult, TokenChunk
+from shared.models.tasks import Input
+from shared.models.tasks.text import GenerationInput, GenerationResult, TokenChunk
 from workers.models.base import OutOfMemory, PreparedItem, PreparedPrompt, StepEnd
 from workers.runtime import server
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from shared.errors import PenstockError
-from shared.tasks import Result
-from shared.tasks.embedding import EmbeddingResult
+from shared.models.tasks import Result
+from shared.models.tasks.embedding import EmbeddingResult
 from tests.workers.worker_harness import running_worker
 from workers.models.base import OnStep, PreparedItem, PreparedText
 from workers.models.processors import gpu_type_of

@@ -10,10 +10,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shared.catalog_file import read_catalog
 from shared.errors import Canceled
-from shared.tasks.custom import CustomResult
-from shared.tasks.embedding import EmbeddingResult, TextInput
+from shared.models.catalog_file import read_catalog
+from shared.models.tasks.custom import CustomResult
+from shared.models.tasks.embedding import EmbeddingResult, TextInput
 from tests.limits import WAIT_LIMIT_S
 from tests.workers.models.custom.classes import entry_of, prepared, write_class
 from workers.models.base import Prepared

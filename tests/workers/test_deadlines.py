@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY
 
-from shared.in_memory_broker import InMemoryBroker
+from shared.broker.in_memory import InMemoryBroker
+from shared.broker.transport import WEBHOOKS_SUBSCRIPTION_ID, inbox_topic_id
 from shared.messages import ItemOutcome, Receipt, ReplyBody, encode_reply_body
-from shared.slo import ENDS
+from shared.models.tasks.embedding import EmbeddingResult
+from shared.money.slo import ENDS
 from shared.stores.cache import ResultCache
 from shared.stores.records import LATE_LOOK_S
-from shared.tasks.embedding import EmbeddingResult
-from shared.transport import WEBHOOKS_SUBSCRIPTION_ID, inbox_topic_id
-from shared.webhooks import decode_webhook_event
+from shared.webhooks.event import decode_webhook_event
 from tests.limits import PATIENCE, WAIT_LIMIT_S
 from tests.workers.worker_harness import MODEL, WorkerHarness, running_worker
 from workers.runtime.pool import HostedModel, ModelPool

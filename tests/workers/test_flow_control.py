@@ -8,9 +8,9 @@ from typing import cast
 
 import pytest
 
+from shared.broker.transport import ReceivedMessage, SmoothedDuration, Subscription
 from shared.messages import Job
-from shared.service_rate import MAX_AHEAD_S
-from shared.transport import ReceivedMessage, SmoothedDuration, Subscription
+from shared.models.service_rate import MAX_AHEAD_S
 from workers.job import PulledJob, QueuedItem
 from workers.worker import FlowControl
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from shared.messages import record_id
-from shared.tasks.text import GenerationResult, TokenChunk
+from shared.models.tasks.text import GenerationResult, TokenChunk
 from tests.workers.models.generation import tiny
 from tests.workers.test_steps import (
     FOREVER,

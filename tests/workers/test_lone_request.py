@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from shared.in_memory_broker import InMemoryBroker
-from shared.transport import inbox_topic_id, jobs_topic_id
+from shared.broker.in_memory import InMemoryBroker
+from shared.broker.transport import inbox_topic_id, jobs_topic_id
 from tests.gated_link import gated_redis
 from tests.workers.worker_harness import MODEL, running_worker
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from prometheus_client import REGISTRY
 
+from shared.broker.in_memory import InMemoryBroker
 from shared.errors import ModelFailed
-from shared.in_memory_broker import InMemoryBroker
 from tests.limits import WAIT_LIMIT_S
 from tests.workers.worker_harness import MODEL, running_worker
 from workers.runtime.pool import HostedModel, ModelPool
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.anyio
 BROKEN = """
 import sys
 from pathlib import Path
-from shared.tasks.embedding import EmbeddingResult
+from shared.models.tasks.embedding import EmbeddingResult
 from workers.models.base import GpuLost
 from workers.runtime import server as model_process
 

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.anyio
 
 LETTERS = """
 import os, signal, sys
-from shared.tasks.embedding import EmbeddingResult
+from shared.models.tasks.embedding import EmbeddingResult
 from workers.runtime import server as model_process
 
 class Letters:

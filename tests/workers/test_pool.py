@@ -12,11 +12,11 @@ import numpy as np
 import psutil
 import pytest
 
-from shared.catalog import Model
-from shared.catalog_file import read_catalog
 from shared.errors import ConfigurationError, ModelFailed, PenstockError
-from shared.tasks import Input
-from shared.tasks.embedding import EmbeddingResult, TextInput
+from shared.models.catalog import Model
+from shared.models.catalog_file import read_catalog
+from shared.models.tasks import Input
+from shared.models.tasks.embedding import EmbeddingResult, TextInput
 from tests.limits import WAIT_LIMIT_S
 from workers.models.base import Prepared, PreparedText
 from workers.models.client import ModelProcessDied

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shared.broker.transport import ReceivedMessage
 from shared.messages import Envelope, Item, Job, JobBody
-from shared.tasks.embedding import TextInput
+from shared.models.tasks.embedding import TextInput
 from shared.tenants.plan import Priority
-from shared.transport import ReceivedMessage
 from workers.job import PulledJob, QueuedItem
 from workers.models.base import PreparedText
 from workers.scheduling.priority_queue import (

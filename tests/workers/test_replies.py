@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from shared.blob import INLINE_LIMIT_BYTES
-from shared.catalog_entry import Replies
+from shared.broker.transport import SubscriptionSettings, direct_id, inbox_topic_id, jobs_topic_id
+from shared.models.blob import INLINE_LIMIT_BYTES
+from shared.models.entry import Replies
+from shared.models.tasks.image import ImageResult
 from shared.stores.objects import ObjectStore
-from shared.tasks.image import ImageResult
-from shared.transport import SubscriptionSettings, direct_id, inbox_topic_id, jobs_topic_id
 from tests.limits import WAIT_LIMIT_S
 from tests.workers.worker_harness import MODEL, running_worker
 

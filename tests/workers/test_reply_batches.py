@@ -7,9 +7,9 @@ import pytest
 from prometheus_client import REGISTRY
 
 from infra.local.redis_server import RedisServer
+from shared.broker.transport import inbox_topic_id, workers_subscription_id
 from shared.errors import Unavailable
 from shared.messages import decode_reply_batch, decode_reply_body, is_reply_batch
-from shared.transport import inbox_topic_id, workers_subscription_id
 from tests.workers.worker_harness import MODEL, WorkerHarness, running_worker
 from workers.jobs import registry
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from shared.errors import ConfigurationError, ModelFailed, PenstockError
-from shared.tasks import Result
-from shared.tasks.embedding import EmbeddingResult
+from shared.models.tasks import Result
+from shared.models.tasks.embedding import EmbeddingResult
 from workers.models.base import OnStep, PreparedItem
 from workers.runtime.resident_models import ResidentModels, weights_bytes
 

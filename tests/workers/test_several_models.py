@@ -18,17 +18,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from shared.catalog import Model
-from shared.catalog_entry import Cache
-from shared.catalog_file import read_catalog
-from shared.in_memory_broker import InMemoryBroker
-from shared.messages import Envelope, Item, Job, JobBody, decode_reply, encode_job
-from shared.settings import WorkerSettings, read_settings
-from shared.stores.cache import ResultCache
-from shared.stores.objects import ObjectStore
-from shared.stores.records import Records
-from shared.tasks.embedding import EmbeddingResult, TextInput
-from shared.transport import (
+from shared.broker.in_memory import InMemoryBroker
+from shared.broker.transport import (
     BATCH_FILTER,
     SubscriptionSettings,
     batch_subscription_id,
@@ -37,6 +28,15 @@ from shared.transport import (
     slot_subscription_id,
     workers_subscription_id,
 )
+from shared.messages import Envelope, Item, Job, JobBody, decode_reply, encode_job
+from shared.models.catalog import Model
+from shared.models.catalog_file import read_catalog
+from shared.models.entry import Cache
+from shared.models.tasks.embedding import EmbeddingResult, TextInput
+from shared.settings import WorkerSettings, read_settings
+from shared.stores.cache import ResultCache
+from shared.stores.objects import ObjectStore
+from shared.stores.records import Records
 from tests.limits import WAIT_LIMIT_S
 from tests.workers.worker_harness import RowList
 from workers.job import WorkerInfo

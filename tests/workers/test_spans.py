@@ -8,7 +8,7 @@ import pytest
 from prometheus_client import REGISTRY
 from prometheus_client.openmetrics.exposition import generate_latest
 
-from shared.transport import inbox_topic_id
+from shared.broker.transport import inbox_topic_id
 from tests.kept_spans import KeptSpans, new_trace
 from tests.workers.worker_harness import MODEL, WorkerHarness, running_worker
 

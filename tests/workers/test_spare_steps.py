@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from shared.catalog import Model
-from shared.catalog_entry import Batch, Generation
-from shared.tasks.text import GenerationResult, TokenChunk
+from shared.models.catalog import Model
+from shared.models.entry import Batch, Generation
+from shared.models.tasks.text import GenerationResult, TokenChunk
 from workers.models.base import PreparedItem, PreparedPrompt, StepEnd
 from workers.models.reports import BatchResult, ItemEnded, Spare
 from workers.models.step_shares import StepRoom

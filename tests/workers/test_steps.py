@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 from prometheus_client import REGISTRY
 
-from shared.catalog import Model
-from shared.catalog_entry import Batch, Cache, Generation, Price
-from shared.in_memory_broker import InMemoryBroker
+from shared.broker.in_memory import InMemoryBroker
+from shared.broker.transport import inbox_topic_id
 from shared.messages import Envelope, Item, ItemOutcome, Job, JobBody, record_id
-from shared.stream_chunks import Chunk
-from shared.tasks.text import GenerationInput, GenerationResult
+from shared.models.catalog import Model
+from shared.models.entry import Batch, Cache, Generation, Price
+from shared.models.tasks.text import GenerationInput, GenerationResult
+from shared.stores.stream_chunks import Chunk
 from shared.tenants.plan import Priority
-from shared.transport import inbox_topic_id
 from tests.limits import WAIT_LIMIT_S
 from tests.workers.speller import FIRST_LETTERS, SpellerPreparer
 from tests.workers.worker_harness import WorkerHarness, running_worker

@@ -7,11 +7,11 @@ import pytest
 
 from api.inputs import storage as storage_module
 from api.inputs.storage import Storage
-from shared.blob import INLINE_LIMIT_BYTES, Blob
 from shared.messages import Envelope, ItemOutcome, Receipt
+from shared.models.blob import INLINE_LIMIT_BYTES, Blob
+from shared.models.tasks.custom import CustomResult, FilePlace
 from shared.stores.held_bytes import hold
 from shared.stores.objects import ObjectStore
-from shared.tasks.custom import CustomResult, FilePlace
 from workers.jobs.completion import RESULTS_COUNT_S, LargeResults
 
 pytestmark = pytest.mark.anyio

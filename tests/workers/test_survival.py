@@ -12,17 +12,17 @@ import pytest
 import redis.asyncio as redis
 
 from infra.local.redis_server import RedisServer
-from shared.errors import BadInput, ModelFailed
-from shared.messages import ReplyBody, encode_reply_body, failure
-from shared.stores.records import Records
-from shared.tasks import Input
-from shared.tasks.image import ImageResult
-from shared.transport import (
+from shared.broker.transport import (
     WEBHOOKS_SUBSCRIPTION_ID,
     ReceivedMessage,
     dead_letter_subscription_id,
     workers_subscription_id,
 )
+from shared.errors import BadInput, ModelFailed
+from shared.messages import ReplyBody, encode_reply_body, failure
+from shared.models.tasks import Input
+from shared.models.tasks.image import ImageResult
+from shared.stores.records import Records
 from tests.gated_link import gated_redis
 from tests.limits import WAIT_LIMIT_S
 from tests.workers.worker_harness import (

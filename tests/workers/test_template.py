@@ -19,9 +19,9 @@ import psutil
 import pytest
 import torch
 
-from shared.catalog_file import read_catalog
-from shared.tasks.embedding import EmbeddingResult
-from shared.tasks.image import ImageResult
+from shared.models.catalog_file import read_catalog
+from shared.models.tasks.embedding import EmbeddingResult
+from shared.models.tasks.image import ImageResult
 from tests.limits import START_LIMIT_S
 from workers.models.base import PreparedImage, PreparedText
 from workers.models.client import ModelProcessDied

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from shared.catalog import Model
-from shared.catalog_entry import Batch, Generation
+from shared.broker.in_memory import InMemoryBroker
+from shared.broker.transport import batch_subscription_id, workers_subscription_id
 from shared.errors import BadInput, ConfigurationError, ModelFailed, PenstockError
-from shared.in_memory_broker import InMemoryBroker
-from shared.tasks import Input, Result
-from shared.tasks.embedding import EmbeddingResult, TextInput
-from shared.tasks.text import GenerationInput, GenerationResult, TokenChunk
-from shared.transport import batch_subscription_id, workers_subscription_id
+from shared.models.catalog import Model
+from shared.models.entry import Batch, Generation
+from shared.models.tasks import Input, Result
+from shared.models.tasks.embedding import EmbeddingResult, TextInput
+from shared.models.tasks.text import GenerationInput, GenerationResult, TokenChunk
 from tests.workers.worker_harness import MODEL, LetterPreparer
 from workers.models.base import OnStep, PreparedItem, PreparedPrompt, PreparedText, StepEnd
 from workers.testing import running_worker

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from shared.messages import Item
-from shared.tasks import Input
-from shared.tasks.text import PromptToCount, TokenCount
+from shared.models.tasks import Input
+from shared.models.tasks.text import PromptToCount, TokenCount
 from tests.workers.worker_harness import LetterPreparer, running_worker
 from workers.models.base import PreparedOutcome
 

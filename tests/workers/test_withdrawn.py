@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from shared.charge import cost_usd, price_of
 from shared.messages import ItemOutcome
+from shared.money.charge import cost_usd, price_of
 from shared.stores.cache import ResultCache
 from shared.stores.withdrawals import LiveWithdrawals, Withdrawal, WithdrawalStore
 from tests.workers.worker_harness import MODEL, WorkerHarness, running_worker

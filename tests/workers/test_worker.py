@@ -12,17 +12,17 @@ from pathlib import Path
 import pytest
 from prometheus_client import REGISTRY
 
-from shared.errors import BadInput, Unavailable
-from shared.tasks import Input
-from shared.tasks.embedding import TextInput
-from shared.tenants.plan import Priority
-from shared.transport import (
+from shared.broker.transport import (
     ReceivedMessage,
     dead_letter_subscription_id,
     inbox_topic_id,
     jobs_topic_id,
     workers_subscription_id,
 )
+from shared.errors import BadInput, Unavailable
+from shared.models.tasks import Input
+from shared.models.tasks.embedding import TextInput
+from shared.tenants.plan import Priority
 from tests.limits import WAIT_LIMIT_S
 from tests.workers.worker_harness import MODEL, HeldCache, LetterPreparer, running_worker
 from workers.models.base import PreparedText

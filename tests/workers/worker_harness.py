@@ -14,12 +14,20 @@ from pathlib import Path
 
 from PIL import Image
 
-from shared.blob import INLINE_LIMIT_BYTES, Blob
-from shared.catalog import Catalog, Model
-from shared.catalog_entry import Batch, Cache, Price
+from shared.broker.in_memory import InMemoryBroker
+from shared.broker.transport import (
+    WEBHOOKS_SUBSCRIPTION_ID,
+    WEBHOOKS_TOPIC_ID,
+    ReceivedMessage,
+    SubscriptionSettings,
+    inbox_topic_id,
+    jobs_topic_id,
+    make_jobs,
+    slot_subscription_id,
+    workers_subscription_id,
+)
 from shared.errors import BadInput, Canceled, ModelFailed, PenstockError, Unavailable
-from shared.flow_engine import FlowEngine
-from shared.in_memory_broker import InMemoryBroker
+from shared.flows.engine import FlowEngine
 from shared.messages import (
     Envelope,
     Item,
@@ -32,27 +40,19 @@ from shared.messages import (
     encode_job,
     is_reply_batch,
 )
+from shared.models.blob import INLINE_LIMIT_BYTES, Blob
+from shared.models.catalog import Catalog, Model
+from shared.models.entry import Batch, Cache, Price
+from shared.models.tasks import Input, Result
+from shared.models.tasks.custom import CustomResult
+from shared.models.tasks.embedding import EmbeddingResult, TextInput
+from shared.models.tasks.image import ImageResult
 from shared.stores.cache import NO_TIMES, ResultCache
 from shared.stores.objects import ObjectStore
 from shared.stores.records import Records
 from shared.stores.withdrawals import LiveWithdrawals
-from shared.tasks import Input, Result
-from shared.tasks.custom import CustomResult
-from shared.tasks.embedding import EmbeddingResult, TextInput
-from shared.tasks.image import ImageResult
 from shared.tenants.plan import Priority
 from shared.tracing.spans import TraceContext
-from shared.transport import (
-    WEBHOOKS_SUBSCRIPTION_ID,
-    WEBHOOKS_TOPIC_ID,
-    ReceivedMessage,
-    SubscriptionSettings,
-    inbox_topic_id,
-    jobs_topic_id,
-    make_jobs,
-    slot_subscription_id,
-    workers_subscription_id,
-)
 from shared.usage.row import Row
 from tests.limits import WAIT_LIMIT_S
 from tests.waiting import until

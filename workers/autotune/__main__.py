@@ -12,9 +12,9 @@ from pathlib import Path
 
 import msgspec
 
-from shared.catalog import Model
 from shared.errors import ConfigurationError
 from shared.logs import configure_logs
+from shared.models.catalog import Model
 from workers.autotune.choice import Choice, Refusal, TuningSettings, read_choice, write_choice
 from workers.autotune.client import choice_path
 from workers.autotune.hardware import this_machine

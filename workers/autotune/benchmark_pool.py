@@ -19,9 +19,9 @@ from typing import NamedTuple, ParamSpec, Self, TypeVar
 import msgspec
 import numpy as np
 
-from shared.catalog import Model
 from shared.errors import ModelFailed, PenstockError
-from shared.tasks.embedding import EmbeddingResult
+from shared.models.catalog import Model
+from shared.models.tasks.embedding import EmbeddingResult
 from workers.autotune.choice import Layout
 from workers.autotune.contest import Timing
 from workers.autotune.hardware import KEPT_OPEN_MAX_BYTES, Machine

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shared.catalog import Model
+from shared.models.catalog import Model
 from workers.autotune.choice import Finding, Layout
 from workers.autotune.hardware import Machine
 from workers.models.artifact import Artifact, Variant

@@ -15,8 +15,8 @@ from pathlib import Path
 import msgspec
 from prometheus_client import Gauge
 
-from shared.catalog import Model
 from shared.errors import ConfigurationError
+from shared.models.catalog import Model
 from shared.settings import WorkerSettings
 from workers.autotune.candidates import layouts
 from workers.autotune.choice import Choice, Refusal, TuningSettings, read_choice

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from shared.cores import usable_cores
+from shared.process.cores import usable_cores
 from workers.models.processors import BF16_FLAGS, read_facts, this_cpu
 
 KEPT_OPEN_MAX_BYTES = 256 * 1024 * 1024

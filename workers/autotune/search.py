@@ -20,8 +20,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from shared.catalog import Model
 from shared.errors import ConfigurationError, PenstockError
+from shared.models.catalog import Model
 from workers.autotune.benchmark_pool import BenchmarkPool
 from workers.autotune.candidates import candidates, layouts
 from workers.autotune.choice import Choice, Finding, Layout

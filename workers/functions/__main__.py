@@ -9,13 +9,13 @@ import sys
 from aiohttp import web
 from prometheus_client import generate_latest
 
-from shared.catalog_file import read_catalog
+from shared.broker.rabbitmq.admin import RabbitAdmin
+from shared.broker.rabbitmq.client import RabbitTransport
 from shared.errors import ConfigurationError
-from shared.inspection import deny_inspection
 from shared.logs import configure_logs
-from shared.loopback import exempt_loopback_from_proxies
-from shared.rabbitmq.admin import RabbitAdmin
-from shared.rabbitmq.client import RabbitTransport
+from shared.models.catalog_file import read_catalog
+from shared.process.inspection import deny_inspection
+from shared.process.loopback import exempt_loopback_from_proxies
 from shared.settings import read_settings
 from shared.tracing.setup import traced
 from workers.functions.consumer import FunctionConsumer, QueueDepths, sources

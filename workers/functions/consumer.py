@@ -13,13 +13,11 @@ from dataclasses import dataclass
 
 from prometheus_client import Gauge
 
-from shared.catalog import Catalog
-from shared.errors import PenstockError
-from shared.rabbitmq.admin import RabbitAdmin
-from shared.rabbitmq.client import RabbitTransport
-from shared.rabbitmq.subscriber import QueueSubscription
-from shared.rabbitmq.topology import delays_between
-from shared.transport import (
+from shared.broker.rabbitmq.admin import RabbitAdmin
+from shared.broker.rabbitmq.client import RabbitTransport
+from shared.broker.rabbitmq.subscriber import QueueSubscription
+from shared.broker.rabbitmq.topology import delays_between
+from shared.broker.transport import (
     DEAD_LETTER_RETRY_S,
     WEBHOOK_RETRY_S,
     WEBHOOKS_SUBSCRIPTION_ID,
@@ -28,6 +26,8 @@ from shared.transport import (
     dead_letter_subscription_id,
     workers_subscription_id,
 )
+from shared.errors import PenstockError
+from shared.models.catalog import Catalog
 from workers.functions.handler import Handler, handle_message
 
 EVERY_S = 15.0

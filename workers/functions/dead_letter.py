@@ -16,8 +16,13 @@ from typing import Protocol
 import msgspec
 from prometheus_client import Counter
 
+from shared.broker.transport import (
+    WEBHOOKS_TOPIC_ID,
+    Publisher,
+    ReceivedMessage,
+    dead_letter_topic_id,
+)
 from shared.canary.forwarding import forward
-from shared.catalog import CANARY_SUFFIX, Catalog
 from shared.errors import (
     BadInput,
     Canceled,
@@ -27,7 +32,7 @@ from shared.errors import (
     UndecodableMessage,
     UnknownModel,
 )
-from shared.flow_engine import FlowEngine
+from shared.flows.engine import FlowEngine
 from shared.messages import (
     Envelope,
     ItemOutcome,
@@ -42,12 +47,12 @@ from shared.messages import (
     failure,
     record_id,
 )
+from shared.models.catalog import CANARY_SUFFIX, Catalog
 from shared.stores.record_state import Finish
 from shared.stores.records import Records
 from shared.tracing.spans import STAGE, Attributes, span
-from shared.transport import WEBHOOKS_TOPIC_ID, Publisher, ReceivedMessage, dead_letter_topic_id
 from shared.usage.row import Row, row_of
-from shared.webhook_publisher import WebhookPublisher
+from shared.webhooks.publisher import WebhookPublisher
 
 ANSWERED_BY = "dead-letter"
 """The worker in replies and rows that come from here."""

@@ -21,7 +21,7 @@ from shared.stores.redis_client import KEY_PREFIX, RedisLink, RedisStore, load_s
 from shared.usage.bigquery import Fields
 from shared.usage.webhook_delivery import WebhookDelivery
 from shared.usage.writer import fields_by_name
-from shared.webhooks import WebhookUrlForbidden
+from shared.webhooks.event import WebhookUrlForbidden
 
 THROTTLE_MS = 500
 """The minimum interval of output and log events (https://replicate.com/docs/topics/webhooks)."""

@@ -11,12 +11,12 @@ import asyncio
 import logging
 from contextlib import AsyncExitStack
 
+from shared.broker.transport import ReceivedMessage
 from shared.brokers import transport_of
-from shared.catalog_file import read_catalog
 from shared.errors import Unavailable
+from shared.models.catalog_file import read_catalog
 from shared.stores.objects import UrlSigner
 from shared.stores.records import Records
-from shared.transport import ReceivedMessage
 from shared.usage.bigquery import Fields
 from shared.usage.row import Row
 from shared.usage.senders import TABLE, sender_of

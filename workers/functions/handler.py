@@ -29,8 +29,8 @@ from cloudevents.exceptions import GenericException
 from cloudevents.http import from_http
 from prometheus_client import Counter, generate_latest
 
+from shared.broker.transport import ReceivedMessage
 from shared.errors import PenstockError, UndecodableMessage
-from shared.transport import ReceivedMessage
 from workers.functions.push_auth import PushAuthenticator, PushRefused
 from workers.functions.receiver_permits import ReceiverBusy
 

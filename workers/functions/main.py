@@ -26,9 +26,9 @@ from functions_framework import aio
 from prometheus_client import Counter
 
 from shared.errors import BadInput, PenstockError, UndecodableMessage
-from shared.inspection import deny_inspection
 from shared.logs import configure_logs
-from shared.loopback import exempt_loopback_from_proxies
+from shared.process.inspection import deny_inspection
+from shared.process.loopback import exempt_loopback_from_proxies
 from shared.reports.day_tables import days_asked
 from shared.reports.scheduled import RUN_LIMIT_S, RunResult, opened_reports
 from shared.settings import ReportSettings, read_settings

@@ -10,7 +10,7 @@ earlier events are dropped.
 Ends of batches and warnings about budgets are sent as events in the shape of OpenAI's. Their
 message has all that this needs. They are retried like the other webhooks.
 
-The caller chose the URL, so it must not reach our addresses (shared/pinned_http.py).
+The caller chose the URL, so it must not reach our addresses (shared/web/pinned_http.py).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ import msgspec
 from aiohttp import ClientError, ClientResponse, ClientTimeout
 from prometheus_client import Counter
 
+from shared.broker.transport import ReceivedMessage
 from shared.errors import PenstockError, Unavailable, UndecodableMessage
-from shared.pinned_http import CONNECT_LIMIT_S, Resolve, pinned_session, resolve
 from shared.predictions import (
     Prediction,
     body_of,
@@ -34,15 +34,15 @@ from shared.predictions import (
     decode_end,
     read_partial,
 )
-from shared.public_url import ANYWHERE, PUBLIC, UrlForbidden
 from shared.stores.objects import UrlSigner
 from shared.stores.record_state import Record
 from shared.stores.records import Records
 from shared.stores.webhook_log import WebhookAttempt
 from shared.tracing.spans import STAGE, Attributes, current, read_attributes, span
-from shared.transport import ReceivedMessage
 from shared.usage.webhook_delivery import WebhookDelivery
-from shared.webhooks import (
+from shared.web.pinned_http import CONNECT_LIMIT_S, Resolve, pinned_session, resolve
+from shared.web.public_url import ANYWHERE, PUBLIC, UrlForbidden
+from shared.webhooks.event import (
     BUDGET_WARNING,
     BatchEvent,
     BudgetEvent,
@@ -320,7 +320,7 @@ def signed_headers(setting: str, tenant: str, webhook_id: str, body: bytes) -> d
     """The headers of a delivery, as Standard Webhooks asks for them.
 
     Args:
-        setting: the secrets, as for shared.webhooks.tenant_secrets.
+        setting: the secrets, as for shared.webhooks.event.tenant_secrets.
         webhook_id: the same for every attempt at one event.
     """
     now_s = int(time.time())

@@ -18,14 +18,14 @@ from collections.abc import Sequence
 
 import msgspec
 
-from shared.blob import Blob
+from shared.broker.transport import Publisher, jobs_topic_id
 from shared.canary.verdict import COMPARISON_TENANT
-from shared.catalog import Model
 from shared.errors import PenstockError
 from shared.messages import Envelope, Item, ItemOutcome, Job, JobBody, encode_job
+from shared.models.blob import Blob
+from shared.models.catalog import Model
+from shared.models.tasks.custom import CustomInput, CustomResult
 from shared.stores.objects import ObjectStore
-from shared.tasks.custom import CustomInput, CustomResult
-from shared.transport import Publisher, jobs_topic_id
 from workers.job import PulledJob
 from workers.models.base import IsClose
 

@@ -17,20 +17,20 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 
-from shared.canary.forwarding import forward
-from shared.canary.store import CanaryState, CanaryStore
-from shared.canary.verdict import CanaryCounts
-from shared.catalog import Model
-from shared.errors import BadInput, Canceled, PenstockError, Unavailable, error_for_code
-from shared.messages import ItemOutcome
-from shared.stores.records import Records
-from shared.transport import (
+from shared.broker.transport import (
     Publisher,
     Subscriber,
     Subscription,
     batch_subscription_id,
     workers_subscription_id,
 )
+from shared.canary.forwarding import forward
+from shared.canary.store import CanaryState, CanaryStore
+from shared.canary.verdict import CanaryCounts
+from shared.errors import BadInput, Canceled, PenstockError, Unavailable, error_for_code
+from shared.messages import ItemOutcome
+from shared.models.catalog import Model
+from shared.stores.records import Records
 from workers import metrics
 from workers.job import PulledJob
 from workers.jobs.canary_comparison import COMPUTED, RevisionComparison

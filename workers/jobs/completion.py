@@ -28,18 +28,14 @@ from typing import Any, Literal
 
 import msgspec
 
-from shared import slo
-from shared.blob import INLINE_LIMIT_BYTES, RESULTS, Blob, content_digest
-from shared.catalog import Model
-from shared.charge import ENDED_BY_CALLER, is_ended_by_caller
-from shared.concurrency import backoff
+from shared.broker.transport import Publisher
 from shared.errors import (
     Canceled,
     PenstockError,
     Unavailable,
     error_for_code,
 )
-from shared.flow_engine import StepRow
+from shared.flows.engine import StepRow
 from shared.messages import (
     Envelope,
     Item,
@@ -50,21 +46,25 @@ from shared.messages import (
     encode_reply_body,
     failure,
 )
+from shared.models.blob import INLINE_LIMIT_BYTES, RESULTS, Blob, content_digest
+from shared.models.catalog import Model
+from shared.models.tasks import Result
+from shared.models.tasks.custom import CustomInput, CustomResult, PieceChunk
+from shared.models.tasks.text import GenerationInput
+from shared.money import slo
+from shared.money.charge import ENDED_BY_CALLER, is_ended_by_caller
+from shared.process.concurrency import backoff
 from shared.stores.cache import Owed, ResultCache
 from shared.stores.held_bytes import hold
 from shared.stores.objects import ObjectStore
 from shared.stores.record_state import Finish
 from shared.stores.records import Records
+from shared.stores.stream_chunks import merge_chunks
 from shared.stores.token_streams import Delivered, TokenStreams
-from shared.stream_chunks import merge_chunks
-from shared.tasks import Result
-from shared.tasks.custom import CustomInput, CustomResult, PieceChunk
-from shared.tasks.text import GenerationInput
 from shared.tracing.spans import entered
-from shared.transport import Publisher
 from shared.usage.row import Row, RowSink
-from shared.webhook_publisher import WebhookPublisher
-from shared.webhooks import EventName
+from shared.webhooks.event import EventName
+from shared.webhooks.publisher import WebhookPublisher
 from workers import metrics
 from workers.job import NOT_SENT, PulledJob, WorkerInfo, record_spans, row_for
 from workers.jobs.canary_share import CanaryShare, Forwarding

@@ -20,21 +20,21 @@ from typing import Protocol
 
 import msgspec
 
-from shared.blob import Blob
-from shared.catalog import Model
+from shared.broker.transport import ReceivedMessage, Subscription
 from shared.errors import BadInput, ModelFailed, PenstockError, Unavailable, UndecodableMessage
-from shared.flow_engine import FlowEngine
+from shared.flows.engine import FlowEngine
 from shared.messages import Item, Receipt, decode_job, failure
+from shared.models.blob import Blob
+from shared.models.catalog import Model
+from shared.models.tasks import Input
+from shared.models.tasks.custom import CustomInput
+from shared.models.tasks.embedding import TextToTokenize
 from shared.stores.cache import Hit, ResultCache
 from shared.stores.objects import ObjectStore
 from shared.stores.record_state import Claim
 from shared.stores.records import Records
 from shared.stores.withdrawals import LiveWithdrawals, no_withdrawals, withdrawn_error
-from shared.tasks import Input
-from shared.tasks.custom import CustomInput
-from shared.tasks.embedding import TextToTokenize
 from shared.tracing.spans import is_recorded
-from shared.transport import ReceivedMessage, Subscription
 from workers.job import TOLERATED_CRASHES, ItemRun, JobTimer, PulledJob, QueuedItem
 from workers.jobs.canary_share import CanaryShare
 from workers.jobs.completion import Completion, is_streamed

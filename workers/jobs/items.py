@@ -18,15 +18,15 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import msgspec
 
-from shared.blob import Blob
-from shared.catalog import Model
 from shared.errors import Canceled, ModelFailed, Unavailable
 from shared.messages import Item, PrintedLogs, failure
+from shared.models.blob import Blob
+from shared.models.catalog import Model
+from shared.models.tasks.custom import PieceChunk, streamed_key
+from shared.models.tasks.text import TokenChunk
 from shared.stores.records import Records
+from shared.stores.stream_chunks import Chunk, merge_chunks
 from shared.stores.token_streams import Written
-from shared.stream_chunks import Chunk, merge_chunks
-from shared.tasks.custom import PieceChunk, streamed_key
-from shared.tasks.text import TokenChunk
 from workers import metrics
 from workers.job import Computed, PulledJob, QueuedItem, kept_traces
 from workers.jobs.completion import Completion, is_streamed

@@ -13,6 +13,13 @@ import time
 from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
+from shared.broker.transport import (
+    Publisher,
+    ReceivedMessage,
+    SmoothedDuration,
+    Subscription,
+    dead_letter_topic_id,
+)
 from shared.errors import BadInput, PenstockError, UndecodableMessage
 from shared.messages import (
     MAX_REPLY_BATCH_BYTES,
@@ -27,13 +34,6 @@ from shared.messages import (
 from shared.stores.record_state import ReleasedClaim
 from shared.stores.records import Records
 from shared.tracing.spans import read_attributes, set_current
-from shared.transport import (
-    Publisher,
-    ReceivedMessage,
-    SmoothedDuration,
-    Subscription,
-    dead_letter_topic_id,
-)
 from workers import metrics
 from workers.job import PulledJob, reply_span
 

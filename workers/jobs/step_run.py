@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from shared.errors import BadInput, Canceled
-from shared.stream_chunks import Chunk
+from shared.stores.stream_chunks import Chunk
 from shared.tenants.plan import Priority
 from workers.job import QueuedItem
 from workers.jobs.consumer import JobConsumer

@@ -2,7 +2,7 @@
 
 As for any job the ack is last, after what follows is with the broker. So if this worker dies, the
 message comes again, its items are found done, and the run is carried on from there
-(shared/flow_engine.py).
+(shared/flows/engine.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import msgspec
 
 from shared.errors import PenstockError, Unavailable
-from shared.flow_engine import FlowEngine, JobEnd, may_retry
+from shared.flows.engine import FlowEngine, JobEnd, may_retry
 from shared.messages import ItemOutcome
 from shared.stores.record_state import ReleasedClaim
 from shared.stores.records import Records

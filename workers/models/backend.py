@@ -6,8 +6,8 @@ from typing import Literal
 
 import msgspec
 
-from shared.catalog import Model
 from shared.errors import ConfigurationError
+from shared.models.catalog import Model
 
 
 class Backend(msgspec.Struct, frozen=True, kw_only=True):

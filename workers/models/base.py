@@ -13,10 +13,10 @@ from typing import Any, Protocol, runtime_checkable
 import msgspec
 
 from shared.errors import BadInput, ModelFailed, PenstockError
-from shared.tasks import Input, Result
-from shared.tasks.custom import CustomResult
-from shared.tasks.embedding import TextTokens
-from shared.tasks.text import RESPONSE_FORMAT, TokenChunk, TokenCount, TokenLogprob
+from shared.models.tasks import Input, Result
+from shared.models.tasks.custom import CustomResult
+from shared.models.tasks.embedding import TextTokens
+from shared.models.tasks.text import RESPONSE_FORMAT, TokenChunk, TokenCount, TokenLogprob
 
 
 class Prepared(msgspec.Struct, kw_only=True):

@@ -26,7 +26,7 @@ from pathlib import Path, PurePosixPath
 import torch
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-from shared.kubernetes_names import slug
+from shared.models.kubernetes_names import slug
 
 MAX_BYTES = 512 * 1024 * 1024
 """Of the files in an archive. SD 1.5 with four batch sizes compiles to a fraction of it."""

@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-from shared.catalog_entry import GpuTypeName
+from shared.models.entry import GpuTypeName
 
 BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 """Flags of /proc/cpuinfo, on x86 and on ARM."""

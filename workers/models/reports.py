@@ -10,9 +10,9 @@ import msgspec
 
 from shared.errors import ModelFailed, PenstockError, error_for_code
 from shared.messages import PrintedLogs
-from shared.tasks import Result
-from shared.tasks.custom import PieceChunk, StreamedFile
-from shared.tasks.text import TokenChunk
+from shared.models.tasks import Result
+from shared.models.tasks.custom import PieceChunk, StreamedFile
+from shared.models.tasks.text import TokenChunk
 from workers.models.base import RgbImage
 
 
@@ -204,7 +204,7 @@ class ItemEnded(msgspec.Struct, tag="ended"):
 class Spare(msgspec.Struct, tag="spare"):
     """The spare seconds of the steps of batch `number` since the last message of this kind.
 
-    More items could have been computed in them for nothing (shared/service_rate.py).
+    More items could have been computed in them for nothing (shared/models/service_rate.py).
     """
 
     number: int

@@ -6,10 +6,10 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from shared.catalog import Model
 from shared.messages import PrintedLogs
-from shared.service_rate import StepTime
-from shared.tasks import Result
+from shared.models.catalog import Model
+from shared.models.service_rate import StepTime
+from shared.models.tasks import Result
 from workers.models.reports import BatchResult, check_result
 
 SHARED_WEIGHTS_SHARE = 0.5

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from shared.tasks.embedding import TextInput
+from shared.models.tasks.embedding import TextInput
 from workers.models.base import PreparedText, Preparer
 
 INPUTS = ("input_ids", "attention_mask")

@@ -27,9 +27,9 @@ from onnxruntime.transformers.optimizer import optimize_model
 from transformers import AutoModel
 from transformers.utils import logging as transformers_logging
 
-from shared.catalog import Model
 from shared.errors import ConfigurationError, PenstockError
-from shared.tasks.embedding import EmbeddingResult
+from shared.models.catalog import Model
+from shared.models.tasks.embedding import EmbeddingResult
 from workers.models.artifact import Calibration, Variant, write_calibration
 from workers.models.base import PreparedText
 from workers.models.device import Device

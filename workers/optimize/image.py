@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-from shared.catalog import Model
 from shared.errors import ConfigurationError
+from shared.models.catalog import Model
 from workers.models.artifact import Variant
 from workers.models.device import Device
 from workers.models.image.hub import Hub

@@ -15,9 +15,9 @@ from typing import cast
 import msgspec
 from rich.console import Console
 
-from shared.catalog import Model
-from shared.catalog_file import read_catalog
 from shared.errors import ModelFailed
+from shared.models.catalog import Model
+from shared.models.catalog_file import read_catalog
 from shared.settings import WorkerSettings
 from workers.models.artifact import (
     Artifact,

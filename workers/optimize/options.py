@@ -7,8 +7,8 @@ import shutil
 from dataclasses import dataclass
 from typing import Literal
 
-from shared.catalog import Model
 from shared.errors import ConfigurationError
+from shared.models.catalog import Model
 from workers.models.artifact import Manifest
 from workers.tasks import WORKER_TASKS
 

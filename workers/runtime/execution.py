@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import cast
 
 from shared.errors import Canceled, ModelFailed, PenstockError
-from shared.tasks import Result
+from shared.models.tasks import Result
 from workers.models.base import (
     InferenceModel,
     OutOfMemory,

@@ -6,8 +6,8 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from shared.concurrency import backoff
 from shared.errors import ConfigurationError, ModelFailed, PenstockError
+from shared.process.concurrency import backoff
 from workers.models.client import ModelProcessDied, ProcessClient
 
 START_TRIES = 5

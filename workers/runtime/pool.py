@@ -11,9 +11,9 @@ from typing import NamedTuple, Self
 
 import msgspec
 
-from shared.catalog import Model
-from shared.catalog_entry import DEFAULT_STARTUP_S
-from shared.cores import usable_cores
+from shared.models.catalog import Model
+from shared.models.entry import DEFAULT_STARTUP_S
+from shared.process.cores import usable_cores
 from workers.models.backend import Backend
 from workers.models.client import Launch, MakeRoom, StartClient
 from workers.runtime.child_process import child_environment, spawn

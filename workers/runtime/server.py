@@ -25,10 +25,10 @@ from pathlib import Path
 
 import msgspec
 
-from shared.catalog import Model
 from shared.errors import PenstockError
-from shared.inspection import deny_inspection
 from shared.logs import configure_logs
+from shared.models.catalog import Model
+from shared.process.inspection import deny_inspection
 from workers.models.backend import Backend
 from workers.models.base import GPU_LOST_STATUS, GpuLost, LoadedModel
 from workers.models.reports import Ready

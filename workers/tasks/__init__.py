@@ -1,12 +1,12 @@
-"""The tasks that a worker computes. A file here has the name of its task in shared.tasks."""
+"""The tasks that a worker computes. A file here has the name of its task in shared.models.tasks."""
 
 from __future__ import annotations
 
 from importlib import import_module
 from pathlib import Path
 
-from shared.catalog import Model
-from shared.tasks import TASKS
+from shared.models.catalog import Model
+from shared.models.tasks import TASKS
 from workers.models.backend import Backend
 from workers.models.base import LoadedModel, Preparer
 from workers.tasks.base import Resources, WorkerTask

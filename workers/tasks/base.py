@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from shared.catalog import Model
+from shared.models.catalog import Model
 from workers.models.backend import Backend
 from workers.models.base import IsClose, LoadedModel, OpenGguf, Preparer
 from workers.models.client import StartClient

@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from shared.catalog import Model
 from shared.errors import ConfigurationError
-from shared.tasks.custom import are_equal, interface_of
+from shared.models.catalog import Model
+from shared.models.tasks.custom import are_equal, interface_of
 from workers.models.base import IsClose, LoadedModel, Preparer
 from workers.models.client import StartClient
 from workers.tasks.base import Resources, WorkerTask

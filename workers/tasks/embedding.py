@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shared.catalog import Model
 from shared.errors import ConfigurationError
+from shared.models.catalog import Model
 from workers.models.backend import Backend, unmeasured_backend
 from workers.models.base import InferenceModel, Preparer
 from workers.models.embedding.model_folder import SentenceFolder, read_sentence_folder

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from shared.catalog import Model
+from shared.models.catalog import Model
 from workers.models.base import InferenceModel, Preparer
 from workers.tasks.base import Resources, WorkerTask
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shared.catalog import Model
+from shared.models.catalog import Model
 from workers.models.base import InferenceModel, Preparer
 from workers.tasks.base import Resources
 from workers.tasks.embedding import EmbeddingWorker, check_window, encoder_model

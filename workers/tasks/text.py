@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from shared.catalog import Model
+from shared.models.catalog import Model
 from workers.models.base import LoadedModel, OpenGguf, Preparer
 from workers.models.client import StartClient
 from workers.tasks.base import Resources, WorkerTask

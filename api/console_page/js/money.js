@@ -1,4 +1,4 @@
-// US dollars for people, as shared/money.py writes them.
+// US dollars for people, as shared/money/amounts.py writes them.
 
 const PLACES = 9;
 const DIGITS = 4;

@@ -39,7 +39,7 @@ def promote(path: Path, name: str) -> None:
         ConfigurationError: the file has no such model, or it has no canary, or its entry stands in
             one line.
     """
-    from shared.catalog_file import read_catalog
+    from shared.models.catalog_file import read_catalog
 
     text = path.read_text(encoding="utf-8")
     edited = _promoted(text, _entry(path, text, name), path)
@@ -107,7 +107,7 @@ def _ends(node: yaml.Node) -> Iterator[int]:
 
 if TYPE_CHECKING:
     from shared.canary.store import CanaryStore
-    from shared.catalog import Catalog, Model
+    from shared.models.catalog import Catalog, Model
 
 
 @canary.command("status")

@@ -92,7 +92,7 @@ def replay(
 
     With --all, those to whose callers an answer was given stay. A single one of them is refused.
     """
-    from shared.catalog_file import read_catalog
+    from shared.models.catalog_file import read_catalog
     from shared.settings import Settings, read_settings
 
     (name,) = _models([model])
@@ -182,8 +182,8 @@ def _models(names: Sequence[str]) -> list[str]:
     Raises:
         UnknownModel: the catalog has no such model.
     """
-    from shared.catalog import CANARY_SUFFIX
-    from shared.catalog_file import read_catalog
+    from shared.models.catalog import CANARY_SUFFIX
+    from shared.models.catalog_file import read_catalog
     from shared.settings import Settings, read_settings
 
     catalog = read_catalog(read_settings(Settings).models_file)

@@ -13,16 +13,16 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from shared.errors import BadInput, UndecodableMessage
-from shared.messages import Envelope, decode_job, decode_leniently, encode_job, record_id
-from shared.stores.records import Records
-from shared.transport import (
+from shared.broker.transport import (
     ReceivedMessage,
     Subscription,
     Transport,
     dead_letter_subscription_id,
     jobs_topic_id,
 )
+from shared.errors import BadInput, UndecodableMessage
+from shared.messages import Envelope, decode_job, decode_leniently, encode_job, record_id
+from shared.stores.records import Records
 
 HELD_MAX_BYTES = 256 * 1024 * 1024
 FIRST_WAIT_S, NEXT_WAIT_S = 5.0, 2.0

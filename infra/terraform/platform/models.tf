@@ -90,7 +90,7 @@ locals {
 
   models_file = var.models_file == null ? "${path.module}/../../../models.yaml" : var.models_file
 
-  # A name that Kubernetes takes; shared/kubernetes_names.py makes the same.
+  # A name that Kubernetes takes; shared/models/kubernetes_names.py makes the same.
   _plain = {
     for name in concat(local._deployed[*].name, local._workers[*].name) :
     name => trim(replace(lower(name), "/[^a-z0-9]+/", "-"), "-")

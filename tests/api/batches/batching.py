@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from api.batch_runner.runner import BatchRunner, opened_runner
-from shared.catalog import Catalog
+from shared.models.catalog import Catalog
 from shared.settings import ApiSettings
 from shared.usage.row import Row
 from shared.usage.row_list import RowList

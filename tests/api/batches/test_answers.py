@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from api.batches import service
-from shared.tasks.embedding import TextInput
+from shared.models.tasks.embedding import TextInput
 from tests.api.batches.batching import (
     Running,
     answers,

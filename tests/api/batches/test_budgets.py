@@ -15,9 +15,9 @@ from api.batch_runner import execution, run, terms
 from api.batch_runner import runner as runner_module
 from api.dispatch.dispatcher import Dispatcher
 from api.dispatch.request import InferenceRequest, InferenceResponse
-from shared.catalog import Catalog
-from shared.catalog_entry import GenerationLimits, Price
 from shared.errors import DeadlineExceeded, PenstockError, Unavailable
+from shared.models.catalog import Catalog
+from shared.models.entry import EmbeddingLimits, Price
 from shared.stores.key_stores import key_store
 from shared.tenants.administration import Administration
 from shared.tenants.directory import StoredKey
@@ -140,7 +140,7 @@ async def test_line_larger_than_its_budget_is_refused_at_once(
 async def test_long_text_reserves_only_what_its_model_reads(tmp_path: Path, redis_url: str) -> None:
     """A budget for 42 tokens takes a text of 4,000 bytes if the model reads 42 of them."""
     models = [
-        model.model_copy(update={"text": GenerationLimits(max_input_tokens=42)})
+        model.model_copy(update={"text": EmbeddingLimits(max_input_tokens=42)})
         if model.name == TEXT_MODEL.name
         else model
         for model in PRICED.models

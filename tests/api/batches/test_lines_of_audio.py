@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from shared.catalog import Catalog
 from shared.errors import InputTooLarge
+from shared.models.catalog import Catalog
 from tests.api.batches.batching import Running, answers, batching, created, jsonl, until
 from tests.api.file_server import FileServer, serving_files
 from tests.api.harness import CATALOG, ApiUnderTest

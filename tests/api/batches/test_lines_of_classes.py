@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from shared.catalog import Catalog, Model
-from shared.model_interface import ModelInterface
-from shared.tasks.custom import CustomInput
+from shared.models.catalog import Catalog, Model
+from shared.models.interface import ModelInterface
+from shared.models.tasks.custom import CustomInput
 from tests.api.batches.batching import Running, answers, batching, created, jsonl, until
 from tests.api.file_server import FileServer, serving_files
 from tests.api.harness import CATALOG, TEXT_MODEL, ApiUnderTest

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shared.catalog import Catalog
+from shared.models.catalog import Catalog
 from tests.api.batches.batching import Running, answers, batching, created, jsonl, until
 from tests.api.file_server import FileServer, serving_files
 from tests.api.harness import CATALOG, ApiUnderTest

@@ -12,10 +12,10 @@ from api.errors import BudgetExceeded, BudgetReserved
 from api.limits.accounts import LimitStore
 from api.limits.budget_warnings import BudgetWarnings
 from api.limits.limiter import Limiter, RequestDemand
+from shared.broker.transport import WEBHOOKS_TOPIC_ID
 from shared.errors import Unavailable
 from shared.tenants.plan import Caller, Limits, Plan
-from shared.transport import WEBHOOKS_TOPIC_ID
-from shared.webhooks import BudgetEvent, decode_budget_event
+from shared.webhooks.event import BudgetEvent, decode_budget_event
 from tests.api.limits.clocks import CLOCK, Clock
 from tests.limits import REDIS_LIMIT_S
 

@@ -18,12 +18,12 @@ from api.limits.counters import Answer, Ask
 from api.limits.limited_request import HeldLimits, Hold, LimitedRequest
 from api.limits.limiter import Limiter
 from api.predictions.follower import ENDING_S, PredictionFollower
-from shared.catalog_entry import Price
 from shared.errors import Unavailable
 from shared.messages import ItemOutcome, Receipt, ReplyBody, encode_reply_body
+from shared.models.entry import Price
+from shared.models.tasks.embedding import TextInput
 from shared.predictions import Prediction
 from shared.stores.records import Records
-from shared.tasks.embedding import TextInput
 from shared.tenants.plan import Caller, Plan
 from tests.api.harness import SERVED
 from tests.api.limits.clocks import CLOCK, Clock

@@ -27,18 +27,18 @@ from api.limits.counters import month_of
 from api.limits.limited_request import Hold, LimitedRequest, highest_cost_usd
 from api.limits.limiter import Limiter
 from api.predictions.follower import PredictionFollower
-from shared.catalog import Model
-from shared.catalog_entry import Batch, Generation, Price
-from shared.charge import cost_usd, price_of
 from shared.errors import Unavailable
 from shared.messages import ItemOutcome, Receipt, ReplyBody, encode_reply_body
+from shared.models.catalog import Model
+from shared.models.entry import Batch, Generation, Price
+from shared.models.tasks import Input
+from shared.models.tasks.embedding import TextInput, TokensInput
+from shared.models.tasks.image import ImageInput
+from shared.models.tasks.text import GenerationInput
+from shared.money.charge import cost_usd, price_of
 from shared.predictions import Prediction
 from shared.stores.records import Records
 from shared.stores.redis_client import Script
-from shared.tasks import Input
-from shared.tasks.embedding import TextInput, TokensInput
-from shared.tasks.image import ImageInput
-from shared.tasks.text import GenerationInput
 from shared.tenants.plan import Caller, Plan
 from tests.api.harness import SERVED
 from tests.api.limits.clocks import CLOCK, Clock

@@ -8,9 +8,9 @@ import pytest
 
 from api.limits.limited_request import LimitedRequest, RecoveredRequest
 from api.limits.limiter import Limiter
-from shared.charge import price_of
 from shared.messages import ItemOutcome, Receipt
-from shared.tasks.embedding import TextInput
+from shared.models.tasks.embedding import TextInput
+from shared.money.charge import price_of
 from shared.tenants.plan import Caller, Plan
 from tests.api.limits.clocks import Clock, limiters
 from tests.api.limits.test_holds import MODEL, RESERVED_USD

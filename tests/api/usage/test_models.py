@@ -13,10 +13,10 @@ from typing import Any, TypeAlias
 import pytest
 
 from infra.reports.runs import run_report
-from shared.catalog import Model
-from shared.catalog_entry import Price
-from shared.catalog_file import read_catalog
 from shared.messages import Envelope, ItemOutcome, Receipt
+from shared.models.catalog import Model
+from shared.models.catalog_file import read_catalog
+from shared.models.entry import Price
 from shared.usage.row import Row, row_of
 from shared.usage.writer import fields_of
 from tests.api.usage.world import DAY_S, World

@@ -15,9 +15,9 @@ from google.auth.credentials import AnonymousCredentials
 from google.cloud import bigquery
 
 from infra import bigquery as tables
-from shared.catalog import Catalog
-from shared.catalog_entry import Cache, Price
-from shared.catalog_file import read_catalog
+from shared.models.catalog import Catalog
+from shared.models.catalog_file import read_catalog
+from shared.models.entry import Cache, Price
 from shared.settings import ApiSettings
 from shared.tenants.plan import Plan
 from shared.usage.row import Row

@@ -12,7 +12,7 @@ import yaml
 
 from infra.kubernetes.deployment import Deployment
 from infra.kubernetes.overlay import write_overlay
-from shared.catalog_file import read_catalog
+from shared.models.catalog_file import read_catalog
 from tests.limits import WAIT_LIMIT_S
 
 IMAGE = f"europe-west4-docker.pkg.dev/example-project/penstock/worker@sha256:{'0' * 64}"

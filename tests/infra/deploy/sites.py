@@ -12,7 +12,7 @@ import yaml
 
 from infra.kubernetes.self_hosted import write_self_hosted
 from infra.kubernetes.site import SelfHostedSite
-from shared.catalog_file import read_catalog
+from shared.models.catalog_file import read_catalog
 from tests.infra.deploy.manifests import Objects, objects_of, of_kind, pod
 from tests.limits import WAIT_LIMIT_S
 

@@ -32,10 +32,14 @@ from infra.local.provision_servers import provision
 from infra.row_archive import archive as row_archive
 from penstock_planning.deploy.platform_variables import INBOX_STRIDE
 from pubsub_emulator import parse_filter
-from shared.catalog_file import read_catalog
+from shared.broker.transport import (
+    SubscriptionSettings,
+    batch_subscription_id,
+    workers_subscription_id,
+)
 from shared.messages import Envelope, Reply, ReplyBody, encode_reply
+from shared.models.catalog_file import read_catalog
 from shared.tenants.plan import PRIORITIES, Priority
-from shared.transport import SubscriptionSettings, batch_subscription_id, workers_subscription_id
 from tests.infra.deploy.manifests import Objects, of_kind, pod, settings_of
 from tests.infra.deploy.manifests import workers as deployments
 from tests.infra.deploy.terraform import PROJECT, Plan, api_container, api_settings

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from shared.catalog_file import read_catalog
-from shared.kubernetes_names import slug
+from shared.models.catalog_file import read_catalog
+from shared.models.kubernetes_names import slug
 from tests.infra.deploy.manifests import Objects, of_kind, pod, render, workers
 
 MODELS = read_catalog(Path("models.yaml")).models

@@ -10,8 +10,8 @@ import pytest
 
 from infra.kubernetes.placement import processes_of
 from infra.kubernetes.site_chart import write_site_chart
-from shared.catalog_file import read_catalog
-from shared.class_variables import SecretReference
+from shared.models.catalog_file import read_catalog
+from shared.models.class_variables import SecretReference
 from tests.infra.deploy.manifests import Objects, pod, render, settings_of, workers
 
 INTERFACE = {

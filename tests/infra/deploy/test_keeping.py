@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from api.inputs import storage
-from shared.catalog_file import read_catalog
+from shared.models.catalog_file import read_catalog
 from shared.settings import ApiSettings
 from shared.stores.objects import LINK_VALID_S
 from tests.infra.deploy.terraform import Plan, api_settings

@@ -14,10 +14,10 @@ from infra.kubernetes.__main__ import main
 from infra.kubernetes.deployment import Deployment, GpuType, read_gpu_types
 from infra.kubernetes.overlay import write_overlay
 from infra.kubernetes.placement import SHARED_MEMORY
-from shared.catalog_entry import MAX_SHARES, GpuTypeName
-from shared.catalog_file import read_catalog
 from shared.errors import ConfigurationError
-from shared.kubernetes_names import slug
+from shared.models.catalog_file import read_catalog
+from shared.models.entry import MAX_SHARES, GpuTypeName
+from shared.models.kubernetes_names import slug
 from tests.infra.deploy.manifests import (
     DEPLOYMENT,
     Objects,

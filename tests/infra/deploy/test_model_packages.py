@@ -8,9 +8,9 @@ import pytest
 
 from infra.docker.model_packages import main, model_packages
 from infra.lock import Locked, read_lock
-from shared.catalog import Catalog
-from shared.catalog_file import read_catalog
 from shared.errors import ConfigurationError
+from shared.models.catalog import Catalog
+from shared.models.catalog_file import read_catalog
 
 LOCK = {"my-weights": Locked("1.2"), "next-weights": Locked("3.0")}
 ENTRY = """

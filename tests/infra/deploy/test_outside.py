@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from infra.kubernetes.overlay import credentials, write_overlay
-from shared.catalog_file import read_catalog
 from shared.errors import ConfigurationError
+from shared.models.catalog_file import read_catalog
 from tests.infra.deploy.manifests import (
     DEPLOYMENT,
     Objects,

@@ -17,7 +17,7 @@ from penstock_planning.deploy.plan import DeployPlan
 from penstock_planning.deploy.platform_variables import Platform
 from penstock_planning.deploy.topology import gpu_pools, redis
 from penstock_planning.entry import Entry
-from shared.catalog_file import read_catalog
+from shared.models.catalog_file import read_catalog
 from tests.infra.deploy.terraform import REGIONS, Plan, plan_platform
 from tools.planning.tests.deploy.planning import plan_of, rate
 

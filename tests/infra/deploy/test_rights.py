@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from shared.catalog_file import read_catalog
-from shared.transport import (
+from shared.broker.transport import (
     WEBHOOKS_TOPIC_ID,
     batch_subscription_id,
     dead_letter_topic_id,
     workers_subscription_id,
 )
+from shared.models.catalog_file import read_catalog
 from tests.infra.deploy.terraform import Plan
 
 MODELS = [model.name for model in read_catalog(Path("models.yaml")).models]

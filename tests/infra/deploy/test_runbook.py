@@ -25,7 +25,7 @@ import workers.functions.main
 import workers.metrics
 from penstock_monitoring.alerts import OF_FUNCTIONS, OFF_GOOGLE, ON_GOOGLE, RUNBOOK, alerts
 from penstock_monitoring.objectives import DEFAULT_LEAST_BAD_EVENTS, DEFAULT_TARGETS, bounds_of
-from shared.catalog_file import read_catalog
+from shared.models.catalog_file import read_catalog
 from tests.infra.deploy.terraform import Plan, plan_platform
 from tests.infra.release.replay import DEPLOY_PAGE, KEYS, blocks
 

@@ -15,9 +15,9 @@ import yaml
 from infra.kubernetes.self_hosted import main
 from infra.kubernetes.site import SelfHostedSite, read_site
 from infra.row_archive.archive import RowArchiveSettings
-from shared.catalog_file import read_catalog
 from shared.errors import ConfigurationError
-from shared.kubernetes_names import slug
+from shared.models.catalog_file import read_catalog
+from shared.models.kubernetes_names import slug
 from shared.settings import ApiSettings, Settings, WorkerSettings
 from tests.infra.deploy.dockerfiles import image
 from tests.infra.deploy.manifests import Objects, of_kind, pod, workers

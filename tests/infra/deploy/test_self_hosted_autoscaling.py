@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from infra.kubernetes.self_hosted import SCRAPE_FILE
-from shared.catalog_file import read_catalog
-from shared.kubernetes_names import slug
+from shared.models.catalog_file import read_catalog
+from shared.models.kubernetes_names import slug
 from tests.infra.deploy.manifests import Objects, of_kind, workers
 from tests.infra.deploy.sites import GIVEN, MODELS, RABBITMQ, fits, rendered
 

@@ -13,9 +13,9 @@ import pytest
 from infra.local.ports import Ports
 from infra.local.stack import REPLACED_BY, Stack
 from infra.row_archive.archive import RowArchiveSettings
-from shared.catalog_file import read_catalog
+from shared.broker.transport import direct_id, inbox_topic_id
+from shared.models.catalog_file import read_catalog
 from shared.settings import ApiSettings, Settings, WorkerSettings
-from shared.transport import direct_id, inbox_topic_id
 from tests.infra.deploy.manifests import Objects, settings_of, workers
 from tests.infra.deploy.terraform import PROJECT, REGIONS, Plan, api_settings, function_settings
 from tests.source_files import source_files

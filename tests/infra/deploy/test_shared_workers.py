@@ -17,9 +17,9 @@ from penstock_planning.deploy import show
 from penstock_planning.deploy.plan import DeployPlan, make_plan
 from penstock_planning.deploy.platform_variables import Platform
 from penstock_planning.deploy.rates import DemandRates, ModelRate
-from shared.catalog import Catalog
-from shared.catalog_file import read_catalog
 from shared.errors import ConfigurationError
+from shared.models.catalog import Catalog
+from shared.models.catalog_file import read_catalog
 from tests.infra.deploy.helm import templates
 from tests.infra.deploy.manifests import (
     Objects,

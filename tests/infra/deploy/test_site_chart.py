@@ -11,8 +11,8 @@ import pytest
 
 from infra.kubernetes.site import SelfHostedSite
 from infra.kubernetes.site_chart import default_values, main, write_site_chart
-from shared.catalog_file import read_catalog
 from shared.errors import ConfigurationError
+from shared.models.catalog_file import read_catalog
 from tests.infra.deploy.helm import Answer, lint, templates
 from tests.infra.deploy.manifests import Objects
 from tests.infra.deploy.site_values import SITES, WRONG

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from penstock_monitoring.alerts import OFF_GOOGLE, Alert
-from shared.catalog_file import read_catalog
-from shared.kubernetes_names import slug
 from shared.logs import JsonFormatter
+from shared.models.catalog_file import read_catalog
+from shared.models.kubernetes_names import slug
 from tests.infra.deploy.terraform import PROJECT, Plan, plan_platform
 from tools.monitoring.tests.test_other_alerts import ALL, OF_OBJECTIVES, UP, Series, firing
 

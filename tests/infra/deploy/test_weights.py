@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from infra.kubernetes.deployment import read_gpu_types
-from shared.kubernetes_names import slug
+from shared.models.kubernetes_names import slug
 from tests.infra.deploy.manifests import Objects, of_kind, pod, render, settings_of, workers
 from tests.infra.deploy.terraform import plan_platform
 from tests.workers.models.custom.classes import write_class

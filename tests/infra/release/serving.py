@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from google_crc32c import value as crc32c
 
-from shared.catalog import CANARY_SUFFIX
+from shared.models.catalog import CANARY_SUFFIX
 from tests.infra.release.api import NUMBER, Api, Ask, Refusal, Reply, route
 
 

@@ -17,9 +17,9 @@ from google.api_core.exceptions import BadRequest
 from google.cloud import bigquery
 
 from infra import bigquery as usage
-from shared.catalog import Model
-from shared.catalog_entry import Batch, Price
 from shared.messages import Envelope, ItemOutcome, Receipt
+from shared.models.catalog import Model
+from shared.models.entry import Batch, Price
 from shared.reports.definitions import ReportQuestion, find_report
 from shared.reports.runner import ReportRunner
 from shared.usage.row import Row, row_of

@@ -14,9 +14,9 @@ from infra.rollout.google import GoogleClient
 from infra.rollout.judge import CanaryJudge
 from infra.rollout.rollout import Rollout, smoke
 from infra.rollout.service import CloudRunService
-from shared.catalog import Catalog
-from shared.catalog_file import read_catalog
 from shared.errors import ConfigurationError, Unavailable
+from shared.models.catalog import Catalog
+from shared.models.catalog_file import read_catalog
 from tests.infra.rollout.google_apis import KEY, PROJECT, SERVICE, GoogleApis, Region, serving
 
 WEST, EAST = "europe-west4", "us-east1"

@@ -25,7 +25,7 @@ from models.shapes.score import (
     as_text,
     weights_sha256,
 )
-from shared.catalog_file import read_catalog
+from shared.models.catalog_file import read_catalog
 
 pytestmark = pytest.mark.slow
 

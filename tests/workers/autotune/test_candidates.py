@@ -1,6 +1,6 @@
 import pytest
 
-from shared.catalog import Model
+from shared.models.catalog import Model
 from workers.autotune.candidates import candidates, layouts, shared_layout, unmeasured_layout
 from workers.autotune.choice import Layout
 from workers.autotune.hardware import Machine, this_machine

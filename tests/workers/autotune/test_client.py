@@ -13,8 +13,8 @@ import pytest
 from onnx import TensorProto, helper, save
 from prometheus_client import REGISTRY
 
-from shared.catalog import Model
 from shared.errors import ConfigurationError
+from shared.models.catalog import Model
 from shared.settings import WorkerSettings
 from workers.autotune.choice import PROVISIONAL_S, Layout, read_choice, write_choice
 from workers.autotune.client import choose_backend

@@ -16,8 +16,8 @@ import pytest
 import torch
 from transformers import BertConfig, BertModel
 
-from shared.catalog import Model
 from shared.errors import ConfigurationError
+from shared.models.catalog import Model
 from workers.autotune.benchmark_pool import BenchmarkPool
 from workers.autotune.choice import Layout
 from workers.autotune.contest import Timing

@@ -14,8 +14,8 @@ from google.cloud import bigquery
 from infra.bigquery import create
 from infra.local.process import Process, answers, free_port
 from infra.local.redis_server import RedisServer
-from shared.pubsub.admin import PubSubAdmin
-from shared.pubsub.client import PubSubTransport
+from shared.broker.pubsub.admin import PubSubAdmin
+from shared.broker.pubsub.client import PubSubTransport
 from shared.settings import environment_with
 from shared.stores.records import Records
 from tests.limits import START_LIMIT_S

@@ -7,9 +7,9 @@ import json
 import pytest
 from openai import OpenAI
 
-from shared.transport import WEBHOOKS_TOPIC_ID
-from shared.webhook_publisher import WebhookPublisher
-from shared.webhooks import BudgetEvent, encode_budget_event, tenant_secrets
+from shared.broker.transport import WEBHOOKS_TOPIC_ID
+from shared.webhooks.event import BudgetEvent, encode_budget_event, tenant_secrets
+from shared.webhooks.publisher import WebhookPublisher
 from tests.workers.functions.conftest import SECRETS
 from tests.workers.functions.receiver import Receiver
 from tests.workers.functions.world import World

@@ -13,18 +13,18 @@ import pytest
 from infra.local.process import Process, answers, free_port
 from infra.local.provision_servers import TAKEN, provision
 from infra.local.stack_processes import RabbitServer
-from shared.catalog_file import read_catalog
-from shared.errors import Unavailable, UndecodableMessage
-from shared.rabbitmq.admin import RabbitAdmin
-from shared.rabbitmq.client import RabbitTransport
-from shared.rabbitmq.topology import delays_between
-from shared.settings import environment_with
-from shared.transport import (
+from shared.broker.rabbitmq.admin import RabbitAdmin
+from shared.broker.rabbitmq.client import RabbitTransport
+from shared.broker.rabbitmq.topology import delays_between
+from shared.broker.transport import (
     WEBHOOKS_SUBSCRIPTION_ID,
     WEBHOOKS_TOPIC_ID,
     ReceivedMessage,
     SubscriptionSettings,
 )
+from shared.errors import Unavailable, UndecodableMessage
+from shared.models.catalog_file import read_catalog
+from shared.settings import environment_with
 from tests.limits import START_LIMIT_S, WAIT_LIMIT_S
 from workers.functions.consumer import FunctionConsumer, MessageSource
 

@@ -13,7 +13,7 @@ from infra.local.process import free_port
 from shared.errors import Unavailable
 from shared.usage.bigquery import Fields
 from shared.usage.webhook_delivery import TABLE, WebhookDelivery
-from shared.webhooks import WebhookUrlForbidden
+from shared.webhooks.event import WebhookUrlForbidden
 from tests.clock import Clock
 from workers.functions.deliveries import RETRY_S, Deliveries
 from workers.functions.dependencies import RowTable

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from shared.broker.transport import ReceivedMessage
 from shared.errors import UndecodableMessage
-from shared.transport import ReceivedMessage
 from workers.functions.handler import read_push
 
 PUBLISHED = "2026-11-21T19:59:19.123456789Z"

@@ -13,10 +13,10 @@ from prometheus_client import REGISTRY
 from infra.local.process import free_port
 from infra.local.provision_servers import provision
 from infra.local.stack_processes import RabbitServer
-from shared.catalog_file import read_catalog
-from shared.rabbitmq.admin import RabbitAdmin
-from shared.rabbitmq.client import RabbitTransport
-from shared.transport import jobs_topic_id, workers_subscription_id
+from shared.broker.rabbitmq.admin import RabbitAdmin
+from shared.broker.rabbitmq.client import RabbitTransport
+from shared.broker.transport import jobs_topic_id, workers_subscription_id
+from shared.models.catalog_file import read_catalog
 from tests.limits import WAIT_LIMIT_S
 from workers.functions.consumer import MESSAGES, QueueDepths
 

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.errors import Unavailable
-from shared.webhook_publisher import WebhookPublisher
-from shared.webhooks import BudgetEvent
+from shared.webhooks.event import BudgetEvent
+from shared.webhooks.publisher import WebhookPublisher
 from tests.limits import WAIT_LIMIT_S
 from tests.workers.functions.receiver import Receiver
 from tests.workers.functions.world import World

@@ -14,12 +14,12 @@ from redis import Redis
 
 from infra.local.process import free_port
 from shared.messages import ItemError, ItemOutcome, Receipt, ReplyBody, encode_reply_body
+from shared.models.tasks.custom import PieceChunk
+from shared.models.tasks.embedding import EmbeddingResult
+from shared.models.tasks.text import TokenChunk
 from shared.predictions import encode_end
 from shared.stores.token_streams import Written
-from shared.tasks.custom import PieceChunk
-from shared.tasks.embedding import EmbeddingResult
-from shared.tasks.text import TokenChunk
-from shared.webhooks import tenant_secrets
+from shared.webhooks.event import tenant_secrets
 from tests.limits import WAIT_LIMIT_S
 from tests.workers.functions.conftest import SECRETS
 from tests.workers.functions.receiver import Delivery, Receiver

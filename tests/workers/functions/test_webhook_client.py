@@ -15,9 +15,9 @@ import pytest
 from aiohttp import web
 
 from shared.errors import Unavailable
-from shared.pinned_http import Resolve
-from shared.public_url import is_public
-from shared.webhooks import WebhookUrlForbidden
+from shared.web.pinned_http import Resolve
+from shared.web.public_url import is_public
+from shared.webhooks.event import WebhookUrlForbidden
 from tests.limits import WAIT_LIMIT_S
 from tests.workers.functions.receiver import Receiver
 from tests.workers.functions.tokens import Issuer

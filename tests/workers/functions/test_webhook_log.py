@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 
 from shared.stores.webhook_log import WebhookAttempt
-from shared.webhooks import WebhookEvent, encode_webhook_event, tenant_secrets
+from shared.webhooks.event import WebhookEvent, encode_webhook_event, tenant_secrets
 from tests.limits import WAIT_LIMIT_S
 from tests.workers.functions.conftest import SECRETS
 from tests.workers.functions.receiver import Receiver

@@ -15,20 +15,20 @@ import httpx
 from google.cloud import bigquery
 from prometheus_client.parser import text_string_to_metric_families
 
-from shared.messages import Envelope, Item, Job, JobBody, Reply, decode_reply, encode_job
-from shared.predictions import Prediction, encode_document
-from shared.pubsub.admin import PubSubAdmin
-from shared.pubsub.client import PubSubTransport
-from shared.stores.record_state import Record
-from shared.stores.records import Records
-from shared.tasks.embedding import TextInput
-from shared.transport import (
+from shared.broker.pubsub.admin import PubSubAdmin
+from shared.broker.pubsub.client import PubSubTransport
+from shared.broker.transport import (
     SubscriptionSettings,
     dead_letter_topic_id,
     jobs_topic_id,
     workers_subscription_id,
 )
-from shared.webhooks import EventName, WebhookEvent, encode_webhook_event
+from shared.messages import Envelope, Item, Job, JobBody, Reply, decode_reply, encode_job
+from shared.models.tasks.embedding import TextInput
+from shared.predictions import Prediction, encode_document
+from shared.stores.record_state import Record
+from shared.stores.records import Records
+from shared.webhooks.event import EventName, WebhookEvent, encode_webhook_event
 from tests.limits import WAIT_LIMIT_S
 
 EVENTS = ("start", "output", "logs", "completed")

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import pytest
 
-from shared.catalog import Catalog
-from shared.catalog_file import read_catalog
+from shared.models.catalog import Catalog
+from shared.models.catalog_file import read_catalog
 from tests.workers.models.batches import model_for
 from workers.models.base import InferenceModel, Preparer
 from workers.models.source import resolve

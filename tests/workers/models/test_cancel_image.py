@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from shared.errors import Canceled
-from shared.tasks.image import ImageInput, ImageResult
+from shared.models.tasks.image import ImageInput, ImageResult
 from tests.limits import START_LIMIT_S
 from workers.models.base import Prepared, Preparer
 from workers.models.reports import BatchResult

@@ -9,11 +9,11 @@ import numpy.typing as npt
 import pytest
 from PIL import Image, ImageDraw
 
-from shared.blob import Blob
-from shared.catalog import Catalog, Model
 from shared.errors import BadInput
-from shared.image_entry import Control, ImageDefaults
-from shared.tasks.image import ControlInput, ImageInput
+from shared.models.blob import Blob
+from shared.models.catalog import Catalog, Model
+from shared.models.image_entry import Control, ImageDefaults
+from shared.models.tasks.image import ControlInput, ImageInput
 from workers.models.base import PreparedImage
 from workers.models.image.preprocessing import ImagePreparer, edges, map_of
 

@@ -17,11 +17,11 @@ from PIL import Image
 from models.shapes.draw import draw
 from models.shapes.judge import overlap, silhouette
 from models.shapes.score import held_out
-from shared.blob import Blob
-from shared.catalog import Catalog, Model
 from shared.errors import ConfigurationError
-from shared.image_entry import Control
-from shared.tasks.image import ControlInput, ImageInput, ImageResult
+from shared.models.blob import Blob
+from shared.models.catalog import Catalog, Model
+from shared.models.image_entry import Control
+from shared.models.tasks.image import ControlInput, ImageInput, ImageResult
 from tests.workers.models.batches import model_for
 from tests.workers.models.conftest import TinyPipeline
 from tests.workers.models.test_image import FROM_IMAGE, TEXT, pixels

@@ -13,10 +13,10 @@ import torch
 from sentence_transformers import CrossEncoder
 from transformers import BertConfig, BertForSequenceClassification, BertModel
 
-from shared.catalog import Model
 from shared.errors import BadInput, ConfigurationError, ContextLengthExceeded
-from shared.tasks.embedding import TextInput
-from shared.tasks.similarity import SimilarityInput, SimilarityResult
+from shared.models.catalog import Model
+from shared.models.tasks.embedding import TextInput
+from shared.models.tasks.similarity import SimilarityInput, SimilarityResult
 from workers.models.base import PreparedText
 from workers.models.embedding.cross_encoder import CrossEncoderModel
 from workers.tasks import WORKER_TASKS

@@ -13,10 +13,10 @@ from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.processors import RobertaProcessing
 from transformers import RobertaConfig, RobertaModel
 
-from shared.catalog import Catalog
 from shared.errors import ConfigurationError
-from shared.tasks import Input
-from shared.tasks.embedding import EmbeddingResult, TextInput, TokensInput
+from shared.models.catalog import Catalog
+from shared.models.tasks import Input
+from shared.models.tasks.embedding import EmbeddingResult, TextInput, TokensInput
 from tests.workers.models.batches import model_for
 from workers.models.base import InferenceModel, PreparedText, Preparer
 from workers.tasks import preparer_for

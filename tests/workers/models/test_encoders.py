@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import AutoModel, BertConfig, BertModel
 
-from shared.catalog import Catalog
 from shared.errors import ConfigurationError, ModelFailed
-from shared.tasks.embedding import TextInput
+from shared.models.catalog import Catalog
+from shared.models.tasks.embedding import TextInput
 from tests.workers.models.batches import model_for
 from workers.models.backend import Backend
 from workers.models.base import PreparedText, Preparer

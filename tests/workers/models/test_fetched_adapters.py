@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shared.errors import BadInput
-from shared.image_entry import AdapterUrls
+from shared.models.image_entry import AdapterUrls
 from shared.stores.objects import ObjectStore, object_key
 from workers.models.image.resident_adapters import ABANDONED_S, FetchedAdapters
 

@@ -14,12 +14,12 @@ import pytest
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from shared.blob import Blob
-from shared.catalog import Catalog
-from shared.diffusion_schedulers import SCHEDULER_NAMES, SCHEDULERS
 from shared.errors import BadInput, ConfigurationError, ModelFailed
-from shared.tasks import Input
-from shared.tasks.image import ImageInput, ImageResult
+from shared.models.blob import Blob
+from shared.models.catalog import Catalog
+from shared.models.schedulers import SCHEDULER_NAMES, SCHEDULERS
+from shared.models.tasks import Input
+from shared.models.tasks.image import ImageInput, ImageResult
 from tests.workers.models.batches import model_for
 from workers.models.base import InferenceModel, PreparedImage, Preparer
 from workers.models.device import Device

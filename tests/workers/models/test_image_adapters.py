@@ -14,11 +14,11 @@ import pytest
 import torch
 from PIL import Image
 
-from shared.catalog import Catalog, Model
 from shared.errors import ModelFailed, PenstockError
-from shared.image_entry import Adapter
-from shared.tasks import Result
-from shared.tasks.image import ImageInput, ImageResult, choose_adapter
+from shared.models.catalog import Catalog, Model
+from shared.models.image_entry import Adapter
+from shared.models.tasks import Result
+from shared.models.tasks.image import ImageInput, ImageResult, choose_adapter
 from tests.workers.models import lora_files
 from tests.workers.models.batches import model_for
 from tests.workers.models.conftest import TinyPipeline

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import torch
 
-from shared.catalog import Catalog
 from shared.errors import BadInput, ModelFailed
-from shared.image_entry import Adapter, AdapterUrls
+from shared.models.catalog import Catalog
+from shared.models.image_entry import Adapter, AdapterUrls
+from shared.models.tasks.image import ChosenAdapter, ImageInput, ImageResult
 from shared.stores.objects import ObjectStore, object_key
-from shared.tasks.image import ChosenAdapter, ImageInput, ImageResult
 from tests.workers.models import lora_files
 from tests.workers.models.test_image import pixels
 from tests.workers.models.test_image_adapters import ASKED, DEEP, Drawer, loaded

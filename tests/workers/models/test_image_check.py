@@ -14,10 +14,10 @@ import torch
 from diffusers import FluxKontextPipeline
 from PIL import Image
 
-from shared.catalog_file import read_catalog, read_image_entry
 from shared.errors import BadInput, ConfigurationError
-from shared.image_interface import ImageInterface
-from shared.tasks.image import ImageInput, ImageResult
+from shared.models.catalog_file import read_catalog, read_image_entry
+from shared.models.image_interface import ImageInterface
+from shared.models.tasks.image import ImageInput, ImageResult
 from tests.penstock_command import penstock
 from tests.workers.models.plain_diffusers import plain_pipeline
 from tests.workers.models.test_image import FROM_IMAGE, TEXT, pixels

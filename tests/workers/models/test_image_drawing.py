@@ -16,10 +16,10 @@ from diffusers import AutoencoderKL
 from PIL import Image
 from transformers import CLIPTextModel
 
-from shared.blob import Blob
-from shared.catalog import Catalog
-from shared.tasks import Input
-from shared.tasks.image import ImageInput, ImageResult
+from shared.models.blob import Blob
+from shared.models.catalog import Catalog
+from shared.models.tasks import Input
+from shared.models.tasks.image import ImageInput, ImageResult
 from tests.workers.models.batches import model_for
 from tests.workers.models.conftest import TinyPipeline
 from tests.workers.models.plain_diffusers import plain_pipeline

@@ -19,9 +19,9 @@ import pytest
 import torch
 from PIL import Image
 
-from shared.catalog import Catalog, Model
 from shared.errors import BadInput, ConfigurationError
-from shared.tasks.image import ImageInput, ImageResult
+from shared.models.catalog import Catalog, Model
+from shared.models.tasks.image import ImageInput, ImageResult
 from tests.workers.models.conftest import TinyPipeline
 from tests.workers.models.plain_diffusers import plain_pipeline
 from tests.workers.models.test_image import FROM_IMAGE, TEXT, pixels, png

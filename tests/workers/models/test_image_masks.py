@@ -18,11 +18,11 @@ from PIL import Image
 
 from models.shapes.draw import draw
 from models.shapes.masked import REDRAWN_MIN, STRENGTH, redrawings, shows
-from shared.blob import Blob
-from shared.catalog import Catalog
-from shared.diffusion_schedulers import SCHEDULER_NAMES
 from shared.errors import BadInput
-from shared.tasks.image import ImageInput, ImageResult
+from shared.models.blob import Blob
+from shared.models.catalog import Catalog
+from shared.models.schedulers import SCHEDULER_NAMES
+from shared.models.tasks.image import ImageInput, ImageResult
 from tests.workers.models.batches import model_for
 from tests.workers.models.conftest import TinyPipeline
 from tests.workers.models.plain_diffusers import plain_pipeline

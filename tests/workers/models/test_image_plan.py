@@ -3,8 +3,8 @@ from typing import Any
 import pytest
 import torch
 
-from shared.catalog import Catalog, Model
 from shared.errors import ConfigurationError
+from shared.models.catalog import Catalog, Model
 from workers.models.image.plan import Capability, capability_of, plan_for
 
 pytestmark = pytest.mark.slow

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from shared.blob import Blob
 from shared.errors import BadInput, InputTooLarge
-from shared.image_entry import ImageDefaults
-from shared.tasks.embedding import TextInput
-from shared.tasks.image import ImageInput
+from shared.models.blob import Blob
+from shared.models.image_entry import ImageDefaults
+from shared.models.tasks.embedding import TextInput
+from shared.models.tasks.image import ImageInput
 from workers.models.base import PreparedImage
 from workers.models.image.preprocessing import ImagePreparer
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from PIL import Image
 
-from shared.catalog import Catalog
-from shared.tasks.image import ImageInput
+from shared.models.catalog import Catalog
+from shared.models.tasks.image import ImageInput
 from tests.workers.models import tiny_qwen
 from tests.workers.models.conftest import TinyPipeline
 from tests.workers.models.plain_diffusers import plain_pipeline

@@ -14,10 +14,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shared.catalog import Catalog
 from shared.errors import ModelFailed, PenstockError
-from shared.tasks import Result
-from shared.tasks.image import ImageInput, ImageResult
+from shared.models.catalog import Catalog
+from shared.models.tasks import Result
+from shared.models.tasks.image import ImageInput, ImageResult
 from tests.workers.models.test_image import FROM_IMAGE, TEXT
 from tests.workers.models.test_image_masks import as_png, box
 from tests.workers.models.test_image_steps import Alone, difference, own_model, prepared, run

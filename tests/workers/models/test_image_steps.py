@@ -14,12 +14,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch._dynamo.utils import counters
 
-from shared.blob import Blob
-from shared.catalog import Catalog
-from shared.diffusion_schedulers import SCHEDULER_NAMES
 from shared.errors import BadInput, ModelFailed, PenstockError
-from shared.tasks import Result
-from shared.tasks.image import ImageInput, ImageResult
+from shared.models.blob import Blob
+from shared.models.catalog import Catalog
+from shared.models.schedulers import SCHEDULER_NAMES
+from shared.models.tasks import Result
+from shared.models.tasks.image import ImageInput, ImageResult
 from tests.workers.models.conftest import TinyPipeline
 from tests.workers.models.test_image import FROM_IMAGE, TEXT, drawn, pixels
 from workers.models.base import (

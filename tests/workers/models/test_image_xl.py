@@ -16,9 +16,9 @@ import pytest
 import torch
 from diffusers import AutoencoderKL
 
-from shared.catalog import Catalog
 from shared.errors import BadInput
-from shared.tasks.image import ImageInput, ImageResult
+from shared.models.catalog import Catalog
+from shared.models.tasks.image import ImageInput, ImageResult
 from tests.workers.models.conftest import TinyPipeline
 from tests.workers.models.test_image import FROM_IMAGE, TEXT, pixels
 from tests.workers.models.test_image_drawing import drawn, joining, reference

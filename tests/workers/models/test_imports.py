@@ -16,9 +16,9 @@ pytestmark = pytest.mark.slow
 HEAVY = ["torch", "transformers", "diffusers", "sentence_transformers"]
 IO_PROCESS = """
 from pathlib import Path
-from shared.catalog_file import read_catalog
-from shared.tasks.embedding import TextInput
-from shared.tasks.image import ImageInput
+from shared.models.catalog_file import read_catalog
+from shared.models.tasks.embedding import TextInput
+from shared.models.tasks.image import ImageInput
 from workers.runtime.pool import HostedModel, ModelPool
 from workers.tasks import preparer_for
 from workers.models.source import resolve
@@ -30,7 +30,7 @@ preparer_for(images, folder).prepare([ImageInput("a", 64, 64, 1, 1.0, 1, "ddim")
 """
 EMBEDDING_PROCESS = """
 from pathlib import Path
-from shared.catalog_file import read_catalog
+from shared.models.catalog_file import read_catalog
 from workers.models.base import PreparedText
 from workers.tasks import model_for
 from workers.models.source import resolve
@@ -45,7 +45,7 @@ model.predict([PreparedText(key="", length=1, ids=bytes(4))], lambda step, steps
 CHOOSING = """
 import asyncio, tempfile
 from pathlib import Path
-from shared.catalog_file import read_catalog
+from shared.models.catalog_file import read_catalog
 from shared.errors import ConfigurationError
 from shared.settings import WorkerSettings
 from workers.autotune.client import choose_backend
@@ -63,7 +63,7 @@ import json, tempfile
 from pathlib import Path
 import numpy as np
 from onnx import TensorProto, helper, save
-from shared.catalog_file import read_catalog
+from shared.models.catalog_file import read_catalog
 from workers.tasks import model_for
 from workers.models.backend import Backend
 from workers.models.base import PreparedText

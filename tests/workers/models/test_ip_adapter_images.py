@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from shared.after_image import drawings_of, input_of
-from shared.blob import Blob
-from shared.catalog import Catalog, Model
 from shared.errors import BadInput, ModelFailed
-from shared.image_entry import ImageDefaults, IpAdapter
-from shared.tasks.image import ImageInput, IpAdapterInput
+from shared.models.after_image import drawings_of, input_of
+from shared.models.blob import Blob
+from shared.models.catalog import Catalog, Model
+from shared.models.image_entry import ImageDefaults, IpAdapter
+from shared.models.tasks.image import ImageInput, IpAdapterInput
 from workers.models.base import PreparedImage
 from workers.models.image.preprocessing import ImagePreparer
 

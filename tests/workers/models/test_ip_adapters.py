@@ -15,11 +15,11 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from shared.blob import Blob
-from shared.catalog import Catalog, Model
 from shared.errors import ConfigurationError
-from shared.image_entry import Adapter, Control, DeepCacheSettings, IpAdapter
-from shared.tasks.image import ControlInput, ImageInput, IpAdapterInput
+from shared.models.blob import Blob
+from shared.models.catalog import Catalog, Model
+from shared.models.image_entry import Adapter, Control, DeepCacheSettings, IpAdapter
+from shared.models.tasks.image import ControlInput, ImageInput, IpAdapterInput
 from tests.limits import START_LIMIT_S
 from tests.workers.models import ip_adapter_files, lora_files
 from tests.workers.models.batches import model_for

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from shared.tasks.image import ImageInput, ImageResult
+from shared.models.tasks.image import ImageInput, ImageResult
 from tests.limits import START_LIMIT_S
 from workers.models.base import Prepared, Preparer
 from workers.models.reports import Previews

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from shared.catalog import Catalog
-from shared.tasks.image import ImageInput, ImageResult
+from shared.models.catalog import Catalog
+from shared.models.tasks.image import ImageInput, ImageResult
 from tests.workers.models.batches import model_for
 from workers.models.base import InferenceModel, Preparer
 

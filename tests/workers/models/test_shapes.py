@@ -17,9 +17,9 @@ from PIL import Image
 from models.shapes.draw import draw
 from models.shapes.judge import DetectedShape, Pixels, read
 from models.shapes.world import DrawnShape, Scene
-from shared.blob import Blob
-from shared.catalog import Catalog
-from shared.tasks.image import ImageInput, ImageResult
+from shared.models.blob import Blob
+from shared.models.catalog import Catalog
+from shared.models.tasks.image import ImageInput, ImageResult
 from workers.models.base import InferenceModel, PreparedImage, Preparer
 
 pytestmark = pytest.mark.slow

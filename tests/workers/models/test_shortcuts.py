@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from models.shapes.score import held_out, score_drawn
-from shared.catalog import Catalog
 from shared.errors import ConfigurationError
-from shared.image_entry import DeepCacheSettings
-from shared.tasks.image import ImageInput, ImageResult
+from shared.models.catalog import Catalog
+from shared.models.image_entry import DeepCacheSettings
+from shared.models.tasks.image import ImageInput, ImageResult
 from tests.workers.models.batches import model_for
 from tests.workers.models.conftest import TinyPipeline
 from tests.workers.models.test_image import FROM_IMAGE, TEXT, pixels

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from sentence_transformers import SentenceTransformer
 
-from shared.catalog import Catalog, Model
 from shared.errors import BadInput
-from shared.tasks import Input
-from shared.tasks.embedding import TextInput
-from shared.tasks.similarity import SimilarityInput, SimilarityResult
+from shared.models.catalog import Catalog, Model
+from shared.models.tasks import Input
+from shared.models.tasks.embedding import TextInput
+from shared.models.tasks.similarity import SimilarityInput, SimilarityResult
 from tests.limits import WAIT_LIMIT_S
 from tests.workers.models.batches import model_for
 from workers.models.base import (

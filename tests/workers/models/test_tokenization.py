@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from shared.catalog import Catalog
 from shared.errors import BadInput, ConfigurationError, ContextLengthExceeded
-from shared.tasks import Input
-from shared.tasks.embedding import TextInput, TokensInput, Truncate
-from shared.tasks.image import ImageInput
+from shared.models.catalog import Catalog
+from shared.models.tasks import Input
+from shared.models.tasks.embedding import TextInput, TokensInput, Truncate
+from shared.models.tasks.image import ImageInput
 from workers.models.base import PreparedText, Preparer
 from workers.tasks import preparer_for
 

@@ -18,9 +18,9 @@ from infra.kubernetes.autoscaling import (
     managed_prometheus,
     own_prometheus,
 )
-from shared.catalog_file import read_catalog
-from shared.charge import SHARED
-from shared.slo import ENDS
+from shared.models.catalog_file import read_catalog
+from shared.money.charge import SHARED
+from shared.money.slo import ENDS
 from tests.limits import START_LIMIT_S
 from tools.monitoring.tests.promql import asked_by, grafana_queries, queries
 

@@ -1,5 +1,5 @@
 from penstock_planning.task_samples import SAMPLES
-from shared.tasks import TASKS
+from shared.models.tasks import TASKS
 
 
 def test_each_task_has_samples() -> None:

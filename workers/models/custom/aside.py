@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from shared.catalog import Model
 from shared.errors import BadInput, InputTooLarge, ModelFailed
+from shared.models.catalog import Model
+from shared.models.tasks.custom import CustomResult, interface_of
 from shared.settings import Settings, read_settings
-from shared.tasks.custom import CustomResult, interface_of
 from workers.models.base import PreparedCustom
 from workers.models.custom.checking import INSPECTION_LIMIT_S
 from workers.models.custom.class_process import paths_of

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 
 from shared.errors import Canceled, ModelFailed, PenstockError
 from shared.messages import PrintedLogs
-from shared.model_interface import ModelInterface
-from shared.tasks import Result
-from shared.tasks.custom import CustomResult
+from shared.models.interface import ModelInterface
+from shared.models.tasks import Result
+from shared.models.tasks.custom import CustomResult
 from workers.models.base import Prepared, PreparedCustom
 from workers.models.client import ModelProcessDied
 from workers.models.custom.class_process import ClassProcess, Ended, NotSetUp

@@ -11,14 +11,14 @@ from typing import NamedTuple
 from pydantic import ValidationError
 
 from shared.errors import ConfigurationError
-from shared.model_interface import (
+from shared.models.interface import (
     INTERFACE_FILE,
     MAX_BYTES,
     MAX_INPUTS,
     ModelInterface,
     read_interface,
 )
-from shared.model_measurement import MEASUREMENT_FILE, read_measurement
+from shared.models.measurement import MEASUREMENT_FILE, read_measurement
 from workers.models.custom.environments import python_for, unmet
 from workers.models.custom.process import RunnerProcess, end_of
 from workers.models.custom.runner.confinement import SRC

@@ -11,14 +11,14 @@ from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shared.catalog import Model
-from shared.catalog_entry import MAX_STARTUP_S
-from shared.concurrency import jittered
 from shared.errors import ConfigurationError, ModelFailed, PenstockError
 from shared.messages import PrintedLogs
-from shared.model_interface import ModelInterface
+from shared.models.catalog import Model
+from shared.models.entry import MAX_STARTUP_S
+from shared.models.interface import ModelInterface
+from shared.models.tasks.custom import interface_of
+from shared.process.concurrency import jittered
 from shared.settings import ClassSettings, Settings, read_settings
-from shared.tasks.custom import interface_of
 from workers.models.base import GPU_LOST_STATUS
 from workers.models.client import MakeRoom, ModelProcessDied
 from workers.models.custom.environments import python_for

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Self
 
-from shared.catalog import Model
 from shared.errors import PenstockError
-from shared.tasks.custom import interface_of
+from shared.models.catalog import Model
+from shared.models.tasks.custom import interface_of
 from workers.models.base import Prepared
 from workers.models.client import (
     MakeRoom,

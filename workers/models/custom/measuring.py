@@ -18,16 +18,16 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from shared.blob import FILE_FORMAT
-from shared.catalog import Model
-from shared.catalog_entry import MAX_STARTUP_S, MAX_WORK
-from shared.catalog_file import LOCAL
 from shared.errors import BadInput, PenstockError
 from shared.messages import PrintedLogs
-from shared.model_interface import ModelInterface
-from shared.model_measurement import CPU, MEASUREMENT_FILE, ModelMeasurement
-from shared.tasks import Result
-from shared.tasks.custom import CUSTOM, CustomResult, interface_of
+from shared.models.blob import FILE_FORMAT
+from shared.models.catalog import Model
+from shared.models.catalog_file import LOCAL
+from shared.models.entry import MAX_STARTUP_S, MAX_WORK
+from shared.models.interface import ModelInterface
+from shared.models.measurement import CPU, MEASUREMENT_FILE, ModelMeasurement
+from shared.models.tasks import Result
+from shared.models.tasks.custom import CUSTOM, CustomResult, interface_of
 from workers.models.base import PreparedCustom, PreparedFile
 from workers.models.custom.aside import AsideClass
 from workers.models.custom.client import ClassClient

@@ -9,10 +9,10 @@ from typing import Any
 
 import msgspec
 
-from shared.blob import Blob
 from shared.errors import BadInput, Canceled, ModelFailed, PenstockError
-from shared.model_interface import ModelInterface
-from shared.tasks.custom import (
+from shared.models.blob import Blob
+from shared.models.interface import ModelInterface
+from shared.models.tasks.custom import (
     JSON_TYPE,
     CustomResult,
     FilePlace,

@@ -9,11 +9,11 @@ from typing import Any
 
 import msgspec
 
-from shared.blob import FILE_FORMAT
-from shared.catalog import Model
 from shared.errors import BadInput, ModelFailed
-from shared.tasks import Input
-from shared.tasks.custom import JSON_TYPE, CustomInput, FilePlace, interface_of
+from shared.models.blob import FILE_FORMAT
+from shared.models.catalog import Model
+from shared.models.tasks import Input
+from shared.models.tasks.custom import JSON_TYPE, CustomInput, FilePlace, interface_of
 from workers.models.base import PreparedCustom, PreparedFile
 from workers.models.custom.aside import AsideClass
 

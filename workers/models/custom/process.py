@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shared.catalog_entry import ModelResources
+from shared.models.entry import ModelResources
 from workers.models.custom.limits import (
     DiskUse,
     LimitWatch,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from urllib.parse import urlsplit
 
-from shared.loopback import is_loopback
+from shared.process.loopback import is_loopback
 from shared.settings import Settings
 
 METADATA_PORT = 80

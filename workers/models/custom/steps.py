@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from shared.errors import Canceled, ModelFailed, PenstockError
 from shared.messages import PrintedLogs
-from shared.model_interface import ModelInterface
-from shared.tasks.custom import CustomResult
+from shared.models.interface import ModelInterface
+from shared.models.tasks.custom import CustomResult
 from workers.models.base import Prepared, PreparedCustom
 from workers.models.client import ModelProcessDied, OnStepMessage
 from workers.models.custom.class_process import ClassProcess, Ended

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from shared.blob import FILE_FORMAT
 from shared.errors import BadInput, ConfigurationError, ModelFailed
-from shared.model_interface import ModelInterface
-from shared.tasks.custom import written_piece
+from shared.models.blob import FILE_FORMAT
+from shared.models.interface import ModelInterface
+from shared.models.tasks.custom import written_piece
 from workers.models.custom.checking import show_inspection
 from workers.models.custom.environments import python_for
 from workers.models.custom.printed import show

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from shared.catalog_file import LOCAL
-from shared.class_variables import PlainVariables, SecretReference, SecretVariables
 from shared.errors import ConfigurationError, ModelFailed, PenstockError
+from shared.models.catalog_file import LOCAL
+from shared.models.class_variables import PlainVariables, SecretReference, SecretVariables
 from shared.settings import ClassSettings, read_settings
 from workers.models.custom.sources import read_sources
 

@@ -10,10 +10,10 @@ import torch
 from transformers import AutoModelForSequenceClassification
 from transformers.utils import logging as transformers_logging
 
-from shared.catalog import Model
 from shared.errors import ConfigurationError, PenstockError
-from shared.tasks import Result
-from shared.tasks.similarity import SimilarityResult
+from shared.models.catalog import Model
+from shared.models.tasks import Result
+from shared.models.tasks.similarity import SimilarityResult
 from workers.models.base import OnStep, PreparedItem, PreparedText
 from workers.models.device import DTYPES, Device, computes_bf16, memory_errors
 from workers.models.embedding.model import USUAL_CALL_TOKENS, cut_by_length

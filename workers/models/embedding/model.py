@@ -11,10 +11,10 @@ from typing import Protocol
 
 import numpy as np
 
-from shared.catalog import Model
 from shared.errors import ConfigurationError, PenstockError
-from shared.tasks import Result
-from shared.tasks.embedding import EmbeddingResult
+from shared.models.catalog import Model
+from shared.models.tasks import Result
+from shared.models.tasks.embedding import EmbeddingResult
 from workers.models.base import OnStep, PreparedItem, PreparedText
 
 UNBOUNDED = 2**62

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from shared.errors import BadInput, PenstockError
-from shared.tasks import Input, Result
-from shared.tasks.embedding import EmbeddingResult, TextInput, Truncate
-from shared.tasks.similarity import SimilarityInput, SimilarityResult
+from shared.models.tasks import Input, Result
+from shared.models.tasks.embedding import EmbeddingResult, TextInput, Truncate
+from shared.models.tasks.similarity import SimilarityInput, SimilarityResult
 from workers.models.base import (
     OnStep,
     PreparedItem,

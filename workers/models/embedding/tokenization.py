@@ -16,8 +16,8 @@ from tokenizers.normalizers import Lowercase
 from tokenizers.normalizers import Sequence as NormalizerSequence
 
 from shared.errors import BadInput, ConfigurationError, ContextLengthExceeded
-from shared.tasks import Input
-from shared.tasks.embedding import (
+from shared.models.tasks import Input
+from shared.models.tasks.embedding import (
     TextInput,
     TextTokens,
     TextToTokenize,

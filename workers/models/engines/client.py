@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Self
 
-from shared.catalog import Model
 from shared.errors import ConfigurationError, ModelFailed, PenstockError
+from shared.models.catalog import Model
 from workers.models.base import Prepared, PreparedPrompt
 from workers.models.client import (
     MakeRoom,

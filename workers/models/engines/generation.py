@@ -19,8 +19,8 @@ import aiohttp
 import numpy as np
 
 from shared.errors import ModelFailed
-from shared.tasks import Result
-from shared.tasks.text import TokenChunk
+from shared.models.tasks import Result
+from shared.models.tasks.text import TokenChunk
 from workers.models.base import PreparedPrompt
 from workers.models.engines.llama_cpp import PATH, Asked, Chosen, Reply, decode_reply, request_of
 from workers.models.engines.process import EngineProcess

@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from shared.catalog import Model
 from shared.errors import ConfigurationError, ModelFailed, PenstockError
+from shared.models.catalog import Model
 from workers.models.base import OutOfMemory, PreparedPrompt
 from workers.models.generation.vocabulary import WHITESPACE
 from workers.models.generation.writing import NO_NUMBERS

@@ -10,7 +10,7 @@ from functools import partial
 import aiohttp
 
 from shared.errors import Canceled, ModelFailed, PenstockError
-from shared.tasks.text import TokenChunk
+from shared.models.tasks.text import TokenChunk
 from workers.models.base import OutOfMemory, Prepared, PreparedPrompt
 from workers.models.client import ModelProcessDied, OnStepMessage
 from workers.models.engines.generation import EngineGeneration

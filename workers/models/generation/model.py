@@ -25,10 +25,10 @@ from typing import Any
 
 import numpy as np
 
-from shared.catalog import Model
 from shared.errors import ModelFailed, PenstockError
-from shared.tasks import Result
-from shared.tasks.text import TokenChunk
+from shared.models.catalog import Model
+from shared.models.tasks import Result
+from shared.models.tasks.text import TokenChunk
 from workers.models.base import OutOfMemory, PreparedItem, PreparedPrompt, StepEnd
 from workers.models.device import Device
 from workers.models.generation.decoder import Decoder

@@ -23,10 +23,10 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-from shared.catalog import Model
 from shared.errors import BadInput, ConfigurationError
-from shared.tasks import Input
-from shared.tasks.text import RESPONSE_FORMAT, GenerationInput, PromptToCount, TokenCount
+from shared.models.catalog import Model
+from shared.models.tasks import Input
+from shared.models.tasks.text import RESPONSE_FORMAT, GenerationInput, PromptToCount, TokenCount
 from workers.models.base import PreparedOutcome, PreparedPrompt
 from workers.models.generation.schemas import NO_SCHEMA, GrammarSchema, read_schema
 from workers.models.generation.vocabulary import Vocabulary

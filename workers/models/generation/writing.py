@@ -19,7 +19,7 @@ import numpy.typing as npt
 from llguidance import LLMatcher
 
 from shared.errors import BadInput, ModelFailed, SchemaNotMatched
-from shared.tasks.text import FinishReason, GenerationResult, TokenChunk, TokenLogprob
+from shared.models.tasks.text import FinishReason, GenerationResult, TokenChunk, TokenLogprob
 from workers.models.base import PreparedPrompt
 from workers.models.generation.schemas import why_not_matched
 from workers.models.generation.vocabulary import Vocabulary

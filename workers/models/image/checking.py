@@ -14,10 +14,10 @@ from collections.abc import Iterator
 import msgspec
 import torch
 
-from shared.catalog import Model
-from shared.catalog_file import read_image_entry
 from shared.errors import ConfigurationError, PenstockError
-from shared.image_interface import ImageInterface
+from shared.models.catalog import Model
+from shared.models.catalog_file import read_image_entry
+from shared.models.image_interface import ImageInterface
 from shared.settings import ModelSettings, read_settings
 from workers.models.device import Device
 from workers.models.image.model import ImageModel

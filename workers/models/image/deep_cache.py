@@ -16,7 +16,7 @@ import torch
 from diffusers import UNet2DConditionModel
 
 from shared.errors import ConfigurationError
-from shared.image_entry import DeepCacheSettings
+from shared.models.image_entry import DeepCacheSettings
 
 FIELD = "image.deep_cache"
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from shared.catalog import Model
 from shared.errors import ConfigurationError, PenstockError
-from shared.image_entry import Control, IpAdapter
+from shared.models.catalog import Model
+from shared.models.image_entry import Control, IpAdapter
 from shared.settings import ModelSettings, read_settings
 from workers.models.source import resolve
 

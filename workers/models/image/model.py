@@ -17,15 +17,15 @@ import diffusers
 import msgspec
 import torch
 
-from shared.blob import Blob
-from shared.catalog import Model
-from shared.diffusion_schedulers import OWN_SCHEDULER, SCHEDULERS
 from shared.errors import BadInput, ConfigurationError, ModelFailed, PenstockError
-from shared.image_interface import ImageInterface, ImageMode
+from shared.models.blob import Blob
+from shared.models.catalog import Model
+from shared.models.image_interface import ImageInterface, ImageMode
+from shared.models.schedulers import OWN_SCHEDULER, SCHEDULERS
+from shared.models.tasks import Result
+from shared.models.tasks.image import ImageResult
+from shared.models.tasks.text import TokenChunk
 from shared.settings import ModelSettings, read_settings
-from shared.tasks import Result
-from shared.tasks.image import ImageResult
-from shared.tasks.text import TokenChunk
 from workers.models.base import (
     OnStep,
     OutOfMemory,

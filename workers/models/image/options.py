@@ -7,9 +7,9 @@ from typing import Any
 
 import diffusers
 
-from shared.diffusion_schedulers import OWN_SCHEDULER, SCHEDULER_NAMES
 from shared.errors import BadInput
-from shared.image_interface import ImageInterface, ImageUsuals, refuse_mode
+from shared.models.image_interface import ImageInterface, ImageUsuals, refuse_mode
+from shared.models.schedulers import OWN_SCHEDULER, SCHEDULER_NAMES
 from workers.models.base import PreparedImage
 from workers.models.image.pipeline import (
     LoadedPipelines,

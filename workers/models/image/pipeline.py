@@ -15,7 +15,7 @@ import transformers
 from diffusers.pipelines import auto_pipeline
 
 from shared.errors import ConfigurationError
-from shared.image_interface import ImageMode
+from shared.models.image_interface import ImageMode
 from workers.models.base import PreparedImage
 from workers.models.image.compilation import compile_parts, keep_compiled_in
 from workers.models.image.plan import ImagePlan

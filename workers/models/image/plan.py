@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from shared.catalog import Model
 from shared.errors import ConfigurationError
+from shared.models.catalog import Model
 
 _AMPERE = (8, 0)
 _VOLTA = (7, 0)

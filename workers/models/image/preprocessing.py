@@ -17,12 +17,12 @@ import numpy.typing as npt
 from PIL import Image, ImageOps, UnidentifiedImageError
 from scipy import ndimage
 
-from shared.blob import Blob
-from shared.diffusion_schedulers import SCHEDULER_NAMES, SCHEDULERS
 from shared.errors import BadInput, InputTooLarge, ModelFailed
-from shared.image_entry import MAX_IP_ADAPTER_SCALE, Control, ImageDefaults
-from shared.tasks import Input
-from shared.tasks.image import ControlInput, ImageInput, IpAdapterInput
+from shared.models.blob import Blob
+from shared.models.image_entry import MAX_IP_ADAPTER_SCALE, Control, ImageDefaults
+from shared.models.schedulers import SCHEDULER_NAMES, SCHEDULERS
+from shared.models.tasks import Input
+from shared.models.tasks.image import ControlInput, ImageInput, IpAdapterInput
 from workers.models.base import PreparedControl, PreparedImage
 
 _TAN_22 = 13573

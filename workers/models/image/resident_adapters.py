@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 
 from shared.errors import PenstockError, Unavailable
-from shared.image_entry import AdapterUrls, ImageDefaults
+from shared.models.image_entry import AdapterUrls, ImageDefaults
 from shared.settings import ModelSettings, read_settings
 from shared.stores.objects import ObjectStore
 from workers.models.base import PreparedImage

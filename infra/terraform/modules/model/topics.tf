@@ -1,6 +1,6 @@
 # A job travels jobs.<model> -> jobs.<model>.workers, or jobs.<model>.batch
 # where its caller may wait; what no worker could finish goes to
-# jobs.<model>.dead. Names and filters are those of shared/transport.py.
+# jobs.<model>.dead. Names and filters are those of shared/broker/transport.py.
 
 resource "google_pubsub_topic" "jobs" {
   # checkov:skip=CKV_GCP_83: messages live for an hour (dead letters a week), under Google's own keys

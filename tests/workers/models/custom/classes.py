@@ -6,9 +6,9 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from shared.catalog import Model
-from shared.model_interface import ModelInterface
-from shared.tasks.custom import CustomResult
+from shared.models.catalog import Model
+from shared.models.interface import ModelInterface
+from shared.models.tasks.custom import CustomResult
 from tests.workers.models.custom.started import StartedClass, StepEnd
 from workers.models.base import PreparedCustom, PreparedFile
 from workers.models.custom.checking import inspect_folder

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from shared.model_interface import ModelInterface
+from shared.models.interface import ModelInterface
 from tests.limits import WAIT_LIMIT_S
 
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from shared.catalog import Model
 from shared.errors import PenstockError
 from shared.messages import PrintedLogs
-from shared.tasks import Result
-from shared.tasks.custom import PieceChunk, StreamedFile
+from shared.models.catalog import Model
+from shared.models.tasks import Result
+from shared.models.tasks.custom import PieceChunk, StreamedFile
 from tests.limits import WAIT_LIMIT_S
 from workers.models.base import PreparedCustom
 from workers.models.client import ModelProcessDied

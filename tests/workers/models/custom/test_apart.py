@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from shared.errors import ModelFailed
-from shared.tasks.custom import CustomResult
+from shared.models.tasks.custom import CustomResult
 from tests.limits import WAIT_LIMIT_S
 from tests.workers.models.custom.classes import compute, entry_of, output_of, prepared, write_class
 from tests.workers.models.custom.started import STEP_S, StartClass, StartedClass

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shared.errors import BadInput, ModelFailed
-from shared.tasks.custom import CustomResult
+from shared.models.tasks.custom import CustomResult
 from tests.workers.models.custom.classes import (
     compute,
     entry_of,

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from shared.catalog import Model
 from shared.errors import BadInput, ConfigurationError, ModelFailed
 from shared.messages import PrintedLogs
-from shared.model_interface import INTERFACE_FILE
-from shared.tasks.custom import CustomInput, CustomResult
+from shared.models.catalog import Model
+from shared.models.interface import INTERFACE_FILE
+from shared.models.tasks.custom import CustomInput, CustomResult
 from tests.limits import WAIT_LIMIT_S
 from tests.penstock_command import penstock
 from tests.workers.models.custom.classes import entry_of, prepared, write_class

@@ -9,10 +9,10 @@ import pytest
 import yaml
 
 from infra.local.interfaces import refresh_interfaces
-from shared.catalog_file import read_catalog
 from shared.errors import ConfigurationError
-from shared.model_interface import INTERFACE_FILE
-from shared.model_measurement import MEASUREMENT_FILE, read_measurement
+from shared.models.catalog_file import read_catalog
+from shared.models.interface import INTERFACE_FILE
+from shared.models.measurement import MEASUREMENT_FILE, read_measurement
 from tests.penstock_command import penstock
 from tests.workers.models.custom.classes import entry_of, write_class
 from tests.workers.models.custom.started import StartedClass

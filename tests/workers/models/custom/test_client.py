@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shared.errors import Canceled, ModelFailed
-from shared.tasks.custom import CustomResult
+from shared.models.tasks.custom import CustomResult
 from tests.limits import WAIT_LIMIT_S
 from tests.workers.models.custom.classes import entry_of, prepared, write_class
 from workers.models.custom.client import ClassClient

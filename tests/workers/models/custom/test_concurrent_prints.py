@@ -10,7 +10,7 @@ import pytest
 
 from shared.errors import ModelFailed
 from shared.messages import PrintedLogs
-from shared.tasks.custom import CustomResult
+from shared.models.tasks.custom import CustomResult
 from tests.workers.models.custom.classes import output_of, prepared, write_class
 from tests.workers.models.custom.cog_server import serve_by_cog
 from tests.workers.models.custom.started import OperatorsLog, StartClass, StartedClass, StepEnd
@@ -128,6 +128,8 @@ def test_a_prediction_that_runs_alone_has_output_of_its_commands_in_order(
 
 
 ENDS_WITH_A_FILE = """
+FOLDER = os.environ["TMPDIR"]  # /tmp is shared with other tests where mounts are not possible
+
 class Predictor(BasePredictor):
     async def predict(self, name: str, task: bool = False, fails: bool = False) -> str:
         print("begin", name)
@@ -136,19 +138,19 @@ class Predictor(BasePredictor):
             return name
         if fails:
             self.failing = asyncio.create_task(self.fail(name))
-        while not os.path.exists(f"/tmp/{name}"):
+        while not os.path.exists(f"{FOLDER}/{name}"):
             await asyncio.sleep(0.01)
             if name.startswith("quick"):
                 break
         if name == "quick":
-            open("/tmp/first", "w").close()
-            open("/tmp/background", "w").close()
+            open(f"{FOLDER}/first", "w").close()
+            open(f"{FOLDER}/background", "w").close()
             await asyncio.sleep(0.1)
         print("end", name)
         return name
 
     async def print_later(self, name: str) -> None:
-        while not os.path.exists("/tmp/background"):
+        while not os.path.exists(f"{FOLDER}/background"):
             await asyncio.sleep(0.01)
         print("later", name)
 """

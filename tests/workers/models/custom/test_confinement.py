@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[4]
 AS_NOBODY = """
 import ctypes, encodings.ascii, os, sys
 sys.path.insert(0, sys.argv[1])
-from shared.inspection import deny_inspection
+from shared.process.inspection import deny_inspection
 if os.geteuid() == 0:
     os.setuid(65534)
 ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)  # a change of the user hides a process by itself

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from shared.blob import Blob
 from shared.errors import BadInput, ConfigurationError, ModelFailed
 from shared.messages import PrintedLogs
-from shared.model_interface import INTERFACE_FILE, read_interface
-from shared.tasks.custom import (
+from shared.models.blob import Blob
+from shared.models.interface import INTERFACE_FILE, read_interface
+from shared.models.tasks.custom import (
     CustomResult,
     StreamedElement,
     StreamedFile,

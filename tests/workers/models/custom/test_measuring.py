@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from shared.errors import BadInput, ModelFailed
-from shared.model_interface import ModelInterface
-from shared.model_measurement import ModelMeasurement, read_measurement
+from shared.models.interface import ModelInterface
+from shared.models.measurement import ModelMeasurement, read_measurement
 from tests.limits import WAIT_LIMIT_S
 from tests.workers.models.custom.classes import write_class
 from workers.models.base import PreparedCustom

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from shared.catalog_entry import ModelResources
 from shared.errors import BadInput, ModelFailed
-from shared.tasks.custom import CustomResult
+from shared.models.entry import ModelResources
+from shared.models.tasks.custom import CustomResult
 from tests.anywhere.launcher import SKIPPED
 from tests.limits import WAIT_LIMIT_S
 from tests.workers.models.custom.classes import (

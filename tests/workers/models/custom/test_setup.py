@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from shared.errors import Canceled, ConfigurationError, ModelFailed
-from shared.tasks.custom import CustomResult
+from shared.models.tasks.custom import CustomResult
 from tests.limits import WAIT_LIMIT_S
 from tests.workers.models.custom.classes import compute, entry_of, output_of, prepared, write_class
 from tests.workers.models.custom.started import OperatorsLog, StartClass, StartedClass

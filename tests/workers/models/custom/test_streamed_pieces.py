@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shared.tasks.custom import CustomResult
+from shared.models.tasks.custom import CustomResult
 from tests.limits import WAIT_LIMIT_S
 from tests.workers.models.custom.classes import prepared, write_class
 from tests.workers.models.custom.started import STEP_S, StartClass, StartedClass

@@ -16,10 +16,10 @@ import pytest
 import yaml
 from google.auth.credentials import AnonymousCredentials
 
-from shared.catalog import Model
-from shared.catalog_file import read_catalog
-from shared.class_variables import SecretReference
 from shared.errors import ConfigurationError, ModelFailed
+from shared.models.catalog import Model
+from shared.models.catalog_file import read_catalog
+from shared.models.class_variables import SecretReference
 from shared.settings import ClassSettings, read_settings
 from tests.workers.models.custom.classes import (
     HEAD,

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from shared.blob import Blob
-from shared.catalog import Model
 from shared.errors import BadInput, ConfigurationError, InputTooLarge, ModelFailed, PenstockError
-from shared.tasks.custom import CustomInput, CustomResult, FilePlace
+from shared.models.blob import Blob
+from shared.models.catalog import Model
+from shared.models.tasks.custom import CustomInput, CustomResult, FilePlace
 from tests.workers.models.custom.classes import entry_of, write_class
 from tests.workers.models.custom.started import StartedClass
 from workers.models.base import PreparedCustom

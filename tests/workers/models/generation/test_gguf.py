@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from shared.errors import ConfigurationError
-from shared.tasks.text import GenerationInput
+from shared.models.tasks.text import GenerationInput
 from tests.workers.models.generation import tiny
 from workers.models.base import PreparedPrompt
 from workers.models.generation.prompts import PromptPreparer

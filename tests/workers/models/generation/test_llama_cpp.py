@@ -20,7 +20,7 @@ import msgspec
 import pytest
 
 from shared.errors import BadInput, ConfigurationError
-from shared.tasks.text import GenerationInput, TokenChunk
+from shared.models.tasks.text import GenerationInput, TokenChunk
 from tests.limits import WAIT_LIMIT_S
 from tests.workers.models.generation import tiny
 from workers.models.base import PreparedPrompt

@@ -15,7 +15,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from shared.tasks.text import TokenChunk
+from shared.models.tasks.text import TokenChunk
 from tests.workers.models.generation import tiny
 from workers.models.base import OutOfMemory, PreparedPrompt
 from workers.models.generation.model import GenerationModel

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from shared.errors import BadInput, ConfigurationError, ContextLengthExceeded
-from shared.tasks import Input
-from shared.tasks.embedding import TextInput
-from shared.tasks.text import GenerationInput, PromptToCount, TokenCount
+from shared.models.tasks import Input
+from shared.models.tasks.embedding import TextInput
+from shared.models.tasks.text import GenerationInput, PromptToCount, TokenCount
 from tests.limits import WAIT_LIMIT_S
 from tests.workers.models.generation import tiny
 from workers.models.base import PreparedPrompt
@@ -318,8 +318,8 @@ def test_preparing_imports_no_model_library(folder: Path) -> None:
     program = f"""
 import json, sys
 from pathlib import Path
-from shared.catalog import Model
-from shared.tasks.text import GenerationInput
+from shared.models.catalog import Model
+from shared.models.tasks.text import GenerationInput
 from workers.models.generation.prompts import PromptPreparer
 entry = Model.model_validate_json({entry!r})
 preparer = PromptPreparer(entry, Path({str(folder)!r}))

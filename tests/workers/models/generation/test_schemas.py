@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from shared.errors import BadInput, ModelFailed
-from shared.tasks.text import RESPONSE_FORMAT, GenerationInput
+from shared.models.tasks.text import RESPONSE_FORMAT, GenerationInput
 from tests.workers.models.generation import tiny
 from tests.workers.models.generation.test_schema_work import doubling
 from workers.models.base import PreparedPrompt

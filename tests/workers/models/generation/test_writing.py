@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.errors import BadInput, ModelFailed
-from shared.tasks.text import GenerationResult, TokenChunk, TokenLogprob
+from shared.models.tasks.text import GenerationResult, TokenChunk, TokenLogprob
 from tests.workers.models.generation import tiny
 from workers.models.base import PreparedPrompt
 from workers.models.generation.model import GenerationModel

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from shared.catalog import Model
+from shared.models.catalog import Model
 from workers.models.base import PreparedPrompt, StepEnd, SteppedModel
 from workers.models.device import Device
 from workers.models.generation.model import GenerationModel

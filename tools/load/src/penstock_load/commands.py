@@ -149,7 +149,7 @@ def _show_summary(summary: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(summary, indent=2))
         return
-    from shared.money import dollars
+    from shared.money.amounts import dollars
 
     outcomes = ", ".join(f"{name}: {count:,}" for name, count in summary["outcomes"].items())
     _print_facts(
@@ -193,7 +193,7 @@ def _check(path: Path, wait_s: float, most_bytes: int, *, as_json: bool) -> int:
 
 
 def _show_comparison(comparison: Comparison) -> None:
-    from shared.money import dollars
+    from shared.money.amounts import dollars
 
     known = ", ".join(
         f"{name}: {count:,}" for name, count in sorted(comparison.told_by_rows.items())

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from penstock_load.ledger import Ledger, LedgerLine
 from penstock_load.rows import LoadRows, RowOfLoad, UsageGroup
-from shared.money import plain
+from shared.money.amounts import plain
 
 CLOCK_SKEW_S = 60.0
 """Maximum difference between this machine's clock and the API's."""

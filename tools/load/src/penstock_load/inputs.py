@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 from penstock_load.day import Mix
 from penstock_load.trace import Arrival
 from shared.errors import BadInput
-from shared.tasks.custom import CUSTOM
-from shared.tasks.embedding import EMBEDDING
-from shared.tasks.image import IMAGE
-from shared.tasks.text import TEXT
+from shared.models.tasks.custom import CUSTOM
+from shared.models.tasks.embedding import EMBEDDING
+from shared.models.tasks.image import IMAGE
+from shared.models.tasks.text import TEXT
 
 _WORDS = """
 river engine violin glacier market comet harbor orchard lantern meadow copper thunder window garden

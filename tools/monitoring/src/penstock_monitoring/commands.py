@@ -43,7 +43,7 @@ def monitoring(
 ) -> None:
     """Write alerts for Prometheus and dashboards for Grafana."""
     from penstock_monitoring.files import write_for_prometheus
-    from shared.catalog_file import read_catalog
+    from shared.models.catalog_file import read_catalog
 
     files = write_for_prometheus(
         out,

@@ -43,9 +43,9 @@ from penstock_monitoring.objectives import (
     error_ratio,
 )
 from penstock_monitoring.panels import Panel, PanelQuery, Terms, Unit, sections
-from shared.catalog import Catalog
 from shared.errors import ConfigurationError
-from shared.kubernetes_names import slug
+from shared.models.catalog import Catalog
+from shared.models.kubernetes_names import slug
 
 WIDTH, HEIGHT, COLUMNS = 16, 16, 48
 BOUNDS = Bounds({name: f"${{{name}_budget}}" for name in DEFAULT_TARGETS}, "${least_bad_events}")

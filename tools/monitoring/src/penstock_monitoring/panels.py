@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from penstock_monitoring.objectives import OBJECTIVES, Bounds, Objective, budget_left, error_ratio
-from shared.charge import SHARED
+from shared.money.charge import SHARED
 
 Unit = Literal["count", "per_second", "percent", "seconds", "usd"]
 

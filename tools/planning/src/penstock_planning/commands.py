@@ -11,7 +11,7 @@ from shared.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from penstock_planning.deploy.rates import DemandRates
-    from shared.catalog import Catalog
+    from shared.models.catalog import Catalog
 
 Words = list[str] | None
 
@@ -84,7 +84,7 @@ def plan(
     from penstock_planning.deploy.prices import read_prices
     from penstock_planning.deploy.rates import at_distance
     from penstock_planning.deploy.show import plan_as_json, text
-    from shared.catalog_file import read_catalog
+    from shared.models.catalog_file import read_catalog
 
     catalog = read_catalog(models)
     demand = _rates(catalog, rates, rate or [], seconds or [])

@@ -8,8 +8,8 @@ from pydantic import Field, model_validator
 
 from penstock_planning.entry import Entry
 from penstock_planning.task_samples import SAMPLES
-from shared.catalog import Model
 from shared.errors import ConfigurationError
+from shared.models.catalog import Model
 
 
 class ItemLoad(Entry):

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from shared.blob import INLINE_LIMIT_BYTES, Blob
-from shared.catalog import Model
-from shared.tasks import Input, Result
-from shared.tasks.custom import CUSTOM, CustomInput, CustomResult, FilePlace
-from shared.tasks.embedding import BYTES_PER_TOKEN, EMBEDDING, EmbeddingResult, TextInput
-from shared.tasks.image import IMAGE, ImageInput, ImageResult
-from shared.tasks.similarity import SIMILARITY, SimilarityInput, SimilarityResult
-from shared.tasks.text import TEXT, GenerationInput, GenerationResult
+from shared.models.blob import INLINE_LIMIT_BYTES, Blob
+from shared.models.catalog import Model
+from shared.models.tasks import Input, Result
+from shared.models.tasks.custom import CUSTOM, CustomInput, CustomResult, FilePlace
+from shared.models.tasks.embedding import BYTES_PER_TOKEN, EMBEDDING, EmbeddingResult, TextInput
+from shared.models.tasks.image import IMAGE, ImageInput, ImageResult
+from shared.models.tasks.similarity import SIMILARITY, SimilarityInput, SimilarityResult
+from shared.models.tasks.text import TEXT, GenerationInput, GenerationResult
 
 KEY = "0" * 64
 """Name of an object in the object store."""

@@ -9,7 +9,7 @@ from penstock_planning.deploy.plan import DeployPlan, make_plan
 from penstock_planning.deploy.platform_variables import Platform
 from penstock_planning.deploy.prices import Prices
 from penstock_planning.deploy.rates import DemandRates, ModelRate
-from shared.catalog import Catalog, Model
+from shared.models.catalog import Catalog, Model
 
 NO_PRICES = Prices(sources={}, prices={})
 

@@ -11,8 +11,8 @@ import pytest
 from penstock_planning.simulation.scenario import scenario_of
 from penstock_planning.simulation.world import simulate
 from shared.errors import ConfigurationError
-from shared.model_interface import ModelInterface
-from shared.model_measurement import ModelMeasurement
+from shared.models.interface import ModelInterface
+from shared.models.measurement import ModelMeasurement
 from tests.penstock_command import penstock as run_penstock
 
 INTERFACE = ModelInterface(

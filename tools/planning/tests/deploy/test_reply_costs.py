@@ -10,9 +10,9 @@ import pytest
 from penstock_planning.deploy.plan import DeployPlan
 from penstock_planning.deploy.platform_variables import Platform
 from penstock_planning.deploy.prices import read_prices
-from shared.blob import SLOT_INLINE_LIMIT_BYTES
-from shared.catalog import Model
-from shared.catalog_entry import Replies
+from shared.models.blob import SLOT_INLINE_LIMIT_BYTES
+from shared.models.catalog import Model
+from shared.models.entry import Replies
 from tools.planning.tests.deploy.planning import entry, plan_of, rate
 
 MIN_REPLY_BYTES = 1000

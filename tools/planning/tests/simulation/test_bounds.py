@@ -10,7 +10,7 @@ from penstock_planning.deploy.platform_variables import Platform
 from penstock_planning.simulation.scenario import read_scenario
 from penstock_planning.simulation.streams import Burst, Constant, Trace, peak_per_s
 from penstock_planning.simulation.world import simulate
-from shared.catalog import Model
+from shared.models.catalog import Model
 from tools.planning.tests.deploy.planning import plan_of, rate
 from tools.planning.tests.simulation.worlds import ENTRY, scenario
 

@@ -9,8 +9,8 @@ import pytest
 from infra.kubernetes.autoscaling import TriggerQueries, own_prometheus
 from penstock_planning.simulation.promql import PromQuery
 from penstock_planning.simulation.timeseries import TimeSeries
-from shared.catalog_file import read_catalog
-from shared.transport import batch_subscription_id, workers_subscription_id
+from shared.broker.transport import batch_subscription_id, workers_subscription_id
+from shared.models.catalog_file import read_catalog
 
 MODEL = read_catalog(Path("models.yaml")).find("stable-diffusion-tiny")
 GUESS_S = MODEL.definition.first_guesses.item_s

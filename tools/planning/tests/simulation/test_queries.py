@@ -9,7 +9,7 @@ import pytest
 from infra.kubernetes.autoscaling import MAX_STEP, TriggerQueries, managed_prometheus
 from penstock_planning.simulation.promql import PromQuery
 from penstock_planning.simulation.timeseries import TimeSeries
-from shared.catalog_file import read_catalog
+from shared.models.catalog_file import read_catalog
 
 MODEL = read_catalog(Path("models.yaml")).find("stable-diffusion-tiny")
 GUESS_S = MODEL.definition.first_guesses.item_s

@@ -10,9 +10,9 @@ import pytest
 from infra.kubernetes.deployment import Deployment
 from infra.kubernetes.overlay import write_overlay
 from penstock_planning.simulation.rules import autoscaler_rules, read_rules, rendered
-from shared.catalog_file import read_catalog
 from shared.errors import ConfigurationError
-from shared.kubernetes_names import slug
+from shared.models.catalog_file import read_catalog
+from shared.models.kubernetes_names import slug
 from tests.infra.deploy.manifests import DEPLOYMENT, of_kind, render
 
 MODELS = Path("models.yaml")

@@ -83,7 +83,7 @@ class OutputEncoder:
     def shown_in_stream(self, piece: Any) -> Any:
         """An encoded piece as its stream has it. In a text, None is empty and others are JSON.
 
-        `written_piece` in shared/tasks/custom.py does the same for the whole output.
+        `written_piece` in shared/models/tasks/custom.py does the same for the whole output.
         """
         if self._output.streams != "text" or isinstance(piece, str):
             return piece

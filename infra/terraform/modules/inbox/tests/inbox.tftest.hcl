@@ -15,7 +15,7 @@ run "slots_and_filters" {
     condition = [for slot in google_pubsub_subscription.slots : slot.name] == [
       "inbox.7.slot.0", "inbox.7.slot.1", "inbox.7.slot.2"
     ]
-    error_message = "One subscription per slot, named as in shared/pubsub/names.py."
+    error_message = "One subscription per slot, named as in shared/broker/pubsub/names.py."
   }
 
   assert {
@@ -45,7 +45,7 @@ run "direct_replies_are_delivered_once" {
       && google_pubsub_subscription.direct.message_retention_duration == "600s"
       && google_pubsub_subscription.direct.expiration_policy[0].ttl == ""
     )
-    error_message = "One subscription without a filter, named as in shared/pubsub/names.py."
+    error_message = "One subscription without a filter, named as in shared/broker/pubsub/names.py."
   }
 }
 

@@ -28,7 +28,7 @@ run "names" {
       output.workers_subscription_id == "jobs.all-MiniLM-L6-v2.workers" &&
       output.batch_subscription_id == "jobs.all-MiniLM-L6-v2.batch"
     ) && output.dead_letter_topic_id == "jobs.all-MiniLM-L6-v2.dead"
-    error_message = "Topic, subscriptions and dead-letter topic are named as in shared/pubsub/names.py."
+    error_message = "Topic, subscriptions and dead-letter topic are named as in shared/broker/pubsub/names.py."
   }
 
   assert {

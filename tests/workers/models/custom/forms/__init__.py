@@ -24,7 +24,7 @@ from typing import Any
 import cog
 from cog.input import FieldInfo
 
-from shared.model_interface import ModelInterface
+from shared.models.interface import ModelInterface
 from tests.workers.models.custom.forms import predict
 from workers.models.custom.checking import write_interface
 from workers.models.custom.runner import loading

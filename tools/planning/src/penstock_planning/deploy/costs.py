@@ -11,7 +11,7 @@ from penstock_planning.deploy.reply_costs import THROUGHPUT, billed_tib, replies
 from penstock_planning.deploy.sizing import Pool, Site, once
 from penstock_planning.deploy.topology import redis
 from penstock_planning.deploy.volumes import DAYS, HOURS, SECONDS, Volume, row_days
-from shared.catalog_entry import Replies
+from shared.models.entry import Replies
 from shared.usage.senders import ObjectSender
 from shared.usage.writer import BATCH_ROWS
 

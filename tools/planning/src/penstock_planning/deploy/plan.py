@@ -36,8 +36,8 @@ from penstock_planning.deploy.sizing import (
 )
 from penstock_planning.deploy.topology import gpu_pools, redis, subscriptions, topics
 from penstock_planning.deploy.volumes import Volume, volume
-from shared.catalog import Catalog, Model
 from shared.errors import ConfigurationError
+from shared.models.catalog import Catalog, Model
 
 UNKNOWN = "unknown"
 RUN_QUOTAS = "depends on the region; cloud.google.com/run/docs/configuring/max-instances-limits"

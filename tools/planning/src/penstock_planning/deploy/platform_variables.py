@@ -14,8 +14,8 @@ from pydantic import ConfigDict, Field, ValidationError, model_validator
 
 from infra.kubernetes.deployment import GpuReservation
 from penstock_planning.entry import Entry, explained
-from shared.catalog_entry import GpuTypeName
 from shared.errors import ConfigurationError
+from shared.models.entry import GpuTypeName
 
 MAX_REPLY_SUBSCRIPTIONS = 9000
 """Maximum reply subscriptions, out of a project's 10,000. Terraform has the same limit."""

@@ -14,10 +14,10 @@ from pydantic import Field, ValidationError, model_validator
 
 from penstock_planning.entry import Entry, explained
 from penstock_planning.item_load import ItemLoad, check_work
-from shared.catalog import Catalog, Model
-from shared.catalog_file import LOCAL
 from shared.errors import ConfigurationError
-from shared.model_measurement import MEASUREMENT_FILE, ModelMeasurement, read_measurement
+from shared.models.catalog import Catalog, Model
+from shared.models.catalog_file import LOCAL
+from shared.models.measurement import MEASUREMENT_FILE, ModelMeasurement, read_measurement
 
 FIELD = "measurement"
 """A model's field for the path of its penstock.measured.json, relative to the rates file."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from penstock_planning.deploy.platform_variables import Platform
 from penstock_planning.deploy.prices import ListPrice, Prices
 from penstock_planning.deploy.volumes import Volume
-from shared.catalog_entry import Replies
+from shared.models.entry import Replies
 
 TIB = 2**40
 MIN_BYTES = 1000

@@ -24,10 +24,10 @@ from penstock_planning.autoscaled import gpu_nodes, most_workers, usual_workers
 from penstock_planning.deploy.platform_variables import INSTANCES_TO_INBOXES, Platform
 from penstock_planning.deploy.rates import DemandRates, ModelRate
 from penstock_planning.item_load import batch_items
-from shared.catalog import Model, WorkerGroup
-from shared.catalog_entry import Gpu
 from shared.errors import ConfigurationError
-from shared.service_rate import held_messages, messages_ahead, refill_s
+from shared.models.catalog import Model, WorkerGroup
+from shared.models.entry import Gpu
+from shared.models.service_rate import held_messages, messages_ahead, refill_s
 
 
 def servers_needed(
@@ -116,7 +116,7 @@ class Workers:
     answer_s: float
     """Seconds from request to answer at the peak, without hits: network, mean wait, one batch."""
     held_jobs: int
-    """Maximum jobs of a priority that one of its processes holds (shared/service_rate.py)."""
+    """Maximum jobs of a priority that one process holds (shared/models/service_rate.py)."""
     most_busy: float
     """Share of its time in which it can compute, however much work there is.
 

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 from infra.kubernetes.deployment import GpuType, gpu_class
 from penstock_planning.deploy.platform_variables import INBOX_STRIDE, Platform
-from shared.catalog import Model
-from shared.transport import (
+from shared.broker.transport import (
     WEBHOOKS_SUBSCRIPTION_ID,
     WEBHOOKS_TOPIC_ID,
     batch_subscription_id,
@@ -24,6 +23,7 @@ from shared.transport import (
     slot_subscription_id,
     workers_subscription_id,
 )
+from shared.models.catalog import Model
 
 
 def topics(models: Iterable[Model], platform: Platform) -> list[str]:

@@ -14,9 +14,7 @@ import msgspec
 from infra import bigquery
 from penstock_planning.deploy.rates import ModelRate
 from penstock_planning.task_samples import SAMPLES
-from shared.blob import INLINE_LIMIT_BYTES
-from shared.catalog import Model
-from shared.catalog_entry import Replies
+from shared.broker.transport import direct_id, inbox_topic_id
 from shared.messages import (
     MAX_REPLY_BATCH_BYTES,
     Envelope,
@@ -32,7 +30,9 @@ from shared.messages import (
     encode_reply_batch,
     encode_reply_body,
 )
-from shared.transport import direct_id, inbox_topic_id
+from shared.models.blob import INLINE_LIMIT_BYTES
+from shared.models.catalog import Model
+from shared.models.entry import Replies
 from shared.usage.bigquery import LEVEL, Fields
 from shared.usage.row import row_of
 from shared.usage.writer import fields_of

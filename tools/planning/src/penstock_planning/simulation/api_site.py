@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from shared.catalog import Model
-from shared.service_rate import ServiceRate
+from shared.models.catalog import Model
+from shared.models.service_rate import ServiceRate
 
 INTERACTIVE_SHARE = 0.75
 BATCH_SHARE = 0.5

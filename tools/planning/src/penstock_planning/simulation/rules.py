@@ -21,10 +21,10 @@ from infra.kubernetes.deployment import Deployment
 from infra.kubernetes.overlay import write_overlay
 from penstock_planning.item_load import check_work
 from penstock_planning.simulation.scenario import Scenario
-from shared.catalog import Catalog, WorkerGroup
-from shared.catalog_file import read_catalog
 from shared.errors import ConfigurationError
-from shared.kubernetes_names import slug
+from shared.models.catalog import Catalog, WorkerGroup
+from shared.models.catalog_file import read_catalog
+from shared.models.kubernetes_names import slug
 
 ALERTS_FILE = Path(infra.__file__).parent / "monitoring/rendered/alerts.json.tftpl"
 Document = dict[str, Any]

@@ -70,14 +70,14 @@ class ScenarioBroker(Entry):
     round_trip_s: Seconds = 0.0
     """Seconds from a worker to its broker and back.
 
-    The permit of a job that ends is reused after two round trips (shared/service_rate.py). 0:
-    immediately. The time of a request is `api.trip_s`.
+    The permit of a job that ends is reused after two round trips (shared/models/service_rate.py).
+    0: immediately. The time of a request is `api.trip_s`.
     """
     batches_held: int | None = Field(None, ge=1)
     """Full batches that a worker holds at any distance.
 
     None: like real workers, which hold two near the broker, and more the longer the distance
-    (shared/service_rate.py).
+    (shared/models/service_rate.py).
     """
 
 

@@ -27,8 +27,8 @@ from penstock_planning.simulation.worker import (
     SimulatedWorker,
     Steps,
 )
-from shared.catalog import Model
-from shared.service_rate import StepTime, held_messages, refill_s
+from shared.models.catalog import Model
+from shared.models.service_rate import StepTime, held_messages, refill_s
 
 INTERACTIVE, BATCH = 0, 1
 BATCH_PRIORITY_EVERY = 16

@@ -12,7 +12,7 @@ from typing import Any
 import simpy
 
 from penstock_planning.simulation.api_site import SimulatedJob
-from shared.service_rate import HeldAhead, StepTime
+from shared.models.service_rate import HeldAhead, StepTime
 
 BUSY_FADE_S = 30.0
 """Equals FADE_S of workers/metrics.py."""

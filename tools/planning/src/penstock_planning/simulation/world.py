@@ -68,9 +68,9 @@ from penstock_planning.simulation.shared_service import SharedService
 from penstock_planning.simulation.streams import Arrivals, arrival_times, peak_per_s
 from penstock_planning.simulation.timeseries import TimeSeries
 from penstock_planning.simulation.worker import Steps
-from shared.catalog import Catalog, Model
+from shared.broker.transport import batch_subscription_id, workers_subscription_id
+from shared.models.catalog import Catalog, Model
 from shared.settings import ApiSettings
-from shared.transport import batch_subscription_id, workers_subscription_id
 
 SiteKey = tuple[str, str]
 """Model and region."""

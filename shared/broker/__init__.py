@@ -1,0 +1,1 @@
+"""Topics and subscriptions, on Pub/Sub, RabbitMQ or in memory."""

@@ -1,0 +1,1 @@
+"""Flow runs: several models, one after another, for one request."""

@@ -1,0 +1,559 @@
+"""Moves flows from step to step. The process that ends a step publishes the next ones.
+
+There is no orchestrator. The API publishes the first steps of a run, each worker publishes the
+steps after its items, and the dead-letter function those after items that no worker could compute.
+All of them use this engine, with the same result however often they do so
+(shared/stores/flow_runs.py):
+
+1. `mark`: records the outcomes of a job's items. The first outcome counts.
+2. `advance`: publishes further jobs of the step. If the step is over, it plans the steps that wait
+  for it and publishes their first jobs, or ends the run.
+3. The caller writes rows, and acks its message last. If it dies before that, the message is
+  delivered again, its items are found done, and it is advanced again.
+
+A step's job has IDs derived from its position: its request is the run, and its part and item
+indexes are based on step and position. So a job published twice is computed once, except for
+concurrent deliveries, of which only one counts.
+
+A run that fails, is late or is canceled is closed first, after which no further items count. So its
+reply and the charges in its rows agree.
+
+Calls raise Unavailable if Redis or the broker does not answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple, cast
+
+import msgspec
+
+from shared.broker.transport import Publisher, jobs_topic_id
+from shared.errors import (
+    BadInput,
+    Canceled,
+    DeadlineExceeded,
+    InputTooLarge,
+    ModelFailed,
+    ModerationBlocked,
+    Overloaded,
+    PenstockError,
+    Unavailable,
+    UnknownModel,
+)
+from shared.flows.run import Run, receipts_of
+from shared.messages import (
+    MAX_DATA_BYTES,
+    Envelope,
+    Item,
+    ItemError,
+    ItemOutcome,
+    Job,
+    JobBody,
+    ReplyBody,
+    encode_job,
+    encode_reply_body,
+    error_item,
+    failure,
+    reply_attributes,
+)
+from shared.models.after_image import WITHHELD
+from shared.models.catalog import Catalog, Model
+from shared.models.flow_plan import (
+    FlowPlan,
+    FlowStep,
+    index_of,
+    plan_step,
+    step_of,
+)
+from shared.models.flow_types import check_values
+from shared.models.tasks import Input
+from shared.models.tasks.base import MAX_JOB_ITEMS
+from shared.models.tasks.custom import CustomInput
+from shared.models.tasks.image import ImagesResult
+from shared.money import slo
+from shared.predictions import Prediction, decode_document
+from shared.stores.cache import ResultCache, cache_key, owed_by
+from shared.stores.flow_runs import WINDOW_JOBS, Look, Marked, RunState
+from shared.stores.record_state import Record
+from shared.stores.records import EndState, Records
+from shared.tracing.spans import current
+from shared.webhooks.publisher import WebhookPublisher
+
+NOT_RETRIED = frozenset(
+    {"invalid_input", "input_too_large", "context_length_exceeded", "model_withdrawn"}
+)
+"""Codes of errors that would occur again with the same input."""
+MAX_JOB_BYTES = MAX_DATA_BYTES - 64 * 1024
+"""Maximum JSON size of a job's items. The rest is for other parts of the message."""
+ORPHANED_S = 5.0
+"""Seconds after its arrival after which a run is taken over if its API instance has not reported
+that all first jobs are published.
+"""
+_outcomes = msgspec.json.Decoder(ItemOutcome)
+_bodies = msgspec.json.Decoder(JobBody)
+_errors = msgspec.json.Decoder(ItemError)
+_inputs = msgspec.json.Decoder(CustomInput)
+
+
+class StepRow(NamedTuple):
+    """An item that no worker computed: its result was cached, or its input was invalid.
+
+    The process that planned its step writes its row.
+    """
+
+    model: Model
+    envelope: Envelope
+    outcome: ItemOutcome
+
+
+class JobEnd(NamedTuple):
+    """The outcomes of a job's items, for its rows."""
+
+    marked: Marked
+    outcomes: list[ItemOutcome]
+    """The outcome that counts for each item."""
+
+
+class FlowEngine:
+    """Advances the runs of all flows.
+
+    Args:
+        catalog: has the models of the steps.
+        publisher: publishes jobs, events, and the reply to a waiting instance.
+        cache: may have results of steps. None: the cache is not used before publishing.
+        purges: returns how often cached results of a revision were purged.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        records: Records,
+        publisher: Publisher,
+        cache: ResultCache | None = None,
+        purges: Callable[[Model], int] = lambda _: 0,
+    ) -> None:
+        self._catalog = catalog
+        self._records = records
+        self._runs = records.flows
+        self._publisher = publisher
+        self._webhooks = WebhookPublisher(publisher)
+        self._cache = cache
+        self._purges = purges
+
+    async def start(self, envelope: Envelope, body: JobBody) -> list[StepRow]:
+        """Publishes the first steps of a run whose record exists. May be called again.
+
+        Args:
+            envelope: the run's envelope: like a job of a model, with the name of the flow.
+            body: its single item, and whether to use the cache.
+        """
+        data = msgspec.json.encode(body.items[0].input)
+        await self._runs.open(envelope.request_id, data)
+        run = msgspec.structs.replace(envelope, flow=envelope.model)
+        return await self._advance(run, body, is_repeated=True)
+
+    async def look(self, jobs: Sequence[Job]) -> list[Look]:
+        """Returns whether step jobs still need to be done."""
+        return await self._runs.look(
+            [(job.envelope.request_id, [item.index for item in job.body.items]) for job in jobs]
+        )
+
+    async def mark(self, job: Job, outcomes: Sequence[ItemOutcome]) -> JobEnd:
+        """Records outcomes of a job's items. Only the first call for an item counts.
+
+        Args:
+            outcomes: outcomes of all or some of its items. Large results are in the object store.
+
+        Raises:
+            Unavailable: Redis did not answer, but may have recorded them.
+        """
+        encoded = {one.index: msgspec.json.encode(one) for one in outcomes}
+        step = step_of(outcomes[0].index)
+        marked = await self._runs.mark(job.envelope.request_id, step, encoded)
+        counting = []
+        for one, kept in zip(outcomes, marked.outcomes, strict=True):
+            if kept is not None:
+                counting.append(_outcomes.decode(kept))
+            else:  # it was too late
+                is_over = one.status in ("canceled", "expired")
+                counting.append(one if is_over else failure(one.index, Canceled(), one.receipt))
+        return JobEnd(marked, counting)
+
+    async def advance(self, job: Job, end: JobEnd) -> list[StepRow]:
+        """Continues the run after items of a job. Returns rows to write."""
+        envelope, marked = job.envelope, end.marked
+        if marked.is_open and marked.jobs:
+            step = step_of(end.outcomes[0].index)
+            await self._publish(envelope, step, marked.jobs)
+        has_failed = any(one.error is not None for one in end.outcomes)
+        age_s = time.time() - envelope.received_at_s
+        is_orphan = marked.is_open and not marked.is_published and age_s > ORPHANED_S
+        if marked.is_open and not (marked.is_complete or has_failed or is_orphan):
+            return []
+        is_repeated = marked.is_repeated or envelope.attempt > 1 or is_orphan
+        rows = await self._advance(envelope, job.body, is_repeated=is_repeated)
+        if is_orphan:
+            await self._records.mark_published(envelope.request_id)
+        return rows
+
+    async def retry(self, job: Job, indexes: Sequence[int]) -> None:
+        """Publishes failed items of a job again, if they may be computed again."""
+        items = [item for item in job.body.items if item.index in indexes]
+        envelope = msgspec.structs.replace(job.envelope, tries=job.envelope.tries + 1)
+        await self._send(envelope, msgspec.structs.replace(job.body, items=items))
+
+    async def fail(self, prediction: Prediction, error: PenstockError) -> None:
+        """Ends a run that no worker will end."""
+        await self._runs.close(prediction.record, msgspec.json.encode(error_item(error)))
+        await self.settle(prediction)
+
+    async def abandon(self, run_id: str, error: PenstockError) -> None:
+        """Ends a run after one of its jobs could not be read."""
+        record = await self._records.read(run_id)
+        if record is not None and record.document:
+            await self.fail(decode_document(record.document), error)
+
+    async def settle(self, prediction: Prediction) -> None:
+        """Ends the record of a closed or canceled run, with the cost of its items."""
+        record = await self._records.read(prediction.record)
+        if record is not None:
+            await self._settle(prediction.record, record, prediction.webhook_events, None)
+
+    async def _advance(
+        self, envelope: Envelope, body: JobBody, *, is_repeated: bool
+    ) -> list[StepRow]:
+        run_id, rows, is_notified = envelope.request_id, list[StepRow](), is_repeated
+        while True:
+            record = await self._records.read(run_id)
+            if record is None or not record.document:  # dropped or deleted
+                return rows
+            prediction, state = decode_document(record.document), await self._runs.read(run_id)
+            if is_repeated:
+                # The process that planned them may have died before their rows were written.
+                rows[:] = self._planned_rows(prediction, state, envelope)
+            if record.is_over or record.closed:
+                events = prediction.webhook_events
+                await self._settle(run_id, record, events, envelope, again=is_notified)
+                return rows
+            try:
+                run = Run(run_id, plan_of(prediction), state)
+                if run.is_over and run.failure is None:
+                    await self._succeed(run, envelope)
+                    is_notified = True
+                elif await self._go_on(run, envelope, body, rows, is_repeated=is_repeated):
+                    return rows
+            except (BadInput, ModelFailed) as error:
+                await self._runs.close(run_id, msgspec.json.encode(error_item(error)))
+
+    def _planned_rows(
+        self, prediction: Prediction, state: RunState, envelope: Envelope
+    ) -> list[StepRow]:
+        """Items that no worker ended. A worker would have recorded them when it pulled them."""
+        rows, steps = [], plan_of(prediction).steps
+        for index, data in state.outcomes.items():
+            outcome, step = _outcomes.decode(data), steps[step_of(index)]
+            if outcome.receipt.pulled_at_s is not None:
+                continue
+            with suppress(UnknownModel):  # the model was removed from the catalog
+                model = self._catalog.find(step.model)
+                rows.append(StepRow(model, _of_step(envelope, step, model, index), outcome))
+        return rows
+
+    async def _go_on(
+        self,
+        run: Run,
+        envelope: Envelope,
+        body: JobBody,
+        rows: list[StepRow],
+        *,
+        is_repeated: bool,
+    ) -> bool:
+        """Plans steps that can start. Returns whether nothing more follows now.
+
+        Raises:
+            BadInput: the run fails.
+        """
+        if run.failure is not None:
+            raise _FlowFailed(run.failure)
+        goes_on = False
+        for number in run.ready:
+            is_done = await self._plan(run, number, envelope, body, rows)
+            goes_on = goes_on or is_done
+        if is_repeated:
+            for number in run.unpublished:
+                await self._publish_first(envelope, number, run.state.steps[number].jobs, run)
+        return not goes_on
+
+    async def _plan(
+        self, run: Run, number: int, envelope: Envelope, body: JobBody, rows: list[StepRow]
+    ) -> bool:
+        """Plans a step and publishes its first jobs. Returns whether it is already over."""
+        step = run.plan.steps[number]
+        try:
+            model = self._catalog.find(step.model)
+            inputs = plan_step(step, run.scope)
+        except BadInput as error:
+            at_step = "" if error.field else f"step {step.id!r}: "
+            reason = f"{at_step}{error.message}"
+            raise _FlowFailed(ItemError(error.code, reason, error.field)) from error
+        own = _of_step(envelope, step, model, index_of(number, 0))
+        items, done = self._items(number, inputs, model, envelope.tenant, body)
+        done |= await self._hits(items, model, body)
+        left = [item for item in items if item.index not in done]
+        jobs = [
+            msgspec.structs.replace(body, items=some)
+            for some in jobs_of(left, model.definition.largest_job(model))
+        ]
+        encoded = [msgspec.json.encode(job) for job in jobs]
+        ended = {index: msgspec.json.encode(outcome) for index, outcome in done.items()}
+        noted = await self._runs.plan(run.id, number, encoded, len(inputs), ended)
+        if noted <= 0:
+            self._leave_unpaid(items, done, model)
+        if noted == -2:
+            reason = f"step {step.id!r}: unfinished predictions leave no room for it"
+            raise _FlowFailed(ItemError(Overloaded.code, reason))
+        if noted <= 0:  # another process did it, or the run is over
+            return noted < 0
+        rows += [StepRow(model, own, outcome) for outcome in done.values()]
+        await self._publish_first(envelope, number, len(jobs), run)
+        return not jobs or any(one.error is not None for one in done.values())
+
+    def _items(
+        self,
+        number: int,
+        inputs: Mapping[int, Mapping[str, Any]],
+        model: Model,
+        tenant: str,
+        body: JobBody,
+    ) -> tuple[list[Item], dict[int, ItemOutcome]]:
+        """Returns the items of a step, and the outcomes of items with invalid input."""
+        items, failed = list[Item](), dict[int, ItemOutcome]()
+        is_kept, purges = body.cache_write and model.cache.ttl_s > 0, self._purges(model)
+        taken = model.definition.step_schema(model).inputs
+        for position, values in inputs.items():
+            index = index_of(number, position)
+            try:
+                check_values(values, taken)
+                step_input = model.definition.step_input(model, values)
+                one = cast(Input, step_input.input)
+                is_keyed = is_kept and step_input.is_repeatable
+                key = cache_key(model, one, tenant, purges) if is_keyed else None
+                item = Item(index, one, key)
+                if (size := _bytes_of(item)) > MAX_JOB_BYTES:
+                    most = f"at most {MAX_JOB_BYTES} are allowed"
+                    raise InputTooLarge(f"its input has {size} bytes as JSON; {most}")
+            except BadInput as error:
+                failed[index] = failure(index, error)
+            else:
+                items.append(item)
+        return items, failed
+
+    async def _hits(
+        self, items: Sequence[Item], model: Model, body: JobBody
+    ) -> dict[int, ItemOutcome]:
+        if self._cache is None or not body.cache_read:
+            return {}
+        cached = await self._cache.get_many(one.cache_key for one in items if one.cache_key)
+        hits = {}
+        for item in items:
+            if item.cache_key in cached:
+                hit = cached[item.cache_key]
+                cached[item.cache_key] = hit.repeated
+                hits[item.index] = ItemOutcome(item.index, "succeeded", hit.receipt(), hit.result)
+        return hits
+
+    def _leave_unpaid(
+        self, items: Sequence[Item], done: Mapping[int, ItemOutcome], model: Model
+    ) -> None:
+        """Marks cache hits as unpaid again if the plan that would pay for them does not count."""
+        owed = {
+            item.cache_key: mark
+            for item in items
+            if item.cache_key
+            and item.index in done
+            and (mark := owed_by(done[item.index].receipt)) is not None
+        }
+        if self._cache is not None:
+            self._cache.mark_unpaid(owed, model.cache.ttl_s)
+
+    async def _publish_first(self, envelope: Envelope, number: int, jobs: int, run: Run) -> None:
+        await self._publish(envelope, number, range(min(jobs, WINDOW_JOBS)), run.plan.steps[number])
+        await self._runs.note_published(run.id, number)
+
+    async def _publish(
+        self,
+        envelope: Envelope,
+        number: int,
+        jobs: Sequence[int],
+        step: FlowStep | None = None,
+    ) -> None:
+        """Publishes jobs of a step, by default of the envelope's step."""
+        model = None if step is None else self._catalog.find(step.model)
+        sending = []
+        for data in await self._runs.jobs(envelope.request_id, number, jobs):
+            body = _bodies.decode(data)
+            first = body.items[0].index
+            if step is not None and model is not None:
+                own = _of_step(envelope, step, model, first)
+            else:
+                own = msgspec.structs.replace(envelope, part=first + 1, tries=0)
+            sending.append(self._send(own, body))
+        await asyncio.gather(*sending)
+
+    async def _send(self, envelope: Envelope, body: JobBody) -> None:
+        trace = current()
+        own = msgspec.structs.replace(
+            envelope,
+            published_at_s=time.time(),
+            attempt=1,
+            cache_key=body.items[0].cache_key or "",
+            traceparent=trace.traceparent if trace else envelope.traceparent,
+            tracestate=trace.tracestate if trace else envelope.tracestate,
+        )
+        data, attributes = encode_job(Job(own, body))
+        try:
+            await self._publisher.publish(jobs_topic_id(own.model), data, attributes)
+        except BadInput as error:
+            raise Unavailable(f"the broker refused the job: {error.message}") from error
+
+    async def _succeed(self, run: Run, envelope: Envelope) -> None:
+        output = run.output()
+        reply = ReplyBody(run.receipts, replied_at_s=time.time(), output=output)
+        if await self._finish(run.id, "succeeded", reply):
+            self._count_toward_slo(envelope, "succeeded")
+            if isinstance(output, ImagesResult) and output.withheld:
+                WITHHELD.labels(envelope.flow).inc(output.withheld)
+
+    def _count_toward_slo(self, envelope: Envelope, status: str) -> None:
+        """Counts a run. Runs ended by the API always count as late."""
+        with suppress(UnknownModel):  # the flow was removed from the catalog
+            flow = self._catalog.find(envelope.flow)
+            limits_s = (
+                until_s - envelope.received_at_s
+                for until_s in (envelope.deadline_s, envelope.start_by_s)
+                if until_s
+            )
+            if slo.counts_toward_slo(flow.deadline, envelope.priority, limits_s):
+                slo.count_ended(flow.name, status)
+
+    async def _settle(
+        self,
+        run_id: str,
+        record: Record,
+        webhook_events: Sequence[str],
+        envelope: Envelope | None,
+        *,
+        again: bool = False,
+    ) -> None:
+        """Ends the record of a closed or canceled run. Notifies waiters.
+
+        `again`: also if another process has ended it, because it may have died before notifying
+        them.
+        """
+        if record.reply is not None and not again:
+            return
+        if record.reply is None:
+            steps = await self._runs.read(run_id)
+            error = _errors.decode(record.closed) if record.closed else None
+            reply = ReplyBody(receipts_of(steps), error, replied_at_s=time.time())
+            state: EndState = "canceled" if record.state == "canceled" else "failed"
+            is_ours = await self._finish(run_id, state, reply)
+            if is_ours and envelope is not None and error is not None:
+                is_late = error.code == DeadlineExceeded.code
+                self._count_toward_slo(envelope, "expired" if is_late else state)
+                if error.code == ModerationBlocked.code:
+                    drawn = sum(step_of(one.index) == 0 for one in reply.outcomes)
+                    WITHHELD.labels(envelope.flow).inc(drawn)
+        await self._webhooks.publish(run_id, webhook_events, "output")
+        await self._webhooks.publish(run_id, webhook_events, "completed")
+        if envelope is not None and envelope.inbox:
+            attributes = reply_attributes(run_id, 0, envelope.slot)
+            wakes = encode_reply_body(ReplyBody([], replied_at_s=time.time()))
+            try:
+                await self._publisher.publish(envelope.inbox, wakes, attributes)
+            except BadInput:
+                return  # the instance is gone, and its caller as well
+
+    async def _finish(self, run_id: str, state: EndState, reply: ReplyBody) -> bool:
+        """Ends the record unless it is over, or a caller has canceled it first.
+
+        Returns whether this call ended it.
+        """
+        finish = await self._records.finish(run_id, state, encode_reply_body(reply))
+        is_ours = finish is not None and finish.is_ours
+        if finish is not None and finish.is_lost_to_cancel:
+            canceled = msgspec.structs.replace(reply, output=None, error=None)
+            finish = await self._records.finish(run_id, "canceled", encode_reply_body(canceled))
+        if finish is None:
+            raise Unavailable("the record of the run could not be ended")
+        return is_ours
+
+
+class _FlowFailed(BadInput):
+    """The run ends with the error of a step."""
+
+    def __init__(self, error: ItemError) -> None:
+        super().__init__(error.message, field=error.field)
+        self.code = error.code
+
+
+def plan_of(prediction: Prediction) -> FlowPlan:
+    """Returns the plan that a run started with."""
+    return FlowPlan.model_validate(prediction.flow)
+
+
+def may_retry(job: Job, outcome: ItemOutcome) -> bool:
+    """Returns whether an item of a step should be computed again."""
+    return (
+        job.envelope.tries < job.envelope.retries
+        and outcome.status == "failed"
+        and outcome.error is not None
+        and outcome.error.code not in NOT_RETRIED
+    )
+
+
+def jobs_of(items: Sequence[Item], largest: int) -> list[list[Item]]:
+    """Divides items into jobs that fit into messages.
+
+    Equal items share a job, so that they are computed once.
+
+    Args:
+        largest: maximum number of distinct items per job.
+    """
+    equal: dict[str, list[Item]] = {}
+    for item in items:
+        equal.setdefault(item.cache_key or f":{item.index}", []).append(item)
+    jobs, left_bytes = list[list[Item]](), 0
+    for group in equal.values():
+        size = _bytes_of(group[0])
+        if jobs and len(jobs[-1]) + len(group) <= largest and len(group) * size <= left_bytes:
+            jobs[-1] += group
+            left_bytes -= len(group) * size
+        else:
+            most = max(1, min(MAX_JOB_ITEMS, MAX_JOB_BYTES // size))
+            jobs += [group[at : at + most] for at in range(0, len(group), most)]
+            left_bytes = MAX_JOB_BYTES - len(jobs[-1]) * size
+    return jobs
+
+
+def _bytes_of(item: Item) -> int:
+    return len(msgspec.json.encode(item))
+
+
+def _of_step(envelope: Envelope, step: FlowStep, model: Model, first: int) -> Envelope:
+    """Returns the envelope of a step's job, whose first item has this index."""
+    return msgspec.structs.replace(
+        envelope,
+        model=model.name,
+        step=step.id,
+        part=first + 1,
+        attempt=1,
+        retries=step.retries,
+        tries=0,
+        prediction="",
+        start_by_s=0.0 if step.depends_on else envelope.start_by_s,
+    )

@@ -1,0 +1,101 @@
+"""Steps after an image is drawn and before it is delivered: a safety check and an upscaler.
+
+An image model's entry may name both (`image.safety`, `image.upscale`). A request that needs one of
+them is run as a flow, whose first step draws its images. Each image is checked separately, and
+enlarged if it is safe. So a run has one deadline and one price, and any worker can continue it
+(docs/decisions/0113-after-the-image.md).
+
+shared/models/image_flow.py builds these flows. Callers see only the image model: its name, its
+version and a list of images.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+from prometheus_client import Counter
+
+from shared.errors import ModelFailed, ModerationBlocked
+from shared.models.blob import Blob
+from shared.models.image_flow import SAFETY, UPSCALE
+from shared.models.tasks.base import TaskResult
+from shared.models.tasks.custom import CustomInput
+from shared.models.tasks.image import ImageInput, ImageResult, ImagesResult
+
+WITHHELD = Counter(
+    "penstock_images_withheld_total",
+    "Images that were drawn and not delivered, because a safety check flagged them.",
+    ["model"],
+)
+_PNG = "image/png"
+
+
+def input_of(
+    images: Sequence[ImageInput], upscale: int | None, *, is_repeatable: bool
+) -> CustomInput:
+    """Returns the input of a flow run.
+
+    Args:
+        images: images to draw, which differ in their seeds. Large sources are in the object store.
+        upscale: factor by which they are enlarged. None: they are not.
+        is_repeatable: True if equal requests produce equal images, which may be cached.
+    """
+    values = {
+        "drawing": msgspec.to_builtins(images[0]),
+        "seeds": [image.seed for image in images],
+        "is_repeatable": is_repeatable,
+    }
+    return CustomInput(values if upscale is None else values | {"upscale": upscale})
+
+
+def drawings_of(input: CustomInput) -> list[ImageInput]:
+    """Returns the images that a run draws, based on its input."""
+    first = msgspec.convert(input.values["drawing"], ImageInput)
+    return [msgspec.structs.replace(first, seed=seed) for seed in input.values["seeds"]]
+
+
+def images_of(scope: Mapping[str, Any], drawn: Sequence[TaskResult | None]) -> ImagesResult:
+    """Returns the result of a run.
+
+    Args:
+        scope: values of its input and its steps by name.
+        drawn: results of its first step.
+
+    Raises:
+        ModerationBlocked: the check flagged all of them.
+        ModelFailed: the upscaler did not return a PNG file.
+    """
+    scale = scope["input"]["upscale"]
+    checks, enlarged = scope.get(SAFETY), scope.get(UPSCALE)
+    images: list[ImageResult | None] = []
+    for number, image in enumerate(drawn):
+        assert isinstance(image, ImageResult), "all were drawn, or it has failed; this is a bug"
+        if checks is not None and not _is_safe(checks[number]):
+            images.append(None)
+        elif enlarged is None:
+            images.append(image)
+        else:
+            images.append(_enlarged(image, enlarged[number], scale))
+    result = ImagesResult(images)
+    if not result.delivered:
+        raise ModerationBlocked(blocked_message(len(images)))
+    return result
+
+
+def _is_safe(check: Any) -> bool:
+    return isinstance(check, Mapping) and check.get("is_safe") is True
+
+
+def _enlarged(image: ImageResult, file: Any, scale: int) -> ImageResult:
+    if not isinstance(file, Blob) or file.media_type != _PNG:
+        raise ModelFailed(f"step {UPSCALE!r}: the model did not give a PNG file")
+    width, height = image.width * scale, image.height * scale
+    return msgspec.structs.replace(image, image=file, width=width, height=height)
+
+
+def blocked_message(images: int) -> str:
+    """Returns the error message for a request whose images are all withheld."""
+    subject = "the image was" if images == 1 else f"all {images} images were"
+    return f"moderation_blocked: {subject} drawn and then withheld by the safety check"

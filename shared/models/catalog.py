@@ -1,0 +1,475 @@
+"""The catalog (`models.yaml`) of served models. Every process reads and validates it at startup."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Self
+
+from pydantic import ValidationInfo, field_validator, model_validator
+
+from shared.errors import UnknownModel
+from shared.models.entry import (
+    MAX_DEADLINE_S,
+    Batch,
+    CatalogEntry,
+    Deadline,
+    FlowEntry,
+    Gpu,
+    ModelResources,
+    Replicas,
+    ServedApi,
+    WorkersEntry,
+)
+from shared.models.entry_fields import FLOW_SOURCE
+from shared.models.flow_plan import FlowPlan
+from shared.models.flow_types import StepSchema, check_flow
+from shared.models.image_flow import bounded, check_steps, plan_of_images
+from shared.models.interface import ModelInterface
+from shared.models.tasks import TASKS
+from shared.models.tasks.base import Task, Unit
+from shared.models.tasks.custom import CUSTOM
+
+log = logging.getLogger(__name__)
+
+CANARY_SUFFIX = ".canary"
+RUNS_AT_A_TIME = 64
+"""Open runs of a flow. A tenant with twice as many gets `batch` priority for further ones."""
+OF_CATALOG = "an entry of the catalog"
+"""The context in which entries are validated."""
+
+
+class Model(CatalogEntry):
+    """One served model, validated by the rules of its task, or a flow, served like a model."""
+
+    step_models: tuple[Model, ...] = ()
+    """Models of a flow's steps, in step order."""
+    drawn_by: Model | None = None
+    """For the flow of an image request: the image model whose name it has."""
+
+    @field_validator("task")
+    @classmethod
+    def _is_known(cls, value: str) -> str:
+        if value not in TASKS:
+            raise ValueError(f"unknown task {value!r}; use one of {', '.join(TASKS)}")
+        return value
+
+    @field_validator("name")
+    @classmethod
+    def _is_no_canary(cls, value: str, info: ValidationInfo) -> str:
+        # Model processes read canaries too, but a catalog can't contain their names.
+        if info.context == OF_CATALOG and value.endswith(CANARY_SUFFIX):
+            raise ValueError(
+                f"a name can't end in {CANARY_SUFFIX}: its topic would be that of another model's "
+                "canary"
+            )
+        return value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _takes_defaults_of_task(cls, value: object) -> object:
+        if not isinstance(value, dict):
+            return value
+        name = value.get("task")
+        task = TASKS.get(name) if isinstance(name, str) else None
+        return value if task is None else {**task.entry_defaults(value), **value}
+
+    @model_validator(mode="after")
+    def _can_be_served(self) -> Self:
+        if self.engine not in self.definition.engines:
+            raise ValueError(f"{self.definition.noun} has no engine; leave it out")
+        if self.precision not in self.definition.precisions:
+            known = ", ".join(self.definition.precisions)
+            raise ValueError(
+                f"precision: {self.definition.noun} has no {self.precision}; it has {known}"
+            )
+        self.definition.check_entry(self)
+        self._check_rerank()
+        if not self.definition.has_interface:
+            self._has_no_fields_of_ones_own()
+        if self.replies == "slots" and not self.definition.stores_blobs:
+            raise ValueError(
+                f"replies: slots carry small results only, and those of {self.definition.noun} "
+                "can't be put into the object store; use direct"
+            )
+        if not self.definition.has_interface:
+            self._has_no_resources()
+        if self.source.startswith(FLOW_SOURCE) != (self.flow is not None):
+            raise ValueError("source, flow: flows have a list of their own, `flows`")
+        if self.name.endswith(".dead"):
+            raise ValueError(
+                "a name can't end in .dead: its topic would be another model's dead-letter topic"
+            )
+        if (
+            self.canary
+            and not self.is_canary
+            and (self.canary.revision, self.canary.source or self.source)
+            == (
+                self.revision,
+                self.source,
+            )
+        ):
+            raise ValueError("canary.revision is the revision of the model itself")
+        if self.deadline.default_s > self.deadline.longest_s:
+            raise ValueError("deadline.default_s is above deadline.longest_s")
+        return self
+
+    def _check_rerank(self) -> None:
+        if self.rerank != "cosine" and not self.definition.compares_texts:
+            raise ValueError(f"rerank: {self.definition.noun} has none; leave it out")
+
+    def _has_no_resources(self) -> None:
+        usual = ModelResources()
+        for name, value in self.resources:
+            if name != "gpu_memory_bytes" and value != getattr(usual, name):
+                raise ValueError(f"resources.{name}: only custom models have it")
+
+    def _has_no_fields_of_ones_own(self) -> None:
+        fields = {
+            "batch.key": self.batch.key,
+            "batch.max_work": self.batch.max_work,
+            "work.max": self.work.max,
+            "deterministic": self.deterministic or None,
+            "api": self.api,
+            "price.per_work_usd": self.price.per_work_usd or None,
+            "environment": self.environment or None,
+            "secrets": self.secrets or None,
+            "processes": self.processes,
+        }
+        for name, value in fields.items():
+            if value is not None:
+                raise ValueError(f"{name}: {self.definition.noun} has none; leave it out")
+
+    @property
+    def is_canary(self) -> bool:
+        """True for the canary of a model, False for a model in the catalog."""
+        return self.name.endswith(CANARY_SUFFIX)
+
+    @property
+    def public_name(self) -> str:
+        """The name known to callers. A canary has its model's name."""
+        return self.name.removesuffix(CANARY_SUFFIX)
+
+    def as_canary(self) -> Model | None:
+        """The model `<name>.canary` that represents its canary in the pipeline.
+
+        None without a canary.
+        """
+        canary = self.canary
+        if canary is None:
+            return None
+        update = {
+            "name": self.name + CANARY_SUFFIX,
+            "aliases": (),
+            "revision": canary.revision,
+            "source": canary.source or self.source,
+            "replicas": canary.replicas,
+        }
+        return self.model_copy(update=update)
+
+    @cached_property
+    def definition(self) -> Task:
+        return TASKS[self.task]
+
+    @property
+    def limited_unit(self) -> Unit:
+        """The unit of work counted by limits."""
+        return (self.drawn_by or self).definition.unit
+
+    @property
+    def budget(self) -> int:
+        """Maximum work per batch, in the task's unit."""
+        return self.definition.budget(self)
+
+    @property
+    def result_tolerance(self) -> float:
+        """Maximum distance of results from torch fp32 results, as measured for the task."""
+        return self.definition.tolerance(self)
+
+
+@dataclass(frozen=True)
+class WorkerGroup:
+    """Workers deployed and scaled together, which serve one or more models."""
+
+    name: str
+    """Name of its only model, or of its entry in `workers`."""
+    models: tuple[Model, ...]
+    replicas: Replicas
+
+    @property
+    def gpu(self) -> Gpu:
+        """Resources of each worker, the same for all models."""
+        return self.models[0].gpu
+
+    @property
+    def startup_s(self) -> float:
+        """Time limit for one of their model processes, which loads all models, to become ready."""
+        return sum(model.startup_s for model in self.models)
+
+    @property
+    def is_shared(self) -> bool:
+        """True if they serve several models."""
+        return len(self.models) > 1
+
+
+class Catalog:
+    """All served models, by name and alias.
+
+    `models` are known to callers. `deployed` also includes their canaries: all models with topics
+    and workers. `flows` have neither. `shared_workers` are workers that serve several models.
+    """
+
+    def __init__(
+        self,
+        models: tuple[Model, ...],
+        flows: tuple[Model, ...] = (),
+        shared_workers: tuple[WorkersEntry, ...] = (),
+    ) -> None:
+        self.models = models
+        self.flows = flows
+        self.shared_workers = shared_workers
+        self.canaries = {
+            model.name: canary for model in models if (canary := model.as_canary()) is not None
+        }
+        """Entries by model name."""
+        self.deployed = (*models, *self.canaries.values())
+        self._deployed_by_name = {canary.name: canary for canary in self.canaries.values()}
+        self._by_name = {
+            alias: model for model in self.served for alias in (model.name, *model.aliases)
+        }
+        self._image_flows: dict[tuple[str, bool], Model | None] = {}
+
+    def image_flow(self, model: Model, images: int, *, upscales: bool) -> Model | None:
+        """Returns the flow for an image request. None: no step follows the image.
+
+        Args:
+            upscales: True if larger images are requested.
+
+        Raises:
+            FlowError: an entry created without a file names a missing model.
+        """
+        key = model.name, upscales
+        if key not in self._image_flows:
+            self._image_flows[key] = image_flow_of(model, self, upscales=upscales)
+        flow = self._image_flows[key]
+        if flow is None or flow.flow is None:
+            return None
+        return flow.model_copy(update={"flow": bounded(flow.flow, images)})
+
+    @property
+    def served(self) -> tuple[Model, ...]:
+        """Everything that callers can request: models and flows."""
+        return (*self.models, *self.flows)
+
+    @property
+    def worker_groups(self) -> tuple[WorkerGroup, ...]:
+        """All deployed models, each in one group, in model order. A canary has separate workers."""
+        shared = {name: entry for entry in self.shared_workers for name in entry.models}
+        groups: dict[str, WorkerGroup] = {}
+        for model in self.deployed:
+            entry = shared.get(model.name)
+            if entry is None:
+                groups[model.name] = WorkerGroup(model.name, (model,), model.replicas)
+            elif entry.name not in groups:
+                models = tuple(self.find(name) for name in entry.models)
+                groups[entry.name] = WorkerGroup(entry.name, models, entry.replicas)
+        return tuple(groups.values())
+
+    def find(self, name: str, task: str | None = None) -> Model:
+        """Returns the model or flow with this name or alias, which must serve `task` if set.
+
+        Raises:
+            UnknownModel: it does not exist, or serves another task.
+        """
+        model = self._by_name.get(name)
+        if model is None:
+            raise unknown_model(name)
+        if task is not None and model.definition is not TASKS[task]:
+            raise UnknownModel(f"model {name!r} serves {model.task}, not {task}", field="model")
+        return model
+
+    def step_schema(self, name: str) -> StepSchema | None:
+        """Returns the inputs and output of a model as a flow step. None: it does not exist."""
+        model = self._by_name.get(name)
+        return None if model is None else model.definition.step_schema(model)
+
+    def find_deployed(self, name: str) -> Model:
+        """Returns the model called `name` by jobs and workers: a model in the catalog or a canary.
+
+        Raises:
+            UnknownModel: the model does not exist.
+        """
+        return self._deployed_by_name.get(name) or self.find(name)
+
+    def take_interfaces(self, newer: Catalog) -> list[str]:
+        """Takes the interfaces of custom models from a newer catalog.
+
+        Only for models that are otherwise unchanged, because other changes to an entry require a
+        restart of all processes.
+
+        Returns:
+            The names of models whose interface changed.
+        """
+        changed = []
+        for old in self.deployed:
+            new = newer._deployed_by_name.get(old.name) or newer._by_name.get(old.name)
+            if new is None or new.interface == old.interface:
+                continue
+            if _with_interface(old, new.interface) == new:
+                changed.append(old.name)
+                self._replace(new)
+        if changed:
+            self._image_flows.clear()
+            self.flows = newer.flows
+            self._by_name |= {
+                alias: flow for flow in self.flows for alias in (flow.name, *flow.aliases)
+            }
+        return changed
+
+    def _replace(self, model: Model) -> None:
+        self.models = tuple(model if one.name == model.name else one for one in self.models)
+        if model.is_canary:
+            # In place, because other objects refer to it.
+            self.canaries[model.public_name] = self._deployed_by_name[model.name] = model
+        else:
+            self._by_name |= dict.fromkeys((model.name, *model.aliases), model)
+        self.deployed = (*self.models, *self.canaries.values())
+
+    @property
+    def deadline(self) -> Deadline:
+        """The maximum over all models, for use before the model is known."""
+        every = [model.deadline for model in self.served]
+        return Deadline(
+            default_s=max((one.default_s for one in every), default=Deadline().default_s),
+            longest_s=max((one.longest_s for one in every), default=Deadline().longest_s),
+        )
+
+    def of_task(self, task: str) -> list[Model]:
+        """Returns the models of `task`, in catalog order."""
+        return [model for model in self.models if model.definition is TASKS[task]]
+
+    def default(self, task: str) -> Model:
+        """Returns the first model of `task` in the catalog, for callers who name none."""
+        for model in self.of_task(task):
+            return model
+        raise UnknownModel(f"no {task} model is served here", field="model")
+
+    def serving(self, api: ServedApi, name: str | None) -> Model:
+        """Returns the custom model called `name` that serves an endpoint. None: the first one.
+
+        Raises:
+            UnknownModel: the model does not exist, or does not serve this endpoint.
+        """
+        if name is not None:
+            model = self.find(name)
+            if model.api != api:
+                raise UnknownModel(f"model {name!r} does not serve {api}", field="model")
+            return model
+        for model in self.served:
+            if model.api == api:
+                return model
+        raise UnknownModel(f"no model for {api} is served here", field="model")
+
+
+def _with_interface(model: Model, interface: ModelInterface | None) -> Model:
+    """Returns an entry with another interface, which may also change its batches."""
+    batch = model.batch
+    if batch.max_items == _usual_items(model, model.interface):
+        batch = batch.model_copy(update={"max_items": _usual_items(model, interface)})
+    return model.model_copy(update={"interface": interface, "batch": batch})
+
+
+def _usual_items(model: Model, interface: ModelInterface | None) -> int:
+    """Returns the number of items in a batch if the entry does not set it."""
+    defaults = model.definition.entry_defaults({"interface": interface}).get("batch", {})
+    return Batch(**defaults).max_items
+
+
+def unknown_model(name: str) -> UnknownModel:
+    """Returns the error for a model that does not exist, or that this caller may not see.
+
+    It does not name other models, because the caller may see only some.
+    """
+    return UnknownModel(
+        f"model {name[:80]!r} is not served here (GET /v1/models lists those that are)",
+        field="model",
+    )
+
+
+def flow_of(entry: FlowEntry, catalog: Catalog) -> Model:
+    """Returns a flow in its served form: like a custom model, with the models of its steps.
+
+    Raises:
+        FlowError: the steps do not match their models.
+        ValidationError: the name can't be served.
+    """
+    plan = FlowPlan.model_validate(
+        entry.model_dump(include=set(FlowPlan.model_fields), exclude_unset=True)
+    )
+    return _served_flow(plan, check_flow(plan, catalog.step_schema), entry, catalog)
+
+
+def image_flow_of(model: Model, catalog: Catalog, *, upscales: bool) -> Model | None:
+    """Returns the flow for image requests of a model. None: they have only one step.
+
+    Its time limit is the sum of its steps' time limits.
+
+    Args:
+        catalog: has the models of the steps.
+        upscales: True if larger images are requested.
+
+    Raises:
+        FlowError: a step does not match its model.
+    """
+    plan = plan_of_images(model, upscales=upscales)
+    if plan is None:
+        return None
+    check_steps(model, catalog.step_schema)
+    deadlines = [catalog.find(step.model).deadline for step in plan.steps]
+    entry = FlowEntry(
+        name=model.name,
+        steps=plan.steps,
+        output=None,
+        deadline=Deadline(
+            default_s=min(MAX_DEADLINE_S, sum(one.default_s for one in deadlines)),
+            longest_s=min(MAX_DEADLINE_S, sum(one.longest_s for one in deadlines)),
+        ),
+        max_in_flight=model.max_in_flight,
+    )
+    flow = _served_flow(plan, {}, entry, catalog)
+    return flow.model_copy(update={"drawn_by": model})
+
+
+def _served_flow(
+    plan: FlowPlan, output: Mapping[str, Any], entry: FlowEntry, catalog: Catalog
+) -> Model:
+    models = tuple(catalog.find(step.model) for step in plan.steps)
+    revisions = [(model.name, model.revision) for model in models]
+    digest = hashlib.sha256(json.dumps([plan.as_json(), revisions]).encode()).hexdigest()
+    return Model.model_validate(
+        {
+            "name": entry.name,
+            "task": CUSTOM.name,
+            "source": FLOW_SOURCE + entry.name,
+            "revision": digest[:16],
+            "aliases": entry.aliases,
+            "deadline": entry.deadline,
+            "max_in_flight": entry.max_in_flight,
+            "api": entry.api,
+            "batch": {"max_items": RUNS_AT_A_TIME},
+            "interface": ModelInterface(
+                inputs=plan.input_schema,
+                output=dict(output),
+                concurrency=RUNS_AT_A_TIME,
+                cog_version="",
+                sources_sha256=digest,
+            ),
+            "flow": plan,
+            "step_models": models,
+        },
+        context=OF_CATALOG,
+    )

@@ -1,0 +1,316 @@
+"""Reads the catalog file. Errors name the file, the line and the place in the entry."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+from pydantic import ValidationError
+
+from shared.errors import ConfigurationError
+from shared.models.catalog import OF_CATALOG, Catalog, Model, flow_of
+from shared.models.entry import FlowEntry, Gpu, WorkersEntry
+from shared.models.flow_types import FlowError
+from shared.models.image_flow import check_steps
+from shared.models.image_interface import ImageInterface, read_image_interface
+from shared.models.interface import INTERFACE_FILE, read_interface
+from shared.models.kubernetes_names import slug
+from shared.models.tasks import TASKS
+
+log = logging.getLogger(__name__)
+
+LOCAL = "local:"
+"""The scheme of sources on this machine."""
+
+
+def read_catalog(path: Path) -> Catalog:
+    """Reads and checks a catalog file.
+
+    Raises:
+        ConfigurationError: the file can't be read or an entry is wrong. The message has file, line
+            and reason.
+    """
+    root = _composed(path)
+    entries = _entries(path, root, "models")
+    models = tuple(_read_entry(path, node) for node in entries)
+    of_flows, of_workers = _entries(path, root, "flows"), _entries(path, root, "workers")
+    workers = _read_workers(path, of_workers, models)
+    models = _with_replicas(models, workers)
+    catalog = Catalog(models)
+    for model, node in zip(models, entries, strict=True):
+        with _placed(path, node):
+            check_steps(model, catalog.step_schema)
+    flows = tuple(_read_flow(path, node, catalog) for node in of_flows)
+    nodes = [*entries, *of_flows, *of_workers]
+    names = [(one.name, *one.aliases) for one in (*models, *flows)]
+    names += [(one.name,) for one in workers]
+    _check_names(path, names, nodes)
+    deployed = [(one.name, canary.name if (canary := one.as_canary()) else "") for one in models]
+    deployed += [(one.name, "") for one in workers]
+    _check_slugs(path, deployed, [*entries, *of_workers])
+    return Catalog(models, flows, workers)
+
+
+def _composed(path: Path) -> yaml.Node | None:
+    try:
+        return yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    except OSError as error:
+        raise ConfigurationError(f"{path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{path}: {error}") from error
+
+
+def _check_names(path: Path, names: Sequence[tuple[str, ...]], nodes: Sequence[yaml.Node]) -> None:
+    """Checks that no two entries have a name or an alias in common.
+
+    Raises:
+        ConfigurationError: they have.
+    """
+    seen: dict[str, int] = {}
+    for own, node in zip(names, nodes, strict=True):
+        for name in own:
+            if name in seen:
+                raise ConfigurationError(
+                    f"{path}:{_line(node)}: the name {name!r} is taken by line {seen[name]}"
+                )
+            seen[name] = _line(node)
+
+
+def _check_slugs(
+    path: Path, deployed: Sequence[tuple[str, ...]], nodes: Sequence[yaml.Node]
+) -> None:
+    """Checks that no two of those that have objects in Kubernetes have the same name there.
+
+    Raises:
+        ConfigurationError: they have.
+    """
+    slugs: dict[str, str] = {}
+    for own, node in zip(deployed, nodes, strict=True):
+        for name in filter(None, own):
+            if (other := slugs.setdefault(slug(name), name)) != name:
+                raise ConfigurationError(
+                    f"{path}:{_line(node)}: {other!r} and {name!r} are both "
+                    f"{slug(name)!r} to Kubernetes; rename one"
+                )
+
+
+def _read_workers(
+    path: Path, nodes: list[yaml.Node], models: tuple[Model, ...]
+) -> tuple[WorkersEntry, ...]:
+    """The entries of `workers`, whose models can share a worker."""
+    entries: list[WorkersEntry] = []
+    for node in nodes:
+        with _placed(path, node) as constructor:
+            entry = WorkersEntry.model_validate(constructor.construct_document(node))
+        for number in range(len(entry.models)):
+            if reason := _unshareable(entry, number, models, entries):
+                raise _misplaced(path, node, ("models", number), reason)
+        entries.append(entry)
+    return tuple(entries)
+
+
+def _unshareable(
+    entry: WorkersEntry, number: int, models: tuple[Model, ...], others: list[WorkersEntry]
+) -> str:
+    """Why a model of the list can't be one of those that share these workers. Empty: it can."""
+    by_name = {model.name: model for model in models}
+    name = entry.models[number]
+    if name not in by_name:
+        return f"no model {name!r}; the catalog's models are: {', '.join(by_name)}"
+    if name in entry.models[:number]:
+        return f"{name!r} is in this list twice"
+    for other in others:
+        if name in other.models:
+            return f"{name!r} is a model of the workers {other.name!r} already"
+    model, first = by_name[name], by_name[entry.models[0]]
+    if model.gpu != first.gpu:
+        return (
+            f"{name!r} has the gpu {_gpu_words(model.gpu)}, and {first.name!r} has "
+            f"{_gpu_words(first.gpu)}; models that share workers have the same"
+        )
+    if "replicas" in model.model_fields_set:
+        return f"{name!r} has replicas of its own; leave them out, as the workers have replicas"
+    return ""
+
+
+def _with_replicas(
+    models: tuple[Model, ...], workers: tuple[WorkersEntry, ...]
+) -> tuple[Model, ...]:
+    """The models with the replicas of the workers that they share."""
+    replicas = {name: entry.replicas for entry in workers for name in entry.models}
+    return tuple(
+        model.model_copy(update={"replicas": replicas[model.name]})
+        if model.name in replicas
+        else model
+        for model in models
+    )
+
+
+def _gpu_words(gpu: Gpu) -> str:
+    said = ", ".join(f"{key}: {value}" for key, value in gpu.model_dump().items())
+    return f"{{{said}}}"
+
+
+def reread_interfaces(catalog: Catalog, path: Path) -> None:
+    """Takes the interfaces that the catalog file has now, and says so in the log.
+
+    `penstock up` has API and runner of batches do it, when a class has changed.
+    """
+    try:
+        changed = catalog.take_interfaces(read_catalog(path))
+    except ConfigurationError as error:
+        log.error("the catalog can't be read again", extra={"reason": error.message})
+    else:
+        log.info("catalog read again", extra={"models": changed})
+
+
+def _entries(path: Path, root: yaml.Node | None, kind: str) -> list[yaml.Node]:
+    """The entries of `models`, of which there is at least one, of `flows` or of `workers`."""
+    for key, value in root.value if isinstance(root, yaml.MappingNode) else ():
+        if key.value == kind and isinstance(value, yaml.SequenceNode) and value.value:
+            return list(value.value)
+        if key.value == kind != "models":
+            raise ConfigurationError(f"{path}:{_line(key)}: {kind}: a list is needed")
+    if kind != "models":
+        return []
+    raise ConfigurationError(
+        f"{path}:1: a catalog is a mapping with a list `models` of at least one entry"
+    )
+
+
+def _read_entry(path: Path, node: yaml.Node) -> Model:
+    with _placed(path, node) as constructor:
+        entry = constructor.construct_document(node)
+        if isinstance(entry, dict):
+            entry = _with_image_interface(path, _with_interface(path, entry))
+        return Model.model_validate(entry, context=OF_CATALOG)
+
+
+def _read_flow(path: Path, node: yaml.Node, catalog: Catalog) -> Model:
+    with _placed(path, node) as constructor:
+        return flow_of(FlowEntry.model_validate(constructor.construct_document(node)), catalog)
+
+
+@contextmanager
+def _placed(path: Path, node: yaml.Node) -> Iterator[yaml.SafeLoader]:
+    """Reads an entry. Errors name the file, the line and the place in the entry."""
+    constructor = yaml.SafeLoader("")
+    try:
+        yield constructor
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{path}:{_line(node)}: {error.message}", field=error.field) from (
+            error
+        )
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise _misplaced(path, node, first["loc"], first["msg"]) from error
+    except FlowError as error:
+        raise _misplaced(path, node, error.place, str(error)) from error
+    except yaml.YAMLError as error:
+        raise ConfigurationError(f"{path}:{_line(node)}: {error}") from error
+    finally:
+        constructor.dispose()
+
+
+def _misplaced(
+    path: Path, node: yaml.Node, place: tuple[int | str, ...], reason: str
+) -> ConfigurationError:
+    where = ".".join(str(part) for part in place) or "entry"
+    line = _line(_descend(node, place))
+    return ConfigurationError(f"{path}:{line}: {where}: {reason}", field=where)
+
+
+def _with_interface(path: Path, entry: dict[str, Any]) -> dict[str, Any]:
+    """An entry with its interface in place of the path of the file that has it.
+
+    Raises:
+        ConfigurationError: the file is missing or wrong.
+    """
+    name, source = entry.get("task"), entry.get("source")
+    task = TASKS.get(name) if isinstance(name, str) else None
+    if task is None or not task.has_interface or not isinstance(source, str):
+        return entry
+    if "interface" in entry:
+        file = path.parent / str(entry["interface"])
+    elif source.startswith(LOCAL):
+        file = INTERFACE_FILE.find(Path(source.removeprefix(LOCAL)).expanduser())
+    else:
+        raise ConfigurationError(
+            f"interface: {source} is not on this machine; give the path of a copy of its "
+            f"{INTERFACE_FILE.name}, from the catalog's folder",
+            field="interface",
+        )
+    return {**entry, "interface": read_interface(file)}
+
+
+def _with_image_interface(path: Path, entry: dict[str, Any]) -> dict[str, Any]:
+    """As `_with_interface`, for `image.interface`."""
+    image = entry.get("image")
+    if not isinstance(image, dict) or not isinstance(image.get("interface"), str):
+        return entry
+    file = path.parent / image["interface"]
+    interface = read_image_interface(file, str(entry.get("name")))
+    return {**entry, "image": {**image, "interface": interface}}
+
+
+class ImageEntry(NamedTuple):
+    """An entry without its interface, which may not be written yet."""
+
+    fields: dict[str, Any]
+    interface_file: Path | None
+    """None: the entry names none."""
+
+    def as_model(self, interface: ImageInterface | None = None) -> Model:
+        """Returns the entry as it is with an interface.
+
+        Raises:
+            ConfigurationError: a field is wrong.
+        """
+        image = self.fields["image"] | ({} if interface is None else {"interface": interface})
+        try:
+            return Model.model_validate({**self.fields, "image": image}, context=OF_CATALOG)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"])) or "entry"
+            raise ConfigurationError(f"{where}: {first['msg']}", field=where) from error
+
+
+def read_image_entry(path: Path, name: str) -> ImageEntry:
+    """Reads the entry of an image model.
+
+    Raises:
+        ConfigurationError: there is none of this name, or the file can't be read.
+    """
+    for node in _entries(path, _composed(path), "models"):
+        with _placed(path, node) as constructor:
+            entry = constructor.construct_document(node)
+        if not isinstance(entry, dict) or entry.get("name") != name or entry.get("task") != "image":
+            continue
+        image = dict(entry.get("image") or {})
+        file = image.pop("interface", None)
+        place = path.parent / file if isinstance(file, str) else None
+        return ImageEntry({**entry, "image": image}, place)
+    raise ConfigurationError(f"{name}: it is neither a folder nor an image model in {path}")
+
+
+def _descend(node: yaml.Node, location: tuple[int | str, ...]) -> yaml.Node:
+    """The node that `location` names, or the nearest one above it."""
+    for part in location:
+        if isinstance(node, yaml.MappingNode):
+            pairs = [pair for pair in node.value if pair[0].value == part]
+            if not pairs:
+                return node
+            node = pairs[0][1]
+        elif (
+            isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value)
+        ):
+            node = node.value[part]
+    return node
+
+
+def _line(node: yaml.Node) -> int:
+    return int(node.start_mark.line) + 1

@@ -1,0 +1,562 @@
+"""A flow as declared in the catalog: steps, references between them, and conditions.
+
+Plain rules without a broker or a store. The API stores a flow's plan with each run, so a run ends
+with the plan that it started with.
+
+A reference is `$name` followed by fields: `$input.document`, `$pages`, `$read.text`, `$item`. A
+field of a list is the list of its elements' fields. With several parallel lists in `for_each`,
+`$item.name` is the element of one of them. Text that begins with `$$` means the same text with a
+single `$`. A condition compares two operands: `$check.flagged == false`.
+"""
+
+from __future__ import annotations
+
+import graphlib
+import json
+import operator
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Annotated, Any, Final, Literal, NamedTuple, Self
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from shared.errors import BadInput
+from shared.models.blob import FILE_FORMAT
+
+MAX_STEPS = 16
+MAX_STEP_ITEMS = 1000
+"""Maximum number of items in a step. Item `i` of step `s` has the index s * MAX_STEP_ITEMS + i."""
+MAX_RETRIES = 5
+INPUT, ITEM = "input", "item"
+TYPES: Mapping[str, Mapping[str, Any]] = {
+    "file": {"type": "string", "format": FILE_FORMAT},
+    "string": {"type": "string"},
+    "integer": {"type": "integer"},
+    "number": {"type": "number"},
+    "boolean": {"type": "boolean"},
+    "object": {"type": "object"},
+    "any": {},
+}
+"""One-word input types, as JSON Schema."""
+_REFERENCE = re.compile(r"\$([a-z][a-z0-9_]*)((?:\.[A-Za-z_][A-Za-z0-9_]*)*)")
+_OPERATORS: Mapping[str, Callable[[Any, Any], bool]] = {
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<=": operator.le,
+    ">=": operator.ge,
+    "<": operator.lt,
+    ">": operator.gt,
+}
+_CONDITION = re.compile(
+    r"\s*(?P<left>\"(?:[^\"\\]|\\.)*\"|[^\s\"=!<>]+)\s*(?P<operator>==|!=|<=|>=|<|>)\s*"
+    r"(?P<right>\"(?:[^\"\\]|\\.)*\"|[^\s\"=!<>]+)\s*"
+)
+
+FieldName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+
+
+class Missing:
+    """The type of MISSING, the value of everything that was skipped."""
+
+    def __repr__(self) -> str:
+        return "MISSING"
+
+
+MISSING: Final = Missing()
+
+
+class Reference(NamedTuple):
+    """A reference to an input, the output of a step, or the item of a `for_each`."""
+
+    name: str
+    fields: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return ".".join((f"${self.name}", *self.fields))
+
+    def in_scope(self, scope: Mapping[str, Any]) -> Any:
+        """Returns its value.
+
+        Raises:
+            BadInput: the field does not exist.
+        """
+        value = scope[self.name]
+        for field in self.fields:
+            value = self._field(value, field)
+        return value
+
+    def _field(self, value: Any, field: str) -> Any:
+        if value is MISSING or value is None:
+            return value
+        if isinstance(value, list):
+            return [self._field(one, field) for one in value]
+        if isinstance(value, Mapping) and field in value:
+            return value[field]
+        raise NoSuchField(self, field)
+
+
+class NoSuchField(BadInput):
+    """A value does not have this field."""
+
+    def __init__(self, reference: Reference, name: str) -> None:
+        super().__init__(f"{reference}: the value has no field {name!r}")
+        self.reference = reference
+
+
+class Condition(NamedTuple):
+    """A comparison of two operands. Each is a reference or a literal."""
+
+    left: Any
+    operator: str
+    right: Any
+
+    def holds(self, scope: Mapping[str, Any]) -> bool:
+        """Returns whether it is true. A skipped value equals null, and can't be ordered.
+
+        Raises:
+            BadInput: the two values can't be ordered.
+        """
+        left, right = (
+            one.in_scope(scope) if isinstance(one, Reference) else one
+            for one in (self.left, self.right)
+        )
+        left, right = (None if one is MISSING else one for one in (left, right))
+        if self.operator in ("==", "!="):
+            # In Python, True equals 1.
+            same_kind = isinstance(left, bool) == isinstance(right, bool)
+            return (same_kind and left == right) == (self.operator == "==")
+        if left is None or right is None:
+            return False
+        if not _have_order(left, right):
+            raise BadInput(f"{self}: the two values have no order")
+        return _OPERATORS[self.operator](left, right)
+
+    def __str__(self) -> str:
+        shown = (
+            str(one) if isinstance(one, Reference) else json.dumps(one)
+            for one in (self.left, self.right)
+        )
+        return f" {self.operator} ".join(shown)
+
+    @property
+    def references(self) -> list[Reference]:
+        return [one for one in (self.left, self.right) if isinstance(one, Reference)]
+
+
+def _have_order(left: Any, right: Any) -> bool:
+    if isinstance(left, bool) or isinstance(right, bool):
+        return False
+    are_numbers = isinstance(left, int | float) and isinstance(right, int | float)
+    return are_numbers or (isinstance(left, str) and isinstance(right, str))
+
+
+def parse_reference(text: str) -> Reference:
+    """Parses a reference.
+
+    Raises:
+        ValueError: the text is not a reference.
+    """
+    match = _REFERENCE.fullmatch(text)
+    if match is None:
+        raise ValueError(
+            f"{text[:80]!r} is not a reference, such as $input.x, $step.field or $item; a text "
+            "that begins with $ is written with $$"
+        )
+    return Reference(match[1], tuple(match[2].split(".")[1:]))
+
+
+@lru_cache(maxsize=1024)
+def parse_condition(text: str) -> Condition:
+    """Parses a condition.
+
+    Raises:
+        ValueError: the text is not a condition.
+    """
+    match = _CONDITION.fullmatch(text)
+    if match is None:
+        raise ValueError(
+            f"{text[:80]!r} is not a condition, such as $check.flagged == false: two operands "
+            "with ==, !=, <, <=, > or >= between them"
+        )
+    return Condition(_operand(match["left"]), match["operator"], _operand(match["right"]))
+
+
+def _operand(text: str) -> Any:
+    if text.startswith("$"):
+        return parse_reference(text)
+    try:
+        literal = json.loads(text)
+    except ValueError:
+        literal = MISSING
+    if isinstance(literal, str | int | float | bool | None):
+        return literal
+    raise ValueError(
+        f'{text[:80]!r} is neither a reference nor a literal: 1.5, "text", true, false or null'
+    )
+
+
+def references_in(value: Any) -> Iterator[Reference]:
+    """Yields the references in a value, at any depth.
+
+    Raises:
+        ValueError: a text begins with `$` but is not a reference.
+    """
+    if isinstance(value, str):
+        if value.startswith("$") and not value.startswith("$$"):
+            yield parse_reference(value)
+    elif isinstance(value, Mapping):
+        for one in value.values():
+            yield from references_in(one)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from references_in(one)
+
+
+def input_named(references: Sequence[Reference]) -> str | None:
+    """Returns the flow input that all of the references refer to.
+
+    `input`: they refer to several. None: not all of them are inputs of the flow.
+    """
+    if not references or any(one.name != INPUT for one in references):
+        return None
+    names = {".".join(one.fields) for one in references}
+    return (names.pop() if len(names) == 1 else "") or INPUT
+
+
+def lists_in(for_each: str | Mapping[str, str] | None) -> dict[str, str]:
+    """Returns the references of a `for_each` by list name. A single list has the name ""."""
+    if for_each is None:
+        return {}
+    return {"": for_each} if isinstance(for_each, str) else dict(for_each)
+
+
+def resolved(value: Any, scope: Mapping[str, Any]) -> Any:
+    """Returns a value with its references replaced by their values.
+
+    Returns MISSING if one of them was skipped.
+
+    Raises:
+        BadInput: a reference has no value.
+    """
+    if isinstance(value, str):
+        if value.startswith("$$"):
+            return value[1:]
+        return parse_reference(value).in_scope(scope) if value.startswith("$") else value
+    if isinstance(value, Mapping):
+        fields = {name: resolved(one, scope) for name, one in value.items()}
+        return MISSING if any(one is MISSING for one in fields.values()) else fields
+    if isinstance(value, list | tuple):
+        elements = [resolved(one, scope) for one in value]
+        return MISSING if any(one is MISSING for one in elements) else elements
+    return value
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class FlowStep(_Part):
+    """A step: a model and its input, for one item or for each item of a list."""
+
+    id: str = Field(pattern=r"^[a-z][a-z0-9_]{0,39}$")
+    """The name used in references."""
+    model: str
+    """The name of a model in the catalog, or an alias."""
+    input: dict[str, Any]
+    """The model's input: literals and references, at any depth."""
+    for_each: str | Annotated[dict[FieldName, str], Field(min_length=1)] | None = None
+    """A reference to a list. The step has an item for each element, which is `$item`. Or several of
+    equal length by names: then `$item.name` is the element of one of them."""
+    when: str | None = None
+    """A condition. If it does not hold, the step, or its item, is skipped."""
+    default: Any = None
+    """The value of what fails or is skipped. Without it, the flow fails with the step, and what is
+    skipped is null."""
+    retries: int = Field(0, ge=0, le=MAX_RETRIES)
+    """How often to compute a failed item again."""
+    max_items: int = Field(MAX_STEP_ITEMS, ge=1, le=MAX_STEP_ITEMS)
+    """Maximum number of elements in the list."""
+
+    @field_validator("id")
+    @classmethod
+    def _is_no_word_of_ours(cls, value: str) -> str:
+        if value in (INPUT, ITEM):
+            raise ValueError(f"{value!r} is what references call something else; use another id")
+        return value
+
+    @field_validator("when")
+    @classmethod
+    def _is_a_condition(cls, value: str | None) -> str | None:
+        if value is not None:
+            parse_condition(value)
+        return value
+
+    @field_validator("for_each")
+    @classmethod
+    def _has_references(cls, value: str | dict[str, str] | None) -> str | dict[str, str] | None:
+        for one in lists_in(value).values():
+            parse_reference(one)
+        return value
+
+    @field_validator("input", "default")
+    @classmethod
+    def _has_whole_references(cls, value: Any) -> Any:
+        list(references_in(value))
+        return value
+
+    @model_validator(mode="after")
+    def _items_are_of_lists(self) -> Self:
+        if self.for_each is None:
+            if any(one.name == ITEM for one in self.references):
+                raise ValueError("$item: only steps with for_each have items")
+            if "max_items" in self.model_fields_set:
+                raise ValueError("max_items: only steps with for_each have it")
+        elif any(one.name == ITEM for one in self.lists.values()):
+            raise ValueError("for_each: $item is an element of the list that for_each names")
+        elif isinstance(self.for_each, dict):
+            for one in self.references:
+                if one.name == ITEM and one.fields[:1] not in {(name,) for name in self.for_each}:
+                    known = ", ".join(f"$item.{name}" for name in self.for_each)
+                    raise ValueError(f"{one}: it is an element of one of several lists: {known}")
+        return self
+
+    @property
+    def lists(self) -> dict[str, Reference]:
+        """The lists that it has items for, by name. A single list has the name ""."""
+        return {name: parse_reference(one) for name, one in lists_in(self.for_each).items()}
+
+    @property
+    def has_default(self) -> bool:
+        """Returns whether a default is declared. It may be null."""
+        return "default" in self.model_fields_set
+
+    @property
+    def condition(self) -> Condition | None:
+        """The step's condition. None: it always runs."""
+        return None if self.when is None else parse_condition(self.when)
+
+    @property
+    def references(self) -> list[Reference]:
+        lists = self.lists.values()
+        conditions = [] if self.condition is None else self.condition.references
+        return [*lists, *conditions, *references_in(self.input), *references_in(self.default)]
+
+    def origins_of(self, name: str, position: int) -> list[Reference]:
+        """Returns the origin of an input of its model.
+
+        Args:
+            name: input name. `input`, if none has that name: all inputs.
+            position: position of the item. `$item` is this element of its list:
+                `$input.documents.3`.
+        """
+        value = self.input.get(name, self.input if name == INPUT else None)
+        return [self.origin_of(one, position) for one in references_in(value)]
+
+    def origin_of(self, reference: Reference, position: int) -> Reference:
+        """Returns the list element that `$item` refers to, or the reference itself."""
+        if reference.name != ITEM:
+            return reference
+        name, fields = "", reference.fields
+        if isinstance(self.for_each, dict):
+            name, fields = fields[0], fields[1:]
+        elements = self.lists[name]
+        return elements._replace(fields=(*elements.fields, str(position), *fields))
+
+    @property
+    def depends_on(self) -> frozenset[str]:
+        """IDs of steps that must end first."""
+        return frozenset(one.name for one in self.references) - {INPUT, ITEM}
+
+
+class FlowPlan(_Part):
+    """The inputs, steps and output of a flow."""
+
+    input: dict[FieldName, Any] = {}
+    """The type of each input: a word from TYPES, a list with one of them, or JSON Schema."""
+    steps: tuple[FlowStep, ...] = Field(min_length=1, max_length=MAX_STEPS)
+    output: Any
+    """What the flow gives: literals and references."""
+    gives: Literal["images"] | None = None
+    """`images`: the flow was created for an image request, and returns images
+    (shared/models/after_image.py).
+    """
+
+    @field_validator("input")
+    @classmethod
+    def _types_are_known(cls, value: dict[str, Any]) -> dict[str, Any]:
+        return {name: _type_of(name, written) for name, written in value.items()}
+
+    @model_validator(mode="after")
+    def _names_are_known(self) -> Self:
+        ids = [step.id for step in self.steps]
+        for number, step in enumerate(self.steps):
+            if step.id in ids[:number]:
+                raise ValueError(f"steps.{number}.id: {step.id!r} is taken by another step")
+            for one in step.references:
+                if one.name not in (INPUT, ITEM, *ids):
+                    raise ValueError(f"steps.{number}: {one}: there is no step {one.name!r}")
+        for one in references_in(self.output):
+            if one.name not in (INPUT, *ids):
+                raise ValueError(f"output: {one}: there is no step {one.name!r}")
+        self.order()
+        return self
+
+    def order(self) -> list[int]:
+        """Returns the step numbers, each after the steps that it depends on.
+
+        Raises:
+            ValueError: the steps depend on each other in a circle.
+        """
+        numbers = {step.id: number for number, step in enumerate(self.steps)}
+        graph = {step.id: sorted(step.depends_on, key=numbers.__getitem__) for step in self.steps}
+        try:
+            return [numbers[one] for one in graphlib.TopologicalSorter(graph).static_order()]
+        except graphlib.CycleError as error:
+            circle = " -> ".join(reversed(error.args[1]))
+            raise ValueError(f"steps: they wait for each other: {circle}") from error
+
+    @property
+    def input_schema(self) -> dict[str, Any]:
+        """JSON Schema of the object with all inputs, as in a class's penstock.schema.json."""
+        required = [name for name, shape in self.input.items() if "default" not in shape]
+        properties = {
+            name: {"title": name.replace("_", " ").capitalize(), "x-order": number} | shape
+            for number, (name, shape) in enumerate(self.input.items())
+        }
+        schema = {"type": "object", "title": "Input", "properties": properties}
+        return schema | ({"required": required} if required else {})
+
+    def as_json(self) -> dict[str, Any]:
+        """The plan in the form stored in a record."""
+        return self.model_dump(mode="json", exclude_unset=True)
+
+
+def _type_of(name: str, written: Any) -> dict[str, Any]:
+    """Returns the JSON Schema of an input.
+
+    Raises:
+        ValueError: the type is invalid.
+    """
+    if isinstance(written, str) and written in TYPES:
+        return dict(TYPES[written])
+    if isinstance(written, list) and len(written) == 1 and written[0] in TYPES:
+        return {"type": "array", "items": dict(TYPES[written[0]])}
+    if isinstance(written, Mapping) and ("type" in written or not written):
+        return dict(written)  # an empty one means `any`, in a plan that was read before
+    raise ValueError(
+        f"{name}: {written!r} is not a type; use one of {', '.join(TYPES)}, a list with one of "
+        "them for several, or a JSON Schema with a type"
+    )
+
+
+def index_of(step: int, position: int) -> int:
+    """Returns an item's index in its run.
+
+    Args:
+        position: position of the item within the step.
+    """
+    return step * MAX_STEP_ITEMS + position
+
+
+def step_of(index: int) -> int:
+    """Returns the number of the step that an item of a run belongs to."""
+    return index // MAX_STEP_ITEMS
+
+
+def plan_step(step: FlowStep, scope: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+    """Returns a step's item inputs by position. Missing items are skipped.
+
+    Args:
+        step: a step whose references all have values.
+
+    Raises:
+        BadInput: a value does not match the step.
+    """
+    inputs = {}
+    for position, own_scope in enumerate(_scopes(step, scope)):
+        try:
+            one = _item_input(step, own_scope)
+        except NoSuchField as error:
+            if (own := input_named([step.origin_of(error.reference, position)])) is None:
+                raise
+            raise BadInput(f"{own}: it is missing", field=own) from error
+        if one is not None:
+            inputs[position] = one
+    return inputs
+
+
+def _scopes(step: FlowStep, scope: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Returns the scope for each item of a step.
+
+    Raises:
+        BadInput: a value of for_each is not a list, or is too long.
+    """
+    if step.for_each is None:
+        return [scope]
+    lists = {}
+    for name, reference in step.lists.items():
+        elements = reference.in_scope(scope)
+        if elements is MISSING or elements is None:
+            return []
+        if not isinstance(elements, list):
+            raise BadInput(f"for_each: {reference} is not a list")
+        if len(elements) > step.max_items:
+            most = f"{len(elements)} elements; at most {step.max_items} are allowed"
+            if (own := input_named([reference])) is not None:
+                raise BadInput(f"{own}: {most}", field=own)
+            raise BadInput(f"for_each: {reference} has {most}")
+        lists[name] = [MISSING if one is None else one for one in elements]
+    if len({len(elements) for elements in lists.values()}) > 1:
+        raise BadInput("for_each: its lists do not have equal lengths")
+    if isinstance(step.for_each, str):
+        return [{**scope, ITEM: one} for one in lists[""]]
+    rows = zip(*lists.values(), strict=True)
+    return [{**scope, ITEM: dict(zip(lists, row, strict=True))} for row in rows]
+
+
+def _item_input(step: FlowStep, scope: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Returns the input of one item. None: it is skipped."""
+    if step.condition is not None and not step.condition.holds(scope):
+        return None
+    values = resolved(step.input, scope)
+    return None if values is MISSING else values
+
+
+def value_of(step: FlowStep, results: Mapping[int, Any], scope: Mapping[str, Any]) -> Any:
+    """Returns the value of a finished step.
+
+    Args:
+        results: values of its items by position. Failed and skipped items are absent.
+    """
+    values = [
+        results[position]
+        if position in results
+        else resolved(step.default, own_scope)
+        if step.has_default
+        else MISSING
+        for position, own_scope in enumerate(_scopes(step, scope))
+    ]
+    return values[0] if step.for_each is None else [shown(one) for one in values]
+
+
+def shown(value: Any) -> Any:
+    """Returns a value with skipped parts replaced by null."""
+    return None if value is MISSING else value
+
+
+def output_of(plan: FlowPlan, scope: Mapping[str, Any]) -> Any:
+    """Returns the output of a flow, with null for skipped parts.
+
+    Raises:
+        BadInput: a reference has no value.
+    """
+    return _with_nulls(plan.output, scope)
+
+
+def _with_nulls(value: Any, scope: Mapping[str, Any]) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _with_nulls(one, scope) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_nulls(one, scope) for one in value]
+    return shown(resolved(value, scope))

@@ -1,0 +1,283 @@
+"""Checks a flow against its models when the catalog is read, and derives the type of its output.
+
+Types are JSON Schema, limited to the features of a class's penstock.schema.json. Unknown types (an
+object without properties, `Any`) match everything, and the process that computes the item checks
+them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from shared.errors import BadInput
+from shared.models.blob import FILE_FORMAT
+from shared.models.flow_plan import (
+    INPUT,
+    ITEM,
+    Condition,
+    FlowPlan,
+    FlowStep,
+    Reference,
+    parse_reference,
+)
+
+Schema = Mapping[str, Any]
+Place = tuple[int | str, ...]
+_SHOWN = ("type", "format", "enum", "items", "properties", "anyOf")
+"""Schema keywords to copy to the output type. Titles and defaults belong to a step."""
+_KINDS = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
+
+_PYTHON_TYPES: Mapping[str, tuple[type, ...]] = {
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "array": (list, tuple),
+}
+
+
+class StepSchema(NamedTuple):
+    """Inputs and output of a model as a flow step, as JSON Schema."""
+
+    inputs: Mapping[str, Any]
+    """Schema of the object with all inputs."""
+    output: Mapping[str, Any]
+
+
+Find = Callable[[str], StepSchema | None]
+
+
+class FlowError(ValueError):
+    """A flow is invalid."""
+
+    def __init__(self, place: Place, reason: str) -> None:
+        super().__init__(reason)
+        self.place = place
+
+
+def check_flow(plan: FlowPlan, find: Find) -> dict[str, Any]:
+    """Checks the references and types of a flow. Returns the type of its output.
+
+    Args:
+        find: returns the inputs and output of a model by name, or None.
+
+    Raises:
+        FlowError: a reference, a type or a model is invalid.
+    """
+    scope: dict[str, Schema] = {INPUT: {"type": "object", "properties": plan.input}}
+    for number in plan.order():
+        step = plan.steps[number]
+        scope[step.id] = _check_step(step, ("steps", number), scope, find)
+    return dict(_shown(_type_of(plan.output, ("output",), scope)))
+
+
+def _check_step(step: FlowStep, place: Place, scope: Mapping[str, Schema], find: Find) -> Schema:
+    """Returns the type of the step's value."""
+    schema = find(step.model)
+    if schema is None:
+        raise FlowError((*place, "model"), f"there is no model {step.model!r} in the catalog")
+    own_scope = dict(scope)
+    if step.for_each is not None:
+        elements = {
+            name: _element(one, (*place, "for_each", *([name] if name else [])), scope)
+            for name, one in step.lists.items()
+        }
+        is_one = isinstance(step.for_each, str)
+        own_scope[ITEM] = elements[""] if is_one else {"type": "object", "properties": elements}
+    if step.condition is not None:
+        _check_condition(step.condition, (*place, "when"), own_scope)
+    _check_input(step, (*place, "input"), own_scope, schema.inputs)
+    if step.default is not None:
+        default = _type_of(step.default, (*place, "default"), own_scope)
+        if reason := misfit(default, schema.output):
+            raise FlowError((*place, "default"), f"{reason}, as the step gives it")
+    is_nullable = step.default is None and (step.has_default or step.when is not None)
+    output = _nullable(schema.output) if is_nullable else schema.output
+    return output if step.for_each is None else {"type": "array", "items": output}
+
+
+def _element(one: Reference, place: Place, scope: Mapping[str, Schema]) -> Schema:
+    elements = _plain(_of_reference(one, place, scope))
+    if _kind(elements) not in ("array", "any"):
+        raise FlowError(place, f"{one} is {_noun(elements)}, not a list")
+    items: Schema = elements.get("items", {})
+    return items
+
+
+def _check_input(step: FlowStep, place: Place, scope: Mapping[str, Schema], inputs: Schema) -> None:
+    properties: Mapping[str, Schema] = inputs.get("properties", {})
+    for name, value in step.input.items():
+        if name not in properties:
+            raise FlowError(
+                (*place, name),
+                f"{step.model} has no such input; it has {', '.join(properties) or 'none'}",
+            )
+        if reason := misfit(_type_of(value, (*place, name), scope), properties[name]):
+            raise FlowError((*place, name), f"{reason}, as {step.model} takes it")
+    for name in inputs.get("required", ()):
+        if name not in step.input:
+            raise FlowError(place, f"{name}: {step.model} needs it")
+
+
+def _check_condition(condition: Condition, place: Place, scope: Mapping[str, Schema]) -> None:
+    left, right = (
+        _plain(_of_reference(one, place, scope) if isinstance(one, Reference) else _literal(one))
+        for one in (condition.left, condition.right)
+    )
+    kinds = {"number" if _kind(one) == "integer" else _kind(one) for one in (left, right)}
+    if condition.operator in ("==", "!="):
+        if len(kinds - {"any", "null"}) > 1:
+            raise FlowError(place, f"{condition}: {_noun(left)} is never equal to {_noun(right)}")
+    elif kinds - {"any"} not in (set(), {"number"}, {"string"}):
+        raise FlowError(place, f"{condition}: {_noun(left)} and {_noun(right)} have no order")
+
+
+def _of_reference(one: Reference, place: Place, scope: Mapping[str, Schema]) -> Schema:
+    if one.name not in scope:
+        raise FlowError(place, f"{one}: there is no step {one.name!r}")
+    schema = scope[one.name]
+    for field in one.fields:
+        schema = _field(schema, field, one, place)
+    return schema
+
+
+def _field(schema: Schema, field: str, one: Reference, place: Place) -> Schema:
+    schema = _plain(schema)
+    kind = _kind(schema)
+    if kind == "array":
+        return {"type": "array", "items": _field(schema.get("items", {}), field, one, place)}
+    if kind == "any":
+        return {}
+    if kind != "object":
+        raise FlowError(place, f"{one}: {_noun(schema)} has no field {field!r}")
+    if "properties" not in schema:
+        return {}
+    if field not in schema["properties"]:
+        known = ", ".join(schema["properties"]) or "none"
+        raise FlowError(place, f"{one}: there is no field {field!r}; there is {known}")
+    of_field: Schema = schema["properties"][field]
+    return of_field
+
+
+def _type_of(value: Any, place: Place, scope: Mapping[str, Schema]) -> Schema:
+    if isinstance(value, str) and value.startswith("$") and not value.startswith("$$"):
+        return _of_reference(parse_reference(value), place, scope)
+    if isinstance(value, Mapping):
+        fields = {name: _type_of(one, (*place, name), scope) for name, one in value.items()}
+        return {"type": "object", "properties": fields}
+    if isinstance(value, list | tuple):
+        elements = [_type_of(one, (*place, number), scope) for number, one in enumerate(value)]
+        alike = elements and all(_shown(one) == _shown(elements[0]) for one in elements)
+        return {"type": "array", "items": elements[0] if alike else {}}
+    return _literal(value)
+
+
+def _literal(value: Any) -> Schema:
+    return {"type": _KINDS.get(type(value), "string"), "const": value}
+
+
+def _nullable(schema: Schema) -> Schema:
+    return {"anyOf": [schema, {"type": "null"}]} if _kind(schema) != "any" else schema
+
+
+def _plain(schema: Schema) -> Schema:
+    """Returns the type of a value that is not null. Null is never passed on, but skipped."""
+    options = [one for one in schema.get("anyOf", ()) if one.get("type") != "null"]
+    return _plain(options[0]) if len(options) == 1 else schema
+
+
+def _kind(schema: Schema) -> str:
+    if schema.get("format") == FILE_FORMAT:
+        return "file"
+    kind = schema.get("type")
+    return kind if isinstance(kind, str) else "any"
+
+
+def _noun(schema: Schema) -> str:
+    if "const" in schema:
+        return json.dumps(schema["const"])[:80]
+    kind = _kind(_plain(schema))
+    named = {"array": "a list", "object": "an object", "integer": "an integer", "any": "any value"}
+    return named.get(kind, f"a {kind}")
+
+
+def check_values(values: Mapping[str, Any], inputs: Schema) -> None:
+    """Checks the types of computed inputs, because a class may return another type than declared.
+
+    Raises:
+        BadInput: a value has another type. The message names its input.
+    """
+    properties: Mapping[str, Schema] = inputs.get("properties", {})
+    for name, value in values.items():
+        wanted = properties.get(name, {})
+        if value is not None and not _has_type(value, wanted):
+            got = "an object" if isinstance(value, Mapping) else f"a {type(value).__name__}"
+            raise BadInput(f"{name}: must be {_noun(wanted)}, got {got}", field=name)
+
+
+def _has_type(value: Any, wanted: Schema) -> bool:
+    """Returns whether a value may be of a type.
+
+    Files and objects are checked where they are used.
+    """
+    options = [one for one in wanted.get("anyOf", ()) if one.get("type") != "null"]
+    if options:
+        return any(_has_type(value, one) for one in options)
+    known = _PYTHON_TYPES.get(_kind(wanted))
+    if known is None:
+        return True
+    if isinstance(value, bool) and bool not in known:
+        return False
+    items = wanted.get("items", {})
+    elements = value if isinstance(value, list | tuple) else ()
+    return isinstance(value, known) and all(_has_type(one, items) for one in elements)
+
+
+def misfit(value: Schema, wanted: Schema) -> str:
+    """Returns why a value of one type does not match another. Empty: it may match."""
+    value = _plain(value)
+    options = [one for one in wanted.get("anyOf", ()) if one.get("type") != "null"]
+    if options:
+        reasons = [misfit(value, one) for one in options]
+        return "" if "" in reasons else reasons[0]
+    if "anyOf" in value:
+        return next((reason for one in value["anyOf"] if (reason := misfit(one, wanted))), "")
+    ours, theirs = _kind(value), _kind(wanted)
+    if "any" in (ours, theirs) and not ("const" in value and "enum" in wanted):
+        return ""
+    if ours != theirs and (ours, theirs) != ("integer", "number") and theirs != "any":
+        return f"{_noun(value)} is not {_noun(wanted)}"
+    if theirs == "array":
+        return misfit(value.get("items", {}), wanted.get("items", {}))
+    return next(_misfits_of_literal(value["const"], wanted), "") if "const" in value else ""
+
+
+def _misfits_of_literal(value: Any, wanted: Schema) -> Iterator[str]:
+    shown = json.dumps(value)[:80]
+    if "enum" in wanted and value not in wanted["enum"]:
+        known = ", ".join(json.dumps(one) for one in wanted["enum"])
+        yield f"{shown} is not one of {known}"
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        if value < wanted.get("minimum", value):
+            yield f"{shown} is less than {wanted['minimum']}"
+        if value > wanted.get("maximum", value):
+            yield f"{shown} is more than {wanted['maximum']}"
+    if isinstance(value, str):
+        if len(value) < wanted.get("minLength", 0):
+            yield f"{shown} has fewer characters than {wanted['minLength']}"
+        if len(value) > wanted.get("maxLength", len(value)):
+            yield f"{shown} has more characters than {wanted['maxLength']}"
+
+
+def _shown(schema: Schema) -> Schema:
+    """Returns the parts of a type that are shown to callers."""
+    shown = {name: schema[name] for name in _SHOWN if name in schema}
+    if "items" in shown:
+        shown["items"] = _shown(shown["items"])
+    if "anyOf" in shown:
+        shown["anyOf"] = [_shown(one) for one in shown["anyOf"]]
+    if "properties" in shown:
+        shown["properties"] = {name: _shown(one) for name, one in shown["properties"].items()}
+    return shown

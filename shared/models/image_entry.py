@@ -1,0 +1,271 @@
+"""The part of an image model's entry in the catalog, and what it may have beside its weights."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cached_property
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from shared.models.entry_fields import FLOW_SOURCE, EntryPart, Positive, Revision, Source
+from shared.models.image_interface import ImageInterface
+from shared.models.schedulers import SCHEDULER_NAMES
+
+MAX_ADAPTERS = 256
+"""Of a model. An entry travels to model processes as an argument of a program."""
+MIN_LORA_SCALE, MAX_LORA_SCALE = -1.0, 3.0
+"""As Replicate's models for adapters have them."""
+DEFAULT_ADAPTER_BYTES = 1024**3
+
+UrlBeginning = Annotated[
+    str, Field(pattern=r"^https://[a-z0-9][a-z0-9.-]*(:[0-9]+)?/([^\s?#%\\]+/)?$", max_length=300)
+]
+"""HTTPS, a host in small letters, and a folder that ends with a slash."""
+
+RequestedName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+"""The name by which a request chooses one of several adapters or ControlNets."""
+
+MAX_CONTROL_SCALE = 2.0
+
+MAX_IP_ADAPTER_SCALE = 2.0
+_PLACE_PATTERN = r"^([A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)*)?$"
+
+
+class Adapter(EntryPart):
+    """A low-rank change (LoRA) of an image model's weights, which requests may name."""
+
+    source: Annotated[
+        str, Field(pattern=r"^(hf:|gs://|local:|package:)[^\s]+\.safetensors$", max_length=300)
+    ]
+    """Its file. The kinds are those of models: `hf:ORG/NAME/FILE`, `gs://BUCKET/FILE`,
+    `local:FILE`, `package:IMPORT.NAME/FILE`."""
+    revision: Revision = "main"
+    """Of a hub repository. The copy of a bucket is kept under this name."""
+    digest: str | None = Field(None, pattern=r"^sha256:[0-9a-f]{64}$")
+    """Of the file, which is checked when it is read. None: any."""
+    scale: float = Field(1.0, ge=MIN_LORA_SCALE, le=MAX_LORA_SCALE)
+    """The `lora_scale` of requests that say none."""
+    max_rank: int = Field(128, ge=1, le=1024)
+
+    @property
+    def version(self) -> str:
+        """The digest of its file. Without one, a digest of where the file is."""
+        if self.digest is not None:
+            return self.digest
+        place = f"{self.source}@{self.revision}"
+        return f"source:{hashlib.blake2b(place.encode(), digest_size=16).hexdigest()}"
+
+
+class AdapterUrls(EntryPart):
+    """Files of adapters that requests may name by https URLs."""
+
+    allowed: tuple[UrlBeginning, ...] = Field(min_length=1, max_length=16)
+    """What the URL of a file, and each URL that it is redirected to, begins with: a bucket, or a
+    folder of it."""
+    max_bytes: Positive = Field(256 * 1024**2, le=1024**3)
+    """Of a file."""
+    max_rank: int = Field(128, ge=1, le=1024)
+    disk_bytes: Positive = 4 * 1024**3
+    """What the files may take on the disk of a worker. Above it, those of the tenant that has the
+    most make room, the least recently used first."""
+
+    @model_validator(mode="after")
+    def _holds_a_file(self) -> Self:
+        if self.disk_bytes < self.max_bytes:
+            raise ValueError("disk_bytes: it is below max_bytes, so no large file would fit")
+        return self
+
+
+class _FolderBeside(EntryPart):
+    """A folder of weights that an image model loads beside its own."""
+
+    source: Source
+    revision: Revision = "main"
+
+    @field_validator("source")
+    @classmethod
+    def _is_a_folder(cls, value: str) -> str:
+        if value.startswith(FLOW_SOURCE):
+            raise ValueError("these weights are in a folder, not a flow")
+        return value
+
+    @cached_property
+    def version(self) -> str:
+        """A digest of what decides its results: all but the scale, which requests have."""
+        text = self.model_dump_json(exclude={"scale"})
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+class Control(_FolderBeside):
+    """A ControlNet of an image model: a folder of diffusers' ControlNetModel, trained for it."""
+
+    preprocessor: Literal["none", "canny", "tile"] = "none"
+    """What makes its map of a caller's image. `none`: nothing, it is one (of depths, a pose).
+    `canny`: edges, as OpenCV's `Canny`. `tile`: a coarser image.
+    """
+    canny_low: int = Field(100, ge=0, le=2040)
+    canny_high: int = Field(200, ge=0, le=2040)
+    """Thresholds of `canny`, of gradients |dx| + |dy| in levels."""
+    tile_factor: float = Field(1.0, ge=1, le=8)
+    """How many times `tile` shrinks width and height, before it enlarges them again."""
+    scale: float = Field(1.0, ge=0, le=MAX_CONTROL_SCALE)
+    """`controlnet_conditioning_scale`, if the caller does not say."""
+
+    @model_validator(mode="after")
+    def _thresholds_are_in_order(self) -> Self:
+        if self.canny_low > self.canny_high:
+            raise ValueError("canny_low is above canny_high")
+        return self
+
+
+class IpAdapter(_FolderBeside):
+    """An IP-Adapter of an image model: a file, and the image encoder that it was trained with.
+
+    `subfolder`, `weight_name` and `image_encoder_folder` are those of diffusers' `load_ip_adapter`.
+    """
+
+    subfolder: str = Field("", pattern=_PLACE_PATTERN, max_length=200)
+    """Of the source, with the file."""
+    weight_name: str = Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*\.safetensors$", max_length=200)
+    image_encoder_folder: str = Field("image_encoder", pattern=_PLACE_PATTERN, max_length=200)
+    """Of transformers' CLIPVisionModelWithProjection: in `subfolder`, or if it has a slash, in the
+    source."""
+    digest: str | None = Field(None, pattern=r"^sha256:[0-9a-f]{64}$")
+    """Of the file, which is checked when it is read. None: any."""
+    scale: float = Field(1.0, ge=0, le=MAX_IP_ADAPTER_SCALE)
+    """The `ip_adapter_scale` of requests that say none."""
+
+
+class UpscaleStep(EntryPart):
+    """The custom model that enlarges images on request (shared/models/after_image.py)."""
+
+    model: str
+    """Its name in the catalog. It has the inputs `image` and `scale`, and gives a PNG file."""
+
+
+class SafetyStep(EntryPart):
+    """The custom model that looks at every image before it is delivered."""
+
+    model: str
+    """Its name in the catalog. It has an input `image`, and gives an object with `is_safe`."""
+    threshold: float | None = Field(None, ge=0, le=1)
+    """Its input `threshold`. None: its own default."""
+
+
+class DeepCacheSettings(EntryPart):
+    """How a UNet keeps its deep features over steps. The names are those of DeepCache.
+
+    https://arxiv.org/abs/2312.00858. It is faster, and the images are others.
+    """
+
+    cache_interval: int = Field(3, ge=2, le=20)
+    """The UNet is computed as a whole at one step of this many."""
+    cache_branch_id: int = Field(0, ge=0, le=8)
+    """How many of its first layers are computed at the other steps, and one more of the last."""
+
+
+class ImageDefaults(EntryPart):
+    """Defaults and bounds of an image model's parameters.
+
+    `scheduler` is one of shared.models.schedulers.
+    """
+
+    width: Positive = 512
+    height: Positive = 512
+    steps: Positive = 20
+    longest_steps: Positive = 100
+    guidance_scale: float = Field(7.5, ge=0)
+    scheduler: str = "ddim"
+    largest_pixels: Positive = 1024 * 1024
+    """The largest width x height that may be asked for."""
+    multiple: Positive = 8
+    """Width and height are multiples of this (the VAE's scale)."""
+    interface: ImageInterface | None = None
+    """The tasks and fields of the pipeline, as `penstock models check` writes them: the path of the
+    file, from the catalog's folder, or its content. The defaults above are then the pipeline's.
+    None: the API accepts all fields, and the worker refuses those that the pipeline lacks.
+    """
+    join: Literal["auto", "never"] = "auto"
+    """`auto`: images join a running batch between two steps if the model is a pipeline of diffusers
+    (docs/reference/image-models.md). `never`: batches run as a whole.
+    """
+    compile: Literal["auto", "always", "never"] = "auto"
+    """torch.compile of denoiser and VAE for the usual size. `auto`: on GPUs. `always`: on CPUs too.
+
+    With adapters, IP-Adapters or `deep_cache` nothing is compiled."""
+    adapters: dict[RequestedName, Adapter] = Field({}, max_length=MAX_ADAPTERS)
+    """The adapters that requests may name as `lora_weights`, by their names."""
+    adapter_urls: AdapterUrls | None = None
+    """The files that requests may name as `lora_weights` by URL. None: no URL is taken."""
+    adapter_memory_bytes: Positive = DEFAULT_ADAPTER_BYTES
+    """What the adapters that are in the memory of a model process may take together, in the
+    precision of the model. The least recently used ones make room for others."""
+    upscale: UpscaleStep | None = None
+    """What makes images two or four times as large. None: requests can't ask for it."""
+    safety: SafetyStep | None = None
+    """What decides whether an image is delivered. None: all are."""
+    controls: dict[RequestedName, Control] = Field({})
+    """ControlNets by the names that callers use."""
+    ip_adapters: dict[RequestedName, IpAdapter] = Field({})
+    """IP-Adapters by the names that callers use."""
+    deep_cache: DeepCacheSettings | None = None
+    """None: every step computes the whole UNet."""
+    guidance_stop: float = Field(1.0, ge=0, le=1)
+    """The part of the steps after which the negative prompt guides no longer, as `stop` of
+    diffusers' guiders. Steps after it compute half (https://arxiv.org/abs/2404.07724)."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_defaults_of_pipeline(cls, value: Any) -> Any:
+        known = value.get("interface") if isinstance(value, dict) else None
+        if known is None:
+            return value
+        interface = ImageInterface.model_validate(known)
+        return {**interface.defaults.model_dump(), **value, "interface": interface}
+
+    @property
+    def schedulers(self) -> tuple[str, ...]:
+        """The schedulers that requests may name."""
+        return SCHEDULER_NAMES if self.interface is None else self.interface.schedulers
+
+    def accepts(self, field: str) -> bool:
+        """Returns whether requests may have a field, as far as the interface is known."""
+        return self.interface is None or self.interface.accepts(field)
+
+    @property
+    def has_adapters(self) -> bool:
+        """True if images may be drawn with adapters."""
+        return bool(self.adapters) or self.adapter_urls is not None
+
+    @property
+    def compile_mode(self) -> Literal["auto", "always", "never"]:
+        """`compile` as it holds.
+
+        A compiled graph can't follow adapters, which come and go beside its layers, and does not
+        give the features inside.
+        """
+        is_open = self.has_adapters or bool(self.ip_adapters) or self.deep_cache is not None
+        return "never" if is_open else self.compile
+
+    @property
+    def shortcuts(self) -> tuple[object, ...]:
+        """What makes results other than those of all steps as a whole. Empty: nothing does."""
+        chosen: tuple[object, ...] = ()
+        if (cache := self.deep_cache) is not None:
+            chosen += ("deep_cache", cache.cache_interval, cache.cache_branch_id)
+        if self.guidance_stop < 1:
+            chosen += ("guidance_stop", float(self.guidance_stop))
+        return chosen
+
+    @model_validator(mode="after")
+    def _can_be_compiled(self) -> Self:
+        open_parts = {
+            "adapters": self.has_adapters,
+            "ip_adapters": bool(self.ip_adapters),
+            "deep_cache": self.deep_cache is not None,
+        }
+        for name, is_used in open_parts.items():
+            if is_used and self.compile == "always":
+                raise ValueError(f"compile must be auto or never with {name}, got always")
+        return self

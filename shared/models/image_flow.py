@@ -1,0 +1,114 @@
+"""The steps of an image request that is checked or enlarged, as configured in its model's entry.
+
+The catalog creates these flows; they are not in any file (docs/decisions/0113-after-the-image.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from shared.models.blob import FILE_FORMAT
+from shared.models.entry import CatalogEntry
+from shared.models.flow_plan import FlowPlan
+from shared.models.flow_types import FlowError, StepSchema, check_flow, misfit
+
+IMAGE, SAFETY, UPSCALE = "image", "safety", "upscale"
+"""Steps by ID. The first one draws."""
+SCALES = (2, 4)
+"""Factors by which an image may be enlarged."""
+MAX_IMAGES = 10
+"""Maximum number of images per request."""
+_FILE = {"type": "string", "format": FILE_FORMAT}
+_DRAWING = {"drawing": {}, "seed": {"type": "integer"}, "is_repeatable": {"type": "boolean"}}
+_INPUT = {
+    "drawing": "object",
+    "seeds": ["integer"],
+    "is_repeatable": "boolean",
+    "upscale": {"type": "integer", "default": 1},
+}
+
+
+def plan_of_images(entry: CatalogEntry, *, upscales: bool) -> FlowPlan | None:
+    """Returns the steps of an image request.
+
+    None: it has a single step, so it does not need a flow.
+
+    Args:
+        upscales: True if the request asks for larger images.
+    """
+    safety, upscale = entry.image.safety, entry.image.upscale if upscales else None
+    if safety is None and upscale is None:
+        return None
+    own = {"drawing": "$input.drawing", "seed": "$item", "is_repeatable": "$input.is_repeatable"}
+    steps: list[dict[str, Any]] = [
+        {"id": IMAGE, "model": entry.name, "for_each": "$input.seeds", "input": own}
+    ]
+    output: dict[str, Any] = {"images": f"${IMAGE}"}
+    if safety is not None:
+        fields: dict[str, Any] = {"image": "$item"}
+        if safety.threshold is not None:
+            fields |= {"threshold": safety.threshold}
+        check = {"id": SAFETY, "model": safety.model, "for_each": f"${IMAGE}", "input": fields}
+        steps.append(check)
+        output["are_safe"] = f"${SAFETY}.is_safe"
+    if upscale is not None:
+        lists = {"image": f"${IMAGE}"}
+        step = {"id": UPSCALE, "model": upscale.model, "for_each": lists}
+        step["input"] = {"image": "$item.image", "scale": "$input.upscale"}
+        if safety is not None:
+            lists["safety"] = f"${SAFETY}"
+            step["when"] = "$item.safety.is_safe == true"
+        steps.append(step)
+        output["images"] = f"${UPSCALE}"
+    steps = [{**step, "max_items": MAX_IMAGES} for step in steps]
+    return FlowPlan.model_validate(
+        {"input": _INPUT, "steps": steps, "output": output, "gives": "images"}
+    )
+
+
+def check_steps(entry: CatalogEntry, find: Callable[[str], StepSchema | None]) -> None:
+    """Checks the models named in an entry.
+
+    Args:
+        find: returns the inputs and output of a model by name, or None.
+
+    Raises:
+        FlowError: a model does not exist, or does not have the required inputs and output.
+    """
+    plan = plan_of_images(entry, upscales=True)
+    if plan is None:
+        return
+    own = StepSchema({"type": "object", "properties": _DRAWING}, _FILE)
+    try:
+        output = check_flow(plan, lambda name: own if name == entry.name else find(name))
+    except FlowError as error:
+        _, number, field, *_ = (*error.place, "")
+        place = plan.steps[int(number)].id if isinstance(number, int) else SAFETY
+        where = ("image", place, "model") if field == "model" else ("image", place)
+        raise FlowError(where, str(error)) from error
+    shapes = output["properties"]
+    if reason := misfit(shapes["images"], {"type": "array", "items": _FILE}):
+        raise FlowError(("image", UPSCALE), f"what the model gives: {reason}")
+    booleans = {"type": "array", "items": {"type": "boolean"}}
+    if "are_safe" in shapes and (reason := misfit(shapes["are_safe"], booleans)):
+        raise FlowError(("image", SAFETY), f"is_safe, which the model gives: {reason}")
+    if entry.image.upscale is not None:
+        _check_scales(entry.image.upscale.model, find)
+    if entry.image.safety is not None and entry.canary is not None:
+        reason = "a canary gets no steps of flows, so no requests of this model; leave one out"
+        raise FlowError(("image", SAFETY), reason)
+
+
+def _check_scales(name: str, find: Callable[[str], StepSchema | None]) -> None:
+    schema = find(name)
+    shape = {} if schema is None else schema.inputs["properties"]["scale"]
+    for scale in SCALES:
+        if reason := misfit({"type": "integer", "const": scale}, shape):
+            raise FlowError(("image", UPSCALE), f"scale: {reason}, as {name} takes it")
+
+
+def bounded(plan: FlowPlan, images: int) -> FlowPlan:
+    """Returns the steps limited to this number of images, so that budgets do not reserve more."""
+    steps = tuple(step.model_copy(update={"max_items": images}) for step in plan.steps)
+    return plan.model_copy(update={"steps": steps})

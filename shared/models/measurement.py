@@ -1,0 +1,80 @@
+"""The time and memory needed by a custom model: the content of `penstock.measured.json`.
+
+`penstock models measure FOLDER` writes it next to the class, and `penstock deploy plan` reads it.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from shared.errors import ConfigurationError
+from shared.models.class_files import ClassFile
+
+MEASUREMENT_FILE = ClassFile(
+    "penstock.measured.json",
+    "measured.json",
+    frozenset({"measured", "device", "batches", "sources_sha256"}),
+)
+CPU = "cpu"
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class ModelMeasurement(BaseModel):
+    """Figures of one class on one machine."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    measured: str = Field(min_length=1)
+    """Description of the method, machine and date."""
+    device: str = Field(min_length=1)
+    """`cpu`, or the name of the GPU."""
+    setup_s: Seconds
+    """From the start of the process until setup is complete."""
+    batches: dict[Annotated[int, Field(gt=0)], Annotated[float, Field(gt=0)]] = Field(min_length=1)
+    """Seconds until all items are done, by number of items computed together."""
+    work_per_item: float | None = Field(None, gt=0)
+    """Average weight of an input as returned by `work` of the class. None: it has no `work`."""
+    peak_memory_bytes: int = Field(gt=0)
+    """Maximum memory of the class's processes, without GPU memory."""
+    input_bytes: int = Field(ge=0)
+    """Size of an item: its values as JSON, and its files."""
+    output_bytes: int = Field(ge=0)
+    """Size of a result, measured likewise."""
+    sources_sha256: str = Field(pattern="^[0-9a-f]{64}$")
+    """Digest of the measured sources."""
+
+    def seconds_per_item(self, max_items: int) -> float:
+        """Returns seconds per item in the largest measured batch of at most `max_items`."""
+        items = max((one for one in self.batches if one <= max_items), default=min(self.batches))
+        return self.batches[items] / items
+
+    def is_of(self, gpu_type: str) -> bool:
+        """Returns whether it was measured on this GPU type in the catalog, or `none`."""
+        if gpu_type == "none" or self.device == CPU:
+            return (gpu_type == "none") == (self.device == CPU)
+        return set(_words(gpu_type)) <= set(_words(self.device))
+
+
+def _words(name: str) -> list[str]:
+    return re.findall("[a-z0-9]+", name.lower())
+
+
+def read_measurement(path: Path) -> ModelMeasurement:
+    """Reads a penstock.measured.json.
+
+    Raises:
+        ConfigurationError: it is missing or invalid.
+    """
+    hint = f"write it with: penstock models measure {path.parent}"
+    try:
+        return ModelMeasurement.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise ConfigurationError(f"{path}: {error.strerror}; {hint}") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the file"
+        raise ConfigurationError(f"{path}: {where}: {first['msg']}; {hint}") from error

@@ -1,0 +1,663 @@
+"""Custom models, in Cog's interface. A penstock.schema.json lists the inputs and the output."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+import mimetypes
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import Any, ClassVar, Self
+
+import msgspec
+
+from shared.errors import BadInput, ModelFailed
+from shared.models.blob import FILE_FORMAT, INLINE_LIMIT_BYTES, RESULTS, Blob
+from shared.models.chunk import StreamChunk
+from shared.models.entry import CatalogEntry, ServedApi, Tolerance
+from shared.models.flow_types import StepSchema
+from shared.models.interface import SECRET_FORMAT, ModelInterface
+from shared.models.tasks.base import (
+    ExampleRequest,
+    FirstGuesses,
+    LinkTo,
+    StepInput,
+    Task,
+    TaskInput,
+    TaskResult,
+    WorkBound,
+)
+
+MAX_FILES = 32
+"""Maximum number of files in one prediction or flow step item. Each may be in the message."""
+MAX_MESSAGE_JSON_BYTES = 1024 * 1024
+"""Maximum JSON of an output or an input in a message. Larger JSON is put into the object store."""
+JSON_TYPE = "application/json"
+MAX_INTEGER_BITS = 64
+
+_encoder = msgspec.json.Encoder()
+
+_OTHER_SUFFIXES = {"audio/wav": ".wav", "audio/mp3": ".mp3"}
+"""File extensions of media types that Python does not know."""
+
+API_INPUTS: Mapping[ServedApi, Mapping[str, str]] = {
+    "transcription": {
+        "file": "file",
+        "language": "string",
+        "prompt": "string",
+        "temperature": "number",
+        "task": "string",
+        "word_timestamps": "boolean",
+    },
+    "speech": {
+        "input": "string",
+        "voice": "string",
+        "instructions": "string",
+        "response_format": "string",
+        "speed": "number",
+        "stream": "boolean",
+    },
+    "ocr": {
+        "document": "file",
+        "pages": "string",
+        "table_format": "string",
+        "include_image_base64": "boolean",
+        "image_limit": "integer",
+        "image_min_size": "integer",
+        "include_blocks": "boolean",
+        "confidence_scores_granularity": "string",
+        "extract_header": "boolean",
+        "extract_footer": "boolean",
+    },
+}
+"""The inputs that an endpoint sets, with their types. A class must have at least the first.
+
+Set by api/openai/audio.py, api/openai/speech.py and api/mistral/ocr.py.
+"""
+_ELEMENTS: Mapping[ServedApi, str] = {"transcription": "segments", "ocr": "pages"}
+"""Elements that a class yields, by endpoint."""
+
+
+class FilePlace(msgspec.Struct, frozen=True, array_like=True):
+    """The position of a file in an input or an output, which has null there."""
+
+    at: list[str | int]
+    """The path to it: field names and element numbers."""
+    name: str = "file"
+    digest: str = ""
+    """Digest of a streamed file's data."""
+
+
+class StreamedFile(msgspec.Struct, frozen=True, array_like=True):
+    """A file in an element of a streamed list, with its position in that element."""
+
+    at: list[str | int]
+    media_type: str
+    number: int
+    """Number among all files of the output, from 0."""
+    digest: str
+    uri: str = ""
+    """A `data:` URI. Empty: it is in the object store (`streamed_suffix`)."""
+
+
+class StreamedElement(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """An element of a streamed list, with null in place of each file.
+
+    In the text of a stream, each element is a line of JSON.
+    """
+
+    value: Any
+    files: list[StreamedFile] = []
+
+    @property
+    def line(self) -> str:
+        """Returns the element as it appears in a stream."""
+        return _encoder.encode(self).decode() + "\n"
+
+    def shown(self, link_to: Callable[[StreamedFile], str]) -> Any:
+        """Returns the element with URIs of its files, ready for JSON."""
+        uris = [file.uri or link_to(file) for file in self.files]
+        return _with_files(self.value, [file.at for file in self.files], uris)
+
+
+class PieceChunk(StreamChunk, omit_defaults=True):
+    """Consecutive pieces of an output yielded by a class.
+
+    `ids`: a checksum per piece. `text`: the concatenated pieces. For a list, each is a line
+    (StreamedElement). `lengths`: number of characters per piece. Release 0.1.0 reads it as tokens.
+    """
+
+    lengths: list[int] = msgspec.field(default_factory=list)
+
+    @property
+    def pieces(self) -> list[str]:
+        ends = [*accumulate(self.lengths, initial=0)]
+        return [self.text[start:end] for start, end in pairwise(ends)]
+
+    def until(self, count: int) -> PieceChunk:
+        """Returns up to `count` of the first pieces."""
+        text = self.text[: sum(self.lengths[:count])]
+        return PieceChunk(self.first, self.ids[:count], text, self.lengths[:count])
+
+
+_element_decoder = msgspec.json.Decoder(StreamedElement)
+
+
+def read_elements(text: str) -> list[StreamedElement]:
+    """Parses the lines of a stream."""
+    # JSON does not contain LF, but may contain other characters that `splitlines` treats as line
+    # ends.
+    return [_element_decoder.decode(line) for line in text.split("\n")[:-1]]
+
+
+def streamed_file(at: list[str | int], number: int, digest: str, file: Blob) -> StreamedFile:
+    """Returns a file in stream form. A small one is included in the stream."""
+    is_small = file.data is not None and len(file.data) <= INLINE_LIMIT_BYTES
+    uri = _data_uri(file) if is_small else ""
+    return StreamedFile(at, file.media_type, number, digest, uri)
+
+
+def written_piece(piece: Any) -> str:
+    """Returns a piece as text for its stream: None becomes empty, and other values become JSON."""
+    if isinstance(piece, str):
+        return piece
+    return "" if piece is None else json.dumps(piece, ensure_ascii=False)
+
+
+def file_digest(data: bytes) -> str:
+    """Returns the digest of a streamed file: 128 bits of BLAKE2b (RFC 7693)."""
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def streamed_key(record: str, index: int, file: StreamedFile) -> str:
+    """Returns the key of a streamed file in the object store, before the result exists."""
+    return f"{RESULTS}/{record}/{index}.{file.number}-{file.digest}"
+
+
+def find_unsendable(value: Any) -> str:
+    """Describes the parts of plain values that messages or answers can't represent. Empty: none.
+
+    The values may be deeply nested.
+    """
+    left = [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, dict):
+            left += one.keys()
+            left += one.values()
+        elif isinstance(one, list | tuple):
+            left += one
+        elif isinstance(one, float) and not math.isfinite(one):
+            return "NaN or an infinite number, which JSON does not have"
+        elif isinstance(one, str) and not _is_unicode(one):
+            return "half of a surrogate pair, which JSON can't carry"
+        elif isinstance(one, int) and one.bit_length() > MAX_INTEGER_BITS - (one < 0):
+            return f"an integer of more than {MAX_INTEGER_BITS} bits"
+    return ""
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+class CustomResult(TaskResult, tag="custom"):
+    """The output of one prediction."""
+
+    output: Any
+    files: list[Blob] = msgspec.field(default_factory=list)
+    places: list[FilePlace] = msgspec.field(default_factory=list)
+    """Positions of the files in the output."""
+    streams: str = ""
+    """The same as in the model's interface."""
+    metrics: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Metrics recorded by the class."""
+    work: int = 1
+    """Weight of the item."""
+    is_packed: bool = False
+    """True if `files` contains only the output, as JSON, because it is too large for a message.
+
+    Release 0.1.0 shows such an output as a link.
+    """
+    packed_files: list[Blob] = msgspec.field(default_factory=list)
+    """The files in a packed output."""
+    packed_places: list[FilePlace] = msgspec.field(default_factory=list)
+
+    def find_wrong_number(self) -> str:
+        """Returns which part of the output or metrics can't be sent."""
+        return find_unsendable(self.output) or find_unsendable(self.metrics)
+
+    def unpacked(self) -> Self:
+        """Returns the result with its output as values, if it is packed and its data is here.
+
+        Raises:
+            ModelFailed: the class sent something other than an output.
+        """
+        data = self.files[0].data if self.is_packed else None
+        if data is None:
+            return self
+        try:
+            output = msgspec.json.decode(data)
+            _with_files(output, [place.at for place in self.packed_places], self.packed_places)
+        except (msgspec.MsgspecError, LookupError, TypeError, OverflowError) as error:
+            raise ModelFailed("output: it is not the JSON that the class announced") from error
+        return msgspec.structs.replace(
+            self,
+            output=output,
+            files=self.packed_files,
+            places=self.packed_places,
+            is_packed=False,
+            packed_files=[],
+            packed_places=[],
+        )
+
+    @property
+    def recorded_metrics(self) -> Mapping[str, Any]:
+        return self.metrics
+
+    @classmethod
+    def count_truncated(cls, results: Sequence[TaskResult], *, is_asked: bool) -> int | None:
+        """Returns None, because the tokens of a class are not known."""
+        return None
+
+    @property
+    def blobs(self) -> Sequence[Blob]:
+        return [*self.files, *self.packed_files]
+
+    def with_blobs(self, blobs: Sequence[Blob]) -> Self:
+        """Returns the same output with its files replaced."""
+        count = len(self.files)
+        files, packed = list(blobs[:count]), list(blobs[count:])
+        return msgspec.structs.replace(self, files=files, packed_files=packed)
+
+    def blob_suffix(self, number: int) -> str:
+        """Returns the suffix in `streamed_key` for a file stored before the others exist."""
+        digest = "" if self.is_packed else self.places[number].digest
+        return f".{number}-{digest}" if digest else super().blob_suffix(number)
+
+    def to_output(self, media_type: str, link_to: LinkTo) -> Any:
+        """Returns the output with `data:` URIs of small files and URLs of others.
+
+        A packed output whose data is elsewhere is a URL.
+        """
+        if self.is_packed:
+            key = self.files[0].object_key
+            return (
+                self.unpacked().to_output(media_type, link_to)
+                if key is None
+                else link_to(key, JSON_TYPE)
+            )
+        if not self.files:
+            return self.output
+        uris = [_shown(file, link_to) for file in self.files]
+        return _with_files(self.output, [place.at for place in self.places], uris)
+
+    def step_value(self) -> Any:
+        """Returns the output with a Blob for each file. Streamed text is a single text."""
+        if self.streams == "text":
+            return self.text
+        return _with_files(self.output, [place.at for place in self.places], self.files)
+
+    @property
+    def text(self) -> str:
+        """A streamed output in stream form: text, or one line of JSON per element."""
+        if self.streams == "text":
+            return "".join(map(written_piece, self.output))
+        files: dict[int, list[StreamedFile]] = {}
+        for number, (place, file) in enumerate(zip(self.places, self.files, strict=True)):
+            element, *at = place.at
+            streamed = streamed_file(at, number, place.digest, file)
+            files.setdefault(int(element), []).append(streamed)
+        return "".join(
+            StreamedElement(value, files.get(number, [])).line
+            for number, value in enumerate(self.output)
+        )
+
+    @property
+    def logprobs(self) -> list[Any]:
+        """Empty, because the pieces of an output are not tokens."""
+        return []
+
+    @property
+    def streamed_tokens(self) -> int:
+        return len(self.output)
+
+
+class CustomInput(TaskInput, tag="custom"):
+    """The input of one prediction: plain values, and files in their positions."""
+
+    values: dict[str, Any]
+    files: list[Blob] = msgspec.field(default_factory=list)
+    places: list[FilePlace] = msgspec.field(default_factory=list)
+    """Positions of the files."""
+    is_streamed: bool = False
+    """True if its pieces are streamed while they are computed."""
+    compared_with: CustomResult | None = None
+    """Output of a canary for this input, which is computed again for comparison."""
+    context: dict[str, str] = msgspec.field(default_factory=dict)
+    """Available to the class as `current_scope().context`."""
+
+    @property
+    def sources(self) -> Sequence[Blob]:
+        return self.files
+
+    def with_sources(self, sources: Sequence[Blob]) -> Self:
+        """Returns the same input with its files replaced."""
+        return msgspec.structs.replace(self, files=list(sources))
+
+    def step_value(self) -> dict[str, Any]:
+        """Returns the values with a Blob for each file, as seen by the steps of a flow."""
+        return dict(_with_files(self.values, [place.at for place in self.places], self.files))
+
+    def estimate_work(self, entry: CatalogEntry) -> int:
+        """Returns the maximum weight, because only its worker knows the actual weight."""
+        return entry.work.max or 1
+
+    def cache_form(self) -> tuple[object, ...]:
+        """Returns all values, and the digests of files."""
+        written = json.dumps(self.values, sort_keys=True)
+        files = (
+            (json.dumps(place.at), place.name, file.identity)
+            for place, file in zip(self.places, self.files, strict=True)
+        )
+        context = (json.dumps(self.context, sort_keys=True),) if self.context else ()
+        return ("custom", written, *files, *context)
+
+
+def with_places(value: Any) -> tuple[Any, list[Blob], list[FilePlace]]:
+    """Returns a value with null in place of each Blob, the Blobs, and their positions."""
+    files, places = list[Blob](), list[FilePlace]()
+    return _without_files(value, [], files, places), files, places
+
+
+def _without_files(
+    value: Any, at: list[str | int], files: list[Blob], places: list[FilePlace]
+) -> Any:
+    if isinstance(value, Blob):
+        files.append(value)
+        places.append(FilePlace(at, "file" + usual_suffix(value)))
+        return None
+    if isinstance(value, Mapping):
+        return {
+            name: _without_files(one, [*at, name], files, places) for name, one in value.items()
+        }
+    if isinstance(value, list):
+        return [
+            _without_files(one, [*at, number], files, places) for number, one in enumerate(value)
+        ]
+    return value
+
+
+def usual_suffix(file: Blob) -> str:
+    """Returns the usual extension for such files. Many programs determine the file type by it."""
+    known = mimetypes.guess_extension(file.media_type, strict=False)
+    return known or _OTHER_SUFFIXES.get(file.media_type, "")
+
+
+def _with_files(value: Any, places: Sequence[list[str | int]], uris: Sequence[Any]) -> Any:
+    """Returns a copy of a value with URIs in its positions. It may be shown again with others."""
+    if not places:
+        return value
+    whole: dict[str, Any] = {"output": msgspec.json.decode(msgspec.json.encode(value))}
+    for at, uri in zip(places, uris, strict=True):
+        container: Any = whole
+        path = ["output", *at]
+        for part in path[:-1]:
+            container = container[part]
+        container[path[-1]] = uri
+    return whole["output"]
+
+
+def _shown(file: Blob, link_to: LinkTo) -> str:
+    return _data_uri(file) or link_to(file.object_key, file.media_type)
+
+
+def _data_uri(file: Blob) -> str:
+    """Returns a file as a URI. Empty: it is in the object store."""
+    if file.data is None:
+        return ""
+    return f"data:{file.media_type};base64,{base64.b64encode(file.data).decode()}"
+
+
+class CustomTask(Task):
+    """Custom classes. Their unit of work is the weight that they assign to an item, usually 1."""
+
+    name = "custom"
+    noun = "a custom model"
+    unit = "work"
+    precisions = ("auto",)
+    first_guesses: ClassVar = FirstGuesses(item_s=1.0, gap_s=0.05, batch_s=0.1)
+    stores_blobs = True
+    has_interface = True
+
+    def entry_defaults(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Sets the maximum number of items to the class's concurrency.
+
+        A class with `predict_batch` accepts any number.
+        """
+        interface = fields.get("interface")
+        if not isinstance(interface, ModelInterface):
+            return {"batch": {"max_items": 1}}
+        return {"batch": {} if interface.batches else {"max_items": interface.concurrency}}
+
+    def check_entry(self, entry: CatalogEntry) -> None:
+        """Validates the entry. The class determines how many items it computes at a time."""
+        if entry.backend != "auto":
+            raise ValueError(f"{self.noun} has no backend; leave it out")
+        interface = interface_of(entry)
+        _check_work(entry, interface)
+        if interface.batches and entry.work.max_s is not None:
+            raise ValueError(
+                "work.max_s: the class has predict_batch, whose batches end after 5 minutes; "
+                "remove it"
+            )
+        if entry.api is not None:
+            _check_api(entry.api, interface, is_flow=entry.flow is not None)
+        if interface.batches:
+            _check_key(entry.batch.key, interface)
+            return
+        if entry.batch.key is not None:
+            raise ValueError("batch.key: the class has no predict_batch; leave it out")
+        if entry.batch.max_items > interface.concurrency:
+            raise ValueError(
+                f"batch.max_items: the class computes {interface.concurrency} at a time "
+                "(concurrency.max of its cog.yaml, or predict_batch)"
+            )
+
+    def budget(self, entry: CatalogEntry) -> int:
+        return entry.batch.max_work or entry.batch.max_items * (entry.work.max or 1)
+
+    def runs_to_the_end(self, entry: CatalogEntry) -> bool:
+        """Returns True for a class without `predict_batch`. Batches end after five minutes."""
+        return not interface_of(entry).batches
+
+    def tolerance(self, entry: CatalogEntry) -> float:
+        """Returns 0, because outputs must be equal, or close as determined by the class."""
+        return 0.0
+
+    def compares(self, tolerance: Tolerance) -> bool:
+        """Returns False here, because workers compare (workers/jobs/canary_comparison.py)."""
+        return False
+
+    def step_schema(self, entry: CatalogEntry) -> StepSchema:
+        """Returns the schemas in its penstock.schema.json. Streamed text is a single text."""
+        interface = interface_of(entry)
+        output = {"type": "string"} if interface.streams == "text" else interface.output
+        return StepSchema(interface.inputs, output)
+
+    def step_input(self, entry: CatalogEntry, values: Mapping[str, Any]) -> StepInput:
+        """Returns all inputs. The process of the class validates their values."""
+        interface = interface_of(entry)
+        if unknown := [name for name in values if name not in interface.properties]:
+            raise BadInput(f"{unknown[0]}: {entry.name} has no such input", field=unknown[0])
+        present = {name: value for name, value in values.items() if value is not None}
+        for name in interface.inputs.get("required", ()):
+            if name not in present:
+                raise BadInput(f"{name}: {entry.name} needs it", field=name)
+        plain, files, places = with_places(present)
+        if len(files) > MAX_FILES:
+            field = str(places[MAX_FILES].at[0])
+            raise BadInput(
+                f"{field}: at most {MAX_FILES} files are allowed in an item", field=field
+            )
+        return StepInput(CustomInput(plain, files, places), entry.deterministic)
+
+    def step_bound(self, entry: CatalogEntry) -> WorkBound:
+        return WorkBound(entry.work.max or 1)
+
+    def example_request(self, entry: CatalogEntry, text: str) -> ExampleRequest:
+        """Returns the required inputs, each with the simplest value."""
+        interface = interface_of(entry)
+        values = {
+            name: _example(interface.properties[name], text)
+            for name in interface.inputs.get("required", ())
+        }
+        body = {"version": entry.name, "input": values}
+        return ExampleRequest(path="/v1/predictions", body=body, headers={"prefer": "wait"})
+
+    def describe_answer(self, entry: CatalogEntry, answer: Any) -> str:
+        if answer["status"] != "succeeded":
+            raise ValueError(f"the prediction {answer['status']}: {answer['error']}")
+        return "an output"
+
+
+def are_equal(ours: CustomResult, theirs: CustomResult) -> bool:
+    """Returns whether two outputs are equal, including the data of their files."""
+    both = (ours.unpacked(), theirs.unpacked())
+    first, second = ((one.output, one.files) for one in both)
+    return first == second
+
+
+def interface_of(entry: CatalogEntry) -> ModelInterface:
+    """Returns the interface of a custom model.
+
+    Raises:
+        ValueError: the entry has no interface, because no catalog was read.
+    """
+    if entry.interface is None:
+        raise ValueError("the interface of the model is not known (penstock models check)")
+    return entry.interface
+
+
+def streams_of(entry: CatalogEntry) -> str:
+    """Returns how the output of a prediction grows, as in the interface.
+
+    Empty unless it is a class.
+    """
+    is_class = entry.interface is not None and entry.flow is None
+    return interface_of(entry).streams if is_class else ""
+
+
+def stores_files(entry: CatalogEntry) -> bool:
+    """Returns whether a custom model or a flow may return files, which are stored."""
+    return entry.interface is not None and FILE_FORMAT in str(entry.interface.output)
+
+
+def _check_work(entry: CatalogEntry, interface: ModelInterface) -> None:
+    """Checks that the limits on work are set if the class weighs its items, and only then.
+
+    Raises:
+        ValueError: they are missing or superfluous.
+    """
+    most = entry.work.max
+    if interface.weighs and most is None:
+        raise ValueError("work.max: the class has work(); say the most that an input may weigh")
+    if not interface.weighs and (most is not None or entry.batch.max_work is not None):
+        raise ValueError("work.max, batch.max_work: the class has no work(); leave them out")
+
+
+def _check_api(api: ServedApi, interface: ModelInterface, *, is_flow: bool) -> None:
+    """Checks that an endpoint can call a class or a flow, and read its output.
+
+    Raises:
+        ValueError: it can't.
+    """
+    known = API_INPUTS[api]
+    first, required = next(iter(known)), interface.inputs.get("required", ())
+    if first not in interface.properties:
+        raise ValueError(f"api: {api}: the class has no input {first!r}")
+    if more := [name for name in required if name != first]:
+        raise ValueError(
+            f"api: {api}: the input {more[0]!r} needs a default: nothing else gives it"
+        )
+    for name, kind in known.items():
+        shape = interface.properties.get(name)
+        if shape is not None and (is_kind := _kind(shape)) != kind:
+            raise ValueError(f"api: {api}: the input {name!r} must be a {kind}, not a {is_kind}")
+    if is_flow and api == "ocr" and _gives_pages_apart(interface.output):
+        return
+    element = interface.output.get("items", {})
+    streams = "items" if is_flow and _kind(interface.output) == "array" else interface.streams
+    if api in _ELEMENTS and (streams, _kind(element)) != ("items", "object"):
+        if is_flow and api == "ocr":
+            raise ValueError("api: ocr: the flow must give a list of pages, or pages and numbers")
+        raise ValueError(
+            f"api: {api}: the class must give Iterator[dict[str, Any]], its {_ELEMENTS[api]}"
+        )
+    said = element if interface.streams else interface.output
+    if api == "speech" and (interface.streams == "text" or _kind(said) != "file"):
+        raise ValueError(
+            f"api: {api}: the class must give a Path, the file with what is said, or Iterator[Path]"
+        )
+
+
+def _gives_pages_apart(output: Mapping[str, Any]) -> bool:
+    """True if a flow returns the text of each page separately, together with page numbers."""
+    fields = output.get("properties", {})
+    pages, numbers = (fields.get(name, {}).get("items", {}) for name in ("pages", "numbers"))
+    of_a_page = (_kind(pages), _kind(pages.get("items", {})))
+    return (*of_a_page, _kind(numbers)) == ("array", "object", "integer")
+
+
+def _kind(shape: Mapping[str, Any]) -> str:
+    """Returns the type in a JSON Schema as written by cog, as one word."""
+    if "anyOf" in shape:
+        return _kind(shape["anyOf"][0])
+    return "file" if shape.get("format") == FILE_FORMAT else str(shape.get("type", "any value"))
+
+
+def _check_key(key: str | None, interface: ModelInterface) -> None:
+    """Checks that a batch key is an input whose values can be compared.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if key is None:
+        return
+    plain = [
+        name
+        for name, shape in interface.properties.items()
+        if not {shape.get("format"), shape.get("items", {}).get("format")}
+        & {FILE_FORMAT, SECRET_FORMAT}
+    ]
+    if key not in plain:
+        raise ValueError(
+            f"batch.key: {key!r} is no input whose values can be compared; use one of "
+            f"{', '.join(plain) or 'none'}"
+        )
+
+
+def _example(shape: Mapping[str, Any], text: str) -> Any:
+    """Returns the simplest value for a JSON Schema as written by cog."""
+    if "enum" in shape:
+        return shape["enum"][0]
+    if "anyOf" in shape:
+        return _example(shape["anyOf"][0], text)
+    if shape.get("format") == FILE_FORMAT:
+        return f"data:text/plain;base64,{base64.b64encode(text.encode()).decode()}"
+    kind = shape.get("type")
+    if kind == "string":
+        padded = text.ljust(int(shape.get("minLength", 0)), ".")
+        return padded[: int(shape.get("maxLength", len(padded)))]
+    if kind in ("integer", "number"):
+        return shape.get("minimum", shape.get("maximum", 1))
+    plain: dict[str, Any] = {"boolean": False, "array": [], "object": {}}
+    return plain.get(str(kind), text)
+
+
+CUSTOM = CustomTask()

@@ -1,0 +1,283 @@
+"""Embedding: converts a text, or its tokens, to a vector."""
+
+from __future__ import annotations
+
+import math
+import operator
+import struct
+import unicodedata
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+from shared.errors import BadInput, InputTooLarge
+from shared.models.entry import CatalogEntry, Tolerance
+from shared.models.flow_types import StepSchema
+from shared.models.tasks.base import (
+    ExampleRequest,
+    FirstGuesses,
+    LinkTo,
+    StepInput,
+    Task,
+    TaskInput,
+    TaskResult,
+    WorkBound,
+)
+
+Truncate = Literal["none", "end", "start"]
+"""How to handle a text that is too long for its model: reject it, or cut it on that side.
+
+The default on the wire is `end`, because there was no choice in earlier releases. The API sends
+`none` unless the caller sets it.
+"""
+
+BYTES_PER_TOKEN = 4
+"""Approximate average for texts.
+
+OpenAI assumes the same for its limits (https://platform.openai.com/tokenizer).
+"""
+SPECIAL_TOKENS = 2
+
+TEXT_FIELDS: Mapping[str, Any] = {
+    "text": {"type": "string", "minLength": 1},
+    "truncate": {"type": "string", "enum": ["end", "start"]},
+}
+"""Inputs of a sentence encoder as a flow step, as JSON Schema."""
+
+
+def estimate_tokens(text: str) -> int:
+    """Returns approximately how many tokens a text has, including special tokens."""
+    return -(-_size_bytes(text) // BYTES_PER_TOKEN) + SPECIAL_TOKENS
+
+
+def cut_estimate(tokens: int, max_tokens: int) -> int:
+    """Limits an estimate to `max_tokens` plus special tokens. 0: no limit."""
+    return min(tokens, max_tokens + SPECIAL_TOKENS) if max_tokens else tokens
+
+
+def bound_tokens(text: str) -> int:
+    """Returns the maximum tokens that a tokenizer can produce, without special tokens.
+
+    A token has at least one byte, but tokenizers may normalize a text first
+    (https://www.unicode.org/reports/tr15/). Decomposed forms are the longest.
+    """
+    if text.isascii():
+        return len(text)
+    forms = (unicodedata.normalize("NFD", text), unicodedata.normalize("NFKD", text))
+    return max(map(_size_bytes, (text, *forms)))
+
+
+def bound_window(tokens: int, entry: CatalogEntry) -> int:
+    """Returns the maximum number of tokens that a model reads of a text.
+
+    Args:
+        tokens: maximum number of tokens that the text can have, including special tokens.
+        entry: catalog entry of the model.
+    """
+    window = entry.text.max_input_tokens
+    return tokens if window is None else min(tokens, window)
+
+
+def _size_bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+
+
+def checked_text(entry: CatalogEntry, values: Mapping[str, Any], field: str) -> str:
+    """Returns the text in a flow step input.
+
+    Raises:
+        BadInput: not a text, or too long for the model.
+    """
+    text = values.get(field)
+    if not isinstance(text, str) or not text:
+        raise BadInput(f"{field}: a text of at least one character is needed", field=field)
+    if len(text.encode(errors="replace")) > entry.text.max_input_bytes:
+        raise InputTooLarge(f"{field}: longer than {entry.text.max_input_bytes} bytes", field=field)
+    return text
+
+
+class TextInput(TaskInput, tag="text"):
+    """One text to embed."""
+
+    text: str
+    truncate: Truncate = "end"
+    max_tokens: int = 0
+    """Maximum tokens to read, without special tokens. 0: as many as the model takes."""
+
+    def estimate_work(self, entry: CatalogEntry) -> int:
+        """Returns tokens, based on the length of the text."""
+        return cut_estimate(estimate_tokens(self.text), self.max_tokens)
+
+    def bound_work(self, entry: CatalogEntry) -> WorkBound:
+        """Returns one token per byte plus special tokens, limited to the model's maximum."""
+        tokens = bound_tokens(self.text)
+        read = min(tokens, self.max_tokens) if self.max_tokens else tokens
+        return WorkBound(bound_window(read + SPECIAL_TOKENS, entry))
+
+    def cache_form(self) -> tuple[object, ...]:
+        """Returns the exact text, the side to cut, and the limit if set."""
+        bound = (self.max_tokens,) if self.max_tokens else ()
+        return ("text", self.text, self.truncate, *bound)
+
+
+class TokensInput(TaskInput, tag="tokens"):
+    """One text to embed, as token IDs of the model's own tokenizer, without special tokens."""
+
+    tokens: list[int]
+    truncate: Truncate = "end"
+
+    def estimate_work(self, entry: CatalogEntry) -> int:
+        """Returns the number of tokens, including special tokens."""
+        return len(self.tokens) + SPECIAL_TOKENS
+
+    def bound_work(self, entry: CatalogEntry) -> WorkBound:
+        """Returns the number of tokens including special tokens, limited to the model's maximum."""
+        return WorkBound(bound_window(len(self.tokens) + SPECIAL_TOKENS, entry))
+
+    def cache_form(self) -> tuple[object, ...]:
+        """Returns the tokens, and the side to cut."""
+        return ("tokens", self.tokens, self.truncate)
+
+
+class TextToTokenize(TaskInput, tag="text_to_tokenize"):
+    """A text whose tokens are needed to cut it into windows.
+
+    The model does not run, and it is free.
+
+    It counts toward limits, as part of the request that needs it.
+    """
+
+    text: str
+
+    def estimate_work(self, entry: CatalogEntry) -> int:
+        """Returns tokens, based on the length of the text."""
+        return estimate_tokens(self.text)
+
+    def bound_work(self, entry: CatalogEntry) -> WorkBound:
+        """Returns 0, because it is free."""
+        return WorkBound(0)
+
+    def cache_form(self) -> tuple[object, ...]:
+        return ("text_to_tokenize", self.text)
+
+
+class TextTokens(TaskResult, tag="text_tokens"):
+    """Start positions of a text's tokens, and how many tokens its model reads at once.
+
+    `starts`: start character of each token, little-endian uint32. `begins_word`: one byte per
+    token, 1 if it is the first of a word. Text cut between words has the same tokens in its parts
+    as in the whole.
+    """
+
+    starts: bytes
+    begins_word: bytes
+    max_tokens: int
+
+    def to_output(self, media_type: str, link_to: LinkTo) -> int:
+        return len(self.begins_word)
+
+
+class EmbeddingResult(TaskResult, tag="embedding"):
+    """One vector as little-endian float32, and the text's tokens including special tokens."""
+
+    vector: bytes
+    tokens: int
+    truncated_tokens: int = 0
+    """Tokens that were cut because the text was too long for the model."""
+
+    def find_wrong_number(self) -> str:
+        """Returns why a vector can't be compared with others."""
+        if not self.vector or len(self.vector) % 4:
+            return f"a vector of {len(self.vector)} bytes, which is not a list of float32"
+        # loaded in model processes anyway, and not needed for anything else in other processes
+        import numpy as np
+
+        values = np.frombuffer(self.vector, "<f4")
+        if not np.isfinite(values).all():
+            return "a vector with NaN or an infinite number"
+        return "" if values.any() else "a vector of zeros, which has no direction"
+
+    def to_output(self, media_type: str, link_to: LinkTo) -> list[float]:
+        """Returns the vector as a list of floats."""
+        return self.step_value()
+
+    def step_value(self) -> list[float]:
+        """Returns the vector as a list of floats."""
+        return list(struct.unpack(f"<{len(self.vector) // 4}f", self.vector))
+
+
+class EmbeddingTask(Task):
+    """Sentence encoders. Their unit of work and price is the token."""
+
+    name = "embedding"
+    noun = "an embedding model"
+    gen_ai_operation = "embeddings"
+    unit = "tokens"
+    first_guesses: ClassVar = FirstGuesses()
+    runs_graphs = True
+
+    def check_entry(self, entry: CatalogEntry) -> None:
+        """Requires a token budget, dimensions, and a backend for its precision."""
+        if entry.backend == "vllm":
+            raise ValueError(f"{self.noun} needs backend torch, onnx or auto")
+        if entry.backend == "torch" and entry.precision == "int8":
+            raise ValueError("embeddings in precision int8 need backend onnx or auto")
+        if entry.backend == "onnx" and entry.precision == "bf16":
+            raise ValueError("precision bf16 needs backend torch or auto")
+        if entry.batch.max_tokens is None or entry.dimensions is None:
+            raise ValueError(f"{self.noun} needs batch.max_tokens and dimensions")
+
+    def budget(self, entry: CatalogEntry) -> int:
+        assert entry.batch.max_tokens is not None, (
+            "checked when the catalog was read; this is a bug"
+        )
+        return entry.batch.max_tokens
+
+    def tolerance(self, entry: CatalogEntry) -> float:
+        """Returns the minimum cosine similarity to the reference."""
+        return entry.tolerance.cosine
+
+    def is_close(self, ours: TaskResult, theirs: TaskResult, tolerance: Tolerance) -> bool | None:
+        """Compares two vectors by their cosine."""
+        if not isinstance(ours, EmbeddingResult) or not isinstance(theirs, EmbeddingResult):
+            return None
+        if len(ours.vector) != len(theirs.vector):
+            return False
+        return _cosine(ours.vector, theirs.vector) >= tolerance.cosine
+
+    def result_bytes(self, entry: CatalogEntry) -> int:
+        """Returns the size of a vector in base64, which is a third larger than its bytes."""
+        return math.ceil((entry.dimensions or 1) * 4 / 3) * 4
+
+    def step_schema(self, entry: CatalogEntry) -> StepSchema:
+        return StepSchema(
+            {"type": "object", "properties": TEXT_FIELDS, "required": ["text"]},
+            {"type": "array", "items": {"type": "number"}},
+        )
+
+    def step_input(self, entry: CatalogEntry, values: Mapping[str, Any]) -> StepInput:
+        text = checked_text(entry, values, "text")
+        return StepInput(TextInput(text, values.get("truncate") or "none"))
+
+    def step_bound(self, entry: CatalogEntry) -> WorkBound:
+        """Returns one token per byte of the longest text, limited to the model's maximum."""
+        return WorkBound(bound_window(entry.text.max_input_bytes + SPECIAL_TOKENS, entry))
+
+    def example_request(self, entry: CatalogEntry, text: str) -> ExampleRequest:
+        return ExampleRequest(path="/v1/embeddings", body={"model": entry.name, "input": text})
+
+    def describe_answer(self, entry: CatalogEntry, answer: Any) -> str:
+        vector = answer["data"][0]["embedding"]
+        is_unit = math.isclose(math.hypot(*vector), 1.0, abs_tol=0.01)
+        if len(vector) != entry.dimensions or not is_unit:
+            raise ValueError(f"{len(vector)} numbers, no unit vector")
+        return f"a unit vector of {len(vector)}"
+
+
+def _cosine(one: bytes, other: bytes) -> float:
+    """Returns the cosine of two float32 vectors. NaN if one of them has no direction."""
+    ours, theirs = (struct.unpack(f"<{len(each) // 4}f", each) for each in (one, other))
+    length = math.hypot(*ours) * math.hypot(*theirs)
+    return sum(map(operator.mul, ours, theirs)) / length if length else math.nan
+
+
+EMBEDDING = EmbeddingTask()

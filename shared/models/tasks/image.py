@@ -1,0 +1,409 @@
+"""Image: from a prompt, or from an image and a prompt, to an image."""
+
+from __future__ import annotations
+
+import base64
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self
+
+import msgspec
+
+from shared.errors import BadInput
+from shared.models.blob import FILE_FORMAT, Blob
+from shared.models.entry import CatalogEntry
+from shared.models.flow_types import StepSchema
+from shared.models.image_entry import MAX_LORA_SCALE, MIN_LORA_SCALE
+from shared.models.tasks.base import (
+    ExampleRequest,
+    FirstGuesses,
+    LinkTo,
+    StepInput,
+    Task,
+    TaskInput,
+    TaskResult,
+    WorkBound,
+)
+
+_MAX_TOLD = 50
+"""Names of adapters in an error. The schema of the model has all."""
+
+MAX_PROMPT_CHARS = 32_000
+
+
+class ChosenAdapter(msgspec.Struct, frozen=True, array_like=True):
+    """An adapter that an image is drawn with.
+
+    `version`: the digest of its file, as the catalog of the API has it. Of one by URL it is the
+    digest of what the API fetched, which is its name too. `object_key`: where that is in the object
+    store, and `owner` the digest of its tenant. Until it is fetched, `url` says from where.
+    """
+
+    name: str
+    version: str
+    scale: float
+    object_key: str = ""
+    owner: str = ""
+    url: str = ""
+
+
+class ControlInput(msgspec.Struct, omit_defaults=True):
+    """The ControlNet that an image is drawn with, by its name in the catalog, and its image.
+
+    `digest`: of the entry of the ControlNet. `scale` multiplies what it adds. `start`, `end`: the
+    part of the steps in which it does, from 0 to 1.
+    """
+
+    name: str
+    digest: str
+    image: Blob
+    scale: float
+    start: float = 0.0
+    end: float = 1.0
+
+    def cache_form(self) -> tuple[object, ...]:
+        """All that decides the result. The image counts by its digest."""
+        numbers = (float(self.scale), float(self.start), float(self.end))
+        return ("control", self.name, self.digest, *self.image.identity, *numbers)
+
+
+class IpAdapterInput(msgspec.Struct, omit_defaults=True):
+    """The IP-Adapter that an image is drawn with, by its name in the catalog, and its image.
+
+    `version`: of its entry in the catalog. `scale` multiplies what it adds.
+    """
+
+    name: str
+    version: str
+    image: Blob
+    scale: float
+
+    def cache_form(self) -> tuple[object, ...]:
+        """All that decides the result. The image counts by its digest."""
+        return ("ip_adapter", self.name, self.version, *self.image.identity, float(self.scale))
+
+
+class ImageInput(TaskInput, tag="image"):
+    """One image to draw. With `image`, image-to-image at `strength`.
+
+    `mask`: a gray image of the size to draw. Only where it is not black, `image` is drawn anew.
+    `control`: a ControlNet that guides the drawing, and `more_controls` others that do too.
+    `ip_adapter`: an image to draw after.
+    `clip_skip`: how many of the last layers of CLIP do not read `prompt`. `guidance_rescale`: how
+    much of the contrast that guidance adds is taken back, from 0 to 1
+    (https://arxiv.org/abs/2305.08891).
+    """
+
+    prompt: str
+    width: int
+    height: int
+    steps: int
+    guidance_scale: float
+    seed: int
+    scheduler: str
+    negative_prompt: str = ""
+    image: Blob | None = None
+    strength: float | None = None
+    mask: Blob | None = None
+    adapter: ChosenAdapter | None = None
+    clip_skip: int | None = None
+    guidance_rescale: float = 0.0
+    control: ControlInput | None = None
+    ip_adapter: IpAdapterInput | None = None
+    more_controls: tuple[ControlInput, ...] = ()
+
+    @property
+    def controls(self) -> Sequence[ControlInput]:
+        """All ControlNets of the image. Releases up to 0.1 read the first one only."""
+        return [] if self.control is None else [self.control, *self.more_controls]
+
+    @property
+    def guides(self) -> Sequence[ControlInput | IpAdapterInput]:
+        """All ControlNets in their order, then the IP-Adapter if there is one."""
+        return [*self.controls, *([] if self.ip_adapter is None else [self.ip_adapter])]
+
+    @property
+    def sources(self) -> Sequence[Blob]:
+        """The image to start from, its mask, and the images of controls and the IP-Adapter."""
+        own = [blob for blob in (self.image, self.mask) if blob is not None]
+        return (*own, *(guide.image for guide in self.guides))
+
+    def with_sources(self, sources: Sequence[Blob]) -> Self:
+        """The same input with its images in other places."""
+        left, moved = iter(sources), dict[str, Any]()
+        for name in ("image", "mask"):
+            if getattr(self, name) is not None:
+                moved[name] = next(left)
+        guides = [msgspec.structs.replace(guide, image=next(left)) for guide in self.guides]
+        if self.ip_adapter is not None:
+            moved["ip_adapter"] = guides.pop()
+        if guides:
+            moved |= {"control": guides[0], "more_controls": tuple(guides[1:])}
+        return msgspec.structs.replace(self, **moved)
+
+    def estimate_work(self, entry: CatalogEntry) -> int:
+        """Pixel-steps. With a source only a part of the steps is run."""
+        share = 1.0 if self.strength is None else self.strength
+        return self.width * self.height * max(1, int(self.steps * share))
+
+    def bound_work(self, entry: CatalogEntry) -> WorkBound:
+        """Pixel-steps. Some families run a part of a step as a whole one."""
+        share = 1.0 if self.strength is None else self.strength
+        steps = self.steps - int(max(self.steps - self.steps * share, 0))
+        return WorkBound(self.width * self.height * max(1, steps))
+
+    def cache_form(self) -> tuple[object, ...]:
+        """Every parameter. 7 and 7.0 are one guidance scale. Files count by digest."""
+        size = (self.width, self.height, self.steps)
+        guidance = float(self.guidance_scale)
+        drawn: tuple[object, ...] = (guidance, self.seed, self.scheduler)
+        drawn += (self.prompt, self.negative_prompt)
+        # Only if they are given, so that the keys of others stay as they are.
+        if self.clip_skip or self.guidance_rescale:
+            drawn += (self.clip_skip or 0, float(self.guidance_rescale))
+        if (chosen := self.adapter) is not None:
+            drawn += ("adapter", chosen.name, chosen.version, float(chosen.scale))
+        guided = tuple(guide.cache_form() for guide in self.guides)
+        if self.image is None:
+            return ("image", size, drawn, *guided)
+        strength = None if self.strength is None else float(self.strength)
+        source = (self.image.identity, strength)
+        masked = () if self.mask is None else (self.mask.identity,)
+        return ("image", size, drawn, *source, *masked, *guided)
+
+
+class ImageResult(TaskResult, tag="image"):
+    """One encoded image with the seed that gives it again."""
+
+    image: Blob
+    width: int
+    height: int
+    seed: int
+    pixel_steps: int
+    truncated_tokens: int | None = None
+    """Tokens that were left out, because a prompt was too long for the model. None: not known."""
+    adapter: str | None = None
+    """The name of the adapter that it was drawn with. None: it has none."""
+
+    @property
+    def blobs(self) -> Sequence[Blob]:
+        return (self.image,)
+
+    def with_blobs(self, blobs: Sequence[Blob]) -> Self:
+        """The same result with the image in another place."""
+        return msgspec.structs.replace(self, image=blobs[0])
+
+    def to_output(self, media_type: str, link_to: LinkTo) -> str:
+        """A `data:` URI of a small image that needs no other format, otherwise a URL."""
+        if self.image.data is not None and media_type == self.image.media_type:
+            return f"data:{media_type};base64,{base64.b64encode(self.image.data).decode()}"
+        return link_to(self.image.object_key)
+
+    def step_value(self) -> Blob:
+        return self.image
+
+    @classmethod
+    def count_truncated(cls, results: Sequence[TaskResult], *, is_asked: bool = True) -> int | None:
+        """Tokens that the prompts lost. All images of a request have the same prompts."""
+        counts = [one.truncated_tokens for one in results if isinstance(one, ImageResult)]
+        return max((count for count in counts if count is not None), default=None)
+
+
+class ImagesResult(TaskResult, tag="images"):
+    """The images of a request with steps after each image (see after_image.py), in its order."""
+
+    images: list[ImageResult | None]
+    """None: it is withheld."""
+
+    @property
+    def delivered(self) -> list[ImageResult]:
+        return [image for image in self.images if image is not None]
+
+    @property
+    def withheld(self) -> int:
+        return self.images.count(None)
+
+    @property
+    def blobs(self) -> Sequence[Blob]:
+        return [image.image for image in self.delivered]
+
+    def with_blobs(self, blobs: Sequence[Blob]) -> Self:
+        """The same images in other places."""
+        left = iter(blobs)
+        images = [image and image.with_blobs([next(left)]) for image in self.images]
+        return msgspec.structs.replace(self, images=images)
+
+    def to_output(self, media_type: str, link_to: LinkTo) -> list[str]:
+        """The URIs of those that are delivered."""
+        return [image.to_output(media_type, link_to) for image in self.delivered]
+
+    def step_value(self) -> list[Blob]:
+        return list(self.blobs)
+
+
+def choose_adapter(
+    entry: CatalogEntry, name: str | None, scale: float | None, *, takes_urls: bool = False
+) -> ChosenAdapter | None:
+    """Returns what a request has chosen by `lora_weights` and `lora_scale`. None: no adapter.
+
+    Args:
+        scale: how strongly it counts. None: as the catalog says.
+        takes_urls: True if `name` may be the URL of its file, which the caller of this fetches.
+
+    Raises:
+        BadInput: the model has no such adapter, or there is a scale without one.
+    """
+    if name is None:
+        if scale is not None:
+            raise BadInput("lora_scale: is for lora_weights; leave it out", field="lora_scale")
+        return None
+    by_url = takes_urls and entry.image.adapter_urls is not None and name.startswith("https://")
+    adapter = None if by_url else entry.image.adapters.get(name)
+    if adapter is None and not by_url:
+        raise BadInput(
+            f"lora_weights: {_no_such_adapter(entry, name, takes_urls)}", field="lora_weights"
+        )
+    used = scale
+    if used is None:
+        used = 1.0 if adapter is None else adapter.scale
+    if not MIN_LORA_SCALE <= used <= MAX_LORA_SCALE:
+        raise BadInput(
+            f"lora_scale: {used} is not from {MIN_LORA_SCALE:g} to {MAX_LORA_SCALE:g}",
+            field="lora_scale",
+        )
+    if adapter is None:
+        return ChosenAdapter("", "", used, url=name)
+    return ChosenAdapter(name, adapter.version, used)
+
+
+def _no_such_adapter(entry: CatalogEntry, name: str, takes_urls: bool) -> str:
+    adapters, urls = entry.image.adapters, entry.image.adapter_urls if takes_urls else None
+    if not adapters and urls is None:
+        return f"{entry.name} has no adapters; leave it out"
+    told = [", ".join(list(adapters)[:_MAX_TOLD])] if adapters else []
+    if len(adapters) > _MAX_TOLD:
+        told[0] += f" and {len(adapters) - _MAX_TOLD} more"
+    if urls is not None:
+        told.append(f"files by URL below {', '.join(urls.allowed)}")
+    return f"{name[:80]!r} is not an adapter of {entry.name}; it has {', and '.join(told)}"
+
+
+def step_fields(entry: CatalogEntry) -> dict[str, Any]:
+    """What a step of a flow gives to an image model, as JSON Schema: no image to start from."""
+    prompt = {"type": "string", "maxLength": MAX_PROMPT_CHARS}
+    adapters: dict[str, Any] = {}
+    if entry.image.adapters:
+        adapters["lora_weights"] = {"type": "string", "enum": list(entry.image.adapters)}
+        scales = {"minimum": MIN_LORA_SCALE, "maximum": MAX_LORA_SCALE}
+        adapters["lora_scale"] = {"type": "number", **scales}
+    fields = adapters | {
+        "prompt": prompt | {"minLength": 1},
+        "negative_prompt": prompt,
+        "width": {"type": "integer", "minimum": entry.image.multiple},
+        "height": {"type": "integer", "minimum": entry.image.multiple},
+        "num_inference_steps": {
+            "type": "integer",
+            "minimum": 1,
+            "maximum": entry.image.longest_steps,
+        },
+        "guidance_scale": {"type": "number", "minimum": 0, "maximum": 100},
+        "seed": {"type": "integer", "minimum": 0},
+        "scheduler": {"type": "string", "enum": list(entry.image.schedulers)},
+    }
+    return {name: field for name, field in fields.items() if entry.image.accepts(name)}
+
+
+class ImageTask(Task):
+    """Diffusion models. Their unit of work and price is the pixel-step."""
+
+    name = "image"
+    noun = "an image model"
+    gen_ai_operation = "generate_content"
+    unit = "pixel_steps"
+    first_guesses: ClassVar = FirstGuesses(item_s=2.0, gap_s=0.5, batch_s=1.0)
+    stores_blobs = True
+    compares_images = True
+    is_compiled = True
+
+    def entry_defaults(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Torch is the only backend. An item takes seconds, which is what slots are for."""
+        return {"backend": "torch", "replies": "slots"}
+
+    def check_entry(self, entry: CatalogEntry) -> None:
+        """A model needs a budget of pixel-steps."""
+        if entry.backend != "torch":
+            raise ValueError(f"{self.noun} needs backend torch")
+        if entry.batch.max_pixel_steps is None:
+            raise ValueError(f"{self.noun} needs batch.max_pixel_steps")
+
+    def budget(self, entry: CatalogEntry) -> int:
+        assert entry.batch.max_pixel_steps is not None, (
+            "checked when the catalog was read; this is a bug"
+        )
+        return entry.batch.max_pixel_steps
+
+    def tolerance(self, entry: CatalogEntry) -> float:
+        """The least peak signal-to-noise ratio."""
+        return entry.tolerance.psnr_db
+
+    def step_schema(self, entry: CatalogEntry) -> StepSchema:
+        fields = {"type": "object", "properties": step_fields(entry), "required": ["prompt"]}
+        return StepSchema(fields, {"type": "string", "format": FILE_FORMAT})
+
+    def step_input(self, entry: CatalogEntry, values: Mapping[str, Any]) -> StepInput:
+        """A prompt. Or `drawing`: a whole image of a request, as `drawing_of` gives it."""
+        if "drawing" in values:
+            drawing = msgspec.convert(values["drawing"], ImageInput)
+            return StepInput(
+                msgspec.structs.replace(drawing, seed=values["seed"]), values["is_repeatable"]
+            )
+        limits, prompt = entry.image, values.get("prompt")
+        if not isinstance(prompt, str) or not 0 < len(prompt) <= MAX_PROMPT_CHARS:
+            raise BadInput(
+                f"prompt: a text of 1 to {MAX_PROMPT_CHARS} characters is needed", field="prompt"
+            )
+        width, height = values.get("width", limits.width), values.get("height", limits.height)
+        if width % limits.multiple or height % limits.multiple:
+            raise BadInput(
+                f"width, height: those of {entry.name} are multiples of {limits.multiple}",
+                field="width",
+            )
+        if width * height > limits.largest_pixels:
+            raise BadInput(
+                f"width, height: {width}x{height} is {width * height} pixels; at most "
+                f"{limits.largest_pixels} are allowed for {entry.name}",
+                field="width",
+            )
+        seed = values.get("seed")
+        image = ImageInput(
+            prompt=prompt,
+            width=width,
+            height=height,
+            steps=values.get("num_inference_steps", limits.steps),
+            guidance_scale=values.get("guidance_scale", limits.guidance_scale),
+            seed=secrets.randbelow(2**32) if seed is None else seed,
+            scheduler=values.get("scheduler", limits.scheduler),
+            negative_prompt=values.get("negative_prompt", ""),
+            adapter=choose_adapter(entry, values.get("lora_weights"), values.get("lora_scale")),
+        )
+        return StepInput(image, seed is not None)
+
+    def step_bound(self, entry: CatalogEntry) -> WorkBound:
+        """The largest image with the most steps."""
+        return WorkBound(entry.image.largest_pixels * entry.image.longest_steps)
+
+    def least_work(self, entry: CatalogEntry) -> int:
+        """One step of the smallest image."""
+        return entry.image.multiple**2
+
+    def example_request(self, entry: CatalogEntry, text: str) -> ExampleRequest:
+        body = {"model": entry.name, "prompt": text, "n": 1, "response_format": "b64_json"}
+        return ExampleRequest(path="/v1/images/generations", body=body)
+
+    def describe_answer(self, entry: CatalogEntry, answer: Any) -> str:
+        if not answer["data"][0]["b64_json"]:
+            raise ValueError("no image")
+        return "an image"
+
+
+IMAGE = ImageTask()

@@ -1,0 +1,146 @@
+"""Similarity: computes the cosine of two texts' vectors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from shared.models.entry import CatalogEntry, Tolerance
+from shared.models.flow_types import StepSchema
+from shared.models.tasks.base import (
+    ExampleRequest,
+    LinkTo,
+    StepInput,
+    TaskInput,
+    TaskResult,
+    WorkBound,
+)
+from shared.models.tasks.embedding import (
+    SPECIAL_TOKENS,
+    TEXT_FIELDS,
+    EmbeddingTask,
+    Truncate,
+    bound_tokens,
+    bound_window,
+    checked_text,
+    cut_estimate,
+    estimate_tokens,
+)
+
+RESULT_BYTES = 128
+"""Maximum size of a score with its field names, as JSON."""
+
+
+class SimilarityInput(TaskInput, tag="similarity"):
+    """A text and the text to compare it with."""
+
+    text: str
+    query: str
+    truncate: Truncate = "end"
+    max_tokens: int = 0
+    """Maximum tokens to read of `text`, without special tokens. 0: all that the model takes."""
+
+    def estimate_work(self, entry: CatalogEntry) -> int:
+        text = cut_estimate(estimate_tokens(self.text), self.max_tokens)
+        return text + estimate_tokens(self.query)
+
+    def bound_work(self, entry: CatalogEntry) -> WorkBound:
+        """Returns one token per byte of both texts plus special tokens, up to the maximum."""
+        text, query = bound_tokens(self.text), bound_tokens(self.query)
+        read = min(text, self.max_tokens) if self.max_tokens else text
+        each = (bound_window(tokens + SPECIAL_TOKENS, entry) for tokens in (read, query))
+        return WorkBound(sum(each))
+
+    def cache_form(self) -> tuple[object, ...]:
+        """Returns both exact texts, the side to cut, and the limit if set."""
+        bound = (self.max_tokens,) if self.max_tokens else ()
+        return ("similarity", self.text, self.query, self.truncate, *bound)
+
+
+class SimilarityResult(TaskResult, tag="similarity"):
+    """The similarity of two texts, and the tokens of both.
+
+    The score is a cosine from -1 to 1, or the output of a cross-encoder, from 0 to 1. Special
+    tokens count.
+    """
+
+    score: float
+    tokens: int
+    truncated_tokens: int = 0
+    """Tokens cut from both texts because a text was too long for the model."""
+
+    def find_wrong_number(self) -> str:
+        """Returns why a score can't be used for ranking."""
+        return "" if math.isfinite(self.score) else "a score that is not a finite number"
+
+    def to_output(self, media_type: str, link_to: LinkTo) -> float:
+        return self.score
+
+    def step_value(self) -> float:
+        return self.score
+
+
+class SimilarityTask(EmbeddingTask):
+    """Sentence encoders used only for cosines, and cross-encoders.
+
+    Entries are the same as for embedding. Cross-encoders do not have dimensions.
+    """
+
+    name = "similarity"
+    noun = "a similarity model"
+    compares_texts = True
+
+    def check_entry(self, entry: CatalogEntry) -> None:
+        """A cross-encoder requires a token budget and torch. It has no vectors to compare."""
+        if entry.rerank == "cosine":
+            super().check_entry(entry)
+        elif entry.batch.max_tokens is None:
+            raise ValueError("a cross-encoder needs batch.max_tokens")
+        elif entry.backend != "torch" or entry.precision in ("int8", "int4"):
+            raise ValueError("a cross-encoder needs backend torch, and fp32, bf16, fp16 or auto")
+        elif entry.dimensions is not None:
+            raise ValueError("a cross-encoder makes no vectors; leave dimensions out")
+
+    def is_close(self, ours: TaskResult, theirs: TaskResult, tolerance: Tolerance) -> bool | None:
+        """Compares by the maximum change of the score if both vectors turn by the tolerance."""
+        if not isinstance(ours, SimilarityResult) or not isinstance(theirs, SimilarityResult):
+            return None
+        turn = math.sqrt(2 * (1 - tolerance.cosine))
+        return abs(ours.score - theirs.score) <= 2 * turn
+
+    def result_bytes(self, entry: CatalogEntry) -> int:
+        return RESULT_BYTES
+
+    def step_schema(self, entry: CatalogEntry) -> StepSchema:
+        query = {"query": TEXT_FIELDS["text"]}
+        return StepSchema(
+            {
+                "type": "object",
+                "properties": {**TEXT_FIELDS, **query},
+                "required": ["text", "query"],
+            },
+            {"type": "number"},
+        )
+
+    def step_input(self, entry: CatalogEntry, values: Mapping[str, Any]) -> StepInput:
+        text, query = (checked_text(entry, values, field) for field in ("text", "query"))
+        return StepInput(SimilarityInput(text, query, values.get("truncate") or "none"))
+
+    def step_bound(self, entry: CatalogEntry) -> WorkBound:
+        """Returns the bound for two texts of an embedding model."""
+        return WorkBound(2 * super().step_bound(entry).work)
+
+    def example_request(self, entry: CatalogEntry, text: str) -> ExampleRequest:
+        """Returns two texts. One of them is the query itself."""
+        body = {"version": entry.name, "input": {"query": text, "texts": [text, "a cat on a mat"]}}
+        return ExampleRequest(path="/v1/predictions", body=body, headers={"prefer": "wait"})
+
+    def describe_answer(self, entry: CatalogEntry, answer: Any) -> str:
+        scores = answer["output"]
+        if not scores or len(scores) != 2 or not 0.99 < scores[0] <= 1:
+            raise ValueError(f"the output {scores}, no two scores that begin with 1")
+        return "two scores"
+
+
+SIMILARITY = SimilarityTask()

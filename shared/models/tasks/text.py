@@ -1,0 +1,471 @@
+"""Generation, `text` in the catalog: a language model continues a conversation or a prompt.
+
+Two generations are compared by ROUGE-L, the longest common subsequence of their words. Tokens of a
+conversation or a prompt are counted by the worker that prepares prompts: the model does not run,
+and counting is free.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import secrets
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, Self
+
+import msgspec
+
+from shared.errors import BadInput, ContextLengthExceeded
+from shared.models.chunk import StreamChunk
+from shared.models.entry import CatalogEntry, Tolerance
+from shared.models.flow_types import StepSchema
+from shared.models.tasks.base import (
+    ExampleRequest,
+    FirstGuesses,
+    LinkTo,
+    StepInput,
+    Task,
+    TaskInput,
+    TaskResult,
+    WorkBound,
+)
+from shared.models.tasks.embedding import (
+    BYTES_PER_TOKEN,
+    SPECIAL_TOKENS,
+    bound_tokens,
+    estimate_tokens,
+)
+
+_WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|\w+|[^\w\s]")
+"""A word, a punctuation mark, or a character of a script without spaces between words."""
+
+FinishReason = Literal["stop", "length"]
+"""`stop`: the model ended its text, or generated a stop sequence.
+
+`length`: max_tokens was reached.
+"""
+TEMPLATE_TOKENS = 8
+"""Approximate number of tokens that a chat template adds to a message."""
+MAX_TEMPLATE_TOKENS = 512
+"""Maximum number of tokens that a chat template adds itself: a system message, the date, how to
+call tools.
+
+The frame of a message has fewer tokens than its JSON has bytes.
+"""
+INDENTED = 2
+"""Maximum growth of tool and variable JSON, which templates write with spaces or
+indentation.
+"""
+TOKEN_BYTES = 8
+"""Size of a token in a reply: its text, escaped."""
+RESPONSE_FORMAT = "response_format"
+FAR_ABOVE = 8
+"""A prompt of this many contexts, as estimated, is rejected without tokenizing it."""
+MAX_STEP_SEED = 2**53 - 11
+"""Maximum seed of a prediction (`MAX_SEED` in api/bodies.py). A test compares the two."""
+LOGPROB_BYTES = 48
+"""Size of one alternative in a reply."""
+
+STEP_FIELDS: Mapping[str, Any] = {
+    "prompt": {"type": "string", "minLength": 1},
+    "messages": {"type": "array", "items": {"type": "object"}, "minItems": 1},
+    "max_tokens": {"type": "integer", "minimum": 1},
+    "temperature": {"type": "number", "minimum": 0, "maximum": 2},
+    "top_p": {"type": "number", "minimum": 0, "maximum": 1},
+    "top_k": {"type": "integer", "minimum": 0, "maximum": 2**20},
+    "seed": {"type": "integer", "minimum": 0, "maximum": MAX_STEP_SEED},
+    "stop": {"type": "array", "items": {"type": "string"}, "maxItems": 4},
+}
+"""Inputs of a text model as a flow step, as JSON Schema, the same as for a prediction."""
+
+ID_BYTES = 4
+
+
+def rouge_l(ours: str, theirs: str) -> float:
+    """Returns ROUGE-L: the F1 of the longest common subsequence of words, from 0 to 1 (equal).
+
+    Source: Lin, "ROUGE: A Package for Automatic Evaluation of Summaries" (2004), section 3, with
+    beta 1. Two texts without words are equal.
+    """
+    first, second = _WORD.findall(ours), _WORD.findall(theirs)
+    if not first and not second:
+        return 1.0
+    return 2 * _common(first, second) / (len(first) + len(second))
+
+
+def _common(first: list[str], second: list[str]) -> int:
+    """Returns the length of the longest common subsequence.
+
+    Uses one bit per word of `first`, updated in one step per word of `second`: 1 ms for 1,000
+    words. Source: Hyyro, "Bit-Parallel LCS-length Computation Revisited" (2004).
+    """
+    positions: dict[str, int] = {}
+    for position, word in enumerate(first):
+        positions[word] = positions.get(word, 0) | 1 << position
+    everywhere = (1 << len(first)) - 1
+    left = everywhere
+    for word in second:
+        matched = left & positions.get(word, 0)
+        left = (left + matched | left - matched) & everywhere
+    return len(first) - left.bit_count()
+
+
+class TokenLogprob(msgspec.Struct, omit_defaults=True):
+    """The log probability of a token, and of the most likely ones at its position."""
+
+    token: str
+    """Text of the token. Bytes that are not a whole character are shown as U+FFFD."""
+    logprob: float
+    data: bytes = b""
+    """Bytes of the text."""
+    top: list[TokenLogprob] = []
+
+
+class TokenChunk(StreamChunk, omit_defaults=True):
+    """Consecutive generated tokens.
+
+    `first`: number of tokens before it. `text` may lag behind `ids`: it ends before an
+    incomplete character, and before text that may become a stop sequence. The first chunk of an
+    item includes the number of prompt tokens, and how many of them are `cached_tokens`.
+    """
+
+    logprobs: list[TokenLogprob] = msgspec.field(default_factory=list)
+    input_tokens: int = 0
+    cached_tokens: int = 0
+
+
+class GenerationInput(TaskInput, tag="generation"):
+    """The prompt to continue, and the options. Either `messages` or `prompt` is set.
+
+    `messages` and `tools` have OpenAI's format. They are passed unchanged to the model's chat
+    template.
+    """
+
+    max_tokens: int
+    seed: int
+    ends_with_context: bool = False
+    """True to shorten the text if the prompt leaves less than `max_tokens` of the context.
+
+    Otherwise, the prompt is rejected.
+    """
+    messages: list[dict[str, Any]] = msgspec.field(default_factory=list)
+    tools: list[dict[str, Any]] = msgspec.field(default_factory=list)
+    prompt: str | list[int] = ""
+    """Text, or token IDs of the model's own tokenizer."""
+    temperature: float = 1.0
+    """0: always the most likely token."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0: all tokens."""
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    min_p: float = 0.0
+    """Keeps tokens whose probability is at least this fraction of the most likely one's."""
+    repetition_penalty: float = 1.0
+    """Divides positive logits of tokens that occur in the prompt or the text, and multiplies
+    negative ones.
+    """
+    logit_bias: dict[int, float] = msgspec.field(default_factory=dict)
+    """Added to token logits before anything else."""
+    template_options: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Variables of the chat template."""
+    is_echoed: bool = False
+    """True if the result includes the text of the prompt, with log probabilities of its tokens if
+    requested.
+    """
+    stop: list[str] = msgspec.field(default_factory=list)
+    logprobs: int = -1
+    """Number of alternatives reported per token. -1: no log probabilities at all."""
+    json_schema: str = ""
+    """JSON schema, as JSON, that the text must match. Empty: none."""
+    schema_field: str = RESPONSE_FORMAT
+    """Request field that the schema comes from.
+
+    Any other field than the default means that the schema describes a call.
+    """
+    is_streamed: bool = False
+    """True if tokens are reported as they are generated (shared/stores/token_streams.py)."""
+
+    @property
+    def field(self) -> Literal["messages", "prompt"]:
+        """The field with the prompt, for errors."""
+        return "messages" if self.messages else "prompt"
+
+    def check_length(self, context_tokens: int) -> None:
+        """Rejects a prompt that is far too long before tokenizing it.
+
+        Raises:
+            ContextLengthExceeded: it is too long. Its number of tokens is estimated from its size.
+        """
+        prompt = self._estimate_prompt()
+        if prompt > FAR_ABOVE * context_tokens:
+            raise self.too_long(prompt, context_tokens)
+
+    def room(self, prompt_tokens: int, context_tokens: int) -> int:
+        """Returns how many tokens may be generated after a prompt.
+
+        Raises:
+            ContextLengthExceeded: too few remain.
+        """
+        left = context_tokens - prompt_tokens
+        if left < (1 if self.ends_with_context else self.max_tokens):
+            raise self.too_long(prompt_tokens, context_tokens)
+        return min(self.max_tokens, left)
+
+    def too_long(self, prompt_tokens: int, context_tokens: int) -> ContextLengthExceeded:
+        """Returns the error in OpenAI's words, because clients and proxies look for them."""
+        written = 1 if self.ends_with_context else self.max_tokens
+        return ContextLengthExceeded(
+            f"This model's maximum context length is {context_tokens} tokens. However, you "
+            f"requested {prompt_tokens + written} tokens ({prompt_tokens} in the {self.field}, "
+            f"{written} in the completion). Please reduce the length of the {self.field} or "
+            "completion.",
+            field=self.field,
+        )
+
+    def estimate_work(self, entry: CatalogEntry) -> int:
+        """Returns tokens: an estimate for the prompt, and all that may be generated."""
+        return self._estimate_prompt() + self.max_tokens
+
+    def _estimate_prompt(self) -> int:
+        if isinstance(self.prompt, list):
+            return len(self.prompt)
+        if not self.messages:
+            return estimate_tokens(self.prompt)
+        parts = [self.messages, self.tools, *filter(None, [self.template_options])]
+        size_bytes = len(msgspec.json.encode(parts))
+        return -(-size_bytes // BYTES_PER_TOKEN) + TEMPLATE_TOKENS * len(self.messages)
+
+    def bound_work(self, entry: CatalogEntry) -> WorkBound:
+        """Returns one token per byte of the prompt, plus all that may be generated.
+
+        A prompt that leaves too little context for its continuation is rejected.
+        """
+        room = max(0, entry.generation.context_tokens - self.max_tokens)
+        return WorkBound(min(self._bound_prompt(), room) + self.max_tokens, self.max_tokens)
+
+    def _bound_prompt(self) -> int:
+        if isinstance(self.prompt, list):
+            return len(self.prompt)
+        if not self.messages:
+            return bound_tokens(self.prompt) + SPECIAL_TOKENS
+        messages, tools, options = (
+            bound_tokens(msgspec.json.encode(part).decode())
+            for part in (self.messages, self.tools, self.template_options)
+        )
+        return messages + INDENTED * (tools + options) + MAX_TEMPLATE_TOKENS
+
+    def cache_form(self) -> tuple[object, ...]:
+        """Returns all fields except `is_streamed`, which does not affect the text."""
+        names = (name for name in self.__struct_fields__ if name != "is_streamed")
+        # As JSON, because messages are nested and the template sees the order of their keys.
+        fields = {name: getattr(self, name) for name in names}
+        return ("generation", msgspec.json.encode(fields).decode())
+
+    def for_comparison(self) -> Self | None:
+        """Returns a generation of the most likely tokens, without streaming."""
+        if self.temperature > 0:
+            return None
+        return msgspec.structs.replace(self, is_streamed=False)
+
+
+class GenerationResult(TaskResult, tag="generation"):
+    """The text, why it ended, and the tokens used.
+
+    `tokens` counts all tokens. `input_tokens` includes `cached_tokens`: prompt tokens whose keys
+    and values the worker had already computed for another prompt with the same beginning.
+    """
+
+    text: str
+    finish_reason: FinishReason
+    tokens: int
+    input_tokens: int
+    output_tokens: int
+    cached_tokens: int = 0
+    logprobs: list[TokenLogprob] = msgspec.field(default_factory=list)
+    prompt_text: str = ""
+    """Only if requested."""
+    prompt_logprobs: list[TokenLogprob] = msgspec.field(default_factory=list)
+    """For an echoed prompt. The first token has none, so it has 0 and no alternatives."""
+    stop_sequence: str = ""
+    """The stop sequence that ended the generation. Empty: it ended for another reason."""
+
+    def find_wrong_number(self) -> str:
+        """Returns which log probability is invalid."""
+        tokens = (*self.prompt_logprobs, *self.logprobs)
+        logprobs = (one.logprob for token in tokens for one in (token, *token.top))
+        if all(map(math.isfinite, logprobs)):
+            return ""
+        return "a log probability that is not a finite number"
+
+    @property
+    def streamed_tokens(self) -> int:
+        """Number of tokens in its stream."""
+        return self.output_tokens
+
+    def to_output(self, media_type: str, link_to: LinkTo) -> str:
+        return self.text
+
+    def step_value(self) -> str:
+        return self.text
+
+
+class GenerationTask(Task):
+    """Language models. Their unit of work is the token, read or generated."""
+
+    name = "text"
+    noun = "a text model"
+    gen_ai_operation = "chat"
+    unit = "tokens"
+    precisions: ClassVar = ("auto", "fp32", "bf16", "fp16", "int4")
+    engines: ClassVar = ("auto", "llama.cpp")
+    has_context = True
+    shares_weights = True
+    first_guesses: ClassVar = FirstGuesses(item_s=2.0, gap_s=0.05, batch_s=2.0)
+
+    def check_entry(self, entry: CatalogEntry) -> None:
+        """Requires a token budget, and torch or vLLM."""
+        if entry.backend == "onnx":
+            raise ValueError(f"{self.noun} needs backend torch, vllm or auto")
+        if entry.backend == "vllm" and entry.precision == "int4":
+            raise ValueError("precision int4 needs backend torch or auto")
+        if entry.backend == "vllm" and entry.generation.lookup_tokens:
+            raise ValueError("generation.lookup_tokens needs backend torch or auto")
+        if entry.engine != "auto":
+            self._check_engine(entry)
+        if entry.batch.max_tokens is None:
+            raise ValueError(f"{self.noun} needs batch.max_tokens")
+        if entry.batch.max_tokens < entry.generation.context_tokens:
+            raise ValueError("batch.max_tokens holds at least generation.context_tokens")
+
+    def _check_engine(self, entry: CatalogEntry) -> None:
+        if entry.backend != "auto":
+            raise ValueError(f"backend: engine {entry.engine} has none; leave it out")
+        if entry.precision != "auto":
+            raise ValueError(
+                f"precision: engine {entry.engine} computes what is in the file; leave it out, and "
+                "choose a file of another quantization"
+            )
+        if entry.generation.lookup_tokens:
+            raise ValueError(f"generation.lookup_tokens: engine {entry.engine} has none")
+
+    def budget(self, entry: CatalogEntry) -> int:
+        """Returns the number of tokens whose keys and values are kept at a time."""
+        assert entry.batch.max_tokens is not None, (
+            "checked when the catalog was read; this is a bug"
+        )
+        return entry.batch.max_tokens
+
+    def tolerance(self, entry: CatalogEntry) -> float:
+        """Returns 0, because generations have no distance."""
+        return 0.0
+
+    def compares(self, tolerance: Tolerance) -> bool:
+        """Returns True only if the entry sets the required similarity."""
+        return tolerance.rouge_l is not None
+
+    def is_close(self, ours: TaskResult, theirs: TaskResult, tolerance: Tolerance) -> bool | None:
+        if not isinstance(ours, GenerationResult) or not isinstance(theirs, GenerationResult):
+            return None
+        if tolerance.rouge_l is None:
+            return None
+        return rouge_l(ours.text, theirs.text) >= tolerance.rouge_l
+
+    def result_bytes(self, entry: CatalogEntry) -> int:
+        """Returns the size of a generation with the maximum number of tokens."""
+        return entry.generation.longest_tokens * TOKEN_BYTES
+
+    def step_schema(self, entry: CatalogEntry) -> StepSchema:
+        """Returns the schemas of a prompt or messages, and of the text that continues them."""
+        return StepSchema({"type": "object", "properties": STEP_FIELDS}, {"type": "string"})
+
+    def step_input(self, entry: CatalogEntry, values: Mapping[str, Any]) -> StepInput:
+        """Accepts a prompt or messages."""
+        prompt, messages = values.get("prompt"), values.get("messages")
+        if bool(prompt) == bool(messages):
+            raise BadInput("give either prompt or messages", field="prompt")
+        limits, max_tokens = entry.generation, values.get("max_tokens")
+        if max_tokens is not None and max_tokens > limits.longest_tokens:
+            raise BadInput(
+                f"max_tokens: {entry.name} generates at most {limits.longest_tokens} tokens",
+                field="max_tokens",
+            )
+        seed, temperature = values.get("seed"), float(values.get("temperature", 1.0))
+        is_repeatable = seed is not None or temperature == 0
+        generation = GenerationInput(
+            max_tokens=max_tokens or limits.default_tokens,
+            seed=(seed or 0) if is_repeatable else secrets.randbelow(MAX_STEP_SEED),
+            ends_with_context=max_tokens is None,
+            messages=list(messages or ()),
+            prompt=prompt or "",
+            temperature=temperature,
+            top_p=float(values.get("top_p", 1.0)),
+            top_k=values.get("top_k", 0),
+            stop=list(values.get("stop") or ()),
+        )
+        generation.check_length(limits.context_tokens)
+        return StepInput(generation, is_repeatable)
+
+    def step_bound(self, entry: CatalogEntry) -> WorkBound:
+        """Returns the whole context, with the maximum number of generated tokens."""
+        return WorkBound(entry.generation.context_tokens, entry.generation.longest_tokens)
+
+    def example_request(self, entry: CatalogEntry, text: str) -> ExampleRequest:
+        """Returns a question with a short answer."""
+        body = {
+            "model": entry.name,
+            "messages": [{"role": "user", "content": text}],
+            "max_tokens": 8,
+            "temperature": 0,
+        }
+        return ExampleRequest(path="/v1/chat/completions", body=body)
+
+    def describe_answer(self, entry: CatalogEntry, answer: Any) -> str:
+        """Describes the response by its number of tokens."""
+        written = answer["usage"]["completion_tokens"]
+        if not 1 <= written <= 8 or answer["choices"][0]["message"]["content"] is None:
+            raise ValueError(f"{written} tokens, not 1 to 8")
+        return f"a text of {written} tokens"
+
+
+TEXT = GenerationTask()
+
+
+class PromptToCount(TaskInput, tag="text_to_count"):
+    """The messages or prompt whose tokens to count. `wants_ids`: also return their IDs."""
+
+    messages: list[dict[str, Any]] = msgspec.field(default_factory=list)
+    tools: list[dict[str, Any]] = msgspec.field(default_factory=list)
+    prompt: str = ""
+    wants_ids: bool = False
+
+    def estimate_work(self, entry: CatalogEntry) -> int:
+        """Returns 0, because the model does not run."""
+        return 0
+
+    def bound_work(self, entry: CatalogEntry) -> WorkBound:
+        """Returns 0, because it is free."""
+        return WorkBound(0)
+
+    def cache_form(self) -> tuple[object, ...]:
+        """Returns all fields as JSON, because the template sees the order of keys."""
+        fields = {name: getattr(self, name) for name in self.__struct_fields__}
+        return ("text_to_count", msgspec.json.encode(fields).decode())
+
+
+class TokenCount(TaskResult, tag="token_count"):
+    """The number of tokens and, if requested, their IDs as little-endian uint32."""
+
+    count: int
+    ids: bytes = b""
+
+    @property
+    def token_ids(self) -> list[int]:
+        starts = range(0, len(self.ids), ID_BYTES)
+        return [int.from_bytes(self.ids[at : at + ID_BYTES], "little") for at in starts]
+
+    def to_output(self, media_type: str, link_to: LinkTo) -> Any:
+        return self.count
+
+    def step_value(self) -> int:
+        return self.count

@@ -1,0 +1,1 @@
+"""The charge for an item, amounts in US dollars, and the deadline objective."""

@@ -1,0 +1,1 @@
+"""The Python process itself: tasks, cores, garbage collection, protection from other processes."""

@@ -1,0 +1,1 @@
+"""Safe access to URLs that callers choose."""

@@ -1,0 +1,1 @@
+"""Webhook events: their messages, signatures and publication."""

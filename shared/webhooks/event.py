@@ -1,0 +1,193 @@
+"""The message of a webhook event, and the signature of its delivery.
+
+Signatures follow Standard Webhooks (https://www.standardwebhooks.com). The clients of OpenAI,
+Replicate and Svix verify them. Each tenant's secret is derived from the setting, so that no tenant
+can sign for another.
+
+A webhook's URL is checked here for the API and the delivering function (shared/web/public_url.py).
+The function also checks the addresses of its host when it connects (shared/web/pinned_http.py).
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+from yarl import URL
+
+from shared.errors import BadInput, ConfigurationError, UndecodableMessage
+from shared.web.public_url import ANYWHERE, PUBLIC, UrlForbidden, parse_public_url
+
+EventName = Literal["start", "output", "logs", "completed"]
+BUDGET_WARNING = "budget.warning"
+PREFIX = "whsec_"
+MIN_KEY_BYTES = 24
+"""The minimum that Standard Webhooks requires."""
+
+
+class WebhookUrlForbidden(BadInput):
+    """The URL leads to a forbidden destination for webhooks."""
+
+    code = "webhook_forbidden"
+
+
+def parse_webhook_url(text: str, *, allow_private: bool) -> URL:
+    """Parses and checks a webhook URL.
+
+    Args:
+        text: URL as sent by the caller.
+        allow_private: True to allow any address and http, for a single machine.
+
+    Raises:
+        WebhookUrlForbidden: webhooks are not delivered to this URL, whatever its host resolves to.
+    """
+    try:
+        return parse_public_url(text, ANYWHERE if allow_private else PUBLIC)
+    except UrlForbidden as error:
+        raise WebhookUrlForbidden(error.message, field="webhook") from error
+
+
+class WebhookEvent(msgspec.Struct, omit_defaults=True):
+    """A message on the `webhooks` topic: an event of the prediction whose record is `id`.
+
+    `sequence` numbers events of the same name, and is 0 for others.
+    """
+
+    id: str
+    event: EventName
+    sequence: int = 0
+    is_replay: bool = False
+    """True if the caller requested it again. It is then sent even if already delivered."""
+
+
+class BatchEvent(msgspec.Struct):
+    """A message on the `webhooks` topic: the end of a batch, with all that its delivery needs."""
+
+    batch: str
+    tenant: str
+    url: str
+    event: Literal["batch.completed", "batch.failed", "batch.cancelled", "batch.expired"]
+    created_at_s: float
+    """When the batch ended, Unix time."""
+
+
+class BudgetEvent(msgspec.Struct):
+    """A message on the `webhooks` topic: a share of a monthly budget is spent."""
+
+    tenant: str
+    key_id: str
+    """Key that the budget belongs to. Empty: the tenant's budget."""
+    url: str
+    month: str
+    """`2026-11`, in UTC."""
+    share: float
+    """The part of the budget at which the tenant wants to be notified."""
+    budget_usd: float
+    spent_usd: float
+    """The amount spent, including reservations of requests in flight."""
+    created_at_s: float
+    """Unix time."""
+
+
+_decoder = msgspec.json.Decoder(WebhookEvent)
+_budget_decoder = msgspec.json.Decoder(BudgetEvent)
+_batch_decoder = msgspec.json.Decoder(BatchEvent)
+
+
+def encode_webhook_event(event: WebhookEvent) -> tuple[bytes, dict[str, str]]:
+    """Returns data and attributes of the event's message."""
+    return msgspec.json.encode(event), {"schema": "1", "record": event.id, "event": event.event}
+
+
+def decode_webhook_event(data: bytes) -> WebhookEvent:
+    """Parses an event.
+
+    Raises:
+        UndecodableMessage: the message is not a webhook event.
+    """
+    try:
+        return _decoder.decode(data)
+    except msgspec.MsgspecError as error:
+        raise UndecodableMessage(f"event: {error}", field="data") from error
+
+
+def encode_batch_event(event: BatchEvent) -> tuple[bytes, dict[str, str]]:
+    """Returns data and attributes of the message about a batch's end."""
+    return msgspec.json.encode(event), {"schema": "1", "batch": event.batch, "event": event.event}
+
+
+def decode_batch_event(data: bytes) -> BatchEvent:
+    """Parses the end of a batch.
+
+    Raises:
+        UndecodableMessage: the message is not a webhook event.
+    """
+    try:
+        return _batch_decoder.decode(data)
+    except msgspec.MsgspecError as error:
+        raise UndecodableMessage(f"event: {error}", field="data") from error
+
+
+def encode_budget_event(event: BudgetEvent) -> tuple[bytes, dict[str, str]]:
+    """Returns data and attributes of a budget warning's message."""
+    attributes = {"schema": "1", "budget": event.month, "event": BUDGET_WARNING}
+    return msgspec.json.encode(event), attributes
+
+
+def decode_budget_event(data: bytes) -> BudgetEvent:
+    """Parses a budget warning.
+
+    Raises:
+        UndecodableMessage: the message is not a webhook event.
+    """
+    try:
+        return _budget_decoder.decode(data)
+    except msgspec.MsgspecError as error:
+        raise UndecodableMessage(f"event: {error}", field="data") from error
+
+
+def tenant_secrets(setting: str, tenant: str) -> list[str]:
+    """Returns the secrets that sign for `tenant`, as known to its receivers.
+
+    Callers should use the first one.
+
+    Args:
+        setting: `whsec_…`, comma-separated. Several while the first replaces the others.
+        tenant: the owner of the predictions.
+
+    Raises:
+        ConfigurationError: the setting is empty or malformed.
+    """
+    keys = [_key(secret.strip()) for secret in setting.split(",") if secret.strip()]
+    if not keys:
+        raise ConfigurationError(
+            "PENSTOCK_WEBHOOK_SECRETS: webhooks need a secret", field="webhook_secrets"
+        )
+    own = [hmac.digest(key, f"webhooks of {tenant}".encode(), hashlib.sha256) for key in keys]
+    return [PREFIX + base64.b64encode(key).decode() for key in own]
+
+
+def signature(secrets: Sequence[str], webhook_id: str, at_s: int, body: bytes) -> str:
+    """Returns the header `webhook-signature`: HMAC-SHA256s over `id.timestamp.body`."""
+    signed = f"{webhook_id}.{at_s}.".encode() + body
+    digests = [hmac.digest(_key(secret), signed, hashlib.sha256) for secret in secrets]
+    return " ".join(f"v1,{base64.b64encode(digest).decode()}" for digest in digests)
+
+
+def _key(secret: str) -> bytes:
+    try:
+        # The standard alphabet, because Replicate's client splits a secret at each underscore.
+        key = base64.b64decode(secret.removeprefix(PREFIX), validate=True)
+    except binascii.Error as error:
+        raise ConfigurationError(
+            f"PENSTOCK_WEBHOOK_SECRETS: {error}", field="webhook_secrets"
+        ) from error
+    if not secret.startswith(PREFIX) or len(key) < MIN_KEY_BYTES:
+        words = f"a secret is {PREFIX} and base64 of {MIN_KEY_BYTES} bytes or more"
+        raise ConfigurationError(f"PENSTOCK_WEBHOOK_SECRETS: {words}", field="webhook_secrets")
+    return key
