@@ -56,7 +56,7 @@ from shared.stores.cache import ResultCache
 from shared.stores.objects import ObjectStore
 from shared.stores.records import Records
 from shared.usage.row import Row, RowSink
-from workers.job import WorkerInfo
+from workers.identity import WorkerInfo
 from workers.jobs.completion import Completion
 from workers.jobs.consumer import JobConsumer
 from workers.models.base import PreparedItem, PreparedText

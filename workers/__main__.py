@@ -45,7 +45,7 @@ from workers.autotune.choice import Layout
 from workers.autotune.client import choose_backend
 from workers.autotune.hardware import this_machine
 from workers.health import health_server
-from workers.job import WorkerInfo
+from workers.identity import WorkerInfo
 from workers.jobs.canary_comparison import RevisionComparison
 from workers.jobs.canary_share import CanaryShare
 from workers.jobs.completion import Completion

@@ -23,7 +23,7 @@ from shared.money.charge import device_share_of
 from shared.process.concurrency import BackgroundTask
 from shared.tenants.plan import PRIORITIES, Priority
 from shared.usage.worker_hour import HOUR_S, WorkerHour
-from workers.job import WorkerInfo
+from workers.identity import WorkerInfo
 from workers.models.reports import BatchResult, ResidencyReport
 
 ITEMS = Counter(

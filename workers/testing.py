@@ -37,7 +37,7 @@ from shared.stores.records import Records
 from shared.stores.redis_client import NO_REDIS
 from shared.usage.row import Row
 from shared.usage.row_list import RowList
-from workers.job import WorkerInfo
+from workers.identity import WorkerInfo
 from workers.jobs.completion import Completion
 from workers.jobs.consumer import JobConsumer
 from workers.models.base import LoadedModel, Preparer, SteppedModel

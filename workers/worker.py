@@ -42,7 +42,6 @@ from shared.models.service_rate import ACK_LINGER_S, HeldAhead, held_messages
 from shared.stores.records import Records
 from shared.tenants.plan import PRIORITIES
 from workers import metrics
-from workers.job import QueuedItem
 from workers.jobs.consumer import JobConsumer
 from workers.jobs.step_run import StepRun
 from workers.metrics import BusyRatio, ProcessTimes
@@ -50,6 +49,7 @@ from workers.models.client import ModelProcessDied, has_lost_gpu
 from workers.models.reports import BatchResult, ResidencyReport
 from workers.runtime.pool import ProcessPool
 from workers.runtime.pooled_process import PooledProcess
+from workers.scheduling.job import QueuedItem
 
 log = logging.getLogger(__name__)
 

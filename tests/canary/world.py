@@ -34,7 +34,7 @@ from tests.api.harness import ApiUnderTest, running_api, settings_for
 from tests.limits import WAIT_LIMIT_S
 from tests.workers.worker_harness import LetterPreparer, RowList
 from workers.functions.dead_letter import DeadLetters
-from workers.job import WorkerInfo
+from workers.identity import WorkerInfo
 from workers.jobs.canary_share import CanaryShare
 from workers.jobs.completion import Completion
 from workers.jobs.consumer import JobConsumer

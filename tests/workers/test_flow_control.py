@@ -11,7 +11,7 @@ import pytest
 from shared.broker.transport import ReceivedMessage, SmoothedDuration, Subscription
 from shared.messages import Job
 from shared.models.service_rate import MAX_AHEAD_S
-from workers.job import PulledJob, QueuedItem
+from workers.scheduling.job import PulledJob, QueuedItem
 from workers.worker import FlowControl
 
 HELD, BATCH, BATCH_S = 128, 64, 0.05

@@ -29,7 +29,6 @@ from tests.workers.test_steps import (
     running,
     spelling,
 )
-from workers.job import JobTimer, PulledJob
 from workers.jobs.consumer import JobCallback
 from workers.models.base import PreparedPrompt, StepEnd
 from workers.models.device import Device
@@ -47,6 +46,7 @@ from workers.runtime.protocol import (
     encode_drop,
 )
 from workers.runtime.resident_models import ResidentModels
+from workers.scheduling.job import JobTimer, PulledJob
 
 pytestmark = pytest.mark.slow
 

@@ -14,8 +14,8 @@ from shared.broker.transport import ReceivedMessage
 from shared.messages import Envelope, Item, Job, JobBody
 from shared.models.tasks.embedding import TextInput
 from shared.tenants.plan import Priority
-from workers.job import PulledJob, QueuedItem
 from workers.models.base import PreparedText
+from workers.scheduling.job import PulledJob, QueuedItem
 from workers.scheduling.priority_queue import (
     BATCH_SHARE,
     FILL_S,

@@ -39,7 +39,7 @@ from shared.stores.objects import ObjectStore
 from shared.stores.records import Records
 from tests.limits import WAIT_LIMIT_S
 from tests.workers.worker_harness import RowList
-from workers.job import WorkerInfo
+from workers.identity import WorkerInfo
 from workers.jobs.completion import Completion
 from workers.jobs.consumer import JobConsumer
 from workers.models.base import Prepared

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.workers.test_priority_queue import NOW_S, text
-from workers.job import QueuedItem
+from workers.scheduling.job import QueuedItem
 from workers.scheduling.priority_queue import PriorityQueue
 from workers.scheduling.tenant_shares import OTHERS_S, REMEMBERED_S, SHORT_S, TenantShares
 

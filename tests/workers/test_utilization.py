@@ -18,7 +18,7 @@ from shared.usage.writer import RowWriter, fields_by_name
 from tests.limits import WAIT_LIMIT_S
 from tests.shared.embedded_bigquery import DATASET, PROJECT, Server
 from tests.workers.worker_harness import MODEL, running_worker
-from workers.job import WorkerInfo
+from workers.identity import WorkerInfo
 from workers.metrics import ProcessTimes, State, TimeReport, UtilizationReports, hour_of
 from workers.models.reports import BatchResult, ResidencyReport
 

@@ -56,7 +56,7 @@ from shared.tracing.spans import TraceContext
 from shared.usage.row import Row
 from tests.limits import WAIT_LIMIT_S
 from tests.waiting import until
-from workers.job import WorkerInfo
+from workers.identity import WorkerInfo
 from workers.jobs.canary_share import CanaryShare
 from workers.jobs.completion import Completion
 from workers.jobs.consumer import Clock, JobConsumer

@@ -26,8 +26,8 @@ from shared.models.blob import Blob
 from shared.models.catalog import Model
 from shared.models.tasks.custom import CustomInput, CustomResult
 from shared.stores.objects import ObjectStore
-from workers.job import PulledJob
 from workers.models.base import IsClose
+from workers.scheduling.job import PulledJob
 
 log = logging.getLogger(__name__)
 

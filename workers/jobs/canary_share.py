@@ -32,9 +32,9 @@ from shared.messages import ItemOutcome
 from shared.models.catalog import Model
 from shared.stores.records import Records
 from workers import metrics
-from workers.job import PulledJob
 from workers.jobs.canary_comparison import COMPUTED, RevisionComparison
 from workers.jobs.registry import JobRegistry
+from workers.scheduling.job import PulledJob
 
 log = logging.getLogger(__name__)
 

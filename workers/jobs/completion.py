@@ -66,9 +66,11 @@ from shared.usage.row import Row, RowSink
 from shared.webhooks.event import EventName
 from shared.webhooks.publisher import WebhookPublisher
 from workers import metrics
-from workers.job import NOT_SENT, PulledJob, WorkerInfo, record_spans, row_for
+from workers.identity import WorkerInfo, row_for
 from workers.jobs.canary_share import CanaryShare, Forwarding
 from workers.jobs.registry import EncodedReply, JobRegistry, ReplyPublisher
+from workers.jobs.spans import record_spans
+from workers.scheduling.job import NOT_SENT, PulledJob
 
 log = logging.getLogger(__name__)
 

@@ -35,13 +35,13 @@ from shared.stores.record_state import Claim
 from shared.stores.records import Records
 from shared.stores.withdrawals import LiveWithdrawals, no_withdrawals, withdrawn_error
 from shared.tracing.spans import is_recorded
-from workers.job import TOLERATED_CRASHES, ItemRun, JobTimer, PulledJob, QueuedItem
 from workers.jobs.canary_share import CanaryShare
 from workers.jobs.completion import Completion, is_streamed
 from workers.jobs.items import BatchResults, ModelQueue, TokenOutput
 from workers.jobs.registry import JobRegistry
 from workers.jobs.steps import StepJobs
 from workers.models.base import Prepared, Preparer, WithoutModel
+from workers.scheduling.job import TOLERATED_CRASHES, ItemRun, JobTimer, PulledJob, QueuedItem
 from workers.tasks import WORKER_TASKS
 
 JobCallback = Callable[[PulledJob], None]

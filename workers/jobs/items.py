@@ -28,10 +28,11 @@ from shared.stores.records import Records
 from shared.stores.stream_chunks import Chunk, merge_chunks
 from shared.stores.token_streams import Written
 from workers import metrics
-from workers.job import Computed, PulledJob, QueuedItem, kept_traces
 from workers.jobs.completion import Completion, is_streamed
+from workers.jobs.spans import traces_of
 from workers.models.base import Prepared, PreparedCustom, PreparedPrompt, RgbImage
 from workers.models.reports import BatchResult, FileOfPiece, ItemPreview, Previews
+from workers.scheduling.job import Computed, PulledJob, QueuedItem
 from workers.scheduling.priority_queue import PriorityQueue
 from workers.scheduling.tenant_shares import TenantShares
 
@@ -352,7 +353,7 @@ class BatchResults:
     def distribute(self, batch: list[QueuedItem], done: BatchResult) -> None:
         """Settles the items of a batch that ran."""
         self._queue.batch_ended(batch, done)
-        traces = kept_traces(batch)
+        traces = traces_of(batch)
         self._metrics.observe(done, traces[0].exemplar if traces else None)
         work: Sequence[int | None] = done.computed_work or [None] * len(batch)
         for index, (queued, outcome) in enumerate(zip(batch, done.outcomes, strict=True)):
@@ -362,7 +363,7 @@ class BatchResults:
     def end_item(self, queued: QueuedItem, done: BatchResult) -> None:
         """Settles an item that left the others of its batch."""
         self._queue.item_ended(queued, done)
-        traces = kept_traces([queued])
+        traces = traces_of([queued])
         self._metrics.observe(done, traces[0].exemplar if traces else None)
         computed = Computed(done.outcomes[0], done, traces, logs=done.logs.get(0))
         self._settle(queued, computed)
@@ -379,7 +380,7 @@ class BatchResults:
         self._queue.forget_when_cached(queued)
 
     def _observe_wait(self, queued: QueuedItem, done: BatchResult, *, is_traced: bool) -> None:
-        traces = kept_traces([queued]) if is_traced else []
+        traces = traces_of([queued]) if is_traced else []
         wait_s = max(0.0, done.started_at_s - queued.queued_at_s)
         self._waits.observe(wait_s, traces[0].exemplar if traces else None)
 

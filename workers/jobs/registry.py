@@ -35,7 +35,8 @@ from shared.stores.record_state import ReleasedClaim
 from shared.stores.records import Records
 from shared.tracing.spans import read_attributes, set_current
 from workers import metrics
-from workers.job import PulledJob, reply_span
+from workers.jobs.spans import reply_span
+from workers.scheduling.job import PulledJob
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from shared.errors import BadInput, Canceled
 from shared.stores.stream_chunks import Chunk
 from shared.tenants.plan import Priority
-from workers.job import QueuedItem
 from workers.jobs.consumer import JobConsumer
 from workers.jobs.items import PROGRESS_EVERY_S, to_compute
 from workers.metrics import BusyRatio
@@ -32,6 +31,7 @@ from workers.models.reports import (
     StepMessage,
 )
 from workers.runtime.pooled_process import PooledProcess
+from workers.scheduling.job import QueuedItem
 
 TIMEOUT_S = 300.0
 """A process that sends nothing for this time is stuck. It is killed, and its jobs are retried.

@@ -18,8 +18,9 @@ from shared.flows.engine import FlowEngine, JobEnd, may_retry
 from shared.messages import ItemOutcome
 from shared.stores.record_state import ReleasedClaim
 from shared.stores.records import Records
-from workers.job import PulledJob, record_spans
 from workers.jobs.completion import KEEP_LIMIT_S, Completion, in_time
+from workers.jobs.spans import record_spans
+from workers.scheduling.job import PulledJob
 
 AGAIN_S = 0.25
 

@@ -40,8 +40,8 @@ from itertools import chain
 from math import inf
 from typing import Protocol, TypeVar
 
-from workers.job import QueuedItem
 from workers.scheduling.batch_queue import BatchQueue, always
+from workers.scheduling.job import QueuedItem
 from workers.scheduling.tenant_shares import TenantShares
 
 FADE = 0.9

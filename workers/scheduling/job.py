@@ -1,24 +1,18 @@
 """A pulled job: its items, their outcomes so far, and its items that wait for the model.
 
-Plain data, no I/O. At its end a job's spans are made from times it has: `queue`, `batch` and
-`infer`. The message names their parent, the span that published the job. A batch has items of many
-jobs, so each job has an `infer` span of its own with the times of its batch, and links to the other
-jobs in it (docs/decisions/0037-traces.md).
+Plain data, no I/O.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from shared.broker.transport import (
     ReceivedMessage,
     Subscription,
-    batch_subscription_id,
-    jobs_topic_id,
-    workers_subscription_id,
 )
 from shared.errors import Canceled, DeadlineExceeded, PenstockError
 from shared.messages import (
@@ -31,24 +25,19 @@ from shared.messages import (
     failure,
     record_id,
 )
-from shared.models.catalog import Model
 from shared.models.tasks import Result
 from shared.models.tasks.text import GenerationInput
-from shared.money.charge import device_share_of
 from shared.stores.cache import Hit, Owed
 from shared.stores.stream_chunks import Chunk
 from shared.tenants.plan import Priority
-from shared.tracing.spans import STAGE, Attributes, SpanBlock, TraceContext, record, span
-from shared.usage.row import Row, row_of
+from shared.tracing.spans import TraceContext
 from workers.models.base import Prepared, PreparedCustom, PreparedImage, PreparedPrompt
 from workers.models.reports import BatchResult, Call
 
 FRESH_S = 0.05
 TOKEN_ID_BYTES = 4
 TOLERATED_CRASHES, GENERATION_TOLERATED_CRASHES = 1, 4
-"""So many workers may die with a job, or with one for a generation, before it is computed
-by itself.
-"""
+"""Workers that may die while they hold a job, or a text generation, before its items run alone."""
 NOT_STARTED, NOT_DONE = "the model could start", "the model was done"
 NOT_SENT = "the answer was on its way"
 """The event that did not happen before an item's time ran out."""
@@ -76,27 +65,27 @@ class PulledJob:
     undelivered: frozenset[int] = frozenset()
     """Indexes of items whose results were not part of the answer, once it is known."""
     written: dict[int, list[Chunk]] = field(default_factory=dict)
-    """What was written of items of custom classes that ended, by their indexes."""
+    """Output of custom classes for items that have ended, by item index."""
     is_over: bool = False
     """The job is being finished, is finished, or was handed back. Its queued items are dropped."""
     is_canceled: bool = False
     """The caller is gone. Running batches of this job stop after their current step."""
     is_late: bool = False
-    """The deadline passed, which ends the job in the same way."""
+    """The deadline passed. The job ends as if canceled."""
     timer: JobTimer | None = None
     """Set until the job is over."""
     over_since_s: float = 0.0
-    """Monotonic seconds, from the outcome of its last item on."""
+    """Monotonic time of the last item's outcome."""
     unfinished_claims: int = 0
-    """The number of workers that died while they held this job, since it went on."""
+    """Number of workers that died while they held this job, since its last progress."""
     is_claimed: bool = False
     """True if this worker's claim is in its record."""
     is_alone: bool = False
-    """True if the record says that the worker computes nothing else."""
+    """True if, according to the record, the worker computes nothing else."""
     is_released: bool = False
-    """True if the claim was released because the worker was told to go."""
+    """True if the claim was released because the worker is shutting down."""
     dead_letter_reason: str = ""
-    """Why the job is given up. A copy of its message goes to the dead letters."""
+    """Why the job is given up. A copy of its message goes to the dead-letter topic."""
     trace: TraceContext | None = None
     """The span that published it."""
     runs: list[ItemRun] | None = None
@@ -108,14 +97,14 @@ class PulledJob:
 
     @property
     def run(self) -> str:
-        """The id of the record that a caller cancels: of a step of a flow, that of the run."""
+        """ID of the record that a caller cancels. For a flow step, it is the run's record."""
         return self.envelope.request_id if self.envelope.flow else self.record
 
     @property
     def shown_in(self) -> str:
-        """The id of the record that shows how far its images are. Empty: none does.
+        """ID of the record that shows the progress of its images. Empty: there is none.
 
-        A request for images with steps after each image shows those that are being drawn.
+        A request with steps after each image shows the progress of drawing.
         """
         if self.envelope.has_record:
             return self.record
@@ -125,12 +114,12 @@ class PulledJob:
     def tolerated_crashes(self) -> int:
         """Worker crashes tolerated before the job is treated as a poison pill.
 
-        Of one node that is lost, all jobs come again, up to a second of work and more. One by one
-        they would take a batch's time each.
+        When a node is lost, all of its jobs are delivered again, a second of work or more. Computed
+        one by one, each would take as long as a batch.
 
-        A generation takes long, goes on from its tokens, and somebody waits for it, while
-        generations that run one by one take many times as long. And what it can kill is a model
-        process, which is counted by itself.
+        A generation tolerates more: it takes long, a caller is waiting, it continues from its last
+        token, and generations that run one by one take many times as long. One that crashes kills
+        only its model process, and those deaths are counted separately.
         """
         is_text = isinstance(self.items[0].input, GenerationInput)
         return GENERATION_TOLERATED_CRASHES if is_text else TOLERATED_CRASHES
@@ -209,24 +198,24 @@ class PulledJob:
         return failure(index, error, receipt or self.receipt())
 
     def canceled(self, index: int, receipt: Receipt | None = None) -> ItemOutcome:
-        """The outcome of an item of a canceled job."""
+        """Returns the outcome of an item whose job was canceled."""
         return failure(index, Canceled(), receipt or self.receipt())
 
     def unwanted(self, index: int, receipt: Receipt | None = None, *, started: bool) -> ItemOutcome:
-        """The outcome of an item of a job that is canceled or late."""
+        """Returns the outcome of an item whose job was canceled or is late."""
         if self.is_canceled:
             return self.canceled(index, receipt)
         return self.expired(index, receipt, NOT_DONE if started else NOT_STARTED)
 
     def hit(self, item: Item, hit: Hit) -> ItemOutcome:
-        """The outcome of an item whose result is in the cache."""
+        """Returns the outcome of an item whose result is in the cache."""
         if hit.owed is not None and item.cache_key:
             self.to_pay[item.cache_key] = (item.index, hit.owed)
         receipt = hit.receipt(pulled_at_s=self.pulled_at_s)
         return ItemOutcome(item.index, "succeeded", receipt, hit.result)
 
     def without_model(self, item: Item, result: Result) -> ItemOutcome:
-        """The outcome of an item that no model has to compute."""
+        """Returns the outcome of an item that needs no model."""
         receipt = self.receipt()
         receipt.count(result)
         return ItemOutcome(item.index, "succeeded", receipt, result)
@@ -243,7 +232,7 @@ class Computed:
     computed_work: int | None = None
     """Its work with its part of the padding. None: nothing was padded."""
     logs: PrintedLogs | None = None
-    """What the model printed while it computed it alone."""
+    """Output of the model's process, if the item was computed alone."""
     call: Call | None = None
     """The call that computed it. None: all calls of its batch did."""
 
@@ -283,7 +272,7 @@ class QueuedItem:
 
     @property
     def tenant(self) -> str:
-        """The tenant charged for its work: that of the first waiter."""
+        """The tenant charged for its work: the first waiter's."""
         return self.waiters[0][0].envelope.tenant
 
     @property
@@ -299,7 +288,7 @@ class QueuedItem:
 
     @property
     def can_go_on(self) -> bool:
-        """True if it can be interrupted, and go on later from where it was."""
+        """True if it can be interrupted and continued later."""
         return isinstance(self.prepared, PreparedPrompt)
 
     @property
@@ -314,7 +303,7 @@ class QueuedItem:
 
     @property
     def work(self) -> int | None:
-        """What it weighs, of a custom model, for its receipt. None: its result says it."""
+        """Weight of a custom model's item, for its receipt. None: the result has it."""
         return self.prepared.length if isinstance(self.prepared, PreparedCustom) else None
 
     def spent_work(self, steps_saved: int | None = None) -> int:
@@ -342,7 +331,7 @@ class QueuedItem:
 
     @property
     def may_wait_for_hours(self) -> bool:
-        """True if it needs no worker of its own: `batch` priority, without its predictions."""
+        """True if no worker has to start for it: `batch` priority, and not a prediction."""
         return all(
             pulled.envelope.priority == "batch" and not pulled.envelope.has_record
             for pulled, _ in self.waiters
@@ -423,140 +412,3 @@ class QueuedItem:
         if pulled.job.body.cache_write and item.cache_key:
             pulled.to_cache[item.cache_key] = item.index
             self.is_cached = True
-
-
-def kept_traces(batch: Iterable[QueuedItem]) -> list[TraceContext]:
-    """The traces of the jobs in a batch whose spans are kept, each once."""
-    status = (
-        pulled.trace for queued in batch for pulled, _ in queued.waiters if pulled.runs is not None
-    )
-    return list(dict.fromkeys(trace for trace in status if trace is not None))
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerInfo:
-    """The description of this worker in replies and rows."""
-
-    worker: str
-    region: str
-    device: str
-    gpu_type: str | None = None
-    """The name in infra/kubernetes/gpus.yaml. None: no GPU."""
-    spot: bool | None = None
-    """True if its node is a spot node. None: not known."""
-
-
-def row_for(
-    model: Model, info: WorkerInfo, envelope: Envelope, outcome: ItemOutcome, replied_at_s: float
-) -> Row:
-    """The row that this worker writes for an item."""
-    return row_of(
-        envelope,
-        outcome,
-        model,
-        replied_at_s=replied_at_s,
-        region=info.region,
-        worker=info.worker,
-        device=info.device,
-        device_share=device_share_of(model),
-        gpu_type=info.gpu_type,
-        spot=info.spot,
-    )
-
-
-def record_spans(pulled: PulledJob, model: Model, device: str) -> None:
-    """Makes the spans of a job whose items all have outcomes, if its trace is kept."""
-    if pulled.runs is None:
-        return
-    _record_queue(pulled, model.name)
-    batches = dict[int, list[ItemRun]]()
-    for run in pulled.runs:
-        batches.setdefault(id(run.computed.batch), []).append(run)
-    for runs in batches.values():
-        _record_batch(pulled, runs[0].queued_at_s, runs[0].computed.batch.started_at_s, len(runs))
-        _record_infer(pulled, model, runs, device)
-    ran = {run.index for run in pulled.runs}
-    given_up = [
-        outcome
-        for outcome in pulled.outcomes.values()
-        if outcome.error is not None and outcome.index not in ran
-    ]
-    if given_up:
-        _record_batch(pulled, pulled.pulled_at_s, time.time(), len(given_up), _error_of(given_up))
-
-
-def reply_span(topic_id: str) -> SpanBlock:
-    """The span of publishing a reply, below the current one."""
-    facts: Attributes = {
-        STAGE: "reply",
-        "messaging.operation.name": "publish",
-        "messaging.operation.type": "send",
-        "messaging.destination.name": topic_id,
-    }
-    return span(f"publish {topic_id}", "producer", facts)
-
-
-def _record_queue(pulled: PulledJob, model: str) -> None:
-    envelope, topic_id = pulled.envelope, jobs_topic_id(model)
-    subscription_of = (
-        batch_subscription_id if envelope.priority == "batch" else workers_subscription_id
-    )
-    facts: Attributes = {
-        STAGE: "queue",
-        "messaging.operation.name": "receive",
-        "messaging.operation.type": "receive",
-        "messaging.destination.name": topic_id,
-        "messaging.destination.subscription.name": subscription_of(model),
-        "messaging.message.id": pulled.message.message_id,
-        "penstock.attempt": envelope.attempt,
-        "penstock.request_id": envelope.request_id,
-        "penstock.tenant": envelope.tenant,
-    }
-    times_s = envelope.published_at_s, pulled.pulled_at_s
-    record(f"receive {topic_id}", "consumer", times_s, facts, parent=pulled.trace)
-
-
-def _record_batch(
-    pulled: PulledJob, queued_at_s: float, started_at_s: float, items: int, error: str = ""
-) -> None:
-    """The wait for a batch.
-
-    An item that was coalesced with another waits from when its own job came.
-    """
-    facts: Attributes = {STAGE: "batch", "penstock.items": items}
-    times_s = max(pulled.pulled_at_s, queued_at_s), max(pulled.pulled_at_s, started_at_s)
-    record("batch", "internal", times_s, facts, parent=pulled.trace, error=error)
-
-
-def _record_infer(pulled: PulledJob, model: Model, runs: Sequence[ItemRun], device: str) -> None:
-    batch = runs[0].computed.batch
-    if batch.finished_at_s < pulled.pulled_at_s:
-        return  # coalesced with a result that was there
-    operation = model.definition.gen_ai_operation or model.task
-    outcomes = [pulled.outcomes[run.index] for run in runs]
-    facts: Attributes = {
-        STAGE: "infer",
-        "gen_ai.operation.name": operation,
-        "gen_ai.provider.name": "penstock",
-        "gen_ai.request.model": model.name,
-        "gen_ai.usage.input_tokens": sum(one.receipt.tokens or 0 for one in outcomes),
-        "penstock.items": len(runs),
-        "penstock.batch.items": len(batch.results),
-        "penstock.cache": outcomes[0].receipt.cache,
-        "penstock.device": device,
-        "penstock.deaths": runs[0].deaths,
-    }
-    record(
-        f"{operation} {model.name}",
-        "internal",
-        (max(pulled.pulled_at_s, batch.started_at_s), batch.finished_at_s),
-        facts,
-        parent=pulled.trace,
-        links=[trace for trace in runs[0].computed.traces if trace != pulled.trace],
-        error=_error_of(outcomes),
-    )
-
-
-def _error_of(outcomes: Sequence[ItemOutcome]) -> str:
-    """The code of the first error, or empty."""
-    return next((outcome.error.code for outcome in outcomes if outcome.error is not None), "")

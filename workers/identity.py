@@ -1,0 +1,41 @@
+"""The identity of this worker in replies, rows and metrics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shared.messages import Envelope, ItemOutcome
+from shared.models.catalog import Model
+from shared.money.charge import device_share_of
+from shared.usage.row import Row, row_of
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """The description of this worker in replies and rows."""
+
+    worker: str
+    region: str
+    device: str
+    gpu_type: str | None = None
+    """The name in infra/kubernetes/gpus.yaml. None: no GPU."""
+    spot: bool | None = None
+    """True if its node is a spot node. None: unknown."""
+
+
+def row_for(
+    model: Model, info: WorkerInfo, envelope: Envelope, outcome: ItemOutcome, replied_at_s: float
+) -> Row:
+    """Returns the row that this worker writes for an item."""
+    return row_of(
+        envelope,
+        outcome,
+        model,
+        replied_at_s=replied_at_s,
+        region=info.region,
+        worker=info.worker,
+        device=info.device,
+        device_share=device_share_of(model),
+        gpu_type=info.gpu_type,
+        spot=info.spot,
+    )
