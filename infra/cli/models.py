@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import Annotated
@@ -62,6 +63,8 @@ def check(
             raise typer.BadParameter(f"{model} is not a folder", param_hint="--if-changed")
         # Otherwise transformers warns about a package that image models do not need.
         os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+        # The printed lines have what its log reports, and an error names its cause.
+        logging.getLogger("workers.models.image").addHandler(logging.NullHandler())
         from workers.models.image.checking import check_model
 
         lines = check_model(model, device)

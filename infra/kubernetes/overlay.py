@@ -41,6 +41,7 @@ from infra.kubernetes.kustomization import (
 from infra.kubernetes.placement import Placement, compute_class, leave_room, place, share_of
 from shared.errors import ConfigurationError
 from shared.models.catalog import Catalog, Model, WorkerGroup
+from shared.models.catalog_file import inline_interfaces
 from shared.models.class_variables import SecretReference
 from shared.models.entry import DEFAULT_STARTUP_S, Gpu
 from shared.models.kubernetes_names import slug
@@ -349,7 +350,7 @@ def write_overlay(out: Path, catalog: Catalog, models_file: Path, deployment: De
     gpu_types = read_gpu_types()
     placements = [place(group, deployment, gpu_types) for group in groups]
     clear_folder(out)
-    document = yaml.safe_load(models_file.read_text(encoding="utf-8"))
+    document = inline_interfaces(models_file)
     folders = []
     for group, placement in zip(groups, placements, strict=True):
         folders.append(f"worker-{slug(group.name)}")

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from infra.kubernetes.deployment import Deployment, OwnPrometheus
 from infra.kubernetes.kustomization import (
     deployment_patch,
@@ -40,7 +42,7 @@ from infra.kubernetes.site import (
 )
 from shared.errors import ConfigurationError
 from shared.models.catalog import Catalog
-from shared.models.catalog_file import read_catalog
+from shared.models.catalog_file import inline_interfaces, read_catalog
 
 TREE = "self-hosted"
 CONTAINER = "/spec/template/spec/containers/0"
@@ -304,7 +306,8 @@ def write_clients(folder: Path, site: SelfHostedSite, models_file: Path) -> None
     """Writes the folder of the clients that run there, all with the same settings."""
     names = _running(site)
     folder.mkdir()
-    (folder / "models.yaml").write_bytes(models_file.read_bytes())
+    text = yaml.safe_dump(inline_interfaces(models_file), sort_keys=False)
+    (folder / "models.yaml").write_text(text, encoding="utf-8")
     settings = [f"{key}={value}" for key, value in sorted(client_settings(site).items())]
     images = {
         "penstock-api": site.images.api,

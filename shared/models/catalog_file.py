@@ -17,7 +17,7 @@ from shared.models.entry import FlowEntry, Gpu, WorkersEntry
 from shared.models.flow_types import FlowError
 from shared.models.image_flow import check_steps
 from shared.models.image_interface import ImageInterface, read_image_interface
-from shared.models.interface import INTERFACE_FILE, read_interface
+from shared.models.interface import INTERFACE_FILE, ModelInterface, read_interface
 from shared.models.kubernetes_names import slug
 from shared.models.tasks import TASKS
 
@@ -155,6 +155,27 @@ def _gpu_words(gpu: Gpu) -> str:
     return f"{{{said}}}"
 
 
+def inline_interfaces(path: Path) -> dict[str, Any]:
+    """Returns a valid catalog file with the content of interface files in place of their paths.
+
+    Pods and Cloud Run mount the catalog alone, without the files next to it.
+
+    Raises:
+        ConfigurationError: an interface file is missing or invalid.
+    """
+    document: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    for entry, node in zip(
+        document["models"], _entries(path, _composed(path), "models"), strict=True
+    ):
+        with _placed(path, node):
+            read = _with_interface(path, entry) if "interface" in entry else entry
+            entry |= _with_image_interface(path, read)
+        for part in (entry, entry.get("image") or {}):
+            if isinstance(interface := part.get("interface"), ModelInterface | ImageInterface):
+                part["interface"] = interface.model_dump(mode="json")
+    return document
+
+
 def reread_interfaces(catalog: Catalog, path: Path) -> None:
     """Takes the interfaces that the catalog file has now, and says so in the log.
 
@@ -225,7 +246,7 @@ def _misplaced(
 
 
 def _with_interface(path: Path, entry: dict[str, Any]) -> dict[str, Any]:
-    """An entry with its interface in place of the path of the file that has it.
+    """An entry with its interface in place of the path of the file.
 
     Raises:
         ConfigurationError: the file is missing or wrong.
@@ -234,14 +255,16 @@ def _with_interface(path: Path, entry: dict[str, Any]) -> dict[str, Any]:
     task = TASKS.get(name) if isinstance(name, str) else None
     if task is None or not task.has_interface or not isinstance(source, str):
         return entry
+    if isinstance(entry.get("interface"), dict):
+        return entry
     if "interface" in entry:
         file = path.parent / str(entry["interface"])
     elif source.startswith(LOCAL):
         file = INTERFACE_FILE.find(Path(source.removeprefix(LOCAL)).expanduser())
     else:
         raise ConfigurationError(
-            f"interface: {source} is not on this machine; give the path of a copy of its "
-            f"{INTERFACE_FILE.name}, from the catalog's folder",
+            f"interface: {source} is not on this machine; set it to the path of a copy of its "
+            f"{INTERFACE_FILE.name}, relative to the catalog's folder, or to the file's content",
             field="interface",
         )
     return {**entry, "interface": read_interface(file)}

@@ -224,6 +224,21 @@ class ImageDefaults(EntryPart):
         interface = ImageInterface.model_validate(known)
         return {**interface.defaults.model_dump(), **value, "interface": interface}
 
+    @model_validator(mode="after")
+    def _check_sizes(self) -> Self:
+        if self.interface is None:
+            return self
+        needed = self.interface.defaults.multiple
+        if self.multiple % needed:
+            raise ValueError(
+                f"multiple must be a multiple of {needed}, as {self.interface.pipeline} needs, "
+                f"got {self.multiple}"
+            )
+        for name in ("width", "height"):
+            if (side := getattr(self, name)) % self.multiple:
+                raise ValueError(f"{name} must be a multiple of {self.multiple}, got {side}")
+        return self
+
     @property
     def schedulers(self) -> tuple[str, ...]:
         """The schedulers that requests may name."""

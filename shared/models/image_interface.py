@@ -103,7 +103,10 @@ def read_image_interface(path: Path, model: str) -> ImageInterface:
     Raises:
         ConfigurationError: it is missing or invalid.
     """
-    hint = f"write it with: penstock models check {model}"
+    hint = (
+        f"write it with: penstock models check {model}; if only the catalog is mounted here, "
+        "replace the path by the file's content"
+    )
     try:
         data = path.read_bytes()
     except OSError as error:

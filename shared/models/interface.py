@@ -112,7 +112,10 @@ def read_interface(path: Path) -> ModelInterface:
     Raises:
         ConfigurationError: it is missing or invalid.
     """
-    hint = f"write it with: penstock models check {path.parent}"
+    hint = (
+        f"write it with: penstock models check {path.parent}; if only the catalog is mounted here, "
+        "replace the path by the file's content"
+    )
     try:
         data = path.read_bytes()
     except OSError as error:

@@ -12,10 +12,27 @@ ephemeral "random_password" "webhooks" {
 }
 
 locals {
+  # Cloud Run mounts the catalog alone, so it gets the content of the interface
+  # files that entries name.
+  _interface_files = toset(compact(flatten([
+    for entry in local._entries : [try(tostring(entry.interface), ""), try(tostring(entry.image.interface), "")]
+  ])))
+  _interfaces = {
+    for path in local._interface_files : path => jsondecode(file("${dirname(local.models_file)}/${path}"))
+  }
+  _whole_catalog = merge(yamldecode(file(local.models_file)), {
+    models = [
+      for entry in local._entries : merge(
+        entry,
+        { for key, value in entry : key => local._interfaces[value] if key == "interface" && contains(local._interface_files, try(tostring(value), "")) },
+        { for key, value in entry : key => merge(value, { interface = local._interfaces[value.interface] }) if key == "image" && contains(local._interface_files, try(tostring(value.interface), "")) },
+      )
+    ]
+  })
   # The catalog and the scraping are no secrets, but Cloud Run mounts
   # files from nowhere else.
   _files = {
-    models = file(local.models_file)
+    models = length(local._interface_files) == 0 ? file(local.models_file) : yamlencode(local._whole_catalog)
     scraping = yamlencode({
       apiVersion = "monitoring.googleapis.com/v1beta"
       kind       = "RunMonitoring"

@@ -2,8 +2,11 @@
 
 import io
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ from shared.errors import BadInput, ConfigurationError
 from shared.models.catalog_file import read_catalog, read_image_entry
 from shared.models.image_interface import ImageInterface
 from shared.models.tasks.image import ImageInput, ImageResult
+from tests.limits import WAIT_LIMIT_S
 from tests.penstock_command import penstock
 from tests.workers.models.plain_diffusers import plain_pipeline
 from tests.workers.models.test_image import FROM_IMAGE, TEXT, pixels
@@ -216,21 +220,79 @@ def test_broken_folders_are_refused_with_the_reason(
         shutil.rmtree(place)
     else:
         place.unlink()
-    (tmp_path / "models.yaml").write_text(CATALOG.format(folder=folder))
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("PENSTOCK_MODELS_FILE", str(tmp_path / "models.yaml"))
-        assert penstock("models", "check", "tiny", "--device", "cpu") == 1
+    assert check_in(tmp_path, CATALOG.format(folder=folder)) == 1
     assert re.search(f"penstock: {folder}: .*(?:{reason})", capsys.readouterr().err, re.DOTALL)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [["vae"], ["unet"], ["scheduler"], ["tokenizer"], ["text_encoder", "tokenizer"]],
+    ids=str,
+)
+def test_a_part_that_must_not_be_null_is_named(
+    tmp_path: Path, tiny_folder: Path, capsys: pytest.CaptureFixture[str], parts: list[str]
+) -> None:
+    folder = shutil.copytree(tiny_folder, tmp_path / "model")
+    change_json(folder / "model_index.json", **{part: [None, None] for part in parts})
+    assert check_in(tmp_path, CATALOG.format(folder=folder)) == 1
+    reason = f"null for {' and '.join(parts)}, which StableDiffusionPipeline needs"
+    assert f"penstock: {folder}: model_index.json has {reason}\n" == capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("field", "reason"),
+    [
+        ("multiple: 7", "multiple must be a multiple of 16, as FluxKontextPipeline needs, got 7"),
+        ("multiple: 48", "width must be a multiple of 48, got 64"),
+        ("join: sometimes", "image.join: Input should be 'auto' or 'never'"),
+        ("join: [auto]", "image.join: Input should be 'auto' or 'never'"),
+    ],
+)
+def test_an_entry_that_the_pipeline_cannot_have_is_refused(
+    tmp_path: Path, kontext: Path, capsys: pytest.CaptureFixture[str], field: str, reason: str
+) -> None:
+    text = CATALOG.format(folder=kontext).replace("steps: 4", f"steps: 4, {field}")
+    assert check_in(tmp_path, text) == 1
+    assert reason in capsys.readouterr().err
+    assert not (tmp_path / "tiny.json").exists()
+
+
+def test_an_error_while_drawing_is_shown_by_its_cause_alone(
+    tmp_path: Path, tiny_folder: Path
+) -> None:
+    """In a separate process, because pytest collects the log of this one."""
+    folder = shutil.copytree(tiny_folder, tmp_path / "model")
+    change_json(folder / "scheduler/scheduler_config.json", prediction_type="nonsense")
+    (tmp_path / "models.yaml").write_text(CATALOG.format(folder=folder))
+    done = subprocess.run(
+        [sys.executable, "-m", "infra.cli.main", "models", "check", "tiny", "--device", "cpu"],
+        env={**os.environ, "PENSTOCK_MODELS_FILE": str(tmp_path / "models.yaml")},
+        capture_output=True,
+        text=True,
+        timeout=WAIT_LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert re.fullmatch(r"penstock: ValueError: prediction_type .*\n", done.stderr)
+
+
+def change_json(file: Path, **changes: Any) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def check_in(folder: Path, catalog: str) -> int:
+    """The exit status of the command with a catalog in a folder."""
+    (folder / "models.yaml").write_text(catalog)
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("PENSTOCK_MODELS_FILE", str(folder / "models.yaml"))
+        return penstock("models", "check", "tiny", "--device", "cpu")
 
 
 def test_an_interface_that_cannot_be_written_is_an_error(
     tmp_path: Path, kontext: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = CATALOG.format(folder=kontext).replace("tiny.json", "none/tiny.json")
-    (tmp_path / "models.yaml").write_text(text)
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("PENSTOCK_MODELS_FILE", str(tmp_path / "models.yaml"))
-        assert penstock("models", "check", "tiny", "--device", "cpu") == 1
+    assert check_in(tmp_path, text) == 1
     errors = capsys.readouterr().err
     assert "none/tiny.json: No such file or directory" in errors
 

@@ -78,6 +78,8 @@ def describe_drawing(model: ImageModel) -> Iterator[str]:
     """Draws one image. Yields how it is drawn, the memory and the time."""
     if model.runs_alone:
         yield "images are drawn one at a time: the pipeline changes shared modules while it draws"
+    for pipeline, reason in model.left_out.items():
+        yield f"left out: {pipeline} can't draw: {reason}"
     if not model.has_callback:
         yield "no previews and no progress: the pipeline has no callback between steps"
     item = model.usual_item()

@@ -71,9 +71,9 @@ _ALONE: dict[type, bool] = {}
 """Whether the pipelines of a class change shared modules around their calls, as those of PAG do.
 Found out when a model warms up, which on a CPU it does only once."""
 
-_BROKEN: dict[Path, set[type]] = {}
-"""Classes of pipelines for images or masks that could not draw, by the folder of their model. As
-above."""
+_BROKEN: dict[Path, dict[type, str]] = {}
+"""Classes of pipelines for images or masks that could not draw, with the reason, by the folder of
+their model. As above."""
 
 log = logging.getLogger(__name__)
 
@@ -180,6 +180,11 @@ class ImageModel:
         return describe(self._pipelines)
 
     @property
+    def left_out(self) -> dict[str, str]:
+        """The classes of pipelines that could not draw, and the reason of each."""
+        return {kind.__name__: why for kind, why in _BROKEN.get(self._folder, {}).items()}
+
+    @property
     def has_callback(self) -> bool:
         """Whether its pipelines report their steps, so that there are progress and previews."""
         pipelines = self._pipelines.by_mode.values()
@@ -256,7 +261,7 @@ class ImageModel:
                 has_promised = self.entry.image.interface is not None and not self._is_trial
                 if isinstance(error, OutOfMemory) or has_promised:
                     raise
-                _BROKEN.setdefault(self._folder, set()).add(type(pipeline))
+                _BROKEN.setdefault(self._folder, {})[type(pipeline)] = str(error)
                 name = type(pipeline).__name__
                 log.warning("pipeline left out", extra={"pipeline": name, "reason": str(error)})
         self._pipelines = self._pipelines.without(_BROKEN.get(self._folder, ()))

@@ -109,7 +109,7 @@ def describe(pipelines: LoadedPipelines) -> ImageInterface:
     """Returns what a model draws and accepts, with the defaults of its pipeline."""
     pipeline = pipelines.main
     known, guidance = parameters_of(pipeline), guidance_name(pipeline)
-    multiple = math.lcm(getattr(pipeline, "vae_scale_factor", 1), _multiple_px(pipeline))
+    multiple = _multiple_px(pipeline)
     width, height = (_usual_side(pipeline, name, multiple) for name in ("width", "height"))
     scale = 0.0 if guidance is None else known[guidance].default
     steps = known["num_inference_steps"].default
@@ -164,10 +164,10 @@ def _patch(pipeline: Any) -> int | None:
 
 
 def _multiple_px(pipeline: Any) -> int:
-    """What sides are multiples of: the pixels of a token. 1 if the model has none."""
-    if (patch := _patch(pipeline)) is None:
-        return 1
+    """Sides must be multiples of this number: the pixels of one latent or one token."""
     scale: int = getattr(pipeline, "vae_scale_factor", 1)
+    if (patch := _patch(pipeline)) is None:
+        return scale
     processor = getattr(pipeline, "image_processor", None)
     packed = scale if processor is None else processor.config.get("vae_scale_factor", scale)
     return math.lcm(scale * patch, packed)

@@ -24,6 +24,13 @@ from workers.models.image.vae import needs_fp32
 _TURING = (7, 5)
 """The first GPUs with INT8 matrix units."""
 _MAX_REASON_CHARS = 500
+_TEXT_PARTS = ("text_encoder", "tokenizer")
+_WITHOUT = {
+    "StableDiffusionXL": {"text_encoder", "tokenizer"},
+    "StableDiffusion3": {"text_encoder_3", "tokenizer_3"},
+}
+"""Text encoders, with their tokenizers, that families draw without. diffusers calls more of them
+optional, for callers that have encoded their prompts."""
 
 
 def denoiser_of(pipeline: Any) -> Any | None:
@@ -91,9 +98,7 @@ def load_pipelines(folder: Path, device: torch.device, plan: ImagePlan) -> Loade
         kind = _class_of(folder, config)
         _check_parts(folder, config)
         # What a folder leaves out, such as the T5 of Stable Diffusion 3, must be said.
-        without: dict[str, Any] = dict.fromkeys(
-            name for name, place in config.items() if place == [None, None]
-        )
+        without: dict[str, Any] = dict.fromkeys(_null_parts(folder, config, kind))
         if "safety_checker" in config:
             without |= {"safety_checker": None, "requires_safety_checker": False}
         pipeline = kind.from_pretrained(
@@ -122,7 +127,7 @@ def load_pipelines(folder: Path, device: torch.device, plan: ImagePlan) -> Loade
 
 def _class_of(folder: Path, config: Mapping[str, Any]) -> Any:
     """The class of diffusers that draws from text with the parts of a folder, or that it names."""
-    name = config.get("_class_name")
+    name = config.get("_class_name") if isinstance(config, Mapping) else None
     kind = getattr(diffusers, name, None) if isinstance(name, str) else None
     if not isinstance(kind, type) or not issubclass(kind, diffusers.DiffusionPipeline):
         raise ConfigurationError(
@@ -143,6 +148,28 @@ def _check_parts(folder: Path, config: Mapping[str, Any]) -> None:
         if is_part and name != "safety_checker" and not (folder / name).is_dir():
             reason = f"{folder}: model_index.json has the part {name}, which has no folder"
             raise ConfigurationError(reason, field="source")
+
+
+def _null_parts(folder: Path, config: Mapping[str, Any], kind: Any) -> list[str]:
+    """Returns the parts that a folder leaves out with null.
+
+    Raises:
+        ConfigurationError: the pipeline can't draw from a prompt without one of them.
+    """
+    parts = kind._get_signature_keys(kind)[0]
+    nulls = [name for name in config if name in parts and config[name] in (None, [None, None])]
+    optional = {
+        "safety_checker",
+        *(name for name in kind._optional_components if not name.startswith(_TEXT_PARTS)),
+    }
+    for family, of_text in _WITHOUT.items():
+        if kind.__name__.startswith(family) and of_text <= set(nulls):
+            optional |= of_text
+    if missing := [name for name in nulls if name not in optional]:
+        names = " and ".join(missing)
+        reason = f"model_index.json has null for {names}, which {kind.__name__} needs"
+        raise ConfigurationError(f"{folder}: {reason}", field="source")
+    return nulls
 
 
 def _pipelines_of(pipeline: Any, *, refines: bool) -> dict[ImageMode, Any]:

@@ -40,3 +40,25 @@ run "workers_read_the_secrets_of_their_classes" {
     error_message = "They may read versions and nothing else."
   }
 }
+
+run "cloud_run_gets_the_content_of_interface_files" {
+  command = plan
+
+  assert {
+    condition = jsonencode([
+      for entry in yamldecode(google_secret_manager_secret_version.files["models"].secret_data).models :
+      try(entry.interface.sources_sha256, entry.image.interface.sources_sha256, "none")
+    ]) == jsonencode(["of the file", "of the file", "inline", "none", "of the file"])
+    error_message = "Only the catalog is mounted, so it contains the files that its entries name."
+  }
+
+  assert {
+    condition = jsonencode([
+      for entry in yamldecode(google_secret_manager_secret_version.files["models"].secret_data).models :
+      merge(entry, { interface = null, image = null })
+      ]) == jsonencode([
+      for entry in yamldecode(file("tests/classes.models.yaml")).models : merge(entry, { interface = null, image = null })
+    ])
+    error_message = "Everything else in the catalog stays the same."
+  }
+}
