@@ -124,7 +124,7 @@ PROVEN_BY: dict[str, dict[str, tuple[str, ...]]] = {
             "test_view.py::test_links_in_a_circle_and_to_large_folders_stay_links",
             "test_view.py::test_without_namespaces_the_view_is_in_the_scratch_folder",
         ),
-        "API and runner of batches read": (
+        "The API and the batch runner read": (
             "infra/test_reload.py::test_a_changed_class_is_reloaded_and_its_callers_wait",
             "infra/test_reloader.py::"
             "test_a_change_restarts_the_worker_and_has_the_catalog_read_again",
@@ -133,7 +133,7 @@ PROVEN_BY: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
     "Packages": {
-        "A class that has a `requirements.txt`": (
+        "A class with a `requirements.txt`": (
             "test_environments.py::test_two_classes_have_two_versions_and_nothing_of_ours",
             "test_rows.py::test_packages_of_cog_yaml_are_installed_as_uv_is_configured",
             "test_environments.py::test_a_class_without_requirements_runs_with_ours",
@@ -141,7 +141,7 @@ PROVEN_BY: dict[str, dict[str, tuple[str, ...]]] = {
             "test_commands.py::test_scripts_of_its_packages_are_found",
             "test_environments.py::test_a_requirement_for_another_cog_has_no_effect",
         ),
-        "`penstock models check` and `penstock up`": (
+        "`penstock models check`, `penstock up`": (
             "test_environments.py::test_it_is_made_once_for_equal_requirements_and_anew_for_others",
             "test_environments.py::test_two_at_once_make_it_once",
             "test_rows.py::test_packages_of_cog_yaml_are_installed_as_uv_is_configured",
@@ -243,19 +243,15 @@ PROVEN_BY: dict[str, dict[str, tuple[str, ...]]] = {
         "`predict_batch` raises, exits": (
             "test_batches.py::test_what_breaks_a_batch_fails_alone",
             "test_batches.py::test_a_wrong_number_of_outputs_fails_with_its_reason",
-        ),
-        "its process is killed by the system": (
             "test_batches.py::test_a_batch_whose_process_the_system_kills_is_to_be_tried_again",
             "workers/test_poison.py::"
             "test_neighbors_of_a_poison_job_finish_and_its_caller_gets_the_reason",
+            "test_rows.py::test_a_batch_that_takes_too_long_is_killed_and_the_next_is_computed",
         ),
         "one caller cancels": (
             "workers/test_survival.py::test_running_batch_goes_on_for_those_who_want_it",
             "workers/test_deadlines.py::test_batch_stops_at_the_deadline_of_the_last_who_wants_it",
             "test_batches.py::test_a_canceled_batch_is_stopped_and_the_next_one_computed",
-        ),
-        "it takes longer than 5 minutes": (
-            "test_rows.py::test_a_batch_that_takes_too_long_is_killed_and_the_next_is_computed",
         ),
         "The items of a batch may belong": (
             "test_batches.py::test_what_one_alone_printed_and_recorded_is_its_own",
@@ -280,11 +276,11 @@ PROVEN_BY: dict[str, dict[str, tuple[str, ...]]] = {
         "`def work(self, input) -> int`": (
             "test_weighing.py::test_an_item_weighs_what_the_class_says",
         ),
-        "The worker asks before": (
+        "The worker calls it before": (
             "api/test_custom_charges.py::test_work_counts_toward_its_limit_by_the_minute",
             "test_weighing.py::test_a_loop_is_killed_and_others_are_weighed",
         ),
-        "The API has no code": (
+        "For each prediction the API reserves": (
             "api/test_custom_charges.py::test_a_budget_reserves_the_most_work_and_the_longest_time",
             "test_weighing.py::test_a_wrong_weight_fails_its_item_alone",
             "api/test_custom_charges.py::test_what_fails_costs_nothing",
@@ -308,7 +304,7 @@ PROVEN_BY: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
     "Price": {
-        "A prediction that succeeded costs": (
+        "A prediction that succeeded, or": (
             "api/test_custom_charges.py::"
             "test_work_and_seconds_are_charged_alike_in_answer_counter_and_row",
             "api/test_custom_charges.py::test_a_stream_that_was_read_in_part_costs_its_whole_work",
@@ -452,7 +448,7 @@ PROVEN_BY: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
     "Compared with Cog's own server": {
-        "Both run each class": (
+        "The command runs each class": (
             "cog_comparison/test_comparison.py::test_a_class_is_compared_with_cogs_own_server",
             "cog_comparison/test_comparison.py::test_inputs_are_made_up_if_no_command_names_them",
             "cog_comparison/test_comparison.py::test_fixtures_that_cannot_run_here_have_a_reason",
@@ -517,7 +513,7 @@ PROVEN_BY: dict[str, dict[str, tuple[str, ...]]] = {
             "../tools/planning/tests/deploy/test_measurements.py::"
             "test_figures_of_something_else_are_refused",
         ),
-        "Each input is computed once first": (
+        "After a warm-up, each input": (
             "test_measuring.py::test_setup_items_memory_and_bytes_are_measured",
         ),
     },
@@ -613,17 +609,15 @@ PROVEN_BY: dict[str, dict[str, tuple[str, ...]]] = {
             "test_services.py::test_ports_are_those_of_the_settings",
             "test_services.py::test_a_class_reaches_other_ports_only",
         ),
-        "On disk count the files": (
+        "The disk limit counts": (
             "test_limits.py::test_files_on_disk_are_counted_once_and_without_holes",
             "test_limits.py::test_a_file_counts_that_was_removed_and_is_open",
             "test_hostile_models.py::test_files_that_predictions_left_are_removed_between_two",
             "test_hostile_models.py::test_disk_is_bounded_without_a_namespace_of_mounts",
-        ),
-        "Weights that a class downloads": (
             "test_wrappers.py::test_a_wrapper_works_as_it_is",
             "test_confinement.py::test_a_class_below_tmp_has_what_its_links_lead_to",
         ),
-        "A worker says in its log": ("test_rows.py::test_a_worker_says_what_its_system_lacks",),
+        "A worker logs what": ("test_rows.py::test_a_worker_says_what_its_system_lacks",),
     },
 }
 
