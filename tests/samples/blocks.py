@@ -35,8 +35,18 @@ class Block:
 @cache
 def all_blocks() -> tuple[Block, ...]:
     """Returns the blocks of all pages, in the order of the pages."""
-    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-    return tuple(block for page in pages for block in read_blocks(page))
+    return tuple(block for page in pages() for block in read_blocks(page))
+
+
+def pages() -> list[Path]:
+    """Returns README.md and the pages of docs."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def without_blocks(page: Path) -> str:
+    """Returns the text of a page without its fenced blocks."""
+    text = page.read_text(encoding="utf-8")
+    return re.sub(r"^ *```.*?^ *```", "", text, flags=re.MULTILINE | re.DOTALL)
 
 
 def read_blocks(page: Path) -> list[Block]:

@@ -27,7 +27,7 @@ LOCAL_HOSTS = ("127.0.0.1", "localhost", "$URL")
 CURL_FLAGS = frozenset(["--fail", "-s", "-i", "-si", "-fsS"])
 CURL_VALUES = frozenset(["-H", "-d", "-F", "-o", "-w", "-X", "--output", "--data", "--header"])
 PARSED_BY_ITSELF = frozenset({"docker", "gcloud", "helm", "kubectl", "terraform"})
-"""tests/infra/release lets these programs parse their own commands."""
+"""test_other_programs.py lets gcloud, Helm and kubectl parse their commands."""
 NOT_OURS = frozenset(
     {
         *("alias", "apt-get", "caddy", "cat", "cd", "compose", "echo", "export", "git"),
