@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise
@@ -56,6 +57,32 @@ def test_relative_links_lead_to_files(document: Path) -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=str)
+def test_anchors_of_links_exist(document: Path) -> None:
+    missing = []
+    for link in re.findall(r"\]\(([^)\s:]*#[^)\s]+)\)", (ROOT / document).read_text()):
+        path, _, anchor = link.partition("#")
+        page = (ROOT / document).parent / path if path else ROOT / document
+        if page.suffix == ".md" and anchor not in read_anchors(page.resolve()):
+            missing.append(link)
+    assert missing == []
+
+
+@cache
+def read_anchors(page: Path) -> frozenset[str]:
+    """Returns the anchors of a page as GitHub makes them: its headings, and each `<a id>`."""
+    text = page.read_text()
+    anchors = re.findall(r'<a id="([^"]+)">', text)
+    prose = re.sub(r"^ *```.*?^ *```", "", text, flags=re.MULTILINE | re.DOTALL)
+    uses: Counter[str] = Counter()
+    for heading in re.findall(r"^#+ (.*)$", prose, re.MULTILINE):
+        title = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
+        anchor = re.sub(r"[^\w -]", "", title).replace(" ", "-")
+        anchors.append(f"{anchor}-{uses[anchor]}" if uses[anchor] else anchor)
+        uses[anchor] += 1
+    return frozenset(anchors)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=str)
 def test_paths_in_documents_exist(document: Path) -> None:
     named = re.findall(
         rf"(?<![\w./-])((?:{'|'.join(FOLDERS)})/[\w./*-]+)", (ROOT / document).read_text()
@@ -70,7 +97,11 @@ def test_paths_in_documents_exist(document: Path) -> None:
 
 @cache
 def module_names() -> frozenset[str]:
-    return frozenset(path.name for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
+    return frozenset(path.name for folder in FOLDERS for path in module_paths(folder))
+
+
+def module_paths(folder: str) -> Iterator[Path]:
+    return (ROOT / folder).rglob("*.py")
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=str)
@@ -166,6 +197,25 @@ def test_forms_of_a_text_are_defined_where_the_document_says() -> None:
         assert set(re.findall(r"`(\w+)`", names)) <= defined
 
 
+def test_members_in_the_architecture_exist() -> None:
+    text = (ROOT / "docs/explanation/architecture.md").read_text()
+    members = re.findall(r"`([A-Z]\w+)\.(\w+)`", text)
+    assert members
+    sources = [
+        path.read_text() for folder in ("api", "shared", "workers") for path in module_paths(folder)
+    ]
+    missing = {
+        f"{owner}.{member}"
+        for owner, member in members
+        if not any(
+            re.search(rf"^class {owner}\b", source, re.MULTILINE)
+            and re.search(rf"\bdef {member}\b", source)
+            for source in sources
+        )
+    }
+    assert missing == set()
+
+
 def leads_to(file: Path) -> set[str]:
     """The files that a reader of `file` is sent to: links of a document, paths and imports of a
     module.
@@ -182,7 +232,8 @@ def leads_to(file: Path) -> set[str]:
 
 
 def links(document: Path) -> Iterator[str]:
-    """The relative links of a document, without their anchors."""
-    for link in re.findall(r"\]\(([^)\s]+)\)", (ROOT / document).read_text()):
+    """The relative links and images of a document, without their anchors."""
+    text = (ROOT / document).read_text()
+    for link in re.findall(r'(?:\]\(|<img src=")([^)"\s]+)[)"]', text):
         if not re.match(r"[a-z]+:", link) and (path := link.partition("#")[0]):
             yield path
