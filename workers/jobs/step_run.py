@@ -119,7 +119,7 @@ class StepRun:
         self._preempt_for_others()
 
     def _preempt_for_others(self) -> None:
-        """Interrupts generations of a tenant that has too many slots, for one that waits."""
+        """Interrupts items of a tenant that has too many slots, for one that waits."""
         if self._preempted or self._dropped & self._inside.keys():
             return  # a slot is about to be free
         chosen = self._consumer.queue.to_preempt(self._inside.values())
@@ -187,7 +187,7 @@ class StepRun:
         )
 
     def _wait_again(self, message: Preempted) -> None:
-        """Queues generations again that are not to be computed now."""
+        """Queues items again that were preempted, or that lacked memory."""
         was_preempted = bool(self._preempted & set(message.slots))
         for slot in message.slots:
             queued = self._inside.pop(slot, None)

@@ -286,7 +286,11 @@ class SteppedModel(LoadedModel, Protocol):
 
 @runtime_checkable
 class Resumable(Protocol):
-    """A SteppedModel whose items can be interrupted, and admitted again with what they have."""
+    """A SteppedModel whose items can be interrupted, and continue if they are admitted again.
+
+    A text brings what it has written. An image continues if its process still holds it. Otherwise
+    it starts over.
+    """
 
     def interrupt(self, slot: int) -> TokenChunk | None:
         """Removes an item that is in. Returns what it has written since its last report.

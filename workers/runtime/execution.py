@@ -426,7 +426,7 @@ class StepExecution:
                 self._end(slot, Canceled(), steps and steps[1] - steps[0])
 
     def _interrupt(self, model: SteppedModel, slots: list[int]) -> None:
-        assert isinstance(model, Resumable), "only generations are preempted; this is a bug"
+        assert isinstance(model, Resumable), "others are not preempted; this is a bug"
         left = [slot for slot in slots if slot in self._shares]
         written = {slot: model.interrupt(slot) for slot in left}
         chunks = {slot: chunk for slot, chunk in written.items() if chunk is not None}

@@ -289,7 +289,7 @@ class QueuedItem:
     @property
     def can_go_on(self) -> bool:
         """True if it can be interrupted and continued later."""
-        return isinstance(self.prepared, PreparedPrompt)
+        return isinstance(self.prepared, PreparedPrompt | PreparedImage)
 
     @property
     def key(self) -> str:

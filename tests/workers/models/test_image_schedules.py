@@ -1,6 +1,7 @@
 """Whatever happens around an image, its pixels and its charge are those of an image alone.
 
-Others join, are canceled, start over for more urgent ones, fail, and find too little memory.
+Others join, are canceled, are preempted by more urgent ones, start over, fail, and find too little
+memory.
 """
 
 from collections.abc import Iterator, Sequence
@@ -40,6 +41,7 @@ VALUES = [
 ]
 BAD = msgspec.structs.replace(TEXT, steps=4, prompt=BAD_PROMPT)
 MAX_STEPS = 200
+SLOTS = 3
 
 
 class Arrival(NamedTuple):
@@ -47,6 +49,7 @@ class Arrival(NamedTuple):
 
     joins: int
     value: ImageInput
+    is_urgent: bool
     event: str
     after: int
 
@@ -55,7 +58,8 @@ ARRIVALS = st.builds(
     Arrival,
     joins=st.integers(0, 6),
     value=st.sampled_from([*VALUES, BAD]),
-    event=st.sampled_from(["nothing", "nothing", "cancel", "preempt"]),
+    is_urgent=st.booleans(),
+    event=st.sampled_from(["nothing", "nothing", "cancel", "preempt", "start over"]),
     after=st.integers(0, 4),
 )
 
@@ -97,49 +101,76 @@ def scarce(model: ImageModel, rows: int) -> Iterator[None]:
 
 
 class Worker:
-    """Draws a plan as a worker does: what was preempted starts over once there are fewer."""
+    """Draws a plan as a worker does: urgent images first, which preempt others."""
 
     def __init__(self, model: ImageModel, preparer: Preparer, plan: Sequence[Arrival]) -> None:
         self._model, self._preparer, self._plan = model, preparer, plan
         self._inside: dict[int, int] = {}
         """Steps of each image so far."""
-        self._again: list[int] = []
+        self._waiting: list[int] = []
+        self.work = 0
+        """Pixels that all steps computed."""
+        self.has_lost_work = False
+        """True if an image had to start over, or was canceled."""
         self._due = {slot for slot, one in enumerate(plan) if one.event != "nothing"}
         """The images whose event has yet to come."""
         self.results: dict[int, Result | PenstockError] = {}
 
     def draw(self) -> dict[int, Result | PenstockError]:
         for step in range(MAX_STEPS):
-            self._admit([slot for slot, one in enumerate(self._plan) if one.joins == step])
+            self._waiting += [
+                slot for slot, arrival in enumerate(self._plan) if arrival.joins == step
+            ]
             self._interrupt()
+            self._admit()
             if self._inside:
                 self._step()
-            elif not self._again and step >= max(one.joins for one in self._plan):
+            elif step >= max(arrival.joins for arrival in self._plan):
                 assert not self._model.progress()
                 return self.results
         raise AssertionError("the images never ended")
 
-    def _admit(self, coming: list[int]) -> None:
-        if self._again and len(self._inside) < 2:
-            coming.append(self._again.pop(0))
-        for slot in coming:
+    def _admit(self) -> None:
+        self._waiting.sort(key=self._is_urgent, reverse=True)
+        while self._waiting and self._has_room_for(self._waiting[0]):
+            slot = self._waiting.pop(0)
             self._model.admit(slot, prepared(self._preparer, self._plan[slot].value))
             self._inside[slot] = 0
 
+    def _is_urgent(self, slot: int) -> bool:
+        return self._plan[slot].is_urgent
+
+    def _has_room_for(self, slot: int) -> bool:
+        others = [other for other in self._inside if not self._is_urgent(other)]
+        if len(self._inside) >= SLOTS and self._is_urgent(slot) and others:
+            self._preempt(others[-1])
+        return len(self._inside) < SLOTS
+
     def _interrupt(self) -> None:
         for slot in self._due & self._inside.keys():
-            if self._inside[slot] == self._plan[slot].after:
+            event, after = self._plan[slot].event, self._plan[slot].after
+            if self._inside[slot] == after:
                 self._due.remove(slot)
-                self._drop(slot, starts_over=self._plan[slot].event == "preempt")
+                if event == "preempt":
+                    self._preempt(slot)
+                else:
+                    self._drop(slot, starts_over=event == "start over")
+
+    def _preempt(self, slot: int) -> None:
+        self._model.interrupt(slot)
+        del self._inside[slot]
+        self._waiting.append(slot)
 
     def _drop(self, slot: int, *, starts_over: bool) -> None:
         self._model.drop(slot)
         del self._inside[slot]
+        self.has_lost_work = True
         if starts_over:
-            self._again.append(slot)
+            self._waiting.append(slot)
 
     def _step(self) -> None:
         end = self._model.step()
+        self.work += end.work
         for slot in end.preempted:
             self._drop(slot, starts_over=True)
         for slot, result in end.results.items():
@@ -147,6 +178,13 @@ class Worker:
             self.results[slot] = result
             del self._inside[slot]
         self._inside = {slot: steps + 1 for slot, steps in self._inside.items()}
+
+
+def work_of(value: ImageInput) -> int:
+    """The work of a whole image."""
+    steps = int(value.steps * (value.strength or 1.0))
+    rows = 2 if value.guidance_scale > 1 else 1
+    return rows * value.width * value.height * steps
 
 
 @settings(
@@ -166,8 +204,13 @@ def test_any_schedule_leaves_pixels_and_charges_as_they_are(
     ]
     good = {slot: one for slot, one in enumerate(plan) if one.value.prompt != BAD_PROMPT}
     expected = {slot: alone(one.value) for slot, one in good.items()}
+    worker = Worker(model, tiny_preparer, plan)
     with scarce(model, rows):
-        results = Worker(model, tiny_preparer, plan).draw()
+        results = worker.draw()
+    if not worker.has_lost_work and len(good) == len(plan):
+        assert worker.work == sum(work_of(arrival.value) for arrival in plan), (
+            "a step was computed twice"
+        )
     for slot, one in enumerate(plan):
         result = results.get(slot)
         if result is None:

@@ -154,7 +154,16 @@ class Hub:
         """Ends an item at the call that it waits for, if it is still in."""
         run = self._runs.pop(name, None)
         if run is not None:
-            self._end(run)
+            self.end(run)
+
+    def set_aside(self, name: int) -> Run:
+        """Takes an item out at the call that it waits for. It holds what its pipeline has."""
+        return self._runs.pop(name)
+
+    def put_back(self, name: int, run: Run) -> None:
+        """Adds an item that was set aside. It continues with the call that it waits for."""
+        run.name = name
+        self._runs[name] = run
 
     def step(self) -> dict[int, Any]:
         """Computes a call of the denoiser for each item, and what comes before and after it.
@@ -269,7 +278,7 @@ class Hub:
         else:
             run.call = outcome
 
-    def _end(self, run: Run) -> None:
+    def end(self, run: Run) -> None:
         """Ends a run at the call that it waits for. Its pipeline cleans up."""
         _set_autocast(run.autocast)
         self._watchdog.begin()

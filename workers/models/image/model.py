@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ from workers.models.image.deep_cache import DeepCache
 from workers.models.image.drawing import Drawing, pasted
 from workers.models.image.folders_beside import control_folders, ip_adapter_files
 from workers.models.image.guides import Controls, IpAdapters
-from workers.models.image.hub import Hub
+from workers.models.image.hub import Hub, Run
 from workers.models.image.options import OptionCheck, describe
 from workers.models.image.own_pipeline import Interception, state_of
 from workers.models.image.pipeline import (
@@ -101,6 +102,8 @@ class ImageModel:
         self._queued: dict[int, PreparedImage] = {}
         """Items that wait until the one before has ended, if images are drawn one at a time."""
         self._encoding: dict[int, tuple[PreparedImage, Future[Result | PenstockError]]] = {}
+        self._aside: list[_Aside] = []
+        """Preempted images, the oldest first."""
         self._png_threads: tuple[int, ThreadPoolExecutor] | None = None
 
     def setup(self) -> None:
@@ -358,7 +361,13 @@ class ImageModel:
         assert isinstance(item, PreparedImage), "the preparer of images makes them; this is a bug"
         if (refusal := self._options.refusal(item)) is not None:
             raise refusal
-        if not self.adapters.holds_back(slot, item):
+        if self.adapters.holds_back(slot, item):
+            return
+        try:
+            self._begin(slot, item)
+        except OutOfMemory:
+            if not self._end_aside():
+                raise
             self._begin(slot, item)
 
     def step(self) -> StepEnd:
@@ -376,7 +385,7 @@ class ImageModel:
         end.work = sum(owner.pixels * rows for owner, rows in self._hub.work)
         for slot, outcome in outcomes.items():
             # With others gone, there may be room for it. For the oldest one there is none.
-            if isinstance(outcome, OutOfMemory) and slot != oldest:
+            if isinstance(outcome, OutOfMemory) and (slot != oldest or self._end_aside()):
                 end.preempted.append(slot)
             else:
                 end.results[slot] = outcome
@@ -392,7 +401,7 @@ class ImageModel:
                 self._begin(slot, item)
             except PenstockError as error:
                 end.waiting.append(slot)
-                if isinstance(error, OutOfMemory) and self._drawings:
+                if isinstance(error, OutOfMemory) and (self._drawings or self._end_aside()):
                     end.preempted.append(slot)
                 else:
                     end.results[slot] = error
@@ -436,10 +445,56 @@ class ImageModel:
         with torch.inference_mode():
             self._hub.drop(slot)
 
+    def interrupt(self, slot: int) -> None:
+        """Sets an image aside. If an equal item is admitted, it continues where it was.
+
+        All that are set aside take at most the budget of a batch. The oldest ones make room, and
+        start over.
+        """
+        if self.runs_alone or not (slot in self._drawings or slot in self._encoding):
+            self.drop(slot)  # it would leave shared modules changed, or has nothing yet
+            return
+        if (drawing := self._drawings.pop(slot, None)) is not None:
+            self._aside.append(_Aside(drawing.item, drawing, self._hub.set_aside(slot)))
+        else:
+            item, file = self._encoding.pop(slot)
+            self._aside.append(_Aside(item, file=file))
+        self._end_aside(self.entry.budget, self.entry.batch.max_items)
+
+    def _end_aside(self, room: int = 0, count: int = 0) -> bool:
+        """Ends images that are set aside, the oldest first, until the others have room.
+
+        Returns:
+            False if none had to end.
+        """
+        before = len(self._aside)
+        while len(self._aside) > count or sum(aside.room for aside in self._aside) > room:
+            if (run := self._aside.pop(0).run) is not None:
+                with torch.inference_mode():
+                    self._hub.end(run)
+        return len(self._aside) < before
+
+    def _resume(self, slot: int, item: PreparedImage) -> bool:
+        """Continues an image that was set aside. False: it was not."""
+        aside = next((aside for aside in self._aside if aside.item == item), None)
+        if aside is None:
+            return False
+        self._aside.remove(aside)
+        if aside.file is not None:
+            self._encoding[slot] = item, aside.file
+        if aside.drawing is not None and aside.run is not None:
+            # Its adapter may have left the memory meanwhile, and come back.
+            aside.drawing.adapter = self.adapters.of(item)
+            self._drawings[slot] = aside.drawing
+            self._hub.put_back(slot, aside.run)
+        return True
+
     def _begin(self, slot: int, item: PreparedImage) -> None:
-        """Lets the pipeline of an item begin at the next step."""
+        """Lets the pipeline of an item begin or continue at the next step."""
         if self.runs_alone and self._drawings:
             self._queued[slot] = item
+            return
+        if self._resume(slot, item):
             return
         pipeline = self._pipelines.of(item)
         scheduler = _with_times_on_host(self._scheduler(item.scheduler))
@@ -499,6 +554,20 @@ class ImageModel:
             kind = getattr(diffusers, choice.class_name)
             self._unused_schedulers[name] = kind.from_config(config, **choice.options)
         return copy.deepcopy(self._unused_schedulers[name])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Aside:
+    """An image that was set aside: while it was drawn, or while its file was made."""
+
+    item: PreparedImage
+    drawing: Drawing | None = None
+    run: Run | None = None
+    file: Future[Result | PenstockError] | None = None
+
+    @property
+    def room(self) -> int:
+        return self.item.room or self.item.length
 
 
 def _finish(
