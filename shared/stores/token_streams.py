@@ -56,6 +56,8 @@ SURE_SHARE = 0.8
 """Fraction of the time between tokens that must pass before polling for the next ones."""
 MAX_GAP_S = 0.5
 """Maximum pause between polls, however slow the model is."""
+FIRST_SHARE = 0.05
+"""Pause between polls before the first token, divided by the time waited so far."""
 MAX_IN_A_ROUND_TRIP = 128
 
 
@@ -192,23 +194,33 @@ def _delivered(read: int, prompt: bytes) -> Delivered | None:
 class ReadPace:
     """Determines when to look for the next tokens of an item: shortly before they may arrive.
 
-    The shorter of the last two gaps counts, so one pause does not change the pace.
+    The shorter of the last two gaps counts, so one pause does not change the pace. Before the first
+    token, pauses grow with the wait, so the first token is late by a small part of it.
+
+    Args:
+        began_s: when the reader began to wait, on the clock that the calls use.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, began_s: float) -> None:
+        self._began_s = self._looked_s = began_s
         self._found_s: float | None = None
         self._gaps_s = (0.0, 0.0)
 
-    def found(self, now_s: float) -> None:
-        """Records that there were tokens."""
+    def looked(self, now_s: float, *, has_tokens: bool) -> None:
+        """Records a look, and whether there were tokens."""
+        self._looked_s = now_s
+        if not has_tokens:
+            return
         if self._found_s is not None:
             self._gaps_s = (self._gaps_s[1], now_s - self._found_s)
         self._found_s = now_s
 
     def is_due(self, now_s: float) -> bool:
         """Returns whether it is time to look."""
-        pause_s = SURE_SHARE * min(*self._gaps_s, MAX_GAP_S)
-        return self._found_s is None or now_s >= self._found_s + pause_s
+        if self._found_s is None:
+            pause_s = min(FIRST_SHARE * (self._looked_s - self._began_s), MAX_GAP_S)
+            return now_s >= self._looked_s + pause_s
+        return now_s >= self._found_s + SURE_SHARE * min(*self._gaps_s, MAX_GAP_S)
 
 
 class _Reader:
@@ -220,7 +232,7 @@ class _Reader:
         self.has_news = has_news
         self.end = 0
         self.tokens: Tokens | None = None
-        self.pace = ReadPace()
+        self.pace = ReadPace(time.monotonic())
 
     def take(self) -> Tokens | None:
         """Returns the tokens found since the last call."""
@@ -288,8 +300,9 @@ class TokenReader:
             return
         now_s = time.monotonic()
         for reader, tokens in zip(due, read, strict=True):
-            if tokens.chunks or tokens.is_over:
-                reader.pace.found(now_s)
+            has_tokens = bool(tokens.chunks or tokens.is_over)
+            reader.pace.looked(now_s, has_tokens=has_tokens)
+            if has_tokens:
                 reader.tokens = tokens
                 reader.has_news.set()
 
