@@ -41,7 +41,7 @@ MODULES = {
 """Modules here whose `run()` returns an Outcome, by the name of the benchmark."""
 PROGRAMS = ("peers", "gpu")
 """Packages here that are programs with their own options, such as `python -m bench.peers`."""
-HAVE_SHORT_FORM = frozenset({"bad_neighbor", "far_broker"})
+HAVE_SHORT_FORM = frozenset({"bad_neighbor", "far_broker", "generation_load"})
 """Benchmarks whose `run` takes `quick`."""
 LINE_WIDTH, NAME_WIDTH = 100, 17
 

@@ -1,21 +1,23 @@
 """The server of an engine alone: prompts go straight to its socket, without API, queue and worker.
 
-It reads each prompt as a whole, in the order of arrival, as nobody shares it out.
+It reads each prompt as a whole, in the order of arrival, because nothing divides it. Like the
+stack, it caches prompt beginnings: 24 mixed prompts share up to 58 % of their tokens with earlier
+prompts.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from bench.generation.timing import TimedGeneration
 from shared.models.catalog import Model
+from shared.process.cores import usable_cores
 from workers.models.base import PreparedPrompt
 from workers.models.engines.generation import read_events
 from workers.models.engines.llama_cpp import PATH, Asked, decode_reply, request_of, settings_of
@@ -23,46 +25,62 @@ from workers.models.engines.process import EngineProcess
 from workers.models.generation.writing import IDS
 
 START_LIMIT_S = 180.0
+ANY_SLOT = -1
+"""The server chooses the free slot that has read most of the prompt."""
 
 
 def ask_server(
-    entry: Model, folder: Path, prompts: Sequence[PreparedPrompt], in_flight: int
-) -> list[TimedGeneration]:
-    """Starts a server, and streams a text for each prompt, `in_flight` at a time.
+    entry: Model,
+    folder: Path,
+    first: Sequence[PreparedPrompt],
+    rounds: Mapping[int, Sequence[PreparedPrompt]],
+) -> dict[int, list[TimedGeneration]]:
+    """Starts a server and streams a text for each prompt.
 
     Args:
-        entry: the catalog entry of the model.
-        folder: the folder of its GGUF file.
+        entry: catalog entry of the model.
+        folder: folder of its GGUF file.
+        first: prompts to warm up with.
+        rounds: prompts by how many are in flight at a time.
     """
-    return asyncio.run(_ask(entry, folder, prompts, in_flight))
+    return asyncio.run(_ask(entry, folder, first, rounds))
 
 
 async def _ask(
-    entry: Model, folder: Path, prompts: Sequence[PreparedPrompt], in_flight: int
-) -> list[TimedGeneration]:
-    threads = len(os.sched_getaffinity(0))
-    key = secrets.token_urlsafe()
+    entry: Model,
+    folder: Path,
+    first: Sequence[PreparedPrompt],
+    rounds: Mapping[int, Sequence[PreparedPrompt]],
+) -> dict[int, list[TimedGeneration]]:
+    threads = usable_cores()
     settings = settings_of(entry, folder, threads)
-    server = await EngineProcess.start(settings, key, threads, START_LIMIT_S)
+    server = await EngineProcess.start(settings, secrets.token_urlsafe(), threads, START_LIMIT_S)
     try:
-        await _call(server, 0, iter(prompts[:1]))
-        waiting = iter(prompts)
-        async with asyncio.TaskGroup() as callers:
-            calls = [callers.create_task(_call(server, slot, waiting)) for slot in range(in_flight)]
+        await _call(server, iter(first))
+        return {
+            in_flight: await _ask_round(server, in_flight, prompts)
+            for in_flight, prompts in rounds.items()
+        }
     finally:
         await server.end()
+
+
+async def _ask_round(
+    server: EngineProcess, in_flight: int, prompts: Sequence[PreparedPrompt]
+) -> list[TimedGeneration]:
+    waiting = iter(prompts)
+    async with asyncio.TaskGroup() as callers:
+        calls = [callers.create_task(_call(server, waiting)) for _ in range(in_flight)]
     return [timed for call in calls for timed in call.result()]
 
 
-async def _call(
-    server: EngineProcess, slot: int, waiting: Iterator[PreparedPrompt]
-) -> list[TimedGeneration]:
-    """Asks for one text after the other, all of one slot."""
+async def _call(server: EngineProcess, waiting: Iterator[PreparedPrompt]) -> list[TimedGeneration]:
+    """Asks for one text after the other."""
     texts = []
     for prompt in waiting:
         timed = TimedGeneration(time.monotonic())
         ids = np.frombuffer(prompt.ids, IDS).tolist()
-        order = Asked(ids, slot, keeps=False, tokens=prompt.max_tokens, is_streamed=True)
+        order = Asked(ids, ANY_SLOT, keeps=True, tokens=prompt.max_tokens, is_streamed=True)
         async with server.post(PATH, request_of(prompt, order)) as response:
             async for data in read_events(response):
                 reply = decode_reply(data)

@@ -5,6 +5,9 @@ stack is measured with our engine in fp32, in the fastest precision of this CPU,
 with llama.cpp's server, which is measured alone too, with the same prompts.
 The stack is that of `penstock up`, with everything on the same cores. A text is streamed, and its
 reader notes when each piece comes. Tokens are counted from the text, for all alike.
+
+The short form measures what decision 139 compares: our engine in the fastest precision, llama.cpp,
+and two workers of each.
 """
 
 from __future__ import annotations
@@ -12,9 +15,11 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -58,27 +63,41 @@ SERVED: Mapping[str, Mapping[str, str]] = {
     "llama.cpp Q4_1": LLAMA_CPP,
 }
 """Fields of the catalog entry for each measured variant of the stack."""
+SHORT = ("auto", "llama.cpp Q4_1")
+"""Variants of the short form."""
+MIN_RATIO = {1: 0.7, 16: 0.85}
+"""Minimum speed by level if an engine computes, as a fraction of its server's speed alone.
+The server is measured before and after the stack."""
+SECOND = "smollm2-second"
+IN_EACH = 4
+"""Texts in flight in each of two workers."""
 SETTLED_S, IDLE_S = 3.0, 5.0
 
 
-def run(levels: Sequence[int] = IN_FLIGHT) -> Outcome:
-    """Measures everything that is installed here, at the given numbers in flight."""
+def run(levels: Sequence[int] = IN_FLIGHT, *, quick: bool = False) -> Outcome:
+    """Measures everything that is installed here, at the given numbers in flight.
+
+    Args:
+        quick: True for the short form.
+    """
     try:
         folder = smollm2_folder()
     except ConfigurationError as error:
         return Outcome([], {"not measured": error.message})
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     figures: list[Figure] = []
     details: dict[str, Any] = {"model": SOURCE}
+    if quick:
+        for name in SHORT:
+            figures += measure_variant(folder, name, levels)
+            figures += measure_two_workers(folder, name)
+        return Outcome(figures, details)
     figures += figures_of("generate() fp32, one by one", _plain(folder, _prompts(1)))
     engine = _Engine(folder)
     for level in levels:
         figures += figures_of(f"engine fp32, {level} in flight", engine.write(level))
-    for name, changes in SERVED.items():
-        if "engine" in changes:
-            figures += _alone(name, Model.model_validate(entry_of(folder, changes)), levels)
-        with running_stack(folder, changes) as stack:
-            figures += _measure_stack(stack, name, levels, tokenizer)
+    for name in SERVED:
+        figures += measure_variant(folder, name, levels)
+    tokenizer = _tokenizer(folder)
     why_not = missing_for_serve()
     for name, command, model in peers(folder, gguf_file(SOURCE)):
         if isinstance(command, str) or (why_not and "serve" in name):
@@ -95,6 +114,46 @@ def run(levels: Sequence[int] = IN_FLIGHT) -> Outcome:
     return Outcome(figures, details)
 
 
+def measure_variant(folder: Path, name: str, levels: Sequence[int]) -> Iterator[Figure]:
+    """Measures the stack, and the server of its engine alone if it has one.
+
+    Args:
+        folder: folder of SmolLM2.
+        name: key of the variant in SERVED.
+    """
+    changes = SERVED[name]
+    # All levels up to the last compared level, because earlier prompts fill the cache.
+    alone = [level for level in levels if "engine" in changes and level <= max(MIN_RATIO)]
+    entry = Model.model_validate(entry_of(folder, changes))
+    before = yield from _alone(f"{name} alone", entry, alone)
+    with running_stack(folder, changes) as stack:
+        reached = yield from _measure_stack(stack, name, levels, _tokenizer(folder))
+    after = yield from _alone(f"{name} alone again", entry, alone)
+    for level in filter(MIN_RATIO.__contains__, alone):
+        ratio = reached[level] / fmean([before[level], after[level]])
+        figure = f"stack {name} / alone, {level} in flight"
+        yield Figure(figure, ratio, "times", ">=", MIN_RATIO[level])
+
+
+def measure_two_workers(folder: Path, name: str) -> Iterator[Figure]:
+    """Measures two models of a variant at a time, each with a worker, on the same cores."""
+    changes, tokenizer = SERVED[name], _tokenizer(folder)
+    with (
+        running_stack(folder, changes, {**changes, "name": SECOND}) as stack,
+        ThreadPoolExecutor() as callers,
+    ):
+        url, models = f"http://127.0.0.1:{stack.ports.api}", (MODEL, SECOND)
+        for model in models:
+            drive(url, model, mixed(1, 99), 1, tokenizer)
+        prompts = mixed(round(2 * IN_EACH * PER_CALLER[2 * IN_EACH]), seed=2 * IN_EACH)
+        calls = [
+            callers.submit(drive, url, model, prompts[first::2], IN_EACH, tokenizer)
+            for first, model in enumerate(models)
+        ]
+        timed = [text for call in calls for text in call.result()]
+    yield from figures_of(f"stack {name}, two workers, {IN_EACH} in flight in each", timed)
+
+
 def smollm2_folder() -> Path:
     """SmolLM2-135M.
 
@@ -102,6 +161,10 @@ def smollm2_folder() -> Path:
         ConfigurationError: the `text` extra is not installed.
     """
     return resolve(SOURCE, "main", Path("var/models")).resolve()
+
+
+def _tokenizer(folder: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
 def _prompts(level: int) -> list[MixedPrompt]:
@@ -203,31 +266,49 @@ class _Engine:
 
 
 @contextmanager
-def running_stack(folder: Path, changes: Mapping[str, str] = SERVED["fp32"]) -> Iterator[Stack]:
-    """The stack of `penstock up` with the model in `folder` alone, as MODEL."""
+def running_stack(
+    folder: Path,
+    changes: Mapping[str, str] = SERVED["fp32"],
+    *others: Mapping[str, str],
+) -> Iterator[Stack]:
+    """The stack of `penstock up` with the model in `folder` as MODEL.
+
+    Args:
+        changes: catalog entry fields that differ from `entry_of`.
+        others: the same for additional entries, which need a name.
+    """
     with tempfile.TemporaryDirectory() as temporary:
         state_dir = Path(temporary)
         models_file = state_dir / "models.yaml"
-        models_file.write_text(
-            yaml.safe_dump({"models": [entry_of(folder, changes)]}), encoding="utf-8"
-        )
+        entries = [entry_of(folder, fields) for fields in (changes, *others)]
+        models_file.write_text(yaml.safe_dump({"models": entries}), encoding="utf-8")
         variables = {"PENSTOCK_MODELS_FILE": str(models_file)}
         with served_stack(state_dir, Ports.free(), variables, say_nothing) as stack:
             yield stack
 
 
-def _alone(name: str, entry: Model, levels: Sequence[int]) -> Iterator[Figure]:
-    """The server of an engine, asked by nobody but this."""
-    folder = gguf_file(SOURCE).parent
-    for level in levels:
-        prompts = _prepared(smollm2_folder(), _prompts(level))
-        timed = ask_server(entry, folder, prompts, level)
-        yield from figures_of(f"{name} alone, {level} in flight", timed)
+def _alone(
+    name: str, entry: Model, levels: Sequence[int]
+) -> Generator[Figure, None, dict[int, float]]:
+    """The server of an engine, asked by nobody but this. Returns its speed by level."""
+    if not levels:
+        return {}
+    folder, speeds = smollm2_folder(), {}
+    rounds = {level: _prepared(folder, _prompts(level)) for level in levels}
+    first = _prepared(folder, mixed(1, 99))
+    texts = ask_server(entry, gguf_file(SOURCE).parent, first, rounds)
+    for level, timed in texts.items():
+        speed, *others = figures_of(f"{name}, {level} in flight", timed)
+        yield from (speed, *others)
+        speeds[level] = speed.value
+    return speeds
 
 
 def _measure_stack(
     stack: Stack, name: str, levels: Sequence[int], tokenizer: Tokenizer
-) -> Iterator[Figure]:
+) -> Generator[Figure, None, dict[int, float]]:
+    """Returns the speed by level, tokens/s."""
+    speeds = {}
     url = f"http://127.0.0.1:{stack.ports.api}"
     drive(url, MODEL, mixed(1, 99), 1, tokenizer)
     parts = {"API": Part(stack.ports.api), "worker": Part(stack.ports.health[0])}
@@ -238,7 +319,9 @@ def _measure_stack(
     for level in levels:
         before, began_s = _cpu_s(parts), time.monotonic()
         timed = drive(url, MODEL, _prompts(level), level, tokenizer)
-        yield from figures_of(f"stack {name}, {level} in flight", timed)
+        speed, *others = figures_of(f"stack {name}, {level} in flight", timed)
+        yield from (speed, *others)
+        speeds[level] = speed.value
         tokens, wall_s = sum(one.tokens for one in timed), time.monotonic() - began_s
         spent = {part: now_s - before[part] for part, now_s in _cpu_s(parts).items()}
         for part, cpu_s in spent.items():
@@ -249,6 +332,7 @@ def _measure_stack(
         yield Figure(f"stack {name}, CPU of both, {level} in flight", own_ms, "ms", *limit)
         above_ms = own_ms - 1000 * sum(idle.values()) * wall_s / tokens
         yield Figure(f"stack {name}, the same above idle, {level} in flight", above_ms, "ms")
+    return speeds
 
 
 def _cpu_s(parts: Mapping[str, Part]) -> dict[str, float]:
