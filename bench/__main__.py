@@ -18,20 +18,16 @@ from shared.process.loopback import exempt_loopback_from_proxies
 MODULES = {
     "overhead": "overhead",
     "throughput": "throughput",
-    "profile": "time_profile",
     "request_cost": "request_cost",
     "item_cost": "item_cost",
     "far_broker": "far_broker",
     "images": "images",
     "custom_batches": "custom_batches",
-    "generation": "generation.engine",
     "generation_load": "generation.load",
     "generation_cpu": "generation.cpu",
-    "generation_lookup": "generation.lookup",
     "schemas": "generation.schemas",
     "streams": "streams",
     "bad_neighbor": "bad_neighbor.rounds",
-    "shared_limits": "shared_limits",
     "soak": "soak",
     "recovery": "recovery",
     "rows": "rows",
@@ -56,7 +52,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m bench", description="Measures the pipeline on this machine."
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="without one, lists them all")
-    parser.add_argument("--profile", action="store_true", help="the same as the name profile")
     parser.add_argument(
         "--check", action="store_true", help="exit with 1 when a figure misses its limit"
     )
@@ -68,13 +63,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if unknown := set(options.names) - set(MODULES):
         parser.error(f"no such benchmark: {', '.join(sorted(unknown))}")
-    names = [*options.names, *(["profile"] if options.profile else [])]
-    if options.quick and (too_long := set(names) - HAVE_SHORT_FORM):
+    if options.quick and (too_long := set(options.names) - HAVE_SHORT_FORM):
         parser.error(f"--quick: no short form of {', '.join(sorted(too_long))}")
-    if not names:
+    if not options.names:
         print(listing())
         return 0
-    return _run(names, is_quick=options.quick, is_checked=options.check)
+    return _run(options.names, is_quick=options.quick, is_checked=options.check)
 
 
 def listing() -> str:

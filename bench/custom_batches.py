@@ -18,7 +18,7 @@ import msgspec
 import yaml
 
 from bench.load.generator import LoadOrder, LoadReport, drive, percentiles
-from bench.pipeline import BROKER, Part, say_nothing
+from bench.pipeline import BROKER, Parts, say_nothing
 from bench.report import Figure, Outcome
 from infra.local.interfaces import refresh_interfaces
 from infra.local.ports import Ports
@@ -62,7 +62,6 @@ print(time.perf_counter() - began_s)
 
 
 def run() -> Outcome:
-    """Compares rates, and says what an item costs in each part."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "class"
         source.mkdir()
@@ -99,10 +98,10 @@ def _round(stack: Stack, source: Path, number: int) -> dict[str, Any]:
     alone = subprocess.run(
         [sys.executable, "-c", ALONE, str(source)], check=True, capture_output=True, text=True
     )
-    parts = _parts(stack)
-    before = _cpu_s(parts)
+    parts = Parts(stack)
+    before = parts.cpu_s()
     report = _predict(stack, ITEMS, f"round {number}")
-    after = _cpu_s(parts)
+    after = parts.cpu_s()
     return {
         "alone_s": float(alone.stdout),
         "stack_s": report.wall_s,
@@ -137,23 +136,3 @@ def _predict(stack: Stack, count: int, word: str) -> LoadReport:
         if answer["output"] != f"{word} {number}".upper():
             raise RuntimeError(f"prediction {number}: {answer['status']} {answer['error']}")
     return report
-
-
-def _parts(stack: Stack) -> dict[str, Part]:
-    is_rabbit = stack.broker == "rabbitmq"
-    return {
-        "API": Part(stack.ports.api),
-        "worker": Part(stack.ports.health[0]),
-        "broker": Part(stack.ports.rabbitmq if is_rabbit else stack.ports.pubsub),
-        "Redis": Part(stack.ports.redis),
-        "BigQuery": Part(stack.ports.bigquery),
-    }
-
-
-def _cpu_s(parts: dict[str, Part]) -> dict[str, float]:
-    seconds = {name: part.cpu_s() for name, part in parts.items() if name != "worker"}
-    worker = parts["worker"]
-    return seconds | {
-        "worker, I/O": worker.cpu_s(),
-        "worker, model and class": worker.children_cpu_s(),
-    }

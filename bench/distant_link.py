@@ -1,14 +1,13 @@
-"""`python -m bench.distant_link PORT TARGET_PORT DELAY_MS`: a TCP proxy that adds distance.
+"""`python -m bench.distant_link PORT TARGET_PORT DELAY_MS JITTER CUT_EVERY_S`: a far TCP server.
 
-Each direction delays what passes by DELAY_MS. With `--jitter` the delay is log-normal, and DELAY_MS
-is its median. With `--cut-every-s` all connections are lost at intervals, with what is on its way.
-Bytes keep their order, as TCP does. A process of its own, so that it shares no interpreter with
-what is measured.
+Each direction delays what passes by DELAY_MS. JITTER is the sigma of log-normal delays, whose
+median is DELAY_MS. Every CUT_EVERY_S seconds, all connections are lost with the bytes on their way.
+A value of 0 turns either off. Bytes keep their order, as TCP does. The proxy is a process of its
+own and shares no interpreter with the measured programs.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import random
@@ -56,8 +55,7 @@ def distant(
         yield target_port
         return
     port = free_port()
-    flags = ["--jitter", str(jitter), "--cut-every-s", str(cut_every_s)]
-    arguments = [str(port), str(target_port), str(delay_ms), *flags]
+    arguments = map(str, (port, target_port, delay_ms, jitter, cut_every_s))
     command = [sys.executable, "-m", "bench.distant_link", *arguments]
     with Process(f"link-{port}", command, log_dir) as link:
         link.wait_ready(lambda: listens(port), READY_LIMIT_S)
@@ -99,12 +97,7 @@ async def delayed(
 async def serve(
     port: int, target_port: int, pause_s: Callable[[], float], cut_every_s: float = 0.0
 ) -> None:
-    """Proxies connections until canceled.
-
-    Args:
-        pause_s: returns the delay of the next piece, in seconds.
-        cut_every_s: all connections are lost after each such time. 0: never.
-    """
+    """Proxies connections until canceled, and aborts them all every `cut_every_s` (0: never)."""
     open_ends = set[asyncio.StreamWriter]()
 
     async def carry(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
@@ -132,20 +125,14 @@ async def serve(
 
 
 def log_normal(median_s: float, sigma: float) -> Callable[[], float]:
-    """Returns a source of delays, in seconds. With a sigma of 0 they are all the same."""
     return lambda: median_s * random.lognormvariate(0.0, sigma)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="A TCP proxy that adds distance.")
-    parser.add_argument("port", type=int)
-    parser.add_argument("target_port", type=int)
-    parser.add_argument("delay_ms", type=float)
-    parser.add_argument("--jitter", type=float, default=0.0, metavar="SIGMA")
-    parser.add_argument("--cut-every-s", type=float, default=0.0, metavar="SECONDS")
-    arguments = parser.parse_args()
-    pause_s = log_normal(arguments.delay_ms / 1000, arguments.jitter)
-    uvloop.run(serve(arguments.port, arguments.target_port, pause_s, arguments.cut_every_s))
+    """Reads the arguments and proxies until it is killed."""
+    port, target_port = map(int, sys.argv[1:3])
+    delay_ms, jitter, cut_every_s = map(float, sys.argv[3:])
+    uvloop.run(serve(port, target_port, log_normal(delay_ms / 1000, jitter), cut_every_s))
 
 
 if __name__ == "__main__":

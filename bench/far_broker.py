@@ -1,20 +1,19 @@
 """The share of time that a model is busy, by the distance to the broker.
 
 A worker and callers behind a proxy (bench/far_worker.py). "As before" is a worker that holds two
-batches at any distance. `python -m bench.far_broker DELAY_MS` measures one load at one distance.
+batches at any distance.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from bench.distant_link import PUBSUB_SIGMA
 from bench.far_worker import (
@@ -42,17 +41,8 @@ FAST_DELAY_MS = 25
 TWO_BATCHES = 2 * FULL
 USUAL = FarLoad("50 ms a batch, 1 item", 0.05, 1, 1000)
 FAST = FarLoad("5 ms a batch, 16 items", 0.005, JOB_ITEMS, 1000)
-LOADS = (
-    USUAL,
-    FarLoad("500 ms a batch, 1 item", 0.5, 1, 300),
-    FAST,
-    FarLoad("5 ms a batch, 1 item", 0.005, 1, 4000),
-    FarLoad("50 ms a batch, 16 items", 0.05, JOB_ITEMS, 100),
-    FarLoad("500 ms a batch, 16 items", 0.5, JOB_ITEMS, 30),
-)
-"""Jobs in flight are more than a worker holds, and are on their way, at the largest distance."""
-BOUNDED_LOADS = LOADS[:3]
-"""Those that have a bound. The others run one by one, by --load."""
+LOADS = (USUAL, FarLoad("500 ms a batch, 1 item", 0.5, 1, 300), FAST)
+"""More jobs are in flight than a worker holds and than travel at the largest distance."""
 QUICK_LOADS = (USUAL, FAST)
 ROUGH = {
     "log-normal delays": Link(25, PUBSUB_SIGMA),
@@ -74,7 +64,7 @@ def run(*, quick: bool = False) -> Outcome:
         for broker, address in addresses.items():
             site = partial(far_site, broker, address, redis_url, folder=folder)
             bench = _Broker(broker, site, details)
-            for load in QUICK_LOADS if quick else BOUNDED_LOADS:
+            for load in QUICK_LOADS if quick else LOADS:
                 figures += bench.at_distances(load, QUICK_DELAYS_MS if quick else DELAYS_MS)
             figures += bench.on_rough_links()
             figures += bench.with_a_death()
@@ -99,7 +89,6 @@ class _Broker:
         self._details = details
 
     def at_distances(self, load: FarLoad, delays_ms: Sequence[int]) -> Iterator[Figure]:
-        """One load, by the delay of each direction in ms."""
         near_items_per_s = 0.0
         for delay_ms in delays_ms:
             where = f"{self._name}, {load.name}, {delay_ms} ms"
@@ -116,7 +105,6 @@ class _Broker:
                 yield _bounded(Figure(f"{where}: of no delay", kept, ""), _least(load, delay_ms))
 
     def on_rough_links(self) -> Iterator[Figure]:
-        """The usual load over links that vary, or break."""
         for name, link in ROUGH.items():
             where = f"{self._name}, {USUAL.name}, {link.delay_ms:g} ms, {name}"
             with self._site(link) as site:
@@ -126,7 +114,6 @@ class _Broker:
             yield Figure(f"{where}: redelivered", seen.redelivered, "messages")
 
     def with_a_death(self) -> Iterator[Figure]:
-        """A worker is killed with a full hand."""
         where = f"{self._name}, {USUAL.name}, {DEATH_DELAY_MS} ms, worker killed"
         with self._site(Link(DEATH_DELAY_MS)) as site:
             killed = kill_with_full_hand(site, USUAL, lead_s=LEAD_S, limit_s=KILL_LIMIT_S)
@@ -155,35 +142,3 @@ def _least(load: FarLoad, delay_ms: int) -> float:
 
 def _bounded(figure: Figure, least: float) -> Figure:
     return Figure(figure.name, figure.value, figure.unit, ">=", least) if least else figure
-
-
-@contextmanager
-def _broker_of(name: Broker, folder: Path) -> Iterator[tuple[str, str]]:
-    """The address of a broker, and the URL of a Redis."""
-    with ExitStack() as stack:
-        endpoint, redis_url = stack.enter_context(servers(folder))
-        if name == "rabbitmq":
-            rabbit = RabbitServer(folder / "rabbitmq", folder)
-            endpoint = stack.enter_context(rabbit).url
-        yield endpoint, redis_url
-
-
-def main() -> None:
-    """Measures one load at one distance, and prints what it showed."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("delay_ms", type=float)
-    parser.add_argument("--broker", choices=get_args(Broker), default="pubsub")
-    parser.add_argument("--load", type=int, default=0, choices=range(len(LOADS)))
-    parser.add_argument("--jitter", type=float, default=0.0, metavar="SIGMA")
-    parser.add_argument("--cut-every-s", type=float, default=0.0, metavar="SECONDS")
-    arguments = parser.parse_args()
-    link = Link(arguments.delay_ms, arguments.jitter, arguments.cut_every_s)
-    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
-        folder = Path(name)
-        address, redis_url = stack.enter_context(_broker_of(arguments.broker, folder))
-        site = stack.enter_context(far_site(arguments.broker, address, redis_url, link, folder))
-        print(measure(site, LOADS[arguments.load], lead_s=LEAD_S, seconds=SECONDS))
-
-
-if __name__ == "__main__":
-    main()

@@ -104,13 +104,7 @@ class Killed:
 def far_site(
     broker: Broker, address: str, redis_url: str, link: Link, folder: Path
 ) -> Iterator[BrokerSite]:
-    """The broker at a distance.
-
-    Args:
-        address: its endpoint (Pub/Sub), or its URL (RabbitMQ).
-        redis_url: of the Redis, which is near.
-        link: the way to the broker.
-    """
+    """The broker at a distance. `address`: its endpoint (Pub/Sub), or its URL (RabbitMQ)."""
     port = urlsplit(address if broker == "rabbitmq" else f"//{address}").port or 0
     with distant(
         port, link.delay_ms, folder, jitter=link.jitter, cut_every_s=link.cut_every_s
@@ -150,12 +144,10 @@ class WorkerProcess:
         self.kill()
 
     def kill(self) -> None:
-        """Kills it with all messages in its hand."""
         self._process.kill()
         self._process.join()
 
     async def counts(self) -> WorkerCounts:
-        """Asks for its counts since its start."""
         self._pipe.send("")
         counted: WorkerCounts = await asyncio.to_thread(self._pipe.recv)
         return counted
@@ -263,12 +255,8 @@ async def _calling(site: BrokerSite, project: str, load: FarLoad) -> AsyncIterat
 def provisioned(site: BrokerSite) -> str:
     """Makes a project of its own, and returns its name."""
     project = f"far-{time.time_ns()}"
-    uvloop.run(_provision(site, project))
+    uvloop.run(site.provision(project))
     return project
-
-
-async def _provision(site: BrokerSite, project: str) -> None:
-    await site.provision(project)
 
 
 def measure(
@@ -322,15 +310,10 @@ async def _measure(
 def kill_with_full_hand(
     site: BrokerSite, load: FarLoad, *, lead_s: float, limit_s: float
 ) -> Killed:
-    """Kills a worker under load, and starts another.
-
-    Args:
-        load: more jobs in flight than a worker holds.
-        lead_s: time of load before the kill.
-        limit_s: for the answers of all that were in flight.
+    """Kills a worker after `lead_s` of a load that fills it. Another worker continues.
 
     Raises:
-        TimeoutError: some did not come.
+        TimeoutError: some answers did not come within `limit_s`.
     """
     project = provisioned(site)
     with (

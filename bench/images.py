@@ -19,7 +19,7 @@ import httpx
 import psutil
 
 from bench.load.generator import LoadOrder, drive, embedding_bodies, percentiles
-from bench.pipeline import MODEL, MODELS_FILE, Part, running
+from bench.pipeline import MODEL, Part, running
 from bench.report import Figure, Outcome
 
 CALLERS = 16
@@ -37,9 +37,8 @@ MB = 1_000_000
 
 
 def run() -> Outcome:
-    """Cache hits, idle and busy in turn, then edits with a deadline and abandoned edits."""
     png, figures = _png(), []
-    with running() as pipeline, pipeline.another_api(models_file=MODELS_FILE.absolute()) as api:
+    with running() as pipeline, pipeline.another_api() as api:
         bodies = embedding_bodies(MODEL, pipeline.texts.short(TEXTS))
         drive(LoadOrder(api.port, bodies, 8))
         quiet_ms: list[float] = []

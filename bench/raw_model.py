@@ -72,7 +72,6 @@ class RawModel:
                 child.wait()
 
     def cpu_s(self) -> float:
-        """CPU seconds of all processes so far."""
         times = [psutil.Process(child.pid).cpu_times() for child in self._children]
         return float(sum(one.user + one.system for one in times))
 

@@ -36,6 +36,11 @@ class Figure(msgspec.Struct, omit_defaults=True):
         return self.value <= self.limit if self.bound == "<=" else self.value >= self.limit
 
 
+def expect_none(name: str, count: float) -> Figure:
+    """A count that must be 0."""
+    return Figure(name, count, "", "<=", 0)
+
+
 class Outcome(msgspec.Struct):
     """The end of one benchmark: its figures, and whatever explains them."""
 
@@ -46,7 +51,6 @@ class Outcome(msgspec.Struct):
 
 
 def machine() -> dict[str, Any]:
-    """Returns the machine and the commit that the figures were measured with."""
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
@@ -96,7 +100,6 @@ def keep(name: str, outcome: Outcome, where: dict[str, Any], began_s: float) -> 
 
 
 def table(outcomes: dict[str, Outcome]) -> str:
-    """All figures, a line each, with what was asked for and whether it is met."""
     rows = [(name, *_cells(one)) for name, outcome in outcomes.items() for one in outcome.figures]
     return text_table.table(("benchmark", "figure", "value", "unit", "must", ""), rows)
 

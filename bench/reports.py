@@ -1,6 +1,6 @@
 """Seconds of each report over five million rows in the embedded BigQuery.
 
-The rows are made by bench/reports.sql and loaded by load jobs, as a user would load them.
+The rows are made by the SQL files in bench and loaded by load jobs, as a user would load them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ START_LIMIT_S = 60.0
 
 
 def run() -> Outcome:
-    """Loads the rows, and asks every report for all of them, three times each."""
     with (
         tempfile.TemporaryDirectory() as folder,
         _served(Path(folder)) as endpoint,
@@ -77,7 +76,7 @@ def _served(folder: Path) -> Iterator[str]:
 def _fill(client: bigquery.Client) -> float:
     """Returns the seconds that the load jobs took, without making the rows."""
     tables.create(client, DATASET)
-    sql = (Path(__file__).parent / "reports.sql").read_text(encoding="utf-8")
+    sql = _read("reports")
     took_s = 0.0
     with duckdb.connect() as database, tempfile.TemporaryDirectory() as folder:
         database.execute("SET TimeZone = 'UTC'")
@@ -89,54 +88,15 @@ def _fill(client: bigquery.Client) -> float:
             database.execute(f"COPY ({typed}) TO '{rows}' (FORMAT parquet)", parameters)
             took_s += _load(client, "rows", rows)
             print(f"  {after:,} of {REQUESTS:,} requests, {took_s:.0f} s", flush=True)
-        database.execute(f"COPY ({WORKER_HOURS}) TO '{path}' (FORMAT json)", {"since": str(SINCE)})
-        _load(client, "worker_hours", path)
-        database.execute(f"COPY ({WEBHOOKS}) TO '{path}' (FORMAT json)", {"since": str(SINCE)})
-        _load(client, "webhook_deliveries", path)
+        for table in ("worker_hours", "webhook_deliveries"):
+            statement = f"COPY ({_read(f'report_{table}')}) TO '{path}' (FORMAT json)"
+            database.execute(statement, {"since": str(SINCE)})
+            _load(client, table, path)
     return took_s
 
 
-WORKER_HOURS = """
-SELECT
-  concat(m, '-', n, ':', h) AS row_id,
-  concat(m, '-', n) AS worker,
-  $since::TIMESTAMPTZ + to_hours(h) AS hour,
-  hour AS since,
-  hour + to_seconds(3599) AS reported_at,
-  $since::TIMESTAMPTZ AS started_at,
-  'europe-west4' AS region,
-  m AS deployment,
-  m AS models,
-  CASE WHEN m = 'draw' THEN 'a100' ELSE 'l4' END AS gpu_type,
-  n < 2 AS spot,
-  CASE WHEN m = 'draw' THEN 1.0 ELSE 0.25 END AS device_share,
-  1200.0 AS busy_s,
-  2389.0 AS idle_s,
-  10.0 AS loading_s,
-  100 AS batches,
-  900 AS items,
-  0 AS cold_starts
-FROM range(840) AS hours (h)
-CROSS JOIN range(4) AS workers (n)
-CROSS JOIN (VALUES ('embed-small'), ('embed-large'), ('draw')) AS models (m)
-"""
-WEBHOOKS = """
-SELECT
-  concat('d', i, ':', k) AS row_id,
-  concat('d', i) AS delivery_id,
-  concat('tenant-', lpad((i % 20)::VARCHAR, 2, '0')) AS tenant,
-  'draw' AS model,
-  CASE WHEN i % 2 = 0 THEN 'start' ELSE 'completed' END AS event,
-  k + 1 AS attempt,
-  CASE WHEN k = 1 OR i % 50 > 0 THEN 'delivered' ELSE 'failed' END AS outcome,
-  CASE WHEN k = 1 OR i % 50 > 0 THEN 200 ELSE 503 END AS status_code,
-  20.0 + i % 300 AS duration_ms,
-  $since::TIMESTAMPTZ + to_seconds(i * 60) AS published_at,
-  published_at + to_milliseconds(200 + i % 900) + to_seconds(30 * k) AS delivered_at
-FROM range(50000) AS events (i)
-CROSS JOIN range(2) AS attempts (k)
-WHERE k = 0 OR i % 50 = 0
-"""
+def _read(name: str) -> str:
+    return Path(__file__).with_name(f"{name}.sql").read_text(encoding="utf-8")
 
 
 def _typed(database: duckdb.DuckDBPyConnection, sql: str) -> str:

@@ -54,7 +54,6 @@ class RowTraffic:
         return (time.process_time() - began_cpu_s - made_cpu_s) / lasts_s
 
     def row(self) -> Row:
-        """A row as a worker writes it, with all columns that it knows."""
         number, now_s = self.written, time.time()
         self.written += 1
         tokens = 3 + number % 250

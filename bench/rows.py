@@ -3,7 +3,7 @@
 The writer has a core of its own. The stand-in for BigQuery has another one, if there is one,
 and answers after as long as the service (bench/row_sink.py). An outage of ten minutes is
 compressed: its rows come as fast as they can be made. Then BigQuery is back, while rows go on for a
-while at the usual rate. `python -m bench.rows ROWS` has another backlog.
+while at the usual rate.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import httpx
 import msgspec
 from prometheus_client import REGISTRY
 
-from bench.report import Figure, Outcome
+from bench.report import Figure, Outcome, expect_none
 from bench.row_sink import RowCounts
 from bench.row_traffic import BURST, RATE_PER_S, RowTraffic
 from infra.local.process import Process, free_port, listens
@@ -44,27 +44,25 @@ DRAIN_LIMIT_S = 1200.0
 MIB = 2**20
 
 
-def run(backlog: int = BACKLOG) -> Outcome:
-    """Writes at the rate, through an outage, and until BigQuery has all of it."""
+def run() -> Outcome:
     cores = sorted(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as name:
         folder, port = Path(name), free_port()
         os.sched_setaffinity(0, cores[-1:])  # inherited by the sink
-        words = [str(port), str(ANSWER_MS), str(backlog + MAX_BESIDE)]
+        words = [str(port), str(ANSWER_MS), str(BACKLOG + MAX_BESIDE)]
         try:
             with Process("sink", [sys.executable, "-m", "bench.row_sink", *words], folder) as sink:
                 sink.wait_ready(lambda: listens(port), START_LIMIT_S)
                 url = f"http://127.0.0.1:{port}"
-                return asyncio.run(_Run(url, folder / "spool", backlog, cores).measure())
+                return asyncio.run(_Run(url, folder / "spool", cores).measure())
         finally:
             os.sched_setaffinity(0, cores)
 
 
 class _Run:
-    def __init__(self, url: str, spool_dir: Path, backlog: int, cores: list[int]) -> None:
+    def __init__(self, url: str, spool_dir: Path, cores: list[int]) -> None:
         self._url = url
         self._spool_dir = spool_dir
-        self._backlog = backlog
         self._cores = cores
         self._traffic = RowTraffic()
         self._unsafe = 0
@@ -86,21 +84,13 @@ class _Run:
         lost = metric("penstock_rows_lost_total")
         return Outcome(
             [
-                Figure(
-                    "rows that did not arrive",
-                    self._traffic.written - counts.different,
-                    "",
-                    "<=",
-                    0,
-                ),
-                Figure("rows that wait at the end, or were given up", pending + lost, "", "<=", 0),
-                Figure(
-                    "tokens that differ", abs(self._traffic.tokens - counts.tokens), "", "<=", 0
-                ),
+                expect_none("rows that did not arrive", self._traffic.written - counts.different),
+                expect_none("rows that wait at the end, or were given up", pending + lost),
+                expect_none("tokens that differ", abs(self._traffic.tokens - counts.tokens)),
                 Figure("rows sent twice, for the view", counts.rows - counts.different, ""),
                 Figure(f"core at {RATE_PER_S} rows/s", 100 * steady, "%", "<=", 100),
-                Figure("writing and compressing in the outage", self._backlog / outage_s, "rows/s"),
-                Figure("a row on disk, compressed", disk_bytes / self._backlog, "bytes"),
+                Figure("writing and compressing in the outage", BACKLOG / outage_s, "rows/s"),
+                Figure("a row on disk, compressed", disk_bytes / BACKLOG, "bytes"),
                 Figure("disk", disk_bytes / MIB, "MiB", "<=", SPOOL_MAX_BYTES / MIB),
                 Figure("memory for the outage", held_mib - before_mib, "MiB", "<=", 256),
                 Figure("drained", drained_s, "s"),
@@ -108,7 +98,7 @@ class _Run:
                 Figure("memory, most", most_mib(), "MiB"),
             ],
             {
-                "backlog": self._backlog,
+                "backlog": BACKLOG,
                 "written": self._traffic.written,
                 "outage_s": round(outage_s, 1),
             },
@@ -125,7 +115,7 @@ class _Run:
         The writer's thread has an outage of seconds to do what it has ten minutes for. So the rows
         wait for it now and then.
         """
-        began_s, until = time.monotonic(), self._traffic.written + self._backlog
+        began_s, until = time.monotonic(), self._traffic.written + BACKLOG
         while self._traffic.written < until:
             for _ in range(CHUNK // BURST):
                 for _ in range(BURST):
@@ -163,7 +153,6 @@ def folder_bytes(folder: Path) -> int:
 
 
 def metric(name: str) -> float:
-    """A metric of this process. 0 if it has no value."""
     return REGISTRY.get_sample_value(name) or 0.0
 
 
@@ -173,10 +162,4 @@ def resident_mib() -> float:
 
 
 def most_mib() -> float:
-    """The most memory that this process had."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-
-
-if __name__ == "__main__":
-    for figure in run(int(sys.argv[1]) if sys.argv[1:] else BACKLOG).figures:
-        print(f"{figure.name}: {figure.value:,.1f} {figure.unit}{'' if figure.is_met else ' !'}")

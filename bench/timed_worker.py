@@ -110,7 +110,6 @@ class _TimedProcess:
         """It always is."""
 
     async def run(self, batch: Sequence[PreparedItem], **_: object) -> BatchResult:
-        """Takes the time of the batch."""
         began_s, work = time.time(), sum(one.length for one in batch)
         await asyncio.sleep(self._batch_s)
         now_s = time.time()
@@ -142,7 +141,6 @@ class _TimedPool:
 
 class _NoRows:
     def write(self, *rows: Row, on_safe: Callable[[], None] | None = None) -> None:
-        """Every row is safe at once."""
         if on_safe is not None:
             on_safe()
 
@@ -160,7 +158,6 @@ class _Counted:
         self.redelivered = 0
 
     def hold(self, max_messages: int) -> None:
-        """Changes nothing if the number is fixed."""
         if not self._is_fixed:
             self._subscription.hold(max_messages)
 
@@ -253,13 +250,11 @@ class BrokerSite:
     near: str = ""
 
     def transport(self, project: str) -> AbstractAsyncContextManager[Transport]:
-        """A transport, not opened."""
         if self.rabbitmq_url:
             return RabbitTransport(project, self.rabbitmq_url)
         return PubSubTransport(project, self.pubsub_endpoint)
 
     async def provision(self, project: str) -> None:
-        """Creates topics and subscriptions of the model, and the inbox of callers."""
         near = self.near or self.rabbitmq_url or self.pubsub_endpoint
         admin = RabbitAdmin if self.rabbitmq_url else PubSubAdmin
         async with admin(project, near) as opened:

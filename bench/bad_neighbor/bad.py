@@ -63,13 +63,7 @@ _NUMBER = re.compile(r"[0-9]+(\.[0-9]+)?")
 
 
 class BadOrder(msgspec.Struct):
-    """What to do.
-
-    Attributes:
-        surfaces: on which it does its worst, by name.
-        receivers: receivers of webhooks that do not answer.
-        streams: streams that are read slowly.
-    """
+    """What to do on some surfaces, with silent webhook `receivers` and slowly read `streams`."""
 
     url: str
     surfaces: list[str]
@@ -79,21 +73,17 @@ class BadOrder(msgspec.Struct):
 
 
 class BadReport(msgspec.Struct):
-    """What came of it.
-
-    Attributes:
-        refused: those that were answered with 4xx, 503 or 504.
-        statuses: all answers by status. 0: none came, or it hung up.
-        batch_ms: the median time of the batches that its texts or images were in.
-        step_ms: the median time of a token of what it had written.
-    """
+    """The outcome. Times are medians."""
 
     sent: int
     refused: int
+    """Number of answers with 4xx, 503 or 504."""
     statuses: dict[int, int]
+    """0: no answer, or it hung up."""
     reasons: dict[str, int]
     batch_ms: float
     step_ms: float
+    """Time for one token of a text."""
 
 
 class Bad:
@@ -427,7 +417,6 @@ def _median(values: Sequence[float]) -> float:
 
 
 def main() -> int:
-    """Reads an order from stdin and writes its report to stdout. Returns the exit status."""
     step_back()
     order = read_order(BadOrder)
     write_report(uvloop.run(do_worst(order, await_start)))

@@ -23,7 +23,7 @@ import numpy as np
 
 from bench.bad_neighbor.bad import BadReport
 from bench.bad_neighbor.quiet import TOKENS, Noticed
-from bench.report import Figure, Outcome
+from bench.report import Figure, Outcome, expect_none
 from infra import text_table
 
 RATIO = 2.0
@@ -57,7 +57,6 @@ class Beside:
 
     @property
     def name(self) -> str:
-        """How it is called in tables."""
         return f"{self.surface}, {EVERYTHING}" if self.is_of_all else self.surface
 
     @property
@@ -105,7 +104,6 @@ class Beside:
         return self.alone, self.same_cpu, self.beside
 
     def add(self, report: BadReport) -> None:
-        """Adds what the bad tenant did in a round."""
         self.sent += report.sent
         self.refused += report.refused
         self.statuses += Counter(report.statuses)
@@ -145,12 +143,10 @@ HEADS = (
 
 
 def shown(lines: Iterable[Beside]) -> str:
-    """The table of what was measured."""
     return text_table.table(HEADS, [cells(line) for line in lines])
 
 
 def cells(line: Beside) -> tuple[str, ...]:
-    """The cells of a line of the table."""
     times_ms = [
         percentile(line.alone, 50),
         percentile(line.alone, 99),
@@ -200,7 +196,7 @@ def _figures(line: Beside) -> list[Figure]:
         Figure(f"{line.name}: beside the same CPU load, p99", percentile(line.same_cpu, 99), "ms"),
         Figure(f"{line.name}: beside the bad one, p99", beside, "ms", *bound),
         Figure(f"{line.name}: the third over the first", line.ratio, "x"),
-        Figure(f"{line.name}: refused of the quiet one", line.quiet_refused, "", "<=", 0),
+        expect_none(f"{line.name}: refused of the quiet one", line.quiet_refused),
     ]
 
 

@@ -92,7 +92,6 @@ class CpuDrive(NamedTuple):
     after: Parts
 
     def of(self, part: str, pid: int) -> CpuTime:
-        """What a process had in it."""
         zero = CpuTime(0.0, 0)
         before = self.before.get(part, {}).get(pid, zero)
         after = self.after.get(part, {}).get(pid, before)
@@ -149,13 +148,9 @@ async def burning(
 
 
 async def _burn_part(order: BurnOrder) -> float:
+    words, pipe = ("-m", "bench.bad_neighbor.cpu_load"), subprocess.PIPE
     process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "bench.bad_neighbor.cpu_load",
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        start_new_session=True,
+        sys.executable, *words, stdin=pipe, stdout=pipe, start_new_session=True
     )
     try:
         async with asyncio.timeout(order.seconds + END_LIMIT_S):

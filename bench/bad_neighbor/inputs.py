@@ -49,7 +49,6 @@ def _png(image: Image.Image) -> str:
 
 
 def edit(source: str, size: str, steps: int, **changes: object) -> dict[str, Any]:
-    """The body of an image edit."""
     return {
         "prompt": f"a red circle {random.randrange(2**48)}",
         "images": [{"image_url": source}],
@@ -67,7 +66,6 @@ def chat(model: str, words: int, tokens: int, **changes: object) -> dict[str, An
 
 
 def batch_file(lines: int, words: int) -> bytes:
-    """A file of a batch of embeddings."""
     return "".join(
         json.dumps(
             {

@@ -47,9 +47,8 @@ async def ordered(
     """Starts a process with an order, and waits until it is ready. It is killed after the block.
 
     Args:
-        words: the module that it runs, and its arguments.
-        order: what it is to do.
-        limit_s: how long it may take to be ready.
+        words: module to run, and its arguments.
+        limit_s: time limit for getting ready.
 
     Raises:
         RuntimeError: it ended before.
@@ -74,7 +73,6 @@ async def ordered(
 
 
 def read_order(kind: type[S]) -> S:
-    """Returns the order of this process."""
     return msgspec.json.decode(sys.stdin.buffer.readline(), type=kind)
 
 
@@ -86,5 +84,4 @@ def await_start() -> None:
 
 
 def write_report(report: msgspec.Struct) -> None:
-    """Writes what came of the order."""
     sys.stdout.buffer.write(msgspec.json.encode(report))

@@ -51,7 +51,6 @@ class Noticed:
     """Requests without the answer that was asked for, by status and reason."""
 
     def add(self, other: Noticed) -> None:
-        """Adds what was noticed at another time."""
         self.sent += other.sent
         self.took_ms += other.took_ms
         self.refused += other.refused
@@ -75,7 +74,6 @@ class Quiet:
         await self.post("/v1/images/edits", body)
 
     async def generations(self) -> None:
-        """One short text by the model that writes."""
         await self.post("/v1/chat/completions", chat(WRITER, 4, TOKENS))
 
     async def batches(self) -> None:

@@ -75,12 +75,9 @@ async def measure(
     """Measures surfaces one after the other, or several at once.
 
     Args:
-        stack: of `serving`.
-        drives: the surfaces that are measured at once, in turn.
+        drives: each contains the surfaces to measure at once.
         seconds: how long the quiet tenant sends in each drive.
-        rounds: drives alone, beside the bad tenant and beside the same CPU load, in turn.
-        receivers: of the bad tenant's webhooks.
-        burns: True if each round has its drive beside the same CPU load. Only the verdict needs it.
+        burns: False skips the drives with the same CPU load. Only the verdict needs them.
     """
     results: list[Beside] = []
     async with quiet_tenant(stack.api_url) as quiet:
@@ -150,7 +147,6 @@ async def _same_cpu(
 async def noticed_with_load(
     quiet: Quiet, surfaces: Sequence[Surface], seconds: float, leaders: dict[str, int]
 ) -> tuple[dict[str, Noticed], CpuDrive]:
-    """What the quiet tenant notices, and the CPU times at both ends."""
     began_s, before = time.monotonic(), cpu_times(leaders)
     noticed = await notice(quiet, surfaces, seconds)
     after = cpu_times(leaders)

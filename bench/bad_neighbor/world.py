@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
 import yaml
 
+from bench.bad_neighbor.cpu_load import cpu_times
 from bench.bad_neighbor.inputs import BAD, MAX_TOKENS, QUIET, SPENT, WRITER
 from bench.pipeline import MODELS_FILE, say_nothing
 from infra.local.ports import Ports
@@ -109,20 +109,5 @@ def await_idle(stack: Stack) -> float:
 
 
 def _cpu_s(stack: Stack) -> float:
-    return sum(_cpu_of(process.pid) for process in stack.processes.values())
-
-
-def _cpu_of(pid: int) -> float:
-    """CPU seconds of a process and of its children that live."""
-    total_s = 0.0
-    try:
-        family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return 0.0
-    for one in family:
-        try:
-            times = one.cpu_times()
-        except psutil.NoSuchProcess:
-            continue
-        total_s += times.user + times.system
-    return total_s
+    spent = cpu_times({name: process.pid for name, process in stack.processes.items()})
+    return sum(one.cpu_s for family in spent.values() for one in family.values())

@@ -45,7 +45,6 @@ SIZES = {"2 layers of 64": (64, 2), "12 layers of 384": (384, 12)}
 
 
 def run() -> Outcome:
-    """Measures each model that is here."""
     figures: list[Figure] = []
     details = {}
     with tempfile.TemporaryDirectory() as temporary:

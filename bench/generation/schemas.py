@@ -37,7 +37,6 @@ class SchemaCase(NamedTuple):
 
 
 def cases(count: int = PROMPTS, seed: int = 20) -> list[SchemaCase]:
-    """`count` prompts, the kinds of schemas in turn."""
     drawn = random.Random(seed)
     schemas = []
     for number in range(count):
@@ -140,7 +139,6 @@ _KINDS: dict[str, Callable[[random.Random], Schema]] = {
 
 
 def run(count: int = PROMPTS) -> Outcome:
-    """Asks for `count` outputs."""
     try:
         with running_stack(smollm2_folder()) as stack:
             flaws = asyncio.run(_ask_all(f"http://127.0.0.1:{stack.ports.api}", cases(count)))

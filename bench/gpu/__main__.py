@@ -1,4 +1,4 @@
-"""`python -m bench.gpu`: images, texts, generations, a served stack and time-sharing with CUDA.
+"""`python -m bench.gpu`: images, texts, a served stack and time-sharing with CUDA.
 
 Prints a table and writes gpu.json. `--tiny` runs the same code on a CPU in a minute or two, as a
 check that it runs: its figures say nothing about a GPU.
@@ -13,7 +13,6 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,7 @@ import diffusers
 import torch
 import transformers
 
-from bench.gpu import flows as gpu_flows
-from bench.gpu import generations as gpu_generations
+from bench.gpu import flux as gpu_flux
 from bench.gpu import images as gpu_images
 from bench.gpu import requests as gpu_requests
 from bench.gpu import served as gpu_served
@@ -35,12 +33,11 @@ from shared.process.loopback import exempt_loopback_from_proxies
 
 PARTS = (
     "texts",
-    "generations",
     "served",
     "served-images",
     "images",
     "requests",
-    *gpu_flows.WRITERS,
+    gpu_flux.FAMILY,
     "shared",
 )
 
@@ -107,15 +104,11 @@ def run(scale: Scale, parts: Sequence[str] = PARTS) -> Outcome:
         gpu_images.write_pipeline(folder / "images", scale)
         measures: dict[str, Callable[[], Any]] = {
             "texts": lambda: gpu_texts.measure(scale, folder / "texts"),
-            "generations": lambda: gpu_generations.measure(scale, folder / "generations"),
             "served": lambda: gpu_served.measure(scale),
             "served-images": lambda: gpu_served.measure_images(scale, folder / "images"),
             "images": lambda: gpu_images.measure(scale, folder / "images", rate),
             "requests": lambda: gpu_requests.measure(scale, folder / "images", folder / "requests"),
-            **{
-                family: partial(gpu_flows.measure, scale, folder / family, family)
-                for family in gpu_flows.WRITERS
-            },
+            gpu_flux.FAMILY: lambda: gpu_flux.measure(scale, folder / gpu_flux.FAMILY),
             "shared": lambda: gpu_shared.measure(scale, folder / "images"),
         }
         for part in parts:
@@ -136,15 +129,6 @@ def _text_figures(rows: list[dict[str, Any]]) -> list[Figure]:
         for name in row
         if name.startswith(("plain", "ours"))
     ]
-
-
-def _generation_figures(rows: list[dict[str, Any]]) -> list[Figure]:
-    figures = []
-    for row in rows:
-        label = f"generations, {row['in_flight']} in flight"
-        figures += [Figure(f"{label}, {who}", row[who], "tokens/s") for who in _WHO]
-        figures.append(Figure(f"{label}, ours against plain", row["ratio"], "times"))
-    return figures
 
 
 def _served_figures(rows: list[dict[str, Any]]) -> list[Figure]:
@@ -229,12 +213,11 @@ def _image_figures(row: dict[str, Any]) -> list[Figure]:
 
 _FIGURES: dict[str, Callable[[Any], list[Figure]]] = {
     "texts": _text_figures,
-    "generations": _generation_figures,
     "served": _served_figures,
     "served-images": _served_image_figures,
     "images": _images_figures,
     "requests": _request_figures,
-    **dict.fromkeys(gpu_flows.WRITERS, _flow_figures),
+    gpu_flux.FAMILY: _flow_figures,
     "shared": _shared_figures,
 }
 

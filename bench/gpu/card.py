@@ -44,7 +44,6 @@ def _finish(device: str) -> None:
 
 
 def card_name(device: str) -> str:
-    """The GPU's name, or `cpu`."""
     return device if device == "cpu" else torch.cuda.get_device_name()
 
 

@@ -70,6 +70,22 @@ def distances(model: ImageModel, items: Mapping[str, PreparedImage]) -> dict[str
     return rows
 
 
+def text_image(side: int, steps: int, guidance: float, *, scheduler: str = "ddim") -> PreparedImage:
+    """A square image to draw from a prompt."""
+    return PreparedImage(
+        key="",
+        length=side * side * steps,
+        prompt="a red circle left of a blue star",
+        negative_prompt="",
+        width=side,
+        height=side,
+        steps=steps,
+        guidance_scale=guidance,
+        seed=1,
+        scheduler=scheduler,
+    )
+
+
 def masked(item: PreparedImage) -> PreparedImage:
     """The same image from a source, with a mask of its middle."""
     mask = np.zeros((item.height, item.width), np.uint8)

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import diffusers
 import torch
+from msgspec.structs import replace
 from PIL import Image
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
 from bench.gpu.card import DTYPES, in_turns
+from bench.gpu.company import text_image
 from bench.gpu.scale import Scale
 from models.shapes import PIPELINE
 from shared.models.catalog import Model
@@ -92,18 +94,7 @@ class _Plain:
             pipeline.set_progress_bar_config(disable=True)
 
     def draw(self, batch: list[PreparedImage]) -> Any:
-        first = batch[0]
-        arguments: dict[str, Any] = {
-            "prompt": [item.prompt for item in batch],
-            "num_inference_steps": first.steps,
-            "guidance_scale": first.guidance_scale,
-            "generator": [torch.Generator("cpu").manual_seed(item.seed) for item in batch],
-        }
-        if first.source is None:
-            return self._text(**arguments, width=first.width, height=first.height).images
-        size = (first.width, first.height)
-        sources = [Image.frombytes("RGB", size, item.source or b"") for item in batch]
-        return self._image(**arguments, image=sources, strength=first.strength).images
+        return draw_plain(self._text if batch[0].source is None else self._image, batch)
 
     def operations(self, item: PreparedImage) -> float:
         """Floating-point operations of one image. A multiplication and an addition are two."""
@@ -112,26 +103,34 @@ class _Plain:
         return float(counter.get_total_flops())
 
 
+def draw_plain(pipeline: Any, batch: Sequence[PreparedImage]) -> Any:
+    first = batch[0]
+    size = {"width": first.width, "height": first.height}
+    sources = [
+        Image.frombytes("RGB", (first.width, first.height), item.source)
+        for item in batch
+        if item.source
+    ]
+    more = {"image": sources, "strength": first.strength} if sources else size
+    return pipeline(
+        prompt=[item.prompt for item in batch],
+        num_inference_steps=first.steps,
+        guidance_scale=first.guidance_scale,
+        generator=[torch.Generator("cpu").manual_seed(item.seed) for item in batch],
+        **more,
+    ).images
+
+
 def image_item(mode: str, number: int, scale: Scale) -> PreparedImage:
-    """An image to draw at the size of the scale: `text-to-image` or `image-to-image`."""
     is_text = mode == "text-to-image"
     steps = scale.text_steps if is_text else scale.image_steps
-    run = steps if is_text else int(steps * STRENGTH)
-    work = scale.side * scale.side * run
-    return PreparedImage(
-        key=mode,
-        length=work,
-        prompt=f"a red circle left of a blue star, number {number}",
-        negative_prompt="",
-        width=scale.side,
-        height=scale.side,
-        steps=steps,
-        guidance_scale=GUIDANCE,
-        seed=number,
-        scheduler="ddim",
-        strength=None if is_text else STRENGTH,
-        source=None if is_text else os.urandom(scale.side * scale.side * 3),
-    )
+    item = text_image(scale.side, steps, GUIDANCE)
+    item = replace(item, key=mode, seed=number, prompt=f"{item.prompt}, number {number}")
+    if is_text:
+        return item
+    pixels = scale.side * scale.side
+    work = pixels * int(steps * STRENGTH)
+    return replace(item, length=work, strength=STRENGTH, source=os.urandom(3 * pixels))
 
 
 def image_entry(folder: Path, scale: Scale) -> Model:

@@ -8,7 +8,6 @@ leave, and their pixels are compared with those of each image alone.
 from __future__ import annotations
 
 import shutil
-import statistics
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -19,8 +18,8 @@ import msgspec
 import torch
 from safetensors.torch import save_file
 
-from bench.gpu.card import seconds
-from bench.gpu.company import distances, drawn, gradient, masked, outline
+from bench.gpu.card import in_turns
+from bench.gpu.company import distances, drawn, gradient, masked, outline, text_image
 from bench.gpu.images import GUIDANCE, image_entry
 from bench.gpu.scale import Scale
 from models.shapes import PIPELINE
@@ -49,7 +48,7 @@ def measure(scale: Scale, pipeline: Path, folder: Path) -> dict[str, Any]:
     kinds = _kinds(SHIPPED_SIDE, scale.joined_steps, SHIPPED_GUIDANCE)
     apart = {
         precision: distances(
-            loaded(_shipped_entry(extras, precision, scale), PIPELINE, scale), kinds
+            load_model(_make_shipped_entry(extras, precision, scale), PIPELINE, scale), kinds
         )
         for precision in precisions
     }
@@ -59,48 +58,27 @@ def measure(scale: Scale, pipeline: Path, folder: Path) -> dict[str, Any]:
 def _costs(scale: Scale, pipeline: Path, folder: Path) -> list[dict[str, Any]]:
     extras = write_extras(pipeline, folder)
     entry = image_entry(pipeline, scale)
-    model = loaded(entry.model_copy(update={"image": _with(entry, extras)}), pipeline, scale)
+    model = load_model(entry.model_copy(update={"image": _with(entry, extras)}), pipeline, scale)
     kinds = _kinds(scale.side, scale.text_steps, GUIDANCE)
-    batches = {
-        "no extras": [msgspec.structs.replace(kinds["text"], seed=n) for n in range(TOGETHER)],
-        "four adapters": [
-            msgspec.structs.replace(kinds["text"], seed=n, adapter=f"a{n}") for n in range(TOGETHER)
-        ],
-        "one adapter": [
-            msgspec.structs.replace(kinds["text"], seed=n, adapter="a0") for n in range(TOGETHER)
-        ],
-        "masks": [msgspec.structs.replace(kinds["mask"], seed=n) for n in range(TOGETHER)],
-        "a ControlNet": [
-            msgspec.structs.replace(kinds["control"], seed=n) for n in range(TOGETHER)
-        ],
+    adapters = {
+        "four adapters": [f"a{n}" for n in range(TOGETHER)],
+        "one adapter": ["a0"] * TOGETHER,
     }
-    taken: dict[str, list[float]] = {name: [] for name in batches}
-    for number in range(1 + scale.rounds):
-        for name, batch in batches.items():
-            call_s = seconds(scale.device, partial(drawn, model, batch))
-            if number:
-                taken[name].append(call_s)
-    middle = {name: statistics.median(times) for name, times in taken.items()}
-    plain_s = middle["no extras"]
+    same = {"no extras": kinds["text"], "masks": kinds["mask"], "a ControlNet": kinds["control"]}
+    change = msgspec.structs.replace
+    batches = {
+        name: [change(kinds["text"], seed=n, adapter=adapter) for n, adapter in enumerate(names)]
+        for name, names in adapters.items()
+    } | {name: [change(item, seed=n) for n in range(TOGETHER)] for name, item in same.items()}
+    taken = in_turns(scale, {name: partial(drawn, model, batches[name]) for name in batches})
     return [
-        {"kind": name, "images_per_s": TOGETHER / call_s, "kept": plain_s / call_s}
-        for name, call_s in middle.items()
+        {"kind": name, "images_per_s": TOGETHER / call_s, "kept": taken["no extras"] / call_s}
+        for name, call_s in taken.items()
     ]
 
 
 def _kinds(side: int, steps: int, guidance: float) -> dict[str, PreparedImage]:
-    text = PreparedImage(
-        key="",
-        length=side * side * steps,
-        prompt="a large red circle",
-        negative_prompt="",
-        width=side,
-        height=side,
-        steps=steps,
-        guidance_scale=guidance,
-        seed=1,
-        scheduler="ddim",
-    )
+    text = text_image(side, steps, guidance)
     change = msgspec.structs.replace
     edges = [PreparedControl("edges", outline(side, side), scale=1.0, start=0.0, end=1.0)]
     return {
@@ -116,8 +94,7 @@ def _kinds(side: int, steps: int, guidance: float) -> dict[str, PreparedImage]:
     }
 
 
-def loaded(entry: Model, pipeline: Path, scale: Scale) -> ImageModel:
-    """The model of an entry, on the device of the scale."""
+def load_model(entry: Model, pipeline: Path, scale: Scale) -> ImageModel:
     device = Device(scale.device, threads=1, memory_fraction=1.0)
     model = ImageModel(entry, pipeline, device)
     model.setup()
@@ -178,8 +155,7 @@ def write_adapters(unet: torch.nn.Module, folder: Path, count: int, rank: int) -
     return files
 
 
-def _shipped_entry(extras: Mapping[str, Any], precision: str, scale: Scale) -> Model:
-    """An entry of the shipped model with adapters and a ControlNet."""
+def _make_shipped_entry(extras: Mapping[str, Any], precision: str, scale: Scale) -> Model:
     entry = Model(
         name="stable-diffusion-tiny",
         task="image",

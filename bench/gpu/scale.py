@@ -7,56 +7,30 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Scale:
-    """Sizes of one run. `precision` is that of the plain models."""
+    """Sizes of one run. `precision` applies to the plain models."""
 
-    device: str
-    precision: str
-    is_full_width: bool
-    side: int
-    batches: tuple[int, ...]
-    text_steps: int
-    image_steps: int
-    rounds: int
-    matrix: int
-    lengths: tuple[int, ...]
-    tokens: int
-    shared_s: float
-    generations: tuple[int, ...]
-    prompt_tokens: int
-    written_tokens: int
-    in_flight: tuple[int, ...]
-    served_texts: int
-    served_images: int
-    joined_steps: int
-    flow_side: int
-    flow_steps: int
-    flow_batches: tuple[int, ...]
+    device: str = "cuda"
+    precision: str = "fp16"
+    is_full_width: bool = True
+    side: int = 512
+    batches: tuple[int, ...] = (1, 2, 4, 8, 16)
+    text_steps: int = 25
+    image_steps: int = 50
+    rounds: int = 3
+    matrix: int = 8192
+    lengths: tuple[int, ...] = (32, 128, 512)
+    tokens: int = 32768
+    shared_s: float = 20.0
+    in_flight: tuple[int, ...] = (1, 128, 512)
+    served_texts: int = 6000
+    served_images: int = 32
+    joined_steps: int = 20
+    flow_side: int = 1024
+    flow_steps: int = 20
+    flow_batches: tuple[int, ...] = (1,)
 
 
-FULL = Scale(
-    device="cuda",
-    precision="fp16",
-    is_full_width=True,
-    side=512,
-    batches=(1, 2, 4, 8, 16),
-    text_steps=25,
-    image_steps=50,
-    rounds=3,
-    matrix=8192,
-    lengths=(32, 128, 512),
-    tokens=32768,
-    shared_s=20.0,
-    generations=(1, 8, 32),
-    prompt_tokens=128,
-    written_tokens=128,
-    in_flight=(1, 128, 512),
-    served_texts=6000,
-    served_images=32,
-    joined_steps=20,
-    flow_side=1024,
-    flow_steps=20,
-    flow_batches=(1,),
-)
+FULL = Scale()
 TINY = Scale(
     device="cpu",
     precision="fp32",
@@ -70,9 +44,6 @@ TINY = Scale(
     lengths=(16,),
     tokens=64,
     shared_s=0.2,
-    generations=(1, 2),
-    prompt_tokens=8,
-    written_tokens=4,
     in_flight=(1, 8),
     served_texts=16,
     served_images=2,

@@ -55,7 +55,7 @@ def _row(pipeline: Pipeline, plain: _Plain, scale: Scale, in_flight: int) -> dic
         ids = pipeline.texts.token_ids(texts)
         alone_s = seconds(scale.device, partial(plain.embed, ids))
         before = pipeline.cpu_s()
-        report = pipeline.ask(texts, in_flight, cache="miss")
+        report = pipeline.ask(texts, in_flight)
         after = pipeline.cpu_s()
         if number:
             alone.append(alone_s)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from bench.gpu.company import text_image
 from bench.gpu.images import GUIDANCE, image_entry
 from bench.gpu.scale import Scale
 from bench.gpu.texts import minilm_folder, text_entry, texts
@@ -70,17 +71,5 @@ async def _rate(load: tuple[PooledProcess, Sequence[Prepared]], scale: Scale) ->
 
 
 def _images(scale: Scale) -> list[PreparedImage]:
-    work = scale.side * scale.side * scale.text_steps
-    one = PreparedImage(
-        key="",
-        length=work,
-        prompt="a red circle left of a blue star",
-        negative_prompt="",
-        width=scale.side,
-        height=scale.side,
-        steps=scale.text_steps,
-        guidance_scale=GUIDANCE,
-        seed=1,
-        scheduler="ddim",
-    )
+    one = text_image(scale.side, scale.text_steps, GUIDANCE)
     return [one, msgspec.structs.replace(one, seed=2)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-import statistics
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from transformers import AutoModel, BertConfig, BertModel
 
-from bench.gpu.card import DTYPES, seconds
+from bench.gpu.card import DTYPES, in_turns
 from bench.gpu.scale import Scale
 from shared.models.catalog import Model
 from shared.models.catalog_file import read_catalog
@@ -53,14 +53,11 @@ def measure(scale: Scale, folder: Path) -> list[dict[str, Any]]:
 
 
 def _rates(scale: Scale, runners: dict[str, Any], batch: list[PreparedText]) -> dict[str, float]:
-    taken: dict[str, list[float]] = {name: [] for name in runners}
-    for number in range(1 + scale.rounds):
-        for name, runner in runners.items():
-            call_s = seconds(scale.device, lambda runner=runner: _embed(runner, batch))  # type: ignore[misc]
-            if number:
-                taken[name].append(call_s)
+    taken = in_turns(
+        scale, {name: partial(_embed, runner, batch) for name, runner in runners.items()}
+    )
     tokens = sum(text.length for text in batch)
-    return {name: tokens / statistics.median(times) for name, times in taken.items()}
+    return {name: tokens / call_s for name, call_s in taken.items()}
 
 
 def _embed(runner: Any, batch: list[PreparedText]) -> None:
@@ -100,7 +97,6 @@ def texts(length: int, count: int) -> list[PreparedText]:
 
 
 def text_entry(name: str, folder: Path, dimensions: int, precision: str, scale: Scale) -> Model:
-    """The catalog entry of the folder."""
     return Model.model_validate(
         {
             "name": name,
@@ -117,7 +113,6 @@ def text_entry(name: str, folder: Path, dimensions: int, precision: str, scale: 
 
 
 def minilm_folder() -> Path:
-    """The real MiniLM of models.yaml."""
     entry = read_catalog(_CATALOG).default("embedding")
     return resolve(entry.source, entry.revision, Path("var/models"))
 

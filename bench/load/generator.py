@@ -23,7 +23,6 @@ from penstock_load.exchange import LOST, UNANSWERED, UNCONNECTED, Exchange
 from penstock_load.pool import ConnectionPool, Server
 
 START_LIMIT_S = 60.0
-TOO_MANY = 429
 REASONS = {LOST: "connection lost", UNANSWERED: "unanswered", UNCONNECTED: "no connection"}
 
 
@@ -33,9 +32,6 @@ class LoadOrder(msgspec.Struct):
     Closed loop: `in_flight` requests at a time, the next one as soon as one is answered. Open loop
     (`rate_per_s` above 0): the arrivals of a Poisson process, on as many connections as they need,
     up to `in_flight`. An arrival that finds none free waits, and its wait counts.
-
-    With `waits_after_429` a closed loop leaves a connection unused after a 429 for as long as
-    `retry-after-ms` says, as OpenAI's clients do.
 
     Sending ends after `send_s` seconds (0: no such limit) or when all bodies are sent. With
     `is_cycled` they are sent again and again. Requests without an answer `limit_s` after that are
@@ -52,7 +48,6 @@ class LoadOrder(msgspec.Struct):
     rate_per_s: float = 0.0
     seed: int = 0
     limit_s: float = 300.0
-    waits_after_429: bool = False
     sample_every: int = 0
     """Every n-th answer that is a success is kept. 0: none."""
 
@@ -73,7 +68,6 @@ class LoadReport(msgspec.Struct):
 
     @property
     def rate(self) -> float:
-        """Requests answered with 200 per second."""
         return sum(one.status == 200 for one in self.exchanges) / self.wall_s
 
     @property
@@ -110,7 +104,6 @@ def percentiles(values: list[float]) -> dict[str, float]:
 
 
 def embedding_bodies(model: str, texts: list[str]) -> list[str]:
-    """A request body per text."""
     bodies = ({"model": model, "input": text, "encoding_format": "base64"} for text in texts)
     return [msgspec.json.encode(body).decode() for body in bodies]
 
@@ -142,7 +135,7 @@ async def send(order: LoadOrder) -> LoadReport:
     began_cpu_s = time.process_time()
     await generator.run()
     cpu_s = time.process_time() - began_cpu_s
-    generator.close()
+    generator.pool.close()
     exchanges = generator.exchanges
     wall_s = max((one.ended_s for one in exchanges), default=0.0) or 1e-9
     lag_ms = [one.lag_ms for one in exchanges] if order.rate_per_s else []
@@ -158,7 +151,7 @@ class _Generator:
         self._requests = [
             encode_request(host, order.path, order.headers, body.encode()) for body in order.bodies
         ]
-        self._pool = ConnectionPool(Server("127.0.0.1", order.port), order.in_flight, self._ended)
+        self.pool = ConnectionPool(Server("127.0.0.1", order.port), order.in_flight, self._ended)
         self._callers = 0 if order.rate_per_s else order.in_flight
         """Callers of a closed loop that still send."""
         self._is_sending = False
@@ -169,11 +162,9 @@ class _Generator:
         self.samples: list[tuple[int, str]] = []
 
     async def connect(self) -> None:
-        """Opens the connections that are needed from the start."""
-        await self._pool.open(1 if self._order.rate_per_s else self._order.in_flight)
+        await self.pool.open(1 if self._order.rate_per_s else self._order.in_flight)
 
     async def run(self) -> None:
-        """Sends for as long as the order says, then waits for the answers."""
         order, self._began_s = self._order, time.perf_counter()
         self._until_s = self._began_s + (order.send_s or order.limit_s)
         self._is_sending = True
@@ -189,7 +180,7 @@ class _Generator:
                 await self._settled.wait()
         except TimeoutError:
             self._is_sending = False
-            self._pool.abandon()
+            self.pool.abandon()
             async with asyncio.timeout(order.limit_s):
                 await self._settled.wait()
 
@@ -209,7 +200,7 @@ class _Generator:
 
     def _send(self, due_s: float) -> None:
         number, self.sent = self.sent, self.sent + 1
-        self._pool.send(number, self._requests[number % len(self._requests)], due_s)
+        self.pool.send(number, self._requests[number % len(self._requests)], due_s)
 
     def _send_next(self) -> None:
         """The closed loop: a caller sends its next request."""
@@ -227,12 +218,7 @@ class _Generator:
         if exchange.status == UNCONNECTED:
             self._callers -= 1
         elif not self._order.rate_per_s:
-            must_wait = exchange.status == TOO_MANY and self._order.waits_after_429
-            if must_wait:
-                loop = asyncio.get_running_loop()
-                loop.call_later(exchange.retry_after_s, self._send_next)
-            else:
-                self._send_next()
+            self._send_next()
         self._settle()
 
     def _settle(self) -> None:
@@ -242,12 +228,8 @@ class _Generator:
         if self._until_s and not self._is_sending and self.sent == len(self.exchanges):
             self._settled.set()
 
-    def close(self) -> None:
-        self._pool.close()
-
 
 def main() -> int:
-    """Reads an order from stdin and writes its report to stdout. Returns the exit status."""
     order = msgspec.json.decode(sys.stdin.buffer.read(), type=LoadOrder)
     sys.stdout.buffer.write(msgspec.json.encode(uvloop.run(send(order))))
     return 0

@@ -33,7 +33,6 @@ class Texts:
         self._drawn: set[str] = set()
 
     def mixed(self, count: int) -> list[str]:
-        """`count` texts in the proportions of MIX, shuffled."""
         texts = [
             self._draw(low, high) for share, low, high in MIX for _ in range(round(share * count))
         ]
@@ -45,12 +44,7 @@ class Texts:
         """`count` texts of about 12 tokens."""
         return [self._draw(*MIX[0][1:]) for _ in range(count)]
 
-    def pages(self, count: int) -> list[str]:
-        """`count` texts of about 230 tokens."""
-        return [self._draw(*MIX[2][1:]) for _ in range(count)]
-
     def token_ids(self, texts: list[str]) -> list[list[int]]:
-        """The token ids of each text, special tokens included."""
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts)]
 
     def _draw(self, low: int, high: int) -> str:

@@ -41,7 +41,6 @@ OPEN_LOOP_PER_S = 50.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures the contenders. Returns 1 if none could be measured."""
     exempt_loopback_from_proxies()
     # A killed measurement must wake and stop what it froze, as Ctrl-C does.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -51,8 +50,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     where, began_s = machine(), time.time()
     print(f"{where['cpu']}, {where['cores']} cores, load {where['load_before']}", flush=True)
     _install(contenders)
-    if options.install:
-        return 0
     findings = measure(contenders, loads, options.rounds, _model_folder(), _say)
     medians = Medians(contenders, loads, findings)
     for rows in (ratio_rows(medians), rate_rows(medians), cost_rows(medians)):
@@ -91,9 +88,6 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--dry", action="store_true", help="print only; results and docs stay as they are"
-    )
-    parser.add_argument(
-        "--install", action="store_true", help="make the peers' environments and stop"
     )
     options = parser.parse_args(argv)
     if unknown := set(options.only or ()) - set(keys):

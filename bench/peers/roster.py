@@ -29,10 +29,8 @@ class Contender:
         key: names it on the command line and in the results.
         name: names it in the tables.
         group: `peer` as documented, `tuned` manually, or `ours`.
-        note: how it is set up, in a few words.
         body: the JSON of one, with PLACE where the text goes.
         answer: keys and places that lead to the vector in its answer.
-        folder: the peer's folder next to this file: its server and its requirements.
         commands: started in this order. `{port}` is where it must listen, `{spare}`
             another free port (as `{spare2}`), `{bin}` the environment's programs, `{home}` its
             folder, `{model}` the model's.
@@ -49,11 +47,15 @@ class Contender:
     path: str
     body: Mapping[str, Any] = field(default_factory=lambda: TEXT)
     answer: tuple[str | int, ...] = ()
-    folder: str = ""
     commands: tuple[tuple[str, ...], ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     entry: Mapping[str, Any] = field(default_factory=dict)
     broker: Broker = "pubsub"
+
+    @property
+    def folder(self) -> str:
+        """The peer's folder next to this file, with its server and its requirements."""
+        return "" if self.group == "ours" else self.key.partition("-")[0]
 
 
 HOST_AND_PORT = ("--host", "127.0.0.1", "--port", "{port}")
@@ -62,18 +64,16 @@ UVICORN = (
     *("--log-level", "warning", "--no-access-log"),
 )
 MOSEC_OPTIONS = (
-    "--address",
-    "127.0.0.1",
-    "--port",
-    "{port}",
-    "--timeout",
-    "300000",
-    "--log-level",
-    "warning",
+    *("--address", "127.0.0.1", "--port", "{port}"),
+    *("--timeout", "300000", "--log-level", "warning"),
 )
 """Mosec's default timeout is 3 s. With that it answers 408 from 128 in flight on."""
 TUNED = ("{bin}/python", "{home}/tuned.py", *MOSEC_OPTIONS)
 TUNED_NOTE = "two workers of one thread, batches of 32 sorted by length and run by 4, torch"
+INFINITY = (
+    *("{bin}/infinity_emb", "v2", "--model-id", "{model}", "--served-model-name", "minilm"),
+    *("--engine", "torch", "--device", "cpu", "--dtype", "float32", "--batch-size", "32"),
+)
 CELERY = (
     ("{bin}/redis-server", "--port", "{spare}", "--bind", "127.0.0.1", "--save", ""),
     ("{bin}/celery", "--workdir", "{home}", "-A", "tasks", "worker", "--loglevel", "WARNING"),
@@ -88,7 +88,6 @@ PEERS = (
         "peer",
         "sentence-transformers in a `def` endpoint (threads), uvicorn, no batching",
         "/embed",
-        folder="fastapi",
         commands=((*UVICORN, "server:app"),),
     ),
     Contender(
@@ -97,7 +96,6 @@ PEERS = (
         "peer",
         "the same in an `async` endpoint",
         "/embed-async",
-        folder="fastapi",
         commands=((*UVICORN, "server:app"),),
     ),
     Contender(
@@ -107,7 +105,6 @@ PEERS = (
         "dynamic batching, 32 or 10 ms",
         "/predict",
         answer=("embedding",),
-        folder="litserve",
         commands=(("{bin}/python", "{home}/server.py", "{port}"),),
     ),
     Contender(
@@ -116,7 +113,6 @@ PEERS = (
         "peer",
         "dynamic batching, 32 or 10 ms, one worker",
         "/inference",
-        folder="mosec",
         commands=(("{bin}/python", "{home}/server.py", *MOSEC_OPTIONS),),
     ),
     Contender(
@@ -127,30 +123,7 @@ PEERS = (
         "/embeddings",
         body={"model": "minilm", "input": PLACE},
         answer=("data", 0, "embedding"),
-        folder="infinity",
-        commands=(
-            (
-                *(
-                    "{bin}/infinity_emb",
-                    "v2",
-                    "--model-id",
-                    "{model}",
-                    "--served-model-name",
-                    "minilm",
-                ),
-                *(
-                    "--engine",
-                    "torch",
-                    "--device",
-                    "cpu",
-                    "--dtype",
-                    "float32",
-                    "--batch-size",
-                    "32",
-                ),
-                *(*HOST_AND_PORT, "--log-level", "warning", "--no-bettertransformer"),
-            ),
-        ),
+        commands=((*INFINITY, *HOST_AND_PORT, "--log-level", "warning", "--no-bettertransformer"),),
     ),
     Contender(
         "bentoml",
@@ -160,15 +133,10 @@ PEERS = (
         "/encode",
         body={"sentences": [PLACE]},
         answer=(0,),
-        folder="bentoml",
         commands=(
             (
-                "{bin}/bentoml",
-                "serve",
-                "--working-dir",
-                "{home}",
-                "service:BentoEmbedding",
-                *HOST_AND_PORT,
+                *("{bin}/bentoml", "serve", "--working-dir", "{home}"),
+                *("service:BentoEmbedding", *HOST_AND_PORT),
             ),
         ),
     ),
@@ -178,7 +146,6 @@ PEERS = (
         "peer",
         "`@serve.batch`, 32 or 10 ms, one replica",
         "/",
-        folder="ray",
         commands=(("{bin}/python", "{home}/server.py", "{port}"),),
     ),
     Contender(
@@ -187,7 +154,6 @@ PEERS = (
         "peer",
         "FastAPI in front, prefork worker with a process per core, no batching",
         "/embed",
-        folder="celery",
         commands=CELERY,
         environment=CELERY_RESULTS,
     ),
@@ -197,7 +163,6 @@ PEERS = (
         "peer",
         "the same with RabbitMQ as the broker, and Redis for results",
         "/embed",
-        folder="celery",
         commands=CELERY,
         environment={
             **CELERY_RESULTS,
@@ -213,7 +178,6 @@ PEERS = (
         "/v2/models/minilm/infer",
         body={"inputs": [{"name": "text", "shape": [1], "datatype": "BYTES", "data": [PLACE]}]},
         answer=("outputs", 0, "data"),
-        folder="mlserver",
         commands=(("{bin}/mlserver", "start", "{home}"),),
         environment={
             "MLSERVER_HOST": "127.0.0.1",
@@ -235,7 +199,6 @@ PEERS = (
         "tuned",
         f"{TUNED_NOTE} fp32",
         "/inference",
-        folder="mosec",
         commands=(TUNED,),
         environment={"MINILM_DTYPE": "float32"},
     ),
@@ -245,7 +208,6 @@ PEERS = (
         "tuned",
         f"{TUNED_NOTE} bf16",
         "/inference",
-        folder="mosec",
         commands=(TUNED,),
         environment={"MINILM_DTYPE": "bfloat16"},
     ),

@@ -42,7 +42,6 @@ class Medians:
         return statistics.median(figure(one) for one in rounds) if rounds else None
 
     def rate(self, key: str, load: str) -> float | None:
-        """Requests answered per second."""
         return self.of(key, load, lambda one: one.rate)
 
     def percentile(self, key: str, load: str, name: str) -> float | None:
@@ -230,7 +229,6 @@ def _one_line(reason: str) -> str:
 
 
 def headline(where: dict[str, Any], rounds: int) -> str:
-    """The machine and the date, for above the tables."""
     machine = (
         f"{where['cpu']}, {where['cores']} cores, torch {where['torch']}, {where['date'][:10]}"
     )
@@ -238,7 +236,6 @@ def headline(where: dict[str, Any], rounds: int) -> str:
 
 
 def markdown(summary: str, tables: Sequence[Rows]) -> str:
-    """The section between the markers of a page."""
     lines = [summary, ""]
     for rows in tables:
         lines += [*(f"| {' | '.join(row)} |" for row in rows), ""]

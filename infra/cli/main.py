@@ -338,7 +338,7 @@ app.command()(predict)
 
 @app.command(context_settings=_FORWARDED)
 def bench(context: typer.Context) -> None:
-    """Measure the pipeline here, in a checkout (--profile)."""
+    """Measure the pipeline here, in a checkout (--check, --quick)."""
     if not Path("bench/__main__.py").is_file():
         raise ConfigurationError("this folder has no benchmarks: run it at the top of a checkout")
     sys.path.insert(0, str(Path.cwd()))

@@ -8,7 +8,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_bench_takes_the_words_of_the_benchmarks() -> None:
-    assert "--profile" in penstock("bench", "--help").stdout
+    assert "--check" in penstock("bench", "--help").stdout
 
 
 def test_unknown_benchmark_is_refused() -> None:
@@ -18,6 +18,6 @@ def test_unknown_benchmark_is_refused() -> None:
 
 
 def test_bench_without_a_checkout_says_so(tmp_path: Path) -> None:
-    reported = penstock("bench", "--profile", cwd=tmp_path)
+    reported = penstock("bench", cwd=tmp_path)
     assert reported.returncode == 1
     assert "this folder has no benchmarks" in reported.stderr

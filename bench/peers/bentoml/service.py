@@ -21,7 +21,6 @@ class BentoEmbedding:
 
     @bentoml.api(batchable=True, max_batch_size=BATCH, max_latency_ms=TIMEOUT_S * 1000)
     def encode(self, sentences: list[str]) -> np.ndarray:
-        """Vectors [texts, 384] of a batch."""
         vectors: np.ndarray = self.model.encode(
             sentences, batch_size=BATCH, show_progress_bar=False
         )

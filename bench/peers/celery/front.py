@@ -19,6 +19,5 @@ class FrontText(BaseModel):
 
 @app.post("/embed")
 def embed(params: FrontText) -> list[float]:
-    """The vector of one text, 384 numbers."""
     vector: list[float] = embed_task.delay(params.text).get(timeout=TIMEOUT_S)
     return vector

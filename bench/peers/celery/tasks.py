@@ -27,6 +27,5 @@ def load(**_: object) -> None:
 
 @app.task
 def embed(text: str) -> list[float]:
-    """The vector of one text, 384 numbers."""
     vector: list[float] = loaded["model"].encode(text, show_progress_bar=False).tolist()
     return vector

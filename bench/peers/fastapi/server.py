@@ -20,7 +20,6 @@ class Text(BaseModel):
 
 @app.post("/embed")
 def embed(params: Text) -> list[float]:
-    """The vector of one text, 384 numbers."""
     return _encode(params.text)
 
 

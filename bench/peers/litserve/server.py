@@ -19,14 +19,12 @@ class LitEmbedding(litserve.LitAPI):
     """MiniLM behind LitServe's four hooks."""
 
     def setup(self, device: str) -> None:
-        """Loads the model in the worker process."""
         self.model = SentenceTransformer(str(get_model_path()), device=device)
 
     def decode_request(self, request: dict[str, str]) -> str:
         return request["text"]
 
     def predict(self, texts: list[str]) -> Any:
-        """Vectors [texts, 384] of a batch."""
         return self.model.encode(texts, batch_size=BATCH, show_progress_bar=False)
 
     def encode_response(self, vector: Any) -> dict[str, list[float]]:

@@ -20,7 +20,6 @@ class MlserverEmbedding(MLModel):
         return True
 
     async def predict(self, payload: InferenceRequest) -> InferenceResponse:
-        """Vectors [texts, 384] of a batch."""
         texts = StringCodec.decode_input(payload.inputs[0])
         vectors = self.model.encode(texts, batch_size=BATCH, show_progress_bar=False)
         output = NumpyCodec.encode_output("embedding", vectors)

@@ -18,7 +18,6 @@ class MosecEmbedding(Worker):
         self.model = SentenceTransformer(str(get_model_path()), device="cpu")
 
     def forward(self, data: list[dict[str, str]]) -> list[list[float]]:
-        """Vectors of a batch, 384 numbers each."""
         vectors = self.model.encode(
             [one["text"] for one in data], batch_size=BATCH, show_progress_bar=False
         )

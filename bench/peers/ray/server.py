@@ -27,14 +27,12 @@ class RayEmbedding:
 
     @serve.batch(max_batch_size=BATCH, batch_wait_timeout_s=BATCH_WAIT_S)
     async def encode(self, texts: list[str]) -> list[list[float]]:
-        """Vectors of a batch, 384 numbers each."""
         vectors: list[list[float]] = self.model.encode(
             texts, batch_size=BATCH, show_progress_bar=False
         ).tolist()
         return vectors
 
     async def __call__(self, request: Request) -> list[float]:
-        """The vector of one request's text."""
         vector: list[float] = await self.encode((await request.json())["text"])
         return vector
 
