@@ -89,7 +89,6 @@ def normalized(name: str) -> str:
 
 
 def _members(project_file: Path) -> list[Path]:
-    """Returns the project files of the other workspace members."""
     document = tomllib.loads(project_file.read_text(encoding="utf-8"))
     patterns = document.get("tool", {}).get("uv", {}).get("workspace", {}).get("members", [])
     folder = project_file.parent

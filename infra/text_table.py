@@ -85,6 +85,13 @@ def _decimal(value: float, least: int) -> str:
     return f"{whole}.{decimals}" if decimals else whole
 
 
+def yes_or_no(value: object) -> object:
+    """Returns a cell for people: a word for a boolean, and None for an empty string."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return value if value != "" else None
+
+
 def _is_word(cell: str) -> bool:
     digits = cell.lstrip("-").replace(",", "").replace(".", "", 1)
     return not digits.isdigit() and cell != "-"

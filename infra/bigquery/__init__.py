@@ -61,11 +61,9 @@ def tenant_views(project: str, dataset: str, tenant: str) -> dict[str, str]:
         tenant: only this tenant's rows are visible. Terraform refuses names with quotes or
             backslashes.
     """
-    views = _files("views") | _files("tenant_views")
+    views, only = _files("views") | _files("tenant_views"), f"tenant = '{tenant}'"
     return {
-        name: Template(sql).substitute(
-            project=project, dataset=dataset, only=f"tenant = '{tenant}'"
-        )
+        name: Template(sql).substitute(project=project, dataset=dataset, only=only)
         for name, sql in sorted(views.items())
         if "${only}" in sql
     }
@@ -96,9 +94,6 @@ def create(client: bigquery.Client, dataset: str) -> None:
 
     Unknown columns are kept: a later release added them and was then rolled back.
 
-    Args:
-        client: Google's client, for the project of the dataset.
-
     Raises:
         google.api_core.exceptions.GoogleAPICallError: BigQuery refused, or is unreachable.
     """
@@ -108,12 +103,8 @@ def create(client: bigquery.Client, dataset: str) -> None:
         described = {"schema": {"fields": schema(table)}, **table_options(table)}
         _put(client, f"{name}.{table}", described, _TABLE_FIELDS)
     for view, query in views(client.project, dataset).items():
-        _put(
-            client,
-            f"{name}.{view}",
-            {"view": {"query": query, "useLegacySql": False}},
-            ["view_query"],
-        )
+        described = {"view": {"query": query, "useLegacySql": False}}
+        _put(client, f"{name}.{view}", described, ["view_query"])
 
 
 def _put(client: bigquery.Client, name: str, resource: dict[str, Any], fields: list[str]) -> None:

@@ -71,7 +71,6 @@ ORDER BY status = 'succeeded', attempt DESC, replied_at DESC) = 1
 
 
 def columns() -> list[dict[str, str]]:
-    """Returns the columns of the usage table as BigQuery schema JSON."""
     about = _texts_below_fields(Row)
     return [_column(field, about[field.name]) for field in msgspec.structs.fields(Row)]
 
@@ -83,11 +82,7 @@ def schema_json() -> str:
 
 
 def tenant_view_sql() -> str:
-    """Returns the query of the tenant view of the usage table.
-
-    Raises:
-        the view names a column that the table does not have.
-    """
+    """Returns the query of the tenant view of the usage table."""
     known = {column["name"] for column in columns()}
     if unknown := set(TENANT_COLUMNS) - known:
         raise KeyError(f"not columns of rows: {', '.join(sorted(unknown))}")

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 from infra.local.doctor import Diagnosis
@@ -55,6 +56,7 @@ TAKES_FUNCTIONS = ["python", "-m", "workers.functions"]
 WRONG_FILTER = "docs/how-to/troubleshoot.md#a-subscription-with-the-wrong-filter"
 
 Manifest = Mapping[str, Any]
+KINDS = ("secret", "configmap")
 
 
 class CommandFailed(Exception):
@@ -71,12 +73,10 @@ class Kubectl:
 
     @property
     def words(self) -> list[str]:
-        """The beginning of every command, to run or to show."""
         context = ["--context", self.context] if self.context else []
         return ["kubectl", *context, "-n", self.namespace]
 
     def shown(self, command: str) -> str:
-        """A command for the operator to type."""
         return " ".join([*self.words, command])
 
     def shown_outside(self, command: str) -> str:
@@ -92,20 +92,12 @@ class Kubectl:
         return run([*self.words, f"--request-timeout={REQUEST_LIMIT_S}s", *words])
 
     def read(self, *words: str) -> dict[str, Any]:
-        """Returns one object or a list.
-
-        Raises:
-            CommandFailed: as `run`.
-        """
+        """Returns one object or a list. Raises as `run` does."""
         answer: dict[str, Any] = json.loads(self.run("get", *words, "-o", "json"))
         return answer
 
     def items(self, *words: str) -> list[dict[str, Any]]:
-        """Returns the objects of a list.
-
-        Raises:
-            CommandFailed: as `run`.
-        """
+        """Returns the objects of a list. Raises as `run` does."""
         items: list[dict[str, Any]] = self.read(*words)["items"]
         return items
 
@@ -166,7 +158,8 @@ class ClusterDoctor:
                 "Google": self._google,
             }
         elif "project" in self.own.model_fields_set:
-            checks = {"Pub/Sub": self._own_topics, "BigQuery": self._own_tables}
+            checks["Pub/Sub"] = lambda: self._topics(self.own)
+            checks["BigQuery"] = lambda: iter([_tables(self.own)])
         for name, check in checks.items():
             try:
                 yield from check()
@@ -234,10 +227,7 @@ class ClusterDoctor:
     def _wanted(self) -> dict[str, set[str]]:
         """The names of the Secrets and ConfigMaps that pods can't start without, by kind."""
         references = [_references(_pod_spec(one)) for one in self._deployments]
-        return {
-            kind: {name for by_kind in references for name in by_kind[kind]}
-            for kind in ("secret", "configmap")
-        }
+        return {kind: set().union(*(names[kind] for names in references)) for kind in KINDS}
 
     @cached_property
     def _configmaps(self) -> set[str]:
@@ -376,11 +366,8 @@ class ClusterDoctor:
             facts = f"{name} is pending: {scheduled.get('message', 'no reason')}"
             events = self.kubectl.shown("get events --sort-by=.lastTimestamp")
             yield Diagnosis("pods", facts, f"{events} (docs/how-to/troubleshoot.md#gpu-stock-out)")
-        containers = [
-            *status.get("initContainerStatuses", ()),
-            *status.get("containerStatuses", ()),
-        ]
-        for container in containers:
+        kinds = "initContainerStatuses", "containerStatuses"
+        for container in chain.from_iterable(status.get(kind, ()) for kind in kinds):
             waiting = container.get("state", {}).get("waiting", {})
             reason, message = waiting.get("reason", ""), waiting.get("message", "")
             if reason in ("", "PodInitializing", "ContainerCreating"):
@@ -488,12 +475,6 @@ class ClusterDoctor:
         else:
             yield _tables(settings)
 
-    def _own_topics(self) -> Iterator[Diagnosis]:
-        yield from self._topics(self.own)
-
-    def _own_tables(self) -> Iterator[Diagnosis]:
-        yield _tables(self.own)
-
     def _topics(self, settings: Settings) -> Iterator[Diagnosis]:
         try:
             there = asyncio.run(_subscriptions(settings))
@@ -559,17 +540,16 @@ def _condition(manifest: Manifest, kind: str) -> Mapping[str, str]:
 
 def _references(pod: Manifest) -> dict[str, set[str]]:
     """The Secrets and ConfigMaps that a pod can't start without."""
-    names: dict[str, set[str]] = {"secret": set(), "configmap": set()}
+    names: dict[str, set[str]] = {kind: set() for kind in KINDS}
     for container in (*pod.get("initContainers", ()), *pod["containers"]):
         for source in container.get("envFrom", ()):
             for kind, key in (("secret", "secretRef"), ("configmap", "configMapRef")):
                 if key in source and not source[key].get("optional"):
                     names[kind].add(source[key]["name"])
     for volume in pod.get("volumes", ()):
-        if "secret" in volume and not volume["secret"].get("optional"):
-            names["secret"].add(volume["secret"]["secretName"])
-        if "configMap" in volume and not volume["configMap"].get("optional"):
-            names["configmap"].add(volume["configMap"]["name"])
+        for key, name in (("secret", "secretName"), ("configMap", "name")):
+            if key in volume and not volume[key].get("optional"):
+                names[key.lower()].add(volume[key][name])
     return names
 
 

@@ -290,7 +290,6 @@ def _administer(act: Callable[[Administration, KeyStore], Awaitable[Done]]) -> D
 
 
 def _served(settings: ApiSettings) -> Served | None:
-    """The names that plans and keys may use. None without a catalog."""
     from shared.models.catalog_file import read_catalog
     from shared.stores.key_stores import served_by
 

@@ -22,10 +22,6 @@ def run_on(
 ) -> Done:
     """Opens a store, and returns what `act` returns.
 
-    Args:
-        opened: the store at the URL of a Redis.
-        act: gets the open store and the catalog.
-
     Raises:
         Unavailable: Redis did not answer. The message names the setting.
     """

@@ -27,21 +27,10 @@ def requirements(project_file: Path, extras: list[str]) -> list[str]:
         for asked in project["optional-dependencies"][extra]:
             name = asked.partition("==")[0]
             requirements += members.get(name, [asked])
-    missing = [one for one in requirements if one.partition("==")[0] in _sources(document)]
-    if missing:
+    of_workspace = document.get("tool", {}).get("uv", {}).get("sources", {})
+    if missing := [one for one in requirements if one.partition("==")[0] in of_workspace]:
         raise FileNotFoundError(f"no workspace folder contains {', '.join(missing)}")
     return list(dict.fromkeys(requirements))
-
-
-def build_requirements(project_file: Path) -> list[str]:
-    """Returns the requirements for building the project's wheel."""
-    document = tomllib.loads(project_file.read_text(encoding="utf-8"))
-    return list(document["build-system"]["requires"])
-
-
-def _sources(document: dict[str, Any]) -> set[str]:
-    """Returns the names of requirements that come from the workspace instead of an index."""
-    return set(document.get("tool", {}).get("uv", {}).get("sources", {}))
 
 
 def _members(project_file: Path, document: dict[str, Any]) -> dict[str, list[str]]:
@@ -62,12 +51,11 @@ def main() -> int:
     parser.add_argument("extras", nargs="*")
     parser.add_argument("--build", action="store_true", help="print the build requirements instead")
     options = parser.parse_args()
-    lines = (
-        build_requirements(options.project_file)
-        if options.build
-        else requirements(options.project_file, options.extras)
-    )
-    print("\n".join(lines))
+    if options.build:
+        document = tomllib.loads(options.project_file.read_text(encoding="utf-8"))
+        print("\n".join(document["build-system"]["requires"]))
+    else:
+        print("\n".join(requirements(options.project_file, options.extras)))
     return 0
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from infra.local.ports import Ports
-from infra.local.process import Process
+from infra.local.process import Process, answers
 from infra.local.stack import Stack
 from shared.process.loopback import exempt_loopback_from_proxies
 
@@ -33,11 +33,7 @@ CALL_LIMIT_S = 60.0
 
 
 class Image:
-    """A built image, mounted.
-
-    Args:
-        name: api, functions or worker.
-    """
+    """A built image, mounted."""
 
     def __init__(self, name: str) -> None:
         reference = f"localhost/penstock-{name}"
@@ -60,12 +56,8 @@ class Image:
             f"mount -o remount,bind,ro {root}",
         ]
         environment = dict(pair.split("=", 1) for pair in self.config["Env"]) | dict(settings)
-        words = [
-            "env",
-            "-i",
-            *(f"{name}={value}" for name, value in environment.items()),
-            *self.config["Entrypoint"],
-        ]
+        variables = (f"{name}={value}" for name, value in environment.items())
+        words = ["env", "-i", *variables, *self.config["Entrypoint"]]
         inside = f"cd {shlex.quote(self.config['WorkingDir'])} && exec {shlex.join(words)}"
         lines.append(
             f"exec chroot --userspec={self.config['User']} {root} /bin/sh -c {shlex.quote(inside)}"
@@ -73,27 +65,19 @@ class Image:
         return ["unshare", "--mount", "--propagation", "private", "sh", "-ec", "\n".join(lines)]
 
     def has(self, package: str) -> bool:
-        """Returns whether a Python package is installed in the image."""
         return any(self.root.glob(f"opt/venv/lib/python3*/site-packages/{package}"))
 
 
 def main() -> int:
-    """Returns 0 if all images work."""
     exempt_loopback_from_proxies()
     images = {name: Image(name) for name in ("api", "functions", "worker")}
     for name, image in images.items():
-        _require(
-            image.has("torch") == (name == "worker"),
-            f"{name}: torch is installed but should not be, or is missing",
-        )
-        _require(
-            any(image.root.glob("app/penstock-*.dist-info")), f"{name}: without its own metadata"
-        )
-        print(
-            f"{name}: "
-            f"{len(list(image.root.glob('opt/venv/lib/python3*/site-packages/*.dist-info')))}"
-            " packages"
-        )
+        fault = f"{name}: torch is installed but should not be, or is missing"
+        _require(image.has("torch") == (name == "worker"), fault)
+        has_metadata = any(image.root.glob("app/penstock-*.dist-info"))
+        _require(has_metadata, f"{name}: without its own metadata")
+        packages = image.root.glob("opt/venv/lib/python3*/site-packages/*.dist-info")
+        print(f"{name}: {len(list(packages))} packages")
     with tempfile.TemporaryDirectory(prefix="penstock-trial-") as work_dir, ExitStack() as stack:
         here = Path(work_dir)
         (here / "etc").mkdir()
@@ -119,10 +103,9 @@ def _replace(stack: ExitStack, local: Stack, images: Mapping[str, Image], here: 
     }
     _writable(here / "state/objects")
     for name, image in images.items():
-        for own_process in [
-            one for key, one in local.processes.items() if key.split("-")[0] == name
-        ]:
-            own_process.stop()
+        for key, own_process in local.processes.items():
+            if key.split("-")[0] == name:
+                own_process.stop()
         taken = {
             key: value
             for key, value in local.environment.items()
@@ -138,11 +121,9 @@ def _replace(stack: ExitStack, local: Stack, images: Mapping[str, Image], here: 
         process.start()
         stack.callback(process.stop)
         path = "/" if name == "functions" else "/readyz"
-        process.wait_ready(partial(_answers, ports[name], path), READY_LIMIT_S)
-        print(
-            f"{name}: {' '.join(image.config['Entrypoint'])} answers at {path} as "
-            f"{image.config['User']}"
-        )
+        process.wait_ready(partial(answers, ports[name], path), READY_LIMIT_S)
+        entry_point, user = " ".join(image.config["Entrypoint"]), image.config["User"]
+        print(f"{name}: {entry_point} answers at {path} as {user}")
 
 
 def _ask(local: Stack) -> None:
@@ -165,14 +146,6 @@ def _writable(folder: Path) -> Path:
     folder.mkdir(exist_ok=True)
     folder.chmod(0o777)
     return folder
-
-
-def _answers(port: int, path: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as answer:
-            return int(answer.status) == 200
-    except OSError:
-        return False
 
 
 def _buildah(*words: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,6 @@ def dump_yaml(content: object, *, width: int = 80) -> str:
 
 
 def node_affinity(accelerators: tuple[str, ...]) -> dict[str, Any]:
-    """Returns node affinity for nodes with one of these accelerators."""
     terms = [
         {"key": "cloud.google.com/gke-accelerator", "operator": "In", "values": list(accelerators)}
     ]
@@ -57,8 +57,47 @@ def image_override(name: str, image: str) -> dict[str, str]:
     return {"name": name, "newName": new_name, "newTag": tag}
 
 
+def replace_value(path: str, value: object) -> dict[str, Any]:
+    """Returns a JSON patch operation (RFC 6902)."""
+    return {"op": "replace", "path": path, "value": value}
+
+
+def add_value(path: str, value: object) -> dict[str, Any]:
+    """Returns a JSON patch operation (RFC 6902). A path that ends with `/-` appends to a list."""
+    return {"op": "add", "path": path, "value": value}
+
+
+def json_patch(kind: str, operations: list[dict[str, Any]], name: str = "") -> dict[str, Any]:
+    """Returns a patch for the object with this name. Without a name, for all of this kind."""
+    target = {"kind": kind} | ({"name": name} if name else {})
+    return {"target": target, "patch": dump_yaml(operations)}
+
+
+def label_of_pods(name: str, value: str) -> list[dict[str, Any]]:
+    """Returns the `labels` that add a label to objects, their pods and the selectors of pods."""
+    return [{"pairs": {name: value}, "includeSelectors": True, "includeTemplates": True}]
+
+
+def write_parts(
+    folder: Path,
+    *parts: str,
+    patches: Sequence[dict[str, Any]] = (),
+    components: Sequence[str] | None = None,
+    **fields: Any,
+) -> None:
+    """Writes the kustomization.yaml of a folder that changes parts of the tree, in order."""
+    folder.mkdir(exist_ok=True)
+    if components is not None:
+        fields = {
+            "components": [_path_up_to(folder, component) for component in components]
+        } | fields
+    write_kustomization(
+        folder, [_path_up_to(folder, part) for part in parts], patches=patches, **fields
+    )
+
+
 def write_kustomization(
-    folder: Path, resources: list[str], *, patches: list[dict[str, Any]], **fields: Any
+    folder: Path, resources: list[str], *, patches: Sequence[dict[str, Any]], **fields: Any
 ) -> None:
     """Writes one kustomization.yaml. A patch without a target is a strategic merge."""
     written = [patch if "target" in patch else {"patch": dump_yaml(patch)} for patch in patches]
@@ -67,9 +106,6 @@ def write_kustomization(
     (folder / "kustomization.yaml").write_text(dump_yaml(content), encoding="utf-8")
 
 
-def path_up_to(folder: Path, part: str) -> str:
-    """Returns the relative path from `folder` to a part of the tree.
-
-    Kustomize accepts no other paths.
-    """
+def _path_up_to(folder: Path, part: str) -> str:
+    """Returns a relative path. Kustomize accepts no other paths."""
     return os.path.relpath(TREE / part, folder.resolve())

@@ -32,11 +32,13 @@ from infra.kubernetes.autoscaling import hpa_patch, keda_patch
 from infra.kubernetes.deployment import Deployment, GpuType, gpu_class, read_gpu_types
 from infra.kubernetes.kustomization import (
     deployment_patch,
-    dump_yaml,
     image_override,
+    json_patch,
+    label_of_pods,
     node_affinity,
-    path_up_to,
+    replace_value,
     write_kustomization,
+    write_parts,
 )
 from infra.kubernetes.placement import Placement, compute_class, leave_room, place, share_of
 from shared.errors import ConfigurationError
@@ -47,11 +49,13 @@ from shared.models.entry import DEFAULT_STARTUP_S, Gpu
 from shared.models.kubernetes_names import slug
 
 HUB = "hf:"
+BUCKETS = "gcsfuse.csi.storage.gke.io"
+"""Driver of volumes that are buckets."""
 WEIGHTS_DIR = "/var/cache/penstock-weights"
 KERNELS_DIR, KERNELS_FOLDER = "/var/cache/penstock-kernels", "kernels"
 WORKER_ID = 10001
 """User and group of the worker (infra/kubernetes/worker/deployment.yaml)."""
-TOKEN_DIR, TOKEN_FILE = "/var/run/penstock-hub", "token"
+TOKEN_DIR, TOKEN_FILE = "/var/run/penstock", "token"
 CACHE_VOLUME = "gke-gcsfuse-cache"
 """The sidecar uses a volume of this name for its file cache."""
 STARTUP_PERIOD_S, BASE_STARTUP_TRIES, BASE_PROGRESS_S = 5, 240, 1800
@@ -94,9 +98,7 @@ NOTHING = Weights({}, {}, (), ())
 def weights_of(models: Sequence[Model], deployment: Deployment, disk_mib: int) -> Weights:
     """Returns the source of the weights for the models of one worker.
 
-    Args:
-        models: only models and adapters from the hub need anything.
-        deployment: decides whether weights were prefetched, and whether there is a hub token.
+    Only models and adapters from the hub need anything.
     """
     of_hub = [model for model in models if _repositories(model)]
     if not of_hub or deployment.is_outside:
@@ -153,14 +155,8 @@ def _volume(name: str, repository: str, bucket: str, cache_mib: int) -> dict[str
         "metadata-cache:ttl-secs:-1",
     )
     attributes = {"bucketName": bucket, "mountOptions": ",".join(options)}
-    return {
-        "name": name,
-        "csi": {
-            "driver": "gcsfuse.csi.storage.gke.io",
-            "readOnly": True,
-            "volumeAttributes": attributes,
-        },
-    }
+    mount = {"driver": BUCKETS, "readOnly": True, "volumeAttributes": attributes}
+    return {"name": name, "csi": mount}
 
 
 def _compiles(model: Model) -> bool:
@@ -182,10 +178,7 @@ def _with_kernels(weights: Weights, bucket: str) -> Weights:
         "metadata-cache:ttl-secs:0",
     )
     attributes = {"bucketName": bucket, "mountOptions": ",".join(options)}
-    volume = {
-        "name": "kernels",
-        "csi": {"driver": "gcsfuse.csi.storage.gke.io", "volumeAttributes": attributes},
-    }
+    volume = {"name": "kernels", "csi": {"driver": BUCKETS, "volumeAttributes": attributes}}
     return replace(
         weights,
         settings=weights.settings | {"PENSTOCK_KERNELS_DIR": KERNELS_DIR},
@@ -223,40 +216,23 @@ def hub_token_patch(deployment: Deployment) -> dict[str, Any]:
 def write_gpu_class(
     out: Path, gpu: Gpu, deployment: Deployment, gpu_types: dict[str, GpuType]
 ) -> list[str]:
-    """Writes a class of GPU nodes: its ComputeClass, and the warm places on it.
-
-    Returns:
-        The names of the folders written.
-    """
+    """Writes a class of GPU nodes: its ComputeClass, and the warm places on it."""
     name, folders = gpu_class(gpu), []
     if deployment.compute_classes:
         folders.append(f"compute-class-{name}")
-        folder = out / folders[-1]
-        folder.mkdir()
         patch = compute_class(gpu, deployment, gpu_types)
         # No namespace: a ComputeClass is cluster-wide, which Kustomize can't know.
-        write_kustomization(
-            folder, [path_up_to(folder, "compute-class")], nameSuffix=f"-{name}", patches=[patch]
-        )
+        write_parts(out / folders[-1], "compute-class", nameSuffix=f"-{name}", patches=[patch])
     if deployment.buffer:
         kind = "capacity-buffer" if deployment.capacity_buffers else "balloon"
         folders.append(f"{kind}-{name}")
-        folder = out / folders[-1]
-        folder.mkdir()
-        patches = _buffer_patches(gpu, deployment, gpu_types)
-        write_kustomization(
-            folder,
-            [path_up_to(folder, f"buffers/{kind}")],
+        write_parts(
+            out / folders[-1],
+            f"buffers/{kind}",
             namespace=deployment.namespace,
             nameSuffix=f"-{name}",
-            labels=[
-                {
-                    "pairs": {"penstock.dev/gpu": name},
-                    "includeSelectors": True,
-                    "includeTemplates": True,
-                }
-            ],
-            patches=patches,
+            labels=label_of_pods("penstock.dev/gpu", name),
+            patches=_buffer_patches(gpu, deployment, gpu_types),
         )
     return folders
 
@@ -276,12 +252,10 @@ def _buffer_patches(
         pod["nodeSelector"] = {"penstock.dev/gpu": gpu_class(gpu)}
         pod["affinity"] = {"nodeAffinity": node_affinity((gpu_types[gpu.type].accelerator,))}
     limits = {"nvidia.com/gpu": "1", "memory": share["memory"]}
+    container = "place" if deployment.capacity_buffers else "balloon"
+    pod["containers"] = [{"name": container, "resources": {"requests": share, "limits": limits}}]
     if not deployment.capacity_buffers:
-        pod["containers"] = [
-            {"name": "balloon", "resources": {"requests": share, "limits": limits}}
-        ]
         return [deployment_patch("balloon", pod, replicas=deployment.buffer)]
-    pod["containers"] = [{"name": "place", "resources": {"requests": share, "limits": limits}}]
     return [
         {
             "apiVersion": "v1",
@@ -298,9 +272,6 @@ def _buffer_patches(
     ]
 
 
-TOKEN_DIR = "/var/run/penstock"
-
-
 def credentials(audience: str) -> str:
     """Returns the configuration file for google-auth (an "external account").
 
@@ -314,21 +285,12 @@ def credentials(audience: str) -> str:
         "audience": audience,
         "subject_token_type": "urn:ietf:params:oauth:token-type:jwt",
         "token_url": "https://sts.googleapis.com/v1/token",
-        "credential_source": {"file": f"{TOKEN_DIR}/token"},
+        "credential_source": {"file": f"{TOKEN_DIR}/{TOKEN_FILE}"},
     }
     return json.dumps(external, indent=2) + "\n"
 
 
-def identity_settings(project: str) -> dict[str, str]:
-    """Returns the variables for google-auth: path of the configuration, and project."""
-    return {
-        "GOOGLE_APPLICATION_CREDENTIALS": f"{CREDENTIALS_DIR}/{CREDENTIALS_FILE}",
-        "GOOGLE_CLOUD_PROJECT": project,
-    }
-
-
 def token_volume(audience: str) -> dict[str, Any]:
-    """Returns the pod volume that contains the token."""
     token = {"path": "token", "audience": f"https:{audience}", "expirationSeconds": TOKEN_VALID_S}
     return {"name": "token", "projected": {"sources": [{"serviceAccountToken": token}]}}
 
@@ -408,41 +370,25 @@ def _write_cluster(folder: Path, deployment: Deployment) -> None:
 
     The third rule in the workers' policy is for Redis.
     """
-    folder.mkdir()
     to = [{"ipBlock": {"cidr": cidr}} for cidr in deployment.redis_cidrs]
-    redis = [{"op": "replace", "path": "/spec/egress/2/to", "value": to}]
-    patch = {"target": {"kind": "NetworkPolicy", "name": "workers"}, "patch": dump_yaml(redis)}
-    components = ["components/cluster-outside"] if deployment.is_outside else []
-    write_kustomization(
+    write_parts(
         folder,
-        [path_up_to(folder, "cluster")],
-        components=[path_up_to(folder, component) for component in components],
+        "cluster",
+        components=["components/cluster-outside"] if deployment.is_outside else [],
         namespace=deployment.namespace,
-        patches=[patch],
+        patches=[json_patch("NetworkPolicy", [replace_value("/spec/egress/2/to", to)], "workers")],
     )
 
 
 def _write_hub_token(folder: Path, deployment: Deployment) -> str:
-    folder.mkdir()
-    write_kustomization(
-        folder,
-        [path_up_to(folder, "hub-token")],
-        namespace=deployment.namespace,
-        patches=[hub_token_patch(deployment)],
-    )
+    patches = [hub_token_patch(deployment)]
+    write_parts(folder, "hub-token", namespace=deployment.namespace, patches=patches)
     return folder.name
 
 
 def _write_gpu_nodes(folder: Path, deployment: Deployment) -> str:
-    """Writes the remediation that drains nodes with a failed GPU."""
-    folder.mkdir()
-    write_kustomization(
-        folder,
-        [path_up_to(folder, "gpu-nodes")],
-        namespace=deployment.namespace,
-        images=[image_override("penstock-worker", deployment.image)],
-        patches=[],
-    )
+    images = [image_override("penstock-worker", deployment.image)]
+    write_parts(folder, "gpu-nodes", namespace=deployment.namespace, images=images)
     return folder.name
 
 
@@ -502,19 +448,13 @@ def _write_worker(
             components.append("keda-google")
         patch = keda_patch if by_keda else hpa_patch
         patches.append(patch(group, name, deployment, placement.processes))
-    write_kustomization(
+    write_parts(
         folder,
-        [path_up_to(folder, "worker")],
-        components=[path_up_to(folder, f"components/{component}") for component in components],
+        "worker",
+        components=[f"components/{component}" for component in components],
         namespace=deployment.namespace,
         nameSuffix=f"-{name}",
-        labels=[
-            {
-                "pairs": {"penstock.dev/model": name},
-                "includeSelectors": True,
-                "includeTemplates": True,
-            }
-        ],
+        labels=label_of_pods("penstock.dev/model", name),
         images=[image_override("penstock-worker", deployment.image)],
         configMapGenerator=configs,
         patches=patches,
@@ -543,7 +483,10 @@ def worker_settings(group: WorkerGroup, deployment: Deployment) -> dict[str, str
     if deployment.rows_url:
         settings["PENSTOCK_ROWS_URL"] = deployment.rows_url
     settings |= deployment.traces | deployment.settings
-    return settings | (identity_settings(deployment.project) if deployment.audience else {})
+    if deployment.audience:
+        settings["GOOGLE_APPLICATION_CREDENTIALS"] = f"{CREDENTIALS_DIR}/{CREDENTIALS_FILE}"
+        settings["GOOGLE_CLOUD_PROJECT"] = deployment.project
+    return settings
 
 
 def _sized_volumes(group: WorkerGroup, placement: Placement) -> Iterator[dict[str, Any]]:
@@ -615,7 +558,6 @@ def _worker_patch(
     if deployment.is_outside:
         # With an autoscaler, each apply would reset its count.
         spec |= {} if deployment.is_scaled else {"replicas": max(1, group.replicas.min)}
-        return deployment_patch("worker", pod, **spec)
     patch = deployment_patch("worker", pod, **spec)
     if weights.annotations:
         patch["spec"]["template"]["metadata"] = {"annotations": weights.annotations}

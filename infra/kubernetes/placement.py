@@ -135,7 +135,6 @@ def place(group: WorkerGroup, deployment: Deployment, gpu_types: dict[str, GpuTy
 
 
 def shared_by(gpu: Gpu) -> str:
-    """Returns the name of the device plugin configuration for GPUs shared that many times."""
     return f"shared-by-{gpu.share}"
 
 
@@ -211,7 +210,6 @@ def share_of(gpu: Gpu, gpu_types: dict[str, GpuType]) -> dict[str, str]:
 
 
 def memory_mib(gpu: Gpu, gpu_types: dict[str, GpuType]) -> int:
-    """Returns the memory of one worker in MiB."""
     return _mib((CPU_ONLY if gpu.type == "none" else share_of(gpu, gpu_types))["memory"])
 
 
@@ -288,7 +286,6 @@ def compute_class(
 
 
 def is_standard(gpu: Gpu) -> bool:
-    """Returns whether the deployment decides if its nodes are reserved, spot or on demand."""
     return gpu.provisioning == "standard"
 
 

@@ -18,11 +18,14 @@ import yaml
 
 from infra.kubernetes.deployment import Deployment, OwnPrometheus
 from infra.kubernetes.kustomization import (
+    add_value,
     deployment_patch,
     dump_yaml,
     image_override,
-    path_up_to,
+    json_patch,
+    replace_value,
     write_kustomization,
+    write_parts,
 )
 from infra.kubernetes.overlay import clear_folder, write_overlay
 from infra.kubernetes.placement import time_slicing
@@ -76,56 +79,44 @@ def server_patches(site: SelfHostedSite) -> dict[str, list[dict[str, Any]]]:
     if isinstance(site.broker, EmbeddedBroker):
         patches["pubsub"] = _volume_patch(site.broker.volume)
         if site.broker.fsync:
-            patches["pubsub"].append(
-                {"op": "add", "path": f"{CONTAINER}/args/-", "value": "--fsync"}
-            )
+            patches["pubsub"].append(add_value(f"{CONTAINER}/args/-", "--fsync"))
     if isinstance(site.rows, EmbeddedRows):
         patches["bigquery"] = _volume_patch(site.rows.volume)
     if isinstance(site.redis, EmbeddedRedis):
         memory, mib = site.redis.memory, site.redis.memory_mib * REDIS_DATA_PERCENT // 100
         patches["redis"] = [
             *_volume_patch(site.redis.volume),
-            *(
-                {"op": "add", "path": f"{CONTAINER}/args/-", "value": word}
-                for word in ("--maxmemory", f"{mib}mb")
-            ),
-            {"op": "replace", "path": f"{CONTAINER}/resources/requests/memory", "value": memory},
-            {"op": "replace", "path": f"{CONTAINER}/resources/limits/memory", "value": memory},
+            *(add_value(f"{CONTAINER}/args/-", word) for word in ("--maxmemory", f"{mib}mb")),
+            replace_value(f"{CONTAINER}/resources/requests/memory", memory),
+            replace_value(f"{CONTAINER}/resources/limits/memory", memory),
         ]
     return patches
 
 
 def _volume_patch(volume: SiteVolume) -> list[dict[str, Any]]:
     spec = "/spec/volumeClaimTemplates/0/spec"
-    patch = [{"op": "replace", "path": f"{spec}/resources/requests/storage", "value": volume.size}]
+    patch = [replace_value(f"{spec}/resources/requests/storage", volume.size)]
     if volume.storage_class is not None:
-        operation = {"op": "add", "path": f"{spec}/storageClassName", "value": volume.storage_class}
-        patch.append(operation)
+        patch.append(add_value(f"{spec}/storageClassName", volume.storage_class))
     return patch
 
 
 def write_server(
     folder: Path, name: str, site: SelfHostedSite, patch: list[dict[str, Any]]
 ) -> None:
-    """Writes the folder of one server, with its JSON patch."""
-    folder.mkdir()
-    image = ("penstock-redis", site.images.redis)
-    write_kustomization(
+    is_redis = name == "redis"
+    image = site.images.redis if is_redis else site.images.servers
+    write_parts(
         folder,
-        [path_up_to(folder, f"{TREE}/{name}")],
+        f"{TREE}/{name}",
         namespace=site.namespace,
-        images=[
-            image_override(
-                *(image if name == "redis" else ("penstock-servers", site.images.servers))
-            )
-        ],
-        patches=[{"target": {"kind": "StatefulSet", "name": name}, "patch": dump_yaml(patch)}],
+        images=[image_override("penstock-redis" if is_redis else "penstock-servers", image)],
+        patches=[json_patch("StatefulSet", patch, name)],
     )
 
 
 def write_network(folder: Path, site: SelfHostedSite) -> None:
     """Writes the folder of network policies, with the private addresses named by the site."""
-    folder.mkdir()
     rules = []
     if isinstance(site.broker, RabbitBroker):
         rules.append(_egress(site.broker.networks, site.broker.port))
@@ -135,27 +126,15 @@ def write_network(folder: Path, site: SelfHostedSite) -> None:
         rules.append(_egress(site.objects.networks, site.objects.port))
     patches = []
     if rules:
-        added = [{"op": "add", "path": "/spec/egress/-", "value": rule} for rule in rules]
-        patches.append(_policy_patch("clients", added))
+        added = [add_value("/spec/egress/-", rule) for rule in rules]
+        patches.append(json_patch("NetworkPolicy", added, "clients"))
     if isinstance(site.broker, RabbitBroker):
         # Nothing is pushed to the functions there, and they report how many messages are in the
         # queues.
         source = [{"namespaceSelector": {"matchLabels": {NAMESPACE_NAME: "monitoring"}}}]
-        operation = {"op": "replace", "path": "/spec/ingress/0/from", "value": source}
-        patches.append(_policy_patch("functions", [operation]))
-    write_kustomization(
-        folder,
-        [path_up_to(folder, f"{TREE}/network")],
-        namespace=site.namespace,
-        patches=patches,
-    )
-
-
-def _policy_patch(name: str, patch: list[dict[str, Any]]) -> dict[str, Any]:
-    return {
-        "target": {"kind": "NetworkPolicy", "name": name},
-        "patch": dump_yaml(patch),
-    }
+        operation = replace_value("/spec/ingress/0/from", source)
+        patches.append(json_patch("NetworkPolicy", [operation], "functions"))
+    write_parts(folder, f"{TREE}/network", namespace=site.namespace, patches=patches)
 
 
 def _egress(networks: Sequence[str], port: int) -> dict[str, Any]:
@@ -164,31 +143,20 @@ def _egress(networks: Sequence[str], port: int) -> dict[str, Any]:
 
 
 def write_ingress(folder: Path, namespace: str, ingress: Ingress) -> None:
-    """Writes the folder with the site's Ingress."""
-    folder.mkdir()
     way_in = [
-        {"op": "add", "path": "/metadata/annotations", "value": ingress.annotations},
-        {"op": "replace", "path": "/spec/ingressClassName", "value": ingress.class_name},
-        {"op": "replace", "path": "/spec/tls/0/hosts/0", "value": ingress.host},
-        {"op": "replace", "path": "/spec/tls/0/secretName", "value": ingress.tls_secret},
-        {"op": "replace", "path": "/spec/rules/0/host", "value": ingress.host},
+        add_value("/metadata/annotations", ingress.annotations),
+        replace_value("/spec/ingressClassName", ingress.class_name),
+        replace_value("/spec/tls/0/hosts/0", ingress.host),
+        replace_value("/spec/tls/0/secretName", ingress.tls_secret),
+        replace_value("/spec/rules/0/host", ingress.host),
     ]
-    label = {NAMESPACE_NAME: ingress.namespace}
     source = "/spec/ingress/0/from/0/namespaceSelector/matchLabels"
-    policy = [{"op": "replace", "path": source, "value": label}]
-    write_kustomization(
-        folder,
-        [path_up_to(folder, f"{TREE}/ingress")],
-        namespace=namespace,
-        patches=[
-            {"target": {"kind": "Ingress"}, "patch": dump_yaml(way_in)},
-            {"target": {"kind": "NetworkPolicy"}, "patch": dump_yaml(policy)},
-        ],
-    )
+    policy = [replace_value(source, {NAMESPACE_NAME: ingress.namespace})]
+    patches = [json_patch("Ingress", way_in), json_patch("NetworkPolicy", policy)]
+    write_parts(folder, f"{TREE}/ingress", namespace=namespace, patches=patches)
 
 
 def objects_claim(namespace: str, objects: VolumeObjects) -> dict[str, Any]:
-    """Returns the volume claim that all pods share."""
     spec: dict[str, Any] = {
         "accessModes": ["ReadWriteMany"],
         "resources": {"requests": {"storage": objects.volume.size}},
@@ -204,7 +172,6 @@ def objects_claim(namespace: str, objects: VolumeObjects) -> dict[str, Any]:
 
 
 def has_archive(site: SelfHostedSite) -> bool:
-    """True if a row archive runs there."""
     return isinstance(site.rows, EmbeddedRows) and site.rows.archive
 
 
@@ -241,7 +208,6 @@ def _prometheus(site: SelfHostedSite) -> OwnPrometheus | None:
 
 
 def series_labels(site: SelfHostedSite) -> dict[str, str]:
-    """The labels that select the series of a site in its Prometheus, by name."""
     labels = site.autoscaling.labels if site.autoscaling is not None else None
     return {"namespace": site.namespace} if labels is None else dict(sorted(labels.items()))
 
@@ -314,9 +280,9 @@ def write_clients(folder: Path, site: SelfHostedSite, models_file: Path) -> None
         "penstock-functions": site.images.functions,
         "penstock-servers": site.images.servers,
     }
-    write_kustomization(
+    write_parts(
         folder,
-        [path_up_to(folder, f"{TREE}/{name}") for name in names],
+        *(f"{TREE}/{name}" for name in names),
         namespace=site.namespace,
         images=[image_override(image, tag) for image, tag in images.items()],
         configMapGenerator=[
@@ -328,7 +294,6 @@ def write_clients(folder: Path, site: SelfHostedSite, models_file: Path) -> None
 
 
 def _running(site: SelfHostedSite) -> list[str]:
-    """Returns the members of CLIENTS that run there."""
     has = {
         "batches": site.batches,
         # Google's broker pushes to the functions created by Terraform.
@@ -468,7 +433,6 @@ def write_self_hosted(out: Path, site: SelfHostedSite, catalog: Catalog, models_
 
     Args:
         out: output folder. Files from an earlier run are deleted.
-        models_file: file that the catalog was read from.
 
     Raises:
         ConfigurationError: see `write_overlay`.
@@ -513,9 +477,9 @@ def _patches_of_all(site: SelfHostedSite) -> list[dict[str, Any]]:
         "mount": f"{CONTAINER}/volumeMounts/-",
         "envFrom": f"{CONTAINER}/envFrom/-",
     }
-    patch = [{"op": "add", "path": places[place], "value": value} for place, value in added]
+    patch = [add_value(places[place], value) for place, value in added]
     # Every Deployment is a client or a worker. The servers are StatefulSets.
-    return [{"target": {"kind": "Deployment"}, "patch": dump_yaml(patch)}] if patch else []
+    return [json_patch("Deployment", patch)] if patch else []
 
 
 if __name__ == "__main__":

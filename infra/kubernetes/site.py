@@ -169,7 +169,6 @@ class EmbeddedRedis(_Part):
 
     @property
     def memory_mib(self) -> int:
-        """Its memory in MiB."""
         return int(self.memory[:-2]) * {"Mi": 1, "Gi": 1024, "Ti": 1024**2}[self.memory[-2:]]
 
 
@@ -184,7 +183,6 @@ class GivenRedis(_Part):
 
     @property
     def port(self) -> int:
-        """Port of the URL."""
         return urlsplit(self.url).port or 6379
 
 
@@ -242,11 +240,7 @@ class Autoscaling(_Part):
     prometheus: str = Field(pattern=r"^https?://[^\s@/?#]+(/[^\s/?#]+)*$")
     """URL for its queries, which need no credentials."""
     labels: dict[LabelName, LabelValue] | None = None
-    """A Secret with `credentials.json`: an external account (workload identity federation), or a
-    key.
-
-    None: `namespace`.
-    """
+    """Labels that select the deployment's series. None: its `namespace`."""
 
 
 class Google(_Part):
@@ -309,12 +303,10 @@ class SelfHostedSite(_Part):
 
     @property
     def has_servers(self) -> bool:
-        """Returns whether topics or tables are created on servers that are not Google's."""
         return self.broker.kind == "rabbitmq" or "embedded" in (self.broker.kind, self.rows.kind)
 
     @property
     def uses_google(self) -> bool:
-        """Returns whether any server is Google's."""
         parts = self.broker.kind, self.rows.kind
         in_bucket = isinstance(self.objects, BucketObjects) and self.objects.url.startswith("gs:")
         return in_bucket or "google" in parts
@@ -326,7 +318,7 @@ KINDS: dict[str, dict[str, type[BaseModel]]] = {
     "redis": {"embedded": EmbeddedRedis, "given": GivenRedis},
     "objects": {"volume": VolumeObjects, "bucket": BucketObjects},
 }
-"""Returns the models of the parts that are selected by `kind`."""
+"""The models of the parts that are selected by `kind`."""
 
 
 def site_schema() -> dict[str, Any]:

@@ -139,7 +139,6 @@ def write_site_chart(out: Path, catalog: Catalog, models_file: Path, *, version:
 
     Args:
         out: output folder. Files from an earlier run are deleted.
-        models_file: file that the catalog was read from.
         version: version of the chart and of the deployed software, as in pyproject.toml.
 
     Raises:
@@ -178,12 +177,9 @@ def _rendered(catalog: Catalog, models_file: Path, fields: dict[str, Any]) -> Ob
         out = Path(folder) / "site"
         write_self_hosted(out, SelfHostedSite.model_validate(fields), catalog, models_file)
         try:
+            command = ["kubectl", "kustomize", str(out)]
             done = subprocess.run(
-                ["kubectl", "kustomize", str(out)],
-                capture_output=True,
-                text=True,
-                check=True,
-                timeout=RENDER_LIMIT_S,
+                command, capture_output=True, text=True, check=True, timeout=RENDER_LIMIT_S
             )
         except FileNotFoundError as error:
             raise ConfigurationError(
@@ -303,7 +299,6 @@ def _name_of_settings(line: re.Match[str]) -> str:
 
 
 def _settings_of(slug: str | None) -> str:
-    """Returns the expression for the settings of a worker as JSON, or of the other processes."""
     if slug:
         return f'include "penstock.worker" (list . "{slug}")'
     return 'include "penstock.clients" .'

@@ -98,11 +98,7 @@ def is_installed() -> bool:
 
 
 def with_text_model(models_file: Path, catalog_file: Path) -> Path:
-    """Writes a copy of the catalog that also has the text model, if the catalog does not have it.
-
-    Returns:
-        `catalog_file`.
-    """
+    """Writes a copy of the catalog that also has the text model. Returns `catalog_file`."""
     catalog = yaml.safe_load(models_file.read_text(encoding="utf-8"))
     names = [[entry["name"], *entry.get("aliases", ())] for entry in catalog["models"]]
     if not any(MODEL in own for own in names):
@@ -139,16 +135,6 @@ def stream_answer(client: openai.OpenAI) -> StreamedAnswer:
     return StreamedAnswer(text, len(pieces), pieces[0][0] if pieces else whole_s, whole_s)
 
 
-def ask_again(client: openai.OpenAI) -> Any:
-    """Asks QUESTION and returns the response with its headers.
-
-    With temperature 0 there is one answer, and it is cached.
-    """
-    return client.chat.completions.with_raw_response.create(
-        model=MODEL, messages=_MESSAGES, max_completion_tokens=MAX_TOKENS, temperature=0
-    )
-
-
 @dataclass
 class DemoCall:
     """A call: the timings in its response headers, and the measured round trip."""
@@ -161,10 +147,7 @@ class DemoCall:
     inference_ms: float
 
     def row(self) -> tuple[object, ...]:
-        """Returns the call's row in the table.
-
-        Time spent neither waiting nor computing is overhead.
-        """
+        """Returns the call's row. Time spent neither waiting nor computing is overhead."""
         overhead_ms = self.round_trip_ms - self.queue_ms - self.batch_ms - self.inference_ms
         parts = (self.round_trip_ms, self.queue_ms, self.batch_ms, self.inference_ms, overhead_ms)
         return (self.what, self.cache, *(f"{part:.1f}" for part in parts))
@@ -180,7 +163,6 @@ def run_demo(
 
     Args:
         demo_dir: its contents are deleted first.
-        edit_prompt: prompt for editing the first image.
 
     Raises:
         PenstockError: a process did not start, or a result was missing or wrong.
@@ -206,7 +188,6 @@ def run_demo(
 
 
 def _settings(state_dir: Path) -> dict[str, str]:
-    """Settings of the stack: a catalog with a language model, if one is installed."""
     if not is_installed():
         return {}
     catalog_file = with_text_model(read_settings(ApiSettings).models_file, state_dir / "text.yaml")
@@ -227,7 +208,6 @@ class Visitor:
         self._items = 0
 
     def compare_sentences(self) -> None:
-        """Embeds SENTENCES twice and prints their cosine similarities."""
         first = self._embed("6 sentences", "miss")
         again = self._embed("6 sentences, again", "hit")
         _expect(
@@ -249,7 +229,6 @@ class Visitor:
         )
 
     def draw_images(self, demo_dir: Path, prompt: str, edit_prompt: str) -> None:
-        """Generates an image, then edits it, each twice, and writes both as PNG files."""
         size = f"{self._image.image.width}x{self._image.image.height}"
         asked: dict[str, Any] = {
             "model": self._image.name,
@@ -285,11 +264,17 @@ class Visitor:
                 _expect(shown == meant.get(words, shown), f"{name} shows {shown}")
 
     def ask_in_words(self) -> None:
-        """Reads an answer as it is written, and gets it again from the cache."""
         with _translated("chat"):
             answer = stream_answer(self._client)
         self._items += 1
-        chat = partial(ask_again, self._client)
+        # With temperature 0 there is one answer, and it is cached.
+        chat = partial(
+            self._client.chat.completions.with_raw_response.create,
+            model=MODEL,
+            messages=_MESSAGES,
+            max_completion_tokens=MAX_TOKENS,
+            temperature=0,
+        )
         again = self._call("chat, again", chat, "hit").choices[0].message.content
         _expect(answer.text == again, "the cache returned text that differs from the model's")
         _print(f"\nText ({MODEL}, streamed)\n")
@@ -300,13 +285,11 @@ class Visitor:
         )
 
     def show_timings(self) -> None:
-        """Prints the timings of every call."""
         _print("\nWhere the time went, in milliseconds\n")
         heads = ("call", "cache", "round trip", "queue", "batch wait", "inference", "overhead")
         _print(table(heads, (call.row() for call in self._calls)))
 
     def show_usage(self) -> None:
-        """Prints the usage report once the rows of all items are in BigQuery."""
         deadline_s = time.monotonic() + ROWS_LIMIT_S
         while True:
             heads, rows = run_report(self._stack.settings, "usage", days=1)

@@ -15,6 +15,7 @@ import shutil
 import sys
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ _PLACES = {
     "objects_url",
     "rows_url",
 }
-Try = tuple[str, str, Callable[[Settings], Coroutine[Any, Any, None]]]
+Try = tuple[str, str, Callable[[], Coroutine[Any, Any, None]]]
 """Variable that configures an endpoint, the endpoint, and a function that tries to reach it."""
 EXTRAS = ("api", "worker", "functions", "optimize", "local", "simulation", "dev")
 """Extras installed by `make setup`. The extra `gpu` is for machines with a GPU."""
@@ -200,35 +201,22 @@ def _redis_server() -> Diagnosis:
 
 def _ports() -> Diagnosis:
     ports = Ports()
-    wanted = (
-        ports.api,
-        ports.pubsub,
-        ports.bigquery,
-        ports.redis,
-        ports.functions,
-        ports.metrics,
-    )
+    servers = ports.pubsub, ports.bigquery, ports.redis
+    wanted = (ports.api, *servers, ports.functions, ports.metrics)
     taken = [port for port in wanted if listens(port)]
     if ports.api in taken and answers(ports.api, "/readyz"):
         return Diagnosis("ports", f"an API of Penstock is ready on port {ports.api}")
     if taken:
-        listed = ", ".join(map(str, taken))
-        return Diagnosis(
-            "ports",
-            f"taken: {listed}",
-            "stop the program that listens there, or choose other ports: penstock up --help",
-        )
+        fix = "stop the program that listens there, or choose other ports: penstock up --help"
+        return Diagnosis("ports", f"taken: {', '.join(map(str, taken))}", fix)
     return Diagnosis("ports", f"{', '.join(map(str, wanted))} are free")
 
 
 def _disk() -> Diagnosis:
     free_bytes = shutil.disk_usage(Path.cwd()).free
-    fix = (
-        ""
-        if free_bytes >= FREE_DISK_BYTES
-        else f"free {FREE_DISK_BYTES / 1e9:.0f} GB in {Path.cwd()}"
-    )
-    return Diagnosis("disk", f"{free_bytes / 1e9:.0f} GB free", fix)
+    fix = f"free {FREE_DISK_BYTES / 1e9:.0f} GB in {Path.cwd()}"
+    facts = f"{free_bytes / 1e9:.0f} GB free"
+    return Diagnosis("disk", facts, "" if free_bytes >= FREE_DISK_BYTES else fix)
 
 
 def _memory() -> Diagnosis:
@@ -267,17 +255,11 @@ def _sources(catalog: Catalog) -> Iterator[Diagnosis]:
     for name, (source, _) in sources:
         kind, _, place = source.partition(":")
         if kind == "local" and not Path(place).expanduser().is_dir():
-            yield Diagnosis(
-                "model",
-                f"{name}: folder {place} does not exist",
-                "add the model's files",
-            )
+            facts = f"{name}: folder {place} does not exist"
+            yield Diagnosis("model", facts, "add the model's files")
         if kind == "package" and importlib.util.find_spec(place.partition("/")[0]) is None:
-            yield Diagnosis(
-                "model",
-                f"{name}: package {place.partition('/')[0]} is not installed",
-                INSTALL,
-            )
+            facts = f"{name}: package {place.partition('/')[0]} is not installed"
+            yield Diagnosis("model", facts, INSTALL)
 
 
 def _endpoints(settings: Settings) -> Iterator[Diagnosis]:
@@ -293,23 +275,23 @@ def _endpoints(settings: Settings) -> Iterator[Diagnosis]:
         "BigQuery": (
             "PENSTOCK_BIGQUERY_ENDPOINT",
             settings.bigquery_endpoint or "Google's own",
-            _reach_bigquery,
+            partial(asyncio.to_thread, check_bigquery, settings, REACH_LIMIT_S - 1),
         ),
-        "Redis": ("PENSTOCK_REDIS_URL", _without_password(settings.redis_url), _reach_redis),
-        "objects": ("PENSTOCK_OBJECTS_URL", settings.objects_url, _reach_objects),
+        "Redis": _redis("PENSTOCK_REDIS_URL", settings.redis_url, not settings.records_url),
+        "objects": _objects("PENSTOCK_OBJECTS_URL", settings.objects_url),
     }
     if settings.records_url:
-        place = _without_password(settings.records_url)
-        tries["records"] = ("PENSTOCK_RECORDS_URL", place, _reach_records)
+        tries["records"] = _redis("PENSTOCK_RECORDS_URL", settings.records_url, True)
     if settings.rows_url:
-        tries["rows"] = ("PENSTOCK_ROWS_URL", settings.rows_url, _reach_rows)
+        tries["rows"] = _objects("PENSTOCK_ROWS_URL", settings.rows_url, "rows_url")
     api = read_settings(ApiSettings)
     if api.inbox_pool:
         place = f"the pool of {api.inbox_pool} from {api.inbox_first}"
-        tries["inboxes"] = ("PENSTOCK_INBOX_POOL", place, _reach_inboxes)
+        check = partial(check_inboxes, api, REACH_LIMIT_S - 1)
+        tries["inboxes"] = ("PENSTOCK_INBOX_POOL", place, check)
     for service, (variable, place, reach) in tries.items():
         try:
-            asyncio.run(_within_limit(reach(settings)))
+            asyncio.run(_within_limit(reach()))
         except ConfigurationError as error:
             yield Diagnosis(service, f"{place}: {error.message}", f"configure it, or {variable}")
         except PenstockError as error:
@@ -323,11 +305,19 @@ def _endpoints(settings: Settings) -> Iterator[Diagnosis]:
 
 
 def _broker(settings: Settings) -> dict[str, Try]:
+    reach = partial(_reach_broker, settings)
     if settings.broker:
-        place = _without_password(settings.broker)
-        return {"RabbitMQ": ("PENSTOCK_BROKER", place, _reach_broker)}
+        return {"RabbitMQ": ("PENSTOCK_BROKER", _without_password(settings.broker), reach)}
     place = settings.pubsub_endpoint or "Google's own"
-    return {"Pub/Sub": ("PENSTOCK_PUBSUB_ENDPOINT", place, _reach_broker)}
+    return {"Pub/Sub": ("PENSTOCK_PUBSUB_ENDPOINT", place, reach)}
+
+
+def _redis(variable: str, url: str, has_records: bool) -> Try:
+    return variable, _without_password(url), partial(_reach_redis, url, has_records)
+
+
+def _objects(variable: str, url: str, setting: str = "objects_url") -> Try:
+    return variable, url, lambda: ObjectStore(url, setting=setting).check()
 
 
 def _without_password(url: str) -> str:
@@ -347,35 +337,11 @@ async def _reach_broker(settings: Settings) -> None:
         await admin.subscription_exists(WEBHOOKS_SUBSCRIPTION_ID)
 
 
-async def _reach_inboxes(_: Settings) -> None:
-    await check_inboxes(read_settings(ApiSettings), REACH_LIMIT_S - 1)
-
-
-async def _reach_bigquery(settings: Settings) -> None:
-    await asyncio.to_thread(check_bigquery, settings, REACH_LIMIT_S - 1)
-
-
-async def _reach_redis(settings: Settings) -> None:
-    await _check_redis(settings.redis_url, has_records=not settings.records_url)
-
-
-async def _reach_records(settings: Settings) -> None:
-    await _check_redis(settings.records_url, has_records=True)
-
-
-async def _check_redis(redis_url: str, *, has_records: bool) -> None:
+async def _reach_redis(url: str, has_records: bool) -> None:
     try:
-        async with Redis.from_url(redis_url, socket_timeout=REACH_LIMIT_S) as client:
+        async with Redis.from_url(url, socket_timeout=REACH_LIMIT_S) as client:
             await client.ping()
             if has_records and (fault := await find_eviction_fault(client)):
                 raise ConfigurationError(fault)
     except (RedisError, OSError, ValueError) as error:
         raise Unavailable(str(error)) from error
-
-
-async def _reach_objects(settings: Settings) -> None:
-    await ObjectStore(settings.objects_url).check()
-
-
-async def _reach_rows(settings: Settings) -> None:
-    await ObjectStore(settings.rows_url, setting="rows_url").check()

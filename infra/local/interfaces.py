@@ -49,11 +49,9 @@ class Inspection:
 
     @property
     def has_ended(self) -> bool:
-        """True if it has finished."""
         return self._process.poll() is not None
 
     def kill(self) -> None:
-        """Kills it if it is running."""
         self._process.kill()
         self._process.wait()
 
@@ -76,9 +74,6 @@ class Inspection:
 
 def refresh_interfaces(models_file: Path, say: Callable[[str], None]) -> None:
     """Inspects the catalog's local custom models whose sources have changed.
-
-    Args:
-        say: receives each line to show to the user.
 
     Raises:
         ConfigurationError: a class can't be served and has no penstock.schema.json from an earlier

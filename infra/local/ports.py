@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from infra.local.process import free_port
 
@@ -27,15 +27,5 @@ class Ports:
     @classmethod
     def free(cls, workers: int = 8) -> Ports:
         """Returns ports that were free a moment ago, with health ports for `workers` workers."""
-        health = [free_port() for _ in range(workers)]
-        return cls(
-            free_port(),
-            free_port(),
-            free_port(),
-            free_port(),
-            health,
-            free_port(),
-            free_port(),
-            free_port(),
-            free_port(),
-        )
+        one_each = {field.name: free_port() for field in fields(cls) if field.name != "health"}
+        return cls(health=[free_port() for _ in range(workers)], **one_each)

@@ -43,10 +43,9 @@ class Process:
 
     Once it has ended it remains a zombie until it is stopped or started again, so that no other
     process gets its id, which is also its group's id (except on macOS before Python 3.13, see
-    `_code`).
+    `exit_code`).
 
     Args:
-        name: name for messages and for the log file.
         log_dir: folder of `<name>.log`, which contains both output streams and is overwritten at
             the first start. Later starts append to it, so the reason for the last exit stays in it.
         environment: all of its environment variables. None: this process's variables.
@@ -79,8 +78,7 @@ class Process:
 
     @property
     def is_running(self) -> bool:
-        """True if it was started and has not ended."""
-        return self._popen is not None and self._code() is None
+        return self._popen is not None and self.exit_code is None
 
     @property
     def pid(self) -> int:
@@ -138,6 +136,14 @@ class Process:
                 )
             time.sleep(POLL_S)
 
+    def wait_ready_or_stop(self, is_ready: Callable[[], bool], limit_s: float) -> None:
+        """Waits as `wait_ready` does. Also stops it if the wait is interrupted."""
+        try:
+            self.wait_ready(is_ready, limit_s)
+        except BaseException:
+            self.stop()
+            raise
+
     def wait_done(self, limit_s: float) -> None:
         """Waits until it exits with code 0.
 
@@ -152,18 +158,13 @@ class Process:
                     f"{self.name} did not end within {limit_s:g} s{self.last_words()}"
                 )
             time.sleep(POLL_S)
-        if self._code() != 0:
+        if self.exit_code != 0:
             raise Unavailable(f"{self.name} {self.ending}{self.last_words()}")
-
-    @property
-    def exit_code(self) -> int | None:
-        """Its exit code, negative for a signal. None: it is running, or was not started."""
-        return self._code()
 
     @property
     def ending(self) -> str:
         """Returns how it ended, for messages."""
-        code = self._code()
+        code = self.exit_code
         if code is None:
             return "is running" if self._popen else "was not started"
         return (
@@ -205,7 +206,6 @@ class Process:
         self.send_signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Sends SIGCONT, so that a paused process continues."""
         self.send_signal(signal.SIGCONT)
 
     def send_signal(self, number: signal.Signals) -> None:
@@ -217,11 +217,12 @@ class Process:
         popen = self._popen
         if popen is None:
             raise Unavailable(f"{self.name} is not running")
-        if self._code() is None:
+        if self.exit_code is None:
             os.kill(popen.pid, number)
 
-    def _code(self) -> int | None:
-        """Returns its exit code, negative for a signal. None: it is running, or was not started."""
+    @property
+    def exit_code(self) -> int | None:
+        """Its exit code, negative for a signal. None: it is running, or was not started."""
         popen = self._popen
         if popen is None or popen.returncode is not None or not hasattr(os, "waitid"):
             return None if popen is None else popen.poll()
@@ -257,23 +258,16 @@ class Process:
 
     def last_words(self) -> str:
         """Returns the end of its log, to append to an error message."""
-        said = (
-            self.log_path.read_text(errors="replace").strip().splitlines()[-LAST_LINES:]
-            if self.log_path.exists()
-            else []
-        )
-        return "; " + (
-            "\n  ".join([f"the end of {self.log_path}:", *said])
-            if said
-            else f"its log is empty: {self.log_path}"
-        )
+        log = self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
+        if said := log.strip().splitlines()[-LAST_LINES:]:
+            return "; " + "\n  ".join([f"the end of {self.log_path}:", *said])
+        return f"; its log is empty: {self.log_path}"
 
 
 def _kill_group(pid: int) -> None:
-    try:
+    # macOS does not permit signals to a group of zombies.
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        return  # macOS does not permit signals to a group of zombies
 
 
 def listens(port: int, host: str = "127.0.0.1") -> bool:

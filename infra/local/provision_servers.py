@@ -47,7 +47,6 @@ async def provision(
     """Creates everything that is missing, and changes nothing that exists.
 
     Args:
-        admin: an open connection with permission to create. It limits concurrent calls.
         catalog: each model gets a jobs topic, a subscription per priority for its workers, and a
             dead-letter topic.
         inbox_pool: number of reply inboxes to create, numbered from 0.
@@ -102,7 +101,6 @@ def provision_servers(
         functions_url: URL to which Pub/Sub pushes dead letters and webhooks. Empty: it pushes
             nothing.
         limit_s: maximum wait for the servers, in seconds.
-        say: receives a line for each server.
 
     Raises:
         ConfigurationError: the catalog can't be read. Unavailable: a server was not ready in time,

@@ -43,7 +43,6 @@ class RedisServer(Process):
     """A Redis on 127.0.0.1. `start` returns once it answers. The port survives restarts.
 
     Args:
-        data_dir: folder for its files. Created if missing.
         port: 0 picks a free one.
         socket_path: a Unix socket to listen on as well.
         persist: append every write to a file. Without it, the data is lost when Redis stops.
@@ -77,7 +76,6 @@ class RedisServer(Process):
 
     @property
     def url(self) -> str:
-        """The URL of database 0."""
         return f"redis://127.0.0.1:{self.port}/0"
 
     def start(self) -> None:
@@ -88,11 +86,7 @@ class RedisServer(Process):
         """
         self._data_dir.mkdir(parents=True, exist_ok=True)
         super().start()
-        try:
-            self.wait_ready(lambda: answers_ping(self.port), START_LIMIT_S)
-        except BaseException:
-            self.stop()
-            raise
+        self.wait_ready_or_stop(lambda: answers_ping(self.port), START_LIMIT_S)
 
 
 def answers_ping(port: int) -> bool:

@@ -47,14 +47,7 @@ def stamp_of(folder: Path) -> Stamp:
 
 
 class Reloader:
-    """Looks for changed sources. Its owner calls `look` periodically.
-
-    Args:
-        workers: names of the worker processes by model name.
-        processes: the stack's processes by name.
-        report: receives a word and the details of each reload.
-        clock: returns monotonic seconds. Tests replace it.
-    """
+    """Looks for changed sources. Its owner calls `look` periodically."""
 
     def __init__(
         self,

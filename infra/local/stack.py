@@ -115,17 +115,12 @@ def await_graphs(
     """Yields the names of models as their graph builders end. Without graphs torch serves a model.
 
     Args:
-        makers: running builders, by model name.
         report: receives a word and details of each builder that is slow or fails.
     """
     for name, maker in makers.items():
-        # Reports nothing if the graphs exist from an earlier start, which takes half a second to
-        # check.
-        if maker.is_running:
-            report(
-                "graphs",
-                f"{name}: checking for optimized graphs, which are built at the first start",
-            )
+        if maker.is_running:  # not if the graphs exist, which takes half a second to check
+            facts = f"{name}: checking for optimized graphs, which are built at the first start"
+            report("graphs", facts)
         began_s = time.monotonic()
         try:
             while maker.is_running and time.monotonic() - began_s < MAKE_LIMIT_S:
@@ -146,14 +141,12 @@ class Stack:
     `without_waiting` is an alternative entry that does not wait for the workers.
 
     Args:
-        state_dir: folder for logs, rows, objects and the spool.
         settings: `PENSTOCK_*` variables for every process, which override the stack's own. A server
             whose variable in REPLACED_BY is among them is not started; the server named there is
             used instead.
         keep_messages: true if Pub/Sub keeps its messages in the state folder, across restarts and
             crashes. RabbitMQ always does.
         broker: `rabbitmq` starts a RabbitMQ instead of the embedded Pub/Sub.
-        say: receives each line of progress.
 
     Raises:
         ConfigurationError: a port is in use, or the catalog or a setting is invalid. Unavailable: a
@@ -199,13 +192,11 @@ class Stack:
 
     @property
     def api_url(self) -> str:
-        """The URL of the API on this machine."""
         host = f"[{self._api_host}]" if ":" in self._api_host else self._api_host
         return f"{'https' if self._has_tls else 'http'}://{host}:{self.ports.api}"
 
     @property
     def _api_host(self) -> str:
-        """An address of this machine where the API listens."""
         host = self.environment.get("PENSTOCK_HOST", "127.0.0.1")
         return {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(host, host)
 
@@ -300,7 +291,6 @@ class Stack:
         ]
 
     def report(self, word: str, facts: str) -> None:
-        """Reports an event, with the seconds since the start."""
         self._say(f"{time.monotonic() - self._began_s:6.1f} s  {word:<8}{facts}".rstrip())
 
     def _check_ports(self) -> None:

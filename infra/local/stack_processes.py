@@ -66,10 +66,7 @@ class RabbitServer(Process):
     unaware of each other.
 
     Args:
-        data_dir: folder for its files. Created if missing.
-        log_dir: folder for its log and the port mapper's log.
         port: 0 picks a free one.
-        name: name for messages and for the log file.
     """
 
     def __init__(
@@ -110,11 +107,7 @@ class RabbitServer(Process):
         if not self._mapper.is_running:
             self._mapper.start()
         super().start()
-        try:
-            self.wait_ready(lambda: answers_amqp(self.port), START_LIMIT_S)
-        except BaseException:
-            self.stop()
-            raise
+        self.wait_ready_or_stop(lambda: answers_amqp(self.port), START_LIMIT_S)
 
     def stop(self) -> None:
         """Stops the node, then the port mapper."""
@@ -159,7 +152,6 @@ class StackProcesses:
     """Creates the processes of a stack, without starting them.
 
     Args:
-        state_dir: folder for logs, rows, objects and the spool.
         given: `PENSTOCK_*` variables for every process, which override the stack's own.
         keep_messages: true if Pub/Sub keeps its messages in the state folder.
         has_rabbitmq: true if the stack starts RabbitMQ as the broker.
@@ -182,7 +174,6 @@ class StackProcesses:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The settings shared by every process."""
         own = {
             "PENSTOCK_PROJECT": "penstock-local",
             "PENSTOCK_DATASET": "penstock",
@@ -232,23 +223,16 @@ class StackProcesses:
         }
 
     def api(self, settings: Mapping[str, str]) -> Process:
-        """Returns the API, with `settings` overriding the shared ones."""
         return self.module("api", ["api"], settings, stop_limit_s=API_STOP_LIMIT_S)
 
     def batches(self, settings: Mapping[str, str]) -> Process:
-        """Returns the batch runner, with `settings` overriding the shared ones."""
         # Its metrics would use the same port as the API's.
         return self.module(
             "batches", ["api.batch_runner"], {**settings, "PENSTOCK_METRICS_PORT": "0"}
         )
 
     def worker(self, group: WorkerGroup, port: int, settings: Mapping[str, str]) -> Process:
-        """Returns a worker that may use all cores, like the others: the OS shares them by load.
-
-        Args:
-            port: port for its health checks.
-            settings: variables that override the shared ones.
-        """
+        """Returns a worker that may use all cores, like the others: the OS shares them by load."""
         names = ",".join(model.name for model in group.models)
         own = {"PENSTOCK_MODEL": names, "PENSTOCK_HEALTH_PORT": str(port)}
         return self.module(
@@ -273,7 +257,6 @@ class StackProcesses:
         return self.module("functions", ["functions_framework", *target, *where], settings)
 
     def row_archive(self) -> Process:
-        """Returns the process that takes rows from the object store."""
         own = {"PENSTOCK_HEALTH_PORT": str(self._ports.row_archive)}
         return self.module("row-archive", ["infra.row_archive"], own, stop_limit_s=30.0)
 

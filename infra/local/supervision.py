@@ -64,7 +64,6 @@ class Supervisor:
 
     Args:
         report: receives a word and details of each death, start and recovery.
-        clock: returns seconds.
     """
 
     def __init__(
@@ -102,9 +101,6 @@ class Supervisor:
 
         If it does not get ready then, it stays down until the next restart, because its sources are
         wrong and the user is about to fix them.
-
-        Args:
-            on_started: called after it has been started again.
         """
         for watched in self._watched:
             if watched.name == name:
@@ -122,7 +118,6 @@ class _Watched:
         self._clock = clock
         self._deaths_s: deque[float] = deque(maxlen=MAX_DEATHS + 1)
         self._failed_starts = 0
-        """Since when it has been ready."""
         self._start_s: float | None = None
         """Time of its next start. None: it is running."""
         self._ready_by_s: float | None = None

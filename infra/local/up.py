@@ -55,8 +55,6 @@ def exposed_settings(
     command that does.
 
     Args:
-        variables: `PENSTOCK_*` variables.
-        say: receives each line to show to the user.
         may_show_key: True if only the user reads these lines. Otherwise no key is created, because
             logs would keep it.
 

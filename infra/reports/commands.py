@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -119,8 +119,6 @@ def invoice(
 
 
 def _list(*, as_json: bool) -> None:
-    import json
-
     from infra.text_table import table
     from shared.reports.definitions import reports
 
@@ -169,7 +167,9 @@ def _say_cost(report_: Report, read_bytes: int) -> None:
 
 
 def _write(results: Sequence[ReportResult], format_: str, output: Path | None) -> None:
-    formatted = _formatter(format_)
+    from infra.reports.formats import FORMATS, as_html
+
+    formatted = as_html if format_ == "html" else FORMATS[format_]
     if output is None:
         if format_ == "parquet" and sys.stdout.isatty():
             raise BadInput(
@@ -183,12 +183,6 @@ def _write(results: Sequence[ReportResult], format_: str, output: Path | None) -
             _save(output / f"{result.report.name}.{format_}", formatted([result]))
     else:
         _save(output, formatted(results))
-
-
-def _formatter(format_: str) -> Callable[[Sequence[ReportResult]], bytes]:
-    from infra.reports.formats import FORMATS, as_html
-
-    return as_html if format_ == "html" else FORMATS[format_]
 
 
 def _save(path: Path, data: bytes) -> None:

@@ -51,7 +51,6 @@ _CONFIG = {"displaylogo": False, "responsive": True, "displayModeBar": False}
 
 
 def as_text(results: Sequence[ReportResult]) -> bytes:
-    """Returns aligned tables, with titles if there are several."""
     parts = []
     for result in results:
         shown = table(result.heads, _written(result)) if result.rows else _nothing(result)

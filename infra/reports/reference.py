@@ -22,7 +22,6 @@ VIEWS_END = "<!-- views: end -->\n"
 
 
 def with_reference(document: str) -> str:
-    """Returns the document with the marked part regenerated from the reports' headers."""
     parts = "\n".join("\n".join(_section(report)) for report in reports().values())
     views = "\n".join("\n".join(_view(name)) for name in VIEWS)
     document = _replaced(document, BEGIN, parts, END)

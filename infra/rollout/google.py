@@ -39,7 +39,6 @@ class GoogleClient:
     """Calls Google's APIs.
 
     Args:
-        credentials: their token is sent with each call.
         endpoints: URL of each API by name.
     """
 
@@ -63,10 +62,7 @@ class GoogleClient:
         return self._ask("GET", api, path, missing_ok=missing_ok, params=query)
 
     def patch(self, api: str, path: str, body: Mapping[str, object]) -> dict[str, Any]:
-        """Changes the resource at `path`.
-
-        Returns the operation. Raises the same errors as `get`.
-        """
+        """Changes the resource. Returns the operation. Raises the same errors as `get`."""
         return self._ask("PATCH", api, path, json=body) or {}
 
     def await_done(
@@ -90,13 +86,9 @@ class GoogleClient:
 
     def secret(self, project: str, name: str) -> str:
         """Returns the latest version of a secret. Raises the same errors as `get`."""
-        error = (
-            self.get(
-                "secretmanager", f"v1/projects/{project}/secrets/{name}/versions/latest:access"
-            )
-            or {}
-        )
-        return base64.b64decode(error["payload"]["data"]).decode()
+        path = f"v1/projects/{project}/secrets/{name}/versions/latest:access"
+        version = self.get("secretmanager", path) or {}
+        return base64.b64decode(version["payload"]["data"]).decode()
 
     def _ask(
         self, verb: str, api: str, path: str, *, missing_ok: bool = False, **options: Any

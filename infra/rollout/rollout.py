@@ -86,13 +86,10 @@ class Rollout:
     """Rolls the newest revision out in every region.
 
     Args:
-        services: services by region, in rollout order.
-        judge: decides whether a revision works.
+        services: by region, in rollout order.
         public_urls: public URL of each region, checked after each step.
         steps_percent: shares of the candidate, rising to 100.
         watch_s: seconds for which each share is watched. The counts are three minutes late.
-        pause: waits for a number of seconds.
-        say: receives one line of progress at a time.
     """
 
     def __init__(
@@ -107,11 +104,8 @@ class Rollout:
         pause: Callable[[float], None] = time.sleep,
         say: Callable[[str], None] = print,
     ) -> None:
-        if (
-            not steps_percent
-            or steps_percent[-1] != 100
-            or sorted(set(steps_percent)) != list(steps_percent)
-        ):
+        rising = sorted(set(steps_percent))
+        if rising != list(steps_percent) or rising[-1:] != [100]:
             raise ConfigurationError(
                 f"steps rise to 100, as 5,25,50,100; not {list(steps_percent)}", field="steps"
             )

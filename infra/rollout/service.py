@@ -36,11 +36,7 @@ class Traffic:
 
 
 class CloudRunService:
-    """A service in one region.
-
-    Args:
-        pause: waits for a number of seconds.
-    """
+    """A service in one region."""
 
     def __init__(
         self, google: GoogleClient, name: str, pause: Callable[[float], None] = time.sleep

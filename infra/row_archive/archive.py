@@ -398,9 +398,6 @@ class ArchivedDays:
         Args:
             there: number of distinct rows in the table, by day. Complete days are skipped.
 
-        Returns:
-            The days loaded.
-
         Raises:
             Unavailable: the store or BigQuery is unreachable. Earlier days are done.
         """

@@ -36,11 +36,7 @@ class ParquetFiles(NamedTuple):
 
 
 def parquet_of_lines(table: str, lines: Path, folder: Path) -> ParquetFiles:
-    """Writes one Parquet file with all rows, and one per day. Duplicate rows are written once.
-
-    Args:
-        lines: file of JSON lines that were checked.
-    """
+    """Writes one Parquet file with all rows, and one per day. Duplicate rows are written once."""
     columns = {field["name"]: _SQL_TYPES[field["type"]] for field in schema(table)}
     read = f"read_json({_text(lines)}, format = 'newline_delimited', columns = {columns})"
     chosen = ", ".join(
@@ -70,11 +66,7 @@ def merge(files: Sequence[Path], merged: Path) -> int:
     """Merges files, which may be from several releases, into one. Drops duplicate rows.
 
     Args:
-        files: files of one table and day.
         merged: file to write, in a folder where DuckDB may keep temporary files.
-
-    Returns:
-        The number of rows.
     """
     with _connected(merged.parent) as connection:
         connection.execute(

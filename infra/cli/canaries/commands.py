@@ -91,7 +91,6 @@ def _promoted(text: str, entry: yaml.MappingNode, path: Path) -> str:
 
 
 def _fields(node: yaml.Node) -> dict[str, tuple[yaml.Node, yaml.Node]]:
-    """The keys and values of a mapping, by the keys."""
     return {key.value: (key, value) for key, value in node.value}
 
 
@@ -113,7 +112,7 @@ if TYPE_CHECKING:
 @canary.command("status")
 def show_status(as_json: AsJson = False) -> None:
     """Show what each canary gets, and what it did in the last ten minutes."""
-    from infra.text_table import table
+    from infra.text_table import table, yes_or_no
 
     async def read(canary_store: CanaryStore, catalog: Catalog) -> list[dict[str, Any]]:
         return [await _status(canary_store, canary) for canary in catalog.canaries.values()]
@@ -123,7 +122,7 @@ def show_status(as_json: AsJson = False) -> None:
         print(json.dumps(states, indent=2))
     elif states:
         heads = list(states[0])
-        print(table(heads, [[_shown(one[head]) for head in heads] for one in states]))
+        print(table(heads, [[yes_or_no(one[head]) for head in heads] for one in states]))
     else:
         typer.echo("no model has a canary")
 
@@ -196,12 +195,6 @@ async def _status(canary_store: CanaryStore, canary: Model) -> dict[str, Any]:
         "outside": counts.outside,
         "verdict": judge(counts, canary.canary).reason,
     }
-
-
-def _shown(value: object) -> object:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return value if value != "" else None
 
 
 def _find(catalog: Catalog, name: str) -> Model:

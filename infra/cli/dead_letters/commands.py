@@ -41,14 +41,14 @@ def list_letters(
     as_json: AsJson = False,
 ) -> None:
     """List the dead letters of models. None is taken away."""
-    from infra.text_table import table
+    from infra.text_table import table, yes_or_no
 
     shown = [fact for facts in _run(_models(models or []), limit, _facts) for fact in facts]
     if as_json:
         print(json.dumps(shown, indent=2))
     elif shown:
         heads = ("model", "id", "request_id", "tenant", "age_s", "bytes", "awaited", "reason")
-        print(table(heads, [[_cell(one[head]) for head in heads] for one in shown]))
+        print(table(heads, [[yes_or_no(one[head]) for head in heads] for one in shown]))
     else:
         typer.echo("no dead letters")
 
@@ -168,12 +168,6 @@ def _fact(model: str, letter: Letter) -> dict[str, Any]:
         "awaited": letter.is_awaited,
         "reason": letter.reason,
     }
-
-
-def _cell(value: object) -> object:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return value if value != "" else None
 
 
 def _models(names: Sequence[str]) -> list[str]:

@@ -52,7 +52,6 @@ class Letter:
 
     @property
     def is_awaited(self) -> bool:
-        """True if its caller still waits."""
         return not self.answered
 
     @property
@@ -132,7 +131,6 @@ class HeldLetters:
         self._subscription.ack(letter.message)
 
     def discard(self, letter: Letter) -> None:
-        """Takes a letter away for good."""
         self._subscription.ack(letter.message)
 
 
