@@ -1,12 +1,10 @@
 """A real HTTP endpoint for push: records requests, and answers as the test specifies."""
 
 import queue
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
 
+from tests.http_server import QuietHandler, serving
 from tests.limits import WAIT_LIMIT_S
 
 
@@ -28,18 +26,14 @@ class Endpoint:
 
 @contextmanager
 def listening_endpoint() -> Iterator[Endpoint]:
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
+    class Handler(QuietHandler):
         def setup(self) -> None:
             super().setup()
             endpoint.connections += 1
 
         def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            endpoint.posts.put(
-                (self.path, {key.lower(): value for key, value in self.headers.items()}, body)
-            )
+            headers = {key.lower(): value for key, value in self.headers.items()}
+            endpoint.posts.put((self.path, headers, self.read_body()))
             status = endpoint.next_status()
             self.send_response(status)
             if status >= 200 and status != 204:
@@ -48,17 +42,6 @@ def listening_endpoint() -> Iterator[Endpoint]:
             if status >= 200 and status != 204:
                 self.wfile.write(b"ok")
 
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    endpoint = Endpoint(f"http://127.0.0.1:{server.server_port}/push?token=t")
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
+    with serving(Handler) as url:
+        endpoint = Endpoint(f"{url}/push?token=t")
         yield endpoint
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()

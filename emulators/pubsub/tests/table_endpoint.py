@@ -4,11 +4,11 @@ Penstock's own tests write into the embedded BigQuery.
 """
 
 import json
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from tests.http_server import QuietHandler, serving
 
 Json = dict[str, Any]
 
@@ -59,16 +59,13 @@ def _error(status: int, reason: str) -> tuple[int, Json]:
 
 @contextmanager
 def listening_table() -> Iterator[TableEndpoint]:
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
+    class Handler(QuietHandler):
         def do_GET(self) -> None:
             self._answer(*table.shown())
 
         def do_POST(self) -> None:
             assert self.path == "/bigquery/v2/projects/p/datasets/d/tables/t/insertAll"
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            self._answer(*table.insert(body))
+            self._answer(*table.insert(json.loads(self.read_body())))
 
         def _answer(self, status: int, body: Mapping[str, Any]) -> None:
             data = json.dumps(body).encode()
@@ -77,17 +74,6 @@ def listening_table() -> Iterator[TableEndpoint]:
             self.end_headers()
             self.wfile.write(data)
 
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    table = TableEndpoint(f"http://127.0.0.1:{server.server_port}")
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
+    with serving(Handler) as url:
+        table = TableEndpoint(url)
         yield table
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
