@@ -24,11 +24,7 @@ def transport_of(settings: Settings) -> AbstractAsyncContextManager[Transport]:
 
 
 def admin_of(settings: Settings, timeout_s: float = 30.0) -> AbstractAsyncContextManager[Admin]:
-    """Returns the admin connection for these settings, not yet open.
-
-    Args:
-        timeout_s: limit per call, including retries.
-    """
+    """Returns the admin connection for these settings, not yet open."""
     if settings.broker:
         from shared.broker.rabbitmq.admin import RabbitAdmin
 

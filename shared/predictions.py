@@ -98,7 +98,6 @@ class Prediction(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The terms for charging the items of each step."""
 
     def price_of(self, outcome: ItemOutcome) -> ItemPrice | None:
-        """Returns the terms for charging an item."""
         return self.step_prices[step_of(outcome.index)] if self.step_prices else self.price
 
 
@@ -106,7 +105,6 @@ _decoder = msgspec.json.Decoder(Prediction)
 
 
 def encode_document(prediction: Prediction) -> bytes:
-    """Returns the document in its stored form."""
     return msgspec.json.encode(prediction)
 
 

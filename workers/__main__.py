@@ -64,7 +64,6 @@ log = logging.getLogger(__name__)
 
 
 def main() -> int:
-    """Runs a worker. Returns the exit status."""
     exempt_loopback_from_proxies()
     try:
         settings = read_settings(WorkerSettings)
@@ -91,11 +90,7 @@ def main() -> int:
 
 
 async def serve(settings: WorkerSettings, models: Sequence[Model], catalog: Catalog) -> None:
-    """Warms up the models and serves them. Returns after SIGTERM and a drain.
-
-    Args:
-        catalog: all models, which steps of flows may go to next.
-    """
+    """Warms up the models and serves them. Returns after SIGTERM and a drain."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

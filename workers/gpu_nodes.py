@@ -114,7 +114,6 @@ class GpuNodes:
     """Empties nodes whose GPU has failed.
 
     Args:
-        namespace: of the pods to evict.
         conditions: of nodes, by which a GPU has failed.
     """
 

@@ -38,7 +38,6 @@ def _handler(
         """A few paths, GET only."""
 
         def do_GET(self) -> None:
-            """Answers a probe or a scrape."""
             if self.path == "/metrics":
                 # OpenMetrics, which has exemplars, if the scraper asks for it.
                 encode, content_type = choose_encoder(self.headers.get("Accept", ""))

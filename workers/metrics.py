@@ -177,11 +177,7 @@ class TimeReport:
 
 
 class ProcessTimes:
-    """Adds up the time of model processes. At first there is one, which loads.
-
-    Args:
-        clock: returns Unix seconds and never goes back. Tests replace it.
-    """
+    """Adds up the time of model processes. At first there is one, which loads."""
 
     def __init__(self, clock: Callable[[], float] | None = None) -> None:
         self._clock = clock or steady_clock()
@@ -198,7 +194,6 @@ class ProcessTimes:
         return len(self._states)
 
     def opened(self, processes: int) -> None:
-        """Records the number of processes that are ready."""
         self._advance()
         self._states = ["idle"] * processes
 
@@ -301,7 +296,6 @@ class UtilizationReports:
             self.write()
 
     def write(self) -> None:
-        """Writes what was not written yet."""
         for report in self._times.take():
             self._sink.write_hour(self._row(report))
 
@@ -354,7 +348,6 @@ class BusyRatio:
 
     Args:
         processes: how many model processes there are.
-        clock: returns monotonic seconds. Tests replace it.
     """
 
     def __init__(self, processes: int, clock: Callable[[], float] = time.monotonic) -> None:

@@ -85,8 +85,6 @@ class FlowControl:
     """The number of jobs that one subscription holds.
 
     Args:
-        model: the name of the model, for metrics.
-        priority: of the subscription, for metrics.
         held: the number near the broker: two batches for each process.
         completion: from the end of a job's last item to its ack.
         ack_linger_s: how long acks wait to be sent together.
@@ -115,7 +113,6 @@ class FlowControl:
         """Measures the rate, and sets what is to be held.
 
         Args:
-            batch: its items. Several may be of one job.
             now_s: monotonic seconds.
         """
         jobs = sum(
@@ -486,7 +483,6 @@ class ModelScheduler:
         """The model that a free process runs now, or how long the process stays idle.
 
         Args:
-            resident: the models that the process holds.
             free_since_s: when the process ended its last batch.
         """
         waiting = [model for model, queue in enumerate(queues) if queue.waiting]
@@ -525,7 +521,6 @@ class ModelScheduler:
         self._served_s[model] = now_s
 
     def batch_finished(self, batch_s: float) -> None:
-        """Records how long a batch took."""
         self._batch_s = max(batch_s, BATCH_FADE * self._batch_s)
 
     def update_load_times(self, load_s: Mapping[int, float]) -> None:

@@ -389,7 +389,6 @@ async def make_inbox(admin: Admin, inbox: str, slots: int, *, expires_after_s: i
     There is one subscription per slot, and one without a filter for direct replies.
 
     Args:
-        admin: creates them. It limits the calls in flight.
         inbox: a number in the pool or an instance ID.
         slots: number of slots. A single slot needs no filter.
         expires_after_s: seconds without use after which the broker deletes subscriptions. 0: never.

@@ -52,7 +52,6 @@ class CanaryState(NamedTuple):
 
     @property
     def is_serving(self) -> bool:
-        """True if it receives its share."""
         return self.is_alive and not self.taken_back
 
 
@@ -60,7 +59,6 @@ class CanaryStore(RedisStore):
     """The state and the counts of all canaries: an async context manager that opens without Redis.
 
     Args:
-        redis_url: `redis://`, `rediss://` or `unix://` URL.
         retry_s: upper bound of the first pause before a background retry.
     """
 
@@ -75,7 +73,6 @@ class CanaryStore(RedisStore):
         return f"{KEY_PREFIX}canary:{canary.public_name}:{canary.revision}:{kind}"
 
     async def state(self, canary: Model) -> CanaryState:
-        """Returns the state of a canary, which determines whether it receives requests."""
         alive, reason = await asyncio.gather(
             self._commands.run("EXISTS", self._key(canary, "alive")),
             self._commands.run("HGET", self._key(canary, "taken-back"), "reason"),

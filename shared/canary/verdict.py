@@ -49,7 +49,6 @@ class RevisionCounts:
             self.bins[bin_of(seconds)] += 1
 
     def add_failed(self, items: int = 1) -> None:
-        """Counts items that failed."""
         self.items += items
         self.failed += items
 

@@ -122,8 +122,6 @@ class FlowEngine:
     """Advances the runs of all flows.
 
     Args:
-        catalog: has the models of the steps.
-        publisher: publishes jobs, events, and the reply to a waiting instance.
         cache: may have results of steps. None: the cache is not used before publishing.
         purges: returns how often cached results of a revision were purged.
     """
@@ -207,7 +205,6 @@ class FlowEngine:
         await self._send(envelope, msgspec.structs.replace(job.body, items=items))
 
     async def fail(self, prediction: Prediction, error: PenstockError) -> None:
-        """Ends a run that no worker will end."""
         await self._runs.close(prediction.record, msgspec.json.encode(error_item(error)))
         await self.settle(prediction)
 
@@ -502,7 +499,6 @@ class _FlowFailed(BadInput):
 
 
 def plan_of(prediction: Prediction) -> FlowPlan:
-    """Returns the plan that a run started with."""
     return FlowPlan.model_validate(prediction.flow)
 
 

@@ -212,7 +212,6 @@ class WorkerGroup:
 
     @property
     def is_shared(self) -> bool:
-        """True if they serve several models."""
         return len(self.models) > 1
 
 
@@ -349,7 +348,6 @@ class Catalog:
         )
 
     def of_task(self, task: str) -> list[Model]:
-        """Returns the models of `task`, in catalog order."""
         return [model for model in self.models if model.definition is TASKS[task]]
 
     def default(self, task: str) -> Model:
@@ -419,7 +417,6 @@ def image_flow_of(model: Model, catalog: Catalog, *, upscales: bool) -> Model | 
     Its time limit is the sum of its steps' time limits.
 
     Args:
-        catalog: has the models of the steps.
         upscales: True if larger images are requested.
 
     Raises:

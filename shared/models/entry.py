@@ -205,7 +205,6 @@ class PriceChange(PriceTerms):
 
     @cached_property
     def starts_at_s(self) -> float:
-        """The time in Unix seconds."""
         return self.starts_at.timestamp()
 
 

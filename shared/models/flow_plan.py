@@ -467,9 +467,6 @@ def step_of(index: int) -> int:
 def plan_step(step: FlowStep, scope: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
     """Returns a step's item inputs by position. Missing items are skipped.
 
-    Args:
-        step: a step whose references all have values.
-
     Raises:
         BadInput: a value does not match the step.
     """

@@ -60,9 +60,6 @@ class FlowError(ValueError):
 def check_flow(plan: FlowPlan, find: Find) -> dict[str, Any]:
     """Checks the references and types of a flow. Returns the type of its output.
 
-    Args:
-        find: returns the inputs and output of a model by name, or None.
-
     Raises:
         FlowError: a reference, a type or a model is invalid.
     """

@@ -70,9 +70,6 @@ def plan_of_images(entry: CatalogEntry, *, upscales: bool) -> FlowPlan | None:
 def check_steps(entry: CatalogEntry, find: Callable[[str], StepSchema | None]) -> None:
     """Checks the models named in an entry.
 
-    Args:
-        find: returns the inputs and output of a model by name, or None.
-
     Raises:
         FlowError: a model does not exist, or does not have the required inputs and output.
     """

@@ -80,11 +80,7 @@ Callers do not wait for them, and a single ack costs as much as a publish.
 
 
 class ServiceRate:
-    """The service rate of one model. Callers pass the time in monotonic seconds.
-
-    Args:
-        guesses: initial estimates for the model's task.
-    """
+    """The service rate of one model. Callers pass the time in monotonic seconds."""
 
     def __init__(self, guesses: FirstGuesses) -> None:
         self._guess_s = guesses.gap_s
@@ -262,9 +258,6 @@ def refill_s(round_trip_s: float) -> float:
     """Returns the time from the end of a job to the next one in its place.
 
     The reply is confirmed, then the ack travels, and then the next job.
-
-    Args:
-        round_trip_s: round trip to the broker.
     """
     return 2 * round_trip_s + ACK_LINGER_S
 
@@ -302,10 +295,6 @@ class HeldAhead:
                 batch.
             took_s: duration of the batch in seconds.
             gap_s: time from the end of a job to the next one in its place.
-            now_s: monotonic seconds.
-
-        Returns:
-            The number of jobs.
         """
         fade = math.exp((self._measured_at_s - now_s) / FADE_S)
         self._ahead = max(messages_ahead(jobs_per_s, gap_s, took_s), self._ahead * fade)

@@ -59,7 +59,6 @@ class Charge(NamedTuple):
 
     @property
     def cost_usd(self) -> float:
-        """The charge in US dollars."""
         return self.charged_share * self.list_price_usd
 
 
@@ -208,7 +207,6 @@ def list_price_usd(
 
 
 def charge_of(price: ItemPrice, outcome: ItemOutcome) -> Charge:
-    """Returns the charge for an item, and its list price."""
     receipt, is_delivered = outcome.receipt, _is_delivered(outcome)
     listed_usd = list_price_usd(
         price,
@@ -224,7 +222,6 @@ def charge_of(price: ItemPrice, outcome: ItemOutcome) -> Charge:
 
 
 def cost_usd(price: ItemPrice, outcome: ItemOutcome) -> float:
-    """Returns the charge for an item in US dollars."""
     return charge_of(price, outcome).cost_usd
 
 

@@ -16,7 +16,6 @@ class BackgroundTask:
     """Runs a coroutine that never returns. If it ends before `stop`, this is logged as a bug.
 
     Args:
-        work: description of the work, for the log.
         on_bug: called if it ends before `stop`.
     """
 
@@ -32,7 +31,6 @@ class BackgroundTask:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Starts it in the running event loop."""
         self._task = asyncio.create_task(self._run())
         self._task.add_done_callback(self._ended)
 

@@ -149,11 +149,7 @@ class Anomaly(NamedTuple):
 
 
 class DayTables:
-    """Writes and reads these tables. Calls block, so servers run them in threads.
-
-    Args:
-        most_bytes: a query that would read more bytes is rejected.
-    """
+    """Writes and reads these tables. Calls block, so servers run them in threads."""
 
     def __init__(self, client: Client, dataset: str, most_bytes: int = MAX_BYTES) -> None:
         self._client = client

@@ -86,7 +86,6 @@ def ask(
         models: models to include. None: all.
         days: number of days to look back if `since` is empty.
         max_days: maximum length of the range.
-        now: current time. Replaced by tests.
 
     Raises:
         BadInput: a value is invalid. `field` names it.

@@ -115,9 +115,7 @@ class ReportRunner:
         """Answers a question. A report on whole months includes every month that it touches.
 
         Args:
-            question: time range, tenants and models.
             values: the report's own parameters, by name. Default: the values in its header.
-            limit_s: maximum seconds for BigQuery.
 
         Raises:
             BadInput: the report does not support the filter or parameter, or the result is too

@@ -65,7 +65,6 @@ class ScheduledReports:
     """Creates daily reports.
 
     Args:
-        clock: current time. Replaced by tests.
         limit_s: maximum seconds per run.
     """
 

@@ -49,7 +49,6 @@ class Summary:
 def summary_of(
     day: BillingDay, records: Iterable[Mapping[str, Any]], anomalies: Sequence[Anomaly]
 ) -> Summary:
-    """Adds up the lines of statements/summary.sql."""
     lines = list(records)
     ((_, totals),) = _added(lines, lambda line: "") or [("", dict.fromkeys(_ALL, 0.0))]
     return Summary(

@@ -82,11 +82,7 @@ class _Write(NamedTuple):
 
 
 class RedisLevel:
-    """Gets and puts many values at once. Never raises and never waits long.
-
-    Args:
-        link: connection to Redis, not yet open.
-    """
+    """Gets and puts many values at once. Never raises and never waits long."""
 
     def __init__(self, link: RedisLink) -> None:
         self._link = link
@@ -256,7 +252,6 @@ class ResultCache(RedisStore):
     """Two levels of results by cache_key: an async context manager that also opens without Redis.
 
     Args:
-        redis_url: `redis://`, `rediss://` or `unix://` URL.
         memory_bytes: limit of the memory level. 0 turns it off.
         prefix: prefix of every Redis key, for several deployments on one Redis.
         timeout_s: limit of one round trip to Redis.

@@ -44,14 +44,12 @@ class FetchedUrls:
         self._prefix = prefix
 
     async def find(self, tenant: str, url: str) -> FetchedUrl | None:
-        """Returns the file fetched from a URL."""
         with contextlib.suppress(Unavailable, msgspec.MsgspecError):
             data = await self._commands.run("GET", self._key(tenant, url))
             return None if data is None else _decoder.decode(data)
         return None
 
     async def put(self, tenant: str, url: str, fetched: FetchedUrl, keep_s: float) -> None:
-        """Stores the file fetched from a URL."""
         if len(fetched.etag) > MAX_ETAG_CHARS or keep_s <= 0:
             return
         keep_ms = int(min(keep_s, MAX_KEPT_S) * 1000) or 1

@@ -63,7 +63,6 @@ class Marked(NamedTuple):
 
     @property
     def is_complete(self) -> bool:
-        """Returns whether the step is over."""
         return self.done >= self.items
 
 
@@ -149,7 +148,6 @@ class FlowRuns:
         return [value for value in values if value is not None]
 
     async def planned(self, run: str) -> list[bytes]:
-        """Returns all jobs of a run."""
         fields = await self._commands.run("HGETALL", self._keys(run)[1])
         return [value for name, value in fields.items() if name.startswith(b"p:")]
 
@@ -159,9 +157,6 @@ class FlowRuns:
 
     async def mark(self, run: str, step: int, outcomes: Mapping[int, bytes]) -> Marked:
         """Records the outcomes of a job's items.
-
-        Args:
-            outcomes: outcomes of the items, by index in the run.
 
         Raises:
             Unavailable: Redis did not answer, but may have recorded them.
@@ -199,7 +194,6 @@ class FlowRuns:
         return bool(await self._commands.run_script(CLOSE, [record], reason, channel, run))
 
     async def read(self, run: str) -> RunState:
-        """Returns the complete stored state of a run."""
         fields = await self._commands.run("HGETALL", self._keys(run)[1])
         known = {name.decode(): value for name, value in fields.items()}
         steps = {

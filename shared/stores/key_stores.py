@@ -67,12 +67,7 @@ _USES = load_script("shared/stores/key_uses.lua")
 
 
 class KeyRedis(RedisStore):
-    """The directory in one Redis.
-
-    Args:
-        redis_url: `redis://`, `rediss://` or `unix://` URL.
-        timeout_s: time limit of one round trip.
-    """
+    """The directory in one Redis."""
 
     def __init__(self, redis_url: str, *, timeout_s: float = 1.0) -> None:
         super().__init__(
@@ -149,9 +144,6 @@ class KeyCopy(RedisStore):
 
     Instances need that Redis anyway. So an instance that starts while the directory, in another
     region, is unreachable has the same keys as its neighbors.
-
-    Args:
-        redis_url: `redis://`, `rediss://` or `unix://` URL.
     """
 
     def __init__(self, redis_url: str) -> None:
@@ -182,9 +174,6 @@ class KeyFile:
     """A file with the directory.
 
     The whole file is read each time, because mounted secrets do not preserve modification times.
-
-    Args:
-        is_writable: True if it may be changed here.
     """
 
     def __init__(self, path: Path, *, is_writable: bool = False) -> None:

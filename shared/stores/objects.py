@@ -111,9 +111,6 @@ class ObjectWriter:
 
     The object appears, complete, when the block ends. It never appears if the block raises.
 
-    Args:
-        work: runs a call on a thread of the store, and translates its errors.
-
     Raises:
         Unavailable: raised by any call if the store is unreachable or too slow.
     """

@@ -121,7 +121,6 @@ class Record(msgspec.Struct, kw_only=True):
 
     @property
     def is_over(self) -> bool:
-        """True if the state is final."""
         return self.state in OVER
 
     @property

@@ -196,9 +196,7 @@ class Records(RedisStore):
     """The records in one Redis: an async context manager that also opens without Redis.
 
     Args:
-        redis_url: `redis://`, `rediss://` or `unix://` URL.
         prefix: prefix of every key, for several deployments on one Redis.
-        timeout_s: limit of one round trip.
         retry_s: upper bound of the first pause before a background retry.
         predictions_max_bytes: budget of all predictions, enforced by `create`.
     """
@@ -269,7 +267,6 @@ class Records(RedisStore):
         If the budget is used up, the oldest finished predictions of the largest tenant are dropped.
 
         Args:
-            tenant: the owner in whose list it appears.
             deadline_s: Unix time.
             keep_s: seconds to keep it after its end, or after its deadline if it never ends.
             reply_bytes: maximum size of its reply.

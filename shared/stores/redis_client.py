@@ -95,12 +95,6 @@ class Batcher(Generic[Sent, Got]):
     """Makes the calls of one operation, one round trip at a time.
 
     Calls made during a round trip join the next one.
-
-    Args:
-        operation: label in `errors`.
-        timeout_s: limit of one round trip.
-        judge: counts the outcome of a round trip, and returns whether the breaker is closed.
-        errors: counts failed round trips by operation.
     """
 
     def __init__(
@@ -252,11 +246,7 @@ class RedisLink:
     """One use of Redis by this process. Opening it does not connect.
 
     Args:
-        url: `redis://`, `rediss://` or `unix://` URL.
-        timeout_s: limit of one round trip.
         retry_s: upper bound of the first pause before a background retry.
-        up: 1 while the breaker is closed, 0 while it is open.
-        errors: counts failed round trips by operation.
         field: setting with the URL, named in errors about it.
         checks_policy: True to check, after a start or an outage, that Redis does not evict keys
             without a TTL. A wrong policy is logged. Only one use of each Redis should check.

@@ -262,7 +262,6 @@ class TokenReader:
         """Yields the tokens of items, from the first ones, until their record has ended.
 
         Args:
-            items: the number of items.
             limit_s: interval without new tokens after which an empty result is yielded, repeatedly.
                 While Redis is unreachable, there are no new tokens.
         """

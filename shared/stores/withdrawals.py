@@ -70,12 +70,7 @@ def revision_id(model: str, revision: str) -> str:
 
 
 class WithdrawalStore(RedisStore):
-    """The hash: an async context manager that opens without Redis too.
-
-    Args:
-        redis_url: `redis://`, `rediss://` or `unix://` URL.
-        retry_s: upper bound of the first pause before a background retry.
-    """
+    """The hash: an async context manager that opens without Redis too."""
 
     def __init__(self, redis_url: str, *, retry_s: float = 0.25) -> None:
         super().__init__(
@@ -132,9 +127,6 @@ class LiveWithdrawals:
 
     While Redis is unreachable, the last snapshot remains.
     A process that starts meanwhile has no snapshot.
-
-    Args:
-        store: opened and closed with this object.
     """
 
     def __init__(self, store: WithdrawalStore, *, refresh_s: float = REFRESH_S) -> None:

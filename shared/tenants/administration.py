@@ -103,11 +103,9 @@ class Administration:
     """Changes the directory on behalf of an actor.
 
     Args:
-        store: the store of the directory, open.
         actor: the actor, in the format of `AuditEvent`.
         served: names that plans and keys may use. None: not known, so models and webhooks are not
             checked.
-        clock: Unix seconds.
     """
 
     def __init__(
@@ -407,7 +405,6 @@ def shown(key: StoredKey) -> dict[str, Any]:
 
 
 def redacted(key_id: str) -> str:
-    """Returns a key as shown in lists."""
     return f"{PREFIX}{key_id}_…"
 
 

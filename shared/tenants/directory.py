@@ -94,7 +94,6 @@ class Mistake(NamedTuple):
         return shown
 
     def below(self, *path: str | int) -> Mistake:
-        """Returns the same mistake with its path prefixed."""
         return Mistake((*path, *self.path), self.reason)
 
 
@@ -250,7 +249,6 @@ def plan_name_of(tenant: str, document: Document) -> str:
 
 
 def is_frozen(tenant: str, document: Document) -> bool:
-    """Returns whether the tenant is frozen."""
     return document.tenants.get(tenant, StoredTenant()).frozen_s is not None
 
 

@@ -179,7 +179,6 @@ def row_of(
     """Returns the row of an item: envelope, receipt, charge, and `facts` known to the writer.
 
     Args:
-        envelope: envelope of the item's job, or of the request.
         model: its catalog entry, or None if that no longer exists.
         replied_at_s: Unix time of the response. Default: now.
         facts: additional fields of the row (worker, region …).

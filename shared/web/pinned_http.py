@@ -68,8 +68,6 @@ async def pinned_session(
     It has no cookies, proxy or credentials, and does not decompress anything.
 
     Args:
-        url: result of `parse_public_url`.
-        resolve: returns all addresses of a host and port.
         tls: trusted certificate authorities. None: those of this machine.
 
     Raises:

@@ -56,7 +56,6 @@ class Reach:
     networks: tuple[Network, ...] = ()
 
     def allows(self, address: Address) -> bool:
-        """Returns whether we may connect to an address."""
         return is_public(address) or any(address in network for network in self.networks)
 
 
@@ -69,9 +68,6 @@ def parse_public_url(text: str, reach: Reach) -> URL:
     """Parses and checks a URL.
 
     The connection uses the same parser, because two parsers may see different hosts in one URL.
-
-    Args:
-        text: URL as sent by the caller.
 
     Raises:
         UrlForbidden: the URL leads to a forbidden destination, whatever its host resolves to.

@@ -15,7 +15,7 @@ import binascii
 import hashlib
 import hmac
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 from yarl import URL
@@ -94,6 +94,7 @@ class BudgetEvent(msgspec.Struct):
     """Unix time."""
 
 
+Event = TypeVar("Event", WebhookEvent, BudgetEvent, BatchEvent)
 _decoder = msgspec.json.Decoder(WebhookEvent)
 _budget_decoder = msgspec.json.Decoder(BudgetEvent)
 _batch_decoder = msgspec.json.Decoder(BatchEvent)
@@ -110,8 +111,12 @@ def decode_webhook_event(data: bytes) -> WebhookEvent:
     Raises:
         UndecodableMessage: the message is not a webhook event.
     """
+    return _decode(_decoder, data)
+
+
+def _decode(decoder: msgspec.json.Decoder[Event], data: bytes) -> Event:
     try:
-        return _decoder.decode(data)
+        return decoder.decode(data)
     except msgspec.MsgspecError as error:
         raise UndecodableMessage(f"event: {error}", field="data") from error
 
@@ -122,15 +127,8 @@ def encode_batch_event(event: BatchEvent) -> tuple[bytes, dict[str, str]]:
 
 
 def decode_batch_event(data: bytes) -> BatchEvent:
-    """Parses the end of a batch.
-
-    Raises:
-        UndecodableMessage: the message is not a webhook event.
-    """
-    try:
-        return _batch_decoder.decode(data)
-    except msgspec.MsgspecError as error:
-        raise UndecodableMessage(f"event: {error}", field="data") from error
+    """Parses the end of a batch. Raises as `decode_webhook_event` does."""
+    return _decode(_batch_decoder, data)
 
 
 def encode_budget_event(event: BudgetEvent) -> tuple[bytes, dict[str, str]]:
@@ -140,15 +138,8 @@ def encode_budget_event(event: BudgetEvent) -> tuple[bytes, dict[str, str]]:
 
 
 def decode_budget_event(data: bytes) -> BudgetEvent:
-    """Parses a budget warning.
-
-    Raises:
-        UndecodableMessage: the message is not a webhook event.
-    """
-    try:
-        return _budget_decoder.decode(data)
-    except msgspec.MsgspecError as error:
-        raise UndecodableMessage(f"event: {error}", field="data") from error
+    """Parses a budget warning. Raises as `decode_webhook_event` does."""
+    return _decode(_budget_decoder, data)
 
 
 def tenant_secrets(setting: str, tenant: str) -> list[str]:

@@ -27,7 +27,6 @@ from workers.runtime.template import die_with_parent
 
 
 def main() -> int:
-    """Chooses a backend. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="workers.autotune", description=__doc__)
     parser.add_argument("--model", required=True, help="the catalog entry as JSON")
     parser.add_argument("--folder", type=Path, required=True, help="the model's files")

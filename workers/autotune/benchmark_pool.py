@@ -92,7 +92,6 @@ def open_model(
 
 
 def _loaded(target: BenchmarkTarget) -> _LoadedTarget:
-    """The loaded candidate, ready to run."""
     if target.backend.backend == "torch" and (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(
             target.threads
@@ -259,11 +258,9 @@ class BenchmarkPool:
         return f"cuda:{number % gpus}" if is_spread else self._device
 
     def vectors(self, texts: Sequence[PreparedText], together: int) -> np.ndarray:
-        """Calls `vectors` in the first process."""
         return self._ask_first(vectors, self._target, texts, together)
 
     def call_tokens(self, text: PreparedText, longest: int) -> int:
-        """Calls `call_tokens` in the first process."""
         return self._ask_first(call_tokens, self._target, text, longest)
 
     def reading(

@@ -56,7 +56,6 @@ class Contest:
     """Times options and finds the winner. The time limit is for all calls of `decide` together.
 
     Args:
-        clock: seconds.
         limit_s: no round starts after this.
         rounds: how many rounds must agree.
     """

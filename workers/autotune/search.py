@@ -112,8 +112,6 @@ def await_quiet(
 
     Args:
         cores: how many will be used.
-        clock: seconds.
-        sleep: waits for a number of seconds.
     """
     began_s = before_s = clock()
     before = idle_s()
@@ -151,7 +149,6 @@ class SearchSpec:
 
     @property
     def is_gpu(self) -> bool:
-        """True if the model runs on a GPU."""
         return self.machine.computes_on_gpu(self.device)
 
     def forms(self, backend: Backend) -> list[Layout]:
@@ -164,7 +161,6 @@ class SearchSpec:
 def measure(
     pool: BenchmarkPool, backend: Backend, layout: Layout, texts: Sequence[PreparedText]
 ) -> Timing:
-    """The default Measure."""
     return pool.reading(texts, backend.call_tokens, layout, RATE_S)
 
 
@@ -183,8 +179,6 @@ def choose(
     quiet.
 
     Args:
-        spec: the model and the machine.
-        clock: seconds, for the time limit.
         quiet: waits until a number of cores are idle.
 
     Raises:

@@ -92,7 +92,6 @@ class MessageSource:
 
 
 def sources(catalog: Catalog) -> list[MessageSource]:
-    """The queues with the functions' messages."""
     dead_letters = [
         MessageSource(
             dead_letter_push_subscription_id(model.name),

@@ -80,12 +80,7 @@ class UsageTable(Protocol):
 
 
 class DeadLetters:
-    """Answers dead letters.
-
-    Args:
-        catalog: says what the rows say of a model.
-        region: where this runs, for the rows.
-    """
+    """Answers dead letters."""
 
     def __init__(
         self,

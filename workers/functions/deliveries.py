@@ -55,11 +55,7 @@ log = logging.getLogger(__name__)
 
 
 class DeliveryState(RedisStore):
-    """The delivery state of each prediction: an async context manager that opens without Redis too.
-
-    Args:
-        redis_url: `redis://`, `rediss://` or `unix://` URL.
-    """
+    """Delivery state of each prediction: an async context manager that opens without Redis too."""
 
     def __init__(self, redis_url: str) -> None:
         super().__init__(RedisLink("webhooks", redis_url, timeout_s=0.25, up=UP, errors=ERRORS))
@@ -109,11 +105,7 @@ class DeliveryTable(Protocol):
 
 
 class Deliveries:
-    """Records attempts.
-
-    Args:
-        clock: returns monotonic seconds. Tests replace it.
-    """
+    """Records attempts."""
 
     def __init__(
         self, table: DeliveryTable, region: str, clock: Callable[[], float] = time.monotonic

@@ -43,7 +43,6 @@ class FunctionDependencies:
         self._handlers: dict[str, Handler] = {}
 
     async def dead_letter(self, message: ReceivedMessage) -> None:
-        """Answers a dead letter. See DeadLetters.answer."""
         await (await self._handler("dead_letter"))(message)
 
     async def webhook(self, message: ReceivedMessage) -> None:

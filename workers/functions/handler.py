@@ -248,5 +248,4 @@ async def read_body(request: Request, longest_bytes: int = MAX_BODY_BYTES) -> by
 
 
 def probe_response(request: Request) -> FunctionResponse:
-    """The response to probes and scrapes (`/metrics`)."""
     return (generate_latest().decode(), 200) if request.url.path == "/metrics" else ("ready", 200)

@@ -121,7 +121,6 @@ class ReceiverPermits:
     """The deliveries in progress, by receiver.
 
     Args:
-        clock: returns monotonic seconds. Tests replace it.
         wait_limit_s: how long a delivery to a quick receiver waits for its turn.
     """
 

@@ -103,7 +103,6 @@ class WebhookClient:
     """Posts to one webhook.
 
     Args:
-        url: as the caller gave it.
         allow_private: whether any address and http are allowed, for one machine.
         resolve: gives all addresses of a host and port.
     """
@@ -151,13 +150,7 @@ async def _first_words(answer: ClientResponse) -> str:
 
 
 class Webhooks:
-    """Delivers events.
-
-    Args:
-        delivery_state: keeps order and rate.
-        url_signer: signs the URLs of results.
-        turns: those of all deliveries of this process.
-    """
+    """Delivers events."""
 
     def __init__(
         self,
@@ -377,11 +370,7 @@ class _Notice(NamedTuple):
 
 
 class EventWebhooks:
-    """Delivers these events.
-
-    Args:
-        turns: those of all deliveries of this process.
-    """
+    """Delivers these events."""
 
     def __init__(
         self,

@@ -40,8 +40,6 @@ class RevisionComparison:
     """The part of one worker: that of the canary asks, and that of the other revision compares.
 
     Args:
-        publisher: sends what is to be computed once more.
-        objects: has large files of outputs.
         is_close: compares two outputs. It may block, and raise PenstockError.
     """
 
@@ -101,7 +99,6 @@ class RevisionComparison:
         )
 
     async def _inline(self, result: CustomResult) -> CustomResult:
-        """A result with the bytes of its files."""
         return result.with_blobs([await self._read(one) for one in result.blobs])
 
     async def _read(self, blob: Blob) -> Blob:

@@ -47,11 +47,7 @@ ROUNDING_S = 0.01
 
 
 class Forwarding:
-    """Forwards jobs of one canary.
-
-    Args:
-        canary: the model of this worker.
-    """
+    """Forwards jobs of one canary."""
 
     def __init__(
         self, canary: Model, publisher: Publisher, records: Records, registry: JobRegistry
@@ -94,8 +90,6 @@ class CanaryShare:
     """The part of one worker in the comparison of two revisions.
 
     Args:
-        model: that the worker serves: the canary, or the model that has one.
-        publisher: sends drained jobs to the other revision.
         comparison: of outputs that the API can't compare. None: there are none.
         refresh_s: pause between two looks at the canary_store.
     """

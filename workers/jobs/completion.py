@@ -199,9 +199,6 @@ async def with_delivered(streams: TokenStreams, pulled: PulledJob, body: ReplyBo
     Without a result, the answer has what a custom class had yielded: of an item that its caller
     ended no more than what was read, and otherwise all, which is not charged.
 
-    Args:
-        streams: have the tokens.
-
     Raises:
         Unavailable: Redis did not answer.
     """
@@ -483,7 +480,6 @@ class Completion:
         )
 
     def body_of(self, outcomes: Sequence[ItemOutcome]) -> ReplyBody:
-        """Returns a reply of this worker, of now."""
         worker = self.worker
         return ReplyBody(list(outcomes), None, worker.worker, worker.device, time.time())
 
@@ -635,12 +631,7 @@ class Completion:
         answers: Sequence[tuple[PulledJob, ReplyBody]],
         planned: Sequence[StepRow] = (),
     ) -> None:
-        """Writes one row per item, and acks the jobs when all rows are safe.
-
-        Args:
-            answers: the jobs, each with its answer.
-            planned: items of next steps that need no worker.
-        """
+        """Writes one row per item, and acks the jobs when all rows are safe."""
         rows, counts = list[Row](), Counter[tuple[str, str]]()
         for model, envelope, outcome in planned:
             rows.append(row_for(model, self.worker, envelope, outcome, time.time()))

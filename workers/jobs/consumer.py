@@ -67,9 +67,7 @@ log = logging.getLogger(__name__)
 class Clock(Protocol):
     """The clock that deadlines are measured by. Tests have one that they move."""
 
-    def now_s(self) -> float:
-        """Unix seconds."""
-        ...
+    def now_s(self) -> float: ...
 
     def call_later(self, delay_s: float, act: JobCallback, pulled: PulledJob) -> JobTimer:
         """Calls `act` with the job in this many seconds, unless the timer is canceled before."""
@@ -80,7 +78,6 @@ class SystemClock:
     """The clock of the system, and timers of the running event loop."""
 
     def now_s(self) -> float:
-        """Unix seconds."""
         return time.time()
 
     def call_later(self, delay_s: float, act: JobCallback, pulled: PulledJob) -> JobTimer:
@@ -94,7 +91,6 @@ class Deadlines:
     Args:
         on_start_expired: called at a job's queue limit, if that is before its deadline.
         on_expired: called at a job's deadline.
-        clock: what limits are measured by.
         part: of the time that is left, after which a limit counts as passed.
     """
 
@@ -145,7 +141,6 @@ class Cancellation:
             self._drop(pulled)
 
     def expire(self, pulled: PulledJob) -> None:
-        """Drops a job at its deadline."""
         pulled.is_late = True
         self._drop(pulled)
         self.on_unwanted()
@@ -249,7 +244,6 @@ class Preprocessor:
         )
 
     async def _with_sources(self, item: Item) -> Item | PenstockError:
-        """`item` with its sources inline."""
         if not any(source.object_key for source in item.input.sources):
             return item
         try:
@@ -424,7 +418,6 @@ class JobConsumer:
 
     @property
     def registry(self) -> JobRegistry:
-        """The jobs that this consumer holds."""
         return self._registry
 
     @property

@@ -163,7 +163,6 @@ class ModelQueue:
         self._queue.add(queued)
 
     def discard_unwanted(self) -> None:
-        """Removes items whose callers no longer wait."""
         self._queue.discard_unwanted(self._is_wanted)
 
     def batch_ended(self, batch: list[QueuedItem], done: BatchResult) -> None:
@@ -351,7 +350,6 @@ class BatchResults:
                     )
 
     def distribute(self, batch: list[QueuedItem], done: BatchResult) -> None:
-        """Settles the items of a batch that ran."""
         self._queue.batch_ended(batch, done)
         traces = traces_of(batch)
         self._metrics.observe(done, traces[0].exemplar if traces else None)

@@ -154,12 +154,7 @@ class JobRegistry:
 
 
 class ReplyPublisher:
-    """Publishes replies, refusals and dead letters of one model.
-
-    Args:
-        model: the name of the model.
-        worker: the name of this worker.
-    """
+    """Publishes replies, refusals and dead letters of one model."""
 
     def __init__(self, model: str, worker: str, publisher: Publisher) -> None:
         self._model = model
@@ -196,7 +191,6 @@ class ReplyPublisher:
         return sent
 
     async def _publish_some(self, replies: Sequence[EncodedReply]) -> list[bool | PenstockError]:
-        """Publishes what goes into one message."""
         envelope, body = replies[0]
         try:
             if len(replies) == 1:

@@ -44,7 +44,6 @@ class StepRun:
     Args:
         processes: how many there are, which share the items that wait.
         may_admit: True if the process is to stay with this model.
-        on_item: called with the end of each item.
         busy: counts the process as busy, less the spare time that it reports.
     """
 

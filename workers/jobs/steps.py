@@ -26,11 +26,7 @@ AGAIN_S = 0.25
 
 
 class StepJobs:
-    """The jobs of steps that a worker has for one model.
-
-    Args:
-        completion: ends the jobs of the model.
-    """
+    """The jobs of steps that a worker has for one model."""
 
     def __init__(self, engine: FlowEngine, completion: Completion, records: Records) -> None:
         self._engine = engine
@@ -56,7 +52,6 @@ class StepJobs:
         return [pulled for pulled in pulled_jobs if pulled not in over]
 
     async def finish(self, pulled: PulledJob) -> None:
-        """Ends a job whose items all have outcomes."""
         completion = self._completion
         outcomes = [pulled.outcomes[item.index] for item in pulled.items]
         record_spans(pulled, completion.model, completion.worker.device)

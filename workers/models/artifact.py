@@ -95,7 +95,6 @@ class Artifact:
     manifest: Manifest
 
     def graph(self, variant: Variant) -> Path:
-        """The file of an ONNX variant."""
         return self.folder / variant.file
 
     @property
@@ -210,7 +209,6 @@ def write_calibration(folder: Path, calibration: Calibration) -> None:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Writes manifest.json, indented for readers."""
     (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)) + b"\n")
 
 

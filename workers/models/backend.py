@@ -26,7 +26,6 @@ class Backend(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """Its name in logs and metrics."""
         return self.variant or f"{self.backend}-{self.precision}"
 
 

@@ -77,10 +77,8 @@ class ProcessClient(Protocol):
         More may be admitted.
 
         Args:
-            batch: the items, whose slots are their indexes.
             timeout_s: the longest time without a sign of life.
             on_message: called with each message but the last one.
-            model: the number of the model.
 
         Raises:
             ModelProcessDied: the process died, or was killed because it gave no sign of life.
@@ -142,5 +140,4 @@ class ModelProcessDied(ModelFailed):
 
 
 def has_lost_gpu(reason: str) -> bool:
-    """Returns whether a process ended for this reason: it lost its GPU."""
     return f"(status {GPU_LOST_STATUS})" in reason

@@ -95,11 +95,7 @@ class KernelStore:
         self._restored: frozenset[str] = frozenset()
 
     def restore(self) -> int:
-        """Unpacks what an earlier worker compiled. Never fails: what is missing is compiled.
-
-        Returns:
-            The number of files.
-        """
+        """Unpacks what an earlier worker compiled. Never fails: what is missing is compiled."""
         if self._archive is None:
             return 0
         try:

@@ -31,7 +31,6 @@ def this_cpu() -> tuple[str, tuple[str, ...]]:
 
 
 def has_vnni() -> bool:
-    """True if this CPU has VNNI."""
     return bool(VNNI_FLAGS & set(this_cpu()[1]))
 
 

@@ -73,7 +73,6 @@ class Failure(msgspec.Struct, tag="failure"):
         return cls(error.code, error.message, error.field)
 
     def to_error(self) -> PenstockError:
-        """The error it was made from."""
         return error_for_code(self.code, self.message, self.field)
 
 
@@ -129,7 +128,6 @@ class BatchResult(msgspec.Struct, tag="done", kw_only=True):
 
     @property
     def outcomes(self) -> list[Result | PenstockError]:
-        """The results, with failures as errors."""
         return [
             result.to_error() if isinstance(result, Failure) else result for result in self.results
         ]

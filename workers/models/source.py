@@ -118,7 +118,6 @@ def resolve(
         cache_dir: where copies of buckets and converted files are kept.
         weights_dir: where copies of hub repositories are mounted (workers/models/source.py). A
             complete one is used as it is.
-        open_bucket: opens a bucket by its name.
         open_gguf: makes the folder of a GGUF file. None: one for torch.
 
     Raises:
@@ -157,10 +156,7 @@ def resolve_file(
     Args:
         source: as of `resolve`, with the file's path below it: `hf:ORG/NAME/FILE`,
             `gs://BUCKET/FILE`, `local:FILE` or `package:IMPORT.NAME/FILE`.
-        revision: as of `resolve`.
-        cache_dir: as of `resolve`.
         weights_dir: as of `resolve`. A copy of the repository has the file.
-        open_bucket: opens a bucket by its name.
 
     Raises:
         ConfigurationError: the file does not exist.

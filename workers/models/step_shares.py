@@ -19,11 +19,7 @@ takes twice the fixed time. SmolLM2-135M: 16 texts 1.8 to 4.1 times one
 
 
 class StepRoom:
-    """The room of a model in a process, and what of it was spare in the steps so far.
-
-    Args:
-        model: the entry of the catalog.
-    """
+    """The room of a model in a process, and what of it was spare in the steps so far."""
 
     def __init__(self, model: Model) -> None:
         self._max_items = model.batch.max_items
@@ -59,11 +55,7 @@ class _Item:
 
 
 class StepShares:
-    """The items of one batch, and the part of each in the time of its steps.
-
-    Args:
-        room: of the model in this process.
-    """
+    """The items of one batch, and the part of each in the time of its steps."""
 
     def __init__(self, room: StepRoom, number: int = 0) -> None:
         self._room = room
@@ -84,7 +76,6 @@ class StepShares:
 
     @property
     def slots(self) -> list[int]:
-        """The slots of the items that are in."""
         return list(self._items)
 
     def charge(self, step_s: float, work: int = 0, waiting: Collection[int] = ()) -> None:

@@ -96,7 +96,6 @@ def export_graph(model: Any, path: Path, *, has_types: bool) -> None:
     """Writes the graph: token ids and mask [items, tokens] to states [items, tokens, width].
 
     Args:
-        path: the .onnx file to write.
         has_types: True if the graph takes token_type_ids too. Without it they are 0.
 
     Raises:
@@ -153,7 +152,6 @@ def fuse_graph(
     """Writes `source` with attention, layer norms and activations fused into single operators.
 
     Args:
-        target: the .onnx file to write.
         has_all_heads: True if the graph has as many as `config` says. Attention is fused only then.
         to_fp16: narrows weights and inner values. The inputs keep their types and the states come
             out in fp32.
@@ -344,7 +342,6 @@ class _VariantBuilder:
             path.unlink()
 
     def discard(self, variant: Variant) -> None:
-        """Removes the graph of a refused variant."""
         (self._target / variant.file).unlink()
 
     def encoder(self, variant: Variant) -> OnnxEncoder:

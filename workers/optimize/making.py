@@ -59,7 +59,6 @@ class Output:
         print(f"{time.monotonic() - self._began_s:6.1f} s  {words}", file=stream, flush=True)
 
     def show_found(self, artifact: Artifact) -> None:
-        """Prints an artifact that exists already."""
         if self._as_json:
             verdicts = [
                 {"variant": one.name, "relative_speed": one.relative_speed}
@@ -82,9 +81,6 @@ def make_artifact(
     settings: WorkerSettings, options: OptimizeOptions, output: Output, *, force: bool
 ) -> None:
     """Makes the variants that the artifact of `settings.model` lacks, and shows the verdicts.
-
-    Args:
-        force: make an artifact that exists again.
 
     Raises:
         ConfigurationError: a setting or an option is wrong.

@@ -63,7 +63,6 @@ def smooth_graph(source: Path, target: Path, feeds: Sequence[Feed]) -> int:
 
     Args:
         source: a graph in fp32.
-        target: the .onnx file to write.
         feeds: inputs whose activations are typical.
 
     Returns:

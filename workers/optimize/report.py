@@ -29,7 +29,6 @@ class Verdict:
 
     @property
     def is_accepted(self) -> bool:
-        """True if workers may use it."""
         return not self.refusal
 
 

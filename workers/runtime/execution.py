@@ -329,10 +329,7 @@ class StepExecution:
     """One batch, until no item is left in the model.
 
     Args:
-        batch: the items that begin it.
         room: of the model in this process.
-        clock: returns monotonic seconds, by which steps are timed and tokens are reported.
-            Tests replace it.
     """
 
     def __init__(

@@ -18,11 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class KeptProcess:
-    """A process that is replaced when it dies.
-
-    Args:
-        start: starts it, as StartClient.
-    """
+    """A process that is replaced when it dies."""
 
     def __init__(self, start: Callable[[], Awaitable[ProcessClient]]) -> None:
         self._start = start

@@ -69,7 +69,6 @@ class ProcessPool:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        """Ends all processes. Running batches fail."""
         await self._close()
 
     async def _close(self) -> None:
@@ -164,9 +163,7 @@ class _ModelProcesses:
     """The ways to start model processes of one command.
 
     Args:
-        command: starts one, without its device.
         threads: of each on a CPU.
-        timeout_s: until one is ready.
         device: for which their template loads ahead.
     """
 

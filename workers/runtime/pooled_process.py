@@ -271,7 +271,6 @@ class PooledProcess:
 
     @property
     def device_name(self) -> str:
-        """The device that they run on."""
         client = self._hosts[0].process.client
         return "" if client is None else client.facts.device_name
 

@@ -105,14 +105,12 @@ def encode_run(
 
 
 def encode_admit(number: int, first: int, items: list[Prepared]) -> bytes:
-    """The frame that adds items to a batch."""
     return _frame(
         _encoder.encode({"type": "admit", "number": number, "first": first, "items": items})
     )
 
 
 def encode_preempt(number: int, slots: list[int]) -> bytes:
-    """A Preempt as bytes."""
     return _frame(_encoder.encode(Preempt(number, slots)))
 
 
@@ -122,12 +120,10 @@ def encode_drop(number: int, slots: list[int]) -> bytes:
 
 
 def encode_cancel(number: int) -> bytes:
-    """The frame that stops a batch."""
     return _frame(_encoder.encode(Cancel(number)))
 
 
 def encode_watch(number: int, slots: list[int]) -> bytes:
-    """The frame that asks for previews."""
     return _frame(_encoder.encode(Watch(number, slots)))
 
 

@@ -86,7 +86,6 @@ def send(
     message: ForkRequest | TemplateMessage,
     descriptors: list[int] | None = None,
 ) -> None:
-    """Sends a message with its descriptors."""
     socket.send_fds(control, [_encoder.encode(message)], descriptors or [])
 
 
@@ -438,7 +437,6 @@ def other_threads() -> list[str]:
 
 
 def _has_broken_cuda() -> bool:
-    """Returns whether CUDA was initialized before the fork."""
     torch: Any = sys.modules.get("torch")
     return torch is not None and bool(torch.cuda._is_in_bad_fork())
 

@@ -149,7 +149,6 @@ class TenantQueue(Generic[ItemT]):
         return self._top(self._by_deadline)
 
     def removed(self, entry: HeapEntry[ItemT]) -> None:
-        """Takes note that `entry` is stale now."""
         item = entry[2]
         self.waiting -= 1
         self.work -= item.length
@@ -166,7 +165,6 @@ class TenantQueue(Generic[ItemT]):
             self._by_deadline = self._live() if len(self.by_key) > 1 else []
 
     def forget_key(self, key: str) -> None:
-        """Forgets a key without items."""
         del self.by_key[key]
         if len(self.by_key) < 2:
             self._by_deadline = []
@@ -215,7 +213,6 @@ class BatchQueue(Generic[ItemT]):
         self._ring_of_key: dict[str, Ring[ItemT]] = {}
 
     def __len__(self) -> int:
-        """Returns the number of items that wait."""
         return len(self._filed)
 
     def __iter__(self) -> Iterator[ItemT]:
@@ -223,12 +220,10 @@ class BatchQueue(Generic[ItemT]):
         return iter(self._filed)
 
     def __contains__(self, item: ItemT) -> bool:
-        """Returns whether `item` waits here."""
         return item in self._filed
 
     @property
     def tenants(self) -> int:
-        """The number of tenants that are remembered."""
         return len(self._tenants)
 
     def earliest(self) -> ItemT | None:
@@ -246,7 +241,6 @@ class BatchQueue(Generic[ItemT]):
         return [entry[2] for one in tenants if (entry := one.earliest()) is not None]
 
     def add(self, item: ItemT) -> None:
-        """Adds `item` to those of its tenant."""
         self._file(item, next(self._arrivals))
 
     def update(self, item: ItemT) -> None:

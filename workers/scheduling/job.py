@@ -136,12 +136,10 @@ class PulledJob:
 
     @property
     def envelope(self) -> Envelope:
-        """The caller, and the address of the reply."""
         return self.job.envelope
 
     @property
     def items(self) -> list[Item]:
-        """The items of the job, in its order."""
         return self.job.body.items
 
     @property
@@ -176,7 +174,6 @@ class PulledJob:
             self.timer = None
 
     def receipt(self, **fields: Any) -> Receipt:
-        """A receipt for one item of this job."""
         return Receipt(pulled_at_s=self.pulled_at_s, **fields)
 
     def expired(
@@ -348,7 +345,6 @@ class QueuedItem:
         )
 
     def open_waiters(self) -> list[tuple[PulledJob, Item]]:
-        """The waiters whose jobs are not over."""
         return [(pulled, item) for pulled, item in self.waiters if not pulled.is_over]
 
     def outcomes(self) -> Iterator[tuple[PulledJob, ItemOutcome]]:

@@ -216,11 +216,9 @@ class BatchPriorityPolicy:
         self._time.observe(work, seconds)
 
     def observe_interactive(self, now_s: float) -> None:
-        """Takes note of an interactive item."""
         self._interactive_s = max(self._interactive_s, now_s)
 
     def is_interactive(self, now_s: float) -> bool:
-        """Returns whether there is interactive traffic."""
         return now_s - self._interactive_s < RECENT_S
 
     def turn_work(self, now_s: float) -> float:
@@ -294,7 +292,6 @@ class PriorityQueue:
         return len(self._interactive) + len(self._batch) + suspects - held_up
 
     def __iter__(self) -> Iterator[QueuedItem]:
-        """All items that wait."""
         return chain(self._interactive, self._batch, *self._suspects)
 
     @property
@@ -577,7 +574,6 @@ class PriorityQueue:
         return []
 
     def discard_unwanted(self, is_wanted: Callable[[QueuedItem], bool]) -> None:
-        """Removes the items that are not wanted."""
         for queue in self._queues:
             queue.discard_unwanted(is_wanted)
         for queued in [one for one in self._interactive if one.priority == "batch"]:

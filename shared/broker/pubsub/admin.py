@@ -38,9 +38,6 @@ class PubSubAdmin:
     Every method raises BadInput if the broker rejects a name or setting, ConfigurationError if we
     do not have permission, and Unavailable or Overloaded if the call did not succeed in time.
     Implements shared.broker.transport.Admin.
-
-    Args:
-        timeout_s: limit of each call, including retries.
     """
 
     def __init__(self, project: str, endpoint: str = "", *, timeout_s: float = 30.0) -> None:
@@ -115,14 +112,12 @@ class PubSubAdmin:
         return [name for name in subscription_ids if name not in there]
 
     async def list_topics(self) -> list[str]:
-        """Returns all topic IDs in the project."""
         return [
             topic.name.rpartition("/")[2]
             for topic in await self._list("Publisher", "Topics", "topics")
         ]
 
     async def list_subscriptions(self) -> list[str]:
-        """Returns all subscription IDs in the project."""
         subscriptions = await self._list("Subscriber", "Subscriptions", "subscriptions")
         return [subscription.name.rpartition("/")[2] for subscription in subscriptions]
 

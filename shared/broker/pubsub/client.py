@@ -265,7 +265,6 @@ class PubSubTransport:
     """A connection to Pub/Sub that publishes and subscribes. Implements Transport.
 
     Args:
-        project: project of all topics and subscriptions.
         endpoint: empty for Google's, `HOST:PORT` or `unix:///PATH` for an emulator. See
             parse_endpoint.
     """

@@ -307,9 +307,6 @@ class StreamSubscription:
     more streams are opened when the limit rises, and ended when it falls.
 
     Args:
-        channel: returns a channel with room for another stream.
-        first_request: first request of each stream.
-        leases: keeps the leases of messages that are received and not yet acked.
         max_messages: maximum number of messages on the first stream. Also limits the messages held
             here if the broker ignores it.
         max_bytes: maximum bytes of these messages, and of those added by `hold`. 0: no limit.
@@ -446,7 +443,6 @@ class StreamSubscription:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def take(self, response: RawMessage) -> None:
-        """Holds the messages in a response."""
         now_s = asyncio.get_running_loop().time()
         for received in response.received_messages:
             raw = received.message

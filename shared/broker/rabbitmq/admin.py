@@ -43,10 +43,6 @@ class RabbitAdmin:
     Every method raises BadInput if a name or setting is invalid, ConfigurationError if we do not
     have permission or the name is used by something else, and Unavailable if the call did not
     succeed in time. Implements shared.broker.transport.Admin.
-
-    Args:
-        broker: broker URL. See broker_url.
-        timeout_s: limit of each call, including retries.
     """
 
     def __init__(self, project: str, broker: str, *, timeout_s: float = 30.0) -> None:

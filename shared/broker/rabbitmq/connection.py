@@ -42,7 +42,6 @@ class BrokerConnection:
     """An AMQP connection. It opens on first use, and again after it breaks.
 
     Args:
-        name: name shown on the broker's own pages.
         answer_limit_s: initial limit for an answer on an open channel.
     """
 

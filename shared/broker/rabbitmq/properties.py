@@ -39,7 +39,6 @@ def properties_of(
 
     Args:
         keys: all routing keys. The first is used for the publish itself.
-        ordering_key: ordering key, or empty.
 
     Raises:
         BadInput: an attribute is too long, or has a name used by the broker.
@@ -66,12 +65,7 @@ def returned_properties(delivered: DeliveredMessage, attempt: int) -> spec.Basic
 
 
 def message_of(delivered: DeliveredMessage, ack_id: str, now_s: float) -> ReceivedMessage:
-    """Returns the message in a delivery.
-
-    Args:
-        ack_id: ID by which the subscription knows it.
-        now_s: event loop time, in seconds.
-    """
+    """Returns the message in a delivery."""
     properties = delivered.header.properties
     headers: Mapping[str, Any] = properties.headers or {}
     attributes = {

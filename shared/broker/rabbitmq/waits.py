@@ -32,7 +32,6 @@ class ChannelWaits:
 
     @property
     def is_idle(self) -> bool:
-        """True if nothing is waiting."""
         return not self._limits
 
     async def within(self, limit_s: float, answer: Awaitable[T]) -> T:

@@ -51,19 +51,11 @@ class TaskInput(msgspec.Struct, omit_defaults=True):
         raise NotImplementedError
 
     def estimate_work(self, entry: CatalogEntry) -> int:
-        """Returns the approximate work in the unit of its task. Limits reserve this amount.
-
-        Args:
-            entry: catalog entry of the model.
-        """
+        """Returns the approximate work in the unit of its task. Limits reserve this amount."""
         raise NotImplementedError
 
     def bound_work(self, entry: CatalogEntry) -> WorkBound:
-        """Returns the maximum work. Budgets reserve its price.
-
-        Args:
-            entry: catalog entry of the model.
-        """
+        """Returns the maximum work. Budgets reserve its price."""
         return WorkBound(self.estimate_work(entry))
 
     def cache_form(self) -> tuple[object, ...]:

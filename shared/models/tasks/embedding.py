@@ -197,11 +197,9 @@ class EmbeddingResult(TaskResult, tag="embedding"):
         return "" if values.any() else "a vector of zeros, which has no direction"
 
     def to_output(self, media_type: str, link_to: LinkTo) -> list[float]:
-        """Returns the vector as a list of floats."""
         return self.step_value()
 
     def step_value(self) -> list[float]:
-        """Returns the vector as a list of floats."""
         return list(struct.unpack(f"<{len(self.vector) // 4}f", self.vector))
 
 

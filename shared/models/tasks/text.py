@@ -188,7 +188,6 @@ class GenerationInput(TaskInput, tag="generation"):
 
     @property
     def field(self) -> Literal["messages", "prompt"]:
-        """The field with the prompt, for errors."""
         return "messages" if self.messages else "prompt"
 
     def check_length(self, context_tokens: int) -> None:

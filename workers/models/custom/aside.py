@@ -37,9 +37,6 @@ class AsideClass:
     """A class in a runner that stands aside, which starts when it is first asked.
 
     Threads may share it.
-
-    Args:
-        entry: of the catalog, with its interface.
     """
 
     def __init__(self, entry: Model, folder: Path) -> None:

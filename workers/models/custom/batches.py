@@ -37,11 +37,7 @@ log = logging.getLogger(__name__)
 
 
 class ClassBatch:
-    """One batch of a class.
-
-    Args:
-        batch: its items.
-    """
+    """One batch of a class."""
 
     def __init__(
         self, process: ClassProcess, interface: ModelInterface, batch: Sequence[Prepared]
@@ -94,7 +90,6 @@ class ClassBatch:
         self._changed.set()
 
     def notice(self) -> None:
-        """The process has changed its state."""
         self._changed.set()
 
     def handle(self, frame: Frame) -> None:

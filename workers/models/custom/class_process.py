@@ -72,9 +72,7 @@ class ClassProcess:
     All methods belong to the event loop. What may block runs on threads.
 
     Args:
-        entry: of the catalog, with its interface.
         device: `cpu`, `cuda`, `cuda:N` or `auto`.
-        threads: for libraries that compute on a CPU.
         make_room: frees the device, if the class can't be set up beside other models.
         on_change: called when the class is set up, could not be set up, or has ended.
     """
@@ -432,7 +430,6 @@ class ClassProcess:
         self._flush(runner)
 
     def ended(self, number: int) -> None:
-        """Notes that a prediction has ended."""
         self.computing.discard(number)
         if (timer := self._kills.pop(number, None)) is not None:
             timer.cancel()

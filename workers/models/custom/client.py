@@ -34,9 +34,7 @@ class ClassClient:
     """The process of a class, as ProcessClient. It is set up again when it has ended.
 
     Args:
-        entry: of the catalog, with its interface.
         device: `cpu`, `cuda`, `cuda:N` or `auto`.
-        threads: for libraries that compute on a CPU.
         make_room: frees the device, if the class can't be set up beside other models.
     """
 

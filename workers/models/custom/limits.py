@@ -372,7 +372,6 @@ class LimitWatch:
         return proportional_memory_of(self._pid) > self._memory_bytes
 
     def look(self) -> None:
-        """Measures the memory of the family now."""
         self.taken_bytes = sum(map(memory_of, self._family.members()))
 
     def _broken(self) -> str:

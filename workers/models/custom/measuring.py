@@ -63,7 +63,6 @@ def measure(
     a time is measured with 1, 2, 4 and more of them, up to its most.
 
     Args:
-        interface: of the class, as its inspection found it.
         inputs: at least one, as usual as possible.
 
     Raises:

@@ -55,7 +55,6 @@ class Prediction:
     are checksums. If one is another than before, no more pieces are reported: readers can't go on.
 
     Args:
-        number: by which the runner knows it.
         is_text: whether its pieces are parts of one text.
     """
 

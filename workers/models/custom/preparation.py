@@ -25,7 +25,6 @@ class CustomPreparer:
     """Makes PreparedCustom of CustomInput. The API has checked them by the model's interface.
 
     Args:
-        entry: of the catalog, with its interface.
         weigher: says what an input weighs. None: 1.
     """
 

@@ -38,7 +38,6 @@ class PrintedOutput:
     without a mark belongs to the prediction that runs alone, or to nobody.
 
     Args:
-        fd: the end of the pipe to read.
         shows: gets the text as it comes, until `end_showing`. None: nobody does.
         hidden: replaced in all of it.
     """

@@ -85,7 +85,6 @@ def runner_environment(
         scratch: its folder for temporary files, which is also its home.
         python: its interpreter. The folder of that comes first in PATH, so `python` and the scripts
             of the class's packages are found by name.
-        threads: for libraries that compute on a CPU.
         added: what the operator, cog.yaml and the entry set.
     """
     passed_on = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
@@ -129,8 +128,6 @@ class RunnerProcess:
     """A process that runs the class of a folder.
 
     Args:
-        python: the interpreter that has its packages.
-        threads: for libraries that compute on a CPU.
         environment: what cog.yaml and the entry set.
         hidden: values of secrets, which are replaced in what it prints and raises.
         resources: that it may take, with all that it starts. None: as an entry that says nothing.
@@ -291,7 +288,6 @@ class RunnerProcess:
         self.send_all([(message, blobs)])
 
     def send_all(self, messages: Sequence[tuple[dict[str, Any], Sequence[bytes]]]) -> None:
-        """Sends messages as one piece, as `send` does."""
         for message, blobs in messages:
             self._outgoing += encode_frame(message, blobs)
         self.flush()
@@ -314,7 +310,6 @@ class RunnerProcess:
         return False
 
     def cancel(self, number: int) -> None:
-        """Tells it to end a prediction."""
         self.send({"cancel": number})
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._process.pid, signal.SIGUSR1)
@@ -363,7 +358,6 @@ class RunnerProcess:
 
     @property
     def scratch_path(self) -> Path:
-        """The folder below which it writes."""
         return self._scratch.path
 
     @property

@@ -47,11 +47,7 @@ class PathRemover:
 
 
 class PublicLogs:
-    """What one prediction printed, as its caller may read it. Positions count what is left of it.
-
-    Args:
-        paths: removes the paths of this machine.
-    """
+    """What one prediction printed, as its caller may read it. Positions count what is left."""
 
     def __init__(self, paths: PathRemover) -> None:
         self._paths = paths
@@ -67,9 +63,6 @@ class PublicLogs:
         Args:
             printed: all of it so far, or its end if it is long.
             is_all: whether nothing follows. Otherwise a path that may go on is held back.
-
-        Returns:
-            What the caller may read so far.
         """
         text, left_out = self.printed.text, self.printed.left_out
         if (missing := printed.left_out - self._seen) > 0:

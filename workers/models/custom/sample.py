@@ -51,13 +51,6 @@ _ENTRY = """models:
 def write_sample(name: str, parent: Path) -> Path:
     """Writes a new folder `name` with predict.py, test_predict.py and models.yaml.
 
-    Args:
-        name: name of the folder and the model.
-        parent: folder to create it in.
-
-    Returns:
-        The new folder.
-
     Raises:
         ConfigurationError: the name is not a valid model name, or the folder exists.
     """

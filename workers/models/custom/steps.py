@@ -36,7 +36,6 @@ class ClassSteps:
     """One run of a class, until no item is left. `interface.concurrency` are computed at a time.
 
     Args:
-        room: of the class in this process.
         on_message: called with what comes of the items, never within a call of this.
     """
 
@@ -123,7 +122,6 @@ class ClassSteps:
             self._process.runner.printed.take_log(prediction.number)
 
     def notice(self) -> None:
-        """The process has changed its state."""
         self._charge()
         self._changed.set()
 

@@ -32,10 +32,6 @@ class OnnxEncoder:
 
     The states are the first output, [items, longest, width]. Their type may be narrower than
     float32.
-
-    Args:
-        settings: the folder of the model, for pooling and normalization.
-        memory_fraction: the largest share of GPU memory to use.
     """
 
     device_name = ""

@@ -247,7 +247,6 @@ class BertWeights(NamedTuple):
     activate: Product
 
     def norm(self, name: str) -> Product:
-        """The layer norm of this name."""
         weight, bias = self.tensors[f"{name}.weight"], self.tensors[f"{name}.bias"]
         return partial(
             layer_norm, normalized_shape=weight.shape, weight=weight, bias=bias, eps=self.epsilon

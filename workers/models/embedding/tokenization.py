@@ -106,7 +106,6 @@ class TextPreparer:
         )
 
     def _frame(self, value: TokensInput) -> PreparedText | BadInput:
-        """Adds the tokenizer's special tokens around token ids."""
         for position, token in enumerate(value.tokens):
             if not 0 <= token < self._vocabulary:
                 reason = f"token id {token}, at position {position}, is not in the vocabulary"

@@ -285,7 +285,6 @@ class Decoder:
     """Computes logits for rows of a cache.
 
     Args:
-        folder: the model, as on the Hugging Face hub.
         precision: as CatalogEntry.precision.
         rows: the most generations at a time.
         capacity: the most tokens of each.

@@ -44,11 +44,7 @@ _ECHO_TOKENS = 32
 
 
 class PromptLookup:
-    """The guesses for one generation.
-
-    Args:
-        most: tokens of a guess.
-    """
+    """The guesses for one generation."""
 
     def __init__(self, most: int) -> None:
         self._longest = most
@@ -90,11 +86,7 @@ class PrefillOrder:
         """When each owner read last, counted in parts."""
 
     def order(self, owners: Sequence[str]) -> list[int]:
-        """Indices of `owners` in round-robin order.
-
-        Args:
-            owners: those of the generations that are to be read, in order of arrival.
-        """
+        """Indices of `owners` in round-robin order."""
         self._last = {owner: self._last.get(owner, 0) for owner in owners}
         read_before: dict[str, int] = {}
         keys = []
@@ -157,16 +149,11 @@ class _Generation:
         return chunk
 
     def result(self) -> Result:
-        """Returns the result of the item."""
         return self.writing.result(self.prompt_tokens, self.cached_tokens)
 
 
 class GenerationModel:
-    """A causal language model of transformers with a row of keys and values for each generation.
-
-    Args:
-        folder: the model's files, as on the Hugging Face hub.
-    """
+    """A causal language model of transformers with a row of keys and values for each generation."""
 
     device_name = ""
 
@@ -412,6 +399,5 @@ class GenerationModel:
         return chunk
 
     def drop(self, slot: int) -> None:
-        """Removes a generation, if it is still in."""
         if slot in self._generations:
             self._leave(slot)

@@ -44,7 +44,6 @@ class ChatTemplate:
     Args:
         source: the template, as in chat_template.jinja.
         tokens: texts of tokens that templates name, such as `bos_token`.
-        clock: gives seconds.
 
     Raises:
         ValueError: it is not a template.
@@ -73,7 +72,6 @@ class ChatTemplate:
         """The prompt for the next message of the assistant.
 
         Args:
-            tools: that the model may call.
             options: other variables that the template knows.
             is_open: whether the last message is the one that the assistant continues.
 
@@ -233,9 +231,6 @@ class PromptPreparer:
 
     A text of a caller never becomes a control token: `<|im_end|>` within a message is read as
     the characters that it has.
-
-    Args:
-        folder: the model's files, as on the Hugging Face hub.
 
     Raises:
         ConfigurationError: the folder is not a text model.

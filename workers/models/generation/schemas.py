@@ -118,7 +118,6 @@ def read_schema(source: str, vocabulary: Vocabulary, *, is_call: bool) -> Gramma
     """Finds out how a schema can be followed.
 
     Args:
-        source: the schema, as JSON.
         is_call: whether it is that of a call of a tool.
 
     Raises:
@@ -270,7 +269,6 @@ class _Evaluations:
         return self._known[id(schema), id(value)] or 0
 
     def _parts(self, part: _Part) -> Iterator[_Part]:
-        """Yields what follows from one evaluation."""
         schema, value, _ = part
         # What is left to the unevaluated is found by another evaluation.
         times = 1 if _UNEVALUATED.isdisjoint(schema) else 2
@@ -289,7 +287,6 @@ class _Evaluations:
                 yield _Part(one, inner, 1)
 
     def _targets(self, reference: Any) -> list[Any]:
-        """Returns all that a reference may refer to."""
         if not isinstance(reference, str):
             return []
         base, _, fragment = reference.partition("#")

@@ -91,7 +91,6 @@ class KvRows:
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Returns how many tokens both begin with."""
     length = min(len(one), len(other))
     if one[:length] == other[:length]:
         return length
@@ -223,7 +222,6 @@ class SlotCache(Cache):  # type: ignore[misc]
 
     @torch.inference_mode()
     def exchange(self, one: int, other: int, tokens: int) -> None:
-        """Exchanges the first tokens of two rows."""
         for layer in (*self._keys, *self._values):
             kept = layer[one, :, :tokens].clone()
             layer[one, :, :tokens] = layer[other, :, :tokens]

@@ -190,7 +190,6 @@ class VllmModel:
     """A causal language model in an engine of vLLM.
 
     Args:
-        folder: the model's files, as on the Hugging Face hub.
         device: where to compute. vLLM takes the first GPU that it sees.
     """
 
@@ -374,7 +373,6 @@ class VllmModel:
         return chunk
 
     def drop(self, slot: int) -> None:
-        """Removes a generation, if it is still in."""
         generation = self._generations.pop(slot, None)
         if generation is not None:
             self._engine.abort_request([generation.request_id])

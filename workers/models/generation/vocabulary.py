@@ -26,9 +26,6 @@ _OPTIONAL = frozenset({"generation_config.json", "tokenizer_config.json"})
 class Vocabulary:
     """The tokens of a model, as described by the files of its folder.
 
-    Args:
-        folder: a folder as on the Hugging Face hub, with tokenizer.json.
-
     Raises:
         ConfigurationError: a file is missing or broken, or no token ends a text.
     """

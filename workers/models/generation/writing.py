@@ -161,7 +161,6 @@ class NumberLength:
         return self._digits >= MAX_DIGITS
 
     def read(self, text: str) -> None:
-        """Takes more of the text in."""
         for character in text:
             if self._is_escaped:
                 self._is_escaped = False
@@ -421,7 +420,6 @@ class Writing:
         return chunk
 
     def result(self, input_tokens: int, cached_tokens: int) -> GenerationResult:
-        """The result of an item that has ended."""
         assert self.finish is not None, "the text has not ended; this is a bug"
         return GenerationResult(
             text=self._text,

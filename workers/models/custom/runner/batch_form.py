@@ -41,7 +41,6 @@ class BatchForm(NamedTuple):
 
 
 def has_batches(target: object) -> bool:
-    """Returns whether a class computes batches."""
     return inspect.isclass(target) and callable(getattr(target, METHOD, None))
 
 

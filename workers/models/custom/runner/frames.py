@@ -68,7 +68,6 @@ class FrameReader:
         """The message whose blobs are missing, and their lengths."""
 
     def feed(self, piece: bytes) -> None:
-        """Takes the next bytes."""
         self._data += piece
 
     def next(self) -> Frame | None:

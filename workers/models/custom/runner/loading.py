@@ -230,7 +230,6 @@ def _hides_a_module(folder: Path) -> bool:
 
 
 def is_async(compute: Callable[..., Any]) -> bool:
-    """Returns whether a function is asynchronous."""
     return inspect.iscoroutinefunction(compute) or inspect.isasyncgenfunction(compute)
 
 

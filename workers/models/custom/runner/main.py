@@ -86,7 +86,6 @@ def main(
     """Serves the class of a folder until the socket is closed.
 
     Args:
-        fd: of this end of the socket.
         scratch: the folder below which it writes, with its view of the class's folder. That becomes
             the working directory.
         denied_ports: TCP ports to which it does not connect.
@@ -390,7 +389,6 @@ class SyncRunner:
         signal.signal(signal.SIGUSR1, self._on_cancel)
 
     def run(self) -> None:
-        """Computes until the socket is closed."""
         with contextlib.suppress(ConnectionError):
             while (frame := self._read_frame()) is not None:
                 if "id" in frame.message:  # otherwise a cancellation, which came too late
@@ -434,10 +432,8 @@ class SyncRunner:
         """Computes predictions and sends the answer, or that of what the class raised.
 
         Args:
-            number: by which they are canceled.
             answer: computes them, and returns the frames of the answer.
             failure: returns the frame of an error.
-            predictions: whose files are removed in the end.
         """
         self._is_canceled = False
         try:
@@ -516,7 +512,6 @@ class ListRunner(SyncRunner):
         self._element = element
 
     def run(self) -> None:
-        """Computes until the socket is closed."""
         with contextlib.suppress(ConnectionError):
             while (frame := self._read_frame()) is not None:
                 if "batch" in frame.message:
@@ -538,7 +533,6 @@ class _Batch:
     """The predictions of a batch, and what a class gets of them. Wrong inputs fail alone.
 
     Args:
-        predictions: in order.
         element: makes an element of the list that the class takes.
     """
 
@@ -635,7 +629,6 @@ class AsyncRunner:
         self._sending = asyncio.Lock()
 
     async def run(self) -> None:
-        """Computes until the socket is closed."""
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         self._connection.setblocking(False)
         reader = FrameReader()

@@ -62,7 +62,6 @@ class RecordedMetrics:
         return value
 
     def delete(self, key: str) -> None:
-        """Removes a metric, if it is there."""
         self._values.pop(key, None)
 
     __setitem__ = record
