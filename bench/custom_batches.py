@@ -90,7 +90,6 @@ def run() -> Outcome:
 
 
 def _own_ms(cpu_ms: dict[str, float]) -> float:
-    """What the pipeline's own processes use. The servers are emulators here."""
     return sum(value for name, value in cpu_ms.items() if name == "API" or "worker" in name)
 
 

@@ -76,12 +76,7 @@ OpenSite = Callable[[Link], AbstractContextManager[BrokerSite]]
 
 
 class _Broker:
-    """The measurements with one broker.
-
-    Args:
-        site: opens it at the end of a link.
-        details: gets all that was seen.
-    """
+    """The measurements with one broker."""
 
     def __init__(self, name: Broker, site: OpenSite, details: dict[str, Any]) -> None:
         self._name = name
@@ -132,7 +127,6 @@ class _Broker:
 
 
 def _least(load: FarLoad, delay_ms: int) -> float:
-    """The least share of the rate without delay. 0: none was asked for."""
     if load.batch_s == USUAL.batch_s:
         return KEPT[delay_ms]
     if load.batch_s > USUAL.batch_s:

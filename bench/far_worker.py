@@ -44,12 +44,11 @@ class FarLoad:
 
     name: str
     batch_s: float
-    """Time of a batch, whatever is in it."""
+    """Time for a batch of any size."""
     job_items: int
     jobs: int
     """Jobs in flight."""
     max_items: int = FULL
-    """Of a batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +86,7 @@ class Killed:
     """What a worker's death cost."""
 
     items_per_s: float
-    """Of the worker before."""
+    """Before the kill."""
     held: int
     """Messages that it held when it was killed."""
     redelivered: int
@@ -165,7 +164,6 @@ class _Taken(RowSender):
 def _work(
     site: BrokerSite, project: str, load: FarLoad, hand: int, rows_dir: str, pipe: Connection
 ) -> None:
-    """The process of the worker. Answers each message on the pipe with its counts."""
     with suppress(EOFError):
         uvloop.run(_work_until_killed(site, project, load, hand, rows_dir, pipe))
 
@@ -232,7 +230,6 @@ class _Calling:
             await asyncio.gather(*self._tasks)
 
     async def cancel(self) -> None:
-        """Asks no more, and waits for nothing."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

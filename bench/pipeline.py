@@ -178,7 +178,6 @@ class Pipeline(Parts):
 
     @contextmanager
     def another_api(self) -> Iterator[Part]:
-        """One more API on the same pipeline."""
         port = free_port()
         # The port of the stack's own metrics is taken.
         variables = {"PENSTOCK_METRICS_PORT": "0", "PENSTOCK_PORT": str(port)}

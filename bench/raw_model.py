@@ -38,9 +38,6 @@ class RawModel:
     """The model in child processes, `threads` each, while the context is open.
 
     They idle when not asked.
-
-    Args:
-        backend: what computes: torch in a precision, or ONNX Runtime with a graph.
     """
 
     def __init__(self, folder: Path, processes: int, threads: int, backend: Backend) -> None:

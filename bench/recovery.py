@@ -1,4 +1,4 @@
-"""Waits of callers when a model process, a worker or an API instance dies.
+"""Waits of callers when a model process or a worker dies.
 
 Callers do not retry. The behavior of other servers when their model process is killed is in
 docs/measurements/recovery.md.
@@ -57,12 +57,6 @@ def run() -> Outcome:
         )
         figures.append(expect_none(f"{name}: requests that failed", failed))
         details[name] = {"longest_wait_s": [round(wait_s, 2) for wait_s in waits_s]}
-    read_s = [_read_elsewhere() for _ in range(ROUNDS)]
-    figures.append(
-        Figure(
-            "API killed: its prediction read from another", statistics.median(read_s) * 1000, "ms"
-        )
-    )
     return Outcome(figures, details)
 
 
@@ -93,29 +87,6 @@ async def _measure(world: World, kill: Callable[[World], Any]) -> tuple[float, l
         over.set()
         await asyncio.gather(*callers)
     return killed_s, calls
-
-
-def _read_elsewhere() -> float:
-    """Seconds from the death of an API instance to another's answer for its last prediction."""
-    with (
-        tempfile.TemporaryDirectory(prefix="penstock-recovery-") as folder,
-        World(Path(folder)) as world,
-    ):
-        return asyncio.run(_make_and_read(world))
-
-
-async def _make_and_read(world: World) -> float:
-    async with aiohttp.ClientSession() as session:
-        body = {"version": MODEL, "input": {"text": "a cat"}}
-        async with session.post(f"{world.url('api-0')}/v1/predictions", json=body) as response:
-            prediction = (await response.json())["id"]
-        world.processes["api-0"].kill()
-        killed_s = time.monotonic()
-        async with session.get(f"{world.url('api-1')}/v1/predictions/{prediction}") as response:
-            answer = await response.json()
-        read_s = time.monotonic() - killed_s
-    assert answer["id"] == prediction, answer
-    return read_s
 
 
 def _kill_model_process(world: World) -> None:

@@ -108,7 +108,6 @@ class _Run:
         )
 
     async def _outage(self, writer: RowWriter) -> tuple[float, float]:
-        """Rows a second, and the part of the core."""
         began_s, began = time.monotonic(), self._traffic.written
         self._server.pause()
         first = await self._half(writer)

@@ -129,7 +129,6 @@ class _Run:
         self._unsafe -= 1
 
     def _until_packed(self) -> None:
-        """Waits until few unpacked rows are on disk, in addition to those in memory."""
         deadline_s = time.monotonic() + DRAIN_LIMIT_S
         while len(list(self._spool_dir.glob("*.segment"))) > 64 and time.monotonic() < deadline_s:
             time.sleep(0.05)

@@ -146,11 +146,7 @@ class _NoRows:
 
 
 class _Counted:
-    """A subscription that counts what was delivered before.
-
-    Args:
-        is_fixed: True if it holds the same number of messages at any distance.
-    """
+    """A subscription that counts what was delivered before."""
 
     def __init__(self, subscription: Subscription, *, is_fixed: bool) -> None:
         self._subscription = subscription
@@ -183,7 +179,6 @@ class _OtherHand:
 
     @asynccontextmanager
     async def subscribe(self, subscription_id: str, **options: Any) -> AsyncIterator[Subscription]:
-        """Subscribes like the transport, with that number if it is set."""
         if self._messages:
             options["max_messages"] = self._messages
         async with self._transport.subscribe(subscription_id, **options) as opened:
@@ -219,7 +214,6 @@ class Callers:
         await waiting
 
     async def receive(self) -> None:
-        """Takes replies for as long as it runs."""
         inbox = self._transport.subscribe(slot_subscription_id(INBOX, 0), max_messages=1000)
         async with inbox as replies:
             async for message in replies:
@@ -279,13 +273,7 @@ class WorkerCounts(NamedTuple):
 
 
 class TimedWorker:
-    """A worker with the timed model. An async context manager that runs it.
-
-    Args:
-        hand: how many messages of a priority it holds. 0: as usual.
-        batch_s: seconds of each batch, whatever its size.
-        rows: where its rows go. None: nowhere, and each is safe at once.
-    """
+    """A worker with the timed model. `hand`: number of messages that it holds. 0: as usual."""
 
     def __init__(
         self,
@@ -339,11 +327,7 @@ class TimedWorker:
 
 
 async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
-    """Ends all tasks.
-
-    Raises:
-        Exception: one of them had failed.
-    """
+    """Cancels all tasks. Raises the error of a task that had failed before."""
     for task in tasks:
         task.cancel()
     for outcome in await asyncio.gather(*tasks, return_exceptions=True):

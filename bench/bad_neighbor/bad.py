@@ -167,7 +167,6 @@ class Bad:
             return answer.status
 
     async def _note(self, answer: aiohttp.ClientResponse) -> None:
-        """Reads an answer, and keeps what a refusal says and how long its batch took."""
         said = await answer.read()
         if answer.status >= 400:
             self.reasons[f"{answer.status} {_message(said)}"] += 1

@@ -53,11 +53,7 @@ Parts = dict[str, dict[int, CpuTime]]
 
 
 def cpu_times(leaders: Mapping[str, int]) -> Parts:
-    """What all processes of some parts had so far.
-
-    Args:
-        leaders: the id of the first process of each part. Those below it count too.
-    """
+    """What all processes of some parts had so far."""
     return {name: _family(pid) for name, pid in leaders.items()}
 
 
@@ -99,7 +95,6 @@ class CpuDrive(NamedTuple):
 
 
 def load_between(alone: CpuDrive, beside: CpuDrive) -> Load:
-    """The load that the bad tenant adds: what each process took beside it and not without it."""
     added: Load = {}
     for part, processes in beside.after.items():
         bursts = [one for pid in processes if (one := _added(alone, beside, part, pid)) is not None]
@@ -134,11 +129,7 @@ class BurnOrder(msgspec.Struct):
 async def burning(
     load: Load, seconds: float, low_parts: Sequence[str]
 ) -> AsyncIterator[list[float]]:
-    """Burns the load while the block runs. Afterwards the list has the cores that it got.
-
-    Args:
-        low_parts: the parts that have a lower priority.
-    """
+    """Burns the load while the block runs. Afterwards the list has the cores that it got."""
     orders = [BurnOrder(bursts, seconds, part in low_parts) for part, bursts in load.items()]
     got: list[float] = []
     async with asyncio.TaskGroup() as tasks:
@@ -179,7 +170,6 @@ def burn(burst: CpuBurst, seconds: float) -> float:
 
 
 def main() -> int:
-    """Reads an order from stdin, and writes the cores that it got. Returns the exit status."""
     order = msgspec.json.decode(sys.stdin.buffer.read(), type=BurnOrder)
     if order.steps_back:
         step_back()

@@ -125,7 +125,6 @@ class Quiet:
                 raise RefusedError("a stream broke off")
 
     async def tidy(self) -> None:
-        """Deletes the files that are not of a batch in progress."""
         for file in (await self._get("/v1/files"))["data"]:
             async with self._http.delete(f"{self._url}/v1/files/{file['id']}"):
                 pass

@@ -133,7 +133,6 @@ async def _same_cpu(
     lines: dict[str, Beside],
     load: Load,
 ) -> None:
-    """The quiet tenant beside a load of nobody's requests."""
     await asyncio.to_thread(await_idle, stack)
     async with burning(load, order.seconds, [CLIENT]) as burned:
         await asyncio.sleep(LEAD_S)

@@ -40,11 +40,7 @@ LOOK_S = 0.5
 
 @contextmanager
 def serving() -> Iterator[Stack]:
-    """The running stack, in a temporary folder.
-
-    Raises:
-        PenstockError: as infra.local.stack.Stack.
-    """
+    """The running stack, in a temporary folder."""
     with tempfile.TemporaryDirectory(prefix="penstock-neighbors-") as name:
         folder = Path(name)
         settings = {
@@ -66,7 +62,6 @@ def serving() -> Iterator[Stack]:
 
 
 def _catalog(folder: Path) -> Path:
-    """The shipped models, and one that writes."""
     weights = folder / WRITER
     weights.mkdir()
     # Transformers, which only whoever starts a stack needs.

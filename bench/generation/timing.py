@@ -19,7 +19,6 @@ class TimedGeneration:
 
     @property
     def first_s(self) -> float:
-        """Seconds to the first piece."""
         return self.pieces_s[0] - self.asked_s
 
     @property

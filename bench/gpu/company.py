@@ -71,7 +71,6 @@ def distances(model: ImageModel, items: Mapping[str, PreparedImage]) -> dict[str
 
 
 def text_image(side: int, steps: int, guidance: float, *, scheduler: str = "ddim") -> PreparedImage:
-    """A square image to draw from a prompt."""
     return PreparedImage(
         key="",
         length=side * side * steps,

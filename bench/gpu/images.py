@@ -134,7 +134,6 @@ def image_item(mode: str, number: int, scale: Scale) -> PreparedImage:
 
 
 def image_entry(folder: Path, scale: Scale) -> Model:
-    """A catalog entry for the folder. Everything else depends on the device."""
     largest = max(scale.batches)
     return Model(
         name="stable-diffusion-random",

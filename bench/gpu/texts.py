@@ -90,7 +90,6 @@ def _plain(folder: Path, scale: Scale) -> Any:
 
 
 def texts(length: int, count: int) -> list[PreparedText]:
-    """Texts of `length` random tokens."""
     random = np.random.default_rng(length)
     ids = random.integers(1000, VOCABULARY, (count, length), dtype=np.uint32).astype("<u4")
     return [PreparedText(key="", length=length, ids=row.tobytes()) for row in ids]

@@ -77,7 +77,6 @@ class LoadReport(msgspec.Struct):
 
     @property
     def failures(self) -> dict[str, int]:
-        """The others, counted by status or reason."""
         others = (one.status for one in self.exchanges if one.status != 200)
         return dict(Counter(REASONS.get(status, str(status)) for status in others))
 
@@ -85,7 +84,6 @@ class LoadReport(msgspec.Struct):
         return dict(sorted(Counter(one.status for one in self.exchanges).items()))
 
     def hits(self) -> dict[str, int]:
-        """Number of answers by cache state."""
         return dict(sorted(Counter(one.cache for one in self.exchanges).items()))
 
     def round_trip(self) -> dict[str, float]:

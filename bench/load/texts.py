@@ -15,11 +15,7 @@ As in a product where most inputs are queries, many are paragraphs and a few are
 
 
 class Texts:
-    """Draws texts of words that are one token each, so a text of n words has n + 2 tokens.
-
-    Args:
-        seed: two with the same seed draw the same texts. No text is drawn twice.
-    """
+    """Draws texts of words that are one token each, so a text of n words has n + 2 tokens."""
 
     def __init__(self, model_folder: Path, seed: int) -> None:
         self._tokenizer = Tokenizer.from_file(str(model_folder / "tokenizer.json"))

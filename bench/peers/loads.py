@@ -61,13 +61,7 @@ class Load:
 
 
 def plan(in_flight: Sequence[int], repeats: Sequence[float], rate_per_s: float) -> list[Load]:
-    """The loads in the order they are measured.
-
-    Args:
-        repeats: shares of repeated texts. 0 at every number in flight, others at the one nearest to
-            32.
-        rate_per_s: arrival rate of an open loop. 0: closed loop.
-    """
+    """The loads in order. Those with repeats have the number in flight that is nearest to 32."""
     loads = [Load(number) for number in in_flight if 0 in repeats]
     nearest = min(in_flight, key=lambda number: abs(number - REPEATS_AT))
     loads += [Load(nearest, share) for share in repeats if share]

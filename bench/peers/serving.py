@@ -19,7 +19,7 @@ from bench.peers.answers import PLACE, bodies_of, vector_of
 from bench.peers.environments import FOLDER, programs_of
 from bench.peers.roster import OFFLINE, Contender
 from bench.peers.tree import Tree
-from bench.pipeline import catalog_with
+from bench.pipeline import catalog_with, say_nothing
 from infra.local.ports import Ports
 from infra.local.process import Process, free_port
 from infra.local.stack import Stack
@@ -47,7 +47,6 @@ class Serving:
     def drive(
         self, texts: list[str], in_flight: int, send_s: float, rate_per_s: float = 0.0
     ) -> LoadReport:
-        """Sends `texts` as a generator.LoadOrder says."""
         order = LoadOrder(
             self.port,
             bodies_of(self.contender.body, texts),
@@ -70,9 +69,11 @@ def serving(contender: Contender, model_folder: Path) -> Iterator[Serving]:
     """
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         before = set(psutil.Process().children())
-        start = _stack if contender.group == "ours" else _peer
         began_s = time.monotonic()
-        port = start(contender, Path(folder), model_folder, stack)
+        if contender.group == "ours":
+            port = stack.enter_context(stack_of(contender, Path(folder))).ports.api
+        else:
+            port = _peer(contender, Path(folder), model_folder, stack)
         tree = Tree([child for child in psutil.Process().children() if child not in before])
         serves = Serving(contender, port, time.monotonic() - began_s, tree)
         try:
@@ -123,11 +124,6 @@ def _gives_vector(contender: Contender, port: int) -> bool:
         connection.close()
 
 
-def _stack(contender: Contender, state_dir: Path, model_folder: Path, stack: ExitStack) -> int:
-    """Starts Penstock and returns the API's port."""
-    return stack.enter_context(stack_of(contender, state_dir)).ports.api
-
-
 def stack_of(contender: Contender, state_dir: Path) -> Stack:
     """The stack of `penstock up`, not started, with the catalog entry changed by `contender`."""
     settings = {}
@@ -135,8 +131,4 @@ def stack_of(contender: Contender, state_dir: Path) -> Stack:
         settings["PENSTOCK_MODELS_FILE"] = str(catalog_with(state_dir, contender.entry))
         # Not shared: an artifact made for one way of serving has fewer variants to choose from.
         settings["PENSTOCK_ARTIFACTS_DIR"] = str((FOLDER / "artifacts" / contender.key).resolve())
-    return served_stack(state_dir, Ports.free(), settings, _say_nothing, contender.broker)
-
-
-def _say_nothing(line: str) -> None:
-    """Only measured contenders count. A failure has the end of its log."""
+    return served_stack(state_dir, Ports.free(), settings, say_nothing, contender.broker)

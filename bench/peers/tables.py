@@ -57,7 +57,6 @@ class Medians:
         return self.of(key, load, lambda one: max(one.cpu_ms.values(), default=0.0))
 
     def failed(self, key: str, load: str) -> int:
-        """Requests without a vector, over all rounds."""
         return sum(sum(one.failures.values()) for one in self.rounds(key, load))
 
     def cosines(self, key: str) -> tuple[float, float] | None:

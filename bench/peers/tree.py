@@ -37,7 +37,6 @@ class Tree:
         return sum(sizes)
 
     def freeze(self) -> None:
-        """Stops all processes. They take no CPU until `thaw`."""
         self._each(lambda process: process.suspend())
 
     def thaw(self) -> None:
