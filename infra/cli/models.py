@@ -1,15 +1,18 @@
-"""`penstock models`, `penstock init` and `penstock predict`: custom classes, and image models."""
+"""`penstock models`, `init` and `predict`: custom classes, image models and text models."""
 
 from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from infra.cli.withdrawals import list_withdrawn, withdraw
+from shared.models.catalog_file import is_text_entry
+from shared.settings import ModelSettings, read_settings
 
 Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="the folder of the class")]
 Inputs = Annotated[
@@ -37,7 +40,8 @@ def check(
     model: Annotated[
         str,
         typer.Argument(
-            metavar="FOLDER|NAME", help="the folder of a class, or the name of an image model"
+            metavar="FOLDER|NAME",
+            help="the folder of a class, or the name of an image or text model",
         ),
     ],
     if_changed: Annotated[
@@ -47,29 +51,42 @@ def check(
         ),
     ] = False,
     device: Annotated[
-        str, typer.Option(metavar="NAME", help="of an image model: auto, cpu, cuda or cuda:N")
+        str,
+        typer.Option(metavar="NAME", help="of an image or text model: auto, cpu, cuda or cuda:N"),
     ] = "auto",
 ) -> None:
-    """Try a model, and write what it accepts (FOLDER of a class, or NAME of an image model)."""
+    """Try a model (FOLDER of a class, or NAME of an image or text model).
+
+    Writes what a class or an image model accepts, and shows how much memory a text model takes.
+    """
     folder = Path(model)
     if folder.is_dir():
         if device != "auto":
-            raise typer.BadParameter(f"{model} is not an image model", param_hint="--device")
+            raise typer.BadParameter(f"{model} is a folder", param_hint="--device")
         from workers.models.custom.checking import check_class
 
         lines = check_class(folder, only_if_changed=if_changed)
     else:
         if if_changed:
             raise typer.BadParameter(f"{model} is not a folder", param_hint="--if-changed")
-        # Otherwise transformers warns about a package that image models do not need.
-        os.environ["TRANSFORMERS_VERBOSITY"] = "error"
-        # The printed lines have what its log reports, and an error names its cause.
-        logging.getLogger("workers.models.image").addHandler(logging.NullHandler())
-        from workers.models.image.checking import check_model
-
-        lines = check_model(model, device)
+        lines = _check_entry(model, device)
     for line in lines:
         print(line, flush=True)
+
+
+def _check_entry(name: str, device: str) -> Iterator[str]:
+    # Otherwise transformers warns about a package that image models do not need.
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+    # The printed lines have what these log, and an error names its cause.
+    for package in ("workers.models", "workers.runtime"):
+        logging.getLogger(package).addHandler(logging.NullHandler())
+    if is_text_entry(read_settings(ModelSettings).models_file, name):
+        from workers.runtime.text_check import check_text_model
+
+        return check_text_model(name, device)
+    from workers.models.image.checking import check_model
+
+    return check_model(name, device)
 
 
 @models.command("measure")

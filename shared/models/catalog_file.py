@@ -306,18 +306,34 @@ def read_image_entry(path: Path, name: str) -> ImageEntry:
     """Reads the entry of an image model.
 
     Raises:
-        ConfigurationError: there is none of this name, or the file can't be read.
+        ConfigurationError: no such image model exists, or the file can't be read.
     """
+    entry = _find_fields(path, name)
+    if entry.get("task") != "image":
+        raise ConfigurationError(f"{name}: neither a folder nor an image or text model in {path}")
+    image = dict(entry.get("image") or {})
+    file = image.pop("interface", None)
+    place = path.parent / file if isinstance(file, str) else None
+    return ImageEntry({**entry, "image": image}, place)
+
+
+def is_text_entry(path: Path, name: str) -> bool:
+    """Returns whether the catalog has a text model of this name. Its entry is not validated.
+
+    Raises:
+        ConfigurationError: the file can't be read.
+    """
+    return _find_fields(path, name).get("task") == "text"
+
+
+def _find_fields(path: Path, name: str) -> dict[str, Any]:
+    """The fields of a model's entry, as written. Empty if there is none."""
     for node in _entries(path, _composed(path), "models"):
         with _placed(path, node) as constructor:
             entry = constructor.construct_document(node)
-        if not isinstance(entry, dict) or entry.get("name") != name or entry.get("task") != "image":
-            continue
-        image = dict(entry.get("image") or {})
-        file = image.pop("interface", None)
-        place = path.parent / file if isinstance(file, str) else None
-        return ImageEntry({**entry, "image": image}, place)
-    raise ConfigurationError(f"{name}: it is neither a folder nor an image model in {path}")
+        if isinstance(entry, dict) and entry.get("name") == name:
+            return entry
+    return {}
 
 
 def _descend(node: yaml.Node, location: tuple[int | str, ...]) -> yaml.Node:

@@ -301,4 +301,4 @@ def test_a_name_that_no_entry_has_is_an_error(
     checked: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert penstock("models", "check", "other") == 1
-    assert "other: it is neither a folder nor an image model in" in capsys.readouterr().err
+    assert "other: neither a folder nor an image or text model in" in capsys.readouterr().err

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from torch.linalg import vector_norm
 from torch.nn.functional import rms_norm
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
@@ -279,6 +280,28 @@ _TRIAL_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.0
 A wrong attention gives other numbers altogether.
 """
 _INT4 = "int4"
+_UNLOADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError)
+"""Errors of transformers about a folder that is not a model or has damaged files."""
+
+
+def choose_dtype(precision: str, device_type: str) -> torch.dtype:
+    """Returns the type of activations, keys and values.
+
+    Args:
+        precision: precision from the catalog entry, `auto` included.
+        device_type: `cpu` or `cuda`.
+
+    Raises:
+        ConfigurationError: the device does not compute in this precision.
+    """
+    if precision == _INT4 and device_type != "cpu":
+        raise ConfigurationError("a text model is in int4 on CPUs only", field="precision")
+    if precision not in ("auto", _INT4):
+        return DTYPES[precision]
+    if device_type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+    has_bf16 = bool(BF16_FLAGS & set(this_cpu()[1]))
+    return torch.bfloat16 if has_bf16 and computes_bf16() else torch.float32
 
 
 class Decoder:
@@ -308,11 +331,11 @@ class Decoder:
         """
         self._device, self.device_name = self._wanted.open()
         self._computing = CpuThreads().computing if self._device.type == "cpu" else nullcontext
-        self._dtype = self._choose_precision()
+        self._dtype = choose_dtype(self._precision, self._device.type)
         try:
             with memory_errors():
                 self._model: Any = self._load().to(self._device).eval().requires_grad_(False)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except _UNLOADABLE as error:
             raise ConfigurationError(
                 f"{self._folder}: not a causal language model: {error}", field="source"
             ) from error
@@ -343,16 +366,6 @@ class Decoder:
             for weights in model.parameters():  # not the frequencies of positions
                 weights.data = weights.data.to(self._dtype)
         return model
-
-    def _choose_precision(self) -> torch.dtype:
-        if self._precision == _INT4 and self._device.type != "cpu":
-            raise ConfigurationError("a text model is in int4 on CPUs only", field="precision")
-        if self._precision not in ("auto", _INT4):
-            return DTYPES[self._precision]
-        if self._device.type == "cuda":
-            return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
-        has_bf16 = bool(BF16_FLAGS & set(this_cpu()[1]))
-        return torch.bfloat16 if has_bf16 and computes_bf16() else torch.float32
 
     def _check(self) -> None:
         """Compares the logits of a few tokens with those of transformers' own attention."""
