@@ -48,8 +48,8 @@ from workers.health import health_server
 from workers.identity import WorkerInfo
 from workers.jobs.canary_comparison import RevisionComparison
 from workers.jobs.canary_share import CanaryShare
-from workers.jobs.completion import Completion
 from workers.jobs.consumer import JobConsumer
+from workers.jobs.step_completion import StepCompletion
 from workers.metrics import ProcessTimes, UtilizationReports
 from workers.models.processors import gpu_type_of
 from workers.models.source import resolve
@@ -211,12 +211,11 @@ async def _open(
             cache,
             records,
             objects,
-            Completion(
-                model, transport, cache, records, objects, rows, facts, parts.get(model.name)
+            StepCompletion(
+                model, transport, cache, records, objects, rows, facts, flows, parts.get(model.name)
             ),
             in_steps=WORKER_TASKS[model.task].computes_steps(model, folder),
             withdrawals=withdrawals,
-            flows=flows,
         )
         for model, folder, _ in hosted
     ]

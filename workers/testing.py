@@ -38,8 +38,8 @@ from shared.stores.redis_client import NO_REDIS
 from shared.usage.row import Row
 from shared.usage.row_list import RowList
 from workers.identity import WorkerInfo
-from workers.jobs.completion import Completion
 from workers.jobs.consumer import JobConsumer
+from workers.jobs.step_completion import StepCompletion
 from workers.models.base import LoadedModel, Preparer, SteppedModel
 from workers.models.client import Launch, MakeRoom
 from workers.models.step_shares import StepRoom
@@ -158,7 +158,8 @@ async def running_worker(
     ):
         info = WorkerInfo("testing", "", pool.device_name)
         objects = ObjectStore(objects_url)
-        completion = Completion(entry, broker, cache, records, objects, rows, info)
+        flows = FlowEngine(catalog or Catalog((entry,)), records, broker, cache)
+        completion = StepCompletion(entry, broker, cache, records, objects, rows, info, flows)
         consumer = JobConsumer(
             entry,
             preparer,
@@ -167,7 +168,6 @@ async def running_worker(
             objects,
             completion,
             in_steps=thread.in_steps,
-            flows=FlowEngine(catalog or Catalog((entry,)), records, broker, cache),
         )
         worker = Worker([consumer], broker, records, pool, drain_s=CLOSE_LIMIT_S)
         under_test = WorkerUnderTest(broker, entry, rows.rows)

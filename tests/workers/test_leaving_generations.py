@@ -29,7 +29,7 @@ from tests.workers.test_steps import (
     running,
     spelling,
 )
-from workers.jobs.consumer import JobCallback
+from workers.jobs.deadlines import JobCallback
 from workers.models.base import PreparedPrompt, StepEnd
 from workers.models.device import Device
 from workers.models.generation.model import GenerationModel

@@ -26,7 +26,7 @@ from shared.tenants.plan import Priority
 from tests.limits import WAIT_LIMIT_S
 from tests.workers.speller import FIRST_LETTERS, SpellerPreparer
 from tests.workers.worker_harness import WorkerHarness, running_worker
-from workers.jobs.consumer import Clock
+from workers.jobs.deadlines import Clock
 from workers.metrics import FADE_S
 from workers.runtime.pool import HostedModel, ModelPool
 

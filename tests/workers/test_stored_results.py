@@ -12,7 +12,7 @@ from shared.models.blob import INLINE_LIMIT_BYTES, Blob
 from shared.models.tasks.custom import CustomResult, FilePlace
 from shared.stores.held_bytes import hold
 from shared.stores.objects import ObjectStore
-from workers.jobs.completion import RESULTS_COUNT_S, LargeResults
+from workers.jobs.large_results import RESULTS_COUNT_S, LargeResults
 
 pytestmark = pytest.mark.anyio
 FILE_BYTES = INLINE_LIMIT_BYTES + 1
@@ -51,7 +51,7 @@ async def test_files_of_predictions_and_flows_count_until_they_are_gone(
     )
     results = LargeResults(objects, reply_limit_bytes=INLINE_LIMIT_BYTES, keep_limit_s=1.0)
     outcome = ItemOutcome(0, "succeeded", Receipt(), result=result)
-    stored = await results.stored(envelope(**of), outcome)
+    stored = await results.store(envelope(**of), outcome)
     assert stored.result is not None
     assert [blob.object_key is None for blob in stored.result.blobs] == [False, False, True]
     assert (await storage.use("acme")).size_bytes == counted

@@ -59,8 +59,10 @@ from tests.waiting import until
 from workers.identity import WorkerInfo
 from workers.jobs.canary_share import CanaryShare
 from workers.jobs.completion import Completion
-from workers.jobs.consumer import Clock, JobConsumer
+from workers.jobs.consumer import JobConsumer
+from workers.jobs.deadlines import Clock
 from workers.jobs.registry import JobRegistry
+from workers.jobs.step_completion import StepCompletion
 from workers.metrics import ProcessTimes
 from workers.models.base import Prepared, PreparedCustom, PreparedImage, PreparedText, Preparer
 from workers.models.client import ModelProcessDied, OnPreviews, OnProgress
@@ -426,8 +428,11 @@ async def running_worker(
         assert await cache.wait_up(WAIT_LIMIT_S)
         harness = WorkerHarness(broker, letters.processes[0], rows, records, stop)
         objects = objects or ObjectStore(f"file://{folder}")
-        completion = Completion(
-            model, broker, cache, records, objects, rows, WorkerInfo("w", "here", "letters"), canary
+        parts = model, broker, cache, records, objects, rows, WorkerInfo("w", "here", "letters")
+        completion = (
+            Completion(*parts, canary)
+            if catalog is None
+            else StepCompletion(*parts, FlowEngine(catalog, records, broker, cache), canary)
         )
         preparer = preparer or LetterPreparer()
         consumer = JobConsumer(
@@ -440,7 +445,6 @@ async def running_worker(
             in_steps=WORKER_TASKS[model.task].computes_steps(model, Path()),
             clock=clock,
             withdrawals=withdrawals,
-            flows=FlowEngine(catalog, records, broker, cache) if catalog is not None else None,
         )
         harness.consumer, harness.registry = consumer, completion.registry
         worker = Worker(

@@ -1,6 +1,6 @@
 """Ends jobs: stores large results, ends the record, replies, fills the cache, writes rows, acks.
 
-`_finish` decides the outcome. It hands a job back only if Redis (for a prediction), the object
+`finish` decides the outcome. It hands a job back only if Redis (for a prediction), the object
 store or the broker fails. A job is acked last, so a crash at any earlier step makes the broker
 deliver it again. The first attempt to end the record decides the answer. Later attempts repeat that
 answer and write equal rows.
@@ -18,310 +18,53 @@ the keys of the largest, replies also those of smaller ones.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import operator
 import time
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, Literal
-
-import msgspec
+from collections import Counter
+from collections.abc import Coroutine, Sequence
+from typing import Any, ClassVar
 
 from shared.broker.transport import Publisher
 from shared.errors import (
-    Canceled,
     PenstockError,
     Unavailable,
-    error_for_code,
 )
 from shared.flows.engine import StepRow
 from shared.messages import (
     Envelope,
-    Item,
-    ItemError,
     ItemOutcome,
     ReplyBody,
     decode_reply_body,
     encode_reply_body,
-    failure,
 )
-from shared.models.blob import INLINE_LIMIT_BYTES, RESULTS, Blob, content_digest
 from shared.models.catalog import Model
 from shared.models.tasks import Result
-from shared.models.tasks.custom import CustomInput, CustomResult, PieceChunk
-from shared.models.tasks.text import GenerationInput
 from shared.money import slo
-from shared.money.charge import ENDED_BY_CALLER, is_ended_by_caller
-from shared.process.concurrency import backoff
 from shared.stores.cache import Owed, ResultCache
-from shared.stores.held_bytes import hold
 from shared.stores.objects import ObjectStore
 from shared.stores.record_state import Finish
 from shared.stores.records import Records
-from shared.stores.stream_chunks import merge_chunks
-from shared.stores.token_streams import Delivered, TokenStreams
 from shared.tracing.spans import entered
 from shared.usage.row import Row, RowSink
 from shared.webhooks.event import EventName
 from shared.webhooks.publisher import WebhookPublisher
 from workers import metrics
 from workers.identity import WorkerInfo, row_for
+from workers.jobs.answers import (
+    answer_after_reply,
+    answer_of,
+    in_time,
+    outcomes_by_item,
+    state_of,
+    with_delivered,
+)
 from workers.jobs.canary_share import CanaryShare, Forwarding
+from workers.jobs.large_results import KEEP_LIMIT_S, LargeResults
 from workers.jobs.registry import EncodedReply, JobRegistry, ReplyPublisher
 from workers.jobs.spans import record_spans
-from workers.scheduling.job import NOT_SENT, PulledJob
+from workers.scheduling.job import PulledJob
 
 log = logging.getLogger(__name__)
-
-FIRST_PAUSE_S, MAX_PAUSE_S = 0.25, 4.0
-RESULTS_COUNT_S = 3600.0
-"""How long after its deadline the files of a custom class count in the storage quota of the tenant:
-the default of `PENSTOCK_PREDICTION_KEEP_S`."""
-MAX_STREAMED = 4096
-"""Keys of streamed files that are remembered, so that they are not stored twice."""
-
-KEEP_LIMIT_S = 60.0
-"""The time that a result waits while Redis or the object store is unavailable."""
-
-
-class LargeResults:
-    """Stores the blobs of results that are too large for a record or for a reply.
-
-    Args:
-        reply_limit_bytes: the largest blob in a reply. It is at most that of a record.
-        keep_limit_s: how long to retry while the store is unavailable.
-    """
-
-    def __init__(
-        self, objects: ObjectStore, *, reply_limit_bytes: int, keep_limit_s: float
-    ) -> None:
-        self._objects = objects
-        self._reply_limit_bytes = reply_limit_bytes
-        self._keep_limit_s = keep_limit_s
-        self._streamed: OrderedDict[str, None] = OrderedDict()
-        """The last keys that were stored before their results were there."""
-
-    async def stored(self, envelope: Envelope, outcome: ItemOutcome) -> ItemOutcome:
-        """The outcome as records carry it, with a key in place of a large blob.
-
-        Raises:
-            Unavailable: the store was unavailable until the deadline or for `keep_limit_s`.
-        """
-        return await self._with_key(envelope, outcome, INLINE_LIMIT_BYTES)
-
-    async def for_reply(self, envelope: Envelope, body: ReplyBody) -> ReplyBody:
-        """The body as its reply carries it. It is the same object if nothing changes.
-
-        A prediction is read from its record, so its reply has no results.
-
-        Raises:
-            Unavailable: as `stored` does.
-        """
-        if envelope.has_record:
-            outcomes = [msgspec.structs.replace(one, result=None) for one in body.outcomes]
-            return msgspec.structs.replace(body, outcomes=outcomes)
-        limit_bytes = self._reply_limit_bytes
-        if limit_bytes == INLINE_LIMIT_BYTES:  # it was kept when the record was made
-            return body
-        outcomes = await asyncio.gather(
-            *(self._with_key(envelope, one, limit_bytes) for one in body.outcomes)
-        )
-        is_same = all(map(operator.is_, outcomes, body.outcomes))
-        return body if is_same else msgspec.structs.replace(body, outcomes=outcomes)
-
-    async def _with_key(
-        self, envelope: Envelope, outcome: ItemOutcome, limit_bytes: int
-    ) -> ItemOutcome:
-        result = outcome.result
-        if result is None or not any(_is_large(blob, limit_bytes) for blob in result.blobs):
-            return outcome
-        kept, stored_bytes = list[Blob](), 0
-        key = f"{RESULTS}/{envelope.request_id}/{outcome.index}"
-        for number, blob in enumerate(result.blobs):
-            if _is_large(blob, limit_bytes):
-                own_key, data = key + result.blob_suffix(number), blob.data or b""
-                if own_key not in self._streamed:
-                    await self._put(own_key, data, blob.media_type, envelope.deadline_s)
-                # Another step may ask the cache for what it makes of these bytes.
-                digest = content_digest(data) if envelope.flow else ""
-                blob = Blob(blob.media_type, object_key=own_key, digest=digest)
-                stored_bytes += len(data)
-            kept.append(blob)
-        is_kept = envelope.has_record or envelope.flow  # otherwise somebody waits for the answer
-        if stored_bytes and is_kept and isinstance(result, CustomResult):
-            until_s = envelope.deadline_s + RESULTS_COUNT_S
-            with contextlib.suppress(Unavailable):  # a result isn't lost because it isn't counted
-                await hold(self._objects, envelope.tenant, stored_bytes, until_s)
-        return msgspec.structs.replace(outcome, result=result.with_blobs(kept))
-
-    async def store_streamed(self, envelope: Envelope, key: str, blob: Blob) -> None:
-        """Stores a file of a result that is not there yet. Small ones are in the stream.
-
-        Raises:
-            Unavailable: as `stored` does.
-        """
-        if _is_large(blob, INLINE_LIMIT_BYTES):
-            await self._put(key, blob.data or b"", blob.media_type, envelope.deadline_s)
-            self._streamed[key] = None
-            if len(self._streamed) > MAX_STREAMED:
-                self._streamed.popitem(last=False)
-
-    async def _put(self, key: str, data: bytes, media_type: str, deadline_s: float) -> None:
-        """Stores an object.
-
-        Retries while the store is unavailable, which costs less than a new image.
-        """
-        until_s = min(deadline_s, time.time() + self._keep_limit_s)
-        pauses = backoff(FIRST_PAUSE_S, MAX_PAUSE_S)
-        while True:
-            try:
-                return await self._objects.put(key, data, media_type)
-            except Unavailable:
-                pause_s = next(pauses)
-                if time.time() + pause_s > until_s:
-                    raise
-            await asyncio.sleep(pause_s)
-
-
-def _is_large(blob: Blob, limit_bytes: int) -> bool:
-    return blob.data is not None and len(blob.data) > limit_bytes
-
-
-def is_streamed(item: Item) -> bool:
-    """Returns whether the tokens of an item go to a stream."""
-    return isinstance(item.input, GenerationInput | CustomInput) and item.input.is_streamed
-
-
-async def with_delivered(streams: TokenStreams, pulled: PulledJob, body: ReplyBody) -> ReplyBody:
-    """Ends the delivery of generations that their callers ended. Receipts count what was read.
-
-    Without a result, the answer has what a custom class had yielded: of an item that its caller
-    ended no more than what was read, and otherwise all, which is not charged.
-
-    Raises:
-        Unavailable: Redis did not answer.
-    """
-    streamed = {item.index: item for item in pulled.items if is_streamed(item)}
-    ended = [
-        outcome.index
-        for outcome in body.outcomes
-        if outcome.index in streamed and _is_charged_as_read(outcome, streamed[outcome.index])
-    ]
-    if not ended and not pulled.written:
-        return body
-    delivered = dict[int, Delivered | None]()
-    if ended:
-        read = await streams.end_delivery(pulled.record, ended)
-        delivered = dict(zip(ended, read, strict=True))
-    outcomes = [
-        one
-        if (read_of_it := delivered.get(one.index)) is None
-        else _counted(one, read_of_it, streamed)
-        for one in body.outcomes
-    ]
-    return msgspec.structs.replace(
-        body, outcomes=[_with_partial(one, pulled, delivered) for one in outcomes]
-    )
-
-
-def _with_partial(
-    outcome: ItemOutcome, pulled: PulledJob, delivered: Mapping[int, Delivered | None]
-) -> ItemOutcome:
-    whole = merge_chunks(pulled.written.get(outcome.index, ()), 0)
-    if outcome.result is not None or not isinstance(whole, PieceChunk):
-        return outcome
-    count = len(whole.ids)
-    if outcome.index in delivered:
-        read = delivered[outcome.index]
-        count = read.output_tokens if read is not None else 0
-    return msgspec.structs.replace(outcome, partial=whole.until(count) if count else None)
-
-
-def _is_charged_as_read(outcome: ItemOutcome, item: Item) -> bool:
-    """Returns whether what was read is charged. A class may find late that an input is wrong."""
-    is_text = isinstance(item.input, GenerationInput)
-    return outcome.status in ENDED_BY_CALLER or (is_text and is_ended_by_caller(outcome))
-
-
-def _counted(
-    outcome: ItemOutcome, delivered: Delivered, streamed: Mapping[int, Item]
-) -> ItemOutcome:
-    receipt = msgspec.structs.replace(outcome.receipt, is_delivered_in_part=True)
-    if isinstance(streamed[outcome.index].input, GenerationInput):  # other pieces are no tokens
-        receipt.tokens = delivered.input_tokens + delivered.output_tokens
-        receipt.output_tokens = delivered.output_tokens
-        receipt.cached_tokens = delivered.cached_tokens
-    return msgspec.structs.replace(outcome, receipt=receipt)
-
-
-def state_of(body: ReplyBody) -> Literal["succeeded", "failed", "canceled"]:
-    """The final state of the record. It succeeded only if all items did."""
-    statuses = {outcome.status for outcome in body.outcomes}
-    if statuses == {"succeeded"}:
-        return "succeeded"
-    return "canceled" if "canceled" in statuses else "failed"
-
-
-def answered_by(ours: ReplyBody, finish: Finish | None) -> ReplyBody:
-    """The answer in the record: ours, another attempt's, or a cancellation."""
-    if finish is not None and not finish.is_ours and finish.reply is not None:
-        return decode_reply_body(finish.reply)
-    if finish is None or finish.state != "canceled":
-        return ours
-    outcomes = [failure(outcome.index, Canceled(), outcome.receipt) for outcome in ours.outcomes]
-    return msgspec.structs.replace(ours, outcomes=outcomes)
-
-
-def delivered_answer(ours: ReplyBody, finish: Finish | None, *, is_sent: bool) -> ReplyBody:
-    """The answer in the record, without results if its inbox is gone.
-
-    The API writes rows of its own for what came too late. When the broker confirms that it has the
-    reply says nothing of that.
-    """
-    answered = answered_by(ours, finish)
-    if finish is None or finish.is_ours:  # otherwise the caller took another attempt's reply
-        return answered if is_sent else undelivered(answered)
-    return answered
-
-
-def in_time(pulled: PulledJob, body: ReplyBody, now_s: float) -> ReplyBody:
-    """The answer if its deadline is after `now_s`.
-
-    Otherwise the same without results, so nothing is charged.
-    """
-    if now_s < pulled.envelope.deadline_s or not any(outcome.result for outcome in body.outcomes):
-        return body
-    late = [
-        outcome
-        if outcome.result is None
-        else pulled.expired(outcome.index, outcome.receipt, NOT_SENT)
-        for outcome in body.outcomes
-    ]
-    return msgspec.structs.replace(body, outcomes=late)
-
-
-def undelivered(body: ReplyBody) -> ReplyBody:
-    """The answer without results, because the API instance and the caller's connection are gone."""
-    gone = Unavailable("the API instance that asked is gone")
-    outcomes = [
-        one if one.result is None else failure(one.index, gone, one.receipt)
-        for one in body.outcomes
-    ]
-    return msgspec.structs.replace(body, outcomes=outcomes)
-
-
-def one_for_each(items: Sequence[Item], answered: ReplyBody) -> list[ItemOutcome]:
-    """The outcome of each item. If the job failed as a whole, each item has its error."""
-    if answered.outcomes:
-        return answered.outcomes
-    error = answered.error or ItemError(
-        PenstockError.code, "it ended without a reason; this is a bug"
-    )
-    return [
-        failure(item.index, error_for_code(error.code, error.message, error.field))
-        for item in items
-    ]
 
 
 class Completion:
@@ -331,6 +74,9 @@ class Completion:
     the comparison of two revisions, and `forwarding` hands over what this one can't do. None: the
     model has no canary, or is not one.
     """
+
+    has_flows: ClassVar = False
+    """True if it can end the jobs of flow steps."""
 
     def __init__(
         self,
@@ -349,8 +95,6 @@ class Completion:
             Forwarding(model, publisher, records, self.registry) if model.is_canary else None
         )
         self.replies = ReplyPublisher(model.name, worker.worker, publisher)
-        self.finish_step: Callable[[PulledJob], Coroutine[Any, Any, None]] | None = None
-        """Ends the job of a flow's step (workers/jobs/steps.py). None: none gets here."""
         self.model = model
         self._cache = cache
         self._records = records
@@ -370,15 +114,17 @@ class Completion:
         pulled.outcomes[outcome.index] = outcome
         if len(pulled.outcomes) == len(pulled.items):
             pulled.end()
-            if pulled.envelope.flow and self.finish_step is not None:
-                self._spawn(pulled, self.finish_step(pulled))
-            elif self._is_plain(pulled):
+            if self._is_plain(pulled):
                 if not self._ended:
                     asyncio.get_running_loop().call_soon(self._finish_ended)
                 one_end = pulled.envelope.inbox, pulled.envelope.has_record
                 self._ended.setdefault(one_end, []).append(pulled)
             else:
-                self._spawn(pulled, self._finish(pulled))
+                self._spawn(pulled, self.finish(pulled))
+
+    async def without_ended_steps(self, pulled_jobs: Sequence[PulledJob]) -> Sequence[PulledJob]:
+        """Returns all jobs: only a worker with flows ends flow steps (StepCompletion)."""
+        return pulled_jobs
 
     def _is_plain(self, pulled: PulledJob) -> bool:
         """Returns whether a job has no steps of its own, and no spans to be made of them.
@@ -391,6 +137,7 @@ class Completion:
             and self.forwarding is None
             and pulled.runs is None
             and not pulled.envelope.webhook
+            and not pulled.envelope.flow
             and not pulled.dead_letter_reason
             and not any(one.result and one.result.blobs for one in outcomes)
             and not (pulled.envelope.has_record and any(one.result is None for one in outcomes))
@@ -405,7 +152,7 @@ class Completion:
                 self.registry.spawn(finish(jobs))
 
     async def _finish_together(self, jobs: Sequence[PulledJob]) -> None:
-        """Does for plain jobs of one inbox, without records, what `_finish` does for one job."""
+        """Does for plain jobs of one inbox, without records, what `finish` does for one job."""
         ours = self._bodies_of(jobs)
         encoded = [encode_reply_body(body) for body in ours]
         ending = asyncio.ensure_future(self._end_records(jobs, ours, encoded))
@@ -416,30 +163,30 @@ class Completion:
         finally:
             finishes = await ending
         answers = [
-            (pulled, delivered_answer(body, finish, is_sent=is_sent is True))
+            (pulled, answer_after_reply(body, finish, is_sent=is_sent is True))
             for pulled, body, is_sent, finish in zip(jobs, ours, sent, finishes, strict=True)
         ]
         await self._after_replies(answers, sent)
 
     async def _finish_recorded(self, jobs: Sequence[PulledJob]) -> None:
-        """Does for plain predictions of one inbox what `_finish` does for one job.
+        """Does for plain predictions of one inbox what `finish` does for one job.
 
         All are finished one by one if one is late, and those whose records Redis did not end.
         """
         ours = self._bodies_of(jobs)
         if any(state_of(body) != "succeeded" for body in ours):  # some are late by now
             for pulled in jobs:
-                self._spawn(pulled, self._finish(pulled))
+                self._spawn(pulled, self.finish(pulled))
             return
         finishes = await self._end_records(jobs, ours, [encode_reply_body(body) for body in ours])
         answers, replies = list[tuple[PulledJob, ReplyBody]](), list[EncodedReply]()
         for pulled, body, finish in zip(jobs, ours, finishes, strict=True):
             if finish is None or finish.is_lost_to_cancel:
-                self._spawn(pulled, self._finish(pulled))
+                self._spawn(pulled, self.finish(pulled))
                 continue
             if finish.is_ours:
                 self._count_toward_slo(pulled.envelope, body)
-            answered = answered_by(body, finish)
+            answered = answer_of(body, finish)
             reply = await self.large_results.for_reply(pulled.envelope, answered)
             answers.append((pulled, answered))
             replies.append((pulled.envelope, encode_reply_body(reply)))
@@ -511,7 +258,7 @@ class Completion:
             return
         self.write_rows([(pulled, answered)])
 
-    async def _finish(self, pulled: PulledJob) -> None:
+    async def finish(self, pulled: PulledJob) -> None:
         outcomes = [pulled.outcomes[item.index] for item in pulled.items]
         if self.canary is not None:
             self.canary.count(pulled, outcomes)
@@ -524,7 +271,7 @@ class Completion:
         try:
             # Together, because a store may be far away.
             outcomes = await asyncio.gather(
-                *(self.large_results.stored(pulled.envelope, outcome) for outcome in outcomes)
+                *(self.large_results.store(pulled.envelope, outcome) for outcome in outcomes)
             )
             ours = self.body_of(outcomes)
             answered = await self._end(pulled, ours)
@@ -577,7 +324,7 @@ class Completion:
             is_sent = await self.replies.publish(pulled.envelope, reply_body)
         finally:
             finish = await ending
-        return delivered_answer(ours, finish, is_sent=is_sent)
+        return answer_after_reply(ours, finish, is_sent=is_sent)
 
     async def _record_then_reply(self, pulled: PulledJob, ours: ReplyBody) -> ReplyBody:
         """Ends the record that the API promised, and then publishes the reply. Returns the answer.
@@ -593,7 +340,7 @@ class Completion:
             left_s = until_s - time.monotonic()
             if left_s <= 0 or not await self._records.wait_up(left_s):
                 raise Unavailable("the record could not be ended")
-        answered, body = answered_by(ours, finish), encode_reply_body(ours)
+        answered, body = answer_of(ours, finish), encode_reply_body(ours)
         if finish.is_ours:
             self._count_toward_slo(pulled.envelope, ours)
         await self._reply(pulled, answered, body)
@@ -607,7 +354,7 @@ class Completion:
                 pulled.record, state_of(ours), encode_reply_body(ours)
             )
             if finish is not None and finish.is_lost_to_cancel:
-                ours = await with_delivered(self._records.tokens, pulled, answered_by(ours, finish))
+                ours = await with_delivered(self._records.tokens, pulled, answer_of(ours, finish))
                 finish = await self._records.finish(
                     pulled.record, "canceled", encode_reply_body(ours)
                 )
@@ -637,7 +384,7 @@ class Completion:
             rows.append(row_for(model, self.worker, envelope, outcome, time.time()))
         for pulled, answered in answers:
             replied_at_s = answered.replied_at_s or time.time()
-            for outcome in one_for_each(pulled.items, answered):
+            for outcome in outcomes_by_item(pulled.items, answered):
                 counts[outcome.status, outcome.receipt.cache] += 1
                 rows.append(
                     row_for(self.model, self.worker, pulled.envelope, outcome, replied_at_s)

@@ -28,7 +28,8 @@ from shared.stores.records import Records
 from shared.stores.stream_chunks import Chunk, merge_chunks
 from shared.stores.token_streams import Written
 from workers import metrics
-from workers.jobs.completion import Completion, is_streamed
+from workers.jobs.answers import is_streamed
+from workers.jobs.completion import Completion
 from workers.jobs.spans import traces_of
 from workers.models.base import Prepared, PreparedCustom, PreparedPrompt, RgbImage
 from workers.models.reports import BatchResult, FileOfPiece, ItemPreview, Previews
@@ -63,16 +64,17 @@ _NEVER = 1 << 62
 class ModelQueue:
     """Queues items, coalesces identical ones, and drops those that are canceled or late.
 
-    `on_queued` is called when there is more to take. The worker sets it.
+    Args:
+        on_queued: called when there is more to take.
     """
 
-    def __init__(self, model: Model, completion: Completion) -> None:
+    def __init__(self, model: Model, completion: Completion, on_queued: Callable[[], None]) -> None:
         self._completion = completion
         shares = TenantShares() if model.definition.runs_to_the_end(model) else None
         self._queue = PriorityQueue(model.budget, model.batch.max_items, shares)
         self._by_cache_key: dict[str, QueuedItem] = {}
         self._earliest_s = float("inf")
-        self.on_queued: Callable[[], None] = lambda: None
+        self.on_queued = on_queued
 
     @property
     def waiting(self) -> int:

@@ -1,8 +1,8 @@
-"""Ends the jobs of flows' steps: marks their items, carries the run on, writes rows, acks.
+"""Ends the jobs of flow steps: marks their items, continues the run, writes rows, acks.
 
-As for any job the ack is last, after what follows is with the broker. So if this worker dies, the
-message comes again, its items are found done, and the run is carried on from there
-(shared/flows/engine.py).
+As with any job, the ack is last, after the broker has the messages of the next steps. If this
+worker dies first, the message is delivered again, its items are found done, and the run continues
+from there (shared/flows/engine.py).
 """
 
 from __future__ import annotations
@@ -13,70 +13,93 @@ from collections.abc import Sequence
 
 import msgspec
 
+from shared.broker.transport import Publisher
 from shared.errors import PenstockError, Unavailable
 from shared.flows.engine import FlowEngine, JobEnd, may_retry
 from shared.messages import ItemOutcome
+from shared.models.catalog import Model
+from shared.stores.cache import ResultCache
+from shared.stores.objects import ObjectStore
 from shared.stores.record_state import ReleasedClaim
 from shared.stores.records import Records
-from workers.jobs.completion import KEEP_LIMIT_S, Completion, in_time
+from shared.usage.row import RowSink
+from workers.identity import WorkerInfo
+from workers.jobs.answers import in_time
+from workers.jobs.canary_share import CanaryShare
+from workers.jobs.completion import Completion
+from workers.jobs.large_results import KEEP_LIMIT_S
 from workers.jobs.spans import record_spans
 from workers.scheduling.job import PulledJob
 
 AGAIN_S = 0.25
 
 
-class StepJobs:
-    """The jobs of steps that a worker has for one model."""
+class StepCompletion(Completion):
+    """Ends the jobs of one model, including jobs of flow steps."""
 
-    def __init__(self, engine: FlowEngine, completion: Completion, records: Records) -> None:
-        self._engine = engine
-        self._completion = completion
-        self._records = records
-        completion.finish_step = self.finish
+    has_flows = True
 
-    async def still_open(self, pulled_jobs: Sequence[PulledJob]) -> list[PulledJob]:
+    def __init__(
+        self,
+        model: Model,
+        publisher: Publisher,
+        cache: ResultCache,
+        records: Records,
+        objects: ObjectStore,
+        rows: RowSink,
+        worker: WorkerInfo,
+        flows: FlowEngine,
+        canary: CanaryShare | None = None,
+    ) -> None:
+        super().__init__(model, publisher, cache, records, objects, rows, worker, canary)
+        self._engine = flows
+
+    async def without_ended_steps(self, pulled_jobs: Sequence[PulledJob]) -> Sequence[PulledJob]:
         """Ends the jobs whose items are done, or whose run is over. Returns the others."""
         of_flows = [pulled for pulled in pulled_jobs if pulled.envelope.flow]
         try:
             looks = await self._engine.look([pulled.job for pulled in of_flows])
         except Unavailable:  # they are marked later
-            return list(pulled_jobs)
+            return pulled_jobs
         over = set[PulledJob]()
         for pulled, look in zip(of_flows, looks, strict=True):
             if look.begins:
-                self._completion.notify_webhook(pulled, "start")
+                self.notify_webhook(pulled, "start")
             if not look.is_open or look.done == len(pulled.items):
                 over.add(pulled)
                 for item in pulled.items:  # what counts is what was marked before
-                    self._completion.settle(pulled, pulled.canceled(item.index))
+                    self.settle(pulled, pulled.canceled(item.index))
         return [pulled for pulled in pulled_jobs if pulled not in over]
 
     async def finish(self, pulled: PulledJob) -> None:
-        completion = self._completion
+        """Ends a job whose items all have outcomes."""
+        if not pulled.envelope.flow:
+            await super().finish(pulled)
+            return
         outcomes = [pulled.outcomes[item.index] for item in pulled.items]
-        record_spans(pulled, completion.model, completion.worker.device)
+        record_spans(pulled, self.model, self.worker.device)
         planned = []
         try:
             outcomes = await asyncio.gather(
-                *(completion.large_results.stored(pulled.envelope, one) for one in outcomes)
+                *(self.large_results.store(pulled.envelope, outcome) for outcome in outcomes)
             )
-            body = completion.body_of(outcomes)
+            body = self.body_of(outcomes)
             outcomes = in_time(pulled, body, time.time()).outcomes
-            if left := await self._without_retried(pulled, outcomes):
-                end = await self._mark(pulled, left)
+            if remaining := await self._without_retried(pulled, outcomes):
+                end = await self._mark(pulled, remaining)
                 body = msgspec.structs.replace(body, outcomes=end.outcomes)
-                await completion.fill_cache([(pulled, body)])
+                await self.fill_cache([(pulled, body)])
                 planned = await self._engine.advance(pulled.job, end)
             if pulled.dead_letter_reason:
                 reason = pulled.dead_letter_reason
-                await completion.replies.publish_dead_letter(pulled.message, reason)
+                await self.replies.publish_dead_letter(pulled.message, reason)
         except PenstockError as error:
-            completion.give_up(pulled, error)
+            self.give_up(pulled, error)
             return
-        if left:
-            completion.write_rows([(pulled, body)], planned)
+        if remaining:
+            self.write_rows([(pulled, body)], planned)
         else:
-            completion.registry.ack(pulled)
+            self.registry.ack(pulled)
 
     async def _without_retried(
         self, pulled: PulledJob, outcomes: Sequence[ItemOutcome]
@@ -84,13 +107,13 @@ class StepJobs:
         """Publishes items again that failed and have retries left. Returns the other outcomes."""
         if pulled.dead_letter_reason:
             return list(outcomes)
-        again = [one.index for one in outcomes if may_retry(pulled.job, one)]
-        if again:
-            # Otherwise the claim would say that a worker died with them.
+        retried = [outcome.index for outcome in outcomes if may_retry(pulled.job, outcome)]
+        if retried:
+            # Otherwise the claim would count as a worker that died with them.
             await self._records.release([ReleasedClaim(pulled.record)])
             pulled.is_released = True
-            await self._engine.retry(pulled.job, again)
-        return [one for one in outcomes if one.index not in again]
+            await self._engine.retry(pulled.job, retried)
+        return [outcome for outcome in outcomes if outcome.index not in retried]
 
     async def _mark(self, pulled: PulledJob, outcomes: Sequence[ItemOutcome]) -> JobEnd:
         """Notes the outcomes, as soon as Redis takes them.

@@ -1,0 +1,119 @@
+"""Ends jobs early: canceled ones, late ones, and those whose inputs can't be computed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+
+from shared.errors import PenstockError, Unavailable
+from shared.messages import Item, Receipt, failure
+from shared.stores.records import Records
+from workers.jobs.answers import is_streamed
+from workers.jobs.completion import Completion
+from workers.jobs.items import ModelQueue
+from workers.scheduling.job import PulledJob, QueuedItem
+
+
+class Cancellation:
+    """Ends jobs early.
+
+    Args:
+        on_unwanted: called when a running batch may have lost its last caller.
+    """
+
+    def __init__(
+        self,
+        queue: ModelQueue,
+        completion: Completion,
+        records: Records,
+        on_unwanted: Callable[[], None],
+    ) -> None:
+        self._queue = queue
+        self._completion = completion
+        self._records = records
+        self.on_unwanted = on_unwanted
+
+    def cancel(self, record: str) -> None:
+        """Drops the jobs of `record`. Items that run now end with their batch."""
+        for pulled in self._completion.registry.find(record):
+            pulled.is_canceled = True
+            self._drop(pulled)
+
+    def expire(self, pulled: PulledJob) -> None:
+        """Drops a job at its deadline."""
+        pulled.is_late = True
+        self._drop(pulled)
+        self.on_unwanted()
+
+    def fail(self, pulled_jobs: Iterable[PulledJob], error: PenstockError) -> None:
+        """Ends jobs with an error. Existing results of their items are not delivered."""
+        for pulled in pulled_jobs:
+            if not pulled.is_over:
+                pulled.outcomes.clear()
+                for item in pulled.items:
+                    self._completion.settle(pulled, failure(item.index, error, pulled.receipt()))
+
+    def expire_start(self, pulled: PulledJob) -> None:
+        """Drops the items of a job that did not start by its queue limit."""
+        started = _items_in(self._queue.running, pulled)
+        for item in pulled.items:
+            if item.index not in started and item.index not in pulled.outcomes:
+                self._completion.settle(pulled, pulled.expired(item.index))
+        self._queue.discard_unwanted()
+
+    def has_started(self, pulled: PulledJob) -> bool:
+        """Returns whether the model has every item of a job that has no outcome yet."""
+        started = _items_in(self._queue.running, pulled)
+        return all(item.index in started or item.index in pulled.outcomes for item in pulled.items)
+
+    async def recheck(self) -> None:
+        """Reads all records again, to find jobs that were canceled while Redis was unavailable."""
+        for pulled in self._completion.registry.find():
+            with contextlib.suppress(Unavailable):
+                record = await self._records.read(pulled.run)
+                if record is not None and (record.state == "canceled" or record.closed):
+                    self.cancel(pulled.run)
+
+    def is_unwanted(self, batch: Sequence[QueuedItem]) -> bool:
+        """Returns whether all callers of a batch are gone."""
+        return all(pulled.is_unwanted for queued in batch for pulled, _ in queued.waiters)
+
+    def _drop(self, pulled: PulledJob) -> None:
+        """Settles all items, except those in batches that stop after their current step."""
+        running = self._queue.running
+        started = _items_in(running, pulled)
+        stopping = _items_in(filter(self.is_unwanted, running), pulled)
+        for item in pulled.items:
+            if item.index not in stopping:
+                queued, receipt = started.get(item.index), None
+                if queued is not None:
+                    receipt = _receipt_of_leaver(pulled, item, queued)
+                outcome = pulled.unwanted(item.index, receipt, started=queued is not None)
+                self._completion.settle(pulled, outcome)
+        # The ack makes room for new jobs, so the items of this one must not stay in the queue.
+        self._queue.discard_unwanted()
+
+
+def _receipt_of_leaver(pulled: PulledJob, item: Item, queued: QueuedItem) -> Receipt | None:
+    """Returns the receipt of an item whose caller leaves while its batch continues for others.
+
+    If another caller waits for the same item, that caller pays for all of it. The part of a stream
+    that was read is charged to its reader, because a caller that stays may leave without reading.
+    """
+    is_last = all(other is pulled or other.is_unwanted for other, _ in queued.waiters)
+    spent = queued.spent_work() if is_last else None
+    if pulled.reads_cache and item.cache_key:
+        cache = "miss" if is_streamed(item) else "joined"
+        return pulled.receipt(cache=cache, work=queued.work, spent_work=spent)
+    return pulled.receipt(spent_work=spent) if is_last else None
+
+
+def _items_in(batches: Iterable[Sequence[QueuedItem]], pulled: PulledJob) -> dict[int, QueuedItem]:
+    """Returns the job's items in `batches`, by index."""
+    return {
+        item.index: queued
+        for batch in batches
+        for queued in batch
+        for job, item in queued.waiters
+        if job is pulled
+    }

@@ -1,0 +1,73 @@
+"""Timers of jobs: each fires at the job's queue limit and at its deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from workers.scheduling.job import JobTimer, PulledJob
+
+JobCallback = Callable[[PulledJob], None]
+
+
+class Clock(Protocol):
+    """The clock that deadlines are measured by. Tests have one that they move."""
+
+    def now_s(self) -> float:
+        """Returns Unix seconds."""
+        ...
+
+    def call_later(self, delay_s: float, act: JobCallback, pulled: PulledJob) -> JobTimer:
+        """Calls `act` with the job in this many seconds, unless the timer is canceled before."""
+        ...
+
+
+class SystemClock:
+    """The clock of the system, and timers of the running event loop."""
+
+    def now_s(self) -> float:
+        """Returns Unix seconds."""
+        return time.time()
+
+    def call_later(self, delay_s: float, act: JobCallback, pulled: PulledJob) -> JobTimer:
+        """Calls `act` with the job in this many seconds, unless the timer is canceled before."""
+        return asyncio.get_running_loop().call_later(delay_s, act, pulled)
+
+
+class Deadlines:
+    """Watches jobs until they are over.
+
+    Args:
+        on_start_expired: called at a job's queue limit, if that is before its deadline.
+        on_expired: called at a job's deadline.
+        part: fraction of the remaining time after which a limit counts as passed.
+    """
+
+    def __init__(
+        self,
+        on_start_expired: JobCallback,
+        on_expired: JobCallback,
+        clock: Clock,
+        part: float = 1.0,
+    ) -> None:
+        self._clock = clock
+        self._part = part
+        self._on_start_expired = on_start_expired
+        self._on_expired = on_expired
+
+    def watch(self, pulled: PulledJob) -> None:
+        """Starts the timer of a job that was just pulled."""
+        if pulled.start_by_s < pulled.envelope.deadline_s:
+            pulled.timer = self._at(pulled.start_by_s, self._pass_start, pulled)
+        else:
+            pulled.timer = self._at(pulled.envelope.deadline_s, self._on_expired, pulled)
+
+    def _pass_start(self, pulled: PulledJob) -> None:
+        pulled.timer = self._at(pulled.envelope.deadline_s, self._on_expired, pulled)
+        self._on_start_expired(pulled)
+
+    def _at(self, unix_s: float, act: JobCallback, pulled: PulledJob) -> JobTimer:
+        left_s = max(0.0, unix_s - self._clock.now_s())
+        return self._clock.call_later(left_s * self._part, act, pulled)
