@@ -57,7 +57,7 @@ SURE_SHARE = 0.8
 MAX_GAP_S = 0.5
 """Maximum pause between polls, however slow the model is."""
 FIRST_SHARE = 0.05
-"""Pause between polls before the first token, divided by the time waited so far."""
+"""Maximum pause between polls before the first token, divided by the time waited so far."""
 MAX_IN_A_ROUND_TRIP = 128
 
 
@@ -218,8 +218,11 @@ class ReadPace:
     def is_due(self, now_s: float) -> bool:
         """Returns whether it is time to look."""
         if self._found_s is None:
-            pause_s = min(FIRST_SHARE * (self._looked_s - self._began_s), MAX_GAP_S)
-            return now_s >= self._looked_s + pause_s
+            pause_s, limit_s = READ_EVERY_S, min(FIRST_SHARE * (now_s - self._began_s), MAX_GAP_S)
+            while 2 * pause_s <= limit_s:
+                pause_s *= 2
+            # Readers look at multiples of their pauses, so they share round trips.
+            return pause_s == READ_EVERY_S or now_s // pause_s > self._looked_s // pause_s
         return now_s >= self._found_s + SURE_SHARE * min(*self._gaps_s, MAX_GAP_S)
 
 

@@ -73,7 +73,19 @@ def test_a_late_first_token_is_had_after_a_small_part_of_the_wait(first_s: float
 
 def test_a_long_wait_for_the_first_token_takes_few_looks() -> None:
     count, _ = looks(ReadPace(0.0), [20.0])
-    assert count < 20.0 / READ_EVERY_S / 4
+    assert count < 20.0 / READ_EVERY_S / 3
+
+
+def test_readers_that_wait_for_first_tokens_share_their_turns() -> None:
+    paces = [ReadPace(0.61 * number) for number in range(16)]
+    shared = 0
+    for turn in range(round(20.0 / READ_EVERY_S), round(30.0 / READ_EVERY_S)):
+        now_s = turn * READ_EVERY_S
+        due = [pace for pace in paces if pace.is_due(now_s)]
+        for pace in due:
+            pace.looked(now_s, has_tokens=False)
+        shared += bool(due)
+    assert shared <= 10.0 / READ_EVERY_S / 7
 
 
 def test_tokens_after_a_late_first_one_are_had_at_the_next_turn() -> None:
