@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import diffusers.utils.state_dict_utils as formats
 import torch
@@ -151,15 +151,15 @@ def read_adapter(
         with file.open("rb") as opened:
             if adapter.is_callers:
                 _check_copy(opened, adapter)
-            header = _read_header(opened, modules)
-            if (taken := header.numbers * unet.dtype.itemsize) > limit_bytes:
+            numbers, metadata = _read_header(opened, modules)
+            if (taken := numbers * unet.dtype.itemsize) > limit_bytes:
                 raise WrongAdapter(
                     f"it takes {taken} bytes in memory, and image.adapter_memory_bytes is "
                     f"{limit_bytes}"
                 )
             tensors = _tensors(opened, adapter)
         state, alphas = _converted(tensors, pipeline)
-        settings = _read_settings(header.metadata)
+        settings = _read_settings(metadata)
         layers = _layers(state, alphas, settings, modules, adapter.max_rank)
         return _packed(layers, unet.dtype)
     except WrongAdapter as error:
@@ -177,16 +177,13 @@ def _check_copy(file: BinaryIO, adapter: AdapterFile) -> None:
     file.seek(0)
 
 
-class _Header(NamedTuple):
-    """The checked header of a safetensors file."""
+def _read_header(
+    file: BinaryIO, modules: Mapping[str, LowRankModule]
+) -> tuple[int, Mapping[str, str]]:
+    """Reads the header of a file, which the safetensors library checks against the file's length.
 
-    numbers: int
-    """How many numbers all tensors have together."""
-    metadata: Mapping[str, str]
-
-
-def _read_header(file: BinaryIO, modules: Mapping[str, LowRankModule]) -> _Header:
-    """Reads what a file declares. The safetensors library checks it against the file's length.
+    Returns:
+        Total count of numbers in all tensors, and the metadata.
 
     Raises:
         WrongAdapter: it is not safetensors, or it has too many tensors or tensors that aren't read.
@@ -196,20 +193,16 @@ def _read_header(file: BinaryIO, modules: Mapping[str, LowRankModule]) -> _Heade
     try:
         with safe_open(file.name, "pt") as opened:
             names = opened.keys()
-            _check_count(len(names), modules)
+            layers = sum(len(module.layers) for module in modules.values())
+            if len(names) > MAX_TENSORS * layers:
+                raise WrongAdapter(
+                    f"it has {len(names)} tensors, and at most {MAX_TENSORS * layers} are read for "
+                    f"the {layers} layers of this model"
+                )
             numbers = sum(_count_numbers(name, opened.get_slice(name)) for name in names)
-            return _Header(numbers, opened.metadata() or {})
+            return numbers, opened.metadata() or {}
     except SafetensorError as error:
         raise WrongAdapter(f"{_FORMAT} ({str(error)[:_MAX_REASON_CHARS]})") from error
-
-
-def _check_count(count: int, modules: Mapping[str, LowRankModule]) -> None:
-    layers = sum(len(module.layers) for module in modules.values())
-    if count > MAX_TENSORS * layers:
-        raise WrongAdapter(
-            f"it has {count} tensors, and at most {MAX_TENSORS * layers} are read for the "
-            f"{layers} layers of this model"
-        )
 
 
 def _count_numbers(name: str, tensor: Any) -> int:

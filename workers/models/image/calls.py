@@ -125,7 +125,8 @@ class Call:
         )
         self.is_listed = isinstance(first, list)
         """Whether the denoiser takes lists of one tensor per row, as that of Z-Image does."""
-        self.rows = 1 if first is None or _is_scalar(first) else len(first)
+        is_scalar = isinstance(first, torch.Tensor) and not first.dim()
+        self.rows = 1 if first is None or is_scalar else len(first)
         for name in _TIMES & self.values.keys():
             self.values[name] = _times(self.values[name], self.rows)
         self.key: Hashable = (
@@ -189,10 +190,6 @@ class Call:
         if isinstance(value, list | tuple):
             return type(value)(self._last_rows(one, count) for one in value)
         return value
-
-
-def _is_scalar(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and not value.dim()
 
 
 def _times(value: Any, rows: int) -> Any:

@@ -77,11 +77,11 @@ def compile_parts(denoiser: Any, vae: Any, *, shapes: int, backend: str = "induc
     """
     # Each shape is a recompilation. Dynamo limits their number over all models of the process.
     torch._dynamo.config.recompile_limit += shapes
-    denoiser.forward = _named_forward(_compiled(denoiser.forward, denoiser.device, backend))
+    denoiser.forward = _graph_of(_compiled(denoiser.forward, denoiser.device, backend))
     # One by one there is one shape for all batches, and one image fills a GPU at this point.
     vae.enable_slicing()
     for part in (vae.encoder, vae.decoder):
-        part.forward = _single_input_forward(_compiled(part.forward, vae.device, backend))
+        part.forward = _graph_of(_compiled(part.forward, vae.device, backend))
 
 
 def _compiled(
@@ -92,29 +92,18 @@ def _compiled(
     return torch.compile(forward, backend=backend, mode=mode, dynamic=False)
 
 
-def _named_forward(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    def forward(**inputs: Any) -> Any:
-        uniform = {
-            name: value.contiguous() if isinstance(value, torch.Tensor) else value
-            for name, value in inputs.items()
-        }
-        _begin_step()
-        return _copied(compiled(**uniform))
+def _graph_of(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(*inputs: Any, **named: Any) -> Any:
+        # The graphs may overwrite the last result, which was copied.
+        torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+        uniform = {name: _uniform(value) for name, value in named.items()}
+        return _copied(compiled(*map(_uniform, inputs), **uniform))
 
     return forward
 
 
-def _single_input_forward(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    def forward(latents: torch.Tensor) -> Any:
-        _begin_step()
-        return _copied(compiled(latents.contiguous()))
-
-    return forward
-
-
-def _begin_step() -> None:
-    """Lets the graphs overwrite the last result, which was copied."""
-    torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+def _uniform(value: Any) -> Any:
+    return value.contiguous() if isinstance(value, torch.Tensor) else value
 
 
 def _copied(output: Any) -> Any:

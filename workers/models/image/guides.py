@@ -127,16 +127,16 @@ class Controls:
                 "image.controls: only models of Stable Diffusion and Stable Diffusion XL have some",
                 field="image.controls",
             )
-        self._nets = {name: _load(folder, name, pipeline, plan) for name, folder in folders.items()}
-        self._shared = {
-            name: interception.stand_in("controlnet", net) for name, net in self._nets.items()
+        self._nets = {
+            name: interception.stand_in("controlnet", _load(folder, name, pipeline, plan))
+            for name, folder in folders.items()
         }
 
     def start(self, item: PreparedImage) -> list[ControlStart]:
         """Prepares the ControlNets of an item, which has their maps."""
         starts = []
         for control in item.controls:
-            net = self._shared[control.name]
+            net = self._nets[control.name]
             pixels = torch.frombuffer(bytearray(control.map), dtype=torch.uint8)
             shaped = pixels.view(1, item.height, item.width, 3).permute(0, 3, 1, 2)
             image = (shaped.float() / 255).to(net.device, net.dtype)
@@ -244,7 +244,7 @@ class IpAdapters:
     ) -> None:
         self._device, self._dtype = device, plan.dtype
         self._batch: _Batch | None = None
-        self._kept = KeptEncodings[tuple[str, bytes]](KEPT_BYTES)
+        self._kept = KeptEncodings(KEPT_BYTES)
         self._adapters: dict[str, _IpAdapter] = {}
         if not files:
             return

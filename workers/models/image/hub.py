@@ -267,8 +267,10 @@ class Hub:
                 outcome = run.greenlet.throw(error)
             else:
                 outcome = run.greenlet.switch(*([] if run.call is None else [value]))
-        except (Exception, SystemExit) as raised:
-            outcome = _as_failure(raised)
+        except SystemExit:
+            outcome = ModelFailed("the pipeline ended the process")
+        except Exception as raised:
+            outcome = raised
         finally:
             self._watchdog.end()
             run.autocast = _take_autocast()
@@ -291,17 +293,8 @@ class Hub:
             _take_autocast()
 
 
-def _as_failure(error: BaseException) -> BaseException:
-    if isinstance(error, SystemExit):
-        return ModelFailed("the pipeline ended the process")
-    return error
-
-
 @contextlib.contextmanager
 def _autocast(autocast: _Autocast) -> Iterator[None]:
-    if not autocast:
-        yield
-        return
     _set_autocast(autocast)
     try:
         yield

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
-Key = TypeVar("Key", bound=Hashable)
 
-
-class KeptEncodings(Generic[Key]):
+class KeptEncodings:
     """An LRU cache of values with tensors.
 
     Args:
@@ -21,16 +19,16 @@ class KeptEncodings(Generic[Key]):
 
     def __init__(self, kept_bytes: int) -> None:
         self._kept_bytes = kept_bytes
-        self._kept: OrderedDict[Key, Any] = OrderedDict()
+        self._kept: OrderedDict[Hashable, Any] = OrderedDict()
         self._bytes = 0
 
-    def get(self, key: Key) -> Any | None:
+    def get(self, key: Hashable) -> Any | None:
         """Returns a value, which was used last from now on. None if it is not kept."""
         if key in self._kept:
             self._kept.move_to_end(key)
         return self._kept.get(key)
 
-    def keep(self, key: Key, value: Any) -> None:
+    def keep(self, key: Hashable, value: Any) -> None:
         """Keeps a new value. Removes the least recently used ones that no longer fit."""
         self._kept[key] = value
         self._bytes += _size_bytes(value)

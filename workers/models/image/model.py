@@ -126,7 +126,7 @@ class ImageModel:
         self._device, self.device_name = self._requested_device.open()
         self._plan = plan_for(self.entry, capability_of(self._device))
         loaded = load_pipelines(self._folder, self._device, self._plan)
-        self._pipelines = loaded.without(_BROKEN.get(self._folder, ()))
+        self._pipelines = loaded.with_images_of(self._can_draw)
 
     def use(self, entry: Model, *, is_trial: bool = False) -> None:
         """Prepares to draw as an entry says, which has the same source.
@@ -181,6 +181,9 @@ class ImageModel:
     @property
     def interface(self) -> ImageInterface:
         return describe(self._pipelines)
+
+    def _can_draw(self, pipeline: Any) -> bool:
+        return type(pipeline) not in _BROKEN.get(self._folder, ())
 
     @property
     def left_out(self) -> dict[str, str]:
@@ -267,7 +270,7 @@ class ImageModel:
                 _BROKEN.setdefault(self._folder, {})[type(pipeline)] = str(error)
                 name = type(pipeline).__name__
                 log.warning("pipeline left out", extra={"pipeline": name, "reason": str(error)})
-        self._pipelines = self._pipelines.without(_BROKEN.get(self._folder, ()))
+        self._pipelines = self._pipelines.with_images_of(self._can_draw)
         self._options = OptionCheck(self._pipelines, self.entry.image.guidance_scale)
 
     def _find_out_if_alone(self) -> None:

@@ -169,20 +169,17 @@ class Interception:
 
     def stand_in(self, name: str, module: Any, **corrections: Any) -> Shared:
         """Returns what hands the calls of a module to the hub."""
-        return Shared(module, self._hub, self._parts_of(name, module), **corrections)
+        parts = self._parts.setdefault(id(module), _parts_of(name, module))
+        return Shared(module, self._hub, parts, **corrections)
 
-    def _parts_of(self, name: str, module: Any) -> dict[str, Part]:
-        if id(module) not in self._parts:
-            self._parts[id(module)] = self._make_parts(name, module)
-        return self._parts[id(module)]
 
-    def _make_parts(self, name: str, module: Any) -> dict[str, Part]:
-        if hasattr(module, "encode") and hasattr(module, "decode"):
-            return {
-                method: Part(f"{name}.{method}", module, getattr(module, method))
-                for method in ("encode", "decode")
-            }
-        return {"": Part(name, module, module, is_denoiser=is_denoiser(name, module))}
+def _parts_of(name: str, module: Any) -> dict[str, Part]:
+    if hasattr(module, "encode") and hasattr(module, "decode"):
+        return {
+            method: Part(f"{name}.{method}", module, getattr(module, method))
+            for method in ("encode", "decode")
+        }
+    return {"": Part(name, module, module, is_denoiser=is_denoiser(name, module))}
 
 
 def _corrections(pipeline: Any, name: str, module: Any) -> dict[str, Any]:

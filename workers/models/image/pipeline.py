@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import diffusers
 import torch
@@ -51,23 +51,15 @@ class LoadedPipelines:
         """The one that draws an item. None if none can."""
         return self.by_mode.get(mode_of(item))
 
-    def without(self, broken: Collection[type]) -> LoadedPipelines:
-        """The same without those of these classes, unless they draw from text."""
-        kept = {
-            mode: one
-            for mode, one in self.by_mode.items()
-            if mode == "text" or type(one) not in broken
-        }
+    def with_images_of(self, is_kept: Callable[[Any], bool]) -> LoadedPipelines:
+        """The same with only some of the pipelines for images and masks."""
+        modes = self.by_mode.items()
+        kept = {mode: one for mode, one in modes if mode == "text" or is_kept(one)}
         return replace(self, by_mode=kept)
 
     def without_edits(self) -> LoadedPipelines:
         """The same without those that draw from an image as a whole, whatever its strength."""
-        kept = {
-            mode: one
-            for mode, one in self.by_mode.items()
-            if mode == "text" or "strength" in parameters_of(one)
-        }
-        return replace(self, by_mode=kept)
+        return self.with_images_of(lambda pipeline: "strength" in parameters_of(pipeline))
 
     def only(self, tasks: Collection[ImageMode]) -> LoadedPipelines:
         """The same for these tasks alone."""
@@ -220,12 +212,13 @@ def _counterpart(pipeline: Any, auto: Any, ending: str, *, refines: bool) -> Any
 
 def parameters_of(pipeline: Any) -> Mapping[str, inspect.Parameter]:
     """What a pipeline can be called with, by name."""
-    return _parameters_of(cast("Hashable", type(pipeline)))
+    return signature_of(type(pipeline).__call__).parameters
 
 
-@lru_cache(maxsize=256)
-def _parameters_of(kind: Any) -> Mapping[str, inspect.Parameter]:
-    return inspect.signature(kind.__call__).parameters
+@lru_cache(maxsize=512)
+def signature_of(function: Any) -> inspect.Signature:
+    """Returns a signature, which takes long to make and does not change."""
+    return inspect.signature(function)
 
 
 def guidance_name(pipeline: Any) -> str | None:

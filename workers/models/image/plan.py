@@ -69,12 +69,13 @@ def plan_for(entry: Model, capability: Capability) -> ImagePlan:
             f"{entry.name}: INT8 images need torchao; install penstock[gpu]", field="precision"
         )
     asked = entry.image.compile_mode
+    can_compile = capability.has_triton and capability.compute >= _VOLTA
     return ImagePlan(
         dtype=_dtype(entry.precision, capability),
         # On a CPU neither changes the time measurably.
         is_tuned=is_gpu,
         is_int8=is_int8,
-        is_compiled=asked == "always" or (asked == "auto" and is_gpu and _can_compile(capability)),
+        is_compiled=asked == "always" or (asked == "auto" and is_gpu and can_compile),
         batch_sizes=_batch_sizes(entry),
         has_adapters=entry.image.has_adapters,
     )
@@ -87,10 +88,6 @@ def _dtype(precision: str, capability: Capability) -> torch.dtype:
     if capability.kind != "cuda":
         return torch.float32
     return torch.bfloat16 if capability.compute >= _AMPERE else torch.float16
-
-
-def _can_compile(capability: Capability) -> bool:
-    return capability.has_triton and capability.compute >= _VOLTA
 
 
 def _batch_sizes(entry: Model) -> tuple[int, ...]:

@@ -112,9 +112,6 @@ def prepare_control(
 def map_of(image: Image.Image, entry: Control) -> Image.Image:
     """Returns the map of an image for a ControlNet, in RGB and of the same size."""
     if entry.preprocessor == "canny":
-        # SciPy takes a tenth of a second to import, and only this needs it.
-        from workers.models.image.preprocessing import edges
-
         outline = edges(np.asarray(image), entry.canny_low, entry.canny_high)
         return Image.fromarray(outline).convert("RGB")
     if entry.preprocessor == "tile" and entry.tile_factor > 1:
@@ -367,10 +364,12 @@ def _decoded(blob: Blob, mode: str, field: str) -> Image.Image:
     try:
         with Image.open(io.BytesIO(blob.data), formats=SOURCE_FORMATS) as image:
             if image.width * image.height > SOURCE_MAX_PIXELS:
-                raise _too_many_pixels(field)
+                raise Image.DecompressionBombError
             return ImageOps.exif_transpose(image).convert(mode)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise _too_many_pixels(field) from error
+        raise InputTooLarge(
+            f"the {field} has more than {SOURCE_MAX_PIXELS} pixels", field=field
+        ) from error
     except UnidentifiedImageError as error:
         raise BadInput(
             f"the {field} is not one of {', '.join(SOURCE_FORMATS)}", field=field
@@ -378,7 +377,3 @@ def _decoded(blob: Blob, mode: str, field: str) -> Image.Image:
     except (OSError, SyntaxError, ValueError, EOFError) as error:
         # What Pillow's decoders raise for broken files: which one depends on where the file breaks.
         raise BadInput(f"the {field} can't be decoded: {error}", field=field) from error
-
-
-def _too_many_pixels(field: str) -> InputTooLarge:
-    return InputTooLarge(f"the {field} has more than {SOURCE_MAX_PIXELS} pixels", field=field)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Hashable
-from functools import lru_cache
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
 
 from workers.models.image.kept_encodings import KeptEncodings
+from workers.models.image.pipeline import signature_of
 
 KEPT_BYTES = 64 * 1024 * 1024
 """Device memory for the cache of prompts.
@@ -81,7 +80,7 @@ class Prompts:
     """
 
     def __init__(self, kept_bytes: int = KEPT_BYTES) -> None:
-        self._kept = KeptEncodings[Hashable](kept_bytes)
+        self._kept = KeptEncodings(kept_bytes)
 
     def intercept(self, pipeline: Any, variant: str = "") -> LostTokens:
         """Lets the pipeline of an item use what is kept.
@@ -94,8 +93,9 @@ class Prompts:
             What its prompts lose, once they are encoded.
         """
         lost = LostTokens()
-        for name in _tokenizer_names(cast("Hashable", type(pipeline))):
-            if (tokenizer := getattr(pipeline, name, None)) is not None:
+        for name in signature_of(type(pipeline).__init__).parameters:
+            tokenizer = getattr(pipeline, name, None) if name.startswith("tokenizer") else None
+            if tokenizer is not None:
                 object.__setattr__(pipeline, name, _CountingTokenizer(tokenizer, lost))
         encode = getattr(pipeline, _METHOD, None)
         if encode is not None:
@@ -105,7 +105,7 @@ class Prompts:
     def _keeping(
         self, encode: Callable[..., Any], variant: str, lost: LostTokens
     ) -> Callable[..., Any]:
-        signature = _signature(encode.__func__)  # type: ignore[attr-defined]
+        signature = signature_of(encode.__func__)  # type: ignore[attr-defined]
 
         def encode_prompt(*args: Any, **kwargs: Any) -> Any:
             named = signature.bind(None, *args, **kwargs).arguments
@@ -129,17 +129,6 @@ class Prompts:
 def _copy(encoded: Any) -> Any:
     """A copy, because pipelines may change what they get in place."""
     return tree_map_only(torch.Tensor, torch.clone, encoded)
-
-
-@lru_cache(maxsize=64)
-def _signature(function: Any) -> inspect.Signature:
-    return inspect.signature(function)
-
-
-@lru_cache(maxsize=64)
-def _tokenizer_names(kind: Any) -> tuple[str, ...]:
-    parameters = inspect.signature(kind.__init__).parameters
-    return tuple(name for name in parameters if name.startswith("tokenizer"))
 
 
 def _key(value: Any) -> Hashable | None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from diffusers import SD3Transformer2DModel, UNet2DConditionModel
+from diffusers import AutoencoderKL, SD3Transformer2DModel, UNet2DConditionModel
 from diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion import rescale_noise_cfg
 
 from workers.models.image.calls import Batch, Call, Part, join, split
@@ -23,7 +23,6 @@ from workers.models.image.guides import IpAdapters, add_up
 from workers.models.image.hub import Batching
 from workers.models.image.pipeline import parameters_of
 from workers.models.image.resident_adapters import ResidentAdapters
-from workers.models.image.vae import spare_memory
 
 DECODED_PIXELS = 512 * 512
 """Pixels that the VAE computes at a time, or one image. More would hold up the steps of others."""
@@ -106,7 +105,11 @@ class RowBatching(Batching):
 
     def spare_memory(self, part: Part) -> bool:
         """The VAE computes an image in tiles from then on."""
-        return part.name.startswith("vae") and spare_memory(part.module, 1)
+        vae = part.module
+        if not isinstance(vae, AutoencoderKL) or vae.use_tiling:
+            return False
+        vae.enable_tiling()
+        return True
 
     def compute(self, calls: Sequence[Call]) -> Sequence[Any]:
         """Computes calls of one key. Returns the results of each."""
@@ -199,10 +202,7 @@ def _join_added(batch: Batch) -> dict[str, Any]:
 
 def _reference_rows(batch: Batch) -> Any:
     """The reference image of each row, and which of its tokens: those without it come first."""
-    before: Call | None = None
-    row = 0
-    for call in batch.row_calls:
-        row = row + 1 if call is before and row + 1 < 0 else -call.rows
-        before = call
+    for call in batch.every:
         start = call.owner.ip_adapter
-        yield None if start is None else (start, row)
+        for row in range(-call.rows, 0):
+            yield None if start is None else (start, row)

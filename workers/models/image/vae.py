@@ -33,17 +33,6 @@ def needs_fp32(pipeline: Any) -> bool:
     return bool(vae.config.force_upcast) and hasattr(pipeline, "upcast_vae")
 
 
-def decode(vae: Any, latents: torch.Tensor) -> torch.Tensor:
-    """Decodes latents [items, channels, height, width], in the units of the denoiser.
-
-    Returns:
-        [items, 3, height, width], about from -1 to 1.
-    """
-    scaled = _unscaled(vae.config, latents.to(vae.dtype))
-    decoded: torch.Tensor = vae.decode(scaled, return_dict=False)[0]
-    return decoded
-
-
 def _unscaled(config: Any, latents: torch.Tensor) -> torch.Tensor:
     """Latents in the units of the VAE."""
     factor: float = config.scaling_factor
@@ -55,22 +44,6 @@ def _unscaled(config: Any, latents: torch.Tensor) -> torch.Tensor:
         for values in (config.latents_mean, config.latents_std)
     )
     return latents * deviation / factor + mean
-
-
-def spare_memory(vae: Any, count: int) -> bool:
-    """Makes the VAE process images one by one, or a single one in tiles.
-
-    False if it does so already.
-    """
-    if not isinstance(vae, diffusers.AutoencoderKL) or (
-        vae.use_slicing if count > 1 else vae.use_tiling
-    ):
-        return False
-    if count > 1:
-        vae.enable_slicing()
-    else:
-        vae.enable_tiling()
-    return True
 
 
 PNG_LEVEL = 1
@@ -171,8 +144,8 @@ def draw_preview(pipeline: Any, latents: torch.Tensor, width: int, height: int) 
     shrink = -(-max(width, height) // longest)
     if shrink > 1:
         latents = torch.nn.functional.avg_pool2d(latents, shrink, ceil_mode=True)
-    drawn = (decode(vae, latents) / 2 + 0.5).clamp(0, 1)
-    (pixels,) = copy_to_host(drawn).wait()
+    decoded = vae.decode(_unscaled(vae.config, latents.to(vae.dtype)), return_dict=False)[0]
+    (pixels,) = copy_to_host((decoded / 2 + 0.5).clamp(0, 1)).wait()
     if pixels is None:
         return None
     return RgbImage(pixels.shape[1], pixels.shape[0], pixels.tobytes())
