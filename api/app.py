@@ -213,12 +213,11 @@ _HEAD_TOO_LARGE: Described = {
 }
 
 _ABOUT = (
-    "Embeddings, images, audio and text in the shapes of OpenAI's API, documents in that of "
-    "Mistral's, and predictions in those of Replicate's.\n\n"
-    "Every answer has `x-request-id`. Answers with results also say where these came from "
-    "(`x-penstock-cache`: hit, miss,\npartial or joined) and how long each step took "
-    "(`x-penstock-queue-ms`, `-batch-ms`, `-inference-ms`, `-total-ms`) and what they cost\n"
-    "(`x-penstock-cost-usd`, `x-penstock-device-ms`)."
+    "Embeddings, images, audio and text in the shapes of OpenAI's API, documents as in "
+    "Mistral's, and predictions as in Replicate's.\n\nEvery answer has `x-request-id`. Answers "
+    "with results also have their origin (`x-penstock-cache`: hit, miss,\npartial or joined), "
+    "the duration of each step (`x-penstock-queue-ms`, `-batch-ms`, `-inference-ms`, "
+    "`-total-ms`) and the cost\n(`x-penstock-cost-usd`, `x-penstock-device-ms`)."
 )
 
 

@@ -60,7 +60,7 @@ Text = Annotated[str, Field(min_length=1)]
 Tokens = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
 
 SCHEDULER_CHOICE = (
-    f"one of {', '.join(SCHEDULER_NAMES)}, or the name that Replicate or diffusers has for it."
+    f"One of {', '.join(SCHEDULER_NAMES)}, or its name in Replicate's API or diffusers."
 )
 ClipSkip = Annotated[int, Field(ge=0, le=32)]
 """Number of final CLIP layers to skip when reading the prompt. A model may have fewer."""
@@ -89,7 +89,9 @@ class Usage(msgspec.Struct):
 def _known(name: str) -> str:
     known = SCHEDULER_ALIASES.get(name, name)
     if known not in SCHEDULER_NAMES:
-        raise ValueError(f"{name!r} is not a scheduler; known: {', '.join(SCHEDULER_NAMES)}")
+        raise ValueError(
+            f"{name!r} is not a known scheduler; use one of {', '.join(SCHEDULER_NAMES)}"
+        )
     return known
 
 
@@ -115,7 +117,7 @@ Not a Literal, because forms send it as text.
 
 def _is_short(options: dict[str, Any]) -> dict[str, Any]:
     if len(json.dumps(options)) > OPTIONS_MAX_BYTES:
-        raise ValueError(f"longer than {OPTIONS_MAX_BYTES} bytes as JSON")
+        raise ValueError(f"must have at most {OPTIONS_MAX_BYTES} bytes as JSON")
     return options
 
 
@@ -200,9 +202,11 @@ def check_amount(body: bytes) -> None:
         if strings > MAX_STRINGS or commas >= MAX_VALUES:
             break
     if strings > MAX_STRINGS:
-        raise InputTooLarge(f"the body has more than {MAX_STRINGS} strings and field names")
+        raise InputTooLarge(
+            f"the body has more than the maximum of {MAX_STRINGS} strings and field names"
+        )
     if commas + body.count(b",", end) >= MAX_VALUES:
-        raise InputTooLarge(f"the body has more than {MAX_VALUES} values")
+        raise InputTooLarge(f"the body has more than the maximum of {MAX_VALUES} values")
 
 
 def strip_mark(body: bytes) -> bytes:
@@ -224,7 +228,9 @@ def object_in(text: str | bytes, field: str) -> dict[str, Any]:
     except (msgspec.MsgspecError, UnicodeError) as error:
         raise BadInput(f"{field}: not valid JSON: {error}", field=field) from error
     except RecursionError as error:
-        raise BadInput(f"{field}: nested deeper than {MAX_NESTED} levels", field=field) from error
+        raise BadInput(
+            f"{field}: must not be nested deeper than {MAX_NESTED} levels", field=field
+        ) from error
     if not isinstance(value, dict):
         raise BadInput(f"{field}: must be a JSON object", field=field)
     return value

@@ -46,7 +46,7 @@ LogitBias = Annotated[dict[TokenId, Bias], Field(max_length=MAX_BIASES)]
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
 MAX_INT64 = 2**63 - 1
 
-OF_A_CLIENT = "Accepted, and not kept: clients add it to the answers that they send back."
+OF_A_CLIENT = "Accepted and discarded: clients add it to the answers that they send back."
 
 
 class FunctionTool(Body):
@@ -54,7 +54,9 @@ class FunctionTool(Body):
 
     name: str = Field(pattern=TOOL_NAME)
     description: str | None = None
-    parameters: dict[str, Any] | None = Field(None, description="JSON schema of its arguments.")
+    parameters: dict[str, Any] | None = Field(
+        None, description="JSON schema of the function's arguments."
+    )
     strict: bool | None = None
 
 
@@ -140,14 +142,14 @@ def forced_tools(
 
 def _no_such_tool(tools: list[Tool] | None, choice: AnyToolChoice) -> str:
     if not tools:
-        return "needs tools; send tools, or leave tool_choice out"
+        return "requires tools; send tools, or leave tool_choice out"
     if isinstance(choice, ToolChoice):
         names = [choice.function.name]
     elif isinstance(choice, AllowedToolChoice):
         names = [tool.function.name for tool in choice.allowed_tools.tools]
     else:
         names = []
-    return f"tools has none named {', '.join(map(repr, names))[:200]}; name one of tools"
+    return f"tools does not contain {', '.join(map(repr, names))[:200]}; use a name from tools"
 
 
 def text_or_list(value: Any) -> str:
@@ -201,10 +203,11 @@ class Message(Body):
     tool_call_id: ItemId | None = None
     refusal: str | None = Field(None, description="The refusal of an earlier answer.")
     reasoning_content: str | None = Field(
-        None, description="What was thought before it, for chat templates that know it."
+        None,
+        description="The reasoning that preceded this message, for chat templates that support it.",
     )
     annotations: list[Any] | None = Field(
-        None, exclude=True, description="Accepted from earlier answers, and not kept."
+        None, exclude=True, description="Accepted from earlier answers and discarded."
     )
     audio: None = None
     function_call: None = None
@@ -215,9 +218,11 @@ class Message(Body):
     @model_validator(mode="after")
     def _says_something(self) -> Message:
         if self.content is None and self.refusal is None and not self.tool_calls:
-            raise WrongField("content", "is missing; send a text or a list of text parts")
+            raise WrongField("content", "is required; send text or a list of text parts")
         if self.role == "tool" and self.tool_call_id is None:
-            raise WrongField("tool_call_id", "is missing; name the call that this is the result of")
+            raise WrongField(
+                "tool_call_id", "is required; send the ID of the call that this message answers"
+            )
         return self
 
     def to_template(self) -> dict[str, Any]:
@@ -275,7 +280,9 @@ class ResponseFormat(Body):
     @model_validator(mode="after")
     def _has_a_schema(self) -> ResponseFormat:
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise WrongField("json_schema", "belongs to type json_schema, and that needs it")
+            raise WrongField(
+                "json_schema", "is required with type json_schema, and not allowed with other types"
+            )
         return self
 
     def to_schema(self) -> str:
@@ -297,14 +304,14 @@ class StreamOptions(Body):
 class _SampledBody(Body):
     """Fields shared by all text requests."""
 
-    model: str | None = Field(None, description="Default: the first text model of the catalog.")
+    model: str | None = Field(None, description="Default: the first text model in the catalog.")
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     top_p: Share | None = None
     top_k: int | None = Field(
         None,
         ge=0,
         le=2**20,
-        description="Extension: 0 keeps all tokens.",
+        description="Extension: number of most likely tokens to sample from. 0: all tokens.",
     )
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
@@ -312,7 +319,7 @@ class _SampledBody(Body):
         None,
         ge=-MAX_INT64 - 1,
         le=MAX_INT64,
-        description="The same seed gives the same text. Choice i of n uses seed + i.",
+        description="The same seed produces the same text. Choice i of n uses seed + i.",
     )
     stop: (
         Annotated[
@@ -328,9 +335,9 @@ class _SampledBody(Body):
     stream_options: StreamOptions | None = None
     user: EndUser | None = None
     safety_identifier: EndUser | None = None
-    metadata: Metadata | None = Field(None, description="Kept with a chat that is stored.")
+    metadata: Metadata | None = Field(None, description="Saved with a stored chat.")
     store: bool | None = Field(
-        None, description="true: a chat can be listed, read again and deleted."
+        None, description="true: the chat is stored, and can be listed, retrieved and deleted."
     )
     service_tier: Option | None = Field(None, description="Accepted, without effect.")
     prompt_cache_key: CacheKey | None = Field(None, description="Accepted, without effect.")
@@ -338,19 +345,22 @@ class _SampledBody(Body):
     prompt_cache_options: Options | None = Field(None, description="Accepted, without effect.")
     min_p: Share | None = Field(
         None,
-        description="Extension: keeps tokens at least this part as likely as the likeliest one.",
+        description="Extension: ignores tokens with less than this fraction of the top token's "
+        "probability.",
     )
     repetition_penalty: Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)] | None = Field(
-        None, description="Extension: above 1 what the prompt or the text has becomes less likely."
+        None,
+        description="Extension: above 1, tokens already in the prompt or the text become less "
+        "likely.",
     )
     logit_bias: LogitBias | None = Field(
-        None, description="Token ids of the model, each with what is added to its logit."
+        None, description="Token IDs of the model, each with a bias to add to its logit."
     )
 
     @model_validator(mode="after")
     def _options_are_of_a_stream(self) -> _SampledBody:
         if self.stream_options is not None and not self.stream:
-            raise WrongField("stream_options", "is for stream: true; leave it out")
+            raise WrongField("stream_options", "is only allowed with stream: true; leave it out")
         return self
 
     @property
@@ -425,7 +435,7 @@ class ChatBody(_SampledBody):
     @model_validator(mode="after")
     def _alternatives_need_logprobs(self) -> ChatBody:
         if self.top_logprobs is not None and not self.logprobs:
-            raise WrongField("top_logprobs", "needs logprobs: true")
+            raise WrongField("top_logprobs", "requires logprobs: true")
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             raise WrongField(
                 "max_completion_tokens", "send either max_tokens or max_completion_tokens, not both"
@@ -458,7 +468,8 @@ class CompletionBody(_SampledBody):
     logprobs: int | None = Field(None, ge=0, le=5)
     echo: bool | None = Field(
         None,
-        description="The prompt comes before the text. With logprobs, its tokens have them too.",
+        description="Include the prompt before the text. With logprobs, the prompt's tokens have "
+        "logprobs too.",
     )
     best_of: Literal[1] | None = None
     suffix: None = None
@@ -480,8 +491,8 @@ class CompletionBody(_SampledBody):
         if texts > most:
             how = "a stream" if self.stream else "a request"
             raise WrongField(
-                "prompt", f"{texts} texts (prompts times n); {how} has at most {most} of them"
+                "prompt", f"{texts} texts (prompts times n) exceed the maximum of {most} for {how}"
             )
         if self.echo and self.stream:
-            raise WrongField("echo", "a stream has no prompt; leave out echo or stream")
+            raise WrongField("echo", "a stream can't include the prompt; leave out echo or stream")
         return self

@@ -75,7 +75,7 @@ class WrongField(ValueError):
 
 
 class ErrorDetail(msgspec.Struct):
-    """An error. `code` is stable, and `param` names the wrong field."""
+    """An error. `code` is stable, and `param` names the invalid field."""
 
     message: str
     type: str
@@ -105,7 +105,7 @@ def _is_taken(routes: Iterable[BaseRoute], scope: Scope) -> bool:
 
 
 class BodyTooLarge(InputTooLarge):
-    """The body of the request is larger than this API takes."""
+    """The request body exceeds the maximum size."""
 
     code = "request_too_large"
 
@@ -151,7 +151,7 @@ class NotNow(BadInput):
 
 
 class StorageFull(NotNow):
-    """The storage quota of the tenant has no room for this."""
+    """The tenant's storage quota does not have room for this."""
 
     code = "storage_quota_exceeded"
 
@@ -216,7 +216,7 @@ class BudgetExceeded(RateLimited):
 
 
 class LargerThanBudget(BudgetExceeded):
-    """The request may cost more than the whole budget of a month, so waiting can't help."""
+    """The request may cost more than the whole monthly budget, so waiting can't help."""
 
 
 class BudgetReserved(BudgetExceeded):
@@ -433,7 +433,7 @@ def _without_route(request: Request, error: HTTPException) -> Response:
         if request.method == "OPTIONS":
             return Response(status_code=204, headers=allowed)
         response = error_response(
-            MethodNotAllowed(f"{request.url.path} does not take {request.method}")
+            MethodNotAllowed(f"{request.url.path} does not support the method {request.method}")
         )
         response.headers.update(allowed)
         return response

@@ -57,59 +57,59 @@ ITEMS = Counter(
 IN_FLIGHT = Gauge("penstock_api_items_in_flight", "Items waiting for a worker.", ["model", "lane"])
 ADMITTED = Counter(
     "penstock_api_items_admitted_total",
-    "Items admitted to wait for a worker, including those of predictions.",
+    "Items admitted to wait for a worker, including items of predictions.",
     ["model", "lane"],
 )
 CANARY_SHARE = Gauge(
-    "penstock_canary_share", "The part of the requests that the canary of a model gets.", ["model"]
+    "penstock_canary_share", "Fraction of requests sent to a model's canary.", ["model"]
 )
 CANARY_TAKEN_BACK = Gauge(
-    "penstock_canary_taken_back", "1 if the canary of a model was taken back.", ["model"]
+    "penstock_canary_taken_back", "1 if a model's canary was rolled back.", ["model"]
 )
 CANARY_COMPARED = Counter(
     "penstock_canary_compared_total",
-    "Results of a canary that were compared with the other revision's, by whether they were within "
-    "the tolerance.",
+    "Canary results that were compared with the other revision, by whether they were within the "
+    "tolerance.",
     ["model", "within"],
 )
 HELD = Gauge(
     "penstock_api_jobs_held",
-    "Jobs that wait until the publish window of their model has room.",
+    "Jobs waiting for room in the publish window of their model.",
     ["model"],
 )
 HELD_SECONDS = Histogram(
     "penstock_api_held_seconds",
-    "Seconds for which jobs waited for room in the publish window. Others did not wait.",
+    "Seconds that jobs waited for room in the publish window. Includes only jobs that waited.",
     ["model"],
     buckets=_SECONDS,
 )
 TENANTS = Gauge(
     "penstock_api_tenants",
-    "Tenants with items that wait for workers, as of the last quarter of a second.",
+    "Number of tenants with waiting items in the last quarter of a second.",
     ["model", "lane"],
 )
 MAX_TENANT = Gauge(
     "penstock_api_largest_tenant_items",
-    "Maximum number of waiting items of any one tenant, in the last quarter of a second.",
+    "Maximum number of waiting items of a single tenant in the last quarter of a second.",
     ["model", "lane"],
 )
 PREDICTIONS = Counter(
     "penstock_api_predictions_total",
-    "Predictions created, found again, refused by the broker, canceled, or ended here because "
+    "Predictions created, found again, rejected by the broker, canceled, or ended here because "
     "their deadline passed.",
     ["model", "event"],
 )
-SHED = Counter("penstock_api_items_shed_total", "Items refused with 429.", ["model", "lane"])
+SHED = Counter("penstock_api_items_shed_total", "Items rejected with 429.", ["model", "lane"])
 IDEMPOTENT_REQUESTS = Counter(
     "penstock_api_keyed_requests_total",
     "Requests with an Idempotency-Key: computed, joined or repeated. not_kept: answered, but the "
-    "answer was not kept.",
+    "answer was not stored.",
     ["end"],
 )
 IMAGES = Counter(
     "penstock_api_pictures_total",
-    "Images to decode or encode, by outcome. shed: refused with 429. "
-    "*_waiting: ended before the work began.",
+    "Images to decode or encode, by outcome. shed: rejected with 429. *_waiting: ended before "
+    "the work started.",
     ["end"],
 )
 IMAGES_WAITING = Gauge("penstock_api_pictures_waiting", "Images waiting to be decoded or encoded.")
@@ -119,7 +119,7 @@ CONNECTIONS_CUT = Counter(
     ["reason"],
 )
 CONNECTIONS_UNREAD = Gauge(
-    "penstock_api_connections_unread", "Connections whose callers leave an answer unread."
+    "penstock_api_connections_unread", "Connections whose callers are not reading the answer."
 )
 JOBS_CANCELED = Counter(
     "penstock_api_jobs_canceled_total",

@@ -159,7 +159,7 @@ class BoundedHttp(HttpToolsProtocol):
         """
         if self.parser.should_upgrade():
             if self.parser.get_method() == b"CONNECT":
-                self._error = BadInput("CONNECT requests a tunnel, and this server is not a proxy")
+                self._error = BadInput("CONNECT requests a tunnel, but this server is not a proxy")
                 raise self._error
             self._offers_protocol = True
             return
@@ -171,7 +171,8 @@ class BoundedHttp(HttpToolsProtocol):
             raise self._error
         if len(self.pipeline) >= MAX_PIPELINED:
             self._error = BadInput(
-                f"more than {MAX_PIPELINED} pipelined requests wait on this connection"
+                f"more than the maximum of {MAX_PIPELINED} pipelined requests are waiting on "
+                "this connection"
             )
             raise self._error
         self._disarm()
@@ -242,11 +243,13 @@ class BoundedHttp(HttpToolsProtocol):
         hosts = [value for name, value in self.headers if name == b"host"]
         if not hosts:
             is_needed = self.parser.get_http_version() == "1.1"
-            return "an HTTP/1.1 request needs this header" if is_needed else ""
+            return "is required in an HTTP/1.1 request" if is_needed else ""
         if len(hosts) > 1:
-            return f"exactly one is accepted, and this request has {len(hosts)}"
+            return f"must be sent only once, got {len(hosts)}"
         if not _is_host(hosts[0]):
-            return "not a host name or IP address with an optional port, such as example.com:443"
+            return (
+                "must be a host name or IP address with an optional port, such as example.com:443"
+            )
         return ""
 
     def _arm(self) -> None:
@@ -326,7 +329,7 @@ def _is_host(value: bytes) -> bool:
 
 
 def _too_large() -> PenstockError:
-    return HeadTooLarge(f"the URL and headers are larger than {HEAD_LIMIT_BYTES} bytes")
+    return HeadTooLarge(f"the URL and headers exceed the maximum of {HEAD_LIMIT_BYTES} bytes")
 
 
 def server_config(app: ASGIApp, settings: ApiSettings) -> uvicorn.Config:
@@ -368,8 +371,8 @@ def _tls_context(settings: ApiSettings) -> ssl.SSLContext:
         context.load_cert_chain(settings.tls_cert, settings.tls_key, password="")
     except OSError as error:
         raise ConfigurationError(
-            f"PENSTOCK_TLS_CERT: {settings.tls_cert} and {settings.tls_key} are not a certificate "
-            f"and its key: {error.strerror or error}",
+            f"PENSTOCK_TLS_CERT: {settings.tls_cert} and {settings.tls_key} are not a valid "
+            f"certificate and its key: {error.strerror or error}",
             field="tls_cert",
         ) from error
     return context

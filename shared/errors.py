@@ -41,7 +41,7 @@ class PenstockError(Exception):
     """
 
     code = "internal"
-    public_by_default: str | None = "something went wrong on our side; try again"
+    public_by_default: str | None = "internal error; try again"
     """The public message if no other is passed. None: the message, which is about what the
     caller sent."""
 
@@ -80,7 +80,7 @@ class InputTooLarge(BadInput):
 
 
 class ContextLengthExceeded(InputTooLarge):
-    """The text has more tokens than the model takes."""
+    """The text has more tokens than this model accepts."""
 
     code = "context_length_exceeded"
 
@@ -142,7 +142,7 @@ class Unavailable(PenstockError):
     """A service that this request needs is unreachable."""
 
     code = "unavailable"
-    public_by_default = "a service that this request needs is unreachable; try again"
+    public_by_default = "a service required by this request is unreachable; try again"
 
 
 class UndecodableMessage(PenstockError):
@@ -152,7 +152,7 @@ class UndecodableMessage(PenstockError):
 
 
 class ConfigurationError(PenstockError):
-    """The catalog or a setting is wrong."""
+    """The catalog or a setting is invalid."""
 
     code = "configuration"
 

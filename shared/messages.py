@@ -323,7 +323,7 @@ class PrintedLogs(msgspec.Struct, frozen=True, array_like=True):
         missing = self.left_out - seen
         if missing <= 0:
             return self.text[seen - self.left_out :]
-        return f"… {missing} characters are left out …\n{self.text}"
+        return f"… {missing} characters are omitted …\n{self.text}"
 
 
 class ItemOutcome(msgspec.Struct, omit_defaults=True):
@@ -436,8 +436,8 @@ def encode_job(job: Job) -> tuple[bytes, dict[str, str]]:
         raise UndecodableMessage(f"data: {error}", field="data") from error
     if len(data) > MAX_DATA_BYTES:
         raise InputTooLarge(
-            f"the request has {len(data)} bytes without its files; at most {MAX_DATA_BYTES} are "
-            "allowed, so send less, or as several requests"
+            f"the request has {len(data)} bytes without its files, which exceeds the maximum of "
+            f"{MAX_DATA_BYTES}; send less or split it into several requests"
         )
     _check_carried(attributes)
     decode_job(data, attributes)
@@ -456,9 +456,9 @@ def decode_job(data: bytes, attributes: Mapping[str, str]) -> Job:
     except (msgspec.MsgspecError, RecursionError) as error:
         raise UndecodableMessage(f"data: {error}", field="data") from error
     if not body.items:
-        raise UndecodableMessage("data: a job has at least one item", field="data")
+        raise UndecodableMessage("data: a job must have at least one item", field="data")
     if len({item.index for item in body.items}) != len(body.items):
-        raise UndecodableMessage("data: two items have the same index", field="data")
+        raise UndecodableMessage("data: items must have different indexes", field="data")
     return Job(envelope, body)
 
 

@@ -86,7 +86,7 @@ class Settings(BaseSettings):
     @classmethod
     def _outlives_the_process(cls, url: str) -> str:
         if url.startswith("memory:"):
-            raise ValueError("memory:// is gone with its process")
+            raise ValueError("must not be memory://, which is lost when the process ends")
         return url
 
     @field_validator("broker")
@@ -248,7 +248,7 @@ class ApiSettings(Settings):
     @classmethod
     def _is_one_of_two(cls, value: str, info: ValidationInfo) -> str:
         if bool(value) != bool(info.data.get("tls_cert")):
-            raise ValueError("PENSTOCK_TLS_CERT and PENSTOCK_TLS_KEY are given together or not")
+            raise ValueError("PENSTOCK_TLS_CERT and PENSTOCK_TLS_KEY must be set together")
         return value
 
     @field_validator("cors_origins")
@@ -257,7 +257,7 @@ class ApiSettings(Settings):
         for origin in [] if value.strip() in ("", "*") else value.split(","):
             if not _ORIGIN.fullmatch(origin.strip()):
                 raise ValueError(
-                    f"{origin.strip()!r} is not an origin such as https://app.example.com"
+                    f"must be origins such as https://app.example.com, got {origin.strip()!r}"
                 )
         return value
 
@@ -266,7 +266,7 @@ class ApiSettings(Settings):
     def _are_hosts(cls, value: str) -> str:
         for host in filter(None, map(str.strip, value.split(","))):
             if not _HOST.fullmatch(host):
-                raise ValueError(f"{host!r} is not HOST or HOST:PORT such as *.example.com")
+                raise ValueError(f"must be HOST or HOST:PORT such as *.example.com, got {host!r}")
         return value
 
     @field_validator("fetch_networks")
@@ -391,7 +391,9 @@ class ReportSettings(Settings):
         try:
             return ZoneInfo(name).key
         except (KeyError, OSError, ValueError):
-            raise ValueError(f"{name[:40]!r} is not a time zone such as Europe/Berlin") from None
+            raise ValueError(
+                f"must be a time zone such as Europe/Berlin, got {name[:40]!r}"
+            ) from None
 
 
 Kind = TypeVar("Kind", bound=Settings)

@@ -178,9 +178,9 @@ def test_the_readme_leads_to_an_error_message_and_its_test() -> None:
     for here, there in pairwise(PATH_TO_A_FIRST_CHANGE):
         assert there in leads_to(Path(here)), f"{here} does not lead to {there}"
     assert "tests/api/test_bad_input.py" in leads_to(Path("CONTRIBUTING.md"))
-    message = "{model.name} has {model.dimensions}, not {body.dimensions}"
+    message = "must be at most {model.dimensions} for {model.name}"
     assert message in (ROOT / PATH_TO_A_FIRST_CHANGE[-1]).read_text()
-    assert "has 384, not 385" in (ROOT / "tests/api/test_bad_input.py").read_text()
+    assert "must be at most 384" in (ROOT / "tests/api/test_bad_input.py").read_text()
 
 
 def test_forms_of_a_text_are_defined_where_the_document_says() -> None:

@@ -305,7 +305,7 @@ async def create_message(request: Request) -> Response:
             return await _stream(call, body, chat, model, inputs)
         if call.options.idempotency_key:
             raise BadInput(
-                "idempotency-key: is for stream: true on this route; leave it out",
+                "idempotency-key: only allowed with stream: true on this route; leave it out",
                 field="idempotency-key",
             )
         message_id = answer_id(MESSAGE, call.context.facts.request_id)

@@ -22,7 +22,7 @@ MAX_STOPS = 4
 
 BLOCK_TYPES = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
 
-_UNKNOWN_BLOCK = f"type is one of {', '.join(BLOCK_TYPES)}: text models read no others"
+_UNKNOWN_BLOCK = f"type must be one of {', '.join(BLOCK_TYPES)}; text models read no other types"
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
@@ -48,7 +48,7 @@ class TextBlock(_Block):
 
     type: Literal["text"]
     text: str
-    citations: list[Any] | None = Field(None, exclude=True, description="Accepted, and not kept.")
+    citations: list[Any] | None = Field(None, exclude=True, description="Accepted and discarded.")
 
 
 class ToolUseBlock(_Block):
@@ -155,7 +155,7 @@ class MessageTool(_Block):
     type: Literal["custom"] | None = None
     name: str = Field(pattern=TOOL_NAME)
     description: str | None = None
-    input_schema: dict[str, Any] = Field(description="JSON schema of its input.")
+    input_schema: dict[str, Any] = Field(description="JSON schema of the tool's input.")
     strict: bool | None = None
     eager_input_streaming: bool | None = Field(None, description="Accepted, without effect.")
     input_examples: list[Any] | None = Field(None, description="Accepted, without effect.")
@@ -182,7 +182,7 @@ class MessageToolChoice(Body):
     @model_validator(mode="after")
     def _has_a_name(self) -> MessageToolChoice:
         if (self.type == "tool") != (self.name is not None):
-            raise WrongField("name", "belongs to type tool, and that needs it")
+            raise WrongField("name", "is required with type tool, and not allowed with other types")
         return self
 
     def to_chat(self) -> Any:
@@ -225,7 +225,7 @@ class CountBody(Body):
     """Messages to count the tokens of."""
 
     messages: list[AnthropicInputMessage] = Field(min_length=1, max_length=2048)
-    model: str | None = Field(None, description="Default: the first text model of the catalog.")
+    model: str | None = Field(None, description="Default: the first text model in the catalog.")
     system: TextContent | None = None
     tools: list[MessageTool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: MessageToolChoice | None = None

@@ -60,7 +60,7 @@ NOT_RUN = {
 """Code and message for a line that was not run, by the reason why its batch ended."""
 LINES = Counter(
     "penstock_batch_lines_total",
-    "Lines of batches that are over: completed, failed or not_run.",
+    "Lines of finished batches, by result: completed, failed or not_run.",
     ["end"],
 )
 _TRANSIENT = (Overloaded, Unavailable, DeadlineExceeded, Canceled)

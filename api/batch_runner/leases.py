@@ -20,7 +20,7 @@ LEASE_S = 15.0
 
 ERRORS = Counter(
     "penstock_batch_leases_errors_total",
-    "Round trips to Redis about leases of batches that failed, by operation.",
+    "Failed round trips to Redis about batch leases, by operation.",
     ["operation"],
 )
 UP = Gauge("penstock_batch_leases_redis_up", "1 while Redis is being asked about leases.")

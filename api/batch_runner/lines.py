@@ -155,7 +155,7 @@ def read_line(line: Line, batch: BatchCreated, catalog: Catalog) -> BatchLine:
     """
     fields = _fields_of(line)
     if not 1 <= len(fields.custom_id) <= MAX_CUSTOM_ID_CHARS:
-        reason = f"custom_id has 1 to {MAX_CUSTOM_ID_CHARS} characters"
+        reason = f"custom_id must have 1 to {MAX_CUSTOM_ID_CHARS} characters"
         raise LineRefused("invalid_custom_id", reason, line.number, "custom_id")
     if fields.method != "POST":
         raise LineRefused("invalid_method", "method must be POST", line.number, "method")
@@ -232,7 +232,7 @@ def _id(batch: BatchCreated, number: int) -> str:
 
 def _fields_of(line: Line) -> _Fields:
     if line.data is None:
-        reason = f"the line is longer than {MAX_LINE_BYTES} bytes"
+        reason = f"the line is longer than the maximum of {MAX_LINE_BYTES} bytes"
         raise LineRefused("line_too_long", reason, line.number)
     try:
         return _decoder.decode(line.data)

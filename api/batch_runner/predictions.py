@@ -56,8 +56,8 @@ class PredictionsEndpoint(Endpoint):
         model = find_version(catalog, body.version)
         if not model.definition.has_interface:
             raise BadInput(
-                f"version: {model.name} has an endpoint of its own; predictions in batches are for "
-                "models of the task custom and for flows",
+                f"version: {model.name} has a separate endpoint; use predictions in batches only "
+                "for custom models and flows",
                 field="version",
             )
         try:
@@ -67,8 +67,8 @@ class PredictionsEndpoint(Endpoint):
         for at, url in files:
             if not url.startswith(_ACCEPTED):
                 raise BadInput(
-                    f"input.{at[0]}: expected a data: URI, an https URL, or the id or URL of a "
-                    "file of this API",
+                    f"input.{at[0]}: must be a data: URI, an https URL, or the ID or URL of a "
+                    "file uploaded to this API",
                     field=f"input.{at[0]}",
                 )
         has_files = FILE_FORMAT in str(interface_of(model).output)
@@ -100,7 +100,7 @@ class PredictionsEndpoint(Endpoint):
         """Returns the prediction with its files as `data:` URIs."""
         (outcome,) = outcomes
         result = outcome.result
-        assert isinstance(result, CustomResult), "a class gave something else; this is a bug"
+        assert isinstance(result, CustomResult), "a class returned another type; this is a bug"
         files: list[Blob] = []
         for blob in result.blobs:
             left_bytes = MAX_OUTPUT_FILES_BYTES - sum(len(one.data or b"") for one in files)
@@ -127,12 +127,12 @@ async def _loaded(blob: Blob, left_bytes: int, tools: ReplyTools) -> Blob:
             data = await tools.objects.get(blob.object_key, left_bytes)
     except BadInput as error:
         if error.code == BadInput.code:
-            raise Unavailable("a file of the output is gone", public="try again") from error
+            raise Unavailable("an output file no longer exists", public="try again") from error
         data = None
     if data is None or len(data) > left_bytes:
         raise ModelFailed(
-            f"output: its files together have more than the {MAX_OUTPUT_FILES_BYTES} bytes that an "
-            "answer in a batch may have; create a prediction, whose files are links"
+            f"output: the files exceed the maximum of {MAX_OUTPUT_FILES_BYTES} bytes in total for "
+            "an answer in a batch; create a prediction instead, which returns links to its files"
         )
     return Blob(blob.media_type, data=data)
 

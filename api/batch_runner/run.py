@@ -97,7 +97,7 @@ class _Checks:
                 await asyncio.sleep(0)
             self.lines += 1
             if self.lines > MAX_LINES:
-                reason = f"the file has more than {MAX_LINES} lines"
+                reason = f"the file has more than the maximum of {MAX_LINES} lines"
                 raise FileRefused([LineError("too_many_tasks", reason)])
             try:
                 self._check(read_line(line, self.batch, self.catalog), line)
@@ -110,7 +110,7 @@ class _Checks:
         if self.errors:
             raise FileRefused(self.errors)
         if not self.lines:
-            raise FileRefused([LineError("empty_file", "the file has no requests")])
+            raise FileRefused([LineError("empty_file", "the file does not contain any requests")])
         ends = [*(segment.offset for segment in self.segments[1:]), self.file_bytes]
         for segment, end in zip(self.segments, ends, strict=True):
             segment.size_bytes = end - segment.offset
@@ -124,17 +124,17 @@ class _Checks:
     def _check(self, batch_line: BatchLine, line: Line) -> None:
         digest = hashlib.blake2b(batch_line.custom_id.encode(), digest_size=16).digest()
         if digest in self.custom_ids:
-            reason = f"another line has the custom_id {batch_line.custom_id[:80]!r} too"
+            reason = f"custom_id {batch_line.custom_id[:80]!r} is already used by another line"
             raise LineRefused("duplicate_custom_id", reason, line.number, "custom_id")
         self.custom_ids.add(digest)
         name = batch_line.request.model.name
         self.model = self.model or name
         if name != self.model:
-            reason = f"all lines of a batch have one model, here {self.model}"
+            reason = f"all lines of a batch must use the same model, here {self.model}"
             raise LineRefused("mismatched_model", reason, line.number, "body.model")
         self.inputs += len(batch_line.request.inputs)
         if self.inputs > MAX_INPUTS:
-            reason = f"the lines have more than {MAX_INPUTS} inputs together"
+            reason = f"the lines have more than the maximum of {MAX_INPUTS} inputs in total"
             raise FileRefused([LineError("too_many_inputs", reason, line.number)])
         self._plan_line(batch_line, line)
 
@@ -190,7 +190,7 @@ class BatchRun:
         except FileRefused as error:
             return await self._fail(error.errors)
         except (NotFound, BadInput):
-            reason = "the input file is gone"
+            reason = "the input file no longer exists"
             return await self._fail([LineError("invalid_file", reason, param="input_file_id")])
         finalizing = await store.read(self._owner, batch.id, "finalizing", Finalizing)
         if finalizing is None:
@@ -231,7 +231,7 @@ class BatchRun:
         written = await self._tools.store.segments(self._owner, batch.id)
         if len(written) < len(plan.segments):
             # Another runner has ended the batch. Don't overwrite its files with incomplete ones.
-            raise Unavailable("segments of the batch are gone")
+            raise Unavailable("segments of the batch no longer exist")
         _, counts = await self._tools.store.written(self._owner, batch.id)
         output, error = await self._tools.outputs.compose(batch, plan.model, written)
         return await self._end(

@@ -66,7 +66,7 @@ NEVER_CREATED_S = 120.0
 """A marker without a batch is removed after this time, because the creation was interrupted."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 60.0
 
-OPEN = Gauge("penstock_batches_open", "Batches of all tenants that are not over.")
+OPEN = Gauge("penstock_batches_open", "Unfinished batches of all tenants.")
 RUNNING = Gauge("penstock_batches_running", "Batches that this runner is running.")
 log = logging.getLogger(__name__)
 

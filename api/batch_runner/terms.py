@@ -96,5 +96,5 @@ class CurrentTerms:
         """Logs a reason only once, because the store is read again and again."""
         if self._store is not None and reason != self._reason:
             facts = {"source": self._store.source, "reason": reason}
-            log.warning("limits of batches not read; those read before count", extra=facts)
+            log.warning("limits of batches not read; using the limits read before", extra=facts)
         self._reason = reason

@@ -235,11 +235,11 @@ class BatchFiles:
         file = await self.find(tenant, file_id)
         if file.purpose in ("batch", "batch_output"):
             raise BadInput(
-                f"{file_id} has purpose {file.purpose}; upload inputs as user_data or ocr"
+                f"{file_id} has purpose {file.purpose}; upload inputs with purpose user_data or ocr"
             )
         if file.size_bytes > max_bytes:
             raise BadInput(
-                f"{file_id} has {file.size_bytes} bytes; at most {max_bytes} are allowed"
+                f"{file_id} has {file.size_bytes} bytes, which exceeds the maximum of {max_bytes}"
             )
         return await self._objects.get(file.data_key, max_bytes), file.filename
 
@@ -289,7 +289,7 @@ class Upload:
             StorageFull: the tenant's storage quota is used up.
         """
         if self.size_bytes + len(data) > FILE_MAX_BYTES:
-            raise BadInput(f"file: larger than {FILE_MAX_BYTES} bytes", field="file")
+            raise BadInput(f"file: must have at most {FILE_MAX_BYTES} bytes", field="file")
         if len(self._head) < _HEAD_BYTES:
             self._head += data[: _HEAD_BYTES - len(self._head)]
             if len(self._head) == _HEAD_BYTES and is_batch:
@@ -317,13 +317,14 @@ class Upload:
         if self.purpose == "batch":
             self._check_head()
         if self.size_bytes < _HEAD_BYTES and not self._head.removeprefix(_BOM).strip():
-            raise BadInput("file: it is empty", field="file")
+            raise BadInput("file: must not be empty", field="file")
 
     def _check_head(self) -> None:
         text = self._head.removeprefix(_BOM).lstrip()
         if text and not text.startswith(b"{"):
             raise BadInput(
-                "file: the first line is not a JSON object; a file with purpose batch is JSONL",
+                "file: the first line is not a JSON object; a file with purpose batch must "
+                "be JSONL",
                 field="file",
             )
 

@@ -60,7 +60,7 @@ class Batches:
         """
         file = await self._files.find(caller.tenant, asked.input_file_id)
         if file.purpose != "batch":
-            reason = f"the file has purpose {file.purpose}, not batch"
+            reason = f"the file has purpose {file.purpose}; purpose batch is required"
             raise BadInput(f"input_file_id: {reason}", field="input_file_id")
         now_s = time.time()
         await self._files.keep_until(file, now_s + WINDOW_S + INPUT_KEEP_S)
@@ -85,7 +85,8 @@ class Batches:
         )
         if not await self._store.create(created, MAX_OPEN):
             raise Overloaded(
-                f"{MAX_OPEN} of your batches are open, which is the maximum",
+                f"you have {MAX_OPEN} open batches, which is the maximum; wait until one "
+                "ends, or cancel one",
                 retry_after_s=FULL_RETRY_S,
             )
         return BatchState(created)
@@ -150,6 +151,7 @@ class Batches:
             created = await self._store.read(owner, one.id, "created", BatchCreated)
             if created is not None and created.input_file_id == file.id:
                 raise BadInput(
-                    f"file_id: {one.id} reads this file; cancel it, or wait for its end",
+                    f"file_id: batch {one.id} is reading this file; cancel it or wait for it "
+                    "to finish",
                     field="file_id",
                 )

@@ -112,7 +112,7 @@ class BatchStore:
         owner = owner_of(tenant)
         state = await self.state(owner, batch_id) if is_batch_id(batch_id) else None
         if state is None:
-            raise NotFound(f"there is no batch {batch_id[:80]!r}", field="batch_id")
+            raise NotFound(f"batch {batch_id[:80]!r} does not exist", field="batch_id")
         return state
 
     async def state(self, owner: str, batch_id: str) -> BatchState | None:

@@ -190,7 +190,9 @@ class Admission:
         if wait_s > left_s:
             late_s = wait_s - left_s
             turns = _turns_until_earlier(rooms, demand, ahead, late_s / item_s)
-            raise _full(f"the answer would come {late_s:.3g} s after its deadline", turns * item_s)
+            raise _full(
+                f"the answer would arrive {late_s:.3g} s after its deadline", turns * item_s
+            )
 
     def _rooms_of(self, model: str) -> _Rooms:
         rooms = self._of_models.get(model)
@@ -217,7 +219,7 @@ class _Rooms:
 
 def _held(room: FairRoom, demand: Demand) -> str:
     # The load of other tenants is not disclosed to this tenant.
-    return f"{room.held_by(demand.tenant)} of your items wait for a worker"
+    return f"{room.held_by(demand.tenant)} of your items are waiting for a worker"
 
 
 def _ahead(rooms: _Rooms, demand: Demand, enough: float) -> float:

@@ -194,7 +194,7 @@ class JobSender:
             await self._records.finish(request.facts.request_id, "failed", reply)
         if isinstance(error, Overloaded):
             raise error
-        raise Unavailable(f"the broker did not take the prediction: {error.message}") from error
+        raise Unavailable(f"the broker did not accept the prediction: {error.message}") from error
 
     async def _take_permit(self, request: InferenceRequest, demand: Demand) -> None:
         start_by_s = request.start_by_s
@@ -273,7 +273,7 @@ class JobSender:
         except BadInput as error:
             job.is_sent = False
             # The caller's input is already validated, so a rejection is about the topics.
-            raise Unavailable(f"the broker refused the job: {error.message}") from error
+            raise Unavailable(f"the broker rejected the job: {error.message}") from error
         except Unavailable as error:
             if time.time() >= job.deadline_s - TIMER_EARLY_S:
                 raise request.too_late() from error
@@ -343,8 +343,8 @@ def _outcomes(items: Sequence[Item], body: ReplyBody) -> list[ItemOutcome]:
     outcomes = body.outcomes
     if [outcome.index for outcome in outcomes] != [item.index for item in items]:
         raise PenstockError(
-            f"a worker gave {len(outcomes)} outcomes, not those of {len(items)} items; "
-            "this is a bug"
+            f"a worker returned {len(outcomes)} outcomes, which do not match the {len(items)} "
+            "items; this is a bug"
         )
     return outcomes
 

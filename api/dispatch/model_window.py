@@ -73,7 +73,7 @@ The others are reported only as a sum of weights.
 
 ERRORS = Counter(
     "penstock_window_errors_total",
-    "Round trips to Redis about publish windows that failed.",
+    "Failed round trips to Redis about publish windows.",
     ["operation"],
 )
 UP = Gauge("penstock_window_redis_up", "1 while Redis is being asked about publish windows.")

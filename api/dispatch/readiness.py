@@ -131,5 +131,5 @@ class Readiness:
         except PenstockError as error:
             # Anyone may read this answer, but the broker's message is for operators.
             log.warning("no round trip through the broker", extra={"reason": error.message})
-            return "no round trip: unreachable or refusing"
+            return "no round trip: unreachable, or rejects messages"
         return "ok"

@@ -64,7 +64,7 @@ It removes inboxes of crashed instances.
 
 ERRORS = Counter(
     "penstock_inbox_errors_total",
-    "Round trips to Redis about the inbox's lease that failed.",
+    "Failed round trips to Redis about the inbox lease.",
     ["operation"],
 )
 UP = Gauge("penstock_inbox_redis_up", "1 while Redis is being asked about the inbox's lease.")
@@ -74,12 +74,12 @@ _RELEASE = load_script("shared/stores/lease_release.lua")
 
 SLOTS_GIVEN = Counter(
     "penstock_inbox_slots_given_total",
-    "Requests that got a slot, of their own (exclusive) or with others (shared).",
+    "Requests that got a slot, either alone (exclusive) or together with others (shared).",
     ["kind"],
 )
 REPLIES = Counter(
     "penstock_inbox_replies_total",
-    "Replies that came in: delivered, duplicate, unknown (late, or of an earlier holder) or "
+    "Replies received: delivered, duplicate, unknown (late, or for an earlier holder) or "
     "undecodable.",
     ["outcome"],
 )
@@ -175,7 +175,7 @@ class InboxPool:
         for number in random.sample(free, len(free)):
             if await redis.run("SET", _key(number), self._instance, "NX", "PX", self._lease_ms()):
                 return number
-        raise Unavailable(f"all {self._size} inboxes of the pool are taken")
+        raise Unavailable(f"all {self._size} inboxes of the pool are in use")
 
     async def _renew(self, redis: Commands, number: int) -> None:
         while True:
@@ -190,7 +190,7 @@ class InboxPool:
                 )
                 continue
             if not is_ours:
-                raise InboxLost(f"inbox {number} is held by another instance now")
+                raise InboxLost(f"inbox {number} is now held by another instance")
 
     async def _release(self, redis: Commands, number: int) -> None:
         try:
@@ -476,7 +476,7 @@ class ReplyInbox:
         """
         inbox = self._open
         if inbox is None:
-            raise Unavailable("this instance has no reply inbox now")
+            raise Unavailable("this instance does not have a reply inbox right now")
         pending = inbox.register(request_id, job_index, replies)
         try:
             yield pending
@@ -513,7 +513,7 @@ class ReplyInbox:
         try:
             return await stack.enter_async_context(pool.lease())
         except Unavailable as error:
-            log.warning("no inbox from the pool, making one", extra={"reason": error.message})
+            log.warning("no inbox from the pool, creating one", extra={"reason": error.message})
         try:
             return await stack.enter_async_context(
                 own_inbox(self._admin, settings.reply_slots, self._instance)
@@ -521,7 +521,7 @@ class ReplyInbox:
         except ConfigurationError as error:
             # In the cloud, the API may not create inboxes. The pool may soon have a free one.
             raise Unavailable(
-                f"no inbox from the pool, and none may be created: {error.message}"
+                f"no inbox from the pool, and creating one is not permitted: {error.message}"
             ) from error
 
     async def _hold(self, lease: InboxLease, opened: asyncio.Future[None]) -> None:

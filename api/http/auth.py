@@ -53,11 +53,11 @@ _SCHEMES = frozenset({b"bearer", b"token"})
 _NOT_VALID = "the API key is not valid"
 _REFUSED = {
     "unknown": _NOT_VALID,
-    "frozen": "the tenant of the API key is frozen; ask who operates this API",
+    "frozen": "the tenant of the API key is frozen; contact the operator of this API",
 }
 _REASONS = (
-    f"an API key is needed: {HOW_TO_SEND}",
-    "two API keys were sent, and they differ",
+    f"an API key is required: {HOW_TO_SEND}",
+    "two different API keys were sent; send only one",
 )
 
 
@@ -165,7 +165,7 @@ class ModelForbidden(Forbidden):
 
 
 class StoredWork(Protocol):
-    """A result that was computed and can be read again."""
+    """A stored result of a model."""
 
     @property
     def endpoint(self) -> str:
@@ -218,7 +218,7 @@ def _check_scope(caller: Caller, method: str, needed: Scope | None) -> None:
     reads = method == "GET"
     if needed != "admin" and (held is None or "all" in held or (reads and "read" in held)):
         return
-    raise MissingScope(f"this API key lacks the scope {needed!r}")
+    raise MissingScope(f"this API key does not have the required scope {needed!r}")
 
 
 def check_model(caller: Caller, model: str) -> None:
@@ -232,7 +232,7 @@ def check_model(caller: Caller, model: str) -> None:
 
 
 class OpenOnLoopback:
-    """Admits every caller on this machine, as the `default` tenant.
+    """Admits every caller on this machine as the `default` tenant.
 
     Args:
         host: the address that the API listens on.
@@ -245,8 +245,8 @@ class OpenOnLoopback:
     def __init__(self, host: str, cors_origins: str) -> None:
         if not is_loopback(host):
             raise ConfigurationError(
-                f"PENSTOCK_KEYS_URL: is needed, because others can reach PENSTOCK_HOST={host}; "
-                "without keys the API listens on 127.0.0.1 only",
+                "PENSTOCK_KEYS_URL: is required, because other machines can reach "
+                f"PENSTOCK_HOST={host}; without keys the API must listen on 127.0.0.1",
                 field="keys_url",
             )
         self._origins = {origin.strip().encode("latin-1") for origin in cors_origins.split(",")}
@@ -266,13 +266,13 @@ class OpenOnLoopback:
         for name, value in headers:
             if name == b"host" and not _is_loopback_host(value):
                 raise Forbidden(
-                    "host: without PENSTOCK_KEYS_URL this API answers only for 127.0.0.1, [::1] "
-                    "and localhost",
+                    "host: must be 127.0.0.1, [::1] or localhost, because PENSTOCK_KEYS_URL is "
+                    "not set",
                     field="host",
                 )
             if name == b"origin" and not self._is_allowed(value):
                 raise Forbidden(
-                    "origin: pages of this origin may not call this API: see PENSTOCK_CORS_ORIGINS",
+                    "origin: pages of this origin may not call this API; see PENSTOCK_CORS_ORIGINS",
                     field="origin",
                 )
         return _ANYONE
@@ -406,7 +406,7 @@ class ApiKeys:
             raise _denied("malformed", _NOT_VALID)
         directory = self.directory.current()
         if directory is None:
-            raise Unavailable(public="the API keys can't be checked now; try again")
+            raise Unavailable(public="API keys can't be checked right now; try again")
         now_s = self._clock()
         state, caller = directory.find(key, now_s)
         if state == "valid":

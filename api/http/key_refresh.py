@@ -44,15 +44,15 @@ STALE_LIMIT_S = 86_400.0
 
 After a day, that is worse than being unavailable. Expiry does not need the store.
 """
-UP = Gauge("penstock_keys_up", "1 if the API keys could be read at the last try, else 0.")
+UP = Gauge("penstock_keys_up", "1 if API keys could be read at the last attempt, else 0.")
 AGE_SECONDS = Gauge(
     "penstock_keys_age_seconds",
-    "Seconds since the API keys in use were known to be current.",
+    "Seconds since the current API keys were last confirmed to be up to date.",
 )
 FAILURES = Counter(
     "penstock_keys_refresh_failures_total",
-    "Times that the API keys could not be read. invalid: the document is not valid. unavailable: "
-    "its store is unreachable.",
+    "Failed reads of API keys. invalid: the document is not valid. unavailable: its store is "
+    "unreachable.",
     ["reason"],
 )
 log = logging.getLogger(__name__)
@@ -212,7 +212,7 @@ class LiveDirectory:
         self._version, self._stored = document.version, document
         self._current_s = self._clock() - max(0.0, time.time() - at_s)
         log.warning(
-            "API keys are those of a copy; their store is unreachable", extra={"at_s": at_s}
+            "using a copy of the API keys; their store is unreachable", extra={"at_s": at_s}
         )
 
     async def _write_copy(self, copy: KeyCopy) -> None:
@@ -231,7 +231,7 @@ class LiveDirectory:
             wrong = mistake_in(stored.data, self.store.source, mistake)
             if self.store.read_only:
                 raise wrong
-            log.warning("API keys name what is not served", extra={"reason": wrong.message})
+            log.warning("API keys name unknown models", extra={"reason": wrong.message})
         return Directory(document)
 
     def _failed(self, reason: str, error: PenstockError) -> None:

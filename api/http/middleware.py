@@ -279,12 +279,17 @@ class _Exchange:
             message = await self._receive_within(min(BODY_IDLE_S, left_s))
         except TimeoutError as error:
             if left_s < BODY_IDLE_S:
-                raise TooSlow(f"the body arrives slower than {MIN_BYTES_PER_S} bytes/s") from error
-            raise TooSlow(f"no more of the body arrived for {BODY_IDLE_S:g} s") from error
+                raise TooSlow(
+                    f"the body arrives slower than the minimum of {MIN_BYTES_PER_S} bytes/s"
+                ) from error
+            raise TooSlow(
+                f"the rest of the body did not arrive within {BODY_IDLE_S:g} s"
+            ) from error
         size = len(message.get("body", b""))
         if size and self._encoding not in ("", "identity"):
             raise BadInput(
-                f"content-encoding: bodies must not be compressed, not by {self._encoding[:40]!r}",
+                "content-encoding: request bodies must not be compressed, got "
+                f"{self._encoding[:40]!r}",
                 field="content-encoding",
             )
         if not self._body_bytes:
@@ -425,7 +430,7 @@ class _Exchange:
 
 
 def _too_large(largest_bytes: int) -> BodyTooLarge:
-    return BodyTooLarge(f"the body is larger than {largest_bytes} bytes")
+    return BodyTooLarge(f"the body exceeds the maximum of {largest_bytes} bytes")
 
 
 def _digest_of(key: str) -> str:

@@ -45,28 +45,26 @@ AUTHENTICATED_OR_LINKED: Described = {"security": [*AUTHENTICATED["security"], {
 INFERENCE_ERRORS = (400, 401, 404, 408, 409, 413, 422, 429, 499, 500, 503, 504)
 SCHEMA_REF = "#/components/schemas/{name}"
 _DESCRIPTIONS = {
-    400: "The request is not valid; the message names the field.",
-    401: "No valid API key.",
-    403: "The API key may not do this, or the signed link is not valid.",
-    404: "This model, path or resource does not exist.",
+    400: "The request is invalid; the message names the field.",
+    401: "The API key is missing or invalid.",
+    403: "The API key does not permit this request, or the signed link is invalid.",
+    404: "The model, path or resource does not exist.",
     408: "The body arrives too slowly.",
-    409: "The first request with this `Idempotency-Key` is still being answered.",
+    409: "The first request with this `Idempotency-Key` is still being processed.",
     413: "The body is too large.",
-    422: "The request is not valid; `invalid_fields` names the fields.",
+    422: "The request is invalid; `invalid_fields` names the fields.",
     429: (
-        "Too many items are waiting, or the answer would come too late, or a limit of your plan "
-        "is reached (`rate_limit_exceeded`): try again after `Retry-After` seconds. Or the "
-        "budget of the month is spent (`insufficient_quota`)."
+        "Too many items are waiting, the answer would be too late, or a rate limit of your plan "
+        "is exceeded (`rate_limit_exceeded`): try again after `Retry-After` seconds. Or the "
+        "monthly budget is spent (`insufficient_quota`)."
     ),
     499: "The request was canceled, or its caller hung up.",
     500: "The model could not compute the result.",
     503: (
-        "A service that this needs is unreachable; try again after `Retry-After` seconds. Or the "
-        "model was withdrawn (`model_withdrawn`), which does not pass by itself."
+        "A required service is unreachable; try again after `Retry-After` seconds. Or the model "
+        "was withdrawn (`model_withdrawn`), and retrying does not help."
     ),
-    504: (
-        "The deadline passed. `x-should-retry: false` keeps OpenAI's clients from sending it again."
-    ),
+    504: "The deadline passed. `x-should-retry: false` keeps OpenAI's clients from retrying.",
 }
 
 
@@ -82,8 +80,8 @@ def _header_parameter(name: str, description: str, schema: Described) -> Describ
 
 _DEADLINE = _header_parameter(
     "X-Penstock-Deadline-Ms",
-    "Milliseconds from receipt to the answer. Later it is 504. "
-    "A longer one is cut to the model's longest deadline.",
+    "Maximum milliseconds from receipt to the answer. After that, the response is a 504. Values "
+    "above the model's maximum deadline are lowered to it.",
     _MILLISECONDS,
 )
 _QUEUE_LIMIT = _header_parameter(
@@ -94,18 +92,18 @@ _QUEUE_LIMIT = _header_parameter(
 )
 _CACHE_CONTROL = _header_parameter(
     "Cache-Control",
-    "`no-cache`: compute again. `no-store`: also do not cache the result.",
+    "`no-cache`: compute again. `no-store`: compute again, and do not cache the result.",
     {"type": "string"},
 )
 _KEY = _header_parameter(
     "Idempotency-Key",
     "The same request with the same key is computed once. Its answer is repeated for a day, or "
-    "until newer answers need its place.",
+    "until newer answers displace it.",
     {"type": "string", "pattern": rf"^[\x21-\x7e]{{1,{MAX_KEY_CHARS}}}$"},
 )
 _PRIORITY = _header_parameter(
     "X-Penstock-Lane",
-    "`batch`: the request may wait behind interactive ones.",
+    "`batch`: the request may wait for interactive requests.",
     {"type": "string", "enum": ["interactive", "batch"], "default": "interactive"},
 )
 _PREFER = _header_parameter(
@@ -120,18 +118,18 @@ _CANCEL_AFTER = _header_parameter(
 )
 _TRACEPARENT = _header_parameter(
     "Traceparent",
-    "The trace that the request belongs to (W3C Trace Context). An invalid one is ignored.",
+    "The trace that the request belongs to (W3C Trace Context). Invalid values are ignored.",
     {"type": "string", "examples": ["00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"]},
 )
 INFERRING = [_DEADLINE, _QUEUE_LIMIT, _CACHE_CONTROL, _KEY, _PRIORITY, _TRACEPARENT]
 PREDICTING = [*INFERRING, _PREFER, _CANCEL_AFTER]
 EVENT_IDS = _header_parameter(
     "X-Penstock-Event-Ids",
-    "`true`: each event of a stream has an id. Default: only with an `Idempotency-Key`.",
+    "`true`: each event of a stream has an ID. Default: only with an `Idempotency-Key`.",
     {"type": "string", "enum": ["true", "false"]},
 )
 LAST_EVENT_ID = _header_parameter(
-    "Last-Event-ID", "Only events after this one are sent.", {"type": "string"}
+    "Last-Event-ID", "Sends only events after this one.", {"type": "string"}
 )
 
 
@@ -141,11 +139,15 @@ def _of_answers(description: str, schema: Described) -> Described:
 
 ANSWERED: dict[str, Described] = {
     "Accept-Ranges": _of_answers("The unit of ranges.", {"type": "string", "enum": ["bytes"]}),
-    "Content-Range": _of_answers("Which bytes these are, of how many.", {"type": "string"}),
-    "X-Request-Id": _of_answers("The id that you sent, or else one of ours.", {"type": "string"}),
+    "Content-Range": _of_answers(
+        "The range of bytes in this response, and the total size.", {"type": "string"}
+    ),
+    "X-Request-Id": _of_answers(
+        "The ID that you sent, or else a generated one.", {"type": "string"}
+    ),
     "X-Penstock-Total-Ms": _of_answers("Milliseconds from receipt to the answer.", _AMOUNT),
     "X-Penstock-Cache": _of_answers(
-        "Where the results came from.",
+        "Origin of the results.",
         {"type": "string", "enum": ["hit", "miss", "partial", "joined"]},
     ),
     "X-Penstock-Queue-Ms": _of_answers("Milliseconds spent waiting for a worker.", _AMOUNT),
@@ -154,59 +156,60 @@ ANSWERED: dict[str, Described] = {
     ),
     "X-Penstock-Inference-Ms": _of_answers("Milliseconds spent in the model.", _AMOUNT),
     "X-Penstock-Device-Ms": _of_answers(
-        "Milliseconds of a whole device that the model took for this request, its part of batches.",
+        "Device milliseconds that the model used for this request, including its part of "
+        "shared batches.",
         _AMOUNT,
     ),
     "X-Penstock-Cost-Usd": _of_answers(
-        "What the request is charged, in US dollars. 0 for an answer that is repeated.", _AMOUNT
+        "Charge for the request in US dollars. 0 for a repeated answer.", _AMOUNT
     ),
     "X-Penstock-Revision": _of_answers(
-        "The revision of the model that computed the results. Several, comma-separated, if a new "
-        "revision that is being tried computed a part of them.",
+        "The revision of the model that computed the results. Comma-separated if a new revision "
+        "under test computed some of them.",
         {"type": "string"},
     ),
     "X-Penstock-Lane": _of_answers(
-        "`batch` if the caller's plan has no higher priority.",
+        "`batch` if the caller's plan does not include a higher priority.",
         {"type": "string", "enum": ["batch"]},
     ),
     "X-Penstock-Truncated-Tokens": _of_answers(
-        "How many tokens were cut: of all texts if the request has `truncate`, of the prompts if "
-        "it is an image.",
+        "Number of tokens that were cut: from all texts if the request has `truncate`, from the "
+        "prompts for images.",
         {"type": "integer", "minimum": 0},
     ),
     "X-Penstock-Seed": _of_answers("The seeds of the images, comma-separated.", {"type": "string"}),
     "X-Penstock-Withheld": _of_answers(
-        "How many images the model's safety check has kept back. They are not in `data`.",
+        "Number of images withheld by the model's safety check. They are not in `data`.",
         {"type": "integer", "minimum": 1},
     ),
     "Idempotent-Replayed": _of_answers(
-        "Present if this answer was given before.", {"type": "string", "enum": ["true"]}
+        "Present if this is a repeated answer.", {"type": "string", "enum": ["true"]}
     ),
     "Location": _of_answers(
-        "The URL of the prediction.", {"type": "string", "format": "uri-reference"}
+        "URL of the prediction.", {"type": "string", "format": "uri-reference"}
     ),
-    "Retry-After": _of_answers("Seconds after which to try again.", _SECONDS),
+    "Retry-After": _of_answers("Seconds to wait before trying again.", _SECONDS),
     "Retry-After-Ms": _of_answers(
         "The same in milliseconds, which OpenAI's clients prefer.", _SECONDS
     ),
-    "Age": _of_answers("Seconds for which the figures are known.", _SECONDS),
+    "Age": _of_answers("Age of the figures in seconds.", _SECONDS),
     **{
         f"X-Ratelimit-{kind}-{unit}": _of_answers(
             words.format(unit=unit.lower()) + " Only if your plan has such a limit.", schema
         )
         for unit in ("Requests", "Tokens", "Pixel-Steps", "Work")
         for kind, words, schema in (
-            ("Limit", "The {unit} that you may use in any minute.", _COUNT),
-            ("Remaining", "What is left of the {unit} in this minute.", _COUNT),
+            ("Limit", "Maximum {unit} per minute.", _COUNT),
+            ("Remaining", "Remaining {unit} in this minute.", _COUNT),
             (
                 "Reset",
-                "Until none of the {unit} count as used any more.",
+                "Time until no {unit} count as used.",
                 {"type": "string", "examples": ["1s", "6m0s", "17ms"]},
             ),
         )
     },
     "X-Should-Retry": _of_answers(
-        "`false`: do not retry on your own.", {"type": "string", "enum": ["false"]}
+        "`false`: do not retry automatically.", {"type": "string", "enum": ["false"]}
     ),
     "WWW-Authenticate": _of_answers("How to authenticate.", {"type": "string", "enum": ["Bearer"]}),
 }
@@ -261,15 +264,15 @@ def _of_pages(groups: dict[str, str], most: int, models: str) -> list[Described]
         _parameter("bucket_width", "Bucket width.", {"enum": list(WIDTHS_S), "default": "1d"}),
         _parameter(
             "group_by",
-            "Also as `group_by[]`, which OpenAI's clients send.",
+            "Also accepted as `group_by[]`, which OpenAI's clients send.",
             {"type": "array", "items": {"enum": list(groups)}},
         ),
         _parameter(
             "limit",
-            "Buckets on a page. The default and the maximum depend on the width.",
+            "Buckets per page. The default and the maximum depend on the width.",
             {"type": "integer", "minimum": 1, "maximum": most},
         ),
-        _parameter("page", "`next_page` of the last answer.", {"type": "string"}),
+        _parameter("page", "`next_page` of the previous answer.", {"type": "string"}),
         _names("project_ids", "Only these tenants."),
         _names("api_key_ids", "Only these keys."),
         _names(models, "Only these models."),
@@ -279,14 +282,14 @@ def _of_pages(groups: dict[str, str], most: int, models: str) -> list[Described]
 OF_USAGE = _of_pages(GROUPS, max(most for _, most in LIMITS.values()), "models")
 OF_COSTS = _of_pages(COST_GROUPS, max(most for _, most in COST_LIMITS.values()), "line_items")
 SUMMARY = [
-    _parameter("from", "Unix seconds, or a day of UTC, inclusive.", _DAY_OR_SECONDS),
-    _parameter("to", "Unix seconds, or a day of UTC, exclusive. Default: now.", _DAY_OR_SECONDS),
+    _parameter("from", "Unix seconds or a UTC date, inclusive.", _DAY_OR_SECONDS),
+    _parameter("to", "Unix seconds or a UTC date, exclusive. Default: now.", _DAY_OR_SECONDS),
 ]
 OF_REPORTS = [
-    _parameter("from", "A day of the time zone, or a moment.", _MOMENT_TEXT),
-    _parameter("to", "The first day or moment that is too late. Default: now.", _MOMENT_TEXT),
-    _parameter("tz", "The time zone of days.", {"type": "string", "default": "UTC"}),
-    _names("tenant", "Only these tenants. For keys with the `admin` scope."),
+    _parameter("from", "A date in the time zone, or a time. Inclusive.", _MOMENT_TEXT),
+    _parameter("to", "A date in the time zone, or a time. Exclusive. Default: now.", _MOMENT_TEXT),
+    _parameter("tz", "Time zone of the dates.", {"type": "string", "default": "UTC"}),
+    _names("tenant", "Only these tenants. Only for keys with the `admin` scope."),
     _names("model", "Only these models."),
 ]
 

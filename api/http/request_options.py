@@ -128,7 +128,7 @@ def _joined(name: bytes, first: str, second: str) -> str:
         return first
     if name in (b"cache-control", b"prefer"):
         return f"{first}, {second}"
-    raise BadInput(f"{name.decode()}: sent more than once", field=name.decode())
+    raise BadInput(f"{name.decode()}: must be sent only once", field=name.decode())
 
 
 def _milliseconds(header: str, option: str) -> Callable[[str], dict[str, Any]]:

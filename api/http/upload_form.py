@@ -102,7 +102,7 @@ def check_charset(content_type: str) -> None:
     charset = parameters.get(b"charset", b"utf-8").lower()
     if charset not in (b"utf-8", b"utf8"):
         shown = charset[:40].decode("latin-1")
-        raise BadInput(f"content-type: forms must be in UTF-8, not {shown!r}", field="content-type")
+        raise BadInput(f"content-type: forms must use UTF-8, got {shown!r}", field="content-type")
 
 
 @asynccontextmanager
@@ -162,9 +162,7 @@ class UploadForm:
         kind, options = parse_options_header(content_type)
         boundary = options.get(b"boundary")
         if kind != b"multipart/form-data" or not boundary:
-            raise BadInput(
-                "content-type: a file is sent as multipart/form-data", field="content-type"
-            )
+            raise BadInput("content-type: must be multipart/form-data", field="content-type")
         try:
             self._parser = MultipartParser(boundary, self._callbacks())
         except FormParserError as error:
@@ -192,7 +190,7 @@ class UploadForm:
         if not self._is_complete:
             raise BadInput("the form ends before its last boundary")
         if self.filename is None:
-            raise BadInput(f"{self._file_field}: a file is needed", field=self._file_field)
+            raise BadInput(f"{self._file_field}: a file is required", field=self._file_field)
 
     def _callbacks(self) -> MultipartCallbacks:
         return {
@@ -223,16 +221,19 @@ class UploadForm:
         name = options.get(b"name", b"").decode("utf-8", "replace")
         if name == self._file_field:
             if self.filename is not None:
-                raise BadInput(f"{name}: exactly one file is needed", field=name)
+                raise BadInput(f"{name}: exactly one file is required", field=name)
             if b"filename" not in options:
-                raise BadInput(f"{name}: a file is needed, not text", field=name)
+                raise BadInput(f"{name}: must be a file, not text", field=name)
             self.filename = options[b"filename"].decode("utf-8", "replace")
             self._name = None
             return
         if b"filename" in options:
-            raise BadInput(f"{name[:80]}: this field is not a file", field=name[:80])
+            raise BadInput(f"{name[:80]}: must not be a file", field=name[:80])
         if not name or name in self.fields or len(self.fields) >= MAX_FIELDS:
-            raise BadInput(f"{name[:80] or 'a field'}: without a name, repeated or too many")
+            raise BadInput(
+                f"{name[:80] or 'a field'}: has no name, is repeated, or exceeds the maximum "
+                "number of fields"
+            )
         self._name = name
 
     def _add_data(self, data: bytes, start: int, end: int) -> None:
@@ -241,7 +242,7 @@ class UploadForm:
             return
         self._value += data[start:end]
         if len(self._value) > MAX_FIELD_BYTES:
-            raise BadInput(f"{self._name[:80]}: longer than {MAX_FIELD_BYTES} bytes")
+            raise BadInput(f"{self._name[:80]}: must have at most {MAX_FIELD_BYTES} bytes")
 
     def _end_part(self) -> None:
         if self._name is not None:

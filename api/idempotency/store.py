@@ -23,15 +23,15 @@ from shared.stores.retention import BUDGET_BYTES
 
 ERRORS = Counter(
     "penstock_answers_errors_total",
-    "Round trips to Redis about kept answers that failed, by operation.",
+    "Failed round trips to Redis about stored answers, by operation.",
     ["operation"],
 )
 DROPPED = Counter(
-    "penstock_answers_dropped_total", "Kept answers dropped before their time, for lack of room."
+    "penstock_answers_dropped_total", "Stored answers dropped early for lack of room."
 )
 UP = Gauge(
     "penstock_answers_redis_up",
-    "1 while Redis is being asked for kept answers, 0 while the breaker is open.",
+    "1 while Redis is being asked for stored answers, 0 while the breaker is open.",
 )
 
 REDIS_LIMIT_S = 0.25

@@ -117,7 +117,7 @@ class CodecClient:
                 )
             except OSError as error:
                 ours.close()
-                raise Unavailable(f"no process for images could be started: {error}") from error
+                raise Unavailable(f"failed to start a process for images: {error}") from error
             except BaseException:
                 ours.close()
                 raise
@@ -175,7 +175,7 @@ class CodecClient:
         frame_bytes, data_bytes = LENGTHS.unpack(await self._reader.readexactly(LENGTHS.size))
         reply = decode_reply(await self._reader.readexactly(frame_bytes))
         if data_bytes > MAX_REPLY_BYTES:
-            raise ConnectionError(f"a reply of {data_bytes} bytes")
+            raise ConnectionError(f"a reply has {data_bytes} bytes")
         return reply, await self._reader.readexactly(data_bytes)
 
     async def _death_error(self) -> PenstockError:
@@ -189,8 +189,8 @@ class CodecClient:
         status = self._process.returncode
         if status == -signal.SIGXCPU:
             return BadInput(
-                "it takes too much CPU time to decode; send it in another format, or with fewer "
-                "pixels"
+                "the image takes too much CPU time to decode; send it in another format or with "
+                "fewer pixels"
             )
         return Unavailable(f"the process that handled the image ended (status {status})")
 
@@ -361,7 +361,9 @@ class CodecPool:
         late_s = wait_s + self._service_s - remaining_s
         if self._room.turns_to_wait(image) or self._bytes_room.turns_to_wait(size):
             waiting = self._room.held_by(task.tenant)
-            reason = f"{waiting} of your images wait to be decoded, and there is no room for more"
+            reason = (
+                f"{waiting} of your images are waiting to be decoded, and there is no room for more"
+            )
             retry_after_s = self._service_s
         elif late_s > 0:
             reason = f"the image would be decoded {late_s:.3g} s after its deadline"

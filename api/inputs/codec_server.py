@@ -201,7 +201,7 @@ def run_command(
             options = {} if command.output_format == "png" else {"quality": command.quality}
             return ImageEncoded(), _saved(drawn, command.output_format, **options)
     except (_TooLargeError, MemoryError) as error:
-        reason = str(error) or "it takes more memory to decode than there is"
+        reason = str(error) or "the image takes more memory to decode than is available"
         return CodecError("input_too_large", reason, getattr(error, "field", None)), b""
     except _NotDrawnError as error:
         return CodecError("invalid_input", str(error)), b""
@@ -227,7 +227,8 @@ def _check_scans(data: bytes) -> None:
         scans += kind == _START_OF_SCAN
         if scans > MAX_SCANS:
             raise _NotDrawnError(
-                f"a JPEG with more than {MAX_SCANS} scans; save it as a baseline JPEG"
+                f"a JPEG with more than {MAX_SCANS} scans is not supported; save it as a "
+                "baseline JPEG"
             )
         at += int.from_bytes(data[at : at + 2], "big")
 
@@ -236,8 +237,8 @@ def _why_not(data: bytes) -> str:
     """Returns the reason for not drawing a file."""
     for at, begins, name in _REFUSED:
         if data[at : at + len(begins)] == begins:
-            return f"{name} is not read; send {ACCEPTED}"
-    return f"not a {ACCEPTED} image, or a broken one"
+            return f"{name} is not supported; send {ACCEPTED}"
+    return f"not a {ACCEPTED} image, or damaged"
 
 
 def _psnr_db(data: bytes, first_bytes: int, reserve: Callable[[int], None]) -> float:
@@ -307,8 +308,8 @@ def _check_padded(size: tuple[int, int], command: PrepareSource) -> None:
     width, height = size[0] + left + right, size[1] + above + below
     if command.padding != UNPADDED and width * height > command.limits.largest_pixels:
         raise _PaddedTooLargeError(
-            f"with it the image has {width}x{height} pixels; at most "
-            f"{command.limits.largest_pixels} are allowed"
+            f"with padding, the image has {width}x{height} pixels, which exceeds the maximum of "
+            f"{command.limits.largest_pixels}"
         )
 
 
@@ -368,7 +369,7 @@ def _mask_in(
         have = _unturned(image.size, image)
         if have != command.file_size:
             raise _NotDrawnError(
-                f"{have[0]}x{have[1]} pixels, and the image has "
+                f"the mask has {have[0]}x{have[1]} pixels and the image has "
                 f"{command.file_size[0]}x{command.file_size[1]}; send a mask of the same size"
             )
         levels = _levels(image, command.redraws)
@@ -391,7 +392,9 @@ def _levels(image: Image.Image, redraws: str) -> Image.Image:
 def _transparent(strip: Image.Image) -> Image.Image:
     strip = _with_8_bits(strip) if strip.mode.startswith("I;16") else strip
     if not strip.has_transparency_data:
-        raise _NotDrawnError("without an alpha channel; what is transparent is drawn anew")
+        raise _NotDrawnError(
+            "the mask has no alpha channel; transparent pixels mark the area to redraw"
+        )
     return ImageChops.invert(strip.convert("RGBA").getchannel("A"))
 
 
@@ -413,7 +416,9 @@ def _blurred_inwards(mask: Image.Image, radius: float) -> Image.Image:
     soft = mask.filter(ImageFilter.GaussianBlur(radius)).point(_INNER_HALF)
     blurred = ImageChops.darker(mask, soft)
     if blurred.getbbox() is None:
-        raise _NotDrawnError(f"mask_blur {radius:g} leaves nothing of it; use less")
+        raise _NotDrawnError(
+            f"mask_blur {radius:g} leaves nothing of the mask; use a smaller value"
+        )
     return blurred
 
 
@@ -437,7 +442,7 @@ def size_like(width: int, height: int, limits: SourceLimits) -> tuple[int, int]:
 def _opened(data: bytes, formats: tuple[str, ...]) -> Image.Image:
     image = Image.open(io.BytesIO(data), formats=formats)
     if image.width * image.height > SOURCE_LIMIT_PIXELS:
-        limit = f"at most {SOURCE_LIMIT_PIXELS // 1_000_000} megapixels are allowed"
+        limit = f"the image exceeds the maximum of {SOURCE_LIMIT_PIXELS // 1_000_000} megapixels"
         raise _TooLargeError(f"{image.width}x{image.height} pixels; {limit}")
     if isinstance(image, JpegImageFile):
         _check_scans(data)
@@ -490,8 +495,8 @@ def _scale_transparent_color(image: Image.Image) -> None:
         return
     if tile.args == "RGB;16B":
         raise _NotDrawnError(
-            "a PNG with 16 bits a channel and a transparent color (tRNS); send it with an alpha "
-            "channel, or with 8 bits"
+            "a PNG with 16 bits per channel and a transparent color (tRNS) is not supported; "
+            "send it with an alpha channel or with 8 bits"
         )
     if highest := _DEPTHS.get(tile.args):
         image.info["transparency"] = image.info["transparency"] * 255 // highest
@@ -601,7 +606,9 @@ def _in_srgb(drawn: Image.Image, source: Image.Image) -> Image.Image:
 def _flat(image: Image.Image) -> Image.Image:
     """Returns the image on a white background, without transparency."""
     if image.mode in ("F", "I"):
-        raise _NotDrawnError("samples of 32 bits; send it with 8 or 16 bits a channel")
+        raise _NotDrawnError(
+            "samples of 32 bits are not supported; send it with 8 or 16 bits per channel"
+        )
     if image.mode.startswith("I;16"):
         image = _with_8_bits(image)
     if image.mode == "LAB":
@@ -655,13 +662,13 @@ def _serve_one(connection: socket.socket) -> None:
     def reserve(cost_bytes: int) -> None:
         _send(connection, HeaderRead(cost_bytes))
         if not isinstance(_read(connection)[0], Proceed):
-            raise RuntimeError("only Proceed follows HeaderRead; this is a bug")
+            raise RuntimeError("expected Proceed after HeaderRead; this is a bug")
         if is_of_caller:
             _bound_memory(cost_bytes)
 
     command, data = _read(connection)
     if isinstance(command, Proceed):
-        raise RuntimeError("Proceed follows HeaderRead only; this is a bug")
+        raise RuntimeError("Proceed is only valid after HeaderRead; this is a bug")
     is_of_caller = isinstance(command, PrepareSource | PrepareMask)
     _bound_memory(ADDRESS_SPACE_BYTES)
     _bound_cpu_time(CPU_LIMIT_S if is_of_caller else RESULT_CPU_LIMIT_S)

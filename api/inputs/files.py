@@ -127,7 +127,8 @@ class Files:
         encoded = msgspec.json.encode(file)
         if len(encoded) > _METADATA_LIMIT_BYTES:
             raise BadInput(
-                f"metadata: name and metadata together are above {_METADATA_LIMIT_BYTES} bytes"
+                "metadata: name and metadata together must have at most "
+                f"{_METADATA_LIMIT_BYTES} bytes"
             )
         size_bytes = len(data) + len(encoded)
         if reservation is None:
@@ -181,7 +182,7 @@ class Files:
         Raises:
             NotFound: the tenant does not have such a file, or it has expired.
         """
-        unknown = NotFound(f"there is no file {file_id[:80]!r}")
+        unknown = NotFound(f"file {file_id[:80]!r} does not exist")
         if not _ID.fullmatch(file_id):
             raise unknown
         try:

@@ -78,32 +78,32 @@ class ControlFields(Body):
     control: str | None = Field(
         None,
         max_length=64,
-        description="The ControlNet of the model that guides the drawing, by its name.",
+        description="Name of the model's ControlNet that guides the drawing.",
     )
     control_image: str | None = Field(
         None,
         description=(
-            "The image for `control`, in any size: a base64 data: URI, an https URL, "
-            "or the id or URL of a file or result of this API."
+            "The image for `control`, in any size: a base64 data: URI, an https URL, or the ID "
+            "or URL of a file or result of this API."
         ),
     )
     controlnet_conditioning_scale: float | None = Field(
         None,
         ge=0,
         le=MAX_CONTROL_SCALE,
-        description="How much `control` guides. Default: that of the catalog, mostly 1.",
+        description="Strength of `control`. Default: from the catalog, usually 1.",
     )
     control_guidance_start: float | None = Field(
         None,
         ge=0,
         lt=1,
-        description="The part of the steps after which `control` guides. Default: 0.",
+        description="Fraction of the steps after which `control` starts. Default: 0.",
     )
     control_guidance_end: float | None = Field(
         None,
         gt=0,
         le=1,
-        description="The part of the steps until which `control` guides. Default: 1.",
+        description="Fraction of the steps at which `control` ends. Default: 1.",
     )
 
     @model_validator(mode="after")
@@ -111,9 +111,9 @@ class ControlFields(Body):
         if self.control is None:
             for name in _CONTROL_OPTIONS:
                 if getattr(self, name) is not None:
-                    raise WrongField(name, "is for control; name one")
+                    raise WrongField(name, "requires control; set control as well")
         if self.part[0] >= self.part[1]:
-            raise WrongField("control_guidance_start", "is not below control_guidance_end")
+            raise WrongField("control_guidance_start", "must be less than control_guidance_end")
         return self
 
     @property
@@ -134,15 +134,17 @@ def check_control(body: ControlFields, model: Model, *, has_picture: bool) -> No
     controls = model.image.controls
     if body.control is None:
         if has_picture:
-            raise BadInput(f"{CONTROL_IMAGE}: is for control; name one", field=CONTROL_IMAGE)
+            raise BadInput(
+                f"{CONTROL_IMAGE}: requires control; set control as well", field=CONTROL_IMAGE
+            )
         return
     if body.control not in controls:
         accepted = f"; it has {', '.join(controls)}" if controls else "; leave it out"
-        reason = f"{model.name} has no control {body.control!r}{accepted}"
+        reason = f"{model.name} does not have the control {body.control!r}{accepted}"
         raise BadInput(f"control: {reason}", field="control")
     if body.control_image is None and not has_picture:
         raise BadInput(
-            f"{CONTROL_IMAGE}: give the image for control {body.control}", field=CONTROL_IMAGE
+            f"{CONTROL_IMAGE}: is required for control {body.control}", field=CONTROL_IMAGE
         )
 
 
@@ -165,7 +167,7 @@ async def prepare_control(
     Raises:
         BadInput: the file is not an image, or it is broken. Names the field.
     """
-    assert body.control is not None, "it was checked; this is a bug"
+    assert body.control is not None, "validated before; this is a bug"
     entry = model.image.controls[body.control]
     image = await images.prepare(data, size, model.image, caller, field=field)
     asked_scale = body.controlnet_conditioning_scale
@@ -181,20 +183,20 @@ class IpAdapterFields(Body):
     ip_adapter: str | None = Field(
         None,
         max_length=64,
-        description="The IP-Adapter of the model that draws after an image, by its name.",
+        description="Name of the model's IP-Adapter, which draws similarly to an image.",
     )
     ip_adapter_image: str | None = Field(
         None,
         description=(
-            "The image for `ip_adapter`, in any size: a base64 data: URI, an https URL, "
-            "or the id or URL of a file or result of this API."
+            "The image for `ip_adapter`, in any size: a base64 data: URI, an https URL, or the "
+            "ID or URL of a file or result of this API."
         ),
     )
     ip_adapter_scale: float | None = Field(
         None,
         ge=0,
         le=MAX_IP_ADAPTER_SCALE,
-        description="How much the image counts. Default: that of the catalog, mostly 1.",
+        description="Weight of the image. Default: from the catalog, usually 1.",
     )
 
     @model_validator(mode="after")
@@ -202,7 +204,7 @@ class IpAdapterFields(Body):
         if self.ip_adapter is None:
             for name in _IP_ADAPTER_OPTIONS:
                 if getattr(self, name) is not None:
-                    raise WrongField(name, "is for ip_adapter; name one")
+                    raise WrongField(name, "requires ip_adapter; set ip_adapter as well")
         return self
 
 
@@ -217,15 +219,15 @@ def check_ip_adapter(body: IpAdapterFields, model: Model, *, has_picture: bool) 
     known = model.image.ip_adapters
     if body.ip_adapter is None:
         if has_picture:
-            reason = "is for ip_adapter; name one"
+            reason = "requires ip_adapter; set ip_adapter as well"
             raise BadInput(f"{IP_ADAPTER_IMAGE}: {reason}", field=IP_ADAPTER_IMAGE)
         return
     if body.ip_adapter not in known:
         accepted = f"; it has {', '.join(known)}" if known else "; leave it out"
-        reason = f"{model.name} has no IP-Adapter {body.ip_adapter!r}{accepted}"
+        reason = f"{model.name} does not have the IP-Adapter {body.ip_adapter!r}{accepted}"
         raise BadInput(f"{IP_ADAPTER}: {reason}", field=IP_ADAPTER)
     if body.ip_adapter_image is None and not has_picture:
-        reason = f"give the image for ip_adapter {body.ip_adapter}"
+        reason = f"is required for ip_adapter {body.ip_adapter}"
         raise BadInput(f"{IP_ADAPTER_IMAGE}: {reason}", field=IP_ADAPTER_IMAGE)
 
 
@@ -240,7 +242,7 @@ async def prepare_ip_adapter(
     Raises:
         BadInput: the file is not an image, or it is broken. Names `ip_adapter_image`.
     """
-    assert body.ip_adapter is not None, "it was checked; this is a bug"
+    assert body.ip_adapter is not None, "validated before; this is a bug"
     entry, scale = model.image.ip_adapters[body.ip_adapter], body.ip_adapter_scale
     image = await images.prepare_reference(data, caller, IP_ADAPTER_IMAGE)
     return IpAdapterInput(
@@ -276,30 +278,29 @@ class ImageFields(ControlFields, IpAdapterFields):
     )
     scheduler: SchedulerName | None = Field(None, description=f"One {SCHEDULER_CHOICE[4:]}")
     clip_skip: ClipSkip | None = Field(
-        None, description="How many of the last layers of CLIP do not read the prompt."
+        None, description="Number of final CLIP layers to skip when reading the prompt."
     )
     guidance_rescale: GuidanceRescale | None = Field(
-        None, description="How much of the contrast that guidance adds is taken back, 0.7 if any."
+        None, description="How much of the contrast added by guidance to remove, typically 0.7."
     )
     lora_weights: str | None = Field(
         None,
         max_length=MAX_URL_CHARS,
         description=(
-            "An adapter of the model, by its name. Or the https URL of its file, if the model "
-            "takes any; with #sha256=DIGEST behind it, only the file of that digest."
+            "Name of one of the model's adapters, or, if the model accepts URLs, the https URL "
+            "of an adapter file. Append #sha256=DIGEST to accept only a file with that digest."
         ),
     )
     lora_scale: float | None = Field(
         None,
         ge=MIN_LORA_SCALE,
         le=MAX_LORA_SCALE,
-        description="How strongly the adapter counts. Default: as the catalog says, mostly 1.",
+        description="Strength of the adapter. Default: from the catalog, usually 1.",
     )
     upscale: Upscale | None = Field(
         None,
         description=(
-            "How many times as wide and high the image becomes, if the model has an upscaler: "
-            "2 or 4."
+            "Factor by which to enlarge width and height, 2 or 4, if the model has an upscaler."
         ),
     )
 
@@ -370,7 +371,7 @@ def check_accepted(body: ImageFields, model: Model, mode: ImageMode) -> None:
     present = {name for name in body.model_fields_set if getattr(body, name) not in (None, "")}
     for name in sorted(present):
         if not interface.accepts(name):
-            reason = f"{name}: {model.name} does not accept it; leave it out"
+            reason = f"{name}: is not supported by {model.name}; leave it out"
             raise BadInput(reason, field=name)
     if body.scheduler is not None and body.scheduler not in interface.schedulers:
         known = ", ".join(interface.schedulers)
@@ -460,14 +461,14 @@ async def with_fetched_adapter(
     chosen, urls = image.adapter, model.image.adapter_urls
     if chosen is None or not chosen.url:
         return image
-    assert urls is not None, "it was chosen among them; this is a bug"
+    assert urls is not None, "chosen among them; this is a bug"
     url, expected = _split(chosen.url)
     rules = FileRules(within=urls.allowed, max_bytes=urls.max_bytes, sha256=expected)
     sha256, key = await images.fetch_for_workers(url, caller, ADAPTER_FIELD, rules, ADAPTER_KEPT_S)
     if expected and sha256 != expected:
         raise BadInput(
-            f"{ADAPTER_FIELD}: the file there has the digest sha256={sha256}, "
-            "not the one behind the #",
+            f"{ADAPTER_FIELD}: the file at this URL has the digest sha256={sha256}, which differs "
+            "from the one after the #",
             field=ADAPTER_FIELD,
         )
     digest, owner = f"sha256:{sha256}", owner_of(caller.tenant)
@@ -483,6 +484,6 @@ def _split(text: str) -> tuple[str, str]:
     if not fragment:
         return url, ""
     if (digest := _DIGEST.fullmatch(fragment)) is None:
-        reason = "what is behind the # is not sha256= and 64 digits of 0-9, a-f"
+        reason = "the part after the # must be sha256= and 64 digits of 0-9, a-f"
         raise BadInput(f"{ADAPTER_FIELD}: {reason}", field=ADAPTER_FIELD)
     return url, digest[1]

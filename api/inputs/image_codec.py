@@ -246,7 +246,7 @@ async def data_of_uri(uri: str, where: str, *, field: str) -> bytes:
     """
     header, comma, text = uri.partition(",")
     if not comma or not header.startswith("data:") or not header.lower().endswith(";base64"):
-        raise BadInput(f"{where}: only base64 data: URIs are accepted", field=field)
+        raise BadInput(f"{where}: must be a base64 data: URI", field=field)
     chunks, rest, text = [], "", text.rstrip()
     try:
         if 0 <= text.find("=") < len(text) - 2:

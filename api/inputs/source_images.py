@@ -34,11 +34,10 @@ from shared.models.image_entry import ImageDefaults
 from shared.stores.objects import LinkInvalid, ObjectStore, UrlSigner, object_key, stored_input
 
 ACCEPTED = (
-    "expected a data: URI, an https URL, or the id or URL of a file of this API (POST /v1/files)"
+    "must be a data: URI, an https URL, or the ID or URL of a file of this API (POST /v1/files)"
 )
 OFF = (
-    "only data: URIs and files of this API (POST /v1/files) are accepted; "
-    "other URLs are not fetched here"
+    "must be a data: URI or a file of this API (POST /v1/files); this API does not fetch other URLs"
 )
 IMAGE_TYPES = ("image/", "application/octet-stream", "binary/octet-stream")
 """Buckets report the last two for files of unknown type."""
@@ -223,7 +222,7 @@ class SourceImages:
         fetched = await self._fetched(url, caller, field, until_s, rules, keep_s)
         key, data = fetched.blob.object_key, fetched.blob.data
         if key is None:
-            assert data is not None, "it has neither bytes nor a key; this is a bug"
+            assert data is not None, "has neither data nor a key; this is a bug"
             key = object_key(FOLDER, data, fetched.blob.media_type)
             await self._objects.put(key, data, fetched.blob.media_type)
         return fetched.sha256, key
@@ -244,7 +243,7 @@ class SourceImages:
         if not url.startswith(f"{caller.base_url}/"):
             raise BadInput(f"{field}: {ACCEPTED}", field=field)
         if len(url) > MAX_URL_CHARS:  # it becomes part of the record
-            raise BadInput(f"{field}: longer than {MAX_URL_CHARS} characters", field=field)
+            raise BadInput(f"{field}: must have at most {MAX_URL_CHARS} characters", field=field)
         # The rest is a path and a query. It is split manually, because urlsplit raises on `//[`.
         path, _, query_text = url.removeprefix(caller.base_url).partition("#")[0].partition("?")
         folder, _, name = unquote(path.removeprefix("/").removeprefix("v1/")).partition("/")
@@ -262,7 +261,7 @@ class SourceImages:
                 data = await self._fetcher.fetch(name, query["type"], caller.deadline_s)
                 return FetchedFile(data, query["type"], "")
         except (LinkInvalid, NotFound, BadInput, KeyError, ValueError) as error:
-            reason = getattr(error, "message", "not a link that this API signed")
+            reason = getattr(error, "message", "not a link signed by this API")
             raise BadInput(f"{field}: {reason}", field=field) from error
         raise BadInput(f"{field}: {ACCEPTED}", field=field)
 

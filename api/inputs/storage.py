@@ -78,7 +78,7 @@ _MARKER = "application/json"
 
 REMOVED = Counter(
     "penstock_stored_objects_removed_total",
-    "Objects that were removed because they had expired, by folder.",
+    "Expired objects removed, by folder.",
     ["folder"],
 )
 log = logging.getLogger(__name__)
@@ -181,8 +181,8 @@ class Storage:
             self._checked.popitem(last=False)
         if checked.size_bytes > quota.max_bytes:
             raise StorageFull(
-                f"{quota.field}: {checked.size_bytes} bytes are stored for you, and the maximum is "
-                f"{quota.max_bytes} bytes; {_WHAT_TO_DO}",
+                f"{quota.field}: you have {checked.size_bytes} bytes stored, which exceeds your "
+                f"maximum of {quota.max_bytes} bytes; {_WHAT_TO_DO}",
                 field=quota.field,
             )
 
@@ -399,14 +399,14 @@ class StorageReservation:
         if use.size_bytes > max_bytes:
             used_bytes = use.size_bytes - size_bytes
             raise StorageFull(
-                f"{field}: {used_bytes} bytes are stored for you, and {size_bytes} more would "
-                f"exceed the maximum of {max_bytes} bytes; {_WHAT_TO_DO}",
+                f"{field}: you have {used_bytes} bytes stored, and {size_bytes} more would exceed "
+                f"your maximum of {max_bytes} bytes; {_WHAT_TO_DO}",
                 field=field,
             )
         if use.files > MAX_FILES:
             raise StorageFull(
-                f"{field}: {use.files - 1} files are stored for you, and {MAX_FILES} is the "
-                f"maximum; {_WHAT_TO_DO}",
+                f"{field}: you have {use.files - 1} files stored, and the maximum is {MAX_FILES}; "
+                f"{_WHAT_TO_DO}",
                 field=field,
             )
 

@@ -311,7 +311,7 @@ class UrlFetcher:
         return FetchedInput(loaded.blob, loaded.name, loaded.sha256), "fetched"
 
     def _out_of_time(self) -> FetchFailed:
-        return _OutOfTime(f"it was not loaded within {self._limit_s:g} s")
+        return _OutOfTime(f"the download did not finish within {self._limit_s:g} s")
 
     @asynccontextmanager
     async def _permitted(self, tenant: str, until_s: float) -> AsyncIterator[None]:
@@ -370,12 +370,12 @@ class _Fetch:
             try:
                 answered = await self._ask(parsed, url, known)
             except _Unchanged:
-                assert known is not None, "it was asked for by its tag; this is a bug"
+                assert known is not None, "requested by its tag; this is a bug"
                 return known
             if isinstance(answered, _Loaded):
                 return answered
             target = answered
-        raise BadInput(f"more than {MAX_REDIRECTS} redirects")
+        raise BadInput(f"exceeds the maximum of {MAX_REDIRECTS} redirects")
 
     def accepts(self, known: FetchedUrl) -> bool:
         """Returns whether a file fetched earlier meets the requirements of this fetch.
@@ -402,12 +402,12 @@ class _Fetch:
             UrlForbidden: files must not be fetched from there.
         """
         if len(target) > MAX_URL_CHARS:  # it becomes part of the record
-            raise BadInput(f"longer than {MAX_URL_CHARS} characters")
+            raise BadInput(f"must have at most {MAX_URL_CHARS} characters")
         parsed = parse_public_url(target, self.reach)
         if not self.hosts.allow(parsed):
             raise UrlForbidden(
-                f"{parsed.host}:{parsed.port} is not one of the hosts and ports from which inputs "
-                "are fetched here; send the file as a data: URI, or upload it (POST /v1/files)"
+                f"{parsed.host}:{parsed.port} is not an allowed host and port for fetching "
+                "inputs; send the file as a data: URI or upload it (POST /v1/files)"
             )
         if self.rules.within and not is_within(parsed, self.rules.within):
             raise UrlForbidden(
@@ -479,13 +479,15 @@ def _reason_of(error: Exception) -> str:
     reasons: tuple[tuple[type[Exception], str], ...] = (
         (ClientConnectorCertificateError, "its certificate is not valid for this name"),
         (ClientSSLError, "TLS failed"),
-        (ClientConnectorError, "no connection could be made"),
-        (TimeoutError, "no answer in time"),
-        (ClientPayloadError, "its answer was cut off"),
-        (ServerDisconnectedError, "it closed the connection"),
-        (ConnectionError, "it closed the connection"),
+        (ClientConnectorError, "the connection failed"),
+        (TimeoutError, "the server did not answer in time"),
+        (ClientPayloadError, "the answer was cut off"),
+        (ServerDisconnectedError, "the server closed the connection"),
+        (ConnectionError, "the server closed the connection"),
     )
-    return next((said for kind, said in reasons if isinstance(error, kind)), "not valid HTTP")
+    return next(
+        (said for kind, said in reasons if isinstance(error, kind)), "the answer is not valid HTTP"
+    )
 
 
 def _redirected(url: URL, answer: ClientResponse) -> str:
@@ -576,7 +578,7 @@ def _name_of(answer: ClientResponse, asked: str) -> str:
 
 
 def _too_large(rules: FileRules) -> InputTooLarge:
-    return InputTooLarge(f"larger than {rules.max_bytes} bytes")
+    return InputTooLarge(f"the file exceeds the maximum of {rules.max_bytes} bytes")
 
 
 def _authorities(path: str) -> ssl.SSLContext | None:

@@ -44,7 +44,7 @@ MAX_ACCOUNTS = 8192
 
 ERRORS = prometheus_client.Counter(
     "penstock_limits_errors_total",
-    "Round trips to Redis about limits that failed, by operation.",
+    "Failed round trips to Redis about limits, by operation.",
     ["operation"],
 )
 UP = prometheus_client.Gauge(

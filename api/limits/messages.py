@@ -98,10 +98,10 @@ def _is_larger_than_budget(counter: Counter, amount: float) -> bool:
 def _over_budget(counter: Counter, amount: float, now_s: float) -> BudgetExceeded:
     if isinstance(counter, MonthCounter) and not counter.is_spent(amount):
         return BudgetReserved(
-            f"Requests in flight have reserved what is left of the budget in {counter.subject}: "
-            f"limit {plain(counter.limit)}, spent {plain(counter.spent)}, "
-            f"reserved {plain(counter.used - counter.spent)}, requested {plain(amount)}. "
-            f"Please try again in {duration(RESERVED_RETRY_S)}.",
+            f"Requests in flight have reserved the rest of the budget in {counter.subject}: limit "
+            f"{plain(counter.limit)}, spent {plain(counter.spent)}, reserved "
+            f"{plain(counter.used - counter.spent)}, requested {plain(amount)}. Please try again "
+            f"in {duration(RESERVED_RETRY_S)}.",
             unit=counter.unit,
             retry_after_s=RESERVED_RETRY_S,
         )

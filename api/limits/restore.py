@@ -114,11 +114,11 @@ async def restore_deployment(
     """
     if not settings.keys_url:
         raise ConfigurationError(
-            "PENSTOCK_KEYS_URL is not set, so no tenant has a budget", field="keys_url"
+            "PENSTOCK_KEYS_URL is not set, so tenants do not have budgets", field="keys_url"
         )
     async with key_store(settings.keys_url) as keys:
         stored = await keys.read()
-        assert stored is not None, "without a version it is always read; this is a bug"
+        assert stored is not None, "read without a version, so it is always returned; this is a bug"
         directory = Directory(decode_document(stored.data, keys.source))
     place = settings.project, settings.dataset, settings.bigquery_endpoint
     store = LimitStore(
@@ -137,7 +137,9 @@ async def restore_deployment(
 def describe(counter: Restored, *, writes: bool) -> str:
     """Returns a line about a counter that differs. `writes`: as in `restore`."""
     year, month = divmod(counter.month, 12)
-    outcome = "above its rows, kept" if counter.rows_usd < counter.counted_usd else "not restored"
+    outcome = (
+        "exceeds its rows, unchanged" if counter.rows_usd < counter.counted_usd else "not restored"
+    )
     if counter.is_changed:
         outcome = "restored" if writes else "to be restored"
     if counter.is_busy:

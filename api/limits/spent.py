@@ -90,7 +90,7 @@ class SpentRows:
                     spent[place][month - of_month] = usd
         except (GoogleAPIError, GoogleAuthError, RequestException, TimeoutError) as error:
             reason = (str(error).splitlines() or [repr(error)])[0]
-            raise Unavailable(f"the rows can't be read now: {reason}") from error
+            raise Unavailable(f"the rows can't be read right now: {reason}") from error
         return [(usd, before) for usd, before in spent]
 
 

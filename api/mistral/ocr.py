@@ -163,15 +163,15 @@ async def _reply(
         Unavailable: the object store is unreachable.
     """
     if not isinstance(result, CustomResult):
-        raise PenstockError(f"{model.name} returned a result that is not its own; a bug")
+        raise PenstockError(f"{model.name} returned a result of the wrong type; this is a bug")
     images, size = [], 0
     for blob in result.files:
         data = await read_blob(objects, blob, "image")
         size += len(data)
         if size > MAX_IMAGES_BYTES:
             raise BadInput(
-                f"include_image_base64: the images have more than the {MAX_IMAGES_BYTES} bytes of "
-                "an answer; ask for fewer pages",
+                f"include_image_base64: the images exceed the maximum of {MAX_IMAGES_BYTES} bytes "
+                "in total; request fewer pages",
                 field="include_image_base64",
             )
         images.append(Blob(blob.media_type, data=data))
@@ -184,7 +184,7 @@ async def _reply(
             pages = msgspec.convert(output, list[OcrPage])
             doc_size_bytes = result.metrics.get(SIZE_METRIC)
     except msgspec.ValidationError as error:
-        raise ModelFailed(f"the model gave no pages: {error}") from error
+        raise ModelFailed(f"the model did not return valid pages: {error}") from error
     _number(pages, body.image_limit)
     size_bytes = doc_size_bytes if isinstance(doc_size_bytes, int) else None
     usage = OcrUsage(_count_pages(result, model), size_bytes)
@@ -205,7 +205,7 @@ def _joined(apart: PagesApart) -> list[OcrPage]:
         ModelFailed: there are too many or too few pages.
     """
     if [len(pages) for pages in apart.pages] != [1] * len(apart.numbers):
-        raise ModelFailed("the flow did not give each page once")
+        raise ModelFailed("the flow did not return each page exactly once")
     pages = [page for (page,) in apart.pages]
     for page, number in zip(pages, apart.numbers, strict=True):
         page.index = number

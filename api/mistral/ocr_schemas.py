@@ -43,7 +43,7 @@ class DocumentUrl(Body):
     type: Literal["document_url"] = "document_url"
     document_url: str = Field(
         min_length=1,
-        description="An https URL, a `data:` URI, or the URL of a file of this API.",
+        description="An https URL, a `data:` URI, or the URL of a file uploaded to this API.",
     )
     document_name: str | None = Field(None, description="Accepted, without effect.")
 
@@ -89,7 +89,9 @@ _Document = Annotated[
     Discriminator(
         _kind_of,
         custom_error_type="document_type",
-        custom_error_message=("type must be document_url, image_url or file, with that field"),
+        custom_error_message=(
+            "type must be document_url, image_url or file, with the field of that name"
+        ),
     ),
 ]
 
@@ -97,8 +99,8 @@ _Document = Annotated[
 def _refuse_annotation(value: object) -> None:
     if value is not None:
         raise ValueError(
-            "annotations are made by a language model that sees images, and none is served "
-            "here; leave it out, or send null"
+            "annotations require a language model that reads images, which this API does not "
+            "serve; leave it out or send null"
         )
 
 
@@ -122,34 +124,34 @@ class OcrBody(Body):
     )
 
     model: str | None = Field(
-        None, description="Default: the first model of the catalog with `api: ocr`."
+        None, description="Default: the first model in the catalog with `api: ocr`."
     )
     document: _Document = Field(description="PDF, PNG, JPEG, TIFF or WebP.")
     id: ItemId | None = Field(None, description="Accepted, without effect.")
     pages: _Pages | None = Field(
-        None, description="Which pages, counted from 0: a list, or `0-3,5`. Default: all."
+        None, description="Page numbers from 0, as a list or as `0-3,5`. Default: all pages."
     )
     table_format: Literal["markdown", "html"] | None = Field(
-        None, description="Of tables beside the markdown. Default: they are in it."
+        None, description="Format of tables outside the markdown. Default: part of the markdown."
     )
     include_image_base64: bool | None = Field(
-        None, description="Whether images are in the answer, as `data:` URIs."
+        None, description="True to include images in the answer as `data:` URIs."
     )
     image_limit: int | None = Field(
-        None, ge=0, le=10_000, description="The most images of all pages together."
+        None, ge=0, le=10_000, description="Maximum number of images on all pages together."
     )
     image_min_size: int | None = Field(
-        None, ge=1, le=10_000, description="The least width and height of an image, in pixels."
+        None, ge=1, le=10_000, description="Minimum width and height of an image, in pixels."
     )
     include_blocks: bool | None = Field(
-        None, description="Whether each page has its parts with their places."
+        None, description="True to include the blocks of each page with their positions."
     )
     confidence_scores_granularity: Literal["page", "block", "word"] | None = None
     extract_header: bool | None = Field(
-        None, description="Whether headers are beside the markdown."
+        None, description="True to return page headers separately from the markdown."
     )
     extract_footer: bool | None = Field(
-        None, description="Whether footers are beside the markdown."
+        None, description="True to return page footers separately from the markdown."
     )
     bbox_annotation_format: _NoAnnotation = None
     document_annotation_format: _NoAnnotation = None
@@ -161,7 +163,7 @@ class OcrBody(Body):
         if isinstance(value, str):
             plain = value.replace(" ", "")
             if plain.count(",") >= MAX_PAGE_RANGES or not _RANGES.fullmatch(plain):
-                raise ValueError("numbers from 0 on and ranges are needed, as 0-3,5")
+                raise ValueError("must be numbers from 0 and ranges, such as 0-3,5")
         return value
 
     @property

@@ -134,15 +134,15 @@ async def _read_form(call: ApiRequest, kind: type[F]) -> tuple[F, _Recording | N
         if fields.url is None:
             return fields, await _only_file(form)
         if FILE in form:
-            raise BadInput(f"url: there is a {FILE} too; leave one of them out", field="url")
+            raise BadInput(
+                f"url: can't be combined with {FILE}; leave one of them out", field="url"
+            )
         return fields, None
 
 
 def _check_is_form(request: Request) -> None:
     if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
-        raise BadInput(
-            "content-type: a recording is sent as multipart/form-data", field="content-type"
-        )
+        raise BadInput("content-type: must be multipart/form-data", field="content-type")
 
 
 @asynccontextmanager
@@ -161,12 +161,12 @@ def _fields_of(form: FormData) -> dict[str, Any]:
             continue
         if isinstance(value, UploadFile):
             is_known = name in TranscriptionForm.model_fields
-            reason = "this field is not a file" if is_known else "unknown parameter"
+            reason = "must not be a file" if is_known else "unknown parameter"
             raise BadInput(f"{sent_as[:80]}: {reason}", field=sent_as[:80])
         if name in LISTS:
             fields.setdefault(name, []).append(value)
         elif name in fields:
-            raise BadInput(f"{name[:80]}: it is there twice", field=name[:80])
+            raise BadInput(f"{name[:80]}: must be sent only once", field=name[:80])
         else:
             fields[name] = value
     return fields
@@ -175,17 +175,17 @@ def _fields_of(form: FormData) -> dict[str, Any]:
 async def _only_file(form: FormData) -> _Recording:
     files = form.getlist(FILE)
     if len(files) != 1:
-        reason = f"exactly one file is needed, or a url, not {len(files)}"
+        reason = f"exactly one file or a url is required, got {len(files)} files"
         raise BadInput(f"{FILE}: {reason}", field=FILE)
     if not isinstance(files[0], UploadFile):
-        raise BadInput(f"{FILE}: a file is needed, not text", field=FILE)
+        raise BadInput(f"{FILE}: must be a file, not text", field=FILE)
     size = files[0].size or 0
     if size > MAX_FILE_BYTES:
         raise BodyTooLarge(
-            f"{FILE}: {size} bytes; at most {MAX_FILE_BYTES} are allowed", field=FILE
+            f"{FILE}: must have at most {MAX_FILE_BYTES} bytes, got {size}", field=FILE
         )
     if not size:
-        raise BadInput(f"{FILE}: it is empty", field=FILE)
+        raise BadInput(f"{FILE}: must not be empty", field=FILE)
     return _Recording(await files[0].read(), _name_of(files[0].filename or ""))
 
 
@@ -242,7 +242,7 @@ def _names_for(model: Model, field: str) -> FieldNames:
 def _checked(values: Mapping[str, Any], model: Model) -> CustomInput:
     """Returns the input of a class without files. None values are left out."""
     if values.get("task") is not None and "task" not in interface_of(model).properties:
-        raise BadInput(f"model: {model.name} does not translate", field="model")
+        raise BadInput(f"model: {model.name} does not support translation", field="model")
     return input_of_fields(values, model, _NAMES)[0]
 
 
@@ -250,7 +250,7 @@ def _elements(output: Any) -> list[TranscribedElement]:
     try:
         return msgspec.convert(output, list[TranscribedElement])
     except msgspec.ValidationError as error:
-        raise ModelFailed(f"the model gave no transcript: {error}") from error
+        raise ModelFailed(f"the model did not return a valid transcript: {error}") from error
 
 
 class _Transcript:
@@ -264,7 +264,7 @@ class _Transcript:
         (outcome,) = outcomes
         result = outcome.result
         if not isinstance(result, CustomResult):
-            raise PenstockError(f"{model.name} returned a result that is not its own; a bug")
+            raise PenstockError(f"{model.name} returned a result of the wrong type; this is a bug")
         self.elements = _elements(result.output)
         seconds = result.work
         if model.flow is not None:  # a flow does not have a unit of work
@@ -486,7 +486,7 @@ def _transcription_responses(*, is_streamed: bool) -> Responses:
 
 @router.post(
     TRANSCRIPTIONS,
-    summary="Write down what is said in a recording",
+    summary="Transcribe a recording",
     openapi_extra=form_body(TranscriptionForm, INFERRING),
     responses=_transcription_responses(is_streamed=True),
 )
@@ -503,7 +503,7 @@ async def create_transcription(request: Request) -> Response:
 
 @router.post(
     TRANSLATIONS,
-    summary="Write down in English what is said in a recording",
+    summary="Translate a recording into English",
     openapi_extra=form_body(TranslationForm, INFERRING),
     responses=_transcription_responses(is_streamed=False),
 )
@@ -632,7 +632,7 @@ async def _stream(
     last_id = call.http.headers.get("last-event-id", "")
     if model.flow is not None and last_id and not _WINDOW_ID.fullmatch(last_id):
         raise BadInput(
-            f"Last-Event-ID: {last_id[:40]!r} is not the id of an event of this stream",
+            f"Last-Event-ID: {last_id[:40]!r} is not an event ID of this stream",
             field="last-event-id",
         )
     seen = [] if model.flow is not None else seen_from_id(last_id, 1)

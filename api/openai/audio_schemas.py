@@ -100,7 +100,9 @@ def _as_form(schema: dict[str, Any]) -> None:
         FILE: {
             "type": "string",
             "format": "binary",
-            "description": f"The recording, at most {MAX_FILE_BYTES} bytes. Or give a `url`.",
+            "description": (
+                f"The recording, at most {MAX_FILE_BYTES} bytes. Or send a `url` instead."
+            ),
         }
     }
     for name, field in known.items():
@@ -119,19 +121,19 @@ class TranslationForm(Body):
     model_config = ConfigDict(json_schema_extra=_as_form)
 
     model: str | None = Field(
-        None, description="Default: the first model of the catalog with `api: transcription`."
+        None, description="Default: the first model in the catalog with `api: transcription`."
     )
     url: str | None = Field(
         None,
         min_length=1,
         max_length=MAX_URL_CHARS,
-        description="Extension, as in Groq's API: the recording in place of `file`, by an https "
-        "URL, or by the id of an upload of purpose `user_data`. At most 64 MiB.",
+        description="Extension, as in Groq's API: https URL of the recording, or ID of an upload "
+        "with purpose `user_data`, in place of `file`. At most 64 MiB.",
     )
     prompt: str | None = Field(
         None,
         max_length=MAX_PROMPT_CHARS,
-        description="What comes before, or words as they are spelled.",
+        description="Preceding text, or words with their spelling.",
     )
     response_format: Literal["json", "text", "srt", "vtt", "verbose_json"] = "json"
     temperature: float | None = Field(None, ge=0, le=1)
@@ -141,15 +143,17 @@ class TranscriptionForm(TranslationForm):
     """A form with a recording to transcribe."""
 
     language: str | None = Field(
-        None, pattern="^[a-z]{2,3}$", description="Of the recording, in ISO 639-1: `en`, `fr`."
+        None,
+        pattern="^[a-z]{2,3}$",
+        description="Language of the recording in ISO 639-1: `en`, `fr`.",
     )
     timestamp_granularities: list[Literal["word", "segment"]] | None = Field(
         None,
         max_length=2,
-        description="What has times in `verbose_json`. Default: segments.",
+        description="Units that have times in `verbose_json`. Default: segments.",
     )
     stream: bool = Field(
-        False, description="Whether events are sent, one for each segment. For `json` only."
+        False, description="True to send events, one per segment. Only for `json`."
     )
     chunking_strategy: Option | None = Field(None, description="Accepted, without effect.")
     include: None = None
@@ -162,10 +166,10 @@ class TranscriptionForm(TranslationForm):
     def _fits_the_format(self) -> TranscriptionForm:
         if self.timestamp_granularities and self.response_format != "verbose_json":
             raise WrongField(
-                "timestamp_granularities", "is for response_format verbose_json; leave it out"
+                "timestamp_granularities", "requires response_format verbose_json; leave it out"
             )
         if self.stream and self.response_format != "json":
-            raise WrongField("stream", "is for response_format json; leave it out")
+            raise WrongField("stream", "requires response_format json; leave it out")
         return self
 
     @property
@@ -177,7 +181,7 @@ class TranscriptionForm(TranslationForm):
 def _recording_of(file: str | None, url: str | None) -> tuple[str, str]:
     """Returns the field that names the recording of a line, and its value."""
     if (file is None) == (url is None):
-        raise WrongField("url", f"give the recording by one of url and {FILE}, the id of an upload")
+        raise WrongField("url", f"exactly one of url and {FILE} (the ID of an upload) is required")
     return ("url", url) if url is not None else (FILE, file or "")
 
 
@@ -206,7 +210,7 @@ class TranscriptionLine(TranscriptionForm):
     def _can_be_a_line(self) -> TranscriptionLine:
         _recording_of(self.file, self.url)
         if self.stream:
-            raise WrongField("stream", "a batch has no streams; leave it out")
+            raise WrongField("stream", "is not supported in batches; leave it out")
         return self
 
     @property
@@ -224,22 +228,24 @@ class SpeechBody(Body):
 
     input: str = Field(min_length=1, max_length=MAX_INPUT_CHARS)
     model: str | None = Field(
-        None, description="Default: the first model of the catalog with `api: speech`."
+        None, description="Default: the first model in the catalog with `api: speech`."
     )
     voice: str | None = Field(
         None,
         max_length=128,
-        description="One of the model's. Default: its usual one.",
+        description="One of the model's voices. Default: the model's default voice.",
     )
     instructions: str | None = Field(
-        None, max_length=MAX_INPUT_CHARS, description="How it is said, if the model takes that."
+        None,
+        max_length=MAX_INPUT_CHARS,
+        description="How to speak it, if the model supports instructions.",
     )
     response_format: Literal["mp3", "opus", "aac", "flac", "wav", "pcm"] | None = Field(
-        None, description="One of the model's. Default: its usual one."
+        None, description="One of the model's formats. Default: the model's default format."
     )
     speed: float | None = Field(None, ge=0.25, le=4.0)
     stream_format: Annotated[Literal["audio", "sse"], null_is("audio")] = Field(
         "audio",
-        description="`sse`: events with parts of the sound, from models that give parts.",
+        description="`sse`: events with parts of the audio, from models that stream it.",
         json_schema_extra={"enum": ["audio", "sse", None]},
     )

@@ -45,7 +45,7 @@ class BatchBody(Body):
         },
     )
 
-    input_file_id: str = Field(description="A file of purpose `batch`.")
+    input_file_id: str = Field(description="A file with purpose `batch`.")
     endpoint: Literal[
         "/v1/embeddings",
         "/v1/rerank",
@@ -56,14 +56,14 @@ class BatchBody(Body):
         "/v1/audio/translations",
         "/v1/predictions",
         "/v1/ocr",
-    ] = Field(description="The `url` of all lines.")
+    ] = Field(description="The `url` in all lines.")
     completion_window: Literal["24h"]
     metadata: Metadata | None = None
     output_expires_after: OutputExpiresAfter | None = None
     webhook: str | None = Field(
         None,
         max_length=MAX_URL_CHARS,
-        description="Extension: URL to which the end of the batch is sent, signed.",
+        description="Extension: URL that receives a signed event when the batch ends.",
     )
 
 

@@ -74,7 +74,7 @@ _encode = msgspec.json.Encoder().encode
 B = TypeVar("B", ChatBody, CompletionBody)
 _HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 StartingAfter = Annotated[
-    str, Query(description="As `Last-Event-ID`: only events after this one are sent.")
+    str, Query(description="Like `Last-Event-ID`: sends only events after this one.")
 ]
 
 
@@ -406,7 +406,7 @@ def stored_chat(call: ApiRequest, snapshot: PredictionSnapshot) -> ChatReply:
     """
     prediction, record = snapshot
     if not record.is_over:
-        raise PredictionNotOver("the answer is being written; stream it, or ask again")
+        raise PredictionNotOver("the answer is still being written; stream it, or try again later")
     if record.state != "succeeded" or record.reply is None:
         raise snapshot.failure
     body = ChatBody.model_validate(prediction.input)

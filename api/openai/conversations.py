@@ -234,7 +234,8 @@ async def unlocked(call: ApiRequest, conversation_id: str) -> Conversation:
     conversation = await settled(call, conversation_id)
     if conversation.pending:
         raise ConversationBusy(
-            "conversation: a response of it is still being written; try again when it has ended",
+            "conversation: one of its responses is still being written; try again when it "
+            "has ended",
             field="conversation",
         )
     return conversation

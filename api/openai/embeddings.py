@@ -111,14 +111,14 @@ class Chunk(Body):
         None,
         ge=8,
         le=1_000_000,
-        description="The most tokens of a window, without special ones. Default: all that the "
-        "model reads at once.",
+        description="Maximum tokens per window, without special tokens. Default: the maximum "
+        "that the model reads at once.",
     )
     overlap: int = Field(0, ge=0, description="At most half of `tokens`.")
     by: Literal["sentence", "tokens"] = "sentence"
     pool: Literal["none", "mean"] = Field(
         "none",
-        description="`mean`: one vector for each text, the mean of its windows' by their tokens.",
+        description="`mean`: one vector per text, the mean of its windows weighted by tokens.",
     )
 
 
@@ -154,25 +154,25 @@ class EmbeddingsBody(Body):
     dimensions: int | None = Field(
         None,
         ge=1,
-        description="How many dimensions to keep, from the first. The vector is normalized again.",
+        description="Number of leading dimensions to keep. The vector is normalized again.",
     )
     truncate: Literal["end", "start"] | None = Field(
         None,
         description=(
-            "Extension: which side of a too long text is cut. Without it such texts are refused "
-            "(400)."
+            "Extension: the side of an overlong text to cut. Without it, overlong texts are "
+            "rejected (400)."
         ),
     )
     tokenizer: str | None = Field(
         None,
         description=(
-            "Extension: the model whose tokenizer made the token ids in `input`; "
-            "without it they are refused."
+            "Extension: the model whose tokenizer produced the token IDs in `input`. Without it, "
+            "token IDs are rejected."
         ),
     )
     chunk: Chunk | None = Field(
         None,
-        description="Extension: cut texts into windows. They have up to 4 MiB together then.",
+        description="Extension: cut texts into windows. Texts may then have 4 MiB in total.",
     )
     user: EndUser | None = None
 
@@ -188,8 +188,7 @@ class EmbeddingsEndpoint(Endpoint):
         model = catalog.find(body.model, "embedding")
         if body.chunk is not None:
             raise BadInput(
-                "chunk: lines of batches take texts as they are; send long texts to POST "
-                "/v1/embeddings",
+                "chunk: is not supported in batches; send long texts to POST /v1/embeddings",
                 field="chunk",
             )
         dimensions = kept_dimensions(body, model)
@@ -212,7 +211,7 @@ def inputs_of(body: EmbeddingsBody, model: Model) -> list[TextInput | TokensInpu
         BadInput: the model can't compute them.
     """
     if isinstance(body.input, FileOfText):
-        raise BadInput("input: a file goes with `chunk`", field="input")
+        raise BadInput("input: a file requires `chunk`", field="input")
     return text_inputs(
         body.input, model, truncate=body.truncate or "none", tokenizer=body.tokenizer
     )
@@ -225,11 +224,12 @@ def kept_dimensions(body: EmbeddingsBody, model: Model) -> int:
         BadInput: the number exceeds the model's dimensions.
     """
     assert model.dimensions is not None, (
-        "the catalog refuses embedding models without; this is a bug"
+        "the catalog rejects embedding models without dimensions; this is a bug"
     )
     if body.dimensions is not None and body.dimensions > model.dimensions:
         raise BadInput(
-            f"dimensions: {model.name} has {model.dimensions}, not {body.dimensions}",
+            f"dimensions: must be at most {model.dimensions} for {model.name}, got "
+            f"{body.dimensions}",
             field="dimensions",
         )
     return body.dimensions or model.dimensions
@@ -285,7 +285,7 @@ def _scale(matrix: NDArray[Any]) -> NDArray[np.float32]:
     doubles = matrix.astype(np.float64)  # the squares of large floats overflow
     lengths = np.linalg.norm(doubles, axis=1, keepdims=True)
     if not lengths.all():
-        raise ModelFailed("the model computed a vector that is 0 in all requested dimensions")
+        raise ModelFailed("the model computed a vector that is zero in all requested dimensions")
     scaled: NDArray[np.float32] = (doubles / lengths).astype("<f4")
     return scaled
 
@@ -371,25 +371,27 @@ async def _texts_of(call: ApiRequest, body: EmbeddingsBody) -> list[str]:
     """
     if body.truncate is not None or body.tokenizer is not None:
         field = "truncate" if body.truncate is not None else "tokenizer"
-        raise BadInput(f"{field}: not with `chunk`, which takes whole texts", field=field)
+        raise BadInput(
+            f"{field}: can't be combined with `chunk`, which needs whole texts", field=field
+        )
     texts_or_file = body.input
     if isinstance(texts_or_file, FileOfText):
         data = await _uploaded(call, texts_or_file.file)
         try:
             texts = [data.decode("utf-8-sig")]
         except UnicodeDecodeError as error:
-            raise BadInput("input.file: it is no text in UTF-8", field="input") from error
+            raise BadInput("input.file: must be valid UTF-8", field="input") from error
     else:
         texts = (
             [texts_or_file] if isinstance(texts_or_file, str) else cast(list[str], texts_or_file)
         )
     if not isinstance(texts[0], str):
-        raise BadInput("input: `chunk` takes texts, not token ids", field="input")
+        raise BadInput("input: must be text, not token IDs, with `chunk`", field="input")
     if sum(len(text.encode("utf-8", "surrogatepass")) for text in texts) > MAX_LONG_TEXT_BYTES:
-        raise InputTooLarge(f"input: longer than {MAX_LONG_TEXT_BYTES} bytes", field="input")
+        raise InputTooLarge(f"input: must have at most {MAX_LONG_TEXT_BYTES} bytes", field="input")
     for index, text in enumerate(texts):
         if not text.strip():
-            raise BadInput(f"input[{index}]: it has no words", field="input")
+            raise BadInput(f"input[{index}]: must contain words", field="input")
     return texts
 
 
@@ -401,7 +403,7 @@ async def _uploaded(call: ApiRequest, file_id: str) -> bytes:
         InputTooLarge: the file is too long.
         NotFound: the file does not exist.
     """
-    too_long = f"input.file: longer than {MAX_LONG_TEXT_BYTES} bytes"
+    too_long = f"input.file: must have at most {MAX_LONG_TEXT_BYTES} bytes"
     uploads, files = call.dependencies.batch_files, call.dependencies.files
     if uploads.has_id(file_id):
         upload = await uploads.find(call.tenant, file_id)
@@ -431,7 +433,7 @@ async def _cut(call: ApiRequest, texts: list[str], chunk: Chunk, model: Model) -
         told = islice(results, len(sections))
         tokens = [result for result in told if isinstance(result, TextTokens)]
         if len(tokens) < len(sections):
-            raise PenstockError(f"{model.name} returned a result that is no tokens; this is a bug")
+            raise PenstockError(f"{model.name} returned a result other than tokens; this is a bug")
         size = _window_tokens(chunk, tokens[0].max_tokens, model)
         least = math.ceil(sum(len(one.begins_word) for one in tokens) / size)
         _check_number(model.text.max_items - left + least, model)
@@ -455,8 +457,8 @@ async def _cut(call: ApiRequest, texts: list[str], chunk: Chunk, model: Model) -
 def _check_number(windows: int, model: Model) -> None:
     if windows > model.text.max_items:
         raise BadInput(
-            f"input: more than {model.text.max_items} windows, which is the most of one request; "
-            "cut it into several, or take more tokens for a window",
+            f"input: exceeds the maximum of {model.text.max_items} windows per request; split it "
+            "into several requests, or use more tokens per window",
             field="input",
         )
 
@@ -466,12 +468,12 @@ def _window_tokens(chunk: Chunk, most: int, model: Model) -> int:
     tokens = chunk.tokens or most
     if tokens > most:
         raise BadInput(
-            f"chunk.tokens: {model.name} reads {most} tokens at once, without special ones",
+            f"chunk.tokens: must be at most {most} for {model.name}, without special tokens",
             field="chunk.tokens",
         )
     if chunk.overlap > tokens // 2:
         raise BadInput(
-            f"chunk.overlap: at most half of a window of {tokens} tokens", field="chunk.overlap"
+            f"chunk.overlap: must be at most half of chunk.tokens ({tokens})", field="chunk.overlap"
         )
     return tokens
 

@@ -405,7 +405,7 @@ class CompletionEndpoint(_TextEndpoint):
 
 def _line(body: TextBody, catalog: Catalog, default_seed: int) -> LineRequest:
     if body.stream:
-        raise BadInput("stream: a line of a batch is not streamed", field="stream")
+        raise BadInput("stream: is not supported in batches; leave it out", field="stream")
     model = model_of(body, catalog)
     inputs = inputs_of(body, model, default_seed)
     size = model.definition.result_bytes(model)
@@ -457,7 +457,7 @@ def _first_of(body: TextBody, model: Model) -> GenerationInput:
         asked = asked or body.max_completion_tokens
     if asked is not None and asked > limits.longest_tokens:
         raise BadInput(
-            f"max_tokens: {asked}; {model.name} generates at most {limits.longest_tokens} tokens",
+            f"max_tokens: must be at most {limits.longest_tokens} for {model.name}, got {asked}",
             field="max_tokens",
         )
     prompt = GenerationInput(

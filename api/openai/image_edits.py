@@ -54,7 +54,7 @@ from shared.errors import BadInput
 from shared.models.catalog import Model
 from shared.models.tasks.image import ImageInput
 
-MASK = "What is transparent in it is drawn anew. It has the width and height of the image."
+MASK = "The transparent area is redrawn. Must have the width and height of the image."
 
 VARIED_STRENGTH = 0.6
 """Strength of a variation: large features stay, and small ones are redrawn."""
@@ -64,8 +64,8 @@ UNGUIDED = 1.0
 IMAGE_FIELDS = ("image", "image[]")
 IMAGE_URL = "images[0].image_url"
 MASK_URL = "mask.image_url"
-NO_MASK = "is for a mask; leave it out"
-NO_MARKUP = "markup is not supported; send a mask, whose transparent parts are drawn anew"
+NO_MASK = "requires a mask; leave it out"
+NO_MARKUP = "markup is not supported; send a mask whose transparent area marks the part to redraw"
 
 
 class SourceImage(Body):
@@ -105,7 +105,8 @@ def _as_form(schema: dict[str, Any]) -> None:
         "type": "string",
         "format": "binary",
         "description": (
-            "PNG, JPEG, WebP, AVIF, GIF, TIFF or BMP. Of several images, the first is taken."
+            "PNG, JPEG, WebP, AVIF, GIF, TIFF or BMP. If the file has several images, the "
+            "first is used."
         ),
     }
     schema["required"] = [*schema.get("required", ()), "image"]
@@ -133,7 +134,7 @@ class EditForm(ImageBody):
         ge=0,
         le=MAX_MASK_BLUR,
         description=(
-            "Extension: how soft the edge of the mask is, inwards: a standard deviation in pixels."
+            "Extension: softness of the mask's edge, inward: a standard deviation in pixels."
         ),
     )
     input_fidelity: Option | None = Field(None, description="Accepted, without effect.")
@@ -187,7 +188,7 @@ class VariationForm(ImageBody):
     @classmethod
     def _has_none(cls, value: str) -> str:
         if value:
-            raise ValueError("a variation has none; send it to /v1/images/edits")
+            raise ValueError("must be empty for a variation; send a prompt to /v1/images/edits")
         return value
 
 
@@ -224,7 +225,7 @@ async def read_edit(call: ApiRequest) -> tuple[EditForm, EditSources]:
             mask = await _bytes_or_url(body.mask.image_url, MASK_URL, "mask")
         return body, EditSources(image, mask, guide_urls(body))
     raise BadInput(
-        f"content-type: {kind!r} is neither multipart/form-data nor application/json",
+        f"content-type: must be multipart/form-data or application/json, got {kind!r}",
         field="content-type",
     )
 
@@ -256,7 +257,7 @@ def _check_files(fields: dict[str, UploadFile | str], kind: type[EditForm | Vari
     for name, value in fields.items():
         if isinstance(value, UploadFile):
             is_known = name in kind.model_fields
-            reason = "this field is not a file" if is_known else "unknown parameter"
+            reason = "must not be a file" if is_known else "unknown parameter"
             raise BadInput(f"{name}: {reason}", field=name)
 
 
@@ -265,9 +266,9 @@ async def _only_image(form: FormData) -> bytes:
         raise BadInput(f"markup: {NO_MARKUP}", field="markup")
     images = [value for name in IMAGE_FIELDS for value in form.getlist(name)]
     if len(images) != 1:
-        raise BadInput(f"image: exactly one file is needed, not {len(images)}", field="image")
+        raise BadInput(f"image: exactly one file is required, got {len(images)}", field="image")
     if not isinstance(images[0], UploadFile):
-        raise BadInput("image: a file is needed, not text", field="image")
+        raise BadInput("image: must be a file, not text", field="image")
     return await images[0].read()
 
 
@@ -276,9 +277,9 @@ async def _file(form: FormData, name: str) -> bytes | None:
     if not files:
         return None
     if len(files) > 1:
-        raise BadInput(f"{name}: one file at most, not {len(files)}", field=name)
+        raise BadInput(f"{name}: at most one file is allowed, got {len(files)}", field=name)
     if not isinstance(files[0], UploadFile):
-        raise BadInput(f"{name}: a file is needed, not text", field=name)
+        raise BadInput(f"{name}: must be a file, not text", field=name)
     return await files[0].read()
 
 
@@ -336,9 +337,8 @@ router = APIRouter(route_class=ImageRoute)
     "/v1/images/edits",
     summary="Create images from an image and a prompt",
     description=(
-        "Image-to-image: the source is resized to the output size "
-        "and changed as much as `strength` says. With a `mask`, only what is transparent in it is "
-        "drawn anew, and all other pixels are those of the source."
+        "Image-to-image: the source is resized to the output size and changed by `strength`. "
+        "With a `mask`, only its transparent area is redrawn, and all other pixels stay the same."
     ),
     openapi_extra=inference_body(EditBody, form=EditForm),
     responses=streamed(inference_responses(ImagesReply, *OWN_HEADERS)),
@@ -358,8 +358,8 @@ async def edit_image(request: Request) -> Response:
     "/v1/images/variations",
     summary="Create variations of an image",
     description=(
-        "Image-to-image with an empty prompt, at `strength`: what is large in the source stays, "
-        "and what is small is drawn anew. A form, as OpenAI's clients send it."
+        "Image-to-image with an empty prompt and `strength`: large features of the source stay, "
+        "and small ones are redrawn. A form, as sent by OpenAI's clients."
     ),
     openapi_extra=inference_body(form=VariationForm),
     responses=streamed(inference_responses(ImagesReply, *OWN_HEADERS)),

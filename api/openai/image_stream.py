@@ -34,8 +34,8 @@ Encode: TypeAlias = Callable[[Drawn], Awaitable[bytes]]
 _EVENT_ID = re.compile(r"(|\d{1,15}-\d{1,9})~(\d{1,2})~(\d(?:\.\d){0,9})")
 
 _TOO_LONG = (
-    f"the images were not complete after {MAX_S:.0f} s, the longest that a stream may take; ask "
-    "for fewer, or send an Idempotency-Key and resume"
+    f"the images were not complete after {MAX_S:.0f} s, the maximum duration of a stream; request "
+    "fewer images, or send an Idempotency-Key and resume"
 )
 
 
@@ -83,7 +83,7 @@ class ImagePosition(NamedTuple):
         shown = tuple(int(part) for part in match[3].split(".")) if match else ()
         if match is None or len(shown) != count:
             raise BadInput(
-                f"Last-Event-ID: {last_id[:40]!r} is not the id of an event of this stream",
+                f"Last-Event-ID: {last_id[:40]!r} is not an event ID of this stream",
                 field="last-event-id",
             )
         return cls(match[1], int(match[2]), shown)

@@ -102,7 +102,7 @@ class ImagesReply(msgspec.Struct):
 class ImageBody(ImageFields):
     """Fields shared by all image requests. ImageFields are extensions, except for the prompt."""
 
-    model: str | None = Field(None, description="Default: the first image model of the catalog.")
+    model: str | None = Field(None, description="Default: the first image model in the catalog.")
     n: Annotated[int, null_is(1)] = Field(1, ge=1, le=10)
     size: Annotated[str, null_is("auto")] = Field(
         "auto", pattern=r"^(auto|[1-9]\d{0,4}x[1-9]\d{0,4})$", description="WIDTHxHEIGHT, or auto."
@@ -123,13 +123,13 @@ class ImageBody(ImageFields):
     frame_duration_ms: None = None
     svg: None = None
     stream: Annotated[bool, null_is(False)] = Field(
-        False, description="Whether images come as server-sent events, also while they are drawn."
+        False, description="True to receive server-sent events, including previews of images."
     )
     partial_images: int | None = Field(
         None,
         ge=0,
         le=3,
-        description="With `stream`: how many previews of each image come, at most.",
+        description="With `stream`: maximum number of previews per image.",
     )
 
     @classmethod
@@ -149,16 +149,16 @@ class ImageBody(ImageFields):
     @model_validator(mode="after")
     def _is_streamed_as_base64(self) -> ImageBody:
         if self.stream and self.response_format == "url":
-            raise WrongField("response_format", "a stream has images as b64_json; leave it out")
+            raise WrongField("response_format", "must be b64_json or left out with stream: true")
         if self.partial_images and not self.stream:
-            raise WrongField("partial_images", "is for stream: true; leave it out")
+            raise WrongField("partial_images", "requires stream: true; leave it out")
         return self
 
     @model_validator(mode="after")
     def _png_has_no_quality(self) -> ImageBody:
         if self.output_compression is not None and self.output_format == "png":
             raise WrongField(
-                "output_compression", "is for output_format jpeg and webp; leave it out"
+                "output_compression", "requires output_format jpeg or webp; leave it out"
             )
         return self
 
@@ -187,11 +187,12 @@ class GenerationsEndpoint(Endpoint):
         body = GenerationBody.model_validate_json(data, strict=True)
         if body.response_format == "url":
             raise BadInput(
-                "response_format: a link would end before the batch is read; use b64_json",
+                "response_format: must be b64_json in a batch, because links would expire "
+                "before the batch is read",
                 field="response_format",
             )
         if body.stream:
-            raise BadInput("stream: a batch streams nothing; leave it out", field="stream")
+            raise BadInput("stream: is not supported in batches; leave it out", field="stream")
         model = model_of(body, catalog)
         check_guides(body, model)
         check_accepted(body, model, "text")
@@ -212,7 +213,7 @@ class GenerationsEndpoint(Endpoint):
         run = request.inputs[0] if isinstance(request.inputs[0], CustomInput) else None
         images = request.inputs if run is None else drawings_of(run)
         first = images[0]
-        assert isinstance(first, ImageInput), "`read` has made images; this is a bug"
+        assert isinstance(first, ImageInput), "`read` has created images; this is a bug"
         if not _names_files(body, first):
             return request.inputs
         owner = caller.file_owner("images")
@@ -294,7 +295,7 @@ async def read_blob(objects: ObjectStore, blob: Blob, noun: str) -> bytes:
     if blob.data is not None:
         return blob.data
     if blob.object_key is None:
-        raise PenstockError(f"{noun}: it has neither bytes nor a key; this is a bug")
+        raise PenstockError(f"{noun} has neither data nor a key; this is a bug")
     try:
         return await objects.get(blob.object_key, RESULT_LIMIT_BYTES)
     except BadInput as error:
@@ -424,7 +425,7 @@ async def _stream(call: ApiRequest, body: ImageBody, model: Model, first: ImageI
 
         async def encode(result: ImageResult) -> bytes:
             item = await _encode(call, body, result, deadline_s, is_awaited=False)
-            assert item.b64_json is not None, "a stream has no links; this is a bug"
+            assert item.b64_json is not None, "a stream does not contain links; this is a bug"
             return item.b64_json
 
         async def enlarge(preview: Preview) -> bytes:

@@ -9,9 +9,9 @@ from fastapi import Query
 
 from shared.errors import BadInput
 
-Limit = Annotated[int, Query(ge=1, le=100, description="Items on a page.")]
-Order = Annotated[Literal["asc", "desc"], Query(description="By their place: `asc` or `desc`.")]
-After = Annotated[str, Query(description="Only items behind the one with this id.")]
+Limit = Annotated[int, Query(ge=1, le=100, description="Items per page.")]
+Order = Annotated[Literal["asc", "desc"], Query(description="By position: `asc` or `desc`.")]
+After = Annotated[str, Query(description="Only items after the one with this ID.")]
 
 
 class ItemsPage(msgspec.Struct):
@@ -41,7 +41,7 @@ def page_of(items: list[dict[str, Any]], limit: int, order: str, after: str) -> 
 
 def no_such_item() -> BadInput:
     """Returns the error for an `after` that does not exist."""
-    return BadInput("after: must be the id of an item of this list", field="after")
+    return BadInput("after: must be the ID of an item in this list", field="after")
 
 
 def first_page_of(ordered: list[dict[str, Any]], limit: int) -> ItemsPage:

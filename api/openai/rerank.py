@@ -75,18 +75,20 @@ class RerankBody(Body):
     documents: Annotated[
         list[RerankDocument], Field(min_length=1, max_length=MAX_DOCUMENTS, fail_fast=True)
     ]
-    top_n: int | None = Field(None, ge=1, description="How many results, the best. Default: all.")
+    top_n: int | None = Field(
+        None, ge=1, description="Number of results to return, best first. Default: all."
+    )
     return_documents: bool | None = Field(
-        None, description="Whether each result has its document. Default: no."
+        None, description="True to include the document in each result. Default: false."
     )
     max_tokens_per_doc: int | None = Field(
         None,
         ge=1,
         le=2**20,
-        description="Tokens that are read of a document, from its beginning.",
+        description="Number of tokens to read per document, from its beginning.",
     )
     max_chunks_per_doc: int | None = Field(
-        None, ge=1, description="Accepted, without effect: a document is read as one piece."
+        None, ge=1, description="Accepted, without effect: a document is read in one piece."
     )
     rank_fields: Annotated[list[Literal["text"]], Field(max_length=1)] | None = Field(
         None, description="Documents have one field, `text`."
@@ -190,13 +192,15 @@ def _inputs_of(body: RerankBody, model: Model) -> list[Input]:
     """
     texts, limit = body.texts(), model.text.max_input_bytes
     if len(texts) >= model.text.max_items:
-        reason = f"{len(texts)} documents; at most {model.text.max_items - 1} are allowed"
+        reason = f"must have at most {model.text.max_items - 1} documents, got {len(texts)}"
         raise BadInput(f"documents: {reason}", field="documents")
     for index, text in enumerate(texts):
         if len(text.encode()) > limit:
-            raise InputTooLarge(f"documents[{index}]: longer than {limit} bytes", field="documents")
+            raise InputTooLarge(
+                f"documents[{index}]: must have at most {limit} bytes", field="documents"
+            )
     if len(body.query.encode()) > limit:
-        raise InputTooLarge(f"query: longer than {limit} bytes", field="query")
+        raise InputTooLarge(f"query: must have at most {limit} bytes", field="query")
     most = body.max_tokens_per_doc or 0
     if model.definition.compares_texts:
         return [SimilarityInput(text, body.query, "end", most) for text in texts]
@@ -231,7 +235,7 @@ def _scores(results: Sequence[Any], model: Model) -> list[float]:
     if all(isinstance(result, SimilarityResult) for result in results):
         return [result.score for result in results]
     if not all(isinstance(result, EmbeddingResult) for result in results):
-        raise PenstockError(f"{model.name} returned a result that is no score; this is a bug")
+        raise PenstockError(f"{model.name} returned a result that is not a score; this is a bug")
     vectors = np.frombuffer(b"".join(result.vector for result in results), "<f4")
     matrix = vectors.reshape(len(results), -1).astype(np.float64)
     matrix /= np.maximum(np.linalg.norm(matrix, axis=1, keepdims=True), 1e-12)

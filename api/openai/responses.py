@@ -95,7 +95,7 @@ async def create_response(request: Request) -> Response:
     longest = model.generation.longest_tokens
     if body.max_output_tokens is not None and body.max_output_tokens > longest:
         raise BadInput(
-            f"max_output_tokens: {model.name} generates at most {longest} tokens",
+            f"max_output_tokens: must be at most {longest} for {model.name}",
             field="max_output_tokens",
         )
     seed = call.context.key_seed
@@ -221,8 +221,8 @@ async def _items_of(call: ApiRequest, conversation: str, new: int) -> list[dict[
         raise NotFound(error.message, field="conversation") from error
     if kept.room <= new:
         raise InputTooLarge(
-            f"conversation: it has room for {kept.room} more items, and not for input and output; "
-            "begin another one",
+            f"conversation: has room for only {kept.room} more items, which is too few for input "
+            "and output; start a new conversation",
             field="conversation",
         )
     return kept.items
@@ -239,7 +239,7 @@ async def _items_before(call: ApiRequest, previous: str) -> list[dict[str, Any]]
     reply = state_of(call, snapshot)
     if reply.status not in ("completed", "incomplete"):
         raise NotNow(
-            f"previous_response_id: that response is {reply.status}, so it has no output",
+            f"previous_response_id: that response has status {reply.status}, so it has no output",
             field="previous_response_id",
         )
     earlier = ResponseBody.model_validate(snapshot.prediction.input)

@@ -160,10 +160,10 @@ class InputPart(Body):
     type: Literal["input_text", "output_text", "refusal"]
     text: str = Field(validation_alias=AliasChoices("text", "refusal"))
     annotations: list[Any] | None = Field(
-        None, exclude=True, description="Accepted from earlier answers, and not kept."
+        None, exclude=True, description="Accepted from earlier answers and discarded."
     )
     logprobs: list[Any] | None = Field(
-        None, exclude=True, description="Accepted from earlier answers, and not kept."
+        None, exclude=True, description="Accepted from earlier answers and discarded."
     )
     prompt_cache_breakpoint: Options | None = Field(
         None, exclude=True, description="Accepted, without effect."
@@ -302,7 +302,7 @@ InputItem = Annotated[
     Discriminator(
         _item_tag,
         custom_error_type="item_type",
-        custom_error_message=f"type is one of {', '.join(ITEM_TYPES)}: others are not supported",
+        custom_error_message=f"type must be one of {', '.join(ITEM_TYPES)}",
     ),
 ]
 
@@ -313,7 +313,9 @@ class ResponseTool(Body):
     type: Literal["function"]
     name: str = Field(pattern=TOOL_NAME)
     description: str | None = None
-    parameters: dict[str, Any] | None = Field(None, description="JSON schema of its arguments.")
+    parameters: dict[str, Any] | None = Field(
+        None, description="JSON schema of the function's arguments."
+    )
     strict: bool | None = None
     allowed_callers: None = Field(None, exclude=True)
     defer_loading: Off | None = Field(None, exclude=True)
@@ -375,7 +377,9 @@ class TextFormat(Body):
     @model_validator(mode="after")
     def _has_a_schema(self) -> TextFormat:
         if (self.type == "json_schema") != (self.schema_ is not None):
-            raise WrongField("schema", "belongs to type json_schema, and that needs it")
+            raise WrongField(
+                "schema", "is required with type json_schema, and not allowed with other types"
+            )
         return self
 
     def to_chat(self) -> dict[str, Any]:
@@ -429,9 +433,11 @@ class ResponseBody(Body):
         | Annotated[list[InputItem], Field(min_length=1, max_length=2048), Tag("list:")],
         Discriminator(text_or_list),
     ]
-    model: str | None = Field(None, description="Default: the first text model of the catalog.")
+    model: str | None = Field(None, description="Default: the first text model in the catalog.")
     instructions: str | None = None
-    background: bool | None = Field(None, description="Answer at once, and write on alone.")
+    background: bool | None = Field(
+        None, description="True to answer at once and generate the text in the background."
+    )
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     max_output_tokens: int | None = Field(None, ge=1)
@@ -454,12 +460,12 @@ class ResponseBody(Body):
     ) = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     previous_response_id: ItemId | None = Field(
-        None, description="Its input and its output come before `input`. It was kept."
+        None, description="ID of a stored response whose input and output precede `input`."
     )
     truncation: Literal["disabled"] | None = None
     reasoning: Options | None = Field(None, description="Accepted, without effect.")
     store: bool | None = Field(
-        None, description="false: it can't be read again, and nothing can follow it. Default: true."
+        None, description="false: the response can't be read again or continued. Default: true."
     )
     user: EndUser | None = None
     safety_identifier: EndUser | None = None
@@ -469,7 +475,7 @@ class ResponseBody(Body):
     prompt_cache_options: Options | None = Field(None, description="Accepted, without effect.")
     context_management: None = None
     conversation: Conversation | None = Field(
-        None, description="Its items come before `input`. Input and output are added to it."
+        None, description="Conversation whose items precede `input`. Input and output are appended."
     )
     moderation: None = None
     prompt: None = None
@@ -479,8 +485,8 @@ class ResponseBody(Body):
         if self.background and self.store is False:
             raise WrongField(
                 "background",
-                "a background response is read later, so it needs store: true; leave store out, "
-                "or send true",
+                "must be true for a background response, because it is read later; leave store "
+                "out or send true",
             )
         if self.conversation is not None and self.previous_response_id is not None:
             raise WrongField(
@@ -494,8 +500,8 @@ class ResponseBody(Body):
         if parts > MAX_PARTS:
             raise WrongField(
                 "input",
-                f"its items and those before it have {parts} parts together; at most {MAX_PARTS} "
-                "are allowed; send longer texts in fewer parts",
+                f"the input has {parts} parts including preceding items, which exceeds the "
+                f"maximum of {MAX_PARTS}; send longer texts in fewer parts",
             )
         return self
 

@@ -117,7 +117,7 @@ class SpeechEvents(StreamShape):
         """Returns the event with the usage."""
         (outcome,) = outcomes
         if not isinstance(outcome.result, CustomResult):
-            raise PenstockError("a class returned a result that is not its own; a bug")
+            raise PenstockError("a class returned a result of the wrong type; this is a bug")
         done = SpeechDone(CharacterUsage(outcome.result.work))
         return [b"data: " + _encode(done) + b"\n\n"]
 
@@ -189,7 +189,7 @@ async def create_speech(request: Request) -> Response:
     values = body.model_dump(exclude={"model", "stream_format"})
     known = interface_of(model)
     if is_streamed and not known.streams:
-        reason = f"{model.name} gives its sound as a whole; use audio"
+        reason = f"must be audio, because {model.name} does not stream"
         raise BadInput(f"stream_format: {reason}", field="stream_format")
     if is_streamed and "stream" in known.properties:
         values["stream"] = True
@@ -211,7 +211,7 @@ async def _sound_of(outcomes: Sequence[ItemOutcome], objects: ObjectStore) -> by
     """Returns the concatenated files of a result."""
     (outcome,) = outcomes
     if outcome.result is None or not outcome.result.blobs:
-        raise ModelFailed("the model gave no file with sound")
+        raise ModelFailed("the model did not return an audio file")
     return b"".join([await read_blob(objects, one, "sound") for one in outcome.result.blobs])
 
 

@@ -124,8 +124,8 @@ async def referenced_items(call: ApiRequest, names: Sequence[str]) -> dict[str, 
 
 def _no_item(name: str) -> NotFound:
     return NotFound(
-        f"Item with id '{name[:80]}' not found. Items are not kept if `store` is false. Send the "
-        "item itself in place of its reference.",
+        f"Item with id '{name[:80]}' not found. Items are not stored if `store` is false. Send "
+        "the item itself in place of its reference.",
         field="input",
     )
 

@@ -72,7 +72,7 @@ async def list_chats(
     """Lists chats with `store: true` that the key may see."""
     call = authenticate(request)
     if metadata:
-        raise BadInput("metadata: should be sent as metadata[key]=value", field="metadata")
+        raise BadInput("metadata: must be sent as metadata[key]=value", field="metadata")
     wanted = {
         name[len("metadata[") : -1]: value
         for name, value in request.query_params.items()

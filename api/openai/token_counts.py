@@ -46,8 +46,8 @@ class InputTokensReply(msgspec.Struct):
 class TokenizeBody(Body):
     """A text, or the messages of a chat."""
 
-    model: str | None = Field(None, description="Default: the first text model of the catalog.")
-    prompt: str | None = Field(None, description="A text as it is.")
+    model: str | None = Field(None, description="Default: the first text model in the catalog.")
+    prompt: str | None = Field(None, description="Text to tokenize, without a chat template.")
     messages: list[Message] | None = Field(None, min_length=1, max_length=2048)
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     add_special_tokens: On | None = None
@@ -123,7 +123,9 @@ async def count(call: ApiRequest, model: Model, prompt: PromptToCount) -> TokenC
     async with call.inferred(model, [prompt], is_repeatable=False) as response:
         result = response.outcomes[0].result
         if not isinstance(result, TokenCount):
-            raise PenstockError(f"{model.name} returned a result that is no count; this is a bug")
+            raise PenstockError(
+                f"{model.name} returned a result that is not a count; this is a bug"
+            )
         return result
 
 

@@ -85,7 +85,8 @@ class Conversations:
     """The conversations of all tenants.
 
     Args:
-        keep_s: seconds for which one is kept after its last change, if a plan says nothing else.
+        keep_s: seconds to keep a conversation after its last change, unless the plan specifies
+            another time.
     """
 
     def __init__(self, records: Records, *, keep_s: int) -> None:
@@ -150,7 +151,7 @@ class Conversations:
             ):
                 return conversation
         raise ConversationBusy(
-            "conversation: other requests change it; try again", field="conversation"
+            "conversation: is being changed by other requests; try again", field="conversation"
         )
 
     async def delete(self, tenant: str, conversation_id: str) -> None:
@@ -176,22 +177,22 @@ class Conversations:
 def _encode(conversation: Conversation) -> bytes:
     if len(conversation.entries) > MAX_ITEMS:
         raise InputTooLarge(
-            f"conversation: it would have {len(conversation.entries)} items; at most {MAX_ITEMS} "
-            "are allowed",
+            f"conversation: it would have {len(conversation.entries)} items, which exceeds the "
+            f"maximum of {MAX_ITEMS}",
             field="conversation",
         )
     parts = count_parts(conversation.items)
     if parts > MAX_PARTS:
         raise InputTooLarge(
-            f"conversation: its items would have {parts} parts together; at most {MAX_PARTS} are "
-            "allowed; send longer texts in fewer parts",
+            f"conversation: its items would have {parts} parts in total, which exceeds the "
+            f"maximum of {MAX_PARTS}; send longer texts in fewer parts",
             field="conversation",
         )
     document = msgspec.json.encode(conversation)
     if len(document) > DOCUMENT_MAX_BYTES:
         raise InputTooLarge(
-            f"conversation: it would take {len(document)} bytes; at most {DOCUMENT_MAX_BYTES} are "
-            "allowed",
+            f"conversation: it would take {len(document)} bytes, which exceeds the maximum of "
+            f"{DOCUMENT_MAX_BYTES}",
             field="conversation",
         )
     return document

@@ -142,8 +142,8 @@ class StreamTooLong(DeadlineExceeded):
 
     def __init__(self) -> None:
         message = (
-            f"the answer was not complete after {MAX_S:.0f} s, the longest that a stream may "
-            "take; ask for fewer tokens, or send an Idempotency-Key and go on with Last-Event-ID"
+            f"the answer was not complete after {MAX_S:.0f} s, the maximum duration of a stream; "
+            "request fewer tokens, or send an Idempotency-Key and resume with Last-Event-ID"
         )
         super().__init__(message, public=message)
 
@@ -187,7 +187,7 @@ def seen_from_id(last_id: str, items: int) -> list[StreamPosition]:
     matches = [_PART.fullmatch(part) for part in generations.split(".")]
     if not all(matches) or len(matches) != items:
         raise BadInput(
-            f"Last-Event-ID: {last_id[:40]!r} is not the id of an event of this stream",
+            f"Last-Event-ID: {last_id[:40]!r} is not an event ID of this stream",
             field="last-event-id",
         )
     return [
@@ -545,7 +545,9 @@ class _Stream:
             raise snapshot.failure
         for index, outcome in enumerate(outcomes):
             result = outcome.result
-            assert isinstance(result, StreamedResult), "a text model gave no text; this is a bug"
+            assert isinstance(result, StreamedResult), (
+                "a text model did not return text; this is a bug"
+            )
             yield from self._end_of(index, result)
         for event in self._shape.closing(outcomes, ended_at_s(snapshot.record)):
             yield self._with_id(event)
@@ -556,7 +558,7 @@ class _Stream:
         printed = printed_of(snapshot.record)
         if self.logs_seen is None or printed.end <= self.logs_seen:
             return
-        assert isinstance(self._shape, ClassShape), "its events have no logs; this is a bug"
+        assert isinstance(self._shape, ClassShape), "its events do not have logs; this is a bug"
         event = self._shape.logs(printed.after(self.logs_seen))
         self.logs_seen = printed.end
         yield self._with_id(event)

@@ -328,7 +328,7 @@ class Predictions:
             Overloaded: the store of predictions is full.
         """
         if not snapshot.record.is_over:
-            raise PredictionNotOver("it has not ended, so it can't be changed yet")
+            raise PredictionNotOver("the prediction has not ended, so it can't be changed yet")
         changed = msgspec.structs.replace(snapshot.prediction, input=stored_input)
         document = _encode_within_bounds(changed)
         if not await self._records.put_document(
@@ -458,7 +458,7 @@ class Predictions:
         prediction, record = await self.read(tenant, prediction_id)
         if "completed" not in prediction.webhook_events:
             raise BadInput(
-                "webhook: the prediction has none for its end",
+                "webhook: the prediction does not have a webhook for its final event",
                 field="webhook",
             )
         if not record.is_over:
@@ -611,14 +611,15 @@ class Predictions:
             snapshot = await self.read(prediction.tenant, prediction.id)
         except NotFound as error:
             raise PredictionIdTaken(
-                f"{prediction.id} is the id of a prediction that was deleted a moment ago",
+                f"{prediction.id} is the ID of a prediction that was deleted recently; use "
+                "another ID",
                 field="id",
             ) from error
         if snapshot.prediction.digest != prediction.digest:
             if _GENERATED_ID.fullmatch(prediction.id):
                 raise KeyReused
             raise PredictionIdTaken(
-                f"{prediction.id} is the id of another prediction, with another input",
+                f"{prediction.id} is the ID of a prediction with another input; use another ID",
                 field="id",
             )
         snapshot = await self._wait_for_publish(snapshot)
@@ -670,7 +671,9 @@ class Predictions:
     def _why_over(self, prediction: Prediction) -> PenstockError | None:
         if time.time() >= prediction.deadline_s + GRACE_S:
             limit_s = prediction.deadline_s - prediction.created_at_s
-            return DeadlineExceeded(f"deadline exceeded: it was not done within {limit_s:.3g} s")
+            return DeadlineExceeded(
+                f"deadline exceeded: the prediction did not finish within {limit_s:.3g} s"
+            )
         with suppress(UnknownModel):  # removed from the catalog, so only its record remains
             model = self._canaries.given_up(prediction.model)
             if model is not None and version_of(model) == prediction.version:
@@ -693,14 +696,14 @@ def _encode_within_bounds(prediction: Prediction) -> bytes:
     document = encode_document(prediction)
     if len(document) > DOCUMENT_MAX_BYTES:
         raise InputTooLarge(
-            f"the request takes {len(document)} bytes in storage until its answer is read; at "
-            f"most {DOCUMENT_MAX_BYTES} bytes are allowed; send less at once"
+            f"the request takes {len(document)} bytes in storage until its answer is read, which "
+            f"exceeds the maximum of {DOCUMENT_MAX_BYTES}; send less per request"
         )
     return document
 
 
 def _not_found(prediction_id: str) -> NotFound:
-    return NotFound(f"there is no prediction {prediction_id[:80]!r}")
+    return NotFound(f"prediction {prediction_id[:80]!r} does not exist")
 
 
 def _is_final(status: int | None) -> bool:

@@ -37,7 +37,7 @@ LinkExpiry = Annotated[int, Query(ge=0, le=2**53)]
 ExtraEvents = Annotated[
     str,
     Query(
-        description=f"Events that Replicate has not, comma-separated: {', '.join(EXTRA_KINDS)}.",
+        description=f"Additional events that Replicate does not have: {', '.join(EXTRA_KINDS)}.",
         json_schema_extra={"pattern": f"^(({'|'.join(EXTRA_KINDS)})(,|$))*$"},
     ),
 ]
@@ -79,7 +79,7 @@ async def list_webhooks(request: Request, prediction_id: str) -> Response:
     response_class=Response,
     openapi_extra=openapi.AUTHENTICATED,
     responses={
-        202: openapi.empty("It will be delivered."),
+        202: openapi.empty("Delivery is scheduled."),
         **openapi.problems(401, 404, 422, 429, 503),
         **openapi.not_over(),
     },
@@ -186,6 +186,6 @@ def _extra_kinds(events: str) -> set[str]:
     extra = set(filter(None, events.split(",")))
     if unknown := sorted(extra - {*EXTRA_KINDS}):
         known = ", ".join(EXTRA_KINDS)
-        reason = f"events: unknown event {unknown[0][:40]!r}; expected one of {known}"
+        reason = f"events: unknown event {unknown[0][:40]!r}; must be one of {known}"
         raise BadInput(reason, field="events")
     return extra

@@ -109,7 +109,7 @@ async def list_models(request: Request, cursor: str = "") -> Response:
     """
     call = authenticate(request)
     if cursor and not _CURSOR.fullmatch(cursor):
-        raise BadInput("cursor: not a cursor; send the one in `next` of a page", field="cursor")
+        raise BadInput("cursor: is invalid; use the one in `next` of a page", field="cursor")
     dependencies, base_url, first = call.dependencies, call.base_url, int(cursor or 0)
     models, following = call.listed_models(), first + PAGE
     shown = models[first:following]
@@ -166,7 +166,7 @@ async def get_version(request: Request, owner: str, name: str, version: str) -> 
     except BadInput:
         is_this = False
     if not is_this:
-        raise NotFound(f"{name} has no version {version[:80]!r}")
+        raise NotFound(f"{name} does not have version {version[:80]!r}")
     return encode_json(version_body(model, dependencies.started_at_s))
 
 
@@ -242,7 +242,7 @@ async def create_file(request: Request) -> Response:
     ):
         content, metadata = form.get("content"), form.get("metadata")
         if not isinstance(content, UploadFile):
-            raise BadInput("content: a file is needed", field="content")
+            raise BadInput("content: a file is required", field="content")
         text = await metadata.read() if isinstance(metadata, UploadFile) else metadata
         file = await files.add(
             quota,
@@ -295,7 +295,7 @@ async def get_secret(request: Request) -> Response:
     try:
         first, *_ = tenant_secrets(call.dependencies.settings.webhook_secrets, call.tenant)
     except ConfigurationError as error:
-        raise NotFound("webhooks are not set up here: no secret is configured") from error
+        raise NotFound("webhooks are not enabled: no secret is configured") from error
     return encode_json({"key": first})
 
 

@@ -86,25 +86,27 @@ class PredictionBody(Body):
         }
     )
 
-    input: dict[str, Any] = Field(description="As the model's `openapi_schema` says.")
-    webhook: Url | None = Field(None, description="URL to which the events below are sent, signed.")
+    input: dict[str, Any] = Field(
+        description="The model's inputs, as described in its `openapi_schema`."
+    )
+    webhook: Url | None = Field(None, description="URL that receives the events below, signed.")
     webhook_events_filter: Annotated[list[WebhookEvent], Field(fail_fast=True)] | None = Field(
-        None, description="Which events are sent. Default: all."
+        None, description="Events to send. Default: all."
     )
     webhook_completed: Url | None = Field(
-        None, description="Older form: URL to which only `completed` is sent."
+        None, description="Older form: URL that receives only `completed`."
     )
     stream: bool | None = Field(
         None, description="Accepted, without effect: every prediction can be streamed."
     )
     context: Context | None = Field(
-        None, description="What a custom class reads as `current_scope().context`."
+        None, description="Available to a custom class as `current_scope().context`."
     )
 
     @model_validator(mode="after")
     def _one_webhook(self) -> PredictionBody:
         if self.webhook and self.webhook_completed:
-            raise ValueError("give either webhook or webhook_completed, not both")
+            raise ValueError("webhook and webhook_completed are mutually exclusive")
         return self
 
     @property
@@ -132,7 +134,7 @@ class VersionedBody(PredictionBody):
     version: str = Field(
         min_length=1,
         max_length=512,
-        description="A model's name, `owner/name`, or the id of its version.",
+        description="A model name, `owner/name`, or a version ID.",
     )
 
 
@@ -227,7 +229,7 @@ def creation_responses() -> Responses:
     reply = PredictionReply
     answers: Responses = {
         200: success(
-            "The prediction that the same request created before.",
+            "The prediction created earlier by the same request.",
             reply,
             "Location",
             "Idempotent-Replayed",
@@ -265,7 +267,7 @@ async def create(request: Request) -> Response:
 
 @router.put(
     "/predictions/{prediction_id}",
-    summary="Create a prediction with an id of your own",
+    summary="Create a prediction with a custom ID",
     status_code=201,
     openapi_extra=openapi.prediction_body(VersionedBody),
     responses=creation_responses(),
@@ -278,8 +280,8 @@ async def put(request: Request, prediction_id: CallerId) -> Response:
     call = open_request(request)
     if not CALLER_ID.fullmatch(prediction_id):
         raise BadInput(
-            "id: must be 1 to 64 letters, digits, '.', '_' or '-', begin with a letter or digit, "
-            "and not with 'pred_'",
+            "id: must be 1 to 64 letters, digits, '.', '_' or '-', start with a letter or digit, "
+            "and not start with 'pred_'",
             field="id",
         )
     body = await call.read_json(VersionedBody)
@@ -305,8 +307,8 @@ async def create_of_model(request: Request, owner: str, name: str) -> Response:
     "/deployments/{owner}/{name}/predictions",
     summary="Create a prediction of a deployment",
     description=(
-        "Creates a prediction of the model `name`: "
-        "each model of the catalog has one deployment, of the same name."
+        "Creates a prediction of the model `name`. Each model in the catalog has one deployment "
+        "of the same name."
     ),
     status_code=201,
     openapi_extra=openapi.prediction_body(PredictionBody),
@@ -336,7 +338,7 @@ async def list_all(request: Request, cursor: Cursor = "") -> Response:
     """
     call = authenticate(request)
     if not _CURSOR.fullmatch(cursor):
-        raise BadInput("cursor: not a cursor; send the one in `next` of a page", field="cursor")
+        raise BadInput("cursor: is invalid; use the one in `next` of a page", field="cursor")
     snapshots, next_s = await call.dependencies.predictions.page(
         call.tenant, float(cursor) if cursor else None
     )
@@ -388,7 +390,7 @@ async def cancel(request: Request, prediction_id: str) -> Response:
     response_class=Response,
     openapi_extra=openapi.AUTHENTICATED,
     responses={
-        204: openapi.empty("It is deleted."),
+        204: openapi.empty("The prediction is deleted."),
         **openapi.problems(401, 404, 503),
         **openapi.not_over(),
     },

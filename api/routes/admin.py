@@ -42,7 +42,7 @@ Limit = Annotated[int, Query(ge=1, le=PAGE)]
 _SLASHES = len(["", "v1", "admin", "tenants", "NAME"]) - 1
 ActId = Annotated[str, Query(pattern=r"^([0-9]{1,18}(-[0-9]{1,18})?)?$")]
 Body = TypeVar("Body")
-_NOT_HERE = "Keys are in a file, which the API only reads, or what is to be removed is in use."
+_NOT_HERE = "Keys are in a file that the API only reads, or the item to remove is in use."
 
 
 class NewKeyBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -210,7 +210,7 @@ async def list_keys(
     keys = [key for key in (await admin.read()).keys if tenant in ("", key.tenant)]
     ids = [key.id for key in keys]
     if after and after not in ids:
-        raise NotThere("after: unknown key id", field="after")
+        raise NotThere("after: key ID does not exist", field="after")
     start = ids.index(after) + 1 if after else 0
     uses = await store.uses()
     data = [_key(key, uses.get(key.id)) for key in keys[start : start + limit]]
@@ -248,7 +248,7 @@ async def get_key(request: Request, key_id: str) -> Response:
     for key in (await admin.read()).keys:
         if key.id == key_id:
             return _encode_uncached(_key(key, (await store.uses()).get(key_id)))
-    raise NotThere(f"there is no key {key_id[:80]!r}", field="id")
+    raise NotThere(f"key {key_id[:80]!r} does not exist", field="id")
 
 
 @router.delete(
@@ -388,7 +388,7 @@ async def list_acts(request: Request, after: ActId = "", limit: Limit = 20) -> R
 def _administration(call: ApiRequest) -> tuple[KeyStore, Administration]:
     store = call.dependencies.access.store
     if store is None:
-        raise Unavailable(public="this API has no key directory")
+        raise Unavailable(public="this API does not have a key directory")
     client = call.http.client
     actor, address = f"key {call.caller.key_id}", client.host if client else ""
     served = served_by(
@@ -405,7 +405,7 @@ def _check_slashes(request: Request) -> None:
     """
     raw = request.scope.get("raw_path") or request.scope["path"].encode()
     if raw.partition(b"?")[0].count(b"/") != _SLASHES:
-        raise NotFound(f"{request.url.path} does not exist; '/' in a name is sent as %2F")
+        raise NotFound(f"{request.url.path} does not exist; send '/' in a name as %2F")
 
 
 async def _read(call: ApiRequest, kind: type[Body]) -> Body:

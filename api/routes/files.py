@@ -64,12 +64,12 @@ _OF_REPLICATE = frozenset({"content", "metadata"})
 _RANGE = re.compile(r"bytes=(\d{1,15})-(\d{1,15})?")
 _FILE = {"type": "string", "format": "binary"}
 _FIELDS: Described = {
-    "file": _FILE | {"description": "For a batch: JSONL, a request in each line."},
+    "file": _FILE | {"description": "For a batch: JSONL with one request per line."},
     "purpose": {
         "type": "string",
         "enum": ["batch", "user_data", "ocr"],
         "description": (
-            "Goes with `file`. `user_data` and `ocr`: an input of any kind, named by its id."
+            "Required with `file`. `user_data` and `ocr`: an input of any kind, named by its ID."
         ),
     },
     "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
@@ -78,11 +78,11 @@ _FIELDS: Described = {
         "type": "integer",
         "minimum": 1,
         "maximum": KEEP_S // 3600,
-        "description": "Hours until the file is gone, as Mistral's clients say it.",
+        "description": "Hours until the file expires, as sent by Mistral's clients.",
     },
     "visibility": {"type": "string", "description": "Accepted, without effect."},
-    "content": _FILE | {"description": "For a prediction, as Replicate's clients send it."},
-    "metadata": {"type": "object", "description": "Goes with `content`. Kept with the file."},
+    "content": _FILE | {"description": "For a prediction, as sent by Replicate's clients."},
+    "metadata": {"type": "object", "description": "Optional with `content`. Stored with the file."},
 }
 _UPLOAD: Described = {
     "requestBody": {
@@ -170,7 +170,7 @@ _EITHER: Described = {
     openapi_extra=_UPLOAD | AUTHENTICATED,
     responses={
         200: success("The file.", FileObject),
-        201: success("The file of a prediction, in Replicate's shape.", FileReply),
+        201: success("The file for a prediction, in Replicate's format.", FileReply),
         **of_both_apis(400, 401, 408, 413, 422, 429, 503),
     },
 )
@@ -202,7 +202,9 @@ async def _receive(call: ApiRequest, request: Request) -> FileObject:
         fields = FileForm.model_validate(values)
         upload.purpose = fields.purpose
         if (fields.anchor is None) != (fields.seconds is None):
-            raise BadInput("expires_after: anchor and seconds go together", field="expires_after")
+            raise BadInput(
+                "expires_after: anchor and seconds must be sent together", field="expires_after"
+            )
         keep_s = fields.seconds or (fields.expiry or 0) * 3600 or KEEP_S
         upload.filename, upload.keep_s = form.filename or "file", keep_s
     return _shown(upload.to_file(call.tenant))
@@ -262,8 +264,8 @@ async def get_file(request: Request, file_id: str) -> Response:
     summary="Delete a file",
     openapi_extra=AUTHENTICATED,
     responses={
-        200: success("It is deleted.", FileDeleted),
-        204: empty("It is deleted, in Replicate's shape."),
+        200: success("The file is deleted.", FileDeleted),
+        204: empty("The file is deleted, in Replicate's format."),
         **of_both_apis(400, 401, 404, 503),
     },
 )
@@ -285,9 +287,9 @@ async def delete_file(request: Request, file_id: str) -> Response:
     openapi_extra=AUTHENTICATED,
     response_class=Response,
     responses={
-        200: binary("The bytes of the file.", JSONL, ANY_BYTES, headers=("Accept-Ranges",)),
+        200: binary("The file's data.", JSONL, ANY_BYTES, headers=("Accept-Ranges",)),
         206: binary(
-            "The bytes that `Range` asks for.",
+            "The bytes selected by `Range`.",
             JSONL,
             ANY_BYTES,
             headers=("Accept-Ranges", "Content-Range"),
@@ -362,7 +364,7 @@ def _shown(file: BatchFile) -> FileObject:
     response_class=Response,
     responses={
         200: binary(
-            "The bytes, of the type that the link names.",
+            "The data, with the media type in the link.",
             *sorted(set(MEDIA_TYPES.values())),
             ANY_BYTES,
             "*/*",

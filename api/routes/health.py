@@ -28,7 +28,7 @@ STEPS_S = (0.0, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 50
 
 
 @router.get(
-    "/livez", summary="Liveness", responses={200: success("The process is alive.", HealthReply)}
+    "/livez", summary="Liveness", responses={200: success("The process is running.", HealthReply)}
 )
 async def is_alive(request: Request) -> Response:
     """Returns 200 while the process answers requests."""
@@ -36,7 +36,7 @@ async def is_alive(request: Request) -> Response:
 
 
 @router.get(
-    "/healthz", summary="Liveness", responses={200: success("The process is alive.", HealthReply)}
+    "/healthz", summary="Liveness", responses={200: success("The process is running.", HealthReply)}
 )
 async def is_alive_as_before(request: Request) -> Response:
     """The same as /livez, under its earlier name. It can't be reached on Cloud Run."""
@@ -44,7 +44,7 @@ async def is_alive_as_before(request: Request) -> Response:
 
 
 @router.get(
-    "/health", summary="Liveness", responses={200: success("The process is alive.", HealthReply)}
+    "/health", summary="Liveness", responses={200: success("The process is running.", HealthReply)}
 )
 async def is_alive_too(request: Request) -> Response:
     """The same as /livez, under the name used by other servers."""

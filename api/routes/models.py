@@ -61,7 +61,7 @@ router = APIRouter()
 
 _LISTED: Responses = {
     200: {
-        **success("The models. Replicate's clients get a page in Replicate's shape.", ModelsReply),
+        **success("The models. Replicate's clients get a page in Replicate's format.", ModelsReply),
         "content": {
             "application/json": {"schema": {"anyOf": [ref_to(ModelsReply), ref_to(ModelsPage)]}}
         },

@@ -148,7 +148,7 @@ def _tenants(call: ApiRequest, report: Report, asked: list[str]) -> tuple[str, .
     if _is_admin(call):
         return tuple(asked) or None
     if set(asked) - {call.tenant}:
-        raise BadInput("tenant: this API key sees its own tenant only", field="tenant")
+        raise BadInput("tenant: this API key may only see its own tenant", field="tenant")
     return (call.tenant,)
 
 

@@ -34,7 +34,7 @@ async def read_inputs(
     """
     if len(raw_input) > MAX_FIELDS:
         raise BadInput(
-            f"input: {len(raw_input)} fields; at most {MAX_FIELDS} are allowed", field="input"
+            f"input: must have at most {MAX_FIELDS} fields, got {len(raw_input)}", field="input"
         )
     with errors_in_input():
         return await API_TASKS[model.task].read(raw_input, model, caller, images)

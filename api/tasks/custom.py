@@ -102,14 +102,12 @@ def checked_input(
     values = _without_files(present, files)
     if len(msgspec.json.encode(values)) > max_bytes:
         raise InputTooLarge(
-            f"input: longer than {max_bytes} bytes without its files", field="input"
+            f"input: must have at most {max_bytes} bytes without its files", field="input"
         )
     _check_integers(values)
     if len(files) > MAX_FILES:
         field = str(files[MAX_FILES][0][0])
-        raise BadInput(
-            f"{field}: at most {MAX_FILES} files are allowed in a prediction", field=field
-        )
+        raise BadInput(f"{field}: a prediction may have at most {MAX_FILES} files", field=field)
     return CustomInput(values, is_streamed=bool(interface.streams)), files
 
 
@@ -161,7 +159,9 @@ async def store_large_values(
         if left_bytes <= MAX_MESSAGE_JSON_BYTES:
             return
         if properties[name].get("format") == SECRET_FORMAT:
-            raise InputTooLarge(f"{name}: at most {MAX_MESSAGE_JSON_BYTES} bytes", field=name)
+            raise InputTooLarge(
+                f"{name}: must have at most {MAX_MESSAGE_JSON_BYTES} bytes", field=name
+            )
         data = written[name]
         left_bytes -= len(data)
         custom_input.values[name] = None
@@ -190,7 +190,7 @@ def input_of_fields(
     filled = {name: value for name, value in values.items() if value is not None}
     for name in filled.keys() - interface_of(model).properties.keys():
         named = names.get(name, name)
-        raise BadInput(f"{named}: {model.name} takes no {named}; leave it out", field=named)
+        raise BadInput(f"{named}: is not supported by {model.name}; leave it out", field=named)
     return checked_input(filled, model)
 
 
@@ -218,7 +218,7 @@ class FieldNames(NamedTuple):
         reason = error.message.removeprefix(f"{error.field}: ")
         if is_weight and self.model.flow is None:
             most = f"{self.model.work.max} {self.unit}"
-            reason = f"more than {most}, the most that {self.model.name} takes"
+            reason = f"exceeds the maximum of {most} for {self.model.name}"
         return type(error)(f"{named}: {reason}", field=named)
 
     @contextmanager

@@ -83,7 +83,8 @@ def text_inputs(
     )
     if len(listed) > model.text.max_items:
         raise BadInput(
-            f"input: {len(listed)} items; at most {model.text.max_items} are allowed", field="input"
+            f"input: must have at most {model.text.max_items} items, got {len(listed)}",
+            field="input",
         )
     if tokenizer is not None or not isinstance(listed[0], str):
         _check_tokenizer(tokenizer, model)
@@ -96,7 +97,7 @@ def text_inputs(
                 model.text.max_input_bytes if is_text else model.text.max_input_bytes // TOKEN_BYTES
             )
             unit = "bytes" if is_text else "tokens"
-            raise InputTooLarge(f"input[{index}]: longer than {limit} {unit}", field="input")
+            raise InputTooLarge(f"input[{index}]: must have at most {limit} {unit}", field="input")
         inputs.append(
             TextInput(one, truncate) if isinstance(one, str) else TokensInput(one, truncate)
         )
@@ -250,20 +251,20 @@ class TextsInput(Body):
     )
     input: TextOrTexts | None = Field(None, description="One text or several.")
     truncate: Literal["end", "start"] | None = Field(
-        None, description="Which side of a too long text is cut. Without it the prediction fails."
+        None, description="The side of an overlong text to cut. Without it, the prediction fails."
     )
 
     @model_validator(mode="after")
     def _exactly_one(self) -> TextsInput:
         if sum(one is not None for one in (self.text, self.texts, self.input)) != 1:
-            raise ValueError("give exactly one of text, texts and input")
+            raise ValueError("exactly one of text, texts and input is required")
         return self
 
     @property
     def given(self) -> str | list[str]:
         """The text, or the texts."""
         value = self.text or self.texts or self.input
-        assert value is not None, "checked when the body was read; this is a bug"
+        assert value is not None, "validated when the body was read; this is a bug"
         return value
 
 
@@ -292,11 +293,13 @@ def check_texts(texts: list[str]) -> None:
     """
     if len(texts) > MAX_TEXTS:
         raise BadInput(
-            f"texts: {len(texts)} texts; at most {MAX_TEXTS} are allowed in a prediction",
+            f"texts: must have at most {MAX_TEXTS} texts in a prediction, got {len(texts)}",
             field="texts",
         )
     if sum(len(text.encode()) for text in texts) > MAX_TEXT_BYTES:
-        raise InputTooLarge(f"texts: together longer than {MAX_TEXT_BYTES} bytes", field="texts")
+        raise InputTooLarge(
+            f"texts: must have at most {MAX_TEXT_BYTES} bytes in total", field="texts"
+        )
 
 
 TASK = EmbeddingApi()

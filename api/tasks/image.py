@@ -53,13 +53,13 @@ def checked_size(width: int, height: int, model: Model) -> tuple[int, int]:
     limits = model.image
     if width % limits.multiple or height % limits.multiple:
         raise BadInput(
-            f"size: width and height of {model.name} are multiples of {limits.multiple}",
+            f"size: width and height must be multiples of {limits.multiple} for {model.name}",
             field="size",
         )
     if width * height > limits.largest_pixels:
         reason = (
-            f"{width}x{height} is {width * height} pixels; "
-            f"at most {limits.largest_pixels} are allowed for {model.name}"
+            f"{width}x{height} has {width * height} pixels, which exceeds the maximum of "
+            f"{limits.largest_pixels} for {model.name}"
         )
         raise BadInput(f"size: {reason}", field="size")
     return width, height
@@ -110,7 +110,7 @@ def as_run(
     if not images:
         return None
     if upscale is not None and model.image.upscale is None:
-        raise BadInput(f"upscale: {model.name} does not have it; leave it out", field="upscale")
+        raise BadInput(f"upscale: is not supported by {model.name}; leave it out", field="upscale")
     flow = catalog.image_flow(model, len(images), upscales=upscale is not None)
     if flow is None:
         return None
@@ -132,7 +132,7 @@ def first_image(request: ImageFields, model: Model, size: tuple[int, int]) -> Im
     defaults = model.image
     steps = defaults.steps if request.num_inference_steps is None else request.num_inference_steps
     if steps > defaults.longest_steps:
-        reason = f"{steps} steps; at most {defaults.longest_steps} are allowed for {model.name}"
+        reason = f"must be at most {defaults.longest_steps} for {model.name}, got {steps}"
         raise BadInput(f"num_inference_steps: {reason}", field="num_inference_steps")
     return ImageInput(
         prompt=request.prompt,
@@ -168,7 +168,10 @@ def with_source(first: ImageInput, image: Blob, strength: float, model: Model) -
 
 def _check_strength(steps: int, strength: float) -> None:
     if int(steps * strength) < 1:
-        reason = f"{strength:g} of {steps} steps is less than one step"
+        reason = (
+            f"{strength:g} of {steps} steps is less than one step; increase strength or "
+            "num_inference_steps"
+        )
         raise BadInput(f"strength: {reason}", field="strength")
 
 
@@ -191,28 +194,28 @@ class ImagePredictionInput(ImageFields):
     width: int | None = Field(None, ge=1)
     height: int | None = Field(None, ge=1)
     size: str | None = Field(
-        None, pattern=r"^[1-9]\d{0,4}x[1-9]\d{0,4}$", description="WIDTHxHEIGHT, in one."
+        None, pattern=r"^[1-9]\d{0,4}x[1-9]\d{0,4}$", description="WIDTHxHEIGHT as a single value."
     )
     mask: str | None = Field(
         None,
         description=(
-            "Where `image` is drawn anew: what is white in this image, which has the size of "
-            "`image`. What is black keeps the pixels of `image`. Named as `image` is."
+            "Mask for `image`, with the same size: white pixels are redrawn, black pixels keep "
+            "`image`. Accepts the same kinds of values as `image`."
         ),
     )
     mask_blur: float | None = Field(
         None,
         ge=0,
         le=MAX_MASK_BLUR,
-        description="How soft the edge of the mask is, inwards: a standard deviation in pixels.",
+        description="Softness of the mask's edge, inward: a standard deviation in pixels.",
     )
     padding: list[Annotated[int, Field(ge=0, le=MAX_PADDING)]] | None = Field(
         None,
         min_length=4,
         max_length=4,
         description=(
-            "Pixels that are drawn around `image`: on each side, or as [left, top, right, bottom]. "
-            "They are a part of width and height."
+            "Number of pixels to draw around `image`: for all sides, or as [left, top, right, "
+            "bottom]. Included in width and height."
         ),
         json_schema_extra=_or_one_number,
     )
@@ -222,19 +225,19 @@ class ImagePredictionInput(ImageFields):
     @model_validator(mode="after")
     def _said_once(self) -> ImagePredictionInput:
         if self.size and (self.width or self.height):
-            raise ValueError("give either size, or width and height")
+            raise ValueError("size can't be combined with width and height")
         if self.strength and self.prompt_strength:
-            raise ValueError("give either strength or prompt_strength, not both")
+            raise ValueError("strength and prompt_strength are mutually exclusive")
         return self
 
     @model_validator(mode="after")
     def _masks_an_image(self) -> ImagePredictionInput:
         if self.mask is not None and self.image is None:
-            raise WrongField("mask", "is for image; give the image that it masks")
+            raise WrongField("mask", "requires image; send the image that it masks")
         if self.padding is not None and self.image is None:
-            raise WrongField("padding", "is for image; give the image that it goes around")
+            raise WrongField("padding", "requires image; send the image to extend")
         if self.mask_blur is not None and self.mask is None and self.padding is None:
-            raise WrongField("mask_blur", "is for mask and padding; leave it out")
+            raise WrongField("mask_blur", "requires mask or padding; leave it out")
         return self
 
     @field_validator("padding", mode="before")
@@ -247,7 +250,7 @@ class ImagePredictionInput(ImageFields):
     @classmethod
     def _pads(cls, value: list[int] | None) -> list[int] | None:
         if value is not None and not any(value):
-            raise ValueError("no side has a pixel; leave it out")
+            raise ValueError("must have at least one pixel on a side; otherwise leave it out")
         return value
 
     @property
@@ -372,12 +375,12 @@ def _check_padding(sides: Padding, size: tuple[int, int] | None, model: Model) -
         # Without it, the size is a multiple already.
         if across % model.image.multiple or down % model.image.multiple:
             reason = (
-                f"left and right together, and top and bottom together, are multiples of "
-                f"{model.image.multiple} for {model.name}, if there is no size"
+                "left plus right, and top plus bottom, must be multiples of "
+                f"{model.image.multiple} for {model.name} unless size is set"
             )
             raise BadInput(f"padding: {reason}", field="padding")
     elif across >= size[0] or down >= size[1]:
-        reason = f"it leaves nothing of the image in {size[0]}x{size[1]} pixels"
+        reason = f"leaves nothing of the image in {size[0]}x{size[1]} pixels"
         raise BadInput(f"padding: {reason}", field="padding")
 
 

@@ -20,15 +20,15 @@ Pair = Annotated[list[Text], Field(min_length=2, max_length=2)]
 class TextsToCompare(Body):
     """The input of similarity models: `query` and `texts`, or `pairs`."""
 
-    query: Text | None = Field(None, description="What each of `texts` is compared with.")
+    query: Text | None = Field(None, description="The text that each of `texts` is compared with.")
     texts: Annotated[list[Text], Field(min_length=1, fail_fast=True)] | None = Field(
-        None, description="The texts. The output has a score for each."
+        None, description="Texts to compare. The output has a score for each."
     )
     pairs: Annotated[list[Pair], Field(min_length=1, fail_fast=True)] | None = Field(
         None, description="Pairs of texts. The output has a score for each."
     )
     truncate: Literal["end", "start"] | None = Field(
-        None, description="Which side of a too long text is cut. Without it the prediction fails."
+        None, description="The side of an overlong text to cut. Without it, the prediction fails."
     )
 
     @model_validator(mode="after")
@@ -36,7 +36,7 @@ class TextsToCompare(Body):
         if (self.query is None) != (self.texts is None) or (self.texts is None) == (
             self.pairs is None
         ):
-            raise ValueError("give either query and texts, or pairs")
+            raise ValueError("send either query and texts, or pairs")
         return self
 
     def all_pairs(self) -> list[tuple[str, str]]:
@@ -64,7 +64,8 @@ class SimilarityApi(ApiTask):
         for index, pair in enumerate(pairs):
             if any(len(text.encode()) > limit for text in pair):
                 raise InputTooLarge(
-                    f"pair {index} has a text longer than {limit} bytes", field="texts"
+                    f"pair {index} has a text with more than the maximum of {limit} bytes",
+                    field="texts",
                 )
         check_texts([text + query for text, query in pairs])
         inputs = [SimilarityInput(text, query, parsed.truncate or "none") for text, query in pairs]

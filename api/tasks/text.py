@@ -25,17 +25,19 @@ class PromptToContinue(Body):
     )
     max_tokens: int | None = Field(None, ge=1, description="Maximum number of generated tokens.")
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] = Field(
-        1.0, description="0 takes the most likely token, always."
+        1.0, description="0 always selects the most likely token."
     )
     top_p: Share = 1.0
-    top_k: int = Field(0, ge=0, le=2**20, description="0 keeps all tokens.")
+    top_k: int = Field(
+        0, ge=0, le=2**20, description="Number of most likely tokens to sample from. 0: all tokens."
+    )
     seed: int | None = Field(None, ge=0, le=MAX_SEED)
     stop: Annotated[list[Stop], Field(max_length=4)] | None = None
 
     @model_validator(mode="after")
     def _one_form(self) -> PromptToContinue:
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("give either prompt or messages")
+            raise ValueError("send either prompt or messages")
         return self
 
 
@@ -55,7 +57,7 @@ class GenerationApi(ApiTask):
         limits = model.generation
         if parsed.max_tokens is not None and parsed.max_tokens > limits.longest_tokens:
             raise BadInput(
-                f"max_tokens: {model.name} generates at most {limits.longest_tokens} tokens",
+                f"max_tokens: must be at most {limits.longest_tokens} for {model.name}",
                 field="max_tokens",
             )
         is_repeatable = parsed.seed is not None or parsed.temperature == 0

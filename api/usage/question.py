@@ -64,20 +64,22 @@ def read_question(
     now = int(time.time())
     width = params.get("bucket_width", "1d")
     if width not in WIDTHS_S:
-        raise BadInput(f"bucket_width: {width[:40]!r} is not 1m, 1h or 1d", field="bucket_width")
+        raise BadInput(
+            f"bucket_width: must be 1m, 1h or 1d, got {width[:40]!r}", field="bucket_width"
+        )
     width_s = WIDTHS_S[width]
     start_s = _moment(params, "start_time", now)
     if start_s is None:
-        raise BadInput("start_time: it is needed, in unix seconds", field="start_time")
+        raise BadInput("start_time: is required, in Unix seconds", field="start_time")
     end_s = _moment(params, "end_time", now) or now + 1
     if end_s <= start_s:
-        raise BadInput("end_time: it must be after start_time", field="end_time")
+        raise BadInput("end_time: must be after start_time", field="end_time")
     start_s -= start_s % width_s
     limit = _limit(params, *(COST_LIMITS if is_of_costs else LIMITS)[width])
     if page := params.get("page"):
         match = _PAGE.fullmatch(page)
         if match is None or not start_s <= int(match[1]) < end_s or int(match[1]) % width_s:
-            raise BadInput("page: not a page of this question", field="page")
+            raise BadInput("page: is not a page of this query", field="page")
         start_s = int(match[1])
     page_ends_s = start_s + limit * width_s
     groups = _groups(params, COST_GROUPS if is_of_costs else GROUPS)
@@ -107,10 +109,10 @@ def read_range(params: QueryParams, now_s: float) -> tuple[int, int] | None:
     now = int(now_s)
     start_s = _moment(params, "from", now)
     if start_s is None:
-        raise BadInput("from: required with `to`", field="from")
+        raise BadInput("from: is required with `to`", field="from")
     end_s = _moment(params, "to", now) or now + 1
     if end_s <= start_s:
-        raise BadInput("to: it must be after `from`", field="to")
+        raise BadInput("to: must be after `from`", field="to")
     return start_s, end_s
 
 
@@ -128,12 +130,13 @@ def _moment(params: QueryParams, name: str, now: int) -> int | None:
             at_s = None
     if at_s is None:
         raise BadInput(
-            f"{name}: {text[:40]!r} is neither unix seconds nor a day such as 2026-10-01",
+            f"{name}: must be Unix seconds or a date such as 2026-10-01, got {text[:40]!r}",
             field=name,
         )
     if not now - KEPT_S <= at_s <= now + KEPT_S:
         raise BadInput(
-            f"{name}: rows are kept for {KEPT_S // 86_400} days",
+            f"{name}: must be within the last {KEPT_S // 86_400} days, because older rows are "
+            "deleted",
             field=name,
         )
     return at_s
@@ -144,7 +147,9 @@ def _limit(params: QueryParams, usual: int, most: int) -> int:
     if text is None:
         return usual
     if not (_WHOLE.fullmatch(text) and 1 <= int(text) <= most):
-        raise BadInput(f"limit: {text[:40]!r} is not a number from 1 to {most}", field="limit")
+        raise BadInput(
+            f"limit: must be a number from 1 to {most}, got {text[:40]!r}", field="limit"
+        )
     return int(text)
 
 
@@ -153,7 +158,7 @@ def _groups(params: QueryParams, known: dict[str, str]) -> set[str]:
     for name in _list(params, "group_by"):
         if name not in known:
             raise BadInput(
-                f"group_by: {name[:40]!r} is not one of {', '.join(known)}", field="group_by"
+                f"group_by: must be one of {', '.join(known)}, got {name[:40]!r}", field="group_by"
             )
         groups.add(known[name])
     return groups
@@ -164,7 +169,7 @@ def _check_filters(params: QueryParams, is_of_costs: bool) -> None:
     for name in (*UNKNOWN_FILTERS, other):
         if any(_list(params, name)):
             raise BadInput(
-                f"{name}: this is not told apart here; use project_ids, api_key_ids or {known}",
+                f"{name}: is not supported as a filter; use project_ids, api_key_ids or {known}",
                 field=name,
             )
 
@@ -172,7 +177,9 @@ def _check_filters(params: QueryParams, is_of_costs: bool) -> None:
 def _names(params: QueryParams, field: str) -> tuple[str, ...] | None:
     names = _list(params, field)
     if len(names) > MAX_NAMES or any(len(name) > 256 for name in names):
-        raise BadInput(f"{field}: at most {MAX_NAMES} names of 256 characters", field=field)
+        raise BadInput(
+            f"{field}: must have at most {MAX_NAMES} names of up to 256 characters", field=field
+        )
     return tuple(sorted(set(names))) or None
 
 

@@ -102,12 +102,12 @@ class UsageRows:
         except (GoogleAPIError, GoogleAuthError, RequestException, TimeoutError) as error:
             reason = (str(error).splitlines() or [repr(error)])[0]
             raise Unavailable(
-                f"the usage can't be read now: {reason}",
-                public=public_reason(reason, "the usage can't be read now; try again"),
+                f"the usage can't be read right now: {reason}",
+                public=public_reason(reason, "the usage can't be read right now; try again"),
             ) from error
         if len(lines) > MAX_LINES:
             raise BadInput(
-                f"group_by: more than {MAX_LINES} groups; ask for fewer buckets",
+                f"group_by: produces more than {MAX_LINES} groups; request fewer buckets",
                 field="group_by",
             )
         return lines

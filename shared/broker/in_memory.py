@@ -324,7 +324,7 @@ class InMemoryBroker:
             raise self.outage
         _check_message(topic_id, data, attributes, ordering_key)
         if topic_id not in self._topics:
-            raise BadInput(f"publish to {topic_id}: there is no such topic")
+            raise BadInput(f"publish to {topic_id}: the topic does not exist")
         return self._store(topic_id, data, attributes, ordering_key)
 
     @asynccontextmanager
@@ -348,7 +348,7 @@ class InMemoryBroker:
             self, queue or _Queue(SubscriptionSettings("")), max_messages, max_bytes
         )
         if queue is None:
-            subscription.fail(Unavailable(f"{subscription_id}: there is no such subscription"))
+            subscription.fail(Unavailable(f"{subscription_id}: the subscription does not exist"))
         elif not ACK_DEADLINE_S[0] <= ack_deadline_s <= ACK_DEADLINE_S[1]:
             subscription.fail(ConfigurationError(f"ack_deadline_s: {ack_deadline_s} is not valid"))
         else:
@@ -384,7 +384,7 @@ class InMemoryBroker:
         passes = _checked(settings)
         for topic_id in filter(None, (settings.topic_id, settings.dead_letter_topic_id)):
             if topic_id not in self._topics:
-                raise BadInput(f"create {subscription_id}: there is no topic {topic_id}")
+                raise BadInput(f"create {subscription_id}: topic {topic_id} does not exist")
         if topic_queue := self._queues.get(subscription_id):
             there, wanted = topic_queue.settings, settings
             if (there.topic_id, there.filter) != (wanted.topic_id, wanted.filter):
@@ -408,7 +408,7 @@ class InMemoryBroker:
             return False
         self._topics.get(queue.settings.topic_id, {}).pop(subscription_id, None)
         for puller in queue.pullers:
-            puller.fail(Unavailable(f"{subscription_id}: there is no such subscription"))
+            puller.fail(Unavailable(f"{subscription_id}: the subscription does not exist"))
         return True
 
     async def subscription_exists(self, subscription_id: str) -> bool:
@@ -474,35 +474,39 @@ def _check_message(
     """Rejects messages that Pub/Sub or RabbitMQ would reject."""
     where = f"publish to {topic_id}"
     if not data and not attributes:
-        raise BadInput(f"{where}: an empty message")
+        raise BadInput(f"{where}: the message must not be empty")
     size_bytes = len(data) + sum(len(name) + len(value) for name, value in attributes.items())
     if size_bytes > MAX_MESSAGE_BYTES:
         raise InputTooLarge(
-            f"{where}: a message of {size_bytes} bytes is above the broker's {MAX_MESSAGE_BYTES}"
+            f"{where}: the message has {size_bytes} bytes, which exceeds the broker's maximum "
+            f"of {MAX_MESSAGE_BYTES}"
         )
     if len(ordering_key.encode()) > MAX_ORDERING_KEY_BYTES:
-        raise BadInput(f"{where}: an ordering key has at most {MAX_ORDERING_KEY_BYTES} bytes")
+        raise BadInput(f"{where}: an ordering key must have at most {MAX_ORDERING_KEY_BYTES} bytes")
     if len(attributes) > MAX_ATTRIBUTES:
-        raise BadInput(f"{where}: {len(attributes)} attributes, at most {MAX_ATTRIBUTES}")
+        raise BadInput(
+            f"{where}: a message must have at most {MAX_ATTRIBUTES} attributes, got "
+            f"{len(attributes)}"
+        )
     for name, value in attributes.items():
         if not name or _RESERVED.match(name) or len(name.encode()) > MAX_NAME_BYTES:
-            raise BadInput(f"{where}: an attribute can't be named {name[:64]!r}")
+            raise BadInput(f"{where}: {name[:64]!r} is not a valid attribute name")
         if len(value.encode()) > MAX_VALUE_BYTES:
-            raise BadInput(f"{where}: {name[:64]!r} has more than {MAX_VALUE_BYTES} bytes")
+            raise BadInput(f"{where}: {name[:64]!r} must have at most {MAX_VALUE_BYTES} bytes")
 
 
 def _check_id(name: str) -> None:
     if not _ID.fullmatch(name):
         raise BadInput(
-            f"{name[:64]!r} is no name of a topic or subscription: 3 to 255 letters, digits and "
-            "-_.~+%, of which the first is a letter, and not beginning with goog"
+            f"{name[:64]!r} is not a valid topic or subscription name: it must have 3 to 255 "
+            "letters, digits and -_.~+%, start with a letter, and not start with goog"
         )
 
 
 def _checked(settings: SubscriptionSettings) -> AttributeFilter | None:
     """Checks settings and returns the filter."""
     if settings.push_endpoint:
-        raise BadInput("the broker in memory does not push", field="push_endpoint")
+        raise BadInput("the in-memory broker does not support push", field="push_endpoint")
     bounded = [
         ("ack_deadline_s", settings.ack_deadline_s, ACK_DEADLINE_S),
         ("retention_s", settings.retention_s, RETENTION_S),
@@ -511,9 +515,9 @@ def _checked(settings: SubscriptionSettings) -> AttributeFilter | None:
         bounded.append(("max_delivery_attempts", settings.max_delivery_attempts, DELIVERY_ATTEMPTS))
     for name, value, (least, most) in bounded:
         if not least <= value <= most:
-            raise BadInput(f"{name}: {value} is not from {least} to {most}", field=name)
+            raise BadInput(f"{name}: must be from {least} to {most}, got {value}", field=name)
     if 0 < settings.expires_after_s < MIN_EXPIRES_AFTER_S:
         raise BadInput(
-            f"expires_after_s: 0 or at least {MIN_EXPIRES_AFTER_S}", field="expires_after_s"
+            f"expires_after_s: must be 0 or at least {MIN_EXPIRES_AFTER_S}", field="expires_after_s"
         )
     return parse_filter(settings.filter)

@@ -31,7 +31,7 @@ JUDGE_EVERY_S = 0.9
 
 ERRORS = MetricCounter(
     "penstock_canary_redis_errors_total",
-    "Round trips to Redis about canaries that failed, by operation.",
+    "Failed round trips to Redis about canaries, by operation.",
     ["operation"],
 )
 UP = Gauge(

@@ -341,8 +341,8 @@ class FlowEngine:
                 key = cache_key(model, one, tenant, purges) if is_keyed else None
                 item = Item(index, one, key)
                 if (size := _bytes_of(item)) > MAX_JOB_BYTES:
-                    most = f"at most {MAX_JOB_BYTES} are allowed"
-                    raise InputTooLarge(f"its input has {size} bytes as JSON; {most}")
+                    most = f"which exceeds the maximum of {MAX_JOB_BYTES}"
+                    raise InputTooLarge(f"the input has {size} bytes as JSON, {most}")
             except BadInput as error:
                 failed[index] = failure(index, error)
             else:
@@ -415,7 +415,7 @@ class FlowEngine:
         try:
             await self._publisher.publish(jobs_topic_id(own.model), data, attributes)
         except BadInput as error:
-            raise Unavailable(f"the broker refused the job: {error.message}") from error
+            raise Unavailable(f"the broker rejected the job: {error.message}") from error
 
     async def _succeed(self, run: Run, envelope: Envelope) -> None:
         output = run.output()

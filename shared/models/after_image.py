@@ -26,7 +26,7 @@ from shared.models.tasks.image import ImageInput, ImageResult, ImagesResult
 
 WITHHELD = Counter(
     "penstock_images_withheld_total",
-    "Images that were drawn and not delivered, because a safety check flagged them.",
+    "Images that were drawn but not delivered, because a safety check flagged them.",
     ["model"],
 )
 _PNG = "image/png"
@@ -71,7 +71,9 @@ def images_of(scope: Mapping[str, Any], drawn: Sequence[TaskResult | None]) -> I
     checks, enlarged = scope.get(SAFETY), scope.get(UPSCALE)
     images: list[ImageResult | None] = []
     for number, image in enumerate(drawn):
-        assert isinstance(image, ImageResult), "all were drawn, or it has failed; this is a bug"
+        assert isinstance(image, ImageResult), (
+            "all were drawn, or the run has failed; this is a bug"
+        )
         if checks is not None and not _is_safe(checks[number]):
             images.append(None)
         elif enlarged is None:
@@ -90,7 +92,7 @@ def _is_safe(check: Any) -> bool:
 
 def _enlarged(image: ImageResult, file: Any, scale: int) -> ImageResult:
     if not isinstance(file, Blob) or file.media_type != _PNG:
-        raise ModelFailed(f"step {UPSCALE!r}: the model did not give a PNG file")
+        raise ModelFailed(f"step {UPSCALE!r}: the model did not return a PNG file")
     width, height = image.width * scale, image.height * scale
     return msgspec.structs.replace(image, image=file, width=width, height=height)
 

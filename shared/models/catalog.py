@@ -64,8 +64,8 @@ class Model(CatalogEntry):
         # Model processes read canaries too, but a catalog can't contain their names.
         if info.context == OF_CATALOG and value.endswith(CANARY_SUFFIX):
             raise ValueError(
-                f"a name can't end in {CANARY_SUFFIX}: its topic would be that of another model's "
-                "canary"
+                f"a name must not end in {CANARY_SUFFIX}, because its topic would belong to "
+                "another model's canary"
             )
         return value
 
@@ -81,11 +81,12 @@ class Model(CatalogEntry):
     @model_validator(mode="after")
     def _can_be_served(self) -> Self:
         if self.engine not in self.definition.engines:
-            raise ValueError(f"{self.definition.noun} has no engine; leave it out")
+            raise ValueError(f"{self.definition.noun} does not support engine; leave it out")
         if self.precision not in self.definition.precisions:
             known = ", ".join(self.definition.precisions)
             raise ValueError(
-                f"precision: {self.definition.noun} has no {self.precision}; it has {known}"
+                f"precision: {self.definition.noun} does not support {self.precision}; use "
+                f"one of {known}"
             )
         self.definition.check_entry(self)
         self._check_rerank()
@@ -93,16 +94,17 @@ class Model(CatalogEntry):
             self._has_no_fields_of_ones_own()
         if self.replies == "slots" and not self.definition.stores_blobs:
             raise ValueError(
-                f"replies: slots carry small results only, and those of {self.definition.noun} "
-                "can't be put into the object store; use direct"
+                f"replies: must be direct, because results of {self.definition.noun} can't be put "
+                "into the object store"
             )
         if not self.definition.has_interface:
             self._has_no_resources()
         if self.source.startswith(FLOW_SOURCE) != (self.flow is not None):
-            raise ValueError("source, flow: flows have a list of their own, `flows`")
+            raise ValueError("source, flow: list flows under `flows`, not under `models`")
         if self.name.endswith(".dead"):
             raise ValueError(
-                "a name can't end in .dead: its topic would be another model's dead-letter topic"
+                "a name must not end in .dead, because its topic would be another model's "
+                "dead-letter topic"
             )
         if (
             self.canary
@@ -113,20 +115,20 @@ class Model(CatalogEntry):
                 self.source,
             )
         ):
-            raise ValueError("canary.revision is the revision of the model itself")
+            raise ValueError("canary.revision must differ from the model's revision")
         if self.deadline.default_s > self.deadline.longest_s:
-            raise ValueError("deadline.default_s is above deadline.longest_s")
+            raise ValueError("deadline.default_s must not exceed deadline.longest_s")
         return self
 
     def _check_rerank(self) -> None:
         if self.rerank != "cosine" and not self.definition.compares_texts:
-            raise ValueError(f"rerank: {self.definition.noun} has none; leave it out")
+            raise ValueError(f"rerank: {self.definition.noun} does not support it; leave it out")
 
     def _has_no_resources(self) -> None:
         usual = ModelResources()
         for name, value in self.resources:
             if name != "gpu_memory_bytes" and value != getattr(usual, name):
-                raise ValueError(f"resources.{name}: only custom models have it")
+                raise ValueError(f"resources.{name}: only custom models support it; leave it out")
 
     def _has_no_fields_of_ones_own(self) -> None:
         fields = {
@@ -142,7 +144,9 @@ class Model(CatalogEntry):
         }
         for name, value in fields.items():
             if value is not None:
-                raise ValueError(f"{name}: {self.definition.noun} has none; leave it out")
+                raise ValueError(
+                    f"{name}: {self.definition.noun} does not support it; leave it out"
+                )
 
     @property
     def is_canary(self) -> bool:
@@ -354,7 +358,7 @@ class Catalog:
         """Returns the first model of `task` in the catalog, for callers who name none."""
         for model in self.of_task(task):
             return model
-        raise UnknownModel(f"no {task} model is served here", field="model")
+        raise UnknownModel(f"this API does not serve any {task} model", field="model")
 
     def serving(self, api: ServedApi, name: str | None) -> Model:
         """Returns the custom model called `name` that serves an endpoint. None: the first one.
@@ -370,7 +374,7 @@ class Catalog:
         for model in self.served:
             if model.api == api:
                 return model
-        raise UnknownModel(f"no model for {api} is served here", field="model")
+        raise UnknownModel(f"this API does not serve any model for {api}", field="model")
 
 
 def _with_interface(model: Model, interface: ModelInterface | None) -> Model:
@@ -393,7 +397,7 @@ def unknown_model(name: str) -> UnknownModel:
     It does not name other models, because the caller may see only some.
     """
     return UnknownModel(
-        f"model {name[:80]!r} is not served here (GET /v1/models lists those that are)",
+        f"model {name[:80]!r} does not exist; GET /v1/models lists the available models",
         field="model",
     )
 

@@ -75,7 +75,7 @@ def _check_names(path: Path, names: Sequence[tuple[str, ...]], nodes: Sequence[y
         for name in own:
             if name in seen:
                 raise ConfigurationError(
-                    f"{path}:{_line(node)}: the name {name!r} is taken by line {seen[name]}"
+                    f"{path}:{_line(node)}: the name {name!r} is already used in line {seen[name]}"
                 )
             seen[name] = _line(node)
 
@@ -93,8 +93,8 @@ def _check_slugs(
         for name in filter(None, own):
             if (other := slugs.setdefault(slug(name), name)) != name:
                 raise ConfigurationError(
-                    f"{path}:{_line(node)}: {other!r} and {name!r} are both "
-                    f"{slug(name)!r} to Kubernetes; rename one"
+                    f"{path}:{_line(node)}: {other!r} and {name!r} both become {slug(name)!r} in "
+                    "Kubernetes; rename one of them"
                 )
 
 
@@ -120,20 +120,23 @@ def _unshareable(
     by_name = {model.name: model for model in models}
     name = entry.models[number]
     if name not in by_name:
-        return f"no model {name!r}; the catalog's models are: {', '.join(by_name)}"
+        return f"model {name!r} does not exist; the catalog has: {', '.join(by_name)}"
     if name in entry.models[:number]:
-        return f"{name!r} is in this list twice"
+        return f"{name!r} appears twice in this list"
     for other in others:
         if name in other.models:
-            return f"{name!r} is a model of the workers {other.name!r} already"
+            return f"{name!r} already belongs to the workers {other.name!r}"
     model, first = by_name[name], by_name[entry.models[0]]
     if model.gpu != first.gpu:
         return (
-            f"{name!r} has the gpu {_gpu_words(model.gpu)}, and {first.name!r} has "
-            f"{_gpu_words(first.gpu)}; models that share workers have the same"
+            f"{name!r} has the gpu {_gpu_words(model.gpu)}, but {first.name!r} has "
+            f"{_gpu_words(first.gpu)}; models that share workers must have the same"
         )
     if "replicas" in model.model_fields_set:
-        return f"{name!r} has replicas of its own; leave them out, as the workers have replicas"
+        return (
+            f"{name!r} must not set replicas, because its shared workers have replicas; leave "
+            "them out"
+        )
     return ""
 
 
@@ -184,9 +187,9 @@ def reread_interfaces(catalog: Catalog, path: Path) -> None:
     try:
         changed = catalog.take_interfaces(read_catalog(path))
     except ConfigurationError as error:
-        log.error("the catalog can't be read again", extra={"reason": error.message})
+        log.error("the catalog can't be reread", extra={"reason": error.message})
     else:
-        log.info("catalog read again", extra={"models": changed})
+        log.info("catalog reread", extra={"models": changed})
 
 
 def _entries(path: Path, root: yaml.Node | None, kind: str) -> list[yaml.Node]:
@@ -195,11 +198,11 @@ def _entries(path: Path, root: yaml.Node | None, kind: str) -> list[yaml.Node]:
         if key.value == kind and isinstance(value, yaml.SequenceNode) and value.value:
             return list(value.value)
         if key.value == kind != "models":
-            raise ConfigurationError(f"{path}:{_line(key)}: {kind}: a list is needed")
+            raise ConfigurationError(f"{path}:{_line(key)}: {kind}: must be a list")
     if kind != "models":
         return []
     raise ConfigurationError(
-        f"{path}:1: a catalog is a mapping with a list `models` of at least one entry"
+        f"{path}:1: a catalog must be a mapping with a list `models` of at least one entry"
     )
 
 

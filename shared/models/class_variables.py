@@ -53,7 +53,7 @@ class SecretReference(NamedTuple):
                 return cls(kind, parts.groupdict())
         # The text is not repeated because it may be the secret itself.
         raise ValueError(
-            "a secret is a reference: local:/PATH, kubernetes:SECRET/KEY or "
+            "a secret must be a reference: local:/PATH, kubernetes:SECRET/KEY or "
             "google:projects/PROJECT/secrets/SECRET/versions/VERSION"
         )
 
@@ -73,17 +73,19 @@ def check_name(name: str) -> str:
     """
     if not _NAME.fullmatch(name):
         raise ValueError(
-            "the name of a variable has up to 128 letters, digits and underscores, and does not "
-            "begin with a digit"
+            "the name of a variable must have 1 to 128 letters, digits and underscores, and must "
+            "not start with a digit"
         )
     if name.startswith(OURS):
-        raise ValueError(f"{OURS}* is for settings of Penstock, which classes do not get")
+        raise ValueError(
+            f"{OURS}* is reserved for settings of Penstock, which classes do not receive"
+        )
     return name
 
 
 def _without_null(value: str) -> str:
     if "\0" in value:
-        raise ValueError("a variable has no null character")
+        raise ValueError("the value of a variable must not contain a null character")
     return value
 
 

@@ -125,8 +125,8 @@ class Gpu(EntryPart):
         most = MAX_SHARES.get(self.type, 48)
         if self.share > most:
             raise ValueError(
-                f"share: {self.share} workers on one {self.type} get less than 1 GiB of its "
-                f"memory each; at most {most}"
+                f"share: must be at most {most} for {self.type}, so that each worker gets at "
+                f"least 1 GiB of its memory, got {self.share}"
             )
         return self
 
@@ -221,10 +221,10 @@ class Price(PriceTerms):
     def _changes_are_in_order(self) -> Self:
         starts = [change.starts_at_s for change in self.changes]
         if starts != sorted(set(starts)):
-            raise ValueError("changes: starts_at goes up from change to change")
+            raise ValueError("changes: starts_at must increase from one change to the next")
         names = [self.name, *(change.name for change in self.changes)]
         if len(set(names)) < len(names):
-            raise ValueError("changes: each has another version")
+            raise ValueError("changes: each must have a different version")
         return self
 
     def terms_at(self, at_s: float) -> PriceTerms:
@@ -279,7 +279,7 @@ class Generation(EntryPart):
     @model_validator(mode="after")
     def _fits_the_context(self) -> Self:
         if not self.default_tokens <= self.longest_tokens < self.context_tokens:
-            raise ValueError("default_tokens <= longest_tokens < context_tokens")
+            raise ValueError("must satisfy default_tokens <= longest_tokens < context_tokens")
         return self
 
 
@@ -343,7 +343,10 @@ class Canary(EntryPart):
     @classmethod
     def _has_a_worker(cls, value: Replicas) -> Replicas:
         if value.min < 1:
-            raise ValueError("min is 1 or more: without a worker it gets no requests to scale by")
+            raise ValueError(
+                "min must be at least 1, because a canary without workers receives no requests "
+                "to scale by"
+            )
         return value
 
 
@@ -460,7 +463,7 @@ class CatalogEntry(EntryPart):
     @model_validator(mode="after")
     def _names_each_variable_once(self) -> Self:
         if both := sorted(self.environment.keys() & self.secrets.keys()):
-            raise ValueError(f"secrets.{both[0]}: environment has it too; leave one of them out")
+            raise ValueError(f"secrets.{both[0]}: is also in environment; leave one of them out")
         return self
 
     @property

@@ -22,7 +22,7 @@ def quoted(noun: str, value: object) -> object:
         ValueError: the value is a number.
     """
     if isinstance(value, int | float):
-        raise ValueError(f"a {noun} that looks like a number needs quotes")
+        raise ValueError(f"a {noun} that looks like a number must be quoted")
     return value
 
 

@@ -100,7 +100,7 @@ class NoSuchField(BadInput):
     """A value does not have this field."""
 
     def __init__(self, reference: Reference, name: str) -> None:
-        super().__init__(f"{reference}: the value has no field {name!r}")
+        super().__init__(f"{reference}: the value does not have the field {name!r}")
         self.reference = reference
 
 
@@ -129,7 +129,7 @@ class Condition(NamedTuple):
         if left is None or right is None:
             return False
         if not _have_order(left, right):
-            raise BadInput(f"{self}: the two values have no order")
+            raise BadInput(f"{self}: the two values can't be ordered")
         return _OPERATORS[self.operator](left, right)
 
     def __str__(self) -> str:
@@ -160,8 +160,8 @@ def parse_reference(text: str) -> Reference:
     match = _REFERENCE.fullmatch(text)
     if match is None:
         raise ValueError(
-            f"{text[:80]!r} is not a reference, such as $input.x, $step.field or $item; a text "
-            "that begins with $ is written with $$"
+            f"{text[:80]!r} is not a reference, such as $input.x, $step.field or $item; write $$ "
+            "for a text that begins with $"
         )
     return Reference(match[1], tuple(match[2].split(".")[1:]))
 
@@ -176,8 +176,8 @@ def parse_condition(text: str) -> Condition:
     match = _CONDITION.fullmatch(text)
     if match is None:
         raise ValueError(
-            f"{text[:80]!r} is not a condition, such as $check.flagged == false: two operands "
-            "with ==, !=, <, <=, > or >= between them"
+            f"{text[:80]!r} is not a condition, such as $check.flagged == false; write two "
+            "operands with ==, !=, <, <=, > or >= between them"
         )
     return Condition(_operand(match["left"]), match["operator"], _operand(match["right"]))
 
@@ -266,13 +266,18 @@ class FlowStep(_Part):
     input: dict[str, Any]
     """The model's input: literals and references, at any depth."""
     for_each: str | Annotated[dict[FieldName, str], Field(min_length=1)] | None = None
-    """A reference to a list. The step has an item for each element, which is `$item`. Or several of
-    equal length by names: then `$item.name` is the element of one of them."""
+    """A reference to a list.
+
+    The step has an item for each element, which is `$item`. Alternatively, several named lists of
+    equal length, in which case `$item.name` is an element of one of them.
+    """
     when: str | None = None
-    """A condition. If it does not hold, the step, or its item, is skipped."""
+    """A condition. If it is false, the step or item is skipped."""
     default: Any = None
-    """The value of what fails or is skipped. Without it, the flow fails with the step, and what is
-    skipped is null."""
+    """The value used if it fails or is skipped.
+
+    Without it, the flow fails with the step, and a skipped step is null.
+    """
     retries: int = Field(0, ge=0, le=MAX_RETRIES)
     """How often to compute a failed item again."""
     max_items: int = Field(MAX_STEP_ITEMS, ge=1, le=MAX_STEP_ITEMS)
@@ -282,7 +287,7 @@ class FlowStep(_Part):
     @classmethod
     def _is_no_word_of_ours(cls, value: str) -> str:
         if value in (INPUT, ITEM):
-            raise ValueError(f"{value!r} is what references call something else; use another id")
+            raise ValueError(f"{value!r} has another meaning in references; use another id")
         return value
 
     @field_validator("when")
@@ -309,16 +314,16 @@ class FlowStep(_Part):
     def _items_are_of_lists(self) -> Self:
         if self.for_each is None:
             if any(one.name == ITEM for one in self.references):
-                raise ValueError("$item: only steps with for_each have items")
+                raise ValueError("$item: is only available in steps with for_each")
             if "max_items" in self.model_fields_set:
-                raise ValueError("max_items: only steps with for_each have it")
+                raise ValueError("max_items: requires for_each; leave it out")
         elif any(one.name == ITEM for one in self.lists.values()):
-            raise ValueError("for_each: $item is an element of the list that for_each names")
+            raise ValueError("for_each: can't refer to $item, which is an element of this list")
         elif isinstance(self.for_each, dict):
             for one in self.references:
                 if one.name == ITEM and one.fields[:1] not in {(name,) for name in self.for_each}:
                     known = ", ".join(f"$item.{name}" for name in self.for_each)
-                    raise ValueError(f"{one}: it is an element of one of several lists: {known}")
+                    raise ValueError(f"{one}: must name an element of one of the lists: {known}")
         return self
 
     @property
@@ -376,7 +381,7 @@ class FlowPlan(_Part):
     """The type of each input: a word from TYPES, a list with one of them, or JSON Schema."""
     steps: tuple[FlowStep, ...] = Field(min_length=1, max_length=MAX_STEPS)
     output: Any
-    """What the flow gives: literals and references."""
+    """The output of the flow: literals and references."""
     gives: Literal["images"] | None = None
     """`images`: the flow was created for an image request, and returns images
     (shared/models/after_image.py).
@@ -392,13 +397,13 @@ class FlowPlan(_Part):
         ids = [step.id for step in self.steps]
         for number, step in enumerate(self.steps):
             if step.id in ids[:number]:
-                raise ValueError(f"steps.{number}.id: {step.id!r} is taken by another step")
+                raise ValueError(f"steps.{number}.id: {step.id!r} is already used by another step")
             for one in step.references:
                 if one.name not in (INPUT, ITEM, *ids):
-                    raise ValueError(f"steps.{number}: {one}: there is no step {one.name!r}")
+                    raise ValueError(f"steps.{number}: {one}: step {one.name!r} does not exist")
         for one in references_in(self.output):
             if one.name not in (INPUT, *ids):
-                raise ValueError(f"output: {one}: there is no step {one.name!r}")
+                raise ValueError(f"output: {one}: step {one.name!r} does not exist")
         self.order()
         return self
 
@@ -414,7 +419,7 @@ class FlowPlan(_Part):
             return [numbers[one] for one in graphlib.TopologicalSorter(graph).static_order()]
         except graphlib.CycleError as error:
             circle = " -> ".join(reversed(error.args[1]))
-            raise ValueError(f"steps: they wait for each other: {circle}") from error
+            raise ValueError(f"steps: depend on each other in a circle: {circle}") from error
 
     @property
     def input_schema(self) -> dict[str, Any]:
@@ -446,7 +451,7 @@ def _type_of(name: str, written: Any) -> dict[str, Any]:
         return dict(written)  # an empty one means `any`, in a plan that was read before
     raise ValueError(
         f"{name}: {written!r} is not a type; use one of {', '.join(TYPES)}, a list with one of "
-        "them for several, or a JSON Schema with a type"
+        "them for a list of values, or a JSON Schema with a type"
     )
 
 
@@ -477,7 +482,7 @@ def plan_step(step: FlowStep, scope: Mapping[str, Any]) -> dict[int, dict[str, A
         except NoSuchField as error:
             if (own := input_named([step.origin_of(error.reference, position)])) is None:
                 raise
-            raise BadInput(f"{own}: it is missing", field=own) from error
+            raise BadInput(f"{own}: is missing", field=own) from error
         if one is not None:
             inputs[position] = one
     return inputs
@@ -497,15 +502,15 @@ def _scopes(step: FlowStep, scope: Mapping[str, Any]) -> list[Mapping[str, Any]]
         if elements is MISSING or elements is None:
             return []
         if not isinstance(elements, list):
-            raise BadInput(f"for_each: {reference} is not a list")
+            raise BadInput(f"for_each: {reference} must be a list")
         if len(elements) > step.max_items:
-            most = f"{len(elements)} elements; at most {step.max_items} are allowed"
+            most = f"{len(elements)} elements, which exceeds the maximum of {step.max_items}"
             if (own := input_named([reference])) is not None:
                 raise BadInput(f"{own}: {most}", field=own)
             raise BadInput(f"for_each: {reference} has {most}")
         lists[name] = [MISSING if one is None else one for one in elements]
     if len({len(elements) for elements in lists.values()}) > 1:
-        raise BadInput("for_each: its lists do not have equal lengths")
+        raise BadInput("for_each: its lists must have equal lengths")
     if isinstance(step.for_each, str):
         return [{**scope, ITEM: one} for one in lists[""]]
     rows = zip(*lists.values(), strict=True)

@@ -74,7 +74,7 @@ def _check_step(step: FlowStep, place: Place, scope: Mapping[str, Schema], find:
     """Returns the type of the step's value."""
     schema = find(step.model)
     if schema is None:
-        raise FlowError((*place, "model"), f"there is no model {step.model!r} in the catalog")
+        raise FlowError((*place, "model"), f"model {step.model!r} is not in the catalog")
     own_scope = dict(scope)
     if step.for_each is not None:
         elements = {
@@ -89,7 +89,7 @@ def _check_step(step: FlowStep, place: Place, scope: Mapping[str, Schema], find:
     if step.default is not None:
         default = _type_of(step.default, (*place, "default"), own_scope)
         if reason := misfit(default, schema.output):
-            raise FlowError((*place, "default"), f"{reason}, as the step gives it")
+            raise FlowError((*place, "default"), f"{reason}, which is the type of the step's value")
     is_nullable = step.default is None and (step.has_default or step.when is not None)
     output = _nullable(schema.output) if is_nullable else schema.output
     return output if step.for_each is None else {"type": "array", "items": output}
@@ -98,7 +98,7 @@ def _check_step(step: FlowStep, place: Place, scope: Mapping[str, Schema], find:
 def _element(one: Reference, place: Place, scope: Mapping[str, Schema]) -> Schema:
     elements = _plain(_of_reference(one, place, scope))
     if _kind(elements) not in ("array", "any"):
-        raise FlowError(place, f"{one} is {_noun(elements)}, not a list")
+        raise FlowError(place, f"{one} must be a list, but is {_noun(elements)}")
     items: Schema = elements.get("items", {})
     return items
 
@@ -109,10 +109,10 @@ def _check_input(step: FlowStep, place: Place, scope: Mapping[str, Schema], inpu
         if name not in properties:
             raise FlowError(
                 (*place, name),
-                f"{step.model} has no such input; it has {', '.join(properties) or 'none'}",
+                f"is not an input of {step.model}; it has {', '.join(properties) or 'none'}",
             )
         if reason := misfit(_type_of(value, (*place, name), scope), properties[name]):
-            raise FlowError((*place, name), f"{reason}, as {step.model} takes it")
+            raise FlowError((*place, name), f"{reason}, which is required by {step.model}")
     for name in inputs.get("required", ()):
         if name not in step.input:
             raise FlowError(place, f"{name}: {step.model} needs it")
@@ -126,14 +126,14 @@ def _check_condition(condition: Condition, place: Place, scope: Mapping[str, Sch
     kinds = {"number" if _kind(one) == "integer" else _kind(one) for one in (left, right)}
     if condition.operator in ("==", "!="):
         if len(kinds - {"any", "null"}) > 1:
-            raise FlowError(place, f"{condition}: {_noun(left)} is never equal to {_noun(right)}")
+            raise FlowError(place, f"{condition}: {_noun(left)} can never equal {_noun(right)}")
     elif kinds - {"any"} not in (set(), {"number"}, {"string"}):
-        raise FlowError(place, f"{condition}: {_noun(left)} and {_noun(right)} have no order")
+        raise FlowError(place, f"{condition}: {_noun(left)} and {_noun(right)} can't be ordered")
 
 
 def _of_reference(one: Reference, place: Place, scope: Mapping[str, Schema]) -> Schema:
     if one.name not in scope:
-        raise FlowError(place, f"{one}: there is no step {one.name!r}")
+        raise FlowError(place, f"{one}: step {one.name!r} does not exist")
     schema = scope[one.name]
     for field in one.fields:
         schema = _field(schema, field, one, place)
@@ -148,12 +148,12 @@ def _field(schema: Schema, field: str, one: Reference, place: Place) -> Schema:
     if kind == "any":
         return {}
     if kind != "object":
-        raise FlowError(place, f"{one}: {_noun(schema)} has no field {field!r}")
+        raise FlowError(place, f"{one}: {_noun(schema)} does not have the field {field!r}")
     if "properties" not in schema:
         return {}
     if field not in schema["properties"]:
         known = ", ".join(schema["properties"]) or "none"
-        raise FlowError(place, f"{one}: there is no field {field!r}; there is {known}")
+        raise FlowError(place, f"{one}: the field {field!r} does not exist; use {known}")
     of_field: Schema = schema["properties"][field]
     return of_field
 
@@ -255,17 +255,17 @@ def _misfits_of_literal(value: Any, wanted: Schema) -> Iterator[str]:
     shown = json.dumps(value)[:80]
     if "enum" in wanted and value not in wanted["enum"]:
         known = ", ".join(json.dumps(one) for one in wanted["enum"])
-        yield f"{shown} is not one of {known}"
+        yield f"{shown} must be one of {known}"
     if isinstance(value, int | float) and not isinstance(value, bool):
         if value < wanted.get("minimum", value):
-            yield f"{shown} is less than {wanted['minimum']}"
+            yield f"{shown} must be at least {wanted['minimum']}"
         if value > wanted.get("maximum", value):
-            yield f"{shown} is more than {wanted['maximum']}"
+            yield f"{shown} must be at most {wanted['maximum']}"
     if isinstance(value, str):
         if len(value) < wanted.get("minLength", 0):
-            yield f"{shown} has fewer characters than {wanted['minLength']}"
+            yield f"{shown} must have at least {wanted['minLength']} characters"
         if len(value) > wanted.get("maxLength", len(value)):
-            yield f"{shown} has more characters than {wanted['maxLength']}"
+            yield f"{shown} must have at most {wanted['maxLength']} characters"
 
 
 def _shown(schema: Schema) -> Schema:

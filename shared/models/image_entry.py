@@ -73,7 +73,7 @@ class AdapterUrls(EntryPart):
     @model_validator(mode="after")
     def _holds_a_file(self) -> Self:
         if self.disk_bytes < self.max_bytes:
-            raise ValueError("disk_bytes: it is below max_bytes, so no large file would fit")
+            raise ValueError("disk_bytes: must be at least max_bytes, so that a large file fits")
         return self
 
 
@@ -87,7 +87,7 @@ class _FolderBeside(EntryPart):
     @classmethod
     def _is_a_folder(cls, value: str) -> str:
         if value.startswith(FLOW_SOURCE):
-            raise ValueError("these weights are in a folder, not a flow")
+            raise ValueError("must be a folder of weights, not a flow")
         return value
 
     @cached_property
@@ -115,7 +115,7 @@ class Control(_FolderBeside):
     @model_validator(mode="after")
     def _thresholds_are_in_order(self) -> Self:
         if self.canny_low > self.canny_high:
-            raise ValueError("canny_low is above canny_high")
+            raise ValueError("canny_low must not exceed canny_high")
         return self
 
 

@@ -86,14 +86,17 @@ def check_steps(entry: CatalogEntry, find: Callable[[str], StepSchema | None]) -
         raise FlowError(where, str(error)) from error
     shapes = output["properties"]
     if reason := misfit(shapes["images"], {"type": "array", "items": _FILE}):
-        raise FlowError(("image", UPSCALE), f"what the model gives: {reason}")
+        raise FlowError(("image", UPSCALE), f"the model's output: {reason}")
     booleans = {"type": "array", "items": {"type": "boolean"}}
     if "are_safe" in shapes and (reason := misfit(shapes["are_safe"], booleans)):
-        raise FlowError(("image", SAFETY), f"is_safe, which the model gives: {reason}")
+        raise FlowError(("image", SAFETY), f"is_safe, from the model's output: {reason}")
     if entry.image.upscale is not None:
         _check_scales(entry.image.upscale.model, find)
     if entry.image.safety is not None and entry.canary is not None:
-        reason = "a canary gets no steps of flows, so no requests of this model; leave one out"
+        reason = (
+            "a canary does not receive flow steps, so it would not receive requests for this "
+            "model; leave one out"
+        )
         raise FlowError(("image", SAFETY), reason)
 
 
@@ -102,7 +105,7 @@ def _check_scales(name: str, find: Callable[[str], StepSchema | None]) -> None:
     shape = {} if schema is None else schema.inputs["properties"]["scale"]
     for scale in SCALES:
         if reason := misfit({"type": "integer", "const": scale}, shape):
-            raise FlowError(("image", UPSCALE), f"scale: {reason}, as {name} takes it")
+            raise FlowError(("image", UPSCALE), f"scale: {reason}, which is required by {name}")
 
 
 def bounded(plan: FlowPlan, images: int) -> FlowPlan:

@@ -91,7 +91,7 @@ class ModelInterface(BaseModel):
                         f"{_short(theirs.get(keyword))} in the code"
                     )
         if missing := sorted(other.required - self.required):
-            return f"inputs.required: {missing[0]} is missing in {_FILE}, there in the code"
+            return f"inputs.required: {missing[0]} is missing in {_FILE}, but required in the code"
         for field in _COMPARED:
             if (mine := getattr(self, field)) != (its := getattr(other, field)):
                 return f"{field}: {_short(mine)} in {_FILE}, {_short(its)} in the code"
@@ -122,7 +122,7 @@ def read_interface(path: Path) -> ModelInterface:
         raise ConfigurationError(f"{path}: {error.strerror}; {hint}", field="source") from error
     if len(data) > MAX_BYTES:
         raise ConfigurationError(
-            f"{path}: {len(data)} bytes; at most {MAX_BYTES} are allowed", field="source"
+            f"{path}: must have at most {MAX_BYTES} bytes, got {len(data)}", field="source"
         )
     try:
         return ModelInterface.model_validate_json(data)

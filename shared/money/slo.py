@@ -22,8 +22,8 @@ ROUNDING_S = 0.01
 
 _ITEMS = Counter(
     "penstock_slo_items_total",
-    "Items of the objective on deadlines: in_time, late, or refused because too few workers "
-    "could compute them in time. What a limit of a plan refuses is not counted.",
+    "Items covered by the deadline objective: in_time, late, or refused because too few workers "
+    "could compute them in time. Items rejected by a plan's limit are not counted.",
     ["model", "end"],
 )
 _ENDS_OF_STATUS: dict[str, End] = {"succeeded": "in_time", "expired": "late"}

@@ -18,7 +18,7 @@ async def read_budgets(keys_url: str) -> dict[str, float]:
         return {}
     async with key_store(keys_url) as store:
         stored = await store.read()
-        assert stored is not None, "without a version it is always read; this is a bug"
+        assert stored is not None, "read without a version, so it is always returned; this is a bug"
         return budgets_usd(decode_document(stored.data, store.source))
 
 

@@ -77,17 +77,21 @@ def days_asked(asked: Mapping[str, object], tz: str, now: datetime) -> list[Bill
     """
     if unknown := set(asked) - {"from", "to"}:
         name = min(unknown)[:40]
-        raise BadInput(f"{name}: there is no such field, only from and to", field=name)
+        raise BadInput(f"{name}: is not a field; use from and to", field=name)
     last_over = now.astimezone(find_zone(tz)).date() - timedelta(days=1)
     last = _day(asked, "to") or last_over
     first = _day(asked, "from") or (last if "to" in asked else last - timedelta(days=AGAIN_DAYS))
     if last > last_over:
         raise BadInput(f"to: {last} is not over yet in {tz}", field="to")
     if first > last:
-        raise BadInput(f"from: {first} is after {last}", field="from")
+        raise BadInput(f"from: {first} must not be after {last}", field="from")
     days = (last - first).days + 1
     if days > MAX_DAYS:
-        raise BadInput(f"from: {days} days are more than {MAX_DAYS}; ask in parts", field="from")
+        raise BadInput(
+            f"from: a range must have at most {MAX_DAYS} days, got {days}; split it into several "
+            "calls",
+            field="from",
+        )
     return [BillingDay(first + timedelta(days=number), tz) for number in range(days)]
 
 
@@ -121,7 +125,9 @@ def _day(asked: Mapping[str, object], field: str) -> date | None:
     except ValueError:
         day = None
     if day is None or not 1970 <= day.year <= 9998:
-        raise BadInput(f"{field}: {str(text)[:40]!r} is not a day such as 2026-10-01", field=field)
+        raise BadInput(
+            f"{field}: must be a date such as 2026-10-01, got {str(text)[:40]!r}", field=field
+        )
     return day
 
 

@@ -95,12 +95,12 @@ def ask(
     start = _moment(since, zone, "from") if since else _back(end, days)
     if start >= end:
         raise BadInput(
-            f"from: {since or start} is not before the end, {until or end}", field="from"
+            f"from: must be before the end, {until or end}, got {since or start}", field="from"
         )
     if (end - start).days > max_days:
         raise BadInput(
             f"from: {since or start} is {(end - start).days} days before the end, {until or end}; "
-            f"a range is at most {max_days} days long, so give a later `from`",
+            f"a range must be at most {max_days} days long, so set a later `from`",
             field="from",
         )
     return ReportQuestion(start, end, tz, _names(tenants, "tenant"), _names(models, "model"))
@@ -117,7 +117,7 @@ def ask_month(
     zone = find_zone(tz)
     first = _date(f"{month}-01") if _MONTH.fullmatch(month) else None
     if first is None:
-        raise BadInput(f"month: {month[:40]!r} is not a month such as 2026-10", field="month")
+        raise BadInput(f"month: must be a month such as 2026-10, got {month[:40]!r}", field="month")
     after = (first + timedelta(days=31)).replace(day=1)
     start, end = (_midnight(day, zone) for day in (first, after))
     return ReportQuestion(start, end, tz, _names(tenants, "tenant"))
@@ -151,7 +151,9 @@ def check_fits(report: Report, question: ReportQuestion) -> None:
     """
     for name, field in (("tenants", "tenant"), ("models", "model")):
         if name in report.without and getattr(question, name) is not None:
-            raise BadInput(f"{field}: the report {report.name} is not by {field}", field=field)
+            raise BadInput(
+                f"{field}: the report {report.name} does not support this filter", field=field
+            )
 
 
 def find_zone(tz: str) -> ZoneInfo:
@@ -162,7 +164,7 @@ def find_zone(tz: str) -> ZoneInfo:
     """
     if tz in _zones():
         return ZoneInfo(tz)
-    raise BadInput(f"tz: {tz[:40]!r} is not a time zone such as Europe/Berlin", field="tz")
+    raise BadInput(f"tz: must be a time zone such as Europe/Berlin, got {tz[:40]!r}", field="tz")
 
 
 @cache
@@ -176,7 +178,7 @@ def _zones() -> frozenset[str]:
 
 def _back(end: datetime, days: int) -> datetime:
     if not 1 <= days <= MAX_DAYS:
-        raise BadInput(f"days: {days} is not from 1 to {MAX_DAYS}", field="days")
+        raise BadInput(f"days: must be from 1 to {MAX_DAYS}, got {days}", field="days")
     try:
         return end - timedelta(days=days)
     except OverflowError:
@@ -193,7 +195,7 @@ def _moment(text: str, zone: ZoneInfo, field: str) -> datetime:
         moment = None
     if moment is None or not 1970 <= moment.year <= 9998:
         raise BadInput(
-            f"{field}: {text[:40]!r} is not a day such as 2026-10-01, or a moment", field=field
+            f"{field}: must be a date such as 2026-10-01, or a time, got {text[:40]!r}", field=field
         )
     return moment
 
@@ -215,7 +217,7 @@ def _names(names: tuple[str, ...] | None, field: str) -> tuple[str, ...] | None:
         return None
     if not 1 <= len(names) <= MAX_NAMES or any(len(name) > MAX_NAME_CHARS for name in names):
         raise BadInput(
-            f"{field}: 1 to {MAX_NAMES} names of at most {MAX_NAME_CHARS} characters",
+            f"{field}: must have 1 to {MAX_NAMES} names of at most {MAX_NAME_CHARS} characters",
             field=field,
         )
     return tuple(sorted(set(names)))
@@ -289,7 +291,8 @@ def find_report(name: str) -> Report:
     report = reports().get(name)
     if report is None:
         raise BadInput(
-            f"no report {name[:80]!r}; there are: {', '.join(reports())}", field="report"
+            f"report {name[:80]!r} does not exist; use one of {', '.join(reports())}",
+            field="report",
         )
     return report
 
@@ -318,7 +321,7 @@ def parse_report(name: str, sql: str) -> Report:
             notes.append(line)
     owner, audience = facts.get("owner"), facts.get("audience")
     if owner not in get_args(Owner) or audience not in get_args(Audience) or not columns:
-        raise ValueError(f"{name}.sql: its head needs owner, audience and columns; this is a bug")
+        raise ValueError(f"{name}.sql: its header needs owner, audience and columns; this is a bug")
     return Report(
         name=name,
         title=head[0],

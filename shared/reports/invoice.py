@@ -35,16 +35,17 @@ CSV_HEADS = (
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 RULES = (
-    "An item that was computed and delivered costs its price. A result from the cache, or of the"
-    " same item of another request, costs the share of the price that the model's entry states.",
-    "Items that failed, came too late or were canceled cost nothing, but a text that was canceled"
-    " or came too late after its reader got tokens of it costs these and its prompt. Requests that"
-    " were refused are not on the invoice.",
-    "Tokens that were read, written and found in the cache have prices of their own. The unit price"
-    " of a line of texts is their average.",
-    "Lines of batches cost the share of the price that the plan states.",
-    "A price holds for what is received from its first moment on. A month with two prices has"
-    " lines of both.",
+    "An item that was computed and delivered costs its price. A result from the cache, or of an "
+    "identical item in another request, costs the share of the price that the model's entry "
+    "specifies.",
+    "Items that failed, were late or were canceled cost nothing. Exception: if a text was "
+    "canceled or late after its reader had received tokens, those tokens and its prompt are "
+    "charged. Requests that were rejected are not on the invoice.",
+    "Tokens read, written and found in the cache have separate prices. The unit price in a line "
+    "for texts is their average.",
+    "Lines of batches cost the share of the price that the plan specifies.",
+    "A price applies to requests received from its start time on. A month with two prices has "
+    "lines for both.",
     "A line is quantity x unit price x share: the sum of its items, rounded half up to a millionth"
     " of a dollar. The total is the sum of the lines. The amount due is the total, rounded half up"
     " to a cent.",

@@ -35,12 +35,12 @@ RETRY_LIMIT_S = 5.0
 """The client's default is ten minutes, which is too long for a person to wait."""
 MAX_ROWS = 200_000
 INVALID_ZONE = "Invalid time zone"
-WRONG_ZONE = "tz: it is not a time zone such as Europe/Berlin"
+WRONG_ZONE = "tz: must be a time zone such as Europe/Berlin"
 
 NO_CREDENTIALS = (
     "no Google credentials on this machine: run gcloud auth application-default login, set "
-    "PENSTOCK_BIGQUERY_ENDPOINT for an embedded BigQuery, or run this in the folder where penstock "
-    "up runs"
+    "PENSTOCK_BIGQUERY_ENDPOINT for an embedded BigQuery, or use the folder in which penstock up "
+    "is running"
 )
 MAX_SERIES = 8
 """Number of distinguishable colors. The smallest series are drawn together."""
@@ -142,7 +142,8 @@ class ReportRunner:
             read_bytes = int(job.total_bytes_processed or 0)
         if len(rows) > self._most_rows:
             raise BadInput(
-                f"from: more than {self._most_rows} rows; ask for a shorter range", field="from"
+                f"from: exceeds the maximum of {self._most_rows} rows; use a shorter range",
+                field="from",
             )
         return ReportResult(report, question, columns, rows, read_bytes)
 
@@ -185,7 +186,7 @@ class ReportRunner:
         settable = [one.name for one in report.parameters if one.default is not None]
         if unknown := set(values) - set(settable):
             raise BadInput(
-                f"set: the report {report.name} has no parameter {min(unknown)[:80]!r}",
+                f"set: the report {report.name} does not have the parameter {min(unknown)[:80]!r}",
                 field="set",
             )
         budgets = dict(sorted(self._budgets_usd.items()))
@@ -266,7 +267,7 @@ def translated_errors() -> Iterator[None]:
             raise BadInput(f"BigQuery: {first}", field="tz", public=WRONG_ZONE) from error
         if isinstance(error, DefaultCredentialsError):
             first = NO_CREDENTIALS
-        public = public_reason(first, "the report can't be read now; try again")
+        public = public_reason(first, "the report can't be read right now; try again")
         raise Unavailable(f"BigQuery: {first}", public=public) from error
 
 

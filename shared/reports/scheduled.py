@@ -40,7 +40,7 @@ HTML = "text/html; charset=utf-8"
 
 ANOMALIES = Counter(
     "penstock_reports_anomalies_total",
-    "Hours that were found outside their usual band, each once",
+    "Hours found outside their usual range, each counted once",
     ["measure"],
 )
 for _measure in ("cost_usd", "errors"):

@@ -94,7 +94,7 @@ def as_text(summary: Summary) -> str:
             for name, line in (*lines, ("All", summary.totals))
         ]
         parts.append("")
-    parts.append("Outside the usual band of their hour:" if summary.anomalies else "")
+    parts.append("Outside the usual range for their hour:" if summary.anomalies else "")
     parts += [f"- {_plain(line)}" for line in _anomalies(summary)]
     return "\n".join(parts).rstrip() + "\n"
 
@@ -143,7 +143,7 @@ def _table(
 
 def _notes(summary: Summary) -> list[str]:
     totals = summary.totals
-    notes = [f"The day is that of {summary.day.tz}."]
+    notes = [f"Days are in the time zone {summary.day.tz}."]
     if totals["refused"]:
         count = totals["refused"]
         notes.append(f"Refused: {count:,.0f} {_plural('request', count)}.")

@@ -38,7 +38,7 @@ WRITE_ENTRIES = 128
 """Maximum number of entries to write in one round trip."""
 
 ERRORS = Counter(
-    "penstock_cache_errors_total", "Round trips to Redis that failed, by operation.", ["operation"]
+    "penstock_cache_errors_total", "Failed round trips to Redis, by operation.", ["operation"]
 )
 UP = Gauge("penstock_cache_redis_up", "1 while Redis is being asked, 0 while the breaker is open.")
 
@@ -65,10 +65,11 @@ Level = Literal["memory", "redis"]
 
 HITS = Counter("penstock_cache_hits_total", "Items answered from the cache, by level.", ["level"])
 _IN_MEMORY, _IN_REDIS = HITS.labels("memory"), HITS.labels("redis")
-MISSES = Counter("penstock_cache_misses_total", "Items that neither level had.")
+MISSES = Counter("penstock_cache_misses_total", "Items found in neither level.")
 UNREADABLE = Counter(
     "penstock_cache_unreadable_total",
-    "Entries in Redis that could not be decoded, each a miss, and marks of unpaid ones.",
+    "Entries in Redis that could not be decoded, each counted as a miss, and undecodable "
+    "marks of unpaid results.",
 )
 
 COMPUTED = "miss"
@@ -170,7 +171,9 @@ def cache_key(model: Model, input: Input, tenant: str, purges: int = 0) -> str:
     try:
         canonical = msgspec.msgpack.encode((*parts, purges) if purges else parts)
     except UnicodeEncodeError as error:
-        raise BadInput("the text is not valid Unicode (a lone surrogate)", field="input") from error
+        raise BadInput(
+            "the text must be valid Unicode, without lone surrogates", field="input"
+        ) from error
     return hashlib.blake2b(canonical, digest_size=32).hexdigest()
 
 

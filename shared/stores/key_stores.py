@@ -50,7 +50,7 @@ from shared.webhooks.event import parse_webhook_url
 
 ERRORS = Counter(
     "penstock_keys_errors_total",
-    "Round trips to Redis about API keys that failed, by operation.",
+    "Failed round trips to Redis about API keys, by operation.",
     ["operation"],
 )
 UP = Gauge(
@@ -181,7 +181,7 @@ class KeyFile:
         self._audit = path.with_name(f"{path.name}.audit.jsonl")
         self._lock = path.with_name(f"{path.name}.lock")
         self.source = str(path)
-        self.read_only = "" if is_writable else f"keys are in the file {path}, which is read only"
+        self.read_only = "" if is_writable else f"keys are in the file {path}, which is read-only"
 
     async def __aenter__(self) -> Self:
         return self
@@ -314,7 +314,7 @@ def key_store(url: str, *, is_writable: bool = False) -> KeyStore:
             raise ConfigurationError(f"PENSTOCK_KEYS_URL: {error}", field="keys_url") from error
         return KeyRedis(url)
     raise ConfigurationError(
-        "PENSTOCK_KEYS_URL: is not file:///PATH, redis://HOST or rediss://HOST", field="keys_url"
+        "PENSTOCK_KEYS_URL: must be file:///PATH, redis://HOST or rediss://HOST", field="keys_url"
     )
 
 

@@ -73,7 +73,7 @@ LIST_CHUNK = 1000
 
 ERRORS = Counter(
     "penstock_objects_errors_total",
-    "Puts and gets that the store failed or was too slow with",
+    "Puts and gets that failed or took too long",
     ["operation"],
 )
 T = TypeVar("T")
@@ -405,7 +405,9 @@ def _read(source: Any, key: str, max_bytes: int) -> bytes:
 
 def _check_size(key: str, size_bytes: int, max_bytes: int) -> None:
     if size_bytes > max_bytes:
-        raise InputTooLarge(f"object {key!r} has {size_bytes} bytes, above {max_bytes}")
+        raise InputTooLarge(
+            f"object {key!r} has {size_bytes} bytes, which exceeds the maximum of {max_bytes}"
+        )
 
 
 def _open(url: str, setting: str) -> Any:
@@ -424,8 +426,8 @@ def _open(url: str, setting: str) -> Any:
             f"PENSTOCK_{setting.upper()}: {url}: {_reason(error)}", field=setting
         ) from error
     raise ConfigurationError(
-        f"PENSTOCK_{setting.upper()}: {url!r} is not one of file://DIR, gs://BUCKET, s3://BUCKET, "
-        "memory://",
+        f"PENSTOCK_{setting.upper()}: must be file://DIR, gs://BUCKET, s3://BUCKET or memory://, "
+        f"got {url!r}",
         field=setting,
     )
 
@@ -447,14 +449,14 @@ def _translated(operation: str, key: str) -> Iterator[None]:
         yield
     except TimeoutError as error:
         ERRORS.labels(operation).inc()
-        reason = f"the object store did not answer in {TIMEOUT_S:g} s"
+        reason = f"the object store did not answer within {TIMEOUT_S:g} s"
         raise Unavailable(reason, public=_OUT_OF_REACH) from error
     except (BaseError, OSError, ValueError) as error:
         # If a put gets "not found", the bucket does not exist, which is not the caller's fault.
         if isinstance(error, FileNotFoundError) and operation == "get":
-            raise BadInput(f"there is no object {key!r}", field="object_key") from error
+            raise BadInput(f"object {key!r} does not exist", field="object_key") from error
         ERRORS.labels(operation).inc()
-        reason = f"the object store failed on {key!r}: {_reason(error)}"
+        reason = f"the object store failed for {key!r}: {_reason(error)}"
         raise Unavailable(reason, public=_OUT_OF_REACH) from error
 
 

@@ -103,11 +103,11 @@ _CHANGING = (
 
 ERRORS = Counter(
     "penstock_records_errors_total",
-    "Round trips to Redis about records that failed, by operation.",
+    "Failed round trips to Redis about records, by operation.",
     ["operation"],
 )
 DROPPED = Counter(
-    "penstock_predictions_dropped_total", "Predictions dropped before their time, for lack of room."
+    "penstock_predictions_dropped_total", "Predictions dropped early for lack of room."
 )
 UP = Gauge(
     "penstock_records_redis_up",
@@ -331,7 +331,7 @@ class Records(RedisStore):
         kept, dropped = await self._commands.run_script(KEEP, keys, *about, LISTED, self._max_bytes)
         DROPPED.inc(dropped)
         if kept < 0:
-            raise Overloaded("unfinished predictions leave no room to keep the answer.")
+            raise Overloaded("unfinished predictions leave no room to store the answer.")
         return bool(kept)
 
     async def put_document(
@@ -363,7 +363,9 @@ class Records(RedisStore):
         )
         DROPPED.inc(dropped)
         if stored < 0:
-            raise Overloaded("unfinished predictions leave no room to keep it. Try again later.")
+            raise Overloaded(
+                "unfinished predictions leave no room to store this document. Try again later."
+            )
         return bool(stored)
 
     async def mark_published(self, record: str) -> None:
@@ -531,7 +533,7 @@ class Records(RedisStore):
                         yield None if is_new else message["data"].decode()
             except (RedisError, OSError, RuntimeError) as error:
                 _check_canceled()
-                log.debug("cannot listen for cancellations", extra={"reason": repr(error)})
+                log.debug("can't listen for cancellations", extra={"reason": repr(error)})
                 await asyncio.sleep(LISTEN_PAUSE_S)
 
     async def _send_claims(self, records: list[str]) -> list[Claim]:

@@ -102,7 +102,7 @@ class WebhookLog:
         """
         _, _, replayed = self.keys_of(record)
         if not await self._commands.run("SET", replayed, 1, "NX", "EX", REPLAY_EVERY_S):
-            reason = f"a webhook is replayed at most once in {REPLAY_EVERY_S} s; try again later"
+            reason = f"a webhook can be replayed only once in {REPLAY_EVERY_S} s; try again later"
             raise Overloaded(reason, retry_after_s=REPLAY_EVERY_S)
 
 

@@ -31,16 +31,14 @@ READ_LIMIT_S = 2.0
 
 ERRORS = Counter(
     "penstock_withdrawals_errors_total",
-    "Round trips to Redis about withdrawn models that failed, by operation.",
+    "Failed round trips to Redis about withdrawn models, by operation.",
     ["operation"],
 )
 UP = Gauge(
     "penstock_withdrawals_redis_up",
     "1 while Redis is being asked about withdrawn models, 0 while the breaker is open.",
 )
-WITHDRAWN = Gauge(
-    "penstock_models_withdrawn", "Revisions of models that are withdrawn, as this process knows."
-)
+WITHDRAWN = Gauge("penstock_models_withdrawn", "Withdrawn model revisions known to this process.")
 _WITHDRAW = load_script("shared/stores/withdraw.lua")
 _WITHDRAWN, _PURGES = b"withdrawn:", b"purges:"
 log = logging.getLogger(__name__)
@@ -194,7 +192,7 @@ class LiveWithdrawals:
     def _note(self, failure: str) -> None:
         if failure and failure != self._failure:
             facts = {"reason": failure}
-            log.warning("withdrawn models not read; those known before stay so", extra=facts)
+            log.warning("withdrawn models not read; keeping the last known ones", extra=facts)
         self._failure = failure
 
     async def _run(self) -> None:
@@ -206,8 +204,8 @@ class LiveWithdrawals:
 def withdrawn_error(model: Model) -> ModelWithdrawn:
     """Returns the error for requests for a withdrawn revision, new or waiting."""
     return ModelWithdrawn(
-        f"model {model.public_name!r} has been withdrawn by the operator of this API: it computes "
-        "nothing until another revision is served, or this one again",
+        f"model {model.public_name!r} was withdrawn by the operator of this API; it is "
+        "unavailable until another revision is served or this one is restored",
         field="model",
     )
 

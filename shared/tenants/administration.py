@@ -131,7 +131,7 @@ class Administration:
             ConfigurationError: the stored directory is invalid.
         """
         stored = await self._store.read()
-        assert stored is not None, "without a version it is always read; this is a bug"
+        assert stored is not None, "read without a version, so it is always returned; this is a bug"
         return decode_document(stored.data, self._store.source)
 
     async def start_directory(self, document: Document) -> None:
@@ -143,7 +143,7 @@ class Administration:
         _refuse(document_mistakes(document, self._served, self._clock()))
         act = self._act("directory.start", self._store.source, None, {"keys": len(document.keys)})
         if not await self._store.replace("", _checked(document), act):
-            raise BadInput("there is a directory of keys already")
+            raise BadInput("a key directory already exists")
 
     async def create_key(self, request: KeyRequest) -> IssuedKey:
         """Creates a key.
@@ -155,7 +155,7 @@ class Administration:
         key, salt, now_s = new_key(), secrets.token_bytes(SALT_BYTES), int(self._clock())
         lasts_s = request.expires_in_s
         if lasts_s is not None and lasts_s <= 0:
-            raise BadInput("expires_in_s: is not in the future", field="expires_in_s")
+            raise BadInput("expires_in_s: must be in the future", field="expires_in_s")
         _check_tenant(request.tenant)
         stored = StoredKey(
             id=key.id,
@@ -190,7 +190,7 @@ class Administration:
             KeysReadOnly: keys can't be changed here.
         """
         if not 0 <= overlap_s <= MAX_OVERLAP_S:
-            raise BadInput(f"overlap: 0 to {MAX_OVERLAP_S} seconds", field="overlap_s")
+            raise BadInput(f"overlap: must be from 0 to {MAX_OVERLAP_S} seconds", field="overlap_s")
         now_s = int(self._clock())
         key: ApiKey | None = None
 
@@ -208,7 +208,7 @@ class Administration:
             )
 
         stored = await self._change_key("key.rotate", key_id, rotated)
-        assert key is not None, "a change that happened has a key; this is a bug"
+        assert key is not None, "a successful change has a key; this is a bug"
         return IssuedKey(stored, key)
 
     async def revoke_key(self, key_id: str) -> StoredKey:
@@ -233,7 +233,7 @@ class Administration:
 
         def check(document: Document) -> None:
             if self._actor == f"key {key_id}":
-                raise InUse("this is the key that asks; revoke it with another one", field="id")
+                raise InUse("this key can't revoke itself; use another one", field="id")
             if self._actor.startswith("key ") and _is_last_admin(document, key_id, now_s):
                 raise InUse(
                     "this is the last key with the scope admin; create another one first",
@@ -255,8 +255,8 @@ class Administration:
         if plan is not None:
             if re.fullmatch(PLAN_NAME_PATTERN, name) is None:
                 raise BadInput(
-                    "plan: its name has 1 to 64 letters, digits, '.', '_' or '-', and begins "
-                    "with a letter or digit",
+                    "plan: its name must have 1 to 64 letters, digits, '.', '_' or '-', and "
+                    "start with a letter or digit",
                     field="plan",
                 )
             _refuse(plan_mistakes(plan, self._served))
@@ -266,7 +266,7 @@ class Administration:
             if plan is not None:
                 plans[name] = plan
             elif old is None:
-                raise NotThere(f"there is no plan {name!r}", field="plan")
+                raise NotThere(f"plan {name!r} does not exist", field="plan")
             else:
                 _check_unused(name, document)
                 del plans[name]
@@ -314,9 +314,11 @@ class Administration:
             old = document.tenants.get(tenant)
             keys = {f"key {key.id}" for key in document.keys if key.tenant == tenant}
             if old is None and not keys:
-                raise NotThere(f"there is no tenant {tenant!r}", field="tenant")
+                raise NotThere(f"tenant {tenant!r} does not exist", field="tenant")
             if self._actor in keys:
-                raise InUse("this key is the tenant's; use one of another tenant", field="tenant")
+                raise InUse(
+                    "this key belongs to the tenant; use a key of another tenant", field="tenant"
+                )
             old = old or StoredTenant()
             since_s = (old.frozen_s or now_s) if is_frozen else None
             return _changed_tenant(document, tenant, msgspec.structs.replace(old, frozen_s=since_s))
@@ -337,14 +339,14 @@ class Administration:
             nonlocal changed
             indices = [at for at, key in enumerate(document.keys) if key.id == key_id]
             if not indices:
-                raise NotThere(f"there is no key {key_id[:80]!r}", field="id")
+                raise NotThere(f"key {key_id[:80]!r} does not exist", field="id")
             check(document)
             keys, old = list(document.keys), document.keys[indices[0]]
             keys[indices[0]] = changed = change(old)
             return _Change(_with(document, keys=tuple(keys)), shown(old), shown(changed))
 
         await self._change(action, key_id, replaced)
-        assert changed is not None, "a change that happened has a result; this is a bug"
+        assert changed is not None, "a successful change has a result; this is a bug"
         return changed
 
     async def _change(
@@ -355,7 +357,9 @@ class Administration:
         pauses = backoff(0.01, MAX_PAUSE_S)
         for _ in range(ATTEMPTS):
             stored = await self._store.read()
-            assert stored is not None, "without a version it is always read; this is a bug"
+            assert stored is not None, (
+                "read without a version, so it is always returned; this is a bug"
+            )
             old = decode_document(stored.data, self._store.source)
             new, before, after = change(old)
             if new == old:
@@ -365,7 +369,7 @@ class Administration:
                 log.info("keys changed", extra=msgspec.structs.asdict(act))
                 return
             await asyncio.sleep(next(pauses))
-        reason = "the directory of keys is being changed by others; try again"
+        reason = "the key directory is being changed by others; try again"
         raise Unavailable(reason, public=reason)
 
     def _act(
@@ -430,8 +434,8 @@ def check_key_id(key_id: str) -> None:
     """
     if holds_key(key_id):
         raise BadInput(
-            f"id: this is a whole key; send only its id, the {ID_LENGTH} characters behind "
-            f"{PREFIX!r}",
+            f"id: must be only the ID of a key, the {ID_LENGTH} characters after {PREFIX!r}; this "
+            "is a whole key",
             field="id",
         )
 
@@ -462,18 +466,18 @@ def _check_unused(plan: str, document: Document) -> None:
     """Rejects removing a plan that tenants use, by name or as the default."""
     if plan == DEFAULT_PLAN_NAME:
         raise InUse(
-            f"the plan {plan!r} can't be removed: tenants without a plan of their own would have "
-            "no limits; replace it instead (PUT, or penstock plans set)",
+            f"the plan {plan!r} can't be removed, because tenants without an assigned plan would "
+            "have no limits; replace it instead (PUT, or penstock plans set)",
             field="plan",
         )
     tenants = sorted(name for name, stored in document.tenants.items() if stored.plan == plan)
     if tenants:
         shown, more = ", ".join(tenants[:MAX_NAMED]), len(tenants) - MAX_NAMED
         named = f"{shown} and {more} more" if more > 0 else shown
-        have = "1 tenant has it" if len(tenants) == 1 else f"{len(tenants)} tenants have it"
+        have = "1 tenant uses it" if len(tenants) == 1 else f"{len(tenants)} tenants use it"
         whom = "it" if len(tenants) == 1 else "them"
         raise InUse(
-            f"the plan {plan!r} is in use: {have} ({named}); give {whom} another plan first",
+            f"the plan {plan!r} is in use: {have} ({named}); assign another plan to {whom} first",
             field="plan",
         )
 

@@ -320,7 +320,7 @@ def _mistakes(document: Document) -> Iterator[Mistake]:
         if reason := tenant_mistake(tenant):
             yield Mistake(("tenants", tenant), reason)
         if stored.plan and stored.plan not in document.plans:
-            yield Mistake(("tenants", tenant, "plan"), f"there is no plan {stored.plan[:80]!r}")
+            yield Mistake(("tenants", tenant, "plan"), f"plan {stored.plan[:80]!r} does not exist")
     ids = set[str]()
     for number, key in enumerate(document.keys):
         if reason := tenant_mistake(key.tenant):
@@ -328,7 +328,7 @@ def _mistakes(document: Document) -> Iterator[Mistake]:
         if not key.hash:
             yield Mistake(("keys", number, "hash"), "is empty")
         if key.id in ids:
-            yield Mistake(("keys", number, "id"), f"{key.id} is there twice")
+            yield Mistake(("keys", number, "id"), f"{key.id} occurs twice")
         ids.add(key.id)
 
 
@@ -336,7 +336,7 @@ def tenant_mistake(tenant: str) -> str:
     """Returns why this is not a valid tenant name. Empty if it is valid."""
     if tenant and tenant.isprintable() and len(tenant.encode()) <= MAX_TENANT_BYTES:
         return ""
-    return f"a tenant's name is printable and has 1 to {MAX_TENANT_BYTES} bytes"
+    return f"a tenant's name must be printable and have 1 to {MAX_TENANT_BYTES} bytes"
 
 
 def _wrong(source: str, line: int, field_path: str, reason: str) -> ConfigurationError:

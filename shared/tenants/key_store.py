@@ -16,7 +16,7 @@ MAX_AUDIT_EVENTS = 10_000
 """Maximum number of audit events that a store keeps."""
 
 
-HOW_TO_START = "`penstock keys init` creates a directory of keys"
+HOW_TO_START = "run `penstock keys init` to create a key directory"
 
 
 class NoDirectory(Unavailable):

@@ -77,11 +77,11 @@ def key_mistakes(key: StoredKey, served: Served | None) -> Iterator[Mistake]:
         if holds_key(text):
             yield Mistake((field,), IS_A_KEY)
     if not key.name.isprintable():
-        yield Mistake(("name",), "has characters that can't be printed")
+        yield Mistake(("name",), "must not contain unprintable characters")
     if not key.scopes:
-        yield Mistake(("scopes",), "is empty; name at least one, or leave it out for all")
+        yield Mistake(("scopes",), "must not be empty; name at least one, or leave it out for all")
     if key.expires_s is not None and key.expires_s > MAX_TIME_S:
-        yield Mistake(("expires_s",), "is beyond the year 9999; it is in seconds")
+        yield Mistake(("expires_s",), "must be before the year 10000; it is in seconds")
     if key.limits is not None:
         yield from (one.below("limits") for one in _count_mistakes(key.limits))
     if key.models is not None:
@@ -90,7 +90,7 @@ def key_mistakes(key: StoredKey, served: Served | None) -> Iterator[Mistake]:
 
 def _models_mistakes(models: tuple[str, ...], served: Served | None) -> Iterator[Mistake]:
     if not models:
-        yield Mistake((), "is empty; name at least one, or leave it out for all")
+        yield Mistake((), "must not be empty; name at least one, or leave it out for all")
     for number, model in enumerate(models):
         if holds_key(model):
             yield Mistake((number,), IS_A_KEY)
@@ -101,10 +101,10 @@ def _models_mistakes(models: tuple[str, ...], served: Served | None) -> Iterator
 def _model_mistakes(name: str, served: Served, rates: Rates | None = None) -> Iterator[Mistake]:
     if name in served.aliases:
         right = served.aliases[name]
-        yield Mistake((), f"{name!r} is an alias; write the name of the model, {right!r}")
+        yield Mistake((), f"{name!r} is an alias; use the name of the model, {right!r}")
     elif name not in served.units:
         known = ", ".join(sorted(served.units)[:MAX_NAMED])
-        yield Mistake((), f"there is no model {name[:80]!r} in the catalog; it has {known}")
+        yield Mistake((), f"model {name[:80]!r} is not in the catalog; it has {known}")
     elif rates is not None:
         unit = served.units[name]
         for field in _RATES_OF_WORK:
@@ -119,4 +119,4 @@ def _count_mistakes(rates: Rates) -> Iterator[Mistake]:
         fields.append("max_in_flight")
     for field in fields:
         if (getattr(rates, field) or 0) > MAX_COUNT:
-            yield Mistake((field,), f"is above {MAX_COUNT}; leave it out for no limit")
+            yield Mistake((field,), f"must be at most {MAX_COUNT}; leave it out for no limit")

@@ -45,7 +45,7 @@ QUEUE_SPANS = 2048
 """The default of OTEL_BSP_MAX_QUEUE_SIZE. About 2 MB."""
 SPANS = Counter(
     "penstock_trace_spans_total",
-    "Spans, by end: exported, failed (the collector did not take them), dropped (the queue to it "
+    "Spans, by end: exported, failed (not accepted by the collector), dropped (the queue to it "
     "was full).",
     ["end"],
 )

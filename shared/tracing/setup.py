@@ -96,7 +96,7 @@ def _is_on(environment: Mapping[str, str]) -> bool:
         _check(name, environment.get(name, "").strip() or "http/protobuf", ("http/protobuf",))
     if not environment[endpoint].strip().startswith(("http://", "https://")):
         raise ConfigurationError(
-            f"{endpoint}: {environment[endpoint]!r} is not a URL", field=endpoint
+            f"{endpoint}: must be a URL, got {environment[endpoint]!r}", field=endpoint
         )
     return True
 
@@ -114,7 +114,7 @@ def _sampler(environment: Mapping[str, str], *, decides: bool) -> Sampler | None
     if name in _RATIO_SAMPLERS and ratio is None:
         # The SDK would use 1.
         raise ConfigurationError(
-            f"OTEL_TRACES_SAMPLER_ARG: {name} needs a ratio", field="OTEL_TRACES_SAMPLER_ARG"
+            f"OTEL_TRACES_SAMPLER_ARG: {name} requires a ratio", field="OTEL_TRACES_SAMPLER_ARG"
         )
     return None
 
@@ -129,7 +129,7 @@ def _ratio(environment: Mapping[str, str]) -> float | None:
         ratio = -1.0
     if not 0 <= ratio <= 1:
         raise ConfigurationError(
-            f"OTEL_TRACES_SAMPLER_ARG: {text!r} is not a ratio from 0 to 1",
+            f"OTEL_TRACES_SAMPLER_ARG: must be a ratio from 0 to 1, got {text!r}",
             field="OTEL_TRACES_SAMPLER_ARG",
         )
     return ratio

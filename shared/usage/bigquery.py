@@ -46,7 +46,8 @@ LEVEL = 1
 CREATE_TRIES = 3
 
 REJECTED = Counter(
-    "penstock_rows_rejected_total", "Rows that BigQuery refused for good; kept in rejected.jsonl"
+    "penstock_rows_rejected_total",
+    "Rows that BigQuery rejected permanently; kept in rejected.jsonl",
 )
 
 Fields = dict[str, Any]
@@ -526,7 +527,7 @@ def public_reason(reason: str, otherwise: str) -> str:
         otherwise: result if nothing better is known.
     """
     if TOO_LARGE in reason:
-        return "the question reads too many bytes; ask for a shorter range"
+        return "the query reads too many bytes; use a shorter range"
     return otherwise
 
 
@@ -541,8 +542,8 @@ def _cancel(job: Any) -> None:
 
 def _too_slow(limit_s: float, error: Exception) -> Unavailable:
     return Unavailable(
-        f"BigQuery: not done within {limit_s:g} s: {error}",
-        public=f"the question took longer than {limit_s:g} s; ask for a shorter range",
+        f"BigQuery: did not finish within {limit_s:g} s: {error}",
+        public=f"the query took longer than {limit_s:g} s; use a shorter range",
     )
 
 

@@ -55,13 +55,11 @@ CLOSE_LIMIT_S = 5.0
 
 DISK_UP = Gauge(
     "penstock_rows_disk_up",
-    "1 while the disk takes rows as they come, 0 while they wait in memory",
+    "1 while the disk accepts rows as they arrive, 0 while they wait in memory",
 )
-DISK_ERRORS = Counter(
-    "penstock_rows_disk_errors_total", "Writes of rows that the disk refused or was slow with"
-)
+DISK_ERRORS = Counter("penstock_rows_disk_errors_total", "Writes of rows that failed or were slow")
 LOST = Counter(
-    "penstock_rows_lost_total", "Rows given up because neither disk nor BigQuery took them in time"
+    "penstock_rows_lost_total", "Rows lost because neither disk nor BigQuery accepted them in time"
 )
 
 SENDERS = 4
@@ -83,8 +81,8 @@ FAILURES = Counter(
     "penstock_rows_send_failures_total", "Requests to BigQuery that failed; their rows are kept"
 )
 PENDING = Gauge("penstock_rows_pending", "Rows that BigQuery does not have yet")
-PENDING_BYTES = Gauge("penstock_rows_pending_bytes", "What they take on disk")
-OLDEST = Gauge("penstock_rows_oldest_seconds", "Age of the oldest of them; 0 if there is none")
+PENDING_BYTES = Gauge("penstock_rows_pending_bytes", "Size on disk of the pending rows")
+OLDEST = Gauge("penstock_rows_oldest_seconds", "Age of the oldest pending row; 0 if there are none")
 
 _open_writers: list[RowWriter] = []
 """The writers of this process. The gauges cover all of them."""
@@ -231,14 +229,14 @@ class Journal:
         if self._is_disk_up:
             self._is_disk_up = False
             DISK_UP.set(0)
-            log.warning("disk does not take rows; they wait in memory", extra={"reason": reason})
+            log.warning("disk does not accept rows; they wait in memory", extra={"reason": reason})
 
     def _disk_worked(self) -> None:
         self._disk_pauses = backoff(FIRST_PAUSE_S, MAX_PAUSE_S)
         if not self._is_disk_up:
             self._is_disk_up = True
             DISK_UP.set(1)
-            log.info("disk takes rows again", extra={"in_memory": len(self._unsaved)})
+            log.info("disk accepts rows again", extra={"in_memory": len(self._unsaved)})
 
     def _lose(self, rows: int) -> None:
         LOST.inc(rows)

@@ -142,7 +142,7 @@ def _sockets_for(addresses: Sequence[str]) -> Any:
     def make(info: Any) -> socket.socket:
         family, kind, proto, _, sockaddr = info
         if sockaddr[0] not in addresses:
-            raise OSError(errno.EACCES, f"{sockaddr[0]} was not checked")
+            raise OSError(errno.EACCES, f"{sockaddr[0]} is not a checked address")
         return socket.socket(family, kind, proto)
 
     return make

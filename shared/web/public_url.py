@@ -78,7 +78,7 @@ def parse_public_url(text: str, reach: Reach) -> URL:
     except ValueError as error:
         raise UrlForbidden(f"{text!r} is not a URL: {error}") from error
     if url.scheme not in reach.schemes or not host or not port:
-        raise UrlForbidden(f"{text!r} is not an {' or '.join(reach.schemes)} URL")
+        raise UrlForbidden(f"{text!r} must be an {' or '.join(reach.schemes)} URL")
     if url.user is not None or url.password is not None:
         raise UrlForbidden("the URL must not have credentials")
     address = _address_in(host)
@@ -111,15 +111,15 @@ def _impossible(host: str, *, allow_private: bool) -> str:
     labels = host.removesuffix(".").split(".")
     if len(host) > MAX_HOST_CHARS or not all(map(_LABEL.fullmatch, labels)):
         return (
-            "is no host: parts of 1 to 63 letters, digits and hyphens, with dots between them, "
-            f"{MAX_HOST_CHARS} characters at most"
+            "is not a valid host: it must have parts of 1 to 63 letters, digits and hyphens, "
+            f"separated by dots, with at most {MAX_HOST_CHARS} characters in total"
         )
     if labels[-1].isdigit():
         return "is neither a name nor an address of four numbers up to 255"
     if not allow_private and len(labels) == 1:
-        return "has no domain, so it is not public"
+        return "does not have a domain, so it is not public"
     if not allow_private and (labels[-1] in _NEVER_PUBLIC or labels[-2:] == ["home", "arpa"]):
-        return f"is never public: no domain of the internet ends in .{labels[-1]}"
+        return f"is never public: .{labels[-1]} is not an internet domain"
     return ""
 
 

@@ -86,7 +86,7 @@ class BudgetEvent(msgspec.Struct):
     month: str
     """`2026-11`, in UTC."""
     share: float
-    """The part of the budget at which the tenant wants to be notified."""
+    """The share of the budget at which the tenant wants to be notified."""
     budget_usd: float
     spent_usd: float
     """The amount spent, including reservations of requests in flight."""
@@ -179,6 +179,6 @@ def _key(secret: str) -> bytes:
             f"PENSTOCK_WEBHOOK_SECRETS: {error}", field="webhook_secrets"
         ) from error
     if not secret.startswith(PREFIX) or len(key) < MIN_KEY_BYTES:
-        words = f"a secret is {PREFIX} and base64 of {MIN_KEY_BYTES} bytes or more"
+        words = f"a secret must be {PREFIX} followed by base64 of at least {MIN_KEY_BYTES} bytes"
         raise ConfigurationError(f"PENSTOCK_WEBHOOK_SECRETS: {words}", field="webhook_secrets")
     return key

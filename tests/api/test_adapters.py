@@ -96,11 +96,11 @@ async def test_each_adapter_and_scale_has_results_of_its_own(api: ApiUnderTest) 
 WRONG: list[tuple[str, dict[str, Any], str, str]] = [
     ("painter", {"lora_weights": "water"}, "lora_weights", "'water' is not an adapter of painter"),
     ("painter", {"lora_weights": "water"}, "lora_weights", "it has ink, oil"),
-    ("painter", {"lora_scale": 1.0}, "lora_scale", "is for lora_weights"),
+    ("painter", {"lora_scale": 1.0}, "lora_scale", "requires lora_weights"),
     ("painter", {"lora_weights": "ink", "lora_scale": 3.5}, "lora_scale", "less than or equal"),
     ("painter", {"lora_weights": "ink", "lora_scale": -1.5}, "lora_scale", "greater than or equal"),
     ("painter", {"lora_weights": 7}, "lora_weights", "string"),
-    (IMAGE_MODEL.name, {"lora_weights": "ink"}, "lora_weights", "has no adapters"),
+    (IMAGE_MODEL.name, {"lora_weights": "ink"}, "lora_weights", "does not support adapters"),
 ]
 
 

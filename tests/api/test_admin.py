@@ -116,7 +116,7 @@ async def test_tenants_get_plans(api: ApiUnderTest) -> None:
     tenants = (await ask(api, "GET", "/tenants"))["data"]
     assert [(one["name"], one["plan"]) for one in tenants] == [("acme", "team"), ("ops", None)]
     assert await refused(api, "DELETE", "/plans/team") == (
-        "the plan 'team' is in use: 1 tenant has it (acme); give it another plan first"
+        "the plan 'team' is in use: 1 tenant uses it (acme); assign another plan to it first"
     )
     await ask(api, "PUT", "/tenants/acme", {"plan": None})
     await ask(api, "DELETE", "/plans/team")
@@ -150,13 +150,13 @@ async def test_plan_in_use_names_its_tenants(api: ApiUnderTest) -> None:
     for number in range(12):
         await ask(api, "PUT", f"/tenants/t{number:02}", {"plan": "team"})
     reason = await refused(api, "DELETE", "/plans/team")
-    assert "12 tenants have it (t00, t01, t02, t03, t04 and 7 more)" in reason
+    assert "12 tenants use it (t00, t01, t02, t03, t04 and 7 more)" in reason
 
 
 async def test_key_does_not_end_itself(api: ApiUnderTest) -> None:
     root = stored("root", "ops").id
     reason = await refused(api, "DELETE", f"/keys/{root}")
-    assert "the key that asks" in reason
+    assert "can't revoke itself" in reason
     made = await ask(api, "POST", "/keys", {"tenant": "ops", "name": "b", "scopes": ["admin"]})
     other = {"authorization": f"Bearer {made['value']}"}
     answer = await api.http.delete(f"/v1/admin/keys/{root}", headers=other)
@@ -313,7 +313,7 @@ async def test_keys_in_a_file_are_only_shown(tmp_path: Path) -> None:
             assert answers[-1].status_code == expected, answers[-1].text
         refused = next(answer for answer in answers if answer.status_code == 409)
         assert refused.json()["error"]["code"] == "keys_read_only"
-        assert "read only" in refused.json()["error"]["message"]
+        assert "read-only" in refused.json()["error"]["message"]
         assert refused.headers["x-should-retry"] == "false"
         assert "retry-after" not in refused.headers
     assert (tmp_path / "keys.json").read_bytes() == before

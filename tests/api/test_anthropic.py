@@ -169,8 +169,11 @@ async def test_a_loop_of_tools_becomes_the_messages_of_a_chat(api: ApiUnderTest)
         ({"max_tokens": 0}, "max_tokens: must be at least 1"),
         ({"messages": []}, "messages: "),
         ({"messages": [{"role": "system", "content": "a"}]}, "messages[0].role: "),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "type is one of text"),
-        ({"tool_choice": {"type": "any"}}, "tool_choice: needs tools"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            "type must be one of text",
+        ),
+        ({"tool_choice": {"type": "any"}}, "tool_choice: requires tools"),
         ({"stop_sequences": ["a"] * 5}, "stop_sequences: "),
         ({"mcp_servers": []}, "mcp_servers: is not supported"),
         ({"thoughts": 1}, "thoughts: unknown parameter"),

@@ -101,7 +101,7 @@ async def test_what_fails_is_named_and_costs_nothing(redis_url: str, tmp_path: P
             noise = (await transcribe(world, "noise", **form)).json()["error"]
             assert (noise["param"], noise["message"]) == ("file", "file: nobody speaks in it")
             long = (await transcribe(world, "\n" * 11, **form)).json()["error"]
-            assert long["message"] == "file: more than 10 seconds, the most that mine takes"
+            assert long["message"] == "file: exceeds the maximum of 10 seconds for mine"
         assert (await world.ledger.check())["one"] == 0.0
 
 
@@ -149,6 +149,6 @@ async def test_characters_of_speech_are_charged(redis_url: str, tmp_path: Path) 
         failed = await world.ledger.post("one", "/v1/audio/speech", body | {"input": "fail"})
         assert failed.status_code == 500
         long = await world.ledger.post("one", "/v1/audio/speech", body | {"input": "a" * 11})
-        message = "input: more than 10 characters, the most that mine takes"
+        message = "input: exceeds the maximum of 10 characters for mine"
         assert long.json()["error"]["message"] == message
         assert (await world.ledger.check())["one"] == 8 * USD_PER_SECOND

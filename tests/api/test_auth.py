@@ -83,7 +83,7 @@ async def test_two_keys_that_differ_are_refused(keys: ApiKeys) -> None:
         [("authorization", f"Bearer {a}"), ("authorization", f"Token {o}")],
         [("x-api-key", a), ("x-api-key", "x")],
     ):
-        with pytest.raises(Unauthorized, match="two API keys"):
+        with pytest.raises(Unauthorized, match="two different API keys"):
             ask(keys, *pair)
 
 
@@ -155,7 +155,7 @@ async def test_correct_checksum_does_not_make_a_key(keys: ApiKeys) -> None:
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "api.example.com", ""])
 async def test_no_service_to_others_without_keys(tmp_path: Path, host: str) -> None:
-    with pytest.raises(ConfigurationError, match="PENSTOCK_KEYS_URL: is needed"):
+    with pytest.raises(ConfigurationError, match="PENSTOCK_KEYS_URL: is required"):
         access_of(settings_for(tmp_path, host=host))
     access_of(settings_for(tmp_path, host=host, keys_url=keys_url(tmp_path)))
 

@@ -110,7 +110,7 @@ async def test_each_field_of_the_client_is_taken_or_refused_by_name(
     [
         ("markup", "is not supported"),
         ("photo", "unknown parameter"),
-        ("prompt", "this field is not a file"),
+        ("prompt", "must not be a file"),
     ],
 )
 async def test_a_file_in_another_field_is_refused_for_what_it_is(

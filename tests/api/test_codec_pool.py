@@ -202,7 +202,7 @@ async def test_line_is_bounded(short_line: None, api: ApiUnderTest) -> None:
     refused = await _edit(api, "too many")
     assert refused.status_code == 429
     assert int(refused.headers["retry-after"]) >= 1
-    assert "3 of your images wait to be decoded" in refused.json()["error"]["message"]
+    assert "3 of your images are waiting to be decoded" in refused.json()["error"]["message"]
     process.resume()
     assert {response.status_code for response in await asyncio.gather(first, *others)} == {200}
 

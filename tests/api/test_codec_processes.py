@@ -115,5 +115,5 @@ async def test_process_that_cannot_be_started_is_told(
     monkeypatch.setattr(codec_pool, "COMMAND", (os.fspath(tmp_path / "nothing"),))
     async with CodecPool(1, budget_bytes=100) as pool:
         for _ in range(2):
-            with pytest.raises(Unavailable, match="could be started"):
+            with pytest.raises(Unavailable, match="failed to start"):
                 await pool.run(PrepareSource((1, 1), LIMITS), b"", deadline_s=FAR_S, is_new=True)

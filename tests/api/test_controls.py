@@ -150,14 +150,14 @@ async def test_edit_in_json_has_a_control_in_its_stream(api: ApiUnderTest) -> No
 
 WRONG = [
     ({"control": "pose", "control_image": uri(PICTURE)}, "control", "it has canny, depth"),
-    ({"control": "canny"}, "control_image", "give the image"),
-    ({"control_image": uri(PICTURE)}, "control_image", "is for control"),
+    ({"control": "canny"}, "control_image", "is required for control"),
+    ({"control_image": uri(PICTURE)}, "control_image", "requires control"),
     (
         {"control": "canny", "control_image": uri(b"no image")},
         "control_image",
         "not a PNG",
     ),
-    ({"control": "canny", "control_image": "a.png"}, "control_image", "expected a data: URI"),
+    ({"control": "canny", "control_image": "a.png"}, "control_image", "must be a data: URI"),
     (
         {
             "control": "canny",
@@ -167,7 +167,7 @@ WRONG = [
         "controlnet_conditioning_scale",
         "less than or equal to 2",
     ),
-    ({"controlnet_conditioning_scale": 1.0}, "controlnet_conditioning_scale", "is for control"),
+    ({"controlnet_conditioning_scale": 1.0}, "controlnet_conditioning_scale", "requires control"),
     (
         {
             "control": "canny",
@@ -176,7 +176,7 @@ WRONG = [
             "control_guidance_end": 0.5,
         },
         "control_guidance_start",
-        "not below control_guidance_end",
+        "must be less than control_guidance_end",
     ),
 ]
 

@@ -163,7 +163,9 @@ async def test_parts_are_bounded_however_many_requests_gather_them(api: ApiUnder
         answer = await api.http.post("/v1/responses", json=asked(PARTS, **before))
         error = answer.json()["error"]
         assert (answer.status_code, [error["param"]]) == (400, list(before))
-        assert "parts together; at most 8192" in error["message"]
+        assert (
+            "parts including preceding items, which exceeds the maximum of 8192" in error["message"]
+        )
 
 
 async def test_a_key_of_other_models_has_no_part_in_it(redis_url: str, tmp_path: Path) -> None:

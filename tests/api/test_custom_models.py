@@ -194,8 +194,8 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"text": "a", "times": "2"}, "input.times", "valid integer"),
     ({"text": "a", "mode": "sing"}, "input.mode", "'say', 'fail', 'loop' or 'exit'"),
     ({"text": "a", "word": 1}, "input.word", "unknown parameter"),
-    ({"text": "a", "image": "x"}, "input.image", "expected a data: URI, an https URL"),
-    ({"text": "a", "image": "data:,x"}, "input.image", "only base64 data: URIs"),
+    ({"text": "a", "image": "x"}, "input.image", "must be a data: URI, an https URL"),
+    ({"text": "a", "image": "data:,x"}, "input.image", "must be a base64 data: URI"),
 ]
 
 

@@ -26,9 +26,9 @@ OURS = re.compile(
 PLACE = re.compile(r"[a-z_][a-z0-9_]*(\[\w+\]|\.[A-Za-z0-9_-]+)*")
 TYPES = {"str", "int", "float", "bool", "list", "dict"}
 ACCEPTED = re.compile(
-    r"should|at most|at least|required|unknown parameter|not supported|\bsend\b|needs|leave"
-    r"|\bname\b|is for|known:|one of|belongs to|either|not allowed|must|longer than"
-    r"|needed|is not .+ or |are accepted|expected an? "
+    r"should|at most|at least|require[ds]|unknown parameter|not supported|\bsend\b|\buse\b|leave"
+    r"|\bname\b|one of|either|not allowed|must|longer than"
+    r"|needed|is not .+ or |expected an? "
 )
 """Words that come before an accepted form."""
 VALUES: list[Any] = [
@@ -159,18 +159,18 @@ FLAT_TOOL = {"type": "function", "name": "f"}
     ("path", "body", "param", "reason"),
     [
         ("chat/completions", chat(stream="true"), "stream", "true or false, without quotes"),
-        ("chat/completions", chat(tool_choice="required"), "tool_choice", "needs tools"),
+        ("chat/completions", chat(tool_choice="required"), "tool_choice", "requires tools"),
         (
             "chat/completions",
             chat(tools=[TOOL], tool_choice=TOOL | {"function": {"name": "g"}}),
             "tool_choice",
-            "none named 'g'",
+            "does not contain 'g'",
         ),
         ("chat/completions", chat(audio={}), "audio", "is not supported"),
         ("chat/completions", chat(tool_choice={"type": "function"}), "tool_choice", "required"),
         ("chat/completions", chat(top_logprobs=2), "top_logprobs", "logprobs: true"),
-        ("responses", asked(tool_choice="required"), "tool_choice", "needs tools"),
-        ("responses", asked([{"type": "web_search_call"}]), "input", "type is one of message"),
+        ("responses", asked(tool_choice="required"), "tool_choice", "requires tools"),
+        ("responses", asked([{"type": "web_search_call"}]), "input", "type must be one of message"),
         ("responses", asked([{"role": "user"}]), "input", "input[0].content: Field required"),
         ("responses", asked([{"role": "user", "content": 5}]), "input", "input[0].content: "),
         ("responses", asked(tools=[FLAT_TOOL], tool_choice={"type": "x"}), "tool_choice", "should"),

@@ -59,7 +59,7 @@ async def test_not_ready_without_the_broker(api: ApiUnderTest) -> None:
     assert response.status_code == 503
     assert response.json() == {
         "status": "unavailable",
-        "pubsub": "no round trip: unreachable or refusing",
+        "pubsub": "no round trip: unreachable, or rejects messages",
         "redis": "unreachable: requests continue without it",
         "keys": "not required",
     }

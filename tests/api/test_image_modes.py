@@ -324,7 +324,7 @@ def test_odd_metadata_refuses_no_png(odd: bytes) -> None:
 def test_kinds_that_people_send_and_that_are_not_read_are_named(begins: bytes, name: str) -> None:
     refused = drawn_or_refused(begins + bytes(64))
     assert isinstance(refused, CodecError)
-    assert refused.reason == f"{name} is not read; send {ACCEPTED}"
+    assert refused.reason == f"{name} is not supported; send {ACCEPTED}"
 
 
 @pytest.mark.parametrize("container", ["PNG", "WEBP", "JPEG", "AVIF", "TIFF"])

@@ -256,10 +256,10 @@ async def test_a_repeated_request_loads_nothing_twice(api: ApiUnderTest, files: 
 
 
 FORBIDDEN = [
-    ("http://receiver.example/a.png", "not an https URL"),
+    ("http://receiver.example/a.png", "must be an https URL"),
     ("https://user:secret@receiver.example/", "must not have credentials"),
-    ("https://receiver.example:8443/", "not one of the hosts and ports"),
-    ("https://receiver.example:0/", "not an https URL"),
+    ("https://receiver.example:8443/", "not an allowed host and port"),
+    ("https://receiver.example:0/", "must be an https URL"),
     ("https://127.0.0.1/", "not public"),
     ("https://127.1/", "not public"),
     ("https://2130706433/", "not public"),
@@ -274,11 +274,11 @@ FORBIDDEN = [
     ("https://[64:ff9b::7f00:1]/", "not public"),
     ("https://[fec0::1]/", "not public"),
     ("https://localhost/", "not public"),
-    ("https://receiver/", "has no domain"),
+    ("https://receiver/", "does not have a domain"),
     ("https://1.2.3.400/", "neither a name nor an address"),
-    ("https://receiver.example/" + "a" * 2048, "longer than 2048 characters"),
-    ("file:///etc/passwd", "expected a data: URI, an https URL"),
-    ("cat.png", "expected a data: URI, an https URL"),
+    ("https://receiver.example/" + "a" * 2048, "must have at most 2048 characters"),
+    ("file:///etc/passwd", "must be a data: URI, an https URL"),
+    ("cat.png", "must be a data: URI, an https URL"),
 ]
 
 
@@ -302,13 +302,13 @@ async def test_nobody_is_connected_to_who_was_not_checked(
         ("https://127.0.0.2/", "127.0.0.2 is 127.0.0.2, which is not public"),
         ("https://169.254.169.254/", "not public"),
         ("https://[::ffff:127.0.0.2]/", "not public"),
-        ("http://127.0.0.1/", "not an https URL"),
+        ("http://127.0.0.1/", "must be an https URL"),
         ("https://a:b@127.0.0.1/", "credentials"),
-        ("https://127.0.0.1:1/", "not one of the hosts and ports"),
-        ("https://other.example/", "not one of the hosts and ports"),
+        ("https://127.0.0.1:1/", "not an allowed host and port"),
+        ("https://other.example/", "not an allowed host and port"),
         ("https://[", "not a URL"),
-        ("", "more than 5 redirects"),
-        ("/again", "more than 5 redirects"),
+        ("", "exceeds the maximum of 5 redirects"),
+        ("/again", "exceeds the maximum of 5 redirects"),
     ],
 )
 async def test_redirects_are_judged_as_urls_are(
@@ -331,8 +331,8 @@ async def test_what_is_no_such_file_is_refused(api: ApiUnderTest, files: FileSer
         (f"{files.url}/broken", "127.0.0.1 answered 503"),
         (files.add("/page", b"<html>", "text/html"), "its content-type is text/html; expected one"),
         (packed, "its content-encoding is br; expected none"),
-        (long, "larger than 67108864 bytes"),
-        (f"{files.url}/endless", "larger than 67108864 bytes"),
+        (long, "exceeds the maximum of 67108864 bytes"),
+        (f"{files.url}/endless", "exceeds the maximum of 67108864 bytes"),
         (f"https://127.0.0.1:{files.port}", "127.0.0.1 answered 404"),
     ):
         assert reason in await refusal(api, url), url
@@ -342,7 +342,7 @@ async def test_a_slow_body_is_cut(tmp_path: Path, redis_url: str, files: FileSer
     settings = settings_for(tmp_path, redis_url=redis_url, fetch_limit_s=0.5, **files.settings)
     async with running_api(settings) as api:
         began_s = time.monotonic()
-        assert "not loaded within 0.5 s" in await refusal(api, f"{files.url}/slow")
+        assert "did not finish within 0.5 s" in await refusal(api, f"{files.url}/slow")
         assert time.monotonic() - began_s < WAIT_LIMIT_S / 2
 
 
@@ -359,12 +359,12 @@ async def test_file_that_was_fetched_under_other_rules_is_checked_again(
 async def test_an_operator_may_turn_it_off(tmp_path: Path, redis_url: str) -> None:
     settings = settings_for(tmp_path, redis_url=redis_url, fetch_hosts="")
     async with running_api(settings) as api:
-        assert "other URLs are not fetched here" in await refusal(api, "https://files.example/a")
+        assert "does not fetch other URLs" in await refusal(api, "https://files.example/a")
 
 
 @pytest.mark.parametrize("hosts", ["https://a.example", "a.example:x", "a b", "*.*"])
 def test_hosts_that_are_none_are_refused_at_the_start(tmp_path: Path, hosts: str) -> None:
-    with pytest.raises(Exception, match="is not HOST or HOST:PORT"):
+    with pytest.raises(Exception, match="must be HOST or HOST:PORT"):
         settings_for(tmp_path, fetch_hosts=hosts)
 
 
@@ -433,11 +433,14 @@ async def test_one_private_address_among_others_refuses_the_name(
 @pytest.mark.parametrize(
     ("said", "reason"),
     [
-        (b"SECRET is not HTTP\r\n\r\n", "127.0.0.1: not valid HTTP"),
+        (b"SECRET is not HTTP\r\n\r\n", "127.0.0.1: the answer is not valid HTTP"),
         (b"HTTP/1.1 302 Found\r\nlocation: https://[SECRET\r\n\r\n", "that is not a URL"),
         (b"HTTP/1.1 200 OK\r\ncontent-encoding: SECRET\xff\r\n\r\n", "is unknown; expected"),
-        (b"HTTP/1.1 200 OK\r\nbad header SECRET\r\n\r\n", "127.0.0.1: not valid HTTP"),
-        (b"", "127.0.0.1: it closed the connection"),
+        (
+            b"HTTP/1.1 200 OK\r\nbad header SECRET\r\n\r\n",
+            "127.0.0.1: the answer is not valid HTTP",
+        ),
+        (b"", "127.0.0.1: the server closed the connection"),
     ],
 )
 async def test_errors_have_nothing_that_a_host_sent(
@@ -545,7 +548,7 @@ async def test_who_shares_goes_on_if_the_other_ends_first(
     await asked_for_slow(files)
     second = asyncio.create_task(fetch(one, slow))
     impatient = asyncio.create_task(fetch(one, slow, limit_s=0.1))
-    with pytest.raises(FetchFailed, match="f: it was not loaded within"):
+    with pytest.raises(FetchFailed, match="f: the download did not finish within"):
         await impatient
     if is_canceled:
         first.cancel()

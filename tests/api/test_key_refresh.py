@@ -31,7 +31,10 @@ BROKEN = [
     (b'{"keyz": []}', "unknown field `keyz`"),
     (b'{"plans": {"a": {"weight": 0}}}', r"plans\[...\].weight: Expected `float` >= 0.01"),
     (b'{"plans": {"a b": {}}}', "plans: key in `plans`|plans"),
-    (b'{"tenants": {"acme": {"plan": "gold"}}}', r"tenants\['acme'\].plan: there is no plan"),
+    (
+        b'{"tenants": {"acme": {"plan": "gold"}}}',
+        r"tenants\['acme'\].plan: plan 'gold' does not exist",
+    ),
     (b'{"tenants": {"": {"plan": "gold"}}}', r"tenants\[''\]: a tenant's name"),
 ]
 
@@ -108,7 +111,7 @@ def test_broken_file_is_refused_at_the_start(tmp_path: Path, content: bytes, rea
         ({"id": "short"}, "keys"),
         ({"scopes": ["everything"]}, "Invalid enum value 'everything'"),
         ({"expires_s": "tomorrow"}, "Expected `int . null`, got `str`"),
-        ({}, r"keys\[1\].id: .* is there twice"),
+        ({}, r"keys\[1\].id: .* occurs twice"),
     ],
 )
 def test_wrong_key_in_a_file_is_named(
@@ -126,24 +129,32 @@ def test_wrong_key_in_a_file_is_named(
 TEXT, IMAGE, ALIAS = TEXT_MODEL.name, IMAGE_MODEL.name, TEXT_MODEL.aliases[0]
 UNUSABLE: list[tuple[dict[str, object], dict[str, object], str]] = [
     ({"budget_webhook": "javascript:alert(1)"}, {}, r"plans\['team'\].budget_webhook: 'java"),
-    ({"budget_webhook": "http://acme.example/"}, {}, "is not an https URL"),
+    ({"budget_webhook": "http://acme.example/"}, {}, "must be an https URL"),
     ({"budget_webhook": "https://10.0.0.1/"}, {}, "not public"),
     ({"budget_webhook": f"https://acme.example/?k={key_for('a')}"}, {}, "form of an API key"),
-    ({"per_model": {"gpt-9": {}}}, {}, r"plans\['team'\].per_model\['gpt-9'\]: there is no model"),
-    ({"per_model": {ALIAS: {}}}, {}, f"is an alias; write the name of the model, '{TEXT}'"),
+    (
+        {"per_model": {"gpt-9": {}}},
+        {},
+        r"plans\['team'\].per_model\['gpt-9'\]: model 'gpt-9' is not in the",
+    ),
+    ({"per_model": {ALIAS: {}}}, {}, f"is an alias; use the name of the model, '{TEXT}'"),
     ({"per_model": {TEXT: {"pixel_steps_per_min": 1}}}, {}, "use tokens_per_min"),
     ({"per_model": {IMAGE: {"tokens_per_min": 1}}}, {}, "use pixel_steps_per_min"),
-    ({"per_model": {TEXT: {"tokens_per_min": 2**54}}}, {}, "is above 9007199254740992"),
-    ({"max_in_flight": 2**54}, {}, r"plans\['team'\].max_in_flight: is above"),
-    ({}, {"models": ["gpt-9"]}, r"keys\[0\].models\[0\]: there is no model 'gpt-9'"),
+    ({"per_model": {TEXT: {"tokens_per_min": 2**54}}}, {}, "must be at most 9007199254740992"),
+    ({"max_in_flight": 2**54}, {}, r"plans\['team'\].max_in_flight: must be at most"),
+    ({}, {"models": ["gpt-9"]}, r"keys\[0\].models\[0\]: model 'gpt-9' is not in the catalog"),
     ({}, {"models": [ALIAS]}, "is an alias"),
-    ({}, {"models": []}, r"keys\[0\].models: is empty"),
-    ({}, {"scopes": []}, r"keys\[0\].scopes: is empty"),
-    ({}, {"name": "a\x1b[2J"}, r"keys\[0\].name: has characters"),
+    ({}, {"models": []}, r"keys\[0\].models: must not be empty"),
+    ({}, {"scopes": []}, r"keys\[0\].scopes: must not be empty"),
+    ({}, {"name": "a\x1b[2J"}, r"keys\[0\].name: must not contain unprintable characters"),
     ({}, {"name": f"my {key_for('b')}"}, r"keys\[0\].name: has the form of an API key"),
     ({}, {"tenant": key_for("b")}, r"keys\[0\].tenant: has the form of an API key"),
-    ({}, {"limits": {"requests_per_min": 2**54}}, r"keys\[0\].limits.requests_per_min: is above"),
-    ({}, {"expires_s": 1_798_761_600_000}, r"keys\[0\].expires_s: is beyond the year 9999"),
+    (
+        {},
+        {"limits": {"requests_per_min": 2**54}},
+        r"keys\[0\].limits.requests_per_min: must be at most",
+    ),
+    ({}, {"expires_s": 1_798_761_600_000}, r"keys\[0\].expires_s: must be before the year 10000"),
 ]
 
 
@@ -189,7 +200,7 @@ async def test_redis_that_names_a_model_that_is_gone_still_lets_in(
     served = served_by(CATALOG, allow_private=False)
     async with ApiKeys(LiveDirectory(KeyRedis(redis_url), refresh_s=1e6, served=served)) as keys:
         assert gets_in(keys, "a")
-    assert "keys[0].models[0]: there is no model 'gone'" in str(
+    assert "keys[0].models[0]: model 'gone' is not in the catalog" in str(
         [vars(record) for record in caplog.records]
     )
 
@@ -216,7 +227,7 @@ async def test_keys_outlive_their_source_for_a_day(
         assert gets_in(keys, "a")
         assert REGISTRY.get_sample_value("penstock_keys_age_seconds") == STALE_LIMIT_S
         now_s += 1
-        with pytest.raises(Unavailable, match="can't be checked now"):
+        with pytest.raises(Unavailable, match="can't be checked right now"):
             gets_in(keys, "a")
         assert "unreachable" in keys.keys_status()
         # Whoever asks for the state is not to learn where the keys are.
@@ -310,7 +321,7 @@ async def test_instance_that_would_see_no_revocation_lets_nobody_in(
     directory = LiveDirectory(Broken(tmp_path / "keys.json"), refresh_s=0.001)
     async with ApiKeys(directory) as keys:
         await until(lambda: directory.current() is None)
-        with pytest.raises(Unavailable, match="can't be checked now"):
+        with pytest.raises(Unavailable, match="can't be checked right now"):
             gets_in(keys, "a")
         assert "refresh" in keys.keys_status()
         assert "ZeroDivisionError" in caplog.text

@@ -134,8 +134,8 @@ async def test_what_is_white_in_a_prediction_is_drawn_anew(api: ApiUnderTest, ki
 @pytest.mark.parametrize(
     ("wish", "field", "reason"),
     [
-        ({"mask": uri(white())}, "mask", "give the image that it masks"),
-        ({"image": uri(SOURCE), "mask_blur": 2.0}, "mask_blur", "is for mask"),
+        ({"mask": uri(white())}, "mask", "send the image that it masks"),
+        ({"image": uri(SOURCE), "mask_blur": 2.0}, "mask_blur", "requires mask"),
         ({"image": uri(SOURCE), "mask": uri(white((32, 32)))}, "mask", "the image has 64x64"),
         ({"image": uri(SOURCE), "mask": uri(hole(corners=(0, 0, 1, 1)))}, "", ""),
         (
@@ -143,7 +143,7 @@ async def test_what_is_white_in_a_prediction_is_drawn_anew(api: ApiUnderTest, ki
             "mask",
             "nothing in it is white",
         ),
-        ({"image": uri(SOURCE), "mask": "a.png"}, "mask", "expected a data: URI"),
+        ({"image": uri(SOURCE), "mask": "a.png"}, "mask", "must be a data: URI"),
         ({"image": uri(SOURCE), "mask": "https://10.0.0.1/a"}, "mask", "other URLs"),
         ({"image": uri(SOURCE), "mask": uri(white()), "mask_blur": -1.0}, "mask_blur", "greater"),
     ],
@@ -269,13 +269,13 @@ async def test_padding_is_a_part_of_the_size_and_adds_to_a_mask(api: ApiUnderTes
     [
         ({"padding": 4}, ""),
         ({"padding": 3}, "multiples of 8"),
-        ({"padding": 0}, "no side has a pixel"),
+        ({"padding": 0}, "at least one pixel on a side"),
         ({"padding": [8, 8]}, "at least 4 items"),
         ({"padding": "all"}, "should be a list"),
         ({"padding": 4097}, "less than or equal to 4096"),
         ({"padding": 4096}, "8256x8256 pixels"),
         ({"padding": 32, "size": "64x64"}, "leaves nothing of the image in 64x64"),
-        ({"padding": 8, "image": None}, "give the image"),
+        ({"padding": 8, "image": None}, "send the image"),
     ],
     ids=lambda value: str(value)[:40],
 )

@@ -117,9 +117,12 @@ async def test_a_document_is_uploaded_as_mistrals_client_does(api: ApiUnderTest)
     assert (theirs.status_code, theirs.json()["param"]) == (422, "document")
     lines = (await uploaded_as(api, "batch", b"{}")).json()
     refused = await asked(api, document={"type": "file", "file_id": lines["id"]})
-    assert "has purpose batch; upload inputs as user_data or ocr" in refused.json()["message"]
+    assert (
+        "has purpose batch; upload inputs with purpose user_data or ocr"
+        in refused.json()["message"]
+    )
     answer = await uploaded_as(api, "batch", TEXT)
-    assert "is JSONL" in answer.json()["error"]["message"]
+    assert "must be JSONL" in answer.json()["error"]["message"]
 
 
 async def test_pages_are_chosen_by_numbers_and_ranges(api: ApiUnderTest) -> None:
@@ -181,7 +184,11 @@ async def test_as_a_prediction_each_page_is_an_event(api: ApiUnderTest) -> None:
         ({"pages": ",".join(["1"] * 1001)}, "pages", "as 0-3,5"),
         ({"document": {"type": "ftp"}}, "document", "document_url, image_url or file"),
         ({"document": {"document_url": "ftp://a/b"}}, "document", "https URL"),
-        ({"document": {"document_url": "http://127.0.0.1/a"}}, "document", "are not fetched here"),
+        (
+            {"document": {"document_url": "http://127.0.0.1/a"}},
+            "document",
+            "does not fetch other URLs",
+        ),
         ({"document": {"file_id": "file-unknown"}}, "document", "file-unknown"),
         ({"document": {"document_url": TEXT_URI, "size": 1}}, "document", "unknown parameter"),
         ({"document": {"document_url": "data:application/pdf;base64,%"}}, "document", "base64"),
@@ -191,13 +198,13 @@ async def test_as_a_prediction_each_page_is_an_event(api: ApiUnderTest) -> None:
         (
             {"document_annotation_format": {"type": "json_schema"}},
             "document_annotation_format",
-            "annotations are made by a language model",
+            "annotations require a language model",
         ),
-        ({"bbox_annotation_format": {}}, "bbox_annotation_format", "none is served here"),
+        ({"bbox_annotation_format": {}}, "bbox_annotation_format", "which this API does not serve"),
         ({"document_annotation_prompt": "a"}, "document_annotation_prompt", "leave it out"),
         ({"language": "en"}, "language", "unknown parameter"),
-        ({"model": "one-eye", "pages": "0"}, "pages", "one-eye takes no pages"),
-        ({"extract_header": True}, "extract_header", "eyes takes no extract_header"),
+        ({"model": "one-eye", "pages": "0"}, "pages", "pages: is not supported by one-eye"),
+        ({"extract_header": True}, "extract_header", "extract_header: is not supported by eyes"),
     ],
 )
 async def test_wrong_fields_are_named_as_mistrals_client_reads_them(
@@ -227,7 +234,7 @@ async def test_other_errors_have_the_same_shape(api: ApiUnderTest) -> None:
     no_pages = {"document_url": f"data:;base64,{base64.b64encode(b'no pages').decode()}"}
     answer = await asked(api, document=no_pages)
     assert answer.status_code == 500
-    assert "gave no pages" in answer.json()["message"]
+    assert "did not return valid pages" in answer.json()["message"]
 
 
 async def test_what_a_class_finds_wrong_is_about_the_document(api: ApiUnderTest) -> None:
@@ -237,7 +244,7 @@ async def test_what_a_class_finds_wrong_is_about_the_document(api: ApiUnderTest)
     api.worker.refusal = InputTooLarge("it weighs 61, and at most 60 is allowed", field="input")
     long = await asked(api)
     assert long.status_code == 422
-    assert long.json()["message"] == "document: more than 60 pages, the most that eyes takes"
+    assert long.json()["message"] == "document: exceeds the maximum of 60 pages for eyes"
 
 
 async def test_a_keyed_error_is_replayed_in_the_same_shape(api: ApiUnderTest) -> None:
@@ -253,7 +260,7 @@ async def test_a_keyed_error_is_replayed_in_the_same_shape(api: ApiUnderTest) ->
 
 
 def test_an_entry_whose_class_gives_no_pages_is_refused() -> None:
-    with pytest.raises(ValueError, match="the class has no input 'document'"):
+    with pytest.raises(ValueError, match="the class must have the input 'document'"):
         entry("mine", "ocr", SPEAKS)
     with pytest.raises(ValueError, match="its pages"):
         entry("mine", "ocr", READS.model_copy(update={"streams": ""}))

@@ -120,7 +120,7 @@ async def test_deleted_id_is_not_that_of_another_at_once(api: ApiUnderTest) -> N
     await api.http.delete(path)
     again = await api.http.put(path, json=TEXT, headers=WAIT)
     assert again.status_code == 422
-    assert "deleted a moment ago" in again.text
+    assert "deleted recently" in again.text
 
 
 async def test_predictions_are_kept_as_long_as_the_plan_says(

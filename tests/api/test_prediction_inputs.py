@@ -110,7 +110,7 @@ async def test_url_of_a_file_is_bounded(api: ApiUnderTest) -> None:
         "/v1/predictions", json={"version": IMAGE_MODEL.name, "input": wish}
     )
     assert (answer.status_code, answer.json()["invalid_fields"][0]["field"]) == (422, "input.image")
-    assert "longer than 2048 characters" in answer.text
+    assert "must have at most 2048 characters" in answer.text
 
 
 async def test_source_images_come_as_data_file_or_earlier_result(api: ApiUnderTest) -> None:
@@ -153,10 +153,10 @@ async def test_private_urls_are_not_fetched(api: ApiUnderTest) -> None:
     port = server.sockets[0].getsockname()[1]
     async with server:
         for url, reason in (
-            (f"http://127.0.0.1:{port}/a.png", "not an https URL"),
+            (f"http://127.0.0.1:{port}/a.png", "must be an https URL"),
             (f"https://127.0.0.1:{port}/a.png", "not public"),
-            (f"{api.url}@127.0.0.1:{port}/v1/files/x", "not an https URL"),
-            ("file:///etc/passwd", "expected a data: URI"),
+            (f"{api.url}@127.0.0.1:{port}/v1/files/x", "must be an https URL"),
+            ("file:///etc/passwd", "must be a data: URI"),
         ):
             body = {"version": IMAGE_MODEL.name, "input": {"prompt": "a", "image": url}}
             response = await api.http.post("/v1/predictions", json=body)

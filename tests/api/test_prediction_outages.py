@@ -158,7 +158,7 @@ async def test_prediction_that_nobody_ends_is_ended_by_who_reads_it(
     found = await until_over(api, created)
     assert (found["status"], found["error"]) == (
         "failed",
-        "deadline exceeded: it was not done within 0.6 s",
+        "deadline exceeded: the prediction did not finish within 0.6 s",
     )
     assert api.broker.published == before + 2  # the job, and the webhook's event
     assert api.worker.jobs[0].envelope.webhook == "start,output,logs,completed"

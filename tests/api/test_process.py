@@ -181,7 +181,7 @@ async def test_wrong_setting_is_told_in_one_line(tmp_path: Path) -> None:
     _, errors = await asyncio.wait_for(process.communicate(), START_LIMIT_S)
     assert process.returncode == 1
     assert errors.decode() == (
-        "penstock api: PENSTOCK_KEYS_URL: is not file:///PATH, redis://HOST or rediss://HOST\n"
+        "penstock api: PENSTOCK_KEYS_URL: must be file:///PATH, redis://HOST or rediss://HOST\n"
     )
 
 

@@ -154,7 +154,7 @@ async def test_a_request_that_is_too_large_to_keep_is_refused(
     body = {"version": TEXT_MODEL.name, "input": {"texts": texts, "truncate": "end"}}
     answer = await api.http.post("/v1/predictions", json=body)
     assert answer.status_code == 422, answer.text[:500]
-    assert f"at most {DOCUMENT_MAX_BYTES} bytes are allowed" in answer.json()["detail"]
+    assert f"exceeds the maximum of {DOCUMENT_MAX_BYTES}" in answer.json()["detail"]
     with redis.Redis.from_url(redis_url) as client:
         assert not client.keys("penstock:record:*")
 

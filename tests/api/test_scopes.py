@@ -83,7 +83,7 @@ async def test_missing_scope_is_403_in_the_shape_of_each_api(api: ApiUnderTest) 
     answer = await ask(api, "images", EMBEDDINGS)
     assert answer.status_code == 403
     assert answer.json()["error"] == {
-        "message": "this API key lacks the scope 'embeddings'",
+        "message": "this API key does not have the required scope 'embeddings'",
         "type": "permission_error",
         "param": None,
         "code": "missing_scope",
@@ -92,7 +92,7 @@ async def test_missing_scope_is_403_in_the_shape_of_each_api(api: ApiUnderTest) 
     assert answer.headers["content-type"] == "application/problem+json"
     assert answer.json() == {
         "title": "Forbidden",
-        "detail": "this API key lacks the scope 'predictions'",
+        "detail": "this API key does not have the required scope 'predictions'",
         "status": 403,
     }
 

@@ -91,7 +91,7 @@ async def test_room_of_an_instance_that_died_comes_back(
     dead = storage.reserved(quota(), 90_000)
     await dead.__aenter__()
     restarted = Storage(objects, clock)
-    with pytest.raises(StorageFull, match="90000 bytes are stored for you"):
+    with pytest.raises(StorageFull, match="you have 90000 bytes stored"):
         async with restarted.reserved(quota(), 20_000):
             raise AssertionError("there is no room")
     clock.now_s += RESERVED_S
@@ -126,7 +126,7 @@ async def test_files_have_a_bound_in_number(
     files = Files(objects, storage)
     for _ in range(2):
         await files.add(quota(), b"a", name="a", content_type="")
-    with pytest.raises(StorageFull, match="2 files are stored for you"):
+    with pytest.raises(StorageFull, match="you have 2 files stored"):
         await files.add(quota(), b"a", name="a", content_type="")
     await files.add(quota("bob"), b"a", name="a", content_type="")
 

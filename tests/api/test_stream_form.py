@@ -99,7 +99,7 @@ async def test_a_stream_that_takes_too_long_ends_with_an_error(
     body = BODIES.get(path, {**BODIES[CHATS], "max_tokens": 60})
     async with asyncio.timeout(WAIT_LIMIT_S):
         answer = await api.http.post(path, json={**body, "stream": True})
-        errors = [line for line in answer.text.splitlines() if "ask for fewer tokens" in line]
+        errors = [line for line in answer.text.splitlines() if "request fewer tokens" in line]
         assert len(errors) == 1, answer.text
         assert "[DONE]" not in answer.text
 

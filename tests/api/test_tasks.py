@@ -68,22 +68,25 @@ async def test_a_list_even_of_one_score(api: ApiUnderTest) -> None:
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ({}, "give either query and texts, or pairs"),
-        ({"query": "a"}, "give either query and texts, or pairs"),
-        ({"texts": ["a"]}, "give either query and texts, or pairs"),
+        ({}, "send either query and texts, or pairs"),
+        ({"query": "a"}, "send either query and texts, or pairs"),
+        ({"texts": ["a"]}, "send either query and texts, or pairs"),
         (
             {"query": "a", "texts": ["b"], "pairs": [["a", "b"]]},
-            "give either query and texts, or pairs",
+            "send either query and texts, or pairs",
         ),
         ({"pairs": [["a"]]}, "at least 2 items"),
         ({"pairs": [["a", "b", "c"]]}, "at most 2 items"),
         ({"query": "a", "texts": []}, "at least 1 item"),
         ({"query": "a", "texts": [1]}, "valid string"),
-        ({"query": "a", "texts": ["b"] * 129}, "at most 128 are allowed"),
-        ({"query": "a", "texts": ["b", "c" * 65537]}, "pair 1 has a text longer than 65536 bytes"),
-        ({"query": "a" * 65536, "texts": ["b"] * 16}, "together longer than"),
+        ({"query": "a", "texts": ["b"] * 129}, "at most 128 texts in a prediction, got 129"),
+        (
+            {"query": "a", "texts": ["b", "c" * 65537]},
+            "pair 1 has a text with more than the maximum of 65536 bytes",
+        ),
+        ({"query": "a" * 65536, "texts": ["b"] * 16}, "must have at most"),
         ({"text": "a"}, "input.text: unknown parameter"),
-        ({str(number): "a" for number in range(MAX_FIELDS + 1)}, "101 fields; at most 100"),
+        ({str(number): "a" for number in range(MAX_FIELDS + 1)}, "at most 100 fields, got 101"),
     ],
     ids=lambda value: value[:24] if isinstance(value, str) else "",
 )

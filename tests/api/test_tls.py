@@ -82,14 +82,17 @@ def test_old_protocols_and_ciphers_are_refused(
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ({"tls_cert": "{cert}"}, "PENSTOCK_TLS_KEY: .*given together or not"),
-        ({"tls_key": "{key}"}, "PENSTOCK_TLS_KEY: .*given together or not"),
+        ({"tls_cert": "{cert}"}, "PENSTOCK_TLS_KEY: .*must be set together"),
+        ({"tls_key": "{key}"}, "PENSTOCK_TLS_KEY: .*must be set together"),
         (
             {"tls_cert": "{cert}", "tls_key": "/no/key.pem"},
-            "PENSTOCK_TLS_CERT: .*/no/key.pem are not a certificate and its key: No such file",
+            "PENSTOCK_TLS_CERT: .*/no/key.pem are not a valid certificate .*: No such file",
         ),
-        ({"tls_cert": "{key}", "tls_key": "{key}"}, "PENSTOCK_TLS_CERT: .*not a certificate"),
-        ({"tls_cert": "{cert}", "tls_key": "{locked}"}, "PENSTOCK_TLS_CERT: .*not a certificate"),
+        ({"tls_cert": "{key}", "tls_key": "{key}"}, "PENSTOCK_TLS_CERT: .*not a valid certificate"),
+        (
+            {"tls_cert": "{cert}", "tls_key": "{locked}"},
+            "PENSTOCK_TLS_CERT: .*not a valid certificate",
+        ),
     ],
 )
 def test_wrong_certificate_is_refused_by_name(

@@ -77,8 +77,8 @@ def error_of(answer: Any) -> dict[str, Any]:
     assert "retry-after" not in answer.headers
     error: dict[str, Any] = answer.json()["error"]
     assert error["message"] == (
-        f"model {NAME!r} has been withdrawn by the operator of this API: it computes nothing until "
-        "another revision is served, or this one again"
+        f"model {NAME!r} was withdrawn by the operator of this API; it is unavailable until "
+        "another revision is served or this one is restored"
     )
     assert (error["code"], error["param"]) == (CODE, "model")
     return error
@@ -121,7 +121,7 @@ async def test_whoever_waits_is_told_though_no_worker_is_there(
     for one in ended:
         assert one["status"] in ("failed", "starting"), one
     assert ended[0]["status"] == "failed"
-    assert "has been withdrawn by the operator" in ended[0]["error"]
+    assert "was withdrawn by the operator" in ended[0]["error"]
     assert ended[0]["metrics"]["cost_usd"] == 0
     assert admitted() == 0
     assert sum(row.cost_usd or 0 for row in api.rows) == 0
@@ -174,7 +174,7 @@ async def test_commands_say_what_they_did(operator: Operator) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["nobody", "--revision", "1"], "model 'nobody' is not served here"),
+        (["nobody", "--revision", "1"], "model 'nobody' does not exist"),
         ([NAME, "--revision", "7"], f"{NAME} has no revision '7'; the catalog has {REVISION}"),
     ],
 )

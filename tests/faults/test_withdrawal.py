@@ -28,7 +28,7 @@ from tests.limits import WAIT_LIMIT_S
 pytestmark = pytest.mark.slow(about_s=40)
 
 REVISION, CALLERS, QUEUED = "0.1.0", 8, 20
-CODE, WORDS = "model_withdrawn", "has been withdrawn by the operator of this API"
+CODE, WORDS = "model_withdrawn", "was withdrawn by the operator of this API"
 ENOUGH = 60
 KEY = bearer("one")
 

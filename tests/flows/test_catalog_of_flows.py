@@ -54,32 +54,48 @@ JOINED = {"id": "joined", "model": JOIN.name, "input": {"words": "$check.word"}}
 @pytest.mark.parametrize(
     ("changes", "place", "reason"),
     [
-        (steps(JOINED | {"model": "nobody"}), "steps.2.model", "no model 'nobody'"),
-        (steps(JOINED | {"input": {"words": "$nobody"}}), "entry", "no step 'nobody'"),
-        (steps(JOINED | {"input": {"words": "$check.nothing"}}), "steps.2.input.words", "no field"),
+        (
+            steps(JOINED | {"model": "nobody"}),
+            "steps.2.model",
+            "model 'nobody' is not in the catalog",
+        ),
+        (steps(JOINED | {"input": {"words": "$nobody"}}), "entry", "step 'nobody' does not exist"),
+        (
+            steps(JOINED | {"input": {"words": "$check.nothing"}}),
+            "steps.2.input.words",
+            "the field 'nothing' does not exist",
+        ),
         (steps(JOINED | {"input": {"words": "$check.size"}}), "steps.2.input.words", "integer"),
-        (steps(JOINED | {"input": {"words": "$input.text"}}), "steps.2.input.words", "not a list"),
-        (steps(JOINED | {"input": {"others": []}}), "steps.2.input.others", "no such input"),
+        (
+            steps(JOINED | {"input": {"words": "$input.text"}}),
+            "steps.2.input.words",
+            "not a list",
+        ),
+        (steps(JOINED | {"input": {"others": []}}), "steps.2.input.others", "is not an input of"),
         (steps(JOINED | {"input": {}}), "steps.2.input", "needs it"),
         (steps(JOINED | {"input": {"words": "$Check"}}), "steps.2.input", "not a reference"),
-        (steps(JOINED | {"for_each": "$input.text"}), "steps.2.for_each", "not a list"),
+        (steps(JOINED | {"for_each": "$input.text"}), "steps.2.for_each", "must be a list"),
         (steps(JOINED | {"when": "$check"}), "steps.2.when", "not a condition"),
-        (steps(JOINED | {"when": "$input.text < 3"}), "steps.2.when", "no order"),
+        (steps(JOINED | {"when": "$input.text < 3"}), "steps.2.when", "can't be ordered"),
         (steps(JOINED | {"when": "$input.text == true"}), "steps.2.when", "never equal"),
         (steps(JOINED | {"default": 7}), "steps.2.default", "7 is not a string"),
         (steps(JOINED | {"retries": 9}), "steps.2.retries", "less than or equal to 5"),
-        (steps(JOINED | {"id": "words"}), "entry", "taken by another step"),
-        (steps(JOINED | {"id": "item"}), "steps.2.id", "something else"),
-        (steps(JOINED | {"input": {"words": ["$item"]}}), "steps.2", "only steps with for_each"),
+        (steps(JOINED | {"id": "words"}), "entry", "already used by another step"),
+        (steps(JOINED | {"id": "item"}), "steps.2.id", "another meaning"),
+        (
+            steps(JOINED | {"input": {"words": ["$item"]}}),
+            "steps.2",
+            "only available in steps with for_each",
+        ),
         (
             steps(
                 JOINED | {"when": "$more == $input.text"},
                 JOINED | {"id": "more"} | {"when": "$joined == $input.text"},
             ),
             "entry",
-            "wait for each other: joined -> more",
+            "depend on each other in a circle: joined -> more",
         ),
-        ({"output": {"words": "$nobody"}}, "entry", "no step 'nobody'"),
+        ({"output": {"words": "$nobody"}}, "entry", "step 'nobody' does not exist"),
         ({"input": {"text": "texts"}}, "input", "is not a type"),
         ({"steps": []}, "steps", "at least 1"),
         ({"speed": 3}, "speed", "Extra inputs"),
@@ -97,7 +113,7 @@ def test_wrong_flow_is_refused_by_its_place(
 
 @pytest.mark.parametrize("name", [SPLIT.name, "spell"])
 def test_name_that_is_taken_is_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"the name '{name}' is taken"):
+    with pytest.raises(ConfigurationError, match=f"the name '{name}' is already used"):
         read_catalog(write_catalog(tmp_path, ONE, ONE | {"name": "other", "aliases": [name]}))
 
 
@@ -107,7 +123,7 @@ def test_flow_among_the_models_is_refused(tmp_path: Path) -> None:
     path.write_text(
         yaml.safe_dump({"models": [entry | {"interface": "split-words/penstock.schema.json"}]})
     )
-    with pytest.raises(ConfigurationError, match="flows have a list of their own"):
+    with pytest.raises(ConfigurationError, match="list flows under `flows`"):
         read_catalog(path)
 
 

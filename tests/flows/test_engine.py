@@ -390,14 +390,14 @@ async def test_run_that_a_reader_ends_counts_what_was_noted_before(redis_url: st
         await workers.start("a cat on a mat")
         await workers.do_next()
         await workers.do_next()
-        late = DeadlineExceeded("deadline exceeded: it was not done within 60 s")
+        late = DeadlineExceeded("deadline exceeded: the prediction did not finish within 60 s")
         await workers.engine.fail(workers.prediction, late)
         await workers.engine.fail(workers.prediction, Unavailable("something else"))
         charged_usd = workers.charged_usd(await workers.ended())
         await workers.work()
         record = await workers.ended()
     assert record.state == "failed"
-    assert error_of(record) == "deadline exceeded: it was not done within 60 s"
+    assert error_of(record) == "deadline exceeded: the prediction did not finish within 60 s"
     rows_usd = sum(usd for [(_, usd)] in workers.rows.values())
     assert charged_usd == workers.charged_usd(record) == rows_usd > 0
     assert {status for rows in workers.rows.values() for status, _ in rows} == {

@@ -67,8 +67,8 @@ async def test_an_item_that_is_too_large_fails_as_any_that_fails(redis_url: str)
     del without["steps"][1]["default"]
     run = await ran(redis_url, without, LETTERS)
     assert run["status"] == "failed"
-    assert run["error"].startswith("step 'last': its input has 97501")
-    assert run["error"].endswith("bytes as JSON; at most 9371648 are allowed")
+    assert run["error"].startswith("step 'last': the input has 97501")
+    assert run["error"].endswith("bytes as JSON, which exceeds the maximum of 9371648")
 
 
 async def test_no_items_give_an_empty_list(redis_url: str) -> None:

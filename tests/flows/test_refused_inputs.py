@@ -220,11 +220,11 @@ async def test_the_recordings_of_a_batch(flows: World, settings: ApiSettings) ->
             {"texts": [], "pairs": [{"words": "a", "of": "b"}, {"words": "a", "of": "?"}]},
             "pairs.1.of: it has no word",
         ),
-        ({"texts": [], "pairs": [{"words": "a", "of": "b"}, {}]}, "pairs.1.words: it is missing"),
-        ({"texts": ["a"], "about": {}}, "about.topic: it is missing"),
+        ({"texts": [], "pairs": [{"words": "a", "of": "b"}, {}]}, "pairs.1.words: is missing"),
+        ({"texts": ["a"], "about": {}}, "about.topic: is missing"),
         # What the model says of all its inputs.
         ({"texts": ["mills"]}, "input: it weighs 12, and at most 9 is allowed"),
-        ({"texts": list("abcde")}, "texts: 5 elements; at most 4 are allowed"),
+        ({"texts": list("abcde")}, "texts: 5 elements, which exceeds the maximum of 4"),
     ],
 )
 async def test_a_part_of_an_input(flows: World, given: dict[str, Any], error: str) -> None:

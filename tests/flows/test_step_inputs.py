@@ -82,13 +82,13 @@ def test_bounds_are_those_of_the_api() -> None:
 @pytest.mark.parametrize(
     ("entry", "values", "reason"),
     [
-        (EMBED, {"text": ""}, "text: a text of at least one character"),
-        (EMBED, {"text": "x" * (EMBED.text.max_input_bytes + 1)}, "text: longer than"),
-        (WRITE, {}, "give either prompt or messages"),
+        (EMBED, {"text": ""}, "text: must be text with at least one character"),
+        (EMBED, {"text": "x" * (EMBED.text.max_input_bytes + 1)}, "text: must have at most"),
+        (WRITE, {}, "send either prompt or messages"),
         (WRITE, {"prompt": "a", "max_tokens": 10**6}, "max_tokens: "),
         (DRAW, {"prompt": "a", "width": 63}, "width, height: "),
         (DRAW, {"prompt": "a", "width": 8192, "height": 8192}, "width, height: "),
-        (DRAW, {"prompt": 7}, "prompt: a text"),
+        (DRAW, {"prompt": 7}, "prompt: must be text"),
     ],
 )
 def test_wrong_input_of_a_step_is_refused(entry: Any, values: dict[str, Any], reason: str) -> None:

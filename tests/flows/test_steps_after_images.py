@@ -76,15 +76,27 @@ def test_an_entry_with_both_steps_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("image", "place", "reason"),
     [
-        ({"safety": {"model": "nobody"}}, "image.safety.model", "there is no model 'nobody'"),
-        ({"upscale": {"model": "nobody"}}, "image.upscale.model", "there is no model 'nobody'"),
-        ({"safety": {"model": "deaf", "threshold": 0.5}}, "image.safety", "no such input"),
+        (
+            {"safety": {"model": "nobody"}},
+            "image.safety.model",
+            "model 'nobody' is not in the catalog",
+        ),
+        (
+            {"upscale": {"model": "nobody"}},
+            "image.upscale.model",
+            "model 'nobody' is not in the catalog",
+        ),
+        ({"safety": {"model": "deaf", "threshold": 0.5}}, "image.safety", "is not an input of"),
         ({"safety": {"model": "judge"}}, "image.safety", "threshold: judge needs it"),
-        ({"safety": {"model": "mute", "threshold": 0.5}}, "image.safety", "has no field 'is_safe'"),
+        (
+            {"safety": {"model": "mute", "threshold": 0.5}},
+            "image.safety",
+            "does not have the field 'is_safe'",
+        ),
         ({"safety": {"model": "vague", "threshold": 0.5}}, "image.safety", "is_safe"),
         ({"safety": {"model": "judge", "threshold": 2}}, "image.safety.threshold", "less than"),
-        ({"upscale": {"model": "judge"}}, "image.upscale", "no such input"),
-        ({"upscale": {"model": "double"}}, "image.upscale", "scale: 4 is more than 2"),
+        ({"upscale": {"model": "judge"}}, "image.upscale", "is not an input of"),
+        ({"upscale": {"model": "double"}}, "image.upscale", "scale: 4 must be at most 2"),
         ({"upscale": {"model": "wordy"}}, "image.upscale", "a string is not a file"),
     ],
 )
@@ -102,7 +114,9 @@ def test_a_wrong_step_is_refused_by_its_place(
 
 def test_a_check_and_a_canary_do_not_go_together(tmp_path: Path) -> None:
     image = {"safety": {"model": "deaf"}}
-    with pytest.raises(ConfigurationError, match=r"image\.safety: a canary gets no steps"):
+    with pytest.raises(
+        ConfigurationError, match=r"image\.safety: a canary does not receive flow steps"
+    ):
         read_catalog(write_catalog(tmp_path, image, canary={"revision": "2"}))
 
 
@@ -121,7 +135,7 @@ def test_lists_side_by_side_have_their_elements_together() -> None:
 
 
 def test_lists_of_other_lengths_end_the_run() -> None:
-    with pytest.raises(BadInput, match="do not have equal lengths"):
+    with pytest.raises(BadInput, match="must have equal lengths"):
         plan_step(step(), {"words": ["a"], "check": []})
 
 

@@ -158,7 +158,7 @@ def test_server_has_help_of_its_own(server: str) -> None:
 def test_worker_of_an_unknown_model_says_so() -> None:
     reported = penstock("worker", "--model", "none")
     assert reported.returncode > 0
-    assert "'none' is not served here" in reported.stderr
+    assert "'none' does not exist" in reported.stderr
 
 
 def test_optimize_has_help_of_its_own() -> None:
@@ -168,7 +168,7 @@ def test_optimize_has_help_of_its_own() -> None:
 def test_optimize_of_an_unknown_model_says_so() -> None:
     reported = penstock("optimize", "none", "--variants", "fp32")
     assert reported.returncode == 1
-    assert "penstock optimize: model 'none' is not served here" in reported.stderr
+    assert "penstock optimize: model 'none' does not exist" in reported.stderr
 
 
 def test_api_with_a_wrong_setting_says_so() -> None:
@@ -198,7 +198,7 @@ def test_reports_are_listed_as_json() -> None:
 def test_unknown_report_is_refused() -> None:
     reported = penstock("report", "weather")
     assert reported.returncode == 1
-    assert reported.stderr.startswith("penstock: no report 'weather'; there are: ")
+    assert reported.stderr.startswith("penstock: report 'weather' does not exist; use one of ")
 
 
 def test_report_out_of_reach_says_so() -> None:

@@ -222,4 +222,4 @@ def test_up_outside_loopback_with_half_a_certificate_is_refused(tmp_path: Path) 
     made = make_certificate(tmp_path)
     with running_up(tmp_path, {}, ["--host", "0.0.0.0", "--tls-cert", str(made.cert)]) as up:
         assert up.process.wait(WAIT_LIMIT_S) == 1
-        assert "PENSTOCK_TLS_CERT and PENSTOCK_TLS_KEY are given together or not" in up.said
+        assert "PENSTOCK_TLS_CERT and PENSTOCK_TLS_KEY must be set together" in up.said

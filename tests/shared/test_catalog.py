@@ -86,11 +86,11 @@ def test_canary_is_a_model_of_the_pipeline_only(models_file: Path) -> None:
 @pytest.mark.parametrize(
     ("canary", "reason"),
     [
-        ('{revision: "1"}', "canary.revision is the revision of the model itself"),
-        ("{revision: 2}", "a revision that looks like a number needs quotes"),
+        ('{revision: "1"}', "canary.revision must differ from the model's revision"),
+        ("{revision: 2}", "a revision that looks like a number must be quoted"),
         ('{revision: "2", share: 0.6}', "less than or equal to 0.5"),
         ('{revision: "2", share: 0}', "greater than 0"),
-        ('{revision: "2", replicas: {min: 0}}', "min is 1 or more"),
+        ('{revision: "2", replicas: {min: 0}}', "min must be at least 1"),
         ('{revision: "a b"}', "should match pattern"),
         ("{share: 0.1}", "canary.revision: Field required"),
         ('{revision: "2", source: "ftp:x"}', "should match pattern"),
@@ -111,12 +111,12 @@ def test_same_revision_of_another_source_can_be_a_canary(models_file: Path) -> N
 
 def test_no_model_has_the_name_of_a_canary(models_file: Path) -> None:
     models_file.write_text(GOOD.replace("name: mini", "name: mini.canary"))
-    with pytest.raises(ConfigurationError, match=r"can't end in \.canary"):
+    with pytest.raises(ConfigurationError, match=r"must not end in \.canary"):
         read_catalog(models_file)
 
 
 def test_unknown_model_names_no_other(models_file: Path) -> None:
-    with pytest.raises(UnknownModel, match="'none' is not served here") as caught:
+    with pytest.raises(UnknownModel, match="'none' does not exist") as caught:
         read_catalog(models_file).find("none", "image")
     assert "painter" not in str(caught.value)
 
@@ -127,7 +127,7 @@ def test_model_of_other_task_is_unknown(models_file: Path) -> None:
 
 
 def test_no_model_of_a_task() -> None:
-    with pytest.raises(UnknownModel, match="no image model"):
+    with pytest.raises(UnknownModel, match="does not serve any image model"):
         Catalog(()).default("image")
 
 
@@ -135,7 +135,7 @@ def test_no_model_of_a_task() -> None:
     ("wrong", "right", "line", "reason"),
     [
         ("name: mini", "name: 1x", 2, "name: String should match"),
-        ("name: mini", "name: jobs.dead", 2, "entry: Value error, a name can't end in .dead"),
+        ("name: mini", "name: jobs.dead", 2, "entry: Value error, a name must not end in .dead"),
         (
             "task: embedding",
             "task: speech",
@@ -156,14 +156,14 @@ def test_no_model_of_a_task() -> None:
             "max_tokens: 64, ",
             "",
             2,
-            "entry: Value error, an embedding model needs batch.max_tokens",
+            "entry: Value error, an embedding model requires batch.max_tokens",
         ),
         ("dimensions: 4", "dimensions: many", 7, "dimensions: Input should be a valid integer"),
         (
             "max_pixel_steps: 4096",
             "max_items: 1",
             10,
-            "entry: Value error, an image model needs batch.max_pixel",
+            "entry: Value error, an image model requires batch.max_pixel",
         ),
         (
             "max_pixel_steps: 4096",
@@ -182,7 +182,7 @@ def test_no_model_of_a_task() -> None:
             "task: image",
             "task: image\n    backend: auto",
             10,
-            "entry: Value error, an image model needs backend torch",
+            "entry: Value error, an image model requires backend torch",
         ),
         (
             "task: image",
@@ -231,25 +231,25 @@ def test_no_model_of_a_task() -> None:
             "dimensions: 4",
             "dimensions: 4\n    backend: torch\n    precision: int8",
             2,
-            "entry: Value error, embeddings in precision int8 need backend onnx",
+            "entry: Value error, embeddings in precision int8 require backend onnx",
         ),
         (
             "dimensions: 4",
             "dimensions: 4\n    precision: int4",
             2,
-            "entry: Value error, precision: an embedding model has no int4; it has auto, fp32",
+            "entry: Value error, precision: an embedding model does not support int4",
         ),
         (
             "dimensions: 4",
             "dimensions: 4\n    backend: onnx\n    precision: bf16",
             2,
-            "entry: Value error, precision bf16 needs backend torch",
+            "entry: Value error, precision bf16 requires backend torch",
         ),
         (
             "dimensions: 4",
             "dimensions: 4\n    replies: slots",
             2,
-            "entry: Value error, replies: slots carry small results only",
+            "entry: Value error, replies: must be direct",
         ),
         (
             "dimensions: 4",
@@ -258,8 +258,8 @@ def test_no_model_of_a_task() -> None:
             "replies: Input should be 'direct' or 'slots'",
         ),
         ("source: hf:", "source: !!python/name:", 10, "could not determine a constructor"),
-        ("name: painter", "name: small", 10, "the name 'small' is taken by line 2"),
-        ("name: painter", "name: Mini.", 10, "'mini' and 'Mini.' are both 'mini' to Kubernetes"),
+        ("name: painter", "name: small", 10, "the name 'small' is already used in line 2"),
+        ("name: painter", "name: Mini.", 10, "'mini' and 'Mini.' both become 'mini' in Kubernetes"),
     ],
     ids=lambda value: value if isinstance(value, str) and ":" in value and len(value) < 25 else "",
 )
@@ -278,10 +278,10 @@ def test_wrong_entry_is_refused_with_line_and_reason(
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("", ":1: a catalog is a mapping"),
+        ("", ":1: a catalog must be a mapping"),
         ("models: []", "at least one entry"),
-        ("- name: mini", "a catalog is a mapping"),
-        ("models: {mini: 1}", "a catalog is a mapping"),
+        ("- name: mini", "a catalog must be a mapping"),
+        ("models: {mini: 1}", "a catalog must be a mapping"),
         ("models: [mini]", ":1: entry: Input should be a valid dictionary"),
         ("models:\n  - name: [", "line 2"),
     ],
@@ -306,7 +306,7 @@ def test_file_that_cannot_be_read(tmp_path: Path) -> None:
 def test_canary_and_model_that_meet_in_kubernetes(models_file: Path) -> None:
     text = GOOD.replace('revision: "1"', 'revision: "1"\n    canary: {revision: "2"}')
     models_file.write_text(text.replace("name: painter", "name: mini-canary"))
-    with pytest.raises(ConfigurationError, match=r"'mini\.canary' and 'mini-canary' are both"):
+    with pytest.raises(ConfigurationError, match=r"'mini\.canary' and 'mini-canary' both become"):
         read_catalog(models_file)
 
 
@@ -377,7 +377,7 @@ def test_a_class_computes_as_many_at_a_time_as_it_can_unless_the_entry_lowers_it
     assert read_concurrent(tmp_path, 8).find("mine").batch.max_items == 8
     lowered = read_concurrent(tmp_path, 8, ", batch: {max_items: 2}")
     assert lowered.find("mine").batch.max_items == 2
-    with pytest.raises(ConfigurationError, match="the class computes 8 at a time"):
+    with pytest.raises(ConfigurationError, match="must be at most 8, the number"):
         read_concurrent(tmp_path, 8, ", batch: {max_items: 9}")
 
 

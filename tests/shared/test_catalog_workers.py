@@ -59,29 +59,45 @@ def test_without_a_list_each_model_has_its_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("workers", "place", "reason"),
     [
-        ("[]", "workers", "a list is needed"),
+        ("[]", "workers", "must be a list"),
         ("- {name: reading, models: [texts]}", "models", "at least 2 items"),
         ("- {models: [texts, words]}", "name", "Field required"),
         ("- {name: reading, models: [texts, words], gpu: l4}", "gpu", "Extra inputs"),
-        ("- {name: reading, models: [texts, none]}", "models.1", "no model 'none'; the catalog's"),
-        ("- {name: reading, models: [texts, split]}", "models.1", "no model 'split'"),
-        ("- {name: reading, models: [texts, both]}", "models.1", "no model 'both'"),
-        ("- {name: reading, models: [texts, texts]}", "models.1", "in this list twice"),
+        (
+            "- {name: reading, models: [texts, none]}",
+            "models.1",
+            "model 'none' does not exist; the catalog",
+        ),
+        ("- {name: reading, models: [texts, split]}", "models.1", "model 'split' does not exist"),
+        ("- {name: reading, models: [texts, both]}", "models.1", "model 'both' does not exist"),
+        ("- {name: reading, models: [texts, texts]}", "models.1", "appears twice in this list"),
         (
             "- {name: reading, models: [texts, others]}",
             "models.1",
-            "'others' has the gpu {type: a100, share: 1, provisioning: standard}, and 'texts' has",
+            "'others' has the gpu {type: a100, share: 1, provisioning: standard}, but 'texts' has",
         ),
-        ("- {name: reading, models: [texts, bounded]}", "models.1", "replicas of its own"),
+        ("- {name: reading, models: [texts, bounded]}", "models.1", "must not set replicas"),
         (
             "- {name: reading, models: [texts, words]}\n  - {name: again, models: [words, texts]}",
             "models.0",
-            "'words' is a model of the workers 'reading' already",
+            "'words' already belongs to the workers 'reading'",
         ),
-        ("- {name: both, models: [texts, words]}", "", "the name 'both' is taken by line 11"),
-        ("- {name: split, models: [texts, words]}", "", "the name 'split' is taken by line 4"),
-        ("- {name: Others, models: [texts, words]}", "", "both 'others' to Kubernetes"),
-        ("- {name: texts-canary, models: [texts, words]}", "", "both 'texts-canary' to Kubern"),
+        (
+            "- {name: both, models: [texts, words]}",
+            "",
+            "the name 'both' is already used in line 11",
+        ),
+        (
+            "- {name: split, models: [texts, words]}",
+            "",
+            "the name 'split' is already used in line 4",
+        ),
+        ("- {name: Others, models: [texts, words]}", "", "both become 'others' in Kubernetes"),
+        (
+            "- {name: texts-canary, models: [texts, words]}",
+            "",
+            "both become 'texts-canary' in Kubern",
+        ),
     ],
 )
 def test_wrong_lists_are_refused_with_line_and_reason(

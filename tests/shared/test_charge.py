@@ -137,15 +137,15 @@ def test_the_catalog_reads_changes_in_their_zones(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("wrong", "right", "reason"),
     [
-        ("2026-12-01T00:00:00+01:00", "2026-11-01T00:00:00Z", "starts_at goes up"),
+        ("2026-12-01T00:00:00+01:00", "2026-11-01T00:00:00Z", "starts_at must increase"),
         ("2026-12-01T00:00:00+01:00", "2026-12-01T00:00:00", "starts_at"),
         ("2026-12-01T00:00:00+01:00", "soon", "starts_at"),
         (
             'version: "2026-12", per_million_tokens_usd: 3.0',
             "per_million_tokens_usd: 1.0",
-            "another version",
+            "different version",
         ),
-        ('version: "2026-12"', "version: 2026", "needs quotes"),
+        ('version: "2026-12"', "version: 2026", "must be quoted"),
     ],
 )
 def test_wrong_changes_are_refused_by_name(

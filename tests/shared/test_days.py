@@ -47,14 +47,14 @@ def test_backfill_has_both_ends() -> None:
     ("asked", "reason"),
     [
         ({"to": "2026-11-03"}, "to: 2026-11-03 is not over yet in UTC"),
-        ({"from": "2026-11-03"}, "from: 2026-11-03 is after 2026-11-02"),
-        ({"from": "2026-10-02", "to": "2026-10-01"}, "from: 2026-10-02 is after"),
-        ({"from": "2026-10-02"}, "from: 32 days are more than 31"),
-        ({"from": "2026-10-1"}, "from: '2026-10-1' is not a day"),
-        ({"from": 20261001}, "from: '20261001' is not a day"),
-        ({"to": None}, "to: 'None' is not a day"),
-        ({"from": "9999-12-31"}, "from: '9999-12-31' is not a day"),
-        ({"day": "2026-10-01"}, "day: there is no such field"),
+        ({"from": "2026-11-03"}, "from: 2026-11-03 must not be after 2026-11-02"),
+        ({"from": "2026-10-02", "to": "2026-10-01"}, "from: 2026-10-02 must not be after"),
+        ({"from": "2026-10-02"}, "from: a range must have at most 31 days, got 32"),
+        ({"from": "2026-10-1"}, "from: must be a date such as 2026-10-01, got '2026-10-1'"),
+        ({"from": 20261001}, "from: must be a date such as 2026-10-01, got '20261001'"),
+        ({"to": None}, "to: must be a date such as 2026-10-01, got 'None'"),
+        ({"from": "9999-12-31"}, "from: must be a date such as 2026-10-01, got '9999-12-31'"),
+        ({"day": "2026-10-01"}, "day: is not a field"),
     ],
 )
 def test_wrong_words_are_refused_by_name(asked: dict[str, object], reason: str) -> None:

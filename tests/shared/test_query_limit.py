@@ -30,9 +30,7 @@ def client(bigquery_endpoint: str) -> Iterator[Client]:
 def test_query_that_takes_too_long_is_ended_where_it_runs(client: Client) -> None:
     with pytest.raises(Unavailable) as raised:
         run_query(client, ENDLESS, QueryJobConfig(), 0.3)
-    assert raised.value.public_message == (
-        "the question took longer than 0.3 s; ask for a shorter range"
-    )
+    assert raised.value.public_message == ("the query took longer than 0.3 s; use a shorter range")
     (job,) = client.list_jobs()
     # Its own limit, or our cancel: nothing goes on for a caller who is gone.
     job.reload()
@@ -52,4 +50,4 @@ def test_zone_that_bigquery_does_not_know_is_the_callers_to_change() -> None:
     with pytest.raises(BadInput, match="Invalid time zone") as raised, translated_errors():
         raise BadRequest("GET http://10.9.8.7/p/jobs/1: Invalid time zone: Mars/Olympus")
     assert raised.value.field == "tz"
-    assert raised.value.public_message == "tz: it is not a time zone such as Europe/Berlin"
+    assert raised.value.public_message == "tz: must be a time zone such as Europe/Berlin"

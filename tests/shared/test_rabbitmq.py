@@ -259,7 +259,7 @@ async def test_topic_without_subscriptions_takes_messages(rabbit: Pair) -> None:
 async def test_attribute_that_the_broker_would_read_is_refused(rabbit: Pair, name: str) -> None:
     transport, admin = rabbit
     await make(admin)
-    with pytest.raises(BadInput, match="named"):
+    with pytest.raises(BadInput, match="not a valid attribute name"):
         await transport.publish("jobs", b"1", {name: "elsewhere"})
 
 
@@ -271,7 +271,7 @@ async def test_as_many_and_as_long_attributes_as_allowed_arrive_whole(rabbit: Pa
     async with transport.subscribe("jobs", max_messages=1) as subscription:
         await transport.publish("jobs", b"1", attributes)
         [message] = await take(subscription, 1)
-        with pytest.raises(BadInput, match="named"):
+        with pytest.raises(BadInput, match="not a valid attribute name"):
             await transport.publish("jobs", b"1", {"n" * 129: ""})
     assert message.attributes == attributes
 
@@ -279,7 +279,7 @@ async def test_as_many_and_as_long_attributes_as_allowed_arrive_whole(rabbit: Pa
 @pytest.mark.anyio
 async def test_topic_that_no_routing_key_can_name_is_refused(rabbit: Pair) -> None:
     transport, _ = rabbit
-    with pytest.raises(BadInput, match="named"):
+    with pytest.raises(BadInput, match="must have at most 255 bytes"):
         await transport.publish("t" * 256, b"1", {})
 
 

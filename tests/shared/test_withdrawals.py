@@ -33,7 +33,7 @@ async def test_withdrawal_is_learned_and_undone(redis_url: str) -> None:
         assert await store.withdraw(withdrawal())
         live.check(TEXT_MODEL)
         await live.refresh()
-        with pytest.raises(ModelWithdrawn, match="'all-MiniLM-L6-v2' has been withdrawn by the op"):
+        with pytest.raises(ModelWithdrawn, match="'all-MiniLM-L6-v2' was withdrawn by the op"):
             live.check(TEXT_MODEL)
         live.check(IMAGE_MODEL)
         live.check(TEXT_MODEL.model_copy(update={"revision": "next"}))

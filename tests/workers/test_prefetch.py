@@ -191,7 +191,7 @@ def test_a_token_that_may_not_is_said_and_not_shown(hub: Hub, tmp_path: Path) ->
     ("words", "said"),
     [
         (["--model", "shipped"], "shipped: its source package:x is not a model of the hub"),
-        (["--model", "other"], "model 'other' is not served here"),
+        (["--model", "other"], "model 'other' does not exist"),
         (["--to", "s3://bucket"], "--to s3://bucket: it is gs://BUCKET or a folder"),
     ],
 )

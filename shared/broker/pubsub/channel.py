@@ -119,7 +119,7 @@ def parse_endpoint(endpoint: str) -> CallTarget:
     )
     if not host or scheme not in ("", "http", "https"):
         raise ConfigurationError(
-            f"Pub/Sub endpoint {endpoint!r} is not HOST:PORT", field="pubsub_endpoint"
+            f"Pub/Sub endpoint must be HOST:PORT, got {endpoint!r}", field="pubsub_endpoint"
         )
     is_secure = scheme == "https" or (scheme == "" and host.endswith(".googleapis.com"))
     return CallTarget(target if port else f"{host}:443", is_secure)
@@ -245,9 +245,9 @@ def translate(error: aio.AioRpcError, action: str) -> PenstockError:
     """Translates a failed call into a PenstockError. The message begins with `action`."""
     code, message = error.code(), f"{action}: {error.code().name}: {error.details()}"
     if code in REFUSED_INPUT:
-        return BadInput(message, public="the message was refused")
+        return BadInput(message, public="the message was rejected")
     if code is StatusCode.RESOURCE_EXHAUSTED:
-        return Overloaded(message, public="no more is taken now; try again")
+        return Overloaded(message, public="the broker is overloaded; try again")
     if code in REFUSED_CALLER:
         return ConfigurationError(message, field="credentials")
     return Unavailable(message)

@@ -140,7 +140,8 @@ class PublishQueue:
     def _check_room(self, size_bytes: int) -> None:
         if size_bytes > MESSAGE_LIMIT_BYTES:
             raise InputTooLarge(
-                f"a message of {size_bytes} bytes is above the broker's {MESSAGE_LIMIT_BYTES}"
+                f"the message has {size_bytes} bytes, which exceeds the broker's maximum of "
+                f"{MESSAGE_LIMIT_BYTES}"
             )
         if self._messages >= QUEUE_LIMIT_MESSAGES or self._bytes + size_bytes > QUEUE_LIMIT_BYTES:
             raise Overloaded(f"{self._messages} messages are already waiting to be published")

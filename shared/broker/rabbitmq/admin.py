@@ -79,7 +79,7 @@ class RabbitAdmin:
         queue = queue_name(self._project, subscription_id)
         key = binding_key(settings.topic_id, settings.filter)
         if not await self._exists(exchange=topic_name(self._project, settings.topic_id)):
-            raise BadInput(f"create {queue}: there is no topic {settings.topic_id}")
+            raise BadInput(f"create {queue}: topic {settings.topic_id} does not exist")
         if await self._exists(queue=queue):
             return False
 

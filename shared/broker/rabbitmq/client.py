@@ -101,7 +101,7 @@ class ConfirmedPublisher:
         ID.
         """
         if not data and not attributes:
-            raise BadInput(f"publish to {topic_id}: an empty message")
+            raise BadInput(f"publish to {topic_id}: the message must not be empty")
         size_bytes = len(data) + sum(len(name) + len(value) for name, value in attributes.items())
         self._check_room(size_bytes)
         check_topic(topic_id)
@@ -130,18 +130,19 @@ class ConfirmedPublisher:
         except BROKEN as error:
             raise translate(error, f"return to {queue}") from error
         if isinstance(confirmed, DeliveredMessage):
-            raise Unavailable(f"return to {queue}: there is no such queue")
+            raise Unavailable(f"return to {queue}: the queue does not exist")
 
     def _check_room(self, size_bytes: int) -> None:
         if size_bytes > MESSAGE_LIMIT_BYTES:
             raise InputTooLarge(
-                f"a message of {size_bytes} bytes, the broker takes {MESSAGE_LIMIT_BYTES}"
+                f"the message has {size_bytes} bytes, which exceeds the broker's maximum of "
+                f"{MESSAGE_LIMIT_BYTES}"
             )
         if (
             self._messages >= IN_FLIGHT_LIMIT_MESSAGES
             or self._bytes + size_bytes > IN_FLIGHT_LIMIT_BYTES
         ):
-            raise Overloaded("too much waits to be published")
+            raise Overloaded("too many messages are waiting to be published")
 
     async def _until_confirmed(
         self, topic_id: str, data: bytes, properties: spec.Basic.Properties, timeout_s: float
@@ -162,7 +163,7 @@ class ConfirmedPublisher:
                         return
                     except aiormq.DeliveryError:
                         # The broker also reports this for a queue whose node is temporarily down.
-                        failure = Overloaded(f"{action}: the queue takes no more")
+                        failure = Overloaded(f"{action}: the queue is full")
                     except TimeoutError:
                         limit_s = longer(limit_s)
                     except (*BROKEN, Unavailable):
@@ -234,7 +235,7 @@ class ConfirmedPublisher:
         if topic_id in self._known:
             return
         if not await self._topic_exists(topic_id):
-            raise BadInput(f"publish to {topic_id}: there is no such topic")
+            raise BadInput(f"publish to {topic_id}: the topic does not exist")
         if len(self._known) < KNOWN_TOPICS:
             self._known.add(topic_id)
 

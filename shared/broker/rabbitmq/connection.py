@@ -115,5 +115,5 @@ def translate(error: BaseException, action: str) -> PenstockError:
     if isinstance(error, aiormq.ChannelPreconditionFailed):
         return ConfigurationError(message, field="broker")
     if isinstance(error, aiormq.ChannelNotFoundEntity):
-        return BadInput(message, public="the message was refused")
+        return BadInput(message, public="the message was rejected")
     return Unavailable(message)

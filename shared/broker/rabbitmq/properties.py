@@ -95,17 +95,21 @@ def check_topic(topic_id: str) -> None:
         BadInput: the topic ID is too long.
     """
     if len(topic_id.encode()) > KEY_LIMIT_BYTES:
-        raise BadInput(f"a topic can't be named {topic_id[:64]!r}…: above {KEY_LIMIT_BYTES} bytes")
+        raise BadInput(f"topic {topic_id[:64]!r}… must have at most {KEY_LIMIT_BYTES} bytes")
 
 
 def _check(attributes: Mapping[str, str]) -> None:
     if len(attributes) > ATTRIBUTE_LIMIT:
-        raise BadInput(f"{len(attributes)} attributes, at most {ATTRIBUTE_LIMIT}")
+        raise BadInput(
+            f"a message must have at most {ATTRIBUTE_LIMIT} attributes, got {len(attributes)}"
+        )
     for name, value in attributes.items():
         if not name or name.startswith(_OWN) or len(name.encode()) > NAME_LIMIT_BYTES:
-            raise BadInput(f"an attribute can't be named {name[:64]!r}")
+            raise BadInput(f"{name[:64]!r} is not a valid attribute name")
         if len(value.encode()) > VALUE_LIMIT_BYTES:
-            raise BadInput(f"the attribute {name[:64]!r} has more than {VALUE_LIMIT_BYTES} bytes")
+            raise BadInput(
+                f"the attribute {name[:64]!r} must have at most {VALUE_LIMIT_BYTES} bytes"
+            )
 
 
 def _number(headers: Mapping[str, Any], name: str) -> int:

@@ -245,7 +245,7 @@ class CustomResult(TaskResult, tag="custom"):
             output = msgspec.json.decode(data)
             _with_files(output, [place.at for place in self.packed_places], self.packed_places)
         except (msgspec.MsgspecError, LookupError, TypeError, OverflowError) as error:
-            raise ModelFailed("output: it is not the JSON that the class announced") from error
+            raise ModelFailed("output: is not the JSON that the class announced") from error
         return msgspec.structs.replace(
             self,
             output=output,
@@ -448,13 +448,13 @@ class CustomTask(Task):
     def check_entry(self, entry: CatalogEntry) -> None:
         """Validates the entry. The class determines how many items it computes at a time."""
         if entry.backend != "auto":
-            raise ValueError(f"{self.noun} has no backend; leave it out")
+            raise ValueError(f"{self.noun} does not support backend; leave it out")
         interface = interface_of(entry)
         _check_work(entry, interface)
         if interface.batches and entry.work.max_s is not None:
             raise ValueError(
-                "work.max_s: the class has predict_batch, whose batches end after 5 minutes; "
-                "remove it"
+                "work.max_s: can't be combined with predict_batch, whose batches end after 5 "
+                "minutes; remove it"
             )
         if entry.api is not None:
             _check_api(entry.api, interface, is_flow=entry.flow is not None)
@@ -462,11 +462,11 @@ class CustomTask(Task):
             _check_key(entry.batch.key, interface)
             return
         if entry.batch.key is not None:
-            raise ValueError("batch.key: the class has no predict_batch; leave it out")
+            raise ValueError("batch.key: requires a class with predict_batch; leave it out")
         if entry.batch.max_items > interface.concurrency:
             raise ValueError(
-                f"batch.max_items: the class computes {interface.concurrency} at a time "
-                "(concurrency.max of its cog.yaml, or predict_batch)"
+                f"batch.max_items: must be at most {interface.concurrency}, the number that the "
+                "class computes at a time (concurrency.max of its cog.yaml, or predict_batch)"
             )
 
     def budget(self, entry: CatalogEntry) -> int:
@@ -494,7 +494,7 @@ class CustomTask(Task):
         """Returns all inputs. The process of the class validates their values."""
         interface = interface_of(entry)
         if unknown := [name for name in values if name not in interface.properties]:
-            raise BadInput(f"{unknown[0]}: {entry.name} has no such input", field=unknown[0])
+            raise BadInput(f"{unknown[0]}: is not an input of {entry.name}", field=unknown[0])
         present = {name: value for name, value in values.items() if value is not None}
         for name in interface.inputs.get("required", ()):
             if name not in present:
@@ -502,9 +502,7 @@ class CustomTask(Task):
         plain, files, places = with_places(present)
         if len(files) > MAX_FILES:
             field = str(places[MAX_FILES].at[0])
-            raise BadInput(
-                f"{field}: at most {MAX_FILES} files are allowed in an item", field=field
-            )
+            raise BadInput(f"{field}: an item may have at most {MAX_FILES} files", field=field)
         return StepInput(CustomInput(plain, files, places), entry.deterministic)
 
     def step_bound(self, entry: CatalogEntry) -> WorkBound:
@@ -540,7 +538,7 @@ def interface_of(entry: CatalogEntry) -> ModelInterface:
         ValueError: the entry has no interface, because no catalog was read.
     """
     if entry.interface is None:
-        raise ValueError("the interface of the model is not known (penstock models check)")
+        raise ValueError("the interface of the model is not known (run penstock models check)")
     return entry.interface
 
 
@@ -566,9 +564,12 @@ def _check_work(entry: CatalogEntry, interface: ModelInterface) -> None:
     """
     most = entry.work.max
     if interface.weighs and most is None:
-        raise ValueError("work.max: the class has work(); say the most that an input may weigh")
+        raise ValueError(
+            "work.max: is required because the class has work(); set it to the maximum weight of "
+            "an input"
+        )
     if not interface.weighs and (most is not None or entry.batch.max_work is not None):
-        raise ValueError("work.max, batch.max_work: the class has no work(); leave them out")
+        raise ValueError("work.max, batch.max_work: require a class with work(); leave them out")
 
 
 def _check_api(api: ServedApi, interface: ModelInterface, *, is_flow: bool) -> None:
@@ -580,10 +581,11 @@ def _check_api(api: ServedApi, interface: ModelInterface, *, is_flow: bool) -> N
     known = API_INPUTS[api]
     first, required = next(iter(known)), interface.inputs.get("required", ())
     if first not in interface.properties:
-        raise ValueError(f"api: {api}: the class has no input {first!r}")
+        raise ValueError(f"api: {api}: the class must have the input {first!r}")
     if more := [name for name in required if name != first]:
         raise ValueError(
-            f"api: {api}: the input {more[0]!r} needs a default: nothing else gives it"
+            f"api: {api}: the input {more[0]!r} must have a default, because the endpoint "
+            "does not set it"
         )
     for name, kind in known.items():
         shape = interface.properties.get(name)
@@ -595,14 +597,14 @@ def _check_api(api: ServedApi, interface: ModelInterface, *, is_flow: bool) -> N
     streams = "items" if is_flow and _kind(interface.output) == "array" else interface.streams
     if api in _ELEMENTS and (streams, _kind(element)) != ("items", "object"):
         if is_flow and api == "ocr":
-            raise ValueError("api: ocr: the flow must give a list of pages, or pages and numbers")
+            raise ValueError("api: ocr: the flow must return a list of pages, or pages and numbers")
         raise ValueError(
-            f"api: {api}: the class must give Iterator[dict[str, Any]], its {_ELEMENTS[api]}"
+            f"api: {api}: the class must return Iterator[dict[str, Any]], its {_ELEMENTS[api]}"
         )
     said = element if interface.streams else interface.output
     if api == "speech" and (interface.streams == "text" or _kind(said) != "file"):
         raise ValueError(
-            f"api: {api}: the class must give a Path, the file with what is said, or Iterator[Path]"
+            f"api: {api}: the class must return a Path, the file with the speech, or Iterator[Path]"
         )
 
 
@@ -637,7 +639,7 @@ def _check_key(key: str | None, interface: ModelInterface) -> None:
     ]
     if key not in plain:
         raise ValueError(
-            f"batch.key: {key!r} is no input whose values can be compared; use one of "
+            f"batch.key: {key!r} is not an input whose values can be compared; use one of "
             f"{', '.join(plain) or 'none'}"
         )
 

@@ -89,9 +89,11 @@ def checked_text(entry: CatalogEntry, values: Mapping[str, Any], field: str) -> 
     """
     text = values.get(field)
     if not isinstance(text, str) or not text:
-        raise BadInput(f"{field}: a text of at least one character is needed", field=field)
+        raise BadInput(f"{field}: must be text with at least one character", field=field)
     if len(text.encode(errors="replace")) > entry.text.max_input_bytes:
-        raise InputTooLarge(f"{field}: longer than {entry.text.max_input_bytes} bytes", field=field)
+        raise InputTooLarge(
+            f"{field}: must have at most {entry.text.max_input_bytes} bytes", field=field
+        )
     return text
 
 
@@ -187,14 +189,14 @@ class EmbeddingResult(TaskResult, tag="embedding"):
     def find_wrong_number(self) -> str:
         """Returns why a vector can't be compared with others."""
         if not self.vector or len(self.vector) % 4:
-            return f"a vector of {len(self.vector)} bytes, which is not a list of float32"
+            return f"a vector of {len(self.vector)} bytes, which is not a list of float32 values"
         # loaded in model processes anyway, and not needed for anything else in other processes
         import numpy as np
 
         values = np.frombuffer(self.vector, "<f4")
         if not np.isfinite(values).all():
             return "a vector with NaN or an infinite number"
-        return "" if values.any() else "a vector of zeros, which has no direction"
+        return "" if values.any() else "a vector of zeros, which does not have a direction"
 
     def to_output(self, media_type: str, link_to: LinkTo) -> list[float]:
         return self.step_value()
@@ -216,17 +218,17 @@ class EmbeddingTask(Task):
     def check_entry(self, entry: CatalogEntry) -> None:
         """Requires a token budget, dimensions, and a backend for its precision."""
         if entry.backend == "vllm":
-            raise ValueError(f"{self.noun} needs backend torch, onnx or auto")
+            raise ValueError(f"{self.noun} requires backend torch, onnx or auto")
         if entry.backend == "torch" and entry.precision == "int8":
-            raise ValueError("embeddings in precision int8 need backend onnx or auto")
+            raise ValueError("embeddings in precision int8 require backend onnx or auto")
         if entry.backend == "onnx" and entry.precision == "bf16":
-            raise ValueError("precision bf16 needs backend torch or auto")
+            raise ValueError("precision bf16 requires backend torch or auto")
         if entry.batch.max_tokens is None or entry.dimensions is None:
-            raise ValueError(f"{self.noun} needs batch.max_tokens and dimensions")
+            raise ValueError(f"{self.noun} requires batch.max_tokens and dimensions")
 
     def budget(self, entry: CatalogEntry) -> int:
         assert entry.batch.max_tokens is not None, (
-            "checked when the catalog was read; this is a bug"
+            "validated when the catalog was read; this is a bug"
         )
         return entry.batch.max_tokens
 
@@ -267,7 +269,7 @@ class EmbeddingTask(Task):
         vector = answer["data"][0]["embedding"]
         is_unit = math.isclose(math.hypot(*vector), 1.0, abs_tol=0.01)
         if len(vector) != entry.dimensions or not is_unit:
-            raise ValueError(f"{len(vector)} numbers, no unit vector")
+            raise ValueError(f"{len(vector)} numbers, which are not a unit vector")
         return f"a unit vector of {len(vector)}"
 
 

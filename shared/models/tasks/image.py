@@ -255,7 +255,7 @@ def choose_adapter(
     """
     if name is None:
         if scale is not None:
-            raise BadInput("lora_scale: is for lora_weights; leave it out", field="lora_scale")
+            raise BadInput("lora_scale: requires lora_weights; leave it out", field="lora_scale")
         return None
     by_url = takes_urls and entry.image.adapter_urls is not None and name.startswith("https://")
     adapter = None if by_url else entry.image.adapters.get(name)
@@ -268,7 +268,7 @@ def choose_adapter(
         used = 1.0 if adapter is None else adapter.scale
     if not MIN_LORA_SCALE <= used <= MAX_LORA_SCALE:
         raise BadInput(
-            f"lora_scale: {used} is not from {MIN_LORA_SCALE:g} to {MAX_LORA_SCALE:g}",
+            f"lora_scale: must be from {MIN_LORA_SCALE:g} to {MAX_LORA_SCALE:g}, got {used}",
             field="lora_scale",
         )
     if adapter is None:
@@ -279,7 +279,7 @@ def choose_adapter(
 def _no_such_adapter(entry: CatalogEntry, name: str, takes_urls: bool) -> str:
     adapters, urls = entry.image.adapters, entry.image.adapter_urls if takes_urls else None
     if not adapters and urls is None:
-        return f"{entry.name} has no adapters; leave it out"
+        return f"{entry.name} does not support adapters; leave it out"
     told = [", ".join(list(adapters)[:_MAX_TOLD])] if adapters else []
     if len(adapters) > _MAX_TOLD:
         told[0] += f" and {len(adapters) - _MAX_TOLD} more"
@@ -332,13 +332,13 @@ class ImageTask(Task):
     def check_entry(self, entry: CatalogEntry) -> None:
         """A model needs a budget of pixel-steps."""
         if entry.backend != "torch":
-            raise ValueError(f"{self.noun} needs backend torch")
+            raise ValueError(f"{self.noun} requires backend torch")
         if entry.batch.max_pixel_steps is None:
-            raise ValueError(f"{self.noun} needs batch.max_pixel_steps")
+            raise ValueError(f"{self.noun} requires batch.max_pixel_steps")
 
     def budget(self, entry: CatalogEntry) -> int:
         assert entry.batch.max_pixel_steps is not None, (
-            "checked when the catalog was read; this is a bug"
+            "validated when the catalog was read; this is a bug"
         )
         return entry.batch.max_pixel_steps
 
@@ -360,18 +360,18 @@ class ImageTask(Task):
         limits, prompt = entry.image, values.get("prompt")
         if not isinstance(prompt, str) or not 0 < len(prompt) <= MAX_PROMPT_CHARS:
             raise BadInput(
-                f"prompt: a text of 1 to {MAX_PROMPT_CHARS} characters is needed", field="prompt"
+                f"prompt: must be text of 1 to {MAX_PROMPT_CHARS} characters", field="prompt"
             )
         width, height = values.get("width", limits.width), values.get("height", limits.height)
         if width % limits.multiple or height % limits.multiple:
             raise BadInput(
-                f"width, height: those of {entry.name} are multiples of {limits.multiple}",
+                f"width, height: must be multiples of {limits.multiple} for {entry.name}",
                 field="width",
             )
         if width * height > limits.largest_pixels:
             raise BadInput(
-                f"width, height: {width}x{height} is {width * height} pixels; at most "
-                f"{limits.largest_pixels} are allowed for {entry.name}",
+                f"width, height: {width}x{height} has {width * height} pixels, which exceeds the "
+                f"maximum of {limits.largest_pixels} for {entry.name}",
                 field="width",
             )
         seed = values.get("seed")

@@ -96,11 +96,13 @@ class SimilarityTask(EmbeddingTask):
         if entry.rerank == "cosine":
             super().check_entry(entry)
         elif entry.batch.max_tokens is None:
-            raise ValueError("a cross-encoder needs batch.max_tokens")
+            raise ValueError("a cross-encoder requires batch.max_tokens")
         elif entry.backend != "torch" or entry.precision in ("int8", "int4"):
-            raise ValueError("a cross-encoder needs backend torch, and fp32, bf16, fp16 or auto")
+            raise ValueError(
+                "a cross-encoder requires backend torch, and precision fp32, bf16, fp16 or auto"
+            )
         elif entry.dimensions is not None:
-            raise ValueError("a cross-encoder makes no vectors; leave dimensions out")
+            raise ValueError("a cross-encoder does not compute vectors; leave dimensions out")
 
     def is_close(self, ours: TaskResult, theirs: TaskResult, tolerance: Tolerance) -> bool | None:
         """Compares by the maximum change of the score if both vectors turn by the tolerance."""
@@ -139,7 +141,7 @@ class SimilarityTask(EmbeddingTask):
     def describe_answer(self, entry: CatalogEntry, answer: Any) -> str:
         scores = answer["output"]
         if not scores or len(scores) != 2 or not 0.99 < scores[0] <= 1:
-            raise ValueError(f"the output {scores}, no two scores that begin with 1")
+            raise ValueError(f"the output {scores} must be two scores, the first of which is 1")
         return "two scores"
 
 

@@ -325,33 +325,35 @@ class GenerationTask(Task):
     def check_entry(self, entry: CatalogEntry) -> None:
         """Requires a token budget, and torch or vLLM."""
         if entry.backend == "onnx":
-            raise ValueError(f"{self.noun} needs backend torch, vllm or auto")
+            raise ValueError(f"{self.noun} requires backend torch, vllm or auto")
         if entry.backend == "vllm" and entry.precision == "int4":
-            raise ValueError("precision int4 needs backend torch or auto")
+            raise ValueError("precision int4 requires backend torch or auto")
         if entry.backend == "vllm" and entry.generation.lookup_tokens:
-            raise ValueError("generation.lookup_tokens needs backend torch or auto")
+            raise ValueError("generation.lookup_tokens requires backend torch or auto")
         if entry.engine != "auto":
             self._check_engine(entry)
         if entry.batch.max_tokens is None:
-            raise ValueError(f"{self.noun} needs batch.max_tokens")
+            raise ValueError(f"{self.noun} requires batch.max_tokens")
         if entry.batch.max_tokens < entry.generation.context_tokens:
-            raise ValueError("batch.max_tokens holds at least generation.context_tokens")
+            raise ValueError("batch.max_tokens must be at least generation.context_tokens")
 
     def _check_engine(self, entry: CatalogEntry) -> None:
         if entry.backend != "auto":
-            raise ValueError(f"backend: engine {entry.engine} has none; leave it out")
+            raise ValueError(f"backend: is not supported by engine {entry.engine}; leave it out")
         if entry.precision != "auto":
             raise ValueError(
-                f"precision: engine {entry.engine} computes what is in the file; leave it out, and "
-                "choose a file of another quantization"
+                f"precision: is determined by the model file with engine {entry.engine}; leave it "
+                "out, and choose a file with another quantization"
             )
         if entry.generation.lookup_tokens:
-            raise ValueError(f"generation.lookup_tokens: engine {entry.engine} has none")
+            raise ValueError(
+                f"generation.lookup_tokens: is not supported by engine {entry.engine}; leave it out"
+            )
 
     def budget(self, entry: CatalogEntry) -> int:
         """Returns the number of tokens whose keys and values are kept at a time."""
         assert entry.batch.max_tokens is not None, (
-            "checked when the catalog was read; this is a bug"
+            "validated when the catalog was read; this is a bug"
         )
         return entry.batch.max_tokens
 
@@ -382,11 +384,11 @@ class GenerationTask(Task):
         """Accepts a prompt or messages."""
         prompt, messages = values.get("prompt"), values.get("messages")
         if bool(prompt) == bool(messages):
-            raise BadInput("give either prompt or messages", field="prompt")
+            raise BadInput("send either prompt or messages", field="prompt")
         limits, max_tokens = entry.generation, values.get("max_tokens")
         if max_tokens is not None and max_tokens > limits.longest_tokens:
             raise BadInput(
-                f"max_tokens: {entry.name} generates at most {limits.longest_tokens} tokens",
+                f"max_tokens: must be at most {limits.longest_tokens} for {entry.name}",
                 field="max_tokens",
             )
         seed, temperature = values.get("seed"), float(values.get("temperature", 1.0))
@@ -423,7 +425,7 @@ class GenerationTask(Task):
         """Describes the response by its number of tokens."""
         written = answer["usage"]["completion_tokens"]
         if not 1 <= written <= 8 or answer["choices"][0]["message"]["content"] is None:
-            raise ValueError(f"{written} tokens, not 1 to 8")
+            raise ValueError(f"{written} tokens, expected 1 to 8")
         return f"a text of {written} tokens"
 
 

@@ -209,14 +209,14 @@ async def test_file_may_begin_with_a_mark_and_blank_lines(api: ApiUnderTest) -> 
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
-        (PURPOSE + b"--b--\r\n", "file: a file is needed"),
+        (PURPOSE + b"--b--\r\n", "file: a file is required"),
         (FILE + LINE + b"\r\n--b--\r\n", "purpose"),
         (PURPOSE.replace(b"batch", b"fine-tune") + FILE + LINE + b"\r\n--b--\r\n", "purpose"),
         (PURPOSE + FILE + LINE, "ends before"),
         (PURPOSE + FILE + LINE + b"\r\n" + FILE + LINE + b"\r\n--b--\r\n", "exactly one"),
         (PURPOSE + PURPOSE + FILE + LINE + b"\r\n--b--\r\n", "repeated"),
         (PURPOSE + PURPOSE.replace(b"purpose", b"color") + FILE + LINE + b"\r\n--b--\r\n", "color"),
-        (PURPOSE.replace(b"batch", b"x" * 5000) + b"--b--\r\n", "longer than"),
+        (PURPOSE.replace(b"batch", b"x" * 5000) + b"--b--\r\n", "must have at most"),
         (b"no form", "can't be read|ends before"),
     ],
 )
@@ -261,7 +261,7 @@ async def test_tenant_has_a_bound_of_bytes_and_others_have_theirs(tenants: ApiUn
     alice, bob = tenants.openai(api_key=key_for("a")), tenants.openai(api_key=key_for("b"))
     data = LINE * (600 * 1024 // len(LINE))
     first = await uploaded(alice, data)
-    with pytest.raises(openai.BadRequestError, match="bytes are stored for you"):
+    with pytest.raises(openai.BadRequestError, match=r"you have \d+ bytes stored"):
         await uploaded(alice, data)
     assert len([one async for one in alice.files.list()]) == 1
     await uploaded(bob, data)
@@ -284,7 +284,7 @@ async def test_tenant_has_a_bound_of_files(
     client = api.openai()
     for _ in range(2):
         await uploaded(client)
-    with pytest.raises(openai.BadRequestError, match="2 is the maximum"):
+    with pytest.raises(openai.BadRequestError, match="the maximum is 2"):
         await uploaded(client)
 
 
@@ -292,7 +292,7 @@ async def test_file_above_its_bound_leaves_nothing(
     api: ApiUnderTest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(batch_files, "FILE_MAX_BYTES", 1_500_000)
-    with pytest.raises(openai.BadRequestError, match="larger than"):
+    with pytest.raises(openai.BadRequestError, match="must have at most 1500000 bytes"):
         await uploaded(api.openai(), LINE * (3_000_000 // len(LINE)))
     assert [path for path in (tmp_path / "objects").rglob("*") if path.is_file()] == []
 

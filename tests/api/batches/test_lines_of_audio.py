@@ -86,7 +86,7 @@ async def test_translations_and_words_of_errors(both: tuple[ApiUnderTest, Runnin
     done = await until(client, await created(client, given, endpoint=TRANSCRIPTIONS))
     error = (await bodies(client, done.error_file_id))["a"]["error"]
     assert error["param"] == "file"
-    assert error["message"] == "file: more than 60 seconds, the most that ears takes"
+    assert error["message"] == "file: exceeds the maximum of 60 seconds for ears"
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ async def test_translations_and_words_of_errors(both: tuple[ApiUnderTest, Runnin
     [
         (line("a"), "body.url", "one of url and file"),
         (line("a", url="file-1", file="file-1"), "body.url", "one of url and file"),
-        (line("a", url="file-1", stream=True), "body.stream", "a batch has no streams"),
+        (line("a", url="file-1", stream=True), "body.stream", "not supported in batches"),
         (line("a", url="file-1", mood="gay"), "body.mood", "unknown parameter"),
         (line("a", url="file-1", model="none"), "body.model", "none"),
         (line("a", url="file-1", include=["logprobs"]), "body.include", "not supported"),

@@ -103,7 +103,7 @@ async def test_lines_are_answered_and_their_jobs_are_of_the_batch(
     ]
     failed = await bodies(client, done.error_file_id)
     assert failed["f"]["error"]["message"] == "input.file: 127.0.0.1 answered 404; expected 200"
-    assert "more than the 4194304 bytes" in failed["g"]["error"]["message"]
+    assert "exceed the maximum of 4194304 bytes" in failed["g"]["error"]["message"]
     inputs = [item.input for item in api.worker.items]
     assert all(isinstance(one, CustomInput) and not one.is_streamed for one in inputs)
     assert len(inputs) == 6
@@ -131,8 +131,8 @@ async def test_values_above_a_message_are_stored(both: tuple[ApiUnderTest, Runni
         (line("a", text=3), "body.input.text", "valid string"),
         (line("a", text="a", word=1), "body.input.word", "unknown parameter"),
         (line("a"), "body.input.text", "Field required"),
-        (line("a", text="a", file="cat.png"), "body.input.file", "expected a data: URI"),
-        (line("a", TEXT_MODEL.name, text="a"), "body.version", "an endpoint of its own"),
+        (line("a", text="a", file="cat.png"), "body.input.file", "must be a data: URI"),
+        (line("a", TEXT_MODEL.name, text="a"), "body.version", "a separate endpoint"),
         (line("a", "gpt-9", text="a"), "body.version", "gpt-9"),
     ],
 )

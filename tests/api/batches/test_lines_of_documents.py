@@ -76,7 +76,7 @@ async def test_lines_are_answered_as_the_route_answers(
 @pytest.mark.parametrize(
     ("wrong", "param", "reason"),
     [
-        (line("a", {"document_url": "a.pdf"}), "body.document", "expected a data: URI"),
+        (line("a", {"document_url": "a.pdf"}), "body.document", "must be a data: URI"),
         (line("a", {"document_url": TEXT_URI}, pages="x"), "body.pages", "as 0-3,5"),
         (line("a", {"document_url": TEXT_URI}, extract_header=True), "body.extract_header", "eyes"),
     ],

@@ -157,7 +157,7 @@ async def test_tenant_has_a_bound_of_open_batches(
         alice, bob = api.openai(api_key=key_for("a")), api.openai(api_key=key_for("b"))
         for _ in range(2):
             await created(alice, jsonl([line("1")]))
-        with pytest.raises(openai.RateLimitError, match="2 of your batches"):
+        with pytest.raises(openai.RateLimitError, match="you have 2 open batches"):
             await created(alice, jsonl([line("1")]))
         await created(bob, jsonl([line("1")]))
 

@@ -176,7 +176,7 @@ async def test_counter_above_its_rows_is_lowered_only_if_asked(books: Books) -> 
     await books.until_rests()
     before = await books.counter("t:globex", "used")
     said = await books.restore()
-    assert "above its rows, kept" in said, "no row has arrived yet"
+    assert "exceeds its rows, unchanged" in said, "no row has arrived yet"
     assert await books.counter("t:globex", "used") == before
     await books.restore("--lower")
     assert await books.counter("t:globex", "used") == [b"0"]
@@ -208,8 +208,8 @@ async def test_wrong_settings_are_named(
 ) -> None:
     monkeypatch.setenv("PENSTOCK_KEYS_URL", "")
     assert await asyncio.to_thread(penstock, "budgets", "restore") == 1
-    assert "PENSTOCK_KEYS_URL is not set, so no tenant has a budget" in capsys.readouterr().err
+    assert "PENSTOCK_KEYS_URL is not set, so tenants do not have budgets" in capsys.readouterr().err
     monkeypatch.setenv("PENSTOCK_KEYS_URL", books.world.settings.keys_url)
     monkeypatch.setenv("PENSTOCK_DATASET", "other")
     assert await asyncio.to_thread(penstock, "budgets", "restore") == 1
-    assert "the rows can't be read now" in capsys.readouterr().err
+    assert "the rows can't be read right now" in capsys.readouterr().err

@@ -99,4 +99,4 @@ async def test_unknown_reports_and_those_of_others_are_not_there(world: World) -
     for name in ("weather", "margin"):
         response = await world.get(f"/v1/reports/{name}")
         assert response.status_code == 404
-        assert response.json()["error"]["message"] == f"no report {name!r}"
+        assert response.json()["error"]["message"] == f"report {name!r} does not exist"

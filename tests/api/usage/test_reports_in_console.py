@@ -74,7 +74,7 @@ async def test_a_wrong_question_is_told(world: World, page: Page) -> None:
     await page.get_by_label("From").fill("2031-01-01")
     async with page.expect_console_message():
         await page.get_by_role("button", name="Show").click()
-    await expect(page.get_by_role("alert")).to_contain_text("is not before the end")
+    await expect(page.get_by_role("alert")).to_contain_text("must be before the end")
 
 
 async def test_totals_and_plots_of_an_administrator_are_of_the_same_tenant(

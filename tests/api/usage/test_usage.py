@@ -235,5 +235,5 @@ async def test_question_that_reads_too_much_is_refused(
         answer = await world.get("/v1/usage")
         assert answer.status_code == 503
         assert answer.json()["error"]["message"] == (
-            "the question reads too many bytes; ask for a shorter range"
+            "the query reads too many bytes; use a shorter range"
         )

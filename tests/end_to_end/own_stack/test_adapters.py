@@ -110,5 +110,7 @@ def test_an_image_is_drawn_after_another(client: openai.OpenAI) -> None:
     # Another scale is another key, and nothing of an image is nothing.
     unscaled = after(light, 0)
     assert (unscaled.png, unscaled.cache) == (alone.png, "miss")
-    with pytest.raises(openai.BadRequestError, match="has no IP-Adapter 'other'; it has random"):
+    with pytest.raises(
+        openai.BadRequestError, match="does not have the IP-Adapter 'other'; it has random"
+    ):
         drawn(client, ip_adapter="other", ip_adapter_image="data:image/png;base64,AAAA")

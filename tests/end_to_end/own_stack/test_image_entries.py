@@ -108,7 +108,7 @@ def test_an_image_is_redrawn(client: openai.OpenAI) -> None:
 
 
 def test_fields_that_the_family_lacks_are_refused_by_name(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="clip_skip: chroma does not accept it"):
+    with pytest.raises(openai.BadRequestError, match="clip_skip: is not supported by chroma"):
         client.images.generate(model="chroma", prompt="a", extra_body={"clip_skip": 1})
     with pytest.raises(openai.BadRequestError, match="scheduler: chroma accepts only default"):
         client.images.generate(model="chroma", prompt="a", extra_body={"scheduler": "ddim"})

@@ -92,14 +92,20 @@ def test_query_that_would_read_too_much_is_refused(printed: Told) -> None:
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (("usage", "--from", "2026-13-01"), "from: '2026-13-01' is not a day"),
-        (("usage", "--from", "2026-11-01", "--to", "2026-10-01"), "is not before the end"),
-        (("usage", "--tz", "Europe/Bonn"), "tz: 'Europe/Bonn' is not a time zone"),
-        (("usage", "--tz", "../../etc/passwd"), "is not a time zone"),
-        (("margin", "--tenant", "acme"), "tenant: the report margin is not by tenant"),
+        (
+            ("usage", "--from", "2026-13-01"),
+            "from: must be a date such as 2026-10-01, or a time, got '2026-13-01'",
+        ),
+        (("usage", "--from", "2026-11-01", "--to", "2026-10-01"), "must be before the end"),
+        (
+            ("usage", "--tz", "Europe/Bonn"),
+            "tz: must be a time zone such as Europe/Berlin, got 'Europe/Bonn'",
+        ),
+        (("usage", "--tz", "../../etc/passwd"), "must be a time zone"),
+        (("margin", "--tenant", "acme"), "tenant: the report margin does not support this filter"),
         (("usage", "--format", "xls"), "format: 'xls' must be one of"),
-        (("slo", "--set", "weather=1"), "the report slo has no parameter 'weather'"),
-        (("budgets", "--set", "budgets_usd=1"), "has no parameter 'budgets_usd'"),
+        (("slo", "--set", "weather=1"), "the report slo does not have the parameter 'weather'"),
+        (("budgets", "--set", "budgets_usd=1"), "does not have the parameter 'budgets_usd'"),
         (("usage", "--set", "x"), "set must be NAME=NUMBER, got 'x'"),
         (("all", "--format", "csv"), "format: csv needs a single report"),
         (("usage", "--tenant", "x" * 300), "tenant: 1 to 1000 names"),
@@ -158,4 +164,4 @@ def test_invoices_are_a_file_for_each_tenant_with_the_same_number_again(
 def test_wrong_month_is_refused(printed: Told, month: str) -> None:
     answer = printed("invoice", "--month", month)
     assert (answer.exit_code, answer.stdout) == (1, "")
-    assert "is not a month such as 2026-10" in answer.stderr
+    assert "must be a month such as 2026-10" in answer.stderr

@@ -59,7 +59,7 @@ def test_head_that_is_not_whole_is_refused(head: str) -> None:
 
 
 def test_unknown_report_is_named() -> None:
-    with pytest.raises(BadInput, match="no report 'weather'; there are: batches"):
+    with pytest.raises(BadInput, match="report 'weather' does not exist; use one of batches"):
         find_report("weather")
 
 

@@ -106,7 +106,7 @@ def test_bad_answer_of_the_candidate_is_told(apis: GoogleApis, catalog: Catalog)
     rolling.hold()
     apis.regions[WEST].deploy("api-2")
     apis.dimensions = 4
-    with pytest.raises(Unavailable, match="no unit vector"):
+    with pytest.raises(Unavailable, match="not a unit vector"):
         rolling.try_candidate()
 
 
@@ -223,5 +223,5 @@ def test_first_release_is_asked_too(apis: GoogleApis, catalog: Catalog) -> None:
     rolling.roll()
     assert len(apis.asked) == len(apis.regions)
     apis.dimensions = 4
-    with pytest.raises(Unavailable, match="no unit vector"):
+    with pytest.raises(Unavailable, match="not a unit vector"):
         rolling.roll()

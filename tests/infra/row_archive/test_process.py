@@ -47,8 +47,8 @@ def ended(*arguments: str, **settings: str) -> tuple[int, str]:
     ("url", "said"),
     [
         ("", "PENSTOCK_ROWS_URL must be set"),
-        ("ftp://x", "PENSTOCK_ROWS_URL: 'ftp://x' is not one of file://DIR"),
-        ("memory://", "PENSTOCK_ROWS_URL: memory:// is gone with its process"),
+        ("ftp://x", "PENSTOCK_ROWS_URL: must be file://DIR"),
+        ("memory://", "PENSTOCK_ROWS_URL: must not be memory://"),
     ],
 )
 def test_url_that_is_no_store_is_refused(url: str, said: str) -> None:

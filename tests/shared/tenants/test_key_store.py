@@ -161,13 +161,13 @@ async def test_ended_keys_are_forgotten_in_the_end(admin: Administration, clock:
 async def test_plans_and_tenants_are_set(
     store: KeyStore, admin: Administration, clock: Clock
 ) -> None:
-    with pytest.raises(BadInput, match="there is no plan 'team'"):
+    with pytest.raises(BadInput, match="plan 'team' does not exist"):
         await admin.set_tenant("acme", "team")
     await admin.set_plan("team", Plan(weight=4.0))
     await admin.set_tenant("acme", "team")
     key = (await admin.create_key(KEY)).key
     assert Directory(await admin.read()).find(key, 0).caller.plan.weight == 4.0
-    with pytest.raises(InUse, match=r"1 tenant has it \(acme\)"):
+    with pytest.raises(InUse, match=r"1 tenant uses it \(acme\)"):
         await admin.set_plan("team", None)
     await admin.set_plan("default", Plan(weight=2.0))
     await admin.set_tenant("acme", None)
@@ -191,7 +191,7 @@ async def test_plans_and_tenants_are_set(
         (KEY._replace(tenant=""), "a tenant's name"),
         (KEY._replace(tenant="a\nb"), "a tenant's name"),
         (KEY._replace(name=""), "length >= 1"),
-        (KEY._replace(expires_in_s=0), "is not in the future"),
+        (KEY._replace(expires_in_s=0), "must be in the future"),
     ],
 )
 async def test_wrong_request_changes_nothing(
@@ -235,7 +235,7 @@ async def test_file_that_others_manage_is_not_changed(tmp_path: Path) -> None:
     file.write_bytes(encode_document(Document(tenants={}, keys=(stored("a", "acme"),))))
     admin = Administration(KeyFile(file), actor="key x", address="127.0.0.1")
     for asked in (admin.create_key(KEY), admin.set_tenant("acme", None)):
-        with pytest.raises(KeysReadOnly, match="read only"):
+        with pytest.raises(KeysReadOnly, match="read-only"):
             await asked
     assert sorted(os.listdir(tmp_path)) == ["keys.json"]
 
@@ -249,7 +249,7 @@ async def test_nothing_is_changed_in_a_lost_redis(redis_url: str) -> None:
             client.flushall()
         with pytest.raises(NoDirectory):
             await admin.create_key(KEY)
-        with pytest.raises(BadInput, match="there is no plan"):
+        with pytest.raises(BadInput, match="plan 'gone' does not exist"):
             await admin.start_directory(Document(tenants={"a": StoredTenant("gone")}))
 
 

@@ -82,9 +82,12 @@ def test_command_without_a_function_says_why(words: list[str], reason: str) -> N
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
-        ({"from": "2020-01-01", "to": "2020-12-31"}, "from: 366 days are more than 31"),
+        (
+            {"from": "2020-01-01", "to": "2020-12-31"},
+            "from: a range must have at most 31 days, got 366",
+        ),
         ({"to": "9998-01-01"}, "to: 9998-01-01 is not over yet"),
-        ({"since": "2026-10-01"}, "since: there is no such field"),
+        ({"since": "2026-10-01"}, "since: is not a field"),
         ({"only": "invoices"}, "only: is anomalies"),
         ({"only": "anomalies", "from": "2026-10-01"}, "only: is anomalies"),
         ([], "the body is not a JSON object"),

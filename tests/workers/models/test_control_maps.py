@@ -128,9 +128,12 @@ def test_preparer_refuses_by_name(control: ControlInput, field: str, reason: str
         ({"controls": {"edges": {}}}, "source"),
         ({"controls": {"an edge": {"source": "local:a"}}}, "pattern"),
         ({"controls": {"edges": {"source": "local:a", "preprocessor": "hed"}}}, "'none', 'canny'"),
-        ({"controls": {"edges": {"source": "local:a", "canny_low": 300}}}, "above canny_high"),
+        (
+            {"controls": {"edges": {"source": "local:a", "canny_low": 300}}},
+            "must not exceed canny_high",
+        ),
         ({"controls": {"edges": {"source": "local:a", "scale": 3}}}, "less than or equal to 2"),
-        ({"controls": {"edges": {"source": "local:a", "revision": 1.1}}}, "needs quotes"),
+        ({"controls": {"edges": {"source": "local:a", "revision": 1.1}}}, "must be quoted"),
     ],
     ids=lambda value: str(value)[:50],
 )

@@ -106,7 +106,7 @@ def entry_of(**fields: Any) -> dict[str, Any]:
         (entry_of(image_encoder_folder="/a"), "pattern"),
         (entry_of(digest="sha256:1"), "pattern"),
         (entry_of(scale=3), "less than or equal to 2"),
-        (entry_of(revision=1.1), "needs quotes"),
+        (entry_of(revision=1.1), "must be quoted"),
         ({"ip_adapters": {"style": {"source": "local:a"}}}, "weight_name"),
         (entry_of() | {"compile": "always"}, "compile must be auto or never with ip_adapters"),
     ],

@@ -360,7 +360,12 @@ def entry_with(folder: Path, **batch: Any) -> Model:
 
 @pytest.mark.parametrize(
     ("key", "reason"),
-    [("language", "'language' is no input whose values can be compared; use one of text, times")],
+    [
+        (
+            "language",
+            "'language' is not an input whose values can be compared; use one of text, times",
+        )
+    ],
 )
 def test_a_key_that_does_not_exist_is_refused(tmp_path: Path, key: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
@@ -378,9 +383,9 @@ def test_a_key_needs_a_class_with_batches_and_a_task_with_inputs(tmp_path: Path)
     folder = write_class(
         tmp_path, "class Predictor(BasePredictor):\n    def predict(self, a: int) -> int: ..."
     )
-    with pytest.raises(ValueError, match="the class has no predict_batch"):
+    with pytest.raises(ValueError, match="requires a class with predict_batch"):
         entry_of(folder, batch={"key": "a", "max_items": 1})
-    with pytest.raises(ValueError, match="an embedding model has none; leave it out"):
+    with pytest.raises(ValueError, match="an embedding model does not support it; leave it out"):
         Model.model_validate(
             {
                 "name": "letters",

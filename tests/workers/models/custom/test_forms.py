@@ -473,7 +473,7 @@ def test_much_output_is_cut_at_its_begin(tmp_path: Path, start_class: StartClass
     logs = end.logs[0]
     assert logs.end == 40_000 * 100 + len("the end\n")
     assert len(logs.text) == 32 * 1024
-    assert logs.after(0).startswith(f"… {logs.left_out} characters are left out …\n")
+    assert logs.after(0).startswith(f"… {logs.left_out} characters are omitted …\n")
     assert logs.text.endswith("the end\n")
     assert logs.after(logs.end - 4) == "end\n"
 

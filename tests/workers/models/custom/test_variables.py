@@ -172,7 +172,9 @@ def test_other_models_have_none(tmp_path: Path) -> None:
         **{"batch": {"max_tokens": 8}, "environment": {"A": "b"}},
     }
     (tmp_path / "models.yaml").write_text(yaml.safe_dump({"models": [entry]}))
-    with pytest.raises(ConfigurationError, match="environment: an embedding model has none"):
+    with pytest.raises(
+        ConfigurationError, match="environment: an embedding model does not support it"
+    ):
         read_catalog(tmp_path / "models.yaml")
 
 
@@ -217,7 +219,9 @@ def test_the_operator_may_pass_proxies_and_certificates(
     expected = {"HTTPS_PROXY": "of HTTPS_PROXY", "SSL_CERT_FILE": "of SSL_CERT_FILE", "OTHER": None}
     assert run_once(entry_of(folder), folder, names=names) == expected
     monkeypatch.setenv("PENSTOCK_CLASS_VARIABLES", "PENSTOCK_REDIS_URL")
-    with pytest.raises(ConfigurationError, match=r"PENSTOCK_CLASS_VARIABLES: .*classes do not get"):
+    with pytest.raises(
+        ConfigurationError, match=r"PENSTOCK_CLASS_VARIABLES: .*classes do not receive"
+    ):
         read_settings(ClassSettings)
 
 

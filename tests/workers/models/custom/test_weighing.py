@@ -210,7 +210,7 @@ def test_a_worker_compares_whether_the_class_weighs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({}, "say the most that an input may weigh"),
+        ({}, "set it to the maximum weight of an input"),
         ({"work": {"max": 0}}, "greater than or equal to 1"),
         ({"work": {"max": 10**30}}, "less than or equal to 1000000000"),
         ({"work": {"max": -5}}, "greater than or equal to 1"),
@@ -229,7 +229,7 @@ def test_an_entry_without_sane_bounds_is_refused(
 def test_bounds_of_work_need_a_class_that_weighs(tmp_path: Path) -> None:
     folder = write_class(tmp_path, ONE.replace(WORK, ""))
     for fields in ({"work": {"max": 9}}, {"batch": {"max_items": 1, "max_work": 9}}):
-        with pytest.raises(ValueError, match="the class has no work"):
+        with pytest.raises(ValueError, match="require a class with work"):
             entry_of(folder, **fields)
     letters = {"name": "letters", "task": "embedding", "source": "local:x", "dimensions": 1}
     for field, given in (
@@ -237,7 +237,7 @@ def test_bounds_of_work_need_a_class_that_weighs(tmp_path: Path) -> None:
         ("price.per_work_usd", {"price": {"per_work_usd": 1}}),
     ):
         entry = {**letters, "batch": {"max_tokens": 9}, **given}
-        with pytest.raises(ValueError, match=f"{field}: an embedding model has none"):
+        with pytest.raises(ValueError, match=f"{field}: an embedding model does not support it"):
             Model.model_validate(entry)
 
 

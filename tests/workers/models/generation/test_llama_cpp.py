@@ -361,8 +361,8 @@ def test_what_it_cannot_do_is_refused_by_name(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"backend": "torch"}, "backend: engine llama.cpp has none"),
-        ({"precision": "int4"}, "precision: engine llama.cpp computes what is in the file"),
+        ({"backend": "torch"}, "backend: is not supported by engine llama.cpp"),
+        ({"precision": "int4"}, "precision: is determined by the model file with engine llama.cpp"),
     ],
 )
 def test_entries_say_what_an_engine_decides_itself(changes: dict[str, Any], reason: str) -> None:

@@ -254,8 +254,8 @@ def test_a_missing_vllm_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"precision": "int4"}, "int4 needs backend torch"),
-        ({"generation": LOOKUP}, "lookup_tokens needs backend torch"),
+        ({"precision": "int4"}, "int4 requires backend torch"),
+        ({"generation": LOOKUP}, "lookup_tokens requires backend torch"),
     ],
 )
 def test_what_vllm_has_not_is_refused_with_the_catalog(
