@@ -11,8 +11,8 @@ import pytest
 from shared.broker.transport import ReceivedMessage, SmoothedDuration, Subscription
 from shared.messages import Job
 from shared.models.service_rate import MAX_AHEAD_S
+from workers.scheduling.flow_control import FlowControl
 from workers.scheduling.job import PulledJob, QueuedItem
-from workers.worker import FlowControl
 
 HELD, BATCH, BATCH_S = 128, 64, 0.05
 RATE = BATCH / BATCH_S

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.worker import (
+from workers.scheduling.model_scheduler import (
     MIN_WAIT_S,
     SWITCH_SHARE,
     URGENT_SHARE,

@@ -1,0 +1,69 @@
+"""Limits the number of jobs that a worker holds.
+
+The model should never wait for the broker. With a broker nearby, two batches per process are
+enough: one that runs and one that waits. The permit of a finished job is used again only after its
+reply and its ack have traveled to the broker, and the next job has come back. So the worker also
+holds the jobs that its model computes in that time: its rate times the round trip, the
+bandwidth-delay product of a network path. The number is bounded: if a worker dies, its jobs wait
+until their leases end, and are computed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shared.broker.transport import (
+    SmoothedDuration,
+    Subscription,
+)
+from shared.models.service_rate import HeldAhead
+from workers import metrics
+from workers.scheduling.job import QueuedItem
+
+
+class FlowControl:
+    """The number of jobs that one subscription holds.
+
+    Args:
+        held: the number near the broker: two batches for each process.
+        completion: from the end of a job's last item to its ack.
+        ack_linger_s: how long acks wait to be sent together.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        priority: str,
+        subscription: Subscription,
+        held: int,
+        processes: int,
+        completion: SmoothedDuration,
+        ack_linger_s: float,
+    ) -> None:
+        self._round_trips = metrics.ROUND_TRIP.labels(model)
+        self._held_max = metrics.HELD_MAX.labels(model, priority)
+        self._subscription = subscription
+        self._held = held
+        self._processes = processes
+        self._completion = completion
+        self._ack_linger_s = ack_linger_s
+        self._ahead = HeldAhead()
+
+    def batch_ended(self, batch: Sequence[QueuedItem], took_s: float, now_s: float) -> None:
+        """Measures the rate, and sets the number of jobs to hold.
+
+        Args:
+            now_s: monotonic seconds.
+        """
+        jobs = sum(
+            1 / len(pulled.items)
+            for queued in batch
+            for pulled, _ in queued.waiters
+            if pulled.subscription is self._subscription
+        )
+        rate = self._processes * jobs / max(took_s, 1e-3)
+        gap_s = self._completion.most_s + self._ack_linger_s + self._subscription.round_trip.most_s
+        held = self._held + self._ahead.batch_ended(rate, took_s, gap_s, now_s)
+        self._subscription.hold(held)
+        self._held_max.set(held)
+        self._round_trips.set(self._subscription.round_trip.mean_s)

@@ -1,0 +1,138 @@
+"""Chooses the model that a process computes next, when several models share it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+SWITCH_SHARE = 0.06
+"""Maximum share of the processes' time for switches.
+
+Leaves room below a tenth for their other costs, such as cold caches.
+"""
+URGENT_SHARE = 0.5
+MIN_WAIT_S = 2.0
+"""A floor for models that load quickly.
+
+Several batches of one model in a row are fuller than alternating ones.
+"""
+LOAD_GUESS_S = 1.0
+"""The estimate for a model that was not loaded yet."""
+BATCH_FADE = 0.8
+"""Each batch reduces the remembered duration of a longer one to this share."""
+
+
+class QueueState(Protocol):
+    """The properties of one model's queue that the scheduler needs."""
+
+    @property
+    def waiting(self) -> int:
+        """The number of items that wait."""
+
+    @property
+    def oldest_s(self) -> float:
+        """When the oldest of them was queued, in unix seconds. Read only if items wait."""
+
+    def earliest_deadline_s(self, after_s: float) -> float:
+        """The earliest deadline from `after_s` on, in unix seconds. Infinite if there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """Nothing to run before `until_s` (unix seconds, None: no limit), unless an item is queued."""
+
+    until_s: float | None
+
+
+class ModelScheduler:
+    """Schedules `models` queues on `processes` model processes.
+
+    Pure: no clock, no I/O. Times are unix seconds of one clock.
+
+    Loading a model takes time, so a process stays with the models that it holds (the resident
+    ones). It switches to another in three cases. `switch_wait_s` is the sum of all load times,
+    divided by SWITCH_SHARE and the number of processes, so switches of the first case take at most
+    that share of the time:
+
+    1. Due: the model's oldest job has waited for `switch_wait_s`, and the model was not served for
+       as long.
+    2. Urgent: a job's deadline would pass otherwise, and can still be met. This makes a model due
+       early, at most once per wait at URGENT_SHARE. Otherwise urgent callers could make a worker do
+       nothing but switch.
+    3. Worth it: no resident model has jobs, and the waiting time of the other jobs since then,
+       added up, has reached the load time. From then on, waiting costs more than the switch.
+
+    The bound: due models run first, in the order in which they became due, resident or not. A model
+    that was served is due again only after a wait, so it is behind all that are due now. So once a
+    model is due, every other model runs at most one batch before it. With n models, the first batch
+    with a model's oldest job starts, counted from when that job was queued, after at most
+    `switch_wait_s`, the batch that runs then, n - 1 loads and batches of other models, and its own
+    load.
+    """
+
+    def __init__(self, models: int, processes: int) -> None:
+        self._processes = processes
+        self._served_s = [float("-inf")] * models
+        self._load_s = [LOAD_GUESS_S] * models
+        self._batch_s = 0.0
+
+    @property
+    def switch_wait_s(self) -> float:
+        """The maximum time that a job waits until its model is due, in seconds."""
+        return max(MIN_WAIT_S, self._wait_s(SWITCH_SHARE))
+
+    def choose(
+        self,
+        resident: Collection[int],
+        free_since_s: float,
+        queues: Sequence[QueueState],
+        now_s: float,
+    ) -> int | Idle:
+        """The model that a free process runs now, or how long the process stays idle.
+
+        Args:
+            free_since_s: when the process ended its last batch.
+        """
+        waiting = [model for model, queue in enumerate(queues) if queue.waiting]
+        if len(waiting) == 1 and waiting[0] in resident:
+            return waiting[0]
+        due_s = {model: self._due_s(model, queues[model], now_s) for model in waiting}
+        first = min(waiting, key=due_s.__getitem__, default=None)
+        if first is None:
+            return Idle(None)
+        if due_s[first] <= now_s:
+            return first
+        if here := [model for model in waiting if model in resident]:
+            return min(here, key=self._served_s.__getitem__)
+        worth_s = {model: self._worth_s(model, queues[model], free_since_s) for model in waiting}
+        best = min(waiting, key=worth_s.__getitem__)
+        return best if worth_s[best] <= now_s else Idle(min(worth_s[best], due_s[first]))
+
+    def _due_s(self, model: int, queue: QueueState, now_s: float) -> float:
+        usual_s = max(queue.oldest_s, self._served_s[model]) + self.switch_wait_s
+        deadline_s = queue.earliest_deadline_s(now_s + self._load_s[model])
+        # Time for the batch that runs then, and for the job's own.
+        urgent_s = deadline_s - self._load_s[model] - 2 * self._batch_s
+        allowed_s = self._served_s[model] + max(MIN_WAIT_S, self._wait_s(URGENT_SHARE))
+        return min(usual_s, max(urgent_s, allowed_s))
+
+    def _worth_s(self, model: int, queue: QueueState, free_since_s: float) -> float:
+        """When it is worth loading the model in an idle process."""
+        return max(queue.oldest_s, free_since_s) + self._load_s[model] / queue.waiting
+
+    def _wait_s(self, share: float) -> float:
+        """The wait between batches of a model at which all loads take `share` of the time."""
+        return sum(self._load_s) / (share * self._processes)
+
+    def batch_started(self, model: int, now_s: float) -> None:
+        """Records that a process takes a batch of `model`."""
+        self._served_s[model] = now_s
+
+    def batch_finished(self, batch_s: float) -> None:
+        self._batch_s = max(batch_s, BATCH_FADE * self._batch_s)
+
+    def update_load_times(self, load_s: Mapping[int, float]) -> None:
+        """Sets how long the last load of each of these models took."""
+        for model, seconds in load_s.items():
+            self._load_s[model] = seconds
