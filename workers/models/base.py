@@ -18,6 +18,9 @@ from shared.models.tasks.custom import CustomResult
 from shared.models.tasks.embedding import TextTokens
 from shared.models.tasks.text import RESPONSE_FORMAT, TokenChunk, TokenCount, TokenLogprob
 
+GPU_LOST_STATUS = 87
+"""Exit status of a model process that lost its GPU."""
+
 
 class Prepared(msgspec.Struct, kw_only=True):
     """An item that a model can run.
@@ -323,10 +326,6 @@ class Previewer(Protocol):
 
 class OutOfMemory(ModelFailed):
     """The device has too little memory for this batch."""
-
-
-GPU_LOST_STATUS = 87
-"""Exit status of a model process that lost its GPU."""
 
 
 class GpuLost(BaseException):

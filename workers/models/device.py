@@ -23,6 +23,13 @@ from workers.models.base import GpuLost, OutOfMemory
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
+_WINDOW_S = 0.3
+"""Computing that is judged together."""
+_FREE = 0.75
+"""The least part of its time that a thread has a core, unless there are too many."""
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 4.0, 64.0
+"""Until there may be more threads. It doubles when these are too many again."""
+
 
 @dataclass(frozen=True)
 class Device:
@@ -79,14 +86,6 @@ def memory_errors() -> Iterator[None]:
         if "can't allocate memory" in str(error):
             raise OutOfMemory(str(error)) from error
         raise
-
-
-_WINDOW_S = 0.3
-"""Computing that is judged together."""
-_FREE = 0.75
-"""The least part of its time that a thread has a core, unless there are too many."""
-_FIRST_PAUSE_S, _MAX_PAUSE_S = 4.0, 64.0
-"""Until there may be more threads. It doubles when these are too many again."""
 
 
 def idle_s() -> float:

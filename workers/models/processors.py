@@ -16,6 +16,16 @@ _BEYOND_AVX2 = ("avx512", "amx", "avx_vnni")
 """Prefixes of the flags that oneDNN ignores if ONEDNN_MAX_CPU_ISA limits it to AVX2 or less."""
 SPEED_FLAGS = BF16_FLAGS | VNNI_FLAGS | {"avx2", "avx512f", "amx_int8", "asimddp", "i8mm"}
 
+_NAMES: tuple[tuple[str, GpuTypeName], ...] = (
+    (r"\bL4\b", "l4"),
+    (r"\bT4\b", "t4"),
+    (r"\bA100\b.*\b80GB\b", "a100-80gb"),
+    (r"\bA100\b", "a100"),
+    (r"\bH100\b", "h100"),
+    (r"\bRTX PRO 6000\b", "rtx-pro-6000"),
+)
+"""As `torch.cuda.get_device_name` has them, such as `NVIDIA A100-SXM4-40GB`."""
+
 
 def this_cpu() -> tuple[str, tuple[str, ...]]:
     """The name of the CPU, and its flags among SPEED_FLAGS."""
@@ -45,17 +55,6 @@ def read_facts(path: Path) -> dict[str, str]:
         key, _, value = line.partition(":")
         facts.setdefault(key.strip(), value.strip())
     return facts
-
-
-_NAMES: tuple[tuple[str, GpuTypeName], ...] = (
-    (r"\bL4\b", "l4"),
-    (r"\bT4\b", "t4"),
-    (r"\bA100\b.*\b80GB\b", "a100-80gb"),
-    (r"\bA100\b", "a100"),
-    (r"\bH100\b", "h100"),
-    (r"\bRTX PRO 6000\b", "rtx-pro-6000"),
-)
-"""As `torch.cuda.get_device_name` has them, such as `NVIDIA A100-SXM4-40GB`."""
 
 
 def gpu_type_of(device: str) -> GpuTypeName | None:

@@ -26,6 +26,13 @@ from shared.stores.objects import GoogleCredentials
 from workers.models.base import OpenGguf
 from workers.models.generation.gguf import converted
 
+_GGUF = ".gguf"
+DOWNLOAD_LIMIT = timedelta(hours=1)
+"""The limit for one file, from request to last byte.
+
+The client's default of 30 s is too short for weights.
+"""
+
 log = logging.getLogger(__name__)
 
 
@@ -74,12 +81,6 @@ def _size(path: Path) -> int | None:
 
 
 OpenBucket = Callable[[str], ObjectStore]
-_GGUF = ".gguf"
-DOWNLOAD_LIMIT = timedelta(hours=1)
-"""The limit for one file, from request to last byte.
-
-The client's default of 30 s is too short for weights.
-"""
 
 
 def open_gcs_bucket(name: str, prefix: str = "") -> ObjectStore:

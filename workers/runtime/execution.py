@@ -68,6 +68,11 @@ WATCH_VALID_S = 2.0
 MAX_PREVIEWED = 8
 """Slots of a batch that are previewed at a time."""
 
+CHUNKS_EVERY_S = 0.05
+"""At most 20 events a second reach the readers of an item."""
+SPARE_EVERY_S = 0.5
+"""The autoscaler looks every ten seconds."""
+
 log = logging.getLogger(__name__)
 
 
@@ -317,12 +322,6 @@ class StepPreviews:
             log.warning("no preview could be drawn", exc_info=True)
             self._preview_from_s = float("inf")
             return None
-
-
-CHUNKS_EVERY_S = 0.05
-"""At most 20 events a second reach the readers of an item."""
-SPARE_EVERY_S = 0.5
-"""The autoscaler looks every ten seconds."""
 
 
 class StepExecution:

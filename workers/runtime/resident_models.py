@@ -28,10 +28,13 @@ from shared.errors import ConfigurationError
 from workers.models.base import LoadedModel
 from workers.models.reports import ResidencyReport
 
-log = logging.getLogger(__name__)
-
 _DEPTH = 6
 """The depth of the search for networks: model, encoder or pipeline, list or dict, network."""
+
+_PAGE_BYTES = resource.getpagesize()
+_SUFFIXES = (".safetensors", ".bin", ".pt", ".onnx")
+
+log = logging.getLogger(__name__)
 
 
 class Offloaded:
@@ -144,10 +147,6 @@ def _finish_copies() -> None:
     torch = sys.modules["torch"]
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
-
-
-_PAGE_BYTES = resource.getpagesize()
-_SUFFIXES = (".safetensors", ".bin", ".pt", ".onnx")
 
 
 def resident_bytes() -> int:

@@ -38,6 +38,15 @@ from workers.runtime.output import ChildOutput
 
 PACKET_MAX_BYTES = 4096
 
+EXIT_LIMIT_S = 5.0
+
+TEMPLATE_NAME = "penstock-forks"
+MODEL_PROCESS_NAME = "penstock-model"
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
+_SIGKILL = 9
+
+log = logging.getLogger(__name__)
+
 
 class ForkRequest(msgspec.Struct, tag="fork"):
     """Fork a model process for `device`. `number` counts the forks of this template."""
@@ -103,11 +112,6 @@ def receive_message(control: socket.socket) -> tuple[TemplateMessage | None, lis
     """
     body, descriptors, _, _ = socket.recv_fds(control, PACKET_MAX_BYTES, 1)
     return (_message_decoder.decode(body) if body else None), descriptors
-
-
-EXIT_LIMIT_S = 5.0
-
-log = logging.getLogger(__name__)
 
 
 def can_fork() -> bool:
@@ -348,12 +352,6 @@ class _Output(asyncio.StreamReaderProtocol):
     def __init__(self) -> None:
         self.reader = asyncio.StreamReader()
         super().__init__(self.reader)
-
-
-TEMPLATE_NAME = "penstock-forks"
-MODEL_PROCESS_NAME = "penstock-model"
-_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
-_SIGKILL = 9
 
 
 class ForkedChild(NamedTuple):

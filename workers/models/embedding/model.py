@@ -19,6 +19,14 @@ from workers.models.base import OnStep, PreparedItem, PreparedText
 
 UNBOUNDED = 2**62
 
+USUAL_CALL_TOKENS = {"cpu": 20, "gpu": 4096}
+"""The default for the fixed cost of one call, in tokens.
+
+On one core MiniLM needs as long to read its weights as to compute 20 tokens. On a GPU launches
+dominate up to thousands of tokens.
+"""
+_WARMUP_LENGTHS = (8, 64)
+
 
 def cut_by_length(
     lengths: Sequence[int], call_cost: int, budget: int = UNBOUNDED
@@ -49,15 +57,6 @@ def cut_by_length(
         groups.append(order[start[end] : end].tolist())
         end = start[end]
     return groups[::-1]
-
-
-USUAL_CALL_TOKENS = {"cpu": 20, "gpu": 4096}
-"""The default for the fixed cost of one call, in tokens.
-
-On one core MiniLM needs as long to read its weights as to compute 20 tokens. On a GPU launches
-dominate up to thousands of tokens.
-"""
-_WARMUP_LENGTHS = (8, 64)
 
 
 class Encoder(Protocol):

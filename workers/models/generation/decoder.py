@@ -44,6 +44,25 @@ _ATTENTION_PARTS = ("q_proj", "k_proj", "v_proj")
 _MLP_PARTS = ("gate_proj", "up_proj")
 _JOINT = "joint"
 
+GROUP = 32
+_BLOCK_ROWS = 16
+"""torch's kernel takes a multiple of these."""
+_STEPS = 15
+_MIDDLE = 8
+"""The offset that torch's kernel subtracts from a 4-bit number before it scales it."""
+_LARGEST = 127
+_TINY = 1e-9
+
+_TRIAL_TOKENS = 12
+_TRIAL_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.05}
+"""Maximum distance of logits from those of transformers' own attention, as a part of the largest.
+
+A wrong attention gives other numbers altogether.
+"""
+_INT4 = "int4"
+_UNLOADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError)
+"""Errors of transformers about a folder that is not a model or has damaged files."""
+
 
 def is_llama(model: torch.nn.Module) -> bool:
     """Returns whether LlamaPass can compute the model. Subclasses may differ from it."""
@@ -185,16 +204,6 @@ class _Layer:
         return hidden + added
 
 
-GROUP = 32
-_BLOCK_ROWS = 16
-"""torch's kernel takes a multiple of these."""
-_STEPS = 15
-_MIDDLE = 8
-"""The offset that torch's kernel subtracts from a 4-bit number before it scales it."""
-_LARGEST = 127
-_TINY = 1e-9
-
-
 def round_linear_layers(model: torch.nn.Module) -> None:
     """Replaces Linears of a causal language model of transformers by layers of 4 bits, or 8.
 
@@ -271,17 +280,6 @@ class _Linear8(_RoundedLinear):
     def _product(self, rows: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = torch.ops.aten._weight_int8pack_mm(rows, self._numbers, self._scales)
         return out
-
-
-_TRIAL_TOKENS = 12
-_TRIAL_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.05}
-"""Maximum distance of logits from those of transformers' own attention, as a part of the largest.
-
-A wrong attention gives other numbers altogether.
-"""
-_INT4 = "int4"
-_UNLOADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError)
-"""Errors of transformers about a folder that is not a model or has damaged files."""
 
 
 def choose_dtype(precision: str, device_type: str) -> torch.dtype:

@@ -31,6 +31,15 @@ _FORMAT = 1
 _PARTIAL = ".making-"
 _NEEDED = ("config.json", "tokenizer.json")
 
+_TOKENS = "tokenizer.ggml.tokens"
+_END_IDS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
+_ENDS = (
+    *("<|endoftext|>", "<|im_end|>", "<|end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"),
+    *("<end_of_turn>", "<end_of_utterance>", "<|return|>", "<|call|>", "<EOT>", "<eos>", "</s>"),
+)
+"""Tokens that end a text for llama.cpp, whatever the file says (src/llama-vocab.cpp there)."""
+_PART = re.compile(r"-\d{5}-of-")
+
 
 def converted(path: Path, cache_dir: Path) -> Path:
     """The folder of a GGUF file for torch, below `cache_dir`. It is made first if necessary.
@@ -171,16 +180,6 @@ def describe(path: Path, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
     for part in sorted(path.parent.glob(_PART.sub("-*-of-", path.name, count=1))):
         (folder / part.name).symlink_to(part)
-
-
-_TOKENS = "tokenizer.ggml.tokens"
-_END_IDS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
-_ENDS = (
-    *("<|endoftext|>", "<|im_end|>", "<|end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"),
-    *("<end_of_turn>", "<end_of_utterance>", "<|return|>", "<|call|>", "<EOT>", "<eos>", "</s>"),
-)
-"""Tokens that end a text for llama.cpp, whatever the file says (src/llama-vocab.cpp there)."""
-_PART = re.compile(r"-\d{5}-of-")
 
 
 def _end_with_parent(folder: Path) -> None:

@@ -37,6 +37,10 @@ MAX_S = 2.0
 """Seconds for one conversation. Usual ones take less than a millisecond."""
 _OPERATORS = frozenset({"+", "*", "**", "%"})
 
+_IDS = np.dtype("<u4")
+_TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
+_SCHEMAS_KEPT = 64
+
 
 class ChatTemplate:
     """A compiled template.
@@ -219,11 +223,6 @@ def _to_json(
         separators=separators,
         sort_keys=sort_keys,
     )
-
-
-_IDS = np.dtype("<u4")
-_TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
-_SCHEMAS_KEPT = 64
 
 
 class PromptPreparer:

@@ -42,6 +42,46 @@ _BRACKETS = {"{": 1, "[": 1, "}": -1, "]": -1}
 _STRING = re.compile(r'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 _NOT_MATCHED = frozenset({"description", "title", "$comment", "$id", "$schema"})
 
+_GRAMMAR_OPTIONS = "x-guidance"
+"""The field that llguidance reads its options from. One in a caller's schema has no meaning."""
+_LENIENT = {"lenient": True, "coerce_one_of": True}
+_CALL = {"whitespace_pattern": " ?"}
+"""Nobody reads the JSON of a call, so it needs no new lines, of which a model may not find out."""
+
+_JOINS = frozenset({"allOf", "anyOf", "oneOf", "$ref", "$dynamicRef", "$recursiveRef"})
+"""With one of these several numbers may hold for one value."""
+
+_TOO_MANY = f"comparing a text with it takes more than {MAX_EVALUATIONS} evaluations of its parts"
+
+_SAME_LISTS, _SAME_NAMED = ("allOf", "anyOf", "oneOf"), ("dependentSchemas", "dependencies")
+_SAME = ("not", "if", "then", "else")
+_REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
+_OF_VALUES = ("additionalProperties", "unevaluatedProperties")
+_OF_ELEMENTS = ("items", "additionalItems", "unevaluatedItems", "contains")
+_ANYTHING: dict[str, Any] = {}
+_UNEVALUATED = frozenset({"unevaluatedProperties", "unevaluatedItems"})
+
+_WORDS = (
+    (
+        r"Resource '(.*?)' is not present",
+        "$ref: {0} is not in the schema; only references within it work, such as #/$defs/name",
+    ),
+    (r"Anchor '(.*?)' does not exist", "$ref: the schema has no $anchor {0}"),
+    (r"Pointer '(.*?)' does not exist", "$ref: the schema has no {0}"),
+    (r"Unsatisfiable schema", "no JSON matches it"),
+    (
+        r"patternProperty regexes (.*?) are not disjoint",
+        "patternProperties: a name may match {0}; use patterns of which a name matches one",
+    ),
+    (
+        r"Value for 'multipleOf' has too many digits",
+        "multipleOf: it has too many digits; use fewer",
+    ),
+)
+"""Errors of llguidance, and what a caller is told."""
+_REGEX_ERROR = re.compile(r"regex parse error:\s*(.*?)\n.*error: (.*)", re.DOTALL)
+_WITHOUT = re.compile(r"\s*while processing .*", re.DOTALL)
+
 
 def check_size(json_schema: str) -> None:
     """Checks the size of a schema, before anything is made of it.
@@ -107,11 +147,6 @@ class GrammarSchema(NamedTuple):
 
 
 NO_SCHEMA = GrammarSchema("")
-_GRAMMAR_OPTIONS = "x-guidance"
-"""The field that llguidance reads its options from. One in a caller's schema has no meaning."""
-_LENIENT = {"lenient": True, "coerce_one_of": True}
-_CALL = {"whitespace_pattern": " ?"}
-"""Nobody reads the JSON of a call, so it needs no new lines, of which a model may not find out."""
 
 
 def read_schema(source: str, vocabulary: Vocabulary, *, is_call: bool) -> GrammarSchema:
@@ -148,10 +183,6 @@ def read_schema(source: str, vocabulary: Vocabulary, *, is_call: bool) -> Gramma
     return GrammarSchema(lenient, plain)
 
 
-_JOINS = frozenset({"allOf", "anyOf", "oneOf", "$ref", "$dynamicRef", "$recursiveRef"})
-"""With one of these several numbers may hold for one value."""
-
-
 def _check_multiples(schema: Any) -> None:
     """Checks the numbers that others are to be multiples of.
 
@@ -180,9 +211,6 @@ def _digits_of(number: float) -> int:
     if not exact.is_finite():
         return 0
     return int("".join(map(str, exact.as_tuple().digits)).rstrip("0") or 0)
-
-
-_TOO_MANY = f"comparing a text with it takes more than {MAX_EVALUATIONS} evaluations of its parts"
 
 
 def why_not_matched(text: str, schema: str) -> str:
@@ -216,15 +244,6 @@ class _Part(NamedTuple):
     @property
     def key(self) -> tuple[int, int]:
         return id(self.schema), id(self.value)
-
-
-_SAME_LISTS, _SAME_NAMED = ("allOf", "anyOf", "oneOf"), ("dependentSchemas", "dependencies")
-_SAME = ("not", "if", "then", "else")
-_REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
-_OF_VALUES = ("additionalProperties", "unevaluatedProperties")
-_OF_ELEMENTS = ("items", "additionalItems", "unevaluatedItems", "contains")
-_ANYTHING: dict[str, Any] = {}
-_UNEVALUATED = frozenset({"unevaluatedProperties", "unevaluatedItems"})
 
 
 class _Evaluations:
@@ -379,28 +398,6 @@ def _number(text: str) -> int | float:
     """JSON has one kind of numbers: a maxItems of 2.0 is one of 2."""
     number = float(text)
     return int(number) if number.is_integer() else number
-
-
-_WORDS = (
-    (
-        r"Resource '(.*?)' is not present",
-        "$ref: {0} is not in the schema; only references within it work, such as #/$defs/name",
-    ),
-    (r"Anchor '(.*?)' does not exist", "$ref: the schema has no $anchor {0}"),
-    (r"Pointer '(.*?)' does not exist", "$ref: the schema has no {0}"),
-    (r"Unsatisfiable schema", "no JSON matches it"),
-    (
-        r"patternProperty regexes (.*?) are not disjoint",
-        "patternProperties: a name may match {0}; use patterns of which a name matches one",
-    ),
-    (
-        r"Value for 'multipleOf' has too many digits",
-        "multipleOf: it has too many digits; use fewer",
-    ),
-)
-"""Errors of llguidance, and what a caller is told."""
-_REGEX_ERROR = re.compile(r"regex parse error:\s*(.*?)\n.*error: (.*)", re.DOTALL)
-_WITHOUT = re.compile(r"\s*while processing .*", re.DOTALL)
 
 
 def _in_words(error: str) -> str:

@@ -21,6 +21,11 @@ from shared.errors import ConfigurationError
 MIN_SHARED_TOKENS = 8
 """Copying fewer tokens costs more than reading them."""
 
+ATTENTION = "penstock_slots"
+"""The name of the attention below in transformers' AttentionInterface."""
+_STEP_TOKENS = 64
+"""Attention covers the longest generation, rounded up to a multiple of this."""
+
 
 @dataclass(eq=False, slots=True)
 class KvRow:
@@ -102,12 +107,6 @@ def _common(one: Sequence[int], other: Sequence[int]) -> int:
         else:
             high = middle - 1
     return low
-
-
-ATTENTION = "penstock_slots"
-"""The name of the attention below in transformers' AttentionInterface."""
-_STEP_TOKENS = 64
-"""Attention covers the longest generation, rounded up to a multiple of this."""
 
 
 class ForwardPass:

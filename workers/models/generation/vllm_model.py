@@ -43,6 +43,13 @@ _ENVIRONMENT = {
 }
 _DTYPES = {"auto": "auto", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
+_COMPILE_LIMIT_S = 10.0
+_LOOK_EVERY_S = 0.001
+_SEED_STEP = 0x9E3779B97F4A7C15
+"""Another worker goes on with a generation with other random numbers, not with the first ones
+again.
+"""
+
 
 def import_vllm() -> Any:
     """The `vllm` package, set up for an engine in this process.
@@ -128,14 +135,6 @@ def _cache_bytes(config: dict[str, Any], blocks: int) -> int | None:
     except (KeyError, TypeError):
         return None
     return int(2 * values * _FP32_BYTES * blocks * _BLOCK_TOKENS)
-
-
-_COMPILE_LIMIT_S = 10.0
-_LOOK_EVERY_S = 0.001
-_SEED_STEP = 0x9E3779B97F4A7C15
-"""Another worker goes on with a generation with other random numbers, not with the first ones
-again.
-"""
 
 
 class _Generation:

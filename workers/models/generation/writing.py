@@ -30,6 +30,17 @@ Row = npt.NDArray[np.float32]
 _FIRST_TRY = 64
 """Tokens that are sorted at first for top_p. Mostly they are enough."""
 
+MIN_LOGPROB = -9999.0
+"""In place of minus infinity, which JSON does not have. OpenAI's API shows the same number:
+https://platform.openai.com/docs/api-reference/chat/object
+"""
+NO_NUMBERS = "the model computed no numbers for this text"
+MAX_DIGITS = 20
+"""A double holds 17. A model that repeats itself would write a longer one until its tokens end."""
+_IN_NUMBERS = frozenset("+-.eE")
+
+IDS = np.dtype("<u4")
+
 
 def uniform(seed: int, position: int) -> float:
     """The random number for the token at `position` of an item, from 0 to 1 (excluded).
@@ -137,16 +148,6 @@ def log_probabilities(logits: Row) -> Row:
     return logprobs
 
 
-MIN_LOGPROB = -9999.0
-"""In place of minus infinity, which JSON does not have. OpenAI's API shows the same number:
-https://platform.openai.com/docs/api-reference/chat/object
-"""
-NO_NUMBERS = "the model computed no numbers for this text"
-MAX_DIGITS = 20
-"""A double holds 17. A model that repeats itself would write a longer one until its tokens end."""
-_IN_NUMBERS = frozenset("+-.eE")
-
-
 class NumberLength:
     """Reads JSON as it comes, and counts the digits at its end. Digits in strings do not count."""
 
@@ -200,9 +201,6 @@ class StopFinder:
             if any(stop.startswith(tail) for stop in self._stops):
                 return at
         return len(text)
-
-
-IDS = np.dtype("<u4")
 
 
 class Writing:

@@ -13,6 +13,9 @@ from shared.models.image_entry import Control, IpAdapter
 from shared.settings import ModelSettings, read_settings
 from workers.models.source import resolve
 
+MAX_SIDE_PX = 1024
+"""Of an image encoder. Those of IP-Adapters read 224 x 224 or 336 x 336."""
+
 
 class IpAdapterFiles(NamedTuple):
     """The files of an IP-Adapter.
@@ -86,7 +89,3 @@ def _files(entry: IpAdapter, folder: Path, field: str) -> IpAdapterFiles:
         reason = f"image_size {side_px!r} is not from 1 to {MAX_SIDE_PX}"
         raise ConfigurationError(f"{field}: {config}: {reason}", field=field)
     return IpAdapterFiles(weights, encoder, entry.digest, side_px)
-
-
-MAX_SIDE_PX = 1024
-"""Of an image encoder. Those of IP-Adapters read 224 x 224 or 336 x 336."""

@@ -40,6 +40,8 @@ _NEVER_S = float("inf")
 _LOOKS, _IDLE_LOOKS = 4, 8
 """How often the watchdog looks within its limit, and how often in vain until its thread ends."""
 
+_NO_AUTOCAST: _Autocast = ()
+
 log = logging.getLogger(__name__)
 
 
@@ -100,7 +102,6 @@ class Run:
 
 
 _Autocast = tuple[tuple[str, torch.dtype], ...]
-_NO_AUTOCAST: _Autocast = ()
 
 
 def _take_autocast() -> _Autocast:

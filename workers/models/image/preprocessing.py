@@ -29,6 +29,14 @@ _TAN_22 = 13573
 """The tangent of 22.5 degrees, times 2^15."""
 _ALL_AROUND = np.ones((3, 3), bool)
 
+SOURCE_FORMATS = ("PNG", "JPEG", "WEBP")
+SOURCE_MAX_PIXELS = 16 * 1024 * 1024
+"""The limit of a source image before it is resized: 48 MB decoded."""
+DEFAULT_STRENGTH = 0.8
+SEED_LIMIT = 2**63
+_MAX_RESIZED = 8
+"""How many times as long as its short side an image may be, until what is far off is left out."""
+
 
 def edges(pixels: npt.NDArray[np.uint8], low: int, high: int) -> npt.NDArray[np.uint8]:
     """Returns 255 on edges and 0 elsewhere, [height, width].
@@ -119,15 +127,6 @@ def map_of(image: Image.Image, entry: Control) -> Image.Image:
         coarse = image.resize((small[0], small[1]), Image.Resampling.BOX)
         return coarse.resize(image.size, Image.Resampling.BICUBIC)
     return image
-
-
-SOURCE_FORMATS = ("PNG", "JPEG", "WEBP")
-SOURCE_MAX_PIXELS = 16 * 1024 * 1024
-"""The limit of a source image before it is resized: 48 MB decoded."""
-DEFAULT_STRENGTH = 0.8
-SEED_LIMIT = 2**63
-_MAX_RESIZED = 8
-"""How many times as long as its short side an image may be, until what is far off is left out."""
 
 
 class ImagePreparer:

@@ -39,6 +39,13 @@ ENDING = ".safetensors"
 ABANDONED_S = 3600.0
 """After this time, a file is removed whose copying broke off."""
 
+MAX_READS = 2
+"""At a time. More would take the processor from the steps."""
+WAIT_S = 0.05
+"""How long a step waits for an adapter if there is nothing to draw: what else comes waits too."""
+
+log = logging.getLogger(__name__)
+
 
 class _Kept(NamedTuple):
     used_at_ns: int
@@ -113,13 +120,6 @@ class FetchedAdapters:
             if not by_owner[most]:
                 del taken[most]
 
-
-MAX_READS = 2
-"""At a time. More would take the processor from the steps."""
-WAIT_S = 0.05
-"""How long a step waits for an adapter if there is nothing to draw: what else comes waits too."""
-
-log = logging.getLogger(__name__)
 
 Applied = tuple[LoadedAdapter, float] | None
 """The adapter of an image and its scale. None: it has none."""

@@ -39,6 +39,9 @@ NO_TENANT = frozenset({401, 431})
 GroupKey = tuple[datetime, str, str]
 """Hour, tenant and model."""
 
+PAUSE_S = 2.0
+HOUR = timedelta(hours=1)
+
 
 class Difference(NamedTuple):
     """A deviation from the ledger."""
@@ -282,10 +285,6 @@ def _same(want: float, have: float) -> bool:
     if isinstance(want, float) or isinstance(have, float):
         return math.isclose(want, have, rel_tol=RELATIVE, abs_tol=ABSOLUTE_USD)
     return want == have
-
-
-PAUSE_S = 2.0
-HOUR = timedelta(hours=1)
 
 
 def check(

@@ -31,6 +31,19 @@ Mix = Sequence[tuple[float, int, int]]
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
+NUMBERS = {
+    "zipf": 10,
+    "swing": 1,
+    "rush_share": 1,
+    "bursts": 10_000,
+    "burst_share": 1,
+    "repeat_share": 1,
+    "cancel_share": 1,
+    "cancel_within_s": 86_400,
+    "batch_share": 1,
+}
+"""Upper bounds of the day's numbers. The lower bound is 0."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DayModel:
@@ -44,20 +57,6 @@ class DayModel:
     share: float
     sizes: Mix
     items: Mix = ((1.0, 1, 1),)
-
-
-NUMBERS = {
-    "zipf": 10,
-    "swing": 1,
-    "rush_share": 1,
-    "bursts": 10_000,
-    "burst_share": 1,
-    "repeat_share": 1,
-    "cancel_share": 1,
-    "cancel_within_s": 86_400,
-    "batch_share": 1,
-}
-"""Upper bounds of the day's numbers. The lower bound is 0."""
 
 
 @dataclass(frozen=True, kw_only=True)

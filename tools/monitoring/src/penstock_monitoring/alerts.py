@@ -15,6 +15,18 @@ from penstock_monitoring.objectives import FAST, OBJECTIVES, SLOW, Bounds, burns
 
 RUNBOOK = "docs/how-to/troubleshoot.md"
 
+HARDWARE_XIDS = (48, 62, 64, 74, 79, 92, 95, 109, 119, 120, 136, 140, 143, 155, 156, 158)
+"""Driver errors that mean the GPU failed, rather than a program (docs.nvidia.com/deploy/xid-errors,
+and the node monitoring agent of EKS). infra/kubernetes/gpu-nodes/gpu-monitor.json has the same
+list.
+"""
+_XIDS = " or ".join(f"DCGM_FI_DEV_XID_ERRORS == {xid}" for xid in HARDWARE_XIDS)
+_HPA = "max by (location, horizontalpodautoscaler) (kube_horizontalpodautoscaler_"
+_OF_WORKERS = '{horizontalpodautoscaler=~"(keda-hpa-)?worker-.+"})'
+
+_SHORT_OF_MEMORY = ("redis-memory", "Redis: short of memory")
+_OUTSIDE = ("outside-down", "Outside: the API does not answer")
+
 
 @dataclass(frozen=True)
 class Alert:
@@ -153,14 +165,7 @@ _OTHERS = (
     ),
 )
 
-HARDWARE_XIDS = (48, 62, 64, 74, 79, 92, 95, 109, 119, 120, 136, 140, 143, 155, 156, 158)
-"""Driver errors that mean the GPU failed, rather than a program (docs.nvidia.com/deploy/xid-errors,
-and the node monitoring agent of EKS). infra/kubernetes/gpu-nodes/gpu-monitor.json has the same
-list.
-"""
-_XIDS = " or ".join(f"DCGM_FI_DEV_XID_ERRORS == {xid}" for xid in HARDWARE_XIDS)
-_HPA = "max by (location, horizontalpodautoscaler) (kube_horizontalpodautoscaler_"
-_OF_WORKERS = '{horizontalpodautoscaler=~"(keda-hpa-)?worker-.+"})'
+
 _CLUSTER = (
     Alert(
         "autoscaler-blind",
@@ -198,8 +203,6 @@ _CLUSTER = (
 )
 """Alerts on GPUs, pods and autoscalers, wherever the cluster is."""
 
-_SHORT_OF_MEMORY = ("redis-memory", "Redis: short of memory")
-_OUTSIDE = ("outside-down", "Outside: the API does not answer")
 
 ON_GOOGLE = (
     Alert(

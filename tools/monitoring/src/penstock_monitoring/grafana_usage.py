@@ -21,6 +21,26 @@ _MODEL = '(${model:doublequote} = "" OR model = ${model:doublequote})'
 _TENANT = '(${tenant:doublequote} = "" OR tenant = ${tenant:doublequote})'
 _STEP = "$__timeGroup(hour, $__interval)"
 
+_WHO = "COALESCE(tenant, '(no key)')"
+
+UID = "penstock-usage"
+_SOURCE = {"type": "grafana-bigquery-datasource", "uid": "${datasource}"}
+_CHOICE = {
+    "type": "datasource",
+    "name": "datasource",
+    "label": "BigQuery",
+    "query": _SOURCE["type"],
+}
+_UNITS: dict[UsageUnit, str] = {
+    "count": "short",
+    "percent": "percentunit",
+    "milliseconds": "ms",
+    "hours": "h",
+    "usd": "currencyUSD",
+}
+_FORMATS = {"bars": 0, "lines": 0, "table": 1}
+"""Formats of the data source: time series, or a table."""
+
 
 @dataclass(frozen=True)
 class UsagePanel:
@@ -67,7 +87,6 @@ def _workers(value: str, name: str) -> str:
     return _by_step(value, name, "worker_hours_hourly", _HOURS)
 
 
-_WHO = "COALESCE(tenant, '(no key)')"
 _MONEY = UsageSection(
     "Money",
     (
@@ -173,25 +192,6 @@ _GPUS = UsageSection(
     ),
 )
 SECTIONS = (_MONEY, _TRAFFIC, _LATENCY, _GPUS)
-
-
-UID = "penstock-usage"
-_SOURCE = {"type": "grafana-bigquery-datasource", "uid": "${datasource}"}
-_CHOICE = {
-    "type": "datasource",
-    "name": "datasource",
-    "label": "BigQuery",
-    "query": _SOURCE["type"],
-}
-_UNITS: dict[UsageUnit, str] = {
-    "count": "short",
-    "percent": "percentunit",
-    "milliseconds": "ms",
-    "hours": "h",
-    "usd": "currencyUSD",
-}
-_FORMATS = {"bars": 0, "lines": 0, "table": 1}
-"""Formats of the data source: time series, or a table."""
 
 
 def usage_dashboard(dataset: str = "penstock") -> dict[str, Any]:

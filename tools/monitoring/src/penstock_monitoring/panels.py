@@ -14,6 +14,19 @@ from shared.money.charge import SHARED
 
 Unit = Literal["count", "per_second", "percent", "seconds", "usd"]
 
+REPLICAS = "count by (worker) (penstock_worker_items_waiting)"
+_FROM_CACHE = f'penstock_api_items_total{{cache=~"{"|".join(sorted(SHARED))}",status="succeeded"}}'
+_ITEM_S = (
+    "(sum by (worker, model) (rate(penstock_worker_inference_seconds_sum[1h]))"
+    " - sum by (worker, model) (rate(penstock_worker_spare_seconds_total[1h])))"
+    " / (sum by (worker, model) (rate(penstock_worker_batch_items_sum[1h])) > 0)"
+)
+SAVED_WORKERS = (
+    f"sum by (worker) (({_ITEM_S})"
+    f" * on (model) group_left () sum by (model) (rate({_FROM_CACHE}[5m])))"
+)
+"""PromQL: seconds of workers per second that cached results would have taken."""
+
 
 @dataclass(frozen=True)
 class PanelQuery:
@@ -50,20 +63,6 @@ class Terms:
     bounds: Bounds
     by_worker_usd: str
     """PromQL appended to a vector by `worker`, which converts workers to dollars per hour."""
-
-
-REPLICAS = "count by (worker) (penstock_worker_items_waiting)"
-_FROM_CACHE = f'penstock_api_items_total{{cache=~"{"|".join(sorted(SHARED))}",status="succeeded"}}'
-_ITEM_S = (
-    "(sum by (worker, model) (rate(penstock_worker_inference_seconds_sum[1h]))"
-    " - sum by (worker, model) (rate(penstock_worker_spare_seconds_total[1h])))"
-    " / (sum by (worker, model) (rate(penstock_worker_batch_items_sum[1h])) > 0)"
-)
-SAVED_WORKERS = (
-    f"sum by (worker) (({_ITEM_S})"
-    f" * on (model) group_left () sum by (model) (rate({_FROM_CACHE}[5m])))"
-)
-"""PromQL: seconds of workers per second that cached results would have taken."""
 
 
 def sections(terms: Terms) -> tuple[Section, ...]:

@@ -50,6 +50,11 @@ page.
 INSERT_MB_PER_S = {"EU": 1000, "US": 1000}
 """Otherwise 300 (docs.cloud.google.com/bigquery/quotas)."""
 
+AUTO_PROVISIONED_GPUS = 64
+"""GPUs of each type if ComputeClasses make the nodes
+(infra/terraform/modules/cluster/nodes.tf).
+"""
+
 
 @dataclass(frozen=True)
 class CloudQuota:
@@ -176,12 +181,6 @@ def _said_by_name(machine: str) -> int:
 def _peak_of(model: str, sites: Sequence[Site]) -> float:
     workers = [one for site in sites for one in site.workers if one.model.name == model]
     return sum(one.requests_peak_per_s * one.rate.items_per_request for one in workers)
-
-
-AUTO_PROVISIONED_GPUS = 64
-"""GPUs of each type if ComputeClasses make the nodes
-(infra/terraform/modules/cluster/nodes.tf).
-"""
 
 
 @dataclass(frozen=True)

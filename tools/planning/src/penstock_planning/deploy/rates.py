@@ -22,6 +22,19 @@ from shared.models.measurement import MEASUREMENT_FILE, ModelMeasurement, read_m
 FIELD = "measurement"
 """A model's field for the path of its penstock.measured.json, relative to the rates file."""
 
+BROKER_ROUND_TRIP_S = 0.05
+"""Time within a region from publish to receipt over Pub/Sub: p90 46.8 ms with Google's Go client at
+100 messages/s (https://github.com/davidxia/cloud-message-latency, "Metrics", 2021).
+"""
+MAX_BROKER_ROUND_TRIP_S = 5.0
+GIVEN_HERE = "given on the command line"
+HOW_TO_MEASURE = (
+    "worker seconds per item on the GPU of the catalog. If the model already runs on it, "
+    "`penstock report batches` shows them (inference_ms_per_item / 1000; for texts only in hours "
+    "whose fill_percent is near 100); otherwise measure them with `python -m bench.gpu` on a "
+    "machine with that GPU, or for a custom model with `penstock models measure FOLDER`"
+)
+
 
 def with_measurements(document: Any, catalog: Catalog, folder: Path) -> Any:
     """Adds measured seconds of custom models to rates that do not specify them.
@@ -101,20 +114,6 @@ def _check_measurement(model: Model, measurement: ModelMeasurement, path: Path) 
             f"{model.gpu.type}; {again}",
             field=f"models.{model.name}",
         )
-
-
-BROKER_ROUND_TRIP_S = 0.05
-"""Time within a region from publish to receipt over Pub/Sub: p90 46.8 ms with Google's Go client at
-100 messages/s (https://github.com/davidxia/cloud-message-latency, "Metrics", 2021).
-"""
-MAX_BROKER_ROUND_TRIP_S = 5.0
-GIVEN_HERE = "given on the command line"
-HOW_TO_MEASURE = (
-    "worker seconds per item on the GPU of the catalog. If the model already runs on it, "
-    "`penstock report batches` shows them (inference_ms_per_item / 1000; for texts only in hours "
-    "whose fill_percent is near 100); otherwise measure them with `python -m bench.gpu` on a "
-    "machine with that GPU, or for a custom model with `penstock models measure FOLDER`"
-)
 
 
 class ModelRate(ItemLoad):

@@ -11,6 +11,8 @@ from penstock_planning.deploy.costs import Cost, totals, without_price
 from penstock_planning.deploy.plan import DeployPlan
 from penstock_planning.deploy.sizing import Pool, Site, Workers
 
+_CHANGE_HEADS = ("file", "setting", "now", "set to")
+
 
 def text(plan: DeployPlan) -> str:
     return "\n\n".join(_sections(plan))
@@ -47,9 +49,6 @@ def _sections(plan: DeployPlan) -> Iterator[str]:
         for name, one in plan.sources.items()
     ]
     yield _headed("Prices", _table(("source", "dated", "seen", "where"), rows_of_sources))
-
-
-_CHANGE_HEADS = ("file", "setting", "now", "set to")
 
 
 def _headed(head: str, body: str) -> str:

@@ -29,6 +29,9 @@ from shared.models.catalog import Model, WorkerGroup
 from shared.models.entry import Gpu
 from shared.models.service_rate import held_messages, messages_ahead, refill_s
 
+CPUS_OF_A_WORKER = int(CPU_ONLY["cpu"])
+"""CPUs of a worker without a GPU."""
+
 
 def servers_needed(
     load: float,
@@ -86,10 +89,6 @@ def erlang_c(servers: int, load: float) -> float:
 def mean_wait_s(servers: int, load: float, service_s: float) -> float:
     """Returns the mean wait of an arrival in seconds: C(c, a) s / (c - a), for a < c."""
     return erlang_c(servers, load) * service_s / (servers - load) if load else 0.0
-
-
-CPUS_OF_A_WORKER = int(CPU_ONLY["cpu"])
-"""CPUs of a worker without a GPU."""
 
 
 @dataclass(frozen=True)

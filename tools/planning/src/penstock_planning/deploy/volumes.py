@@ -49,6 +49,12 @@ REQUEST_ID = "req_" + "0" * 32
 NOW_S = 1_790_000_000.25
 """Any fixed time, because only the length of its text matters."""
 
+SAMPLE_ROWS = 50
+"""Rows per object, to calculate their compressed size.
+
+Busy writers put more rows into an object.
+"""
+
 
 @dataclass(frozen=True)
 class Volume:
@@ -177,13 +183,6 @@ def row_bytes(model: Model) -> int:
         for value in sample_row(model, random.Random(0)).values()
         if value is not None
     )
-
-
-SAMPLE_ROWS = 50
-"""Rows per object, to calculate their compressed size.
-
-Busy writers put more rows into an object.
-"""
 
 
 def packed_row_bytes(model: Model) -> int:

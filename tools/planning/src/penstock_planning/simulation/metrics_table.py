@@ -18,6 +18,30 @@ BATCH: Labels = (("lane", "batch"),)
 BUSY_DIGITS = 3
 """Equals DIGITS of workers/metrics.py."""
 
+LOST_GPUS = "penstock_worker_lost_gpus_total"
+"""A counter per pod. Only alerts query it."""
+XID_ERRORS = "DCGM_FI_DEV_XID_ERRORS"
+"""DCGM's gauge per GPU: the last driver error."""
+
+OF_API: dict[str, Callable[[ApiSite], Values]] = {
+    "penstock_api_items_in_flight": lambda site: (
+        (INTERACTIVE, site.interactive),
+        (BATCH, site.batch),
+    ),
+    "penstock_api_items_shed_total": lambda site: (
+        (INTERACTIVE, site.shed[0]),
+        (BATCH, site.shed[1]),
+    ),
+    "penstock_api_items_admitted_total": lambda site: (
+        (INTERACTIVE, site.admitted[0]),
+        (BATCH, site.admitted[1]),
+    ),
+}
+"""Metrics of each region's API, as in api/metrics.py, plus the labels `model` and `location`."""
+
+UNDELIVERED = "pubsub_googleapis_com:subscription_num_undelivered_messages"
+"""Metrics per subscription, labeled `subscription_id` and `monitored_resource`."""
+
 
 def _of_models(
     value: Callable[[SimulatedWorker], float],
@@ -50,28 +74,5 @@ OF_WORKERS: dict[str, Callable[[SimulatedWorker, float], Values]] = {
 }
 """Metrics of each pod, as in workers/metrics.py, plus the labels `worker`, `pod` and `location`."""
 
-LOST_GPUS = "penstock_worker_lost_gpus_total"
-"""A counter per pod. Only alerts query it."""
-XID_ERRORS = "DCGM_FI_DEV_XID_ERRORS"
-"""DCGM's gauge per GPU: the last driver error."""
-
-OF_API: dict[str, Callable[[ApiSite], Values]] = {
-    "penstock_api_items_in_flight": lambda site: (
-        (INTERACTIVE, site.interactive),
-        (BATCH, site.batch),
-    ),
-    "penstock_api_items_shed_total": lambda site: (
-        (INTERACTIVE, site.shed[0]),
-        (BATCH, site.shed[1]),
-    ),
-    "penstock_api_items_admitted_total": lambda site: (
-        (INTERACTIVE, site.admitted[0]),
-        (BATCH, site.admitted[1]),
-    ),
-}
-"""Metrics of each region's API, as in api/metrics.py, plus the labels `model` and `location`."""
-
-UNDELIVERED = "pubsub_googleapis_com:subscription_num_undelivered_messages"
-"""Metrics per subscription, labeled `subscription_id` and `monitored_resource`."""
 
 KNOWN = frozenset((*OF_WORKERS, *OF_API, UNDELIVERED))

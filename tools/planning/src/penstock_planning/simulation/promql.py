@@ -71,6 +71,11 @@ OF_EACH: dict[str, Callable[..., float]] = {
     "clamp": lambda value, least, most: min(max(value, least), most),
 }
 
+LOOKBACK_S = 300.0
+"""Maximum age of the newest sample in an instant vector: Prometheus' default."""
+
+_MATCHES = {"Equal": "=", "NotEqual": "!=", "Re": "=~", "NotRe": "!~"}
+
 
 def _divided_by_zero(left: float) -> float:
     return math.nan if left == 0 or math.isnan(left) else math.copysign(math.inf, left)
@@ -162,12 +167,6 @@ def _pairs(
         value = how(first, second)
         if value is not None:
             yield labels, value
-
-
-LOOKBACK_S = 300.0
-"""Maximum age of the newest sample in an instant vector: Prometheus' default."""
-
-_MATCHES = {"Equal": "=", "NotEqual": "!=", "Re": "=~", "NotRe": "!~"}
 
 
 class PromQuery:

@@ -31,6 +31,19 @@ Document = dict[str, Any]
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """libyaml's loader takes a tenth of the time, if PyYAML was built with it."""
 
+DEFAULT_UP = {
+    "stabilizationWindowSeconds": 0,
+    "policies": [
+        {"type": "Percent", "value": 100, "periodSeconds": 15},
+        {"type": "Pods", "value": 4, "periodSeconds": 15},
+    ],
+}
+DEFAULT_DOWN = {
+    "stabilizationWindowSeconds": 300,
+    "policies": [{"type": "Percent", "value": 100, "periodSeconds": 15}],
+}
+"""Defaults of unset fields: kubernetes.io, Horizontal Pod Autoscaling, "Default Behavior"."""
+
 
 class _Read(BaseModel):
     """Fields that are not listed do not affect the simulation."""
@@ -54,20 +67,6 @@ class ScalingRules(_Read):
     selectPolicy: Literal["Max", "Min", "Disabled"] = "Max"
     tolerance: float = 0.1
     """KEP-4951. Default: --horizontal-pod-autoscaler-tolerance of kube-controller-manager."""
-
-
-DEFAULT_UP = {
-    "stabilizationWindowSeconds": 0,
-    "policies": [
-        {"type": "Percent", "value": 100, "periodSeconds": 15},
-        {"type": "Pods", "value": 4, "periodSeconds": 15},
-    ],
-}
-DEFAULT_DOWN = {
-    "stabilizationWindowSeconds": 300,
-    "policies": [{"type": "Percent", "value": 100, "periodSeconds": 15}],
-}
-"""Defaults of unset fields: kubernetes.io, Horizontal Pod Autoscaling, "Default Behavior"."""
 
 
 class Behavior(_Read):

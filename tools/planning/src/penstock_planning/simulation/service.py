@@ -37,6 +37,13 @@ BATCH_PRIORITY_EVERY = 16
 OnEnded = Callable[[SimulatedWorker, list[SimulatedJob], float], None]
 """Called with jobs that a worker has finished, and the model's seconds for them."""
 
+BATCH_SLOTS_SHARE = 1 / 4
+"""Share of a batch for `batch` priority, as in workers/scheduling/priority_queue.py."""
+SHARED_WEIGHTS_SHARE = 0.5
+"""The value in workers/runtime/execution.py."""
+NEARLY = 1e-9
+"""Steps or seconds below this count as zero."""
+
 
 class WholeBatches:
     """Batches of a model that computes whole batches.
@@ -143,14 +150,6 @@ class WholeBatches:
         for batch in list(worker.computing):
             self._end(batch)
         return jobs
-
-
-BATCH_SLOTS_SHARE = 1 / 4
-"""Share of a batch for `batch` priority, as in workers/scheduling/priority_queue.py."""
-SHARED_WEIGHTS_SHARE = 0.5
-"""The value in workers/runtime/execution.py."""
-NEARLY = 1e-9
-"""Steps or seconds below this count as zero."""
 
 
 class SteppedBatches:

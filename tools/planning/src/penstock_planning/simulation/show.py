@@ -11,6 +11,45 @@ from penstock_planning.simulation.result import (
     SimulationResult,
 )
 
+_MODEL_HEADS = (
+    "model",
+    "requests",
+    "answered in time, share",
+    "refused at once (429)",
+    "deadline passed (504)",
+    "lost with their region",
+    "in flight at the end",
+    "deadline, s",
+    "answer p50, s",
+    "answer p95, s",
+    "answer p99, s",
+    "wait for a batch p95, s",
+    "replicas least",
+    "replicas most",
+    "replicas mean",
+)
+
+_FLOW_HEADS = (
+    "flow",
+    "runs",
+    "answered in time",
+    "answer p50, s",
+    "answer p95, s",
+    "GPU-seconds idle per run",
+)
+
+_GPU_HEADS = (
+    "GPUs at the peak",
+    "GPUs to request, by the rule of deploy plan",
+    "GPUs on average",
+    "GPU hours",
+    "GPU busy, share of paid time",
+    "workers busy, share",
+    "workers' used capacity, share",
+    "dollars of GPU nodes",
+    "dollars a day",
+)
+
 
 def text(result: SimulationResult) -> str:
     """Returns the figures of a run: of each model, then of the GPUs."""
@@ -38,25 +77,6 @@ def rows_of_gpus(result: SimulationResult) -> list[tuple[object, ...]]:
     return list(zip(_GPU_HEADS, _gpu_row(result.summary), strict=True))
 
 
-_MODEL_HEADS = (
-    "model",
-    "requests",
-    "answered in time, share",
-    "refused at once (429)",
-    "deadline passed (504)",
-    "lost with their region",
-    "in flight at the end",
-    "deadline, s",
-    "answer p50, s",
-    "answer p95, s",
-    "answer p99, s",
-    "wait for a batch p95, s",
-    "replicas least",
-    "replicas most",
-    "replicas mean",
-)
-
-
 def _model_row(one: ModelSummary) -> tuple[object, ...]:
     return (
         one.model,
@@ -77,16 +97,6 @@ def _model_row(one: ModelSummary) -> tuple[object, ...]:
     )
 
 
-_FLOW_HEADS = (
-    "flow",
-    "runs",
-    "answered in time",
-    "answer p50, s",
-    "answer p95, s",
-    "GPU-seconds idle per run",
-)
-
-
 def _flow_row(one: FlowSummary) -> tuple[object, ...]:
     return (
         one.flow,
@@ -96,19 +106,6 @@ def _flow_row(one: FlowSummary) -> tuple[object, ...]:
         _rounded(one.p95_s, 2),
         _rounded(one.gpu_idle_s_per_run, 2),
     )
-
-
-_GPU_HEADS = (
-    "GPUs at the peak",
-    "GPUs to request, by the rule of deploy plan",
-    "GPUs on average",
-    "GPU hours",
-    "GPU busy, share of paid time",
-    "workers busy, share",
-    "workers' used capacity, share",
-    "dollars of GPU nodes",
-    "dollars a day",
-)
 
 
 def _gpu_row(summary: RunSummary) -> tuple[object, ...]:

@@ -17,6 +17,9 @@ from penstock_planning.entry import Entry
 
 Seconds = Annotated[float, Field(ge=0)]
 
+CHUNK_S = 10.0
+"""Seconds during which a wave's rate counts as constant. Steps and bursts are exact."""
+
 
 class _Arrivals(Entry):
     """A stream of requests. A model's streams add up."""
@@ -72,8 +75,6 @@ class Trace(_Arrivals):
 
 Arrivals = Annotated[Constant | Wave | StepArrivals | Burst | Trace, Field(discriminator="kind")]
 
-CHUNK_S = 10.0
-"""Seconds during which a wave's rate counts as constant. Steps and bursts are exact."""
 
 Times = NDArray[np.float64]
 

@@ -75,6 +75,23 @@ from shared.settings import ApiSettings
 SiteKey = tuple[str, str]
 """Model and region."""
 
+FLOW_SEED = 1
+"""Separates the random numbers of flows from the models' numbers."""
+BROKER_WAIT_S = float(ApiSettings.model_fields["broker_wait_s"].default)
+ROUND_TRIPS = 2
+"""Equals ROUND_TRIPS of api/dispatch/model_window.py."""
+
+FORGET_EVERY_S = 300.0
+FALLEN_OFF_THE_BUS = 79
+"""XID of a failed GPU."""
+
+SAMPLES = 1440
+"""Samples of a run, for plots over time."""
+GPU_ALERT = "gpu-failed"
+MARGIN_S = 60.0
+"""Series are kept for longer than queries look back."""
+MIN_SAMPLE_S = 5.0
+
 
 @dataclass
 class Parts:
@@ -104,17 +121,6 @@ class SimulatedRun:
     region: str
     sites: Mapping[tuple[str, int], ApiSite]
     """Jobs waiting in each step, by region and step."""
-
-
-FLOW_SEED = 1
-"""Separates the random numbers of flows from the models' numbers."""
-BROKER_WAIT_S = float(ApiSettings.model_fields["broker_wait_s"].default)
-ROUND_TRIPS = 2
-"""Equals ROUND_TRIPS of api/dispatch/model_window.py."""
-
-FORGET_EVERY_S = 300.0
-FALLEN_OFF_THE_BUS = 79
-"""XID of a failed GPU."""
 
 
 class Scraper:
@@ -328,14 +334,6 @@ def _region_loss(env: simpy.Environment, event: RegionLoss, parts: Parts) -> Ste
         old = parts.autoscalers[key]
         parts.autoscalers[key] = Autoscaler(old.rules, old.series)
         parts.replicas[key].set(old.rules.minReplicaCount)
-
-
-SAMPLES = 1440
-"""Samples of a run, for plots over time."""
-GPU_ALERT = "gpu-failed"
-MARGIN_S = 60.0
-"""Series are kept for longer than queries look back."""
-MIN_SAMPLE_S = 5.0
 
 
 def simulate(
