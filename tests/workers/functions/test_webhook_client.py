@@ -158,7 +158,7 @@ async def test_an_address_that_was_not_checked_is_not_reached(receiver: Receiver
     """What looks like an address is connected to without a resolver; nor does it help to judge
     another.
     """
-    with pytest.raises(Unavailable, match="not checked"):
+    with pytest.raises(Unavailable, match="not a checked address"):
         await WebhookClient(receiver.url, allow_private=True, resolve=gives("127.0.0.2")).post(
             {}, b""
         )
