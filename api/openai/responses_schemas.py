@@ -485,7 +485,7 @@ class ResponseBody(Body):
         if self.background and self.store is False:
             raise WrongField(
                 "background",
-                "must be true for a background response, because it is read later; leave store "
+                "requires store: true, because a background response is read later; leave store "
                 "out or send true",
             )
         if self.conversation is not None and self.previous_response_id is not None:

@@ -163,7 +163,7 @@ async def test_a_completion_takes_many_prompts(api: ApiUnderTest) -> None:
         body = {"model": "writer", "prompt": prompts, **wrong}
         answer = await api.http.post("/v1/completions", json=body)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt")
-        assert "at most" in answer.json()["error"]["message"]
+        assert "exceed the maximum of" in answer.json()["error"]["message"]
 
 
 async def test_facts_that_clients_look_for_are_there(api: ApiUnderTest) -> None:

@@ -128,6 +128,6 @@ def test_bad_canary_is_promoted_only_by_force(models_file: Path, redis_url: str)
 
 def test_errors_name_the_field(models_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "has no canary" in types("take-back", "others", status=1)
-    assert "'none' is not served" in types("resume", "none", status=1)
+    assert "'none' does not exist" in types("resume", "none", status=1)
     monkeypatch.setenv("PENSTOCK_REDIS_URL", "redis://127.0.0.1:1/0")
     assert "PENSTOCK_REDIS_URL" in types("status", status=1)

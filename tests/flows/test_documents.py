@@ -181,7 +181,7 @@ async def test_images_are_numbered_and_limited_over_all_pages(eyes: World) -> No
         ("one", {"pages": "5"}, "pages", "pages: there is no page 5"),
         ("one\ntwo\nbroken", {}, "document", "document: page 2: it is broken"),
         ("one\ntwo\nbroken", {"pages": [1, 2]}, "document", "document: page 2: it is broken"),
-        ("one", {"include_blocks": True}, "include_blocks", "eyes takes no include_blocks"),
+        ("one", {"include_blocks": True}, "include_blocks", "is not supported by eyes"),
     ],
 )
 async def test_what_is_wrong_with_a_document_has_mistrals_shape(
