@@ -159,11 +159,15 @@ async def test_a_completion_takes_many_prompts(api: ApiUnderTest) -> None:
     prompts = [f"say {number}" for number in range(70)]
     reply = await api.openai().completions.create(model="writer", prompt=prompts, temperature=0)
     assert [choice.text for choice in reply.choices] == [str(number) for number in range(70)]
-    for wrong in ({"stream": True}, {"n": 8, "prompt": prompts * 2}, {"prompt": prompts * 8}):
+    for wrong, reason in (
+        ({"stream": True}, "exceed the maximum of 64"),
+        ({"n": 8, "prompt": prompts * 2}, "exceed the maximum of 1024"),
+        ({"prompt": prompts * 8}, "at most 512"),
+    ):
         body = {"model": "writer", "prompt": prompts, **wrong}
         answer = await api.http.post("/v1/completions", json=body)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt")
-        assert "exceed the maximum of" in answer.json()["error"]["message"]
+        assert reason in answer.json()["error"]["message"]
 
 
 async def test_facts_that_clients_look_for_are_there(api: ApiUnderTest) -> None:
