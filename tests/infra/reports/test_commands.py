@@ -108,7 +108,7 @@ def test_query_that_would_read_too_much_is_refused(printed: Told) -> None:
         (("budgets", "--set", "budgets_usd=1"), "does not have the parameter 'budgets_usd'"),
         (("usage", "--set", "x"), "set must be NAME=NUMBER, got 'x'"),
         (("all", "--format", "csv"), "format: csv needs a single report"),
-        (("usage", "--tenant", "x" * 300), "tenant: 1 to 1000 names"),
+        (("usage", "--tenant", "x" * 300), "tenant: must have 1 to 1000 names"),
     ],
 )
 def test_wrong_words_are_refused_by_name(
