@@ -118,7 +118,7 @@ async def get_report(request: Request, name: str) -> Response:
     call = authenticate(request)
     report = reports().get(name)
     if report is None or not _may_read(call, report):
-        raise NotFound(f"no report {name[:80]!r}", field="name")
+        raise NotFound(f"report {name[:80]!r} does not exist", field="name")
     params = request.query_params
     question = ask(
         params.get("from", ""),

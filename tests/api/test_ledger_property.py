@@ -347,8 +347,11 @@ class Mix:
     budgets: MixedBudgets
     ledger: Ledger
     fresh: itertools.count[int] = field(default_factory=itertools.count)
-    noted: dict[str, float] = field(default_factory=dict)
-    """What predictions said before they were deleted, by id."""
+    noted: dict[tuple[str, str], float] = field(default_factory=dict)
+    """Costs of predictions before they were deleted, by ID and time of creation.
+
+    A caller's own ID may be used again after the deletion.
+    """
     untold: set[str] = field(default_factory=set)
     """Predictions that were deleted before anybody could read what they cost."""
     own_ids: dict[str, str] = field(default_factory=dict)
@@ -560,7 +563,8 @@ class Mix:
             await http.post(f"/v1/predictions/{made}/cancel", headers=key)
         elif one.end == "delete":
             found = await self._over(http, made, key)
-            self.noted[made] = cost_of(found)
+            if "created_at" in found:  # otherwise another request has deleted it
+                self.noted[made, found["created_at"]] = cost_of(found)
         if one.end == "cancel and delete":
             self.untold.add(made)
         if one.end in ("cancel and delete", "delete"):
@@ -614,19 +618,23 @@ class Mix:
         for api in self.ledger.apis:
             await api.until_idle()
         await self.ledger.until_idle()
-        said = dict(self.noted)
+        costs_usd = dict(self.noted)
         for name in NAMES:
             http, key = self.ledger.apis[0].http, bearer(self.key(name))
             for one in await self._listed(name):
-                said[one["id"]] = cost_of(await self._over(http, one["id"], key))
+                found = await self._over(http, one["id"], key)
+                costs_usd[one["id"], one["created_at"]] = cost_of(found)
         await self.ledger.until_idle()
+        said = defaultdict[str, float](float)
+        for (made, _), cost_usd in costs_usd.items():
+            said[made] += cost_usd
         self._tell(said)
         await self._tell_redis()
         if self.has_died:  # after this time, the amounts it had reserved count as spent
             self.world.clock.move_on(SLOTS_S + 1)
         self.ledger.uncounted = self.budgets.budgets().keys() - self.budgets.counted()
 
-    def _tell(self, said: dict[str, float]) -> None:
+    def _tell(self, said: defaultdict[str, float]) -> None:
         """Tells the ledger what predictions say. Rows know whose they are.
 
         Nobody was told of a kept answer whose caller hung up, nor of a line of a batch.

@@ -60,7 +60,7 @@ async def test_the_tenant_with_the_most_makes_room(tmp_path: Path, objects: Obje
 async def test_a_file_that_is_too_large_takes_no_room(tmp_path: Path, objects: ObjectStore) -> None:
     fetched = kept_in(tmp_path / "kept", objects)
     key = await stored(objects, 1, 100 * KIB + 1)
-    with pytest.raises(BadInput, match="above"):
+    with pytest.raises(BadInput, match="exceeds the maximum"):
         fetched.find("sha256:1", key, "acme")
     assert not list((tmp_path / "kept").glob("*/*"))
 
