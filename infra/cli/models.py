@@ -11,8 +11,6 @@ from typing import Annotated
 import typer
 
 from infra.cli.withdrawals import list_withdrawn, withdraw
-from shared.models.catalog_file import is_text_entry
-from shared.settings import ModelSettings, read_settings
 
 Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="the folder of the class")]
 Inputs = Annotated[
@@ -75,6 +73,9 @@ def check(
 
 
 def _check_entry(name: str, device: str) -> Iterator[str]:
+    from shared.models.catalog_file import is_text_entry
+    from shared.settings import ModelSettings, read_settings
+
     # Otherwise transformers warns about a package that image models do not need.
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     # The printed lines have what these log, and an error names its cause.

@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from onnx import TensorProto, helper, save
 
 from shared.models.catalog import Model
 from shared.models.entry import Batch
@@ -35,6 +34,8 @@ VECTORS = [[0.0, 0.0], [1.0, 2.0], [3.0, 4.0]]
 
 @pytest.fixture
 def hosted(tmp_path: Path) -> HostedModel:
+    from onnx import TensorProto, helper, save  # half a second, which collecting should not take
+
     words = {"type": "WordLevel", "vocab": WORDS, "unk_token": "[UNK]"}
     tokenizer = {"version": "1.0", "pre_tokenizer": {"type": "Whitespace"}, "model": words}
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
