@@ -35,11 +35,13 @@ from api.dispatch.readiness import Readiness
 from api.errors import ErrorReply, add_handlers
 from api.fair_room import FairRoom
 from api.http.auth import Access, access_of
+from api.http.dependencies import Dependencies, StartedAt
 from api.http.fast_route import FastRouteApp
+from api.http.inference import Inference
 from api.http.middleware import BodyBudget
 from api.http.openapi import ANSWERED, SCHEMA_REF, Described
+from api.http.recording import Recording
 from api.http.refusals import Refusals
-from api.http.request import Dependencies
 from api.idempotency.service import IdempotencyService
 from api.idempotency.store import IdempotencyStore
 from api.inputs.codec_pool import CodecPool
@@ -85,7 +87,7 @@ from api.openai.conversations import (
     ConversationReply,
     NewItems,
 )
-from api.openai.embeddings import EmbeddingsBody, EmbeddingsReply
+from api.openai.embeddings_schemas import EmbeddingsBody, EmbeddingsReply
 from api.openai.image_edits import EditBody, EditForm, VariationForm
 from api.openai.images import GenerationBody, ImagesReply
 from api.openai.item_pages import ItemsPage
@@ -484,7 +486,8 @@ def _dependencies(
     image_codec: ImageCodec,
 ) -> Dependencies:
     settings, turns = configuration.settings, QueryPermits()
-    storage = Storage(configuration.objects)
+    storage = Storage(configuration.objects, tenant_max_bytes=settings.files_max_bytes)
+    inference = Inference(pipeline.dispatcher, limiter, pipeline.admission)
     sources = Files(configuration.objects, storage)
     batch_files = BatchFiles(configuration.objects, storage)
     result_fetcher = ResultFetcher(configuration.objects, predictions, image_codec)
@@ -499,6 +502,8 @@ def _dependencies(
         objects=configuration.objects,
         url_signer=configuration.url_signer,
         image_codec=image_codec,
+        inference=inference,
+        recording=Recording(inference, predictions, follower, storage),
         readiness=readiness,
         idempotency=idempotency,
         predictions=predictions,
@@ -522,7 +527,7 @@ def _dependencies(
         ),
         usage=UsageService(UsageRows(*_report_dataset(settings)), turns),
         reports=ReportService(_report_dataset(settings), turns),
-        started_at_s=time.time(),
+        started_at_s=StartedAt(time.time()),
     )
 
 

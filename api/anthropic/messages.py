@@ -14,7 +14,6 @@ from contextlib import ExitStack
 from typing import Any
 
 import msgspec
-from fastapi import APIRouter
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 from pydantic_core import from_json
@@ -35,6 +34,7 @@ from api.anthropic.schemas import (
     TokenCountReply,
 )
 from api.chat_bodies import ChatBody
+from api.dispatch.request import InferenceRequest
 from api.errors import (
     ERROR_MAPPINGS,
     ClientGone,
@@ -44,10 +44,13 @@ from api.errors import (
     to_bad_input,
 )
 from api.http import openapi
+from api.http.call import ModelCall
+from api.http.connection import while_connected
 from api.http.encode_json import encode_json
-from api.http.fast_route import IS_HEAD
+from api.http.inference import Inference
+from api.http.injection import Router
 from api.http.middleware import context_of
-from api.http.request import ApiRequest, open_request, while_connected
+from api.http.recording import Recording
 from api.openai.chat_replies import ChatChoice
 from api.openai.generation import (
     answer_id,
@@ -61,13 +64,18 @@ from api.openai.generation import (
 from api.openai.token_counts import count_chat
 from api.predictions.creation import digest_of
 from api.predictions.event_stream import HeldResponse
-from api.predictions.generation_stream import PromptSize, StreamPosition, find_return
+from api.predictions.generation_stream import (
+    GenerationStreams,
+    PromptSize,
+    StreamPosition,
+    find_return,
+)
 from api.problem_details import ErrorRoute
 from api.tasks.base import Inputs
 from shared.errors import BadInput, PenstockError, error_for_code
 from shared.messages import ItemOutcome
-from shared.models.catalog import Model
-from shared.models.tasks.text import GenerationInput, GenerationResult, TokenLogprob
+from shared.models.catalog import Catalog, Model
+from shared.models.tasks.text import GenerationResult, TokenLogprob
 from shared.predictions import EVENTS_TYPE
 
 PATH = "/v1/messages"
@@ -281,7 +289,7 @@ def _usage_of(prompt: PromptSize, *, written: int) -> MessagesUsage:
     return MessagesUsage(read, written, prompt.cached_tokens)
 
 
-router = APIRouter(route_class=AnthropicRoute)
+router = Router(route_class=AnthropicRoute)
 
 
 @router.post(
@@ -292,24 +300,34 @@ router = APIRouter(route_class=AnthropicRoute)
         openapi.inference_responses(MessageReply, error=AnthropicErrorReply)
     ),
 )
-async def create_message(request: Request) -> Response:
+async def create_message(
+    call: ModelCall,
+    catalog: Catalog,
+    inference: Inference,
+    recording: Recording,
+    generation_streams: GenerationStreams,
+) -> Response:
     """Answers in the shape of Anthropic's API. With `"stream": true`, sends events."""
-    call = open_request(request)
     body = await call.read_json(MessagesBody)
     chat = body.to_generation()
-    model = model_of(chat, call.dependencies.catalog)
+    model = model_of(chat, catalog)
     call.use(model)
     try:
         inputs = inputs_of(chat, model, secrets.randbelow(2**53))
+        repeats = is_repeatable(chat)
         if body.stream:
-            return await _stream(call, body, chat, model, inputs)
+            shown = body.model_dump(mode="json", exclude_unset=True, by_alias=True)
+            read = Inputs(inputs, shown, is_list=False, is_repeatable=repeats)
+            digest = digest_of(json.dumps([model.name, PATH, shown], sort_keys=True))
+            new = recording.request(call, model, read, digest=digest, endpoint=PATH)
+            return await _stream(call, chat, new, recording, generation_streams)
         if call.options.idempotency_key:
             raise BadInput(
                 "idempotency-key: only allowed with stream: true on this route; leave it out",
                 field="idempotency-key",
             )
         message_id = answer_id(MESSAGE, call.context.facts.request_id)
-        async with call.inferred(model, inputs, is_repeatable=is_repeatable(chat)) as response:
+        async with inference.compute(call, model, inputs, is_repeatable=repeats) as response:
             reply = MessageEvents(chat, message_id, model).whole(response.outcomes)
             return encode_json(reply)
     except BadInput as error:
@@ -322,36 +340,29 @@ async def create_message(request: Request) -> Response:
     openapi_extra=openapi.inference_body(CountBody),
     responses=openapi.inference_responses(TokenCountReply, error=AnthropicErrorReply),
 )
-async def count_tokens(request: Request) -> Response:
+async def count_tokens(call: ModelCall, catalog: Catalog, inference: Inference) -> Response:
     """Counts the tokens that the model would read for the same request."""
-    call = open_request(request)
     body = await call.read_json(CountBody)
     try:
-        counted = await count_chat(call, body.to_chat())
+        counted = await count_chat(call, body.to_chat(), catalog, inference)
     except BadInput as error:
         raise as_asked(error) from error
     return encode_json(TokenCountReply(counted.count))
 
 
 async def _stream(
-    call: ApiRequest,
-    body: MessagesBody,
+    call: ModelCall,
     chat: ChatBody,
-    model: Model,
-    inputs: Sequence[GenerationInput],
+    new: InferenceRequest,
+    recording: Recording,
+    streams: GenerationStreams,
 ) -> Response:
-    if IS_HEAD in call.http.scope:
-        return Response(headers=_HEADERS, media_type=EVENTS_TYPE)
-    shown = body.model_dump(mode="json", exclude_unset=True, by_alias=True)
-    read = Inputs(inputs, shown, is_list=False, is_repeatable=is_repeatable(chat))
-    digest = digest_of(json.dumps([model.name, PATH, shown], sort_keys=True))
-    new = call.recorded(model, read, digest=digest, endpoint=PATH)
-    streams = call.dependencies.generation_streams
     with ExitStack() as held:
         held.enter_context(streams.reserved(call.tenant))
-        async with call.created(new, waits=False) as creation:
+        async with recording.create(call, new, waits=False) as creation:
             pass
-        events = MessageEvents(chat, answer_id(MESSAGE, creation.snapshot.prediction.id), model)
+        message_id = answer_id(MESSAGE, creation.snapshot.prediction.id)
+        events = MessageEvents(chat, message_id, new.model)
         returns = find_return(call.options.idempotency_key, has_positions=False)
         beginning = streams.begin(
             creation.snapshot, events, [StreamPosition()], call.check_key, returns, has_ids=False

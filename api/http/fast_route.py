@@ -26,8 +26,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from api.bodies import strip_mark
 from api.errors import EXPECTED_ERRORS, handle_error
 from api.http.idempotency import run_idempotent
+from api.http.injection import open_call
 from api.http.middleware import BodyBudget, ContextMiddleware
-from api.http.request import open_request
 from api.http.request_options import IDEMPOTENCY_HEADER
 from api.problem_details import ProblemRoute, problem_response
 
@@ -209,7 +209,7 @@ class FastRouteApp(FastAPI):
         try:
             is_keyed = IDEMPOTENCY_HEADER in request.headers and not route.has_own_keys
             if is_keyed and isinstance(route, StreamedRoute):
-                open_request(request)  # first, so that unauthenticated bodies are not read
+                open_call(request)  # first, so that unauthenticated bodies are not read
                 is_keyed = not await route.asks_for_stream(request)
             endpoint = route.endpoint
             keyed = run_idempotent(request, endpoint, route.answer_error) if is_keyed else None

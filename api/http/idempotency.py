@@ -23,8 +23,10 @@ from starlette.types import Message
 from api.dispatch.request import COST_HEADER, DEVICE_HEADER
 from api.errors import EXPECTED_ERRORS, NotNow
 from api.http.auth import check_model
+from api.http.connection import while_connected
+from api.http.dependencies import dependencies_of
+from api.http.injection import open_call
 from api.http.middleware import RequestContext, context_of
-from api.http.request import open_request, while_connected
 from api.idempotency.service import IdempotentRequest, StoredResponse
 from api.limits.messages import LIMITS_PREFIX
 
@@ -61,7 +63,7 @@ async def run_idempotent(
         KeyReused: the key was used with another body or route.
         KeyInUse: the first request is still running at the deadline of this one.
     """
-    call = open_request(request)
+    call, dependencies = open_call(request), dependencies_of(request)
     body = await request.body()
     digest = hashlib.blake2b(
         f"{call.tenant}\0{call.options.idempotency_key}".encode(), digest_size=32
@@ -78,8 +80,8 @@ async def run_idempotent(
         else _fingerprint(request, body)
     )
     keyed = IdempotentRequest(digest.hexdigest(), call.tenant, fingerprint)
-    wait_s = call.options.limit_s(call.dependencies.catalog.deadline)
-    running = call.dependencies.idempotency.run(keyed, compute, wait_s)
+    wait_s = call.options.limit_s(dependencies.catalog.deadline)
+    running = dependencies.idempotency.run(keyed, compute, wait_s)
     stored, is_replayed = await while_connected(request.receive, running, call.check_key)
     if stored.model:  # the first request may have used another key of the tenant
         check_model(call.caller, stored.model)

@@ -1,23 +1,15 @@
-"""What guides a drawing beside its prompt: ControlNets, IP-Adapters, and adapters (LoRA) by URL.
+"""The fields of image requests, and what guides a drawing: ControlNets and IP-Adapters.
 
-The words are those of diffusers' pipelines, and of Replicate's models. `control` and `ip_adapter`
-name one of the catalog. Endpoints know the two by `check_guides` and `with_guides`.
-
-An adapter may be named by the URL of its file, within what the catalog allows. The API fetches the
-file as it fetches any input by URL, and what it got has a digest from then on: the cache, the row
-and the worker know the adapter by it, whatever the URL gives later. A caller who writes `#sha256=…`
-behind the URL gets that file, or an error. What a tenant has fetched is remembered for the tenant
-alone. So nobody gets an adapter whose URL they can't open.
+Fields have the names that diffusers' pipelines and Replicate's models use. `control` and
+`ip_adapter` name an entry of the catalog. image_draft.py prepares the images of both.
 """
 
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-import msgspec
 from pydantic import Field, model_validator
 
 from api.bodies import (
@@ -32,9 +24,6 @@ from api.bodies import (
     Upscale,
 )
 from api.errors import WrongField
-from api.inputs.source_images import ImageCaller, SourceImages
-from api.inputs.storage import owner_of
-from api.inputs.url_fetcher import FileRules
 from shared.errors import BadInput
 from shared.models.catalog import Model
 from shared.models.image_entry import (
@@ -44,7 +33,6 @@ from shared.models.image_entry import (
     MIN_LORA_SCALE,
 )
 from shared.models.image_interface import ImageMode, refuse_mode
-from shared.models.tasks.image import ControlInput, ImageInput, IpAdapterInput
 
 CONTROL_IMAGE = "control_image"
 _CONTROL_OPTIONS = (
@@ -56,7 +44,7 @@ _CONTROL_OPTIONS = (
 MORE_CONTROLS = "more_controls"
 CONTROL_FIELDS = ("control", *_CONTROL_OPTIONS, MORE_CONTROLS)
 MAX_MORE_CONTROLS = 3
-"""Of a request, after its first one."""
+"""Maximum number of controls after the first one of a request."""
 
 IP_ADAPTER = "ip_adapter"
 IP_ADAPTER_IMAGE = "ip_adapter_image"
@@ -64,12 +52,7 @@ _IP_ADAPTER_OPTIONS = (IP_ADAPTER_IMAGE, "ip_adapter_scale")
 IP_ADAPTER_FIELDS = (IP_ADAPTER, *_IP_ADAPTER_OPTIONS)
 
 GUIDE_IMAGES = (CONTROL_IMAGE, IP_ADAPTER_IMAGE)
-"""Fields with the image of a ControlNet or IP-Adapter. In forms they may be files."""
-
-ADAPTER_FIELD = "lora_weights"
-ADAPTER_KEPT_S = 12 * 3600.0
-"""For so long, a file that has not changed is not loaded again. Stored inputs stay for days."""
-_DIGEST = re.compile(r"sha256=([0-9a-f]{64})")
+"""Fields with the image of a ControlNet or IP-Adapter. In forms, they may be files."""
 
 
 class ControlFields(Body):
@@ -118,63 +101,9 @@ class ControlFields(Body):
 
     @property
     def part(self) -> tuple[float, float]:
-        """The part of the steps in which the control guides, from 0 to 1."""
+        """Start and end of the steps in which the control guides, from 0 to 1."""
         start, end = self.control_guidance_start, self.control_guidance_end
         return 0.0 if start is None else start, 1.0 if end is None else end
-
-
-def check_control(body: ControlFields, model: Model, *, has_picture: bool) -> None:
-    """Validates the control of a request for a model.
-
-    `has_picture`: its image came as a file of a form.
-
-    Raises:
-        BadInput: the model has no such control, or its image is missing.
-    """
-    controls = model.image.controls
-    if body.control is None:
-        if has_picture:
-            raise BadInput(
-                f"{CONTROL_IMAGE}: requires control; set control as well", field=CONTROL_IMAGE
-            )
-        return
-    if body.control not in controls:
-        accepted = f"; it has {', '.join(controls)}" if controls else "; leave it out"
-        reason = f"{model.name} does not have the control {body.control!r}{accepted}"
-        raise BadInput(f"control: {reason}", field="control")
-    if body.control_image is None and not has_picture:
-        raise BadInput(
-            f"{CONTROL_IMAGE}: is required for control {body.control}", field=CONTROL_IMAGE
-        )
-
-
-async def prepare_control(
-    body: ControlFields,
-    data: bytes,
-    size: tuple[int, int] | None,
-    model: Model,
-    caller: ImageCaller,
-    images: SourceImages,
-    field: str = CONTROL_IMAGE,
-) -> tuple[ControlInput, tuple[int, int]]:
-    """Returns the control of a request, which was checked, and the size of its image.
-
-    Args:
-        data: the file of the image.
-        size: that of the image to draw. None: as the image, with the usual pixels of the model.
-        field: place of the image in the body, which errors name.
-
-    Raises:
-        BadInput: the file is not an image, or it is broken. Names the field.
-    """
-    assert body.control is not None, "validated before; this is a bug"
-    entry = model.image.controls[body.control]
-    image = await images.prepare(data, size, model.image, caller, field=field)
-    asked_scale = body.controlnet_conditioning_scale
-    scale = entry.scale if asked_scale is None else asked_scale
-    start, end = body.part
-    control = ControlInput(body.control, entry.version, image.image, scale, start, end)
-    return control, image.size
 
 
 class IpAdapterFields(Body):
@@ -208,59 +137,12 @@ class IpAdapterFields(Body):
         return self
 
 
-def check_ip_adapter(body: IpAdapterFields, model: Model, *, has_picture: bool) -> None:
-    """Validates the IP-Adapter of a request for a model.
-
-    `has_picture`: its image came as a file of a form.
-
-    Raises:
-        BadInput: the model has no such IP-Adapter, or its image is missing.
-    """
-    known = model.image.ip_adapters
-    if body.ip_adapter is None:
-        if has_picture:
-            reason = "requires ip_adapter; set ip_adapter as well"
-            raise BadInput(f"{IP_ADAPTER_IMAGE}: {reason}", field=IP_ADAPTER_IMAGE)
-        return
-    if body.ip_adapter not in known:
-        accepted = f"; it has {', '.join(known)}" if known else "; leave it out"
-        reason = f"{model.name} does not have the IP-Adapter {body.ip_adapter!r}{accepted}"
-        raise BadInput(f"{IP_ADAPTER}: {reason}", field=IP_ADAPTER)
-    if body.ip_adapter_image is None and not has_picture:
-        reason = f"is required for ip_adapter {body.ip_adapter}"
-        raise BadInput(f"{IP_ADAPTER_IMAGE}: {reason}", field=IP_ADAPTER_IMAGE)
-
-
-async def prepare_ip_adapter(
-    body: IpAdapterFields, data: bytes, model: Model, caller: ImageCaller, images: SourceImages
-) -> IpAdapterInput:
-    """Returns the IP-Adapter of a request, which was checked.
-
-    Args:
-        data: the file of the image.
-
-    Raises:
-        BadInput: the file is not an image, or it is broken. Names `ip_adapter_image`.
-    """
-    assert body.ip_adapter is not None, "validated before; this is a bug"
-    entry, scale = model.image.ip_adapters[body.ip_adapter], body.ip_adapter_scale
-    image = await images.prepare_reference(data, caller, IP_ADAPTER_IMAGE)
-    return IpAdapterInput(
-        body.ip_adapter, entry.version, image, entry.scale if scale is None else scale
-    )
-
-
-def _place_of(at: int) -> str:
-    """Returns where a control of `more_controls` has its image. `at` counts from 0."""
-    return f"{MORE_CONTROLS}[{at}].{CONTROL_IMAGE}"
-
-
 def _have_no_reference(schema: dict[str, Any]) -> None:
     schema["anyOf"][0]["items"] = ControlFields.model_json_schema()
 
 
 class ImageFields(ControlFields, IpAdapterFields):
-    """How images are drawn. None: the default of the model."""
+    """The parameters of an image request. None: the default of the model."""
 
     more_controls: list[ControlFields] | None = Field(
         None,
@@ -312,58 +194,48 @@ class ImageFields(ControlFields, IpAdapterFields):
 
 
 def guide_urls(body: ImageFields) -> dict[str, str]:
-    """Returns where the images are, by the fields that say so."""
+    """Returns the URLs of the guides' images by place."""
     named = {name: getattr(body, name) for name in GUIDE_IMAGES}
-    for at, control in enumerate(body.more_controls or ()):
-        named[_place_of(at)] = control.control_image
+    for index, control in enumerate(body.more_controls or ()):
+        named[place_of_control(index)] = control.control_image
     return {name: url for name, url in named.items() if url is not None}
+
+
+def place_of_control(index: int) -> str:
+    """Returns the place of a control's image in `more_controls`."""
+    return f"{MORE_CONTROLS}[{index}].{CONTROL_IMAGE}"
 
 
 def check_guides(body: ImageFields, model: Model, *, files: Collection[str] = ()) -> None:
     """Validates the guides of a request for a model.
 
-    `files`: the fields whose images came as files of a form.
+    Args:
+        files: fields whose images are files in a form.
 
     Raises:
         BadInput: the model has no such guide, or its image is missing.
     """
-    check_control(body, model, has_picture=CONTROL_IMAGE in files)
-    for at, control in enumerate(body.more_controls or ()):
-        place = f"{MORE_CONTROLS}[{at}]"
+    _check_control(body, model, has_picture=CONTROL_IMAGE in files)
+    for index, control in enumerate(body.more_controls or ()):
+        place = f"{MORE_CONTROLS}[{index}]"
         if control.control is None:
             raise BadInput(f"{place}.control: name a control of the model", field=MORE_CONTROLS)
         try:
-            check_control(control, model, has_picture=False)
+            _check_control(control, model, has_picture=False)
         except BadInput as error:
             raise BadInput(f"{place}.{error.message}", field=MORE_CONTROLS) from error
-    check_ip_adapter(body, model, has_picture=IP_ADAPTER_IMAGE in files)
-
-
-def show_files(raw_input: Mapping[str, Any], kept: Mapping[str, str]) -> dict[str, Any]:
-    """Returns an input that names its files by URL.
-
-    Args:
-        kept: URLs of the files that were in the input itself, by their places.
-    """
-    result = dict(raw_input)
-    if MORE_CONTROLS in result:
-        result[MORE_CONTROLS] = [
-            dict(control) | ({CONTROL_IMAGE: kept[place]} if place in kept else {})
-            for at, control in enumerate(result[MORE_CONTROLS] or ())
-            if (place := _place_of(at))
-        ]
-    return result | {name: url for name, url in kept.items() if name in result}
+    _check_ip_adapter(body, model, has_picture=IP_ADAPTER_IMAGE in files)
 
 
 def check_accepted(body: ImageFields, model: Model, mode: ImageMode) -> None:
     """Validates that the pipeline of a model accepts the fields of a request.
 
     Args:
-        model: whose interface may be unknown here. Then its workers check the fields.
-        mode: task that the request is for.
+        model: if its interface is unknown here, its workers check the fields.
+        mode: what the image is drawn from.
 
     Raises:
-        BadInput: the model lacks a field or the task.
+        BadInput: the model does not accept a field or the mode.
     """
     interface = model.image.interface
     if interface is None:
@@ -382,42 +254,74 @@ def check_accepted(body: ImageFields, model: Model, mode: ImageMode) -> None:
         raise BadInput(f"{field}: {reason}", field=field)
 
 
-async def with_guides(
-    first: ImageInput,
-    body: ImageFields,
-    files: Mapping[str, bytes],
-    size: tuple[int, int] | None,
-    model: Model,
-    caller: ImageCaller,
-    images: SourceImages,
-) -> ImageInput:
-    """Returns an image with the guides of its request, which were checked.
+def _check_control(body: ControlFields, model: Model, *, has_picture: bool) -> None:
+    """Validates the control of a request for a model.
 
     Args:
-        first: the image without them.
-        files: of the images, by their fields. Others may be among them.
-        size: of the image to draw. None: as that of the control, if there is one.
+        has_picture: True if its image is a file in a form.
 
     Raises:
-        BadInput: a file is not an image, or it is broken. Names its field.
+        BadInput: the model has no such control, or its image is missing.
     """
-    if CONTROL_IMAGE in files:
-        data = files[CONTROL_IMAGE]
-        control, (width, height) = await prepare_control(body, data, size, model, caller, images)
-        first = msgspec.structs.replace(first, width=width, height=height, control=control)
-    for at, more in enumerate(body.more_controls or ()):
-        place, size = _place_of(at), (first.width, first.height)
-        control, _ = await prepare_control(more, files[place], size, model, caller, images, place)
-        first = msgspec.structs.replace(first, more_controls=(*first.more_controls, control))
-    if IP_ADAPTER_IMAGE in files:
-        data = files[IP_ADAPTER_IMAGE]
-        chosen = await prepare_ip_adapter(body, data, model, caller, images)
-        first = msgspec.structs.replace(first, ip_adapter=chosen)
-    return first
+    controls = model.image.controls
+    if body.control is None:
+        if has_picture:
+            raise BadInput(
+                f"{CONTROL_IMAGE}: requires control; set control as well", field=CONTROL_IMAGE
+            )
+        return
+    if body.control not in controls:
+        accepted = f"; it has {', '.join(controls)}" if controls else "; leave it out"
+        reason = f"{model.name} does not have the control {body.control!r}{accepted}"
+        raise BadInput(f"control: {reason}", field="control")
+    if body.control_image is None and not has_picture:
+        raise BadInput(
+            f"{CONTROL_IMAGE}: is required for control {body.control}", field=CONTROL_IMAGE
+        )
+
+
+def _check_ip_adapter(body: IpAdapterFields, model: Model, *, has_picture: bool) -> None:
+    """Validates the IP-Adapter of a request for a model.
+
+    Args:
+        has_picture: True if its image is a file in a form.
+
+    Raises:
+        BadInput: the model has no such IP-Adapter, or its image is missing.
+    """
+    known = model.image.ip_adapters
+    if body.ip_adapter is None:
+        if has_picture:
+            reason = "requires ip_adapter; set ip_adapter as well"
+            raise BadInput(f"{IP_ADAPTER_IMAGE}: {reason}", field=IP_ADAPTER_IMAGE)
+        return
+    if body.ip_adapter not in known:
+        accepted = f"; it has {', '.join(known)}" if known else "; leave it out"
+        reason = f"{model.name} does not have the IP-Adapter {body.ip_adapter!r}{accepted}"
+        raise BadInput(f"{IP_ADAPTER}: {reason}", field=IP_ADAPTER)
+    if body.ip_adapter_image is None and not has_picture:
+        reason = f"is required for ip_adapter {body.ip_adapter}"
+        raise BadInput(f"{IP_ADAPTER_IMAGE}: {reason}", field=IP_ADAPTER_IMAGE)
+
+
+def show_files(raw_input: Mapping[str, Any], kept: Mapping[str, str]) -> dict[str, Any]:
+    """Returns an input in which files are replaced by their URLs.
+
+    Args:
+        kept: URLs of the files that were in the input itself, by place.
+    """
+    result = dict(raw_input)
+    if MORE_CONTROLS in result:
+        result[MORE_CONTROLS] = [
+            dict(control) | ({CONTROL_IMAGE: kept[place]} if place in kept else {})
+            for index, control in enumerate(result[MORE_CONTROLS] or ())
+            if (place := place_of_control(index))
+        ]
+    return result | {name: url for name, url in kept.items() if name in result}
 
 
 def show_guides(schema: dict[str, Any], models: Iterable[Model]) -> dict[str, Any]:
-    """Returns the JSON Schema of a body for these image models: only what they accept is in it."""
+    """Returns the JSON Schema of a body with only the fields that these image models accept."""
     known = list(models)
     controls = sorted({name for model in known for name in model.image.controls})
     ip_adapters = sorted({name for model in known for name in model.image.ip_adapters})
@@ -442,48 +346,7 @@ def show_guides(schema: dict[str, Any], models: Iterable[Model]) -> dict[str, An
 
 
 def _named(field: dict[str, Any], names: list[str]) -> dict[str, Any]:
-    """The schema of a field that has one of these names."""
+    """Returns the schema of a field that accepts these names."""
     # Forms have no null.
     kinds = [kind | {"enum": names} for kind in field.get("anyOf", ())[:1]]
     return field | ({"anyOf": [*kinds, *field["anyOf"][1:]]} if kinds else {"enum": names})
-
-
-async def with_fetched_adapter(
-    image: ImageInput, model: Model, caller: ImageCaller, images: SourceImages
-) -> ImageInput:
-    """Returns the image, whose adapter is fetched if it is one by URL.
-
-    Raises:
-        BadInput: it can't be had from there, or has another digest. Names `lora_weights`.
-        Overloaded: too many files are being fetched.
-        Unavailable: the object store is unreachable.
-    """
-    chosen, urls = image.adapter, model.image.adapter_urls
-    if chosen is None or not chosen.url:
-        return image
-    assert urls is not None, "chosen among them; this is a bug"
-    url, expected = _split(chosen.url)
-    rules = FileRules(within=urls.allowed, max_bytes=urls.max_bytes, sha256=expected)
-    sha256, key = await images.fetch_for_workers(url, caller, ADAPTER_FIELD, rules, ADAPTER_KEPT_S)
-    if expected and sha256 != expected:
-        raise BadInput(
-            f"{ADAPTER_FIELD}: the file at this URL has the digest sha256={sha256}, which differs "
-            "from the one after the #",
-            field=ADAPTER_FIELD,
-        )
-    digest, owner = f"sha256:{sha256}", owner_of(caller.tenant)
-    adapter = msgspec.structs.replace(
-        chosen, name=digest, version=digest, object_key=key, owner=owner, url=""
-    )
-    return msgspec.structs.replace(image, adapter=adapter)
-
-
-def _split(text: str) -> tuple[str, str]:
-    """The URL, and the digest behind it in hex. Empty: it has none."""
-    url, _, fragment = text.partition("#")
-    if not fragment:
-        return url, ""
-    if (digest := _DIGEST.fullmatch(fragment)) is None:
-        reason = "the part after the # must be sha256= and 64 digits of 0-9, a-f"
-        raise BadInput(f"{ADAPTER_FIELD}: {reason}", field=ADAPTER_FIELD)
-    return url, digest[1]

@@ -1,4 +1,4 @@
-"""Fetches, prepares and stores files named in inputs: images, and files of any kind.
+"""Fetches and stores files named in inputs: images, and files of any kind.
 
 Inputs name them by data: URI, by ID or URL of a file or result of this API, or by https URL on
 another server (api/inputs/url_fetcher.py).
@@ -16,9 +16,8 @@ from urllib.parse import parse_qsl, unquote
 
 from api.bodies import MAX_URL_CHARS
 from api.errors import NotFound
-from api.inputs.codec_protocol import UNPADDED, Padding
 from api.inputs.files import Files, is_media_type
-from api.inputs.image_codec import ImageCodec, PreparedSource, data_of_uri
+from api.inputs.image_codec import ImageCodec, data_of_uri
 from api.inputs.storage import StorageQuota
 from api.inputs.url_fetcher import (
     ANY_FILE,
@@ -30,7 +29,6 @@ from api.inputs.url_fetcher import (
 )
 from shared.errors import BadInput
 from shared.models.blob import Blob
-from shared.models.image_entry import ImageDefaults
 from shared.stores.objects import LinkInvalid, ObjectStore, UrlSigner, object_key, stored_input
 
 ACCEPTED = (
@@ -114,7 +112,7 @@ class SourceImages:
         self._uploads = uploads
         self._fetcher = fetcher
         self._url_signer = url_signer
-        self._image_codec = image_codec
+        self.codec = image_codec
         self._url_fetcher = url_fetcher
 
     async def fetch_image(self, url: str, caller: ImageCaller, field: str = "image") -> FetchedFile:
@@ -273,59 +271,6 @@ class SourceImages:
             raise BadInput(f"{field}: {error.message}", field=field) from error
         media_type = mimetypes.guess_type(name)[0] or "application/octet-stream"
         return FetchedFile(data, media_type, name)
-
-    async def prepare(
-        self,
-        data: bytes,
-        size: tuple[int, int] | None,
-        limits: ImageDefaults,
-        caller: ImageCaller,
-        padding: Padding = UNPADDED,
-        field: str = "image",
-    ) -> PreparedSource:
-        """Returns the image as models expect it.
-
-        Args:
-            size: output size. None: the source's aspect ratio within `limits`.
-            padding: padding around it, as in ImageCodec.prepare_source.
-        """
-        await caller.begin()
-        return await self._image_codec.prepare_source(
-            data,
-            size,
-            limits,
-            caller.deadline_s,
-            tenant=caller.tenant,
-            padding=padding,
-            field=field,
-        )
-
-    async def prepare_reference(self, data: bytes, caller: ImageCaller, field: str) -> Blob:
-        """Returns a reference image, in its original size or smaller."""
-        await caller.begin()
-        return await self._image_codec.prepare_reference(
-            data, caller.deadline_s, tenant=caller.tenant, field=field
-        )
-
-    async def prepare_mask(
-        self,
-        data: bytes,
-        source: PreparedSource,
-        blur: float,
-        caller: ImageCaller,
-        padding: Padding = UNPADDED,
-    ) -> Blob:
-        """Returns the mask of a source as models expect it. White pixels are redrawn.
-
-        Args:
-            data: mask file. Empty: only the padding is redrawn.
-            source: the source image of the mask.
-            blur: softness of its edge, as in ImageCodec.prepare_mask.
-        """
-        await caller.begin()
-        return await self._image_codec.prepare_mask(
-            data, source, "white", blur, caller.deadline_s, tenant=caller.tenant, padding=padding
-        )
 
     async def keep(self, file: FetchedFile, caller: ImageCaller, name: str = "image") -> str:
         """Stores the data of a data: URI as a file, and returns its URL.

@@ -40,9 +40,12 @@ from shared.errors import BadInput, PenstockError, Unavailable
 from shared.stores.held_bytes import HELD, held_bytes, hold
 from shared.stores.held_bytes import owner_of as owner_of
 from shared.stores.objects import ObjectStore, StoredObject
+from shared.tenants.plan import Caller
 
 KEEP_S = 24 * 3600
 """Replicate keeps files as long, and the bucket keeps objects below `files/` as long."""
+DEFAULT_TENANT_MAX_BYTES = 2 * 1024**3
+"""The default of the setting `files_max_bytes`."""
 BATCH_FILES, KEPT_FILES = "batches/files", "files/kept"
 LISTED = "files/of"
 RESERVED = "files/reserved"
@@ -139,10 +142,17 @@ class Storage:
 
     Args:
         clock: Unix time. Replaced by tests.
+        tenant_max_bytes: maximum per tenant whose plan does not set one.
     """
 
-    def __init__(self, objects: ObjectStore, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        objects: ObjectStore,
+        clock: Callable[[], float] = time.time,
+        tenant_max_bytes: int = DEFAULT_TENANT_MAX_BYTES,
+    ) -> None:
         self.objects = objects
+        self._tenant_max_bytes = tenant_max_bytes
         self.clock = clock
         self._listing: dict[str, asyncio.Task[_Listed]] = {}
         self._next_listing: dict[str, asyncio.Task[_Listed]] = {}
@@ -150,6 +160,12 @@ class Storage:
         """The last removal for each owner without room."""
         self._checked: OrderedDict[str, _Checked] = OrderedDict()
         """The last listing of each owner."""
+
+    def quota_of(self, caller: Caller, field: str) -> StorageQuota:
+        """Returns the storage quota of a caller's tenant. Errors about it name `field`."""
+        own_bytes = caller.plan.storage_max_bytes
+        max_bytes = self._tenant_max_bytes if own_bytes is None else own_bytes
+        return StorageQuota(caller.tenant, max_bytes, field)
 
     async def use(self, tenant: str, except_key: str = "") -> StorageUse:
         """Returns the storage currently used by a tenant, without the reservation `except_key`."""

@@ -21,7 +21,6 @@ from pathlib import PurePath
 from typing import cast
 
 import msgspec
-from fastapi import APIRouter
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 from starlette.requests import ClientDisconnect, Request
@@ -36,10 +35,15 @@ from api.errors import (
     set_error_code,
     to_bad_input,
 )
+from api.http.call import ModelCall
+from api.http.connection import while_connected
 from api.http.fast_route import FastRoute
+from api.http.inference import Inference
+from api.http.injection import Router
 from api.http.openapi import inference_body, inference_responses
-from api.http.request import ApiRequest, open_request, while_connected
+from api.http.recording import Recording
 from api.inputs.source_images import ACCEPTED, ImageCaller, SourceImages
+from api.inputs.storage import Storage
 from api.mistral.ocr_schemas import (
     OcrBody,
     OcrErrorReply,
@@ -73,12 +77,11 @@ _ID_REFERENCE = re.compile(r"(!?)\[([^\]\s]{1,100})\]\(\2\)")
 _LINE_URLS = ("data:", "https://", "http://", "/v1/files/")
 _PAGE_OF_ONE = re.compile(r"^page 0: ")
 """Prefix of errors about a one-page document."""
-_encode = msgspec.json.Encoder().encode
-
 _CLASS_FIELDS = (
     *("table_format", "include_image_base64", "image_limit", "image_min_size", "include_blocks"),
     *("confidence_scores_granularity", "extract_header", "extract_footer"),
 )
+_encode = msgspec.json.Encoder().encode
 
 
 def ocr_error(error: Exception) -> tuple[PenstockError, int, bytes]:
@@ -307,7 +310,7 @@ class OcrEndpoint(Endpoint):
         return _encode(await _reply(outcome.result, request.model, tools.objects, body))
 
 
-router = APIRouter(route_class=OcrRoute)
+router = Router(route_class=OcrRoute)
 
 
 @router.post(
@@ -316,36 +319,50 @@ router = APIRouter(route_class=OcrRoute)
     openapi_extra=inference_body(OcrBody),
     responses=inference_responses(OcrReply, error=OcrErrorReply),
 )
-async def create_ocr(request: Request) -> Response:
+async def create_ocr(
+    call: ModelCall,
+    catalog: Catalog,
+    inference: Inference,
+    recording: Recording,
+    storage: Storage,
+    source_images: SourceImages,
+    objects: ObjectStore,
+) -> Response:
     """Answers once all pages are read.
 
     As a prediction of the same model, `GET /v1/predictions/{id}/stream` sends each page as soon as
     it is read. If a flow reads the document, `location` has the URL of its prediction.
     """
-    call = open_request(request)
     body = await call.read_json(OcrBody)
-    model = call.serving("ocr", body.model)
+    model = call.serving(catalog, "ocr", body.model)
     with _names_for(model).used():
         checked = _checked(body, model)
-        call.check_room(model, 1)
-        loading = _with_document(checked, _owner(call, model), call.dependencies.source_images)
-        one, objects = await while_connected(request.receive, loading), call.dependencies.objects
+        inference.check_room(call, model, 1)
+        quota = storage.quota_of(call.caller, DOCUMENT)
+        owner = inference.file_owner(call, model, quota, call.answer_by_s(model))
+        loading = _with_document(checked, owner, source_images)
+        one = await while_connected(call.http.receive, loading)
         if model.flow is not None:
-            reply = await _reply(await _run(call, model, one, body), model, objects, body)
+            output = await _run_flow(call, model, one, body, recording)
+            reply = await _reply(output, model, objects, body)
         else:
-            async with call.inferred(model, [one], is_repeatable=model.deterministic) as response:
+            async with inference.compute(
+                call, model, [one], is_repeatable=model.deterministic
+            ) as response:
                 reply = await _reply(response.outcomes[0].result, model, objects, body)
     return Response(_encode(reply), media_type="application/json")
 
 
-async def _run(call: ApiRequest, model: Model, one: CustomInput, body: OcrBody) -> Result | None:
+async def _run_flow(
+    call: ModelCall, model: Model, one: CustomInput, body: OcrBody, recording: Recording
+) -> Result | None:
     """Returns the output of a flow. Errors about a page become errors about the document."""
     fields = body.model_dump(mode="json", exclude_unset=True, exclude={DOCUMENT})
     shown = fields | {DOCUMENT: {"type": body.document.type}}
     read = Inputs([one], shown, is_list=False, is_repeatable=model.deterministic)
     digest = digest_of(json.dumps([model.name, OcrEndpoint.path, repr(one.cache_form())]))
-    new = call.recorded(model, read, digest=digest, endpoint=OcrEndpoint.path)
-    snapshot = await call.run_flow(new)
+    new = recording.request(call, model, read, digest=digest, endpoint=OcrEndpoint.path)
+    snapshot = await recording.run_flow(call, new)
     reply = snapshot.record.reply
     if snapshot.record.state != "succeeded" or reply is None:
         raise _failure_of(snapshot, model, body)
@@ -383,7 +400,3 @@ def _is_page(step: FlowStep, field: str | None, position: int, plan: FlowPlan) -
     first = {one.id for one in plan.steps if not one.depends_on}
     sources = {one.name for one in step.origins_of(field or "", position)} - {INPUT}
     return len(sources) == 1 and sources <= first
-
-
-def _owner(call: ApiRequest, model: Model) -> ImageCaller:
-    return call.file_owner(model, DOCUMENT, call.answer_by_s(model))

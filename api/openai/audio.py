@@ -24,7 +24,6 @@ from pathlib import PurePath
 from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 import msgspec
-from fastapi import APIRouter
 from starlette.datastructures import FormData, UploadFile
 from starlette.requests import Request
 from starlette.responses import Response
@@ -32,7 +31,11 @@ from starlette.responses import Response
 from api.batches.documents import LineUsage
 from api.dispatch.request import InferenceRequest
 from api.errors import BodyTooLarge
+from api.http.call import ModelCall
+from api.http.connection import while_connected
 from api.http.fast_route import StreamedRoute
+from api.http.inference import Inference
+from api.http.injection import Router
 from api.http.openapi import (
     INFERRING,
     Responses,
@@ -41,10 +44,11 @@ from api.http.openapi import (
     ref_to,
     streamed,
 )
-from api.http.request import ApiRequest, open_request, while_connected
+from api.http.recording import Recording
 from api.http.request_options import wants_event_ids
 from api.http.upload_form import MAX_EDIT_FIELDS, closed_form, form_asks_for_stream
 from api.inputs.source_images import ImageCaller, SourceImages
+from api.inputs.storage import Storage
 from api.openai.audio_schemas import (
     FILE,
     LISTS,
@@ -70,12 +74,15 @@ from api.predictions.generation_stream import (
     HEARTBEAT,
     HEARTBEAT_BESIDE_IDS,
     MAX_S,
+    GenerationStreams,
+    StreamPosition,
     StreamShape,
     StreamTooLong,
     behind,
     find_return,
     seen_from_id,
 )
+from api.predictions.service import Predictions
 from api.tasks.base import Inputs
 from api.tasks.custom import FieldNames, add_files, input_of_fields
 from shared.errors import BadInput, ModelFailed, PenstockError
@@ -101,18 +108,14 @@ _WINDOW_ID = re.compile(r"\d{1,9}")
 _SUFFIX = re.compile(r"\.[a-z0-9]{1,8}")
 _ANY_BYTES = "application/octet-stream"
 _HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
-_encode = msgspec.json.Encoder().encode
-
-
-F = TypeVar("F", bound=TranslationForm)
-
 _FORM_LIMITS = {"max_files": 4, "max_fields": MAX_EDIT_FIELDS, "max_part_size": MAX_FIELD_BYTES}
-
 _NAMES = {"task": "model", "word_timestamps": "timestamp_granularities"}
 """Form fields by the class inputs that have other names."""
+_encode = msgspec.json.Encoder().encode
+F = TypeVar("F", bound=TranslationForm)
 
 
-class _Recording(NamedTuple):
+class _Upload(NamedTuple):
     """An uploaded file.
 
     A class sees only the file extension, so that equal files are equal inputs.
@@ -122,14 +125,14 @@ class _Recording(NamedTuple):
     name: str
 
 
-async def _read_form(call: ApiRequest, kind: type[F]) -> tuple[F, _Recording | None]:
+async def _read_form(call: ModelCall, kind: type[F]) -> tuple[F, _Upload | None]:
     """Returns the validated fields of a form and its file, if it has no `url`.
 
     Raises:
         BadInput: there is not exactly one file, or it is empty or too large.
     """
     call.check_charset()
-    async with _opened_form(call.http) as form:
+    async with _open_form(call.http) as form:
         fields = kind.model_validate(_fields_of(form))
         if fields.url is None:
             return fields, await _only_file(form)
@@ -146,7 +149,7 @@ def _check_is_form(request: Request) -> None:
 
 
 @asynccontextmanager
-async def _opened_form(request: Request) -> AsyncIterator[FormData]:
+async def _open_form(request: Request) -> AsyncIterator[FormData]:
     _check_is_form(request)
     async with closed_form(request, **_FORM_LIMITS) as form:
         yield form
@@ -172,7 +175,7 @@ def _fields_of(form: FormData) -> dict[str, Any]:
     return fields
 
 
-async def _only_file(form: FormData) -> _Recording:
+async def _only_file(form: FormData) -> _Upload:
     files = form.getlist(FILE)
     if len(files) != 1:
         reason = f"exactly one file or a url is required, got {len(files)} files"
@@ -186,7 +189,7 @@ async def _only_file(form: FormData) -> _Recording:
         )
     if not size:
         raise BadInput(f"{FILE}: must not be empty", field=FILE)
-    return _Recording(await files[0].read(), _name_of(files[0].filename or ""))
+    return _Upload(await files[0].read(), _name_of(files[0].filename or ""))
 
 
 def _name_of(filename: str) -> str:
@@ -194,7 +197,7 @@ def _name_of(filename: str) -> str:
     return f"recording{suffix if _SUFFIX.fullmatch(suffix) else ''}"
 
 
-def _transcribed(form: TranslationForm, model: Model, mode: Task) -> CustomInput:
+def _read_input(form: TranslationForm, model: Model, mode: Task) -> CustomInput:
     """Returns the input of a transcriber without its file.
 
     Raises:
@@ -208,13 +211,13 @@ def _transcribed(form: TranslationForm, model: Model, mode: Task) -> CustomInput
     }
     if isinstance(form, TranscriptionForm):
         values |= {"language": form.language, "word_timestamps": form.wants_words or None}
-    one = _checked(values | {FILE: "data:"}, model)
-    one.is_streamed = isinstance(form, TranscriptionForm) and form.stream
-    return one
+    item = _validate(values | {FILE: "data:"}, model)
+    item.is_streamed = isinstance(form, TranscriptionForm) and form.stream
+    return item
 
 
 async def _add_recording(
-    one: CustomInput, field: str, url: str, caller: ImageCaller, images: SourceImages
+    item: CustomInput, field: str, url: str, caller: ImageCaller, images: SourceImages
 ) -> None:
     """Loads the recording of an input.
 
@@ -227,11 +230,11 @@ async def _add_recording(
         Unavailable: the object store is unreachable.
     """
     try:
-        await add_files(one, [([FILE], url)], caller, images)
+        await add_files(item, [([FILE], url)], caller, images)
     except BadInput as error:
         reason = error.message.removeprefix(f"{FILE}: ")
         raise type(error)(f"{field}: {reason}", field=field) from error
-    one.places[:] = [FilePlace(place.at, _name_of(place.name)) for place in one.places]
+    item.places[:] = [FilePlace(place.at, _name_of(place.name)) for place in item.places]
 
 
 def _names_for(model: Model, field: str) -> FieldNames:
@@ -239,7 +242,7 @@ def _names_for(model: Model, field: str) -> FieldNames:
     return FieldNames(model, field, "seconds", _NAMES | {FILE: field})
 
 
-def _checked(values: Mapping[str, Any], model: Model) -> CustomInput:
+def _validate(values: Mapping[str, Any], model: Model) -> CustomInput:
     """Returns the input of a class without files. None values are left out."""
     if values.get("task") is not None and "task" not in interface_of(model).properties:
         raise BadInput(f"model: {model.name} does not support translation", field="model")
@@ -270,11 +273,11 @@ class _Transcript:
         if model.flow is not None:  # a flow does not have a unit of work
             seconds = max(1, math.ceil(self.elements[0].duration)) if self.elements else 1
         self.usage = DurationUsage(seconds)
-        self.text = "".join(one.text for one in self.elements).lstrip()
+        self.text = "".join(element.text for element in self.elements).lstrip()
 
     @property
     def spoken(self) -> list[TranscribedElement]:
-        return [one for one in self.elements if one.text.strip()]
+        return [element for element in self.elements if element.text.strip()]
 
 
 def _outcomes_of(reply: ReplyBody) -> list[ItemOutcome]:
@@ -296,10 +299,10 @@ def _subtitles(
         mark: separator between seconds and milliseconds.
         written: converts text to the format.
     """
-    for one in transcript.spoken:
+    for element in transcript.spoken:
         # An empty line would end the segment.
-        said = " ".join(one.text.split())
-        yield f"{_time(one.start, mark)} --> {_time(one.end, mark)}\n{written(said)}\n"
+        said = " ".join(element.text.split())
+        yield f"{_time(element.start, mark)} --> {_time(element.end, mark)}\n{written(said)}\n"
 
 
 def _time(at_s: float, mark: str) -> str:
@@ -309,7 +312,7 @@ def _time(at_s: float, mark: str) -> str:
 
 
 def _srt(transcript: _Transcript) -> str:
-    """Returns the transcript as SubRip."""
+    """Returns the transcript in the SubRip (.srt) format."""
     cues = _subtitles(transcript, ",")
     return "\n".join(f"{number}\n{cue}" for number, cue in enumerate(cues, 1))
 
@@ -340,11 +343,11 @@ def _verbose(
     )
     if "segment" in wanted:
         reply.segments = [
-            TranscribedSegment(**{name: getattr(one, name) for name in fields} | {"id": number})
-            for number, one in enumerate(transcript.spoken)
+            TranscribedSegment(**{name: getattr(element, name) for name in fields} | {"id": number})
+            for number, element in enumerate(transcript.spoken)
         ]
     if "word" in wanted:
-        reply.words = [word for one in transcript.spoken for word in one.words]
+        reply.words = [word for element in transcript.spoken for word in element.words]
     return reply
 
 
@@ -372,7 +375,7 @@ class TranscriptEvents(StreamShape):
     """The events of a transcript: one per segment, and one with the whole text.
 
     Args:
-        names: field names, for errors.
+        names: field names that error messages use.
     """
 
     def __init__(self, names: FieldNames) -> None:
@@ -387,7 +390,8 @@ class TranscriptEvents(StreamShape):
         at: tuple[int, int],
     ) -> bytes | None:
         """Returns the events for the segments in `text`, which has one line of JSON per segment."""
-        said = "".join(one.text for one in _elements([one.value for one in read_elements(text)]))
+        values = [entry.value for entry in read_elements(text)]
+        said = "".join(element.text for element in _elements(values))
         said = said if before else said.lstrip()
         return _event(TranscriptDelta(said)) if said else None
 
@@ -411,8 +415,8 @@ class _LinesOf(Endpoint):
         """Returns one item. Its recording is loaded when the line runs."""
         body = self.body_type.model_validate_json(data, strict=True)
         model = catalog.serving("transcription", body.model)
-        one = _transcribed(body, model, self.mode)
-        return LineRequest(body, model, [one], model.deterministic, _LINE_REPLY_BYTES)
+        item = _read_input(body, model, self.mode)
+        return LineRequest(body, model, [item], model.deterministic, _LINE_REPLY_BYTES)
 
     async def inputs(self, request: LineRequest, caller: LineCaller) -> Sequence[CustomInput]:
         """Loads the recording.
@@ -420,10 +424,10 @@ class _LinesOf(Endpoint):
         Each attempt does this, but an unchanged file is not loaded again.
         """
         body = cast(TranscriptionLine | TranslationLine, request.body)
-        one = _transcribed(body, request.model, self.mode)
+        item = _read_input(body, request.model, self.mode)
         owner = caller.file_owner(FILE)
-        await _add_recording(one, *body.recording, owner, caller.source_images)
-        return [one]
+        await _add_recording(item, *body.recording, owner, caller.source_images)
+        return [item]
 
     def words(self, request: LineRequest) -> AbstractContextManager[None]:
         """Makes errors name the fields of the body."""
@@ -470,7 +474,7 @@ class AudioRoute(StreamedRoute):
         return await form_asks_for_stream(request, **_FORM_LIMITS)
 
 
-router = APIRouter(route_class=AudioRoute)
+router = Router(route_class=AudioRoute)
 
 
 def _transcription_responses(*, is_streamed: bool) -> Responses:
@@ -490,15 +494,32 @@ def _transcription_responses(*, is_streamed: bool) -> Responses:
     openapi_extra=form_body(TranscriptionForm, INFERRING),
     responses=_transcription_responses(is_streamed=True),
 )
-async def create_transcription(request: Request) -> Response:
+async def create_transcription(
+    call: ModelCall,
+    catalog: Catalog,
+    inference: Inference,
+    recording: Recording,
+    storage: Storage,
+    source_images: SourceImages,
+    predictions: Predictions,
+    generation_streams: GenerationStreams,
+) -> Response:
     """Answers with the whole transcript or, with `stream`, segment by segment.
 
     With an `Idempotency-Key`, the events of a stream have IDs. Sending the same request with the
     same key, and an ID as `Last-Event-ID`, continues after that event, on any instance.
     """
-    call = open_request(request)
-    form, recording = await _read_form(call, TranscriptionForm)
-    return await _transcribe(call, form, recording, "transcribe")
+    form, upload = await _read_form(call, TranscriptionForm)
+    model = call.serving(catalog, "transcription", form.model)
+    transcriber = _Transcriber(call, form, model, "transcribe", inference, recording)
+    with transcriber.names.used():
+        item = await transcriber.load(upload, storage, source_images)
+        if not form.stream:
+            return await transcriber.answer(item)
+        stream = _TranscriptStream(
+            call, transcriber.names, recording, predictions, generation_streams
+        )
+        return await stream.answer(transcriber.prediction_request(item))
 
 
 @router.post(
@@ -507,57 +528,211 @@ async def create_transcription(request: Request) -> Response:
     openapi_extra=form_body(TranslationForm, INFERRING),
     responses=_transcription_responses(is_streamed=False),
 )
-async def create_translation(request: Request) -> Response:
-    call = open_request(request)
-    form, recording = await _read_form(call, TranslationForm)
-    return await _transcribe(call, form, recording, "translate")
-
-
-async def _transcribe(
-    call: ApiRequest, form: TranslationForm, recording: _Recording | None, mode: Task
+async def create_translation(
+    call: ModelCall,
+    catalog: Catalog,
+    inference: Inference,
+    recording: Recording,
+    storage: Storage,
+    source_images: SourceImages,
 ) -> Response:
-    model = call.serving("transcription", form.model)
-    images = call.dependencies.source_images
-    names = _names_for(model, FILE if form.url is None else "url")
-    with names.used():
-        one = _transcribed(form, model, mode)
-        call.check_room(model, 1)
-        if recording is not None:
-            await call.preparation(model).begin()
-            one.files.append(await images.stored(Blob(_ANY_BYTES, data=recording.data)))
-            one.places.append(FilePlace([FILE], recording.name))
+    form, upload = await _read_form(call, TranslationForm)
+    model = call.serving(catalog, "transcription", form.model)
+    transcriber = _Transcriber(call, form, model, "translate", inference, recording)
+    with transcriber.names.used():
+        return await transcriber.answer(await transcriber.load(upload, storage, source_images))
+
+
+class _Transcriber:
+    """Transcribes the recording of one request.
+
+    Args:
+        mode: what the endpoint does with the recording.
+    """
+
+    def __init__(
+        self,
+        call: ModelCall,
+        form: TranslationForm,
+        model: Model,
+        mode: Task,
+        inference: Inference,
+        recording: Recording,
+    ) -> None:
+        self._call = call
+        self._form = form
+        self._model = model
+        self._mode = mode
+        self._inference = inference
+        self._recording = recording
+        self.names = _names_for(model, FILE if form.url is None else "url")
+        """Field names, for errors."""
+
+    async def load(
+        self, upload: _Upload | None, storage: Storage, source_images: SourceImages
+    ) -> CustomInput:
+        """Returns the input with its recording.
+
+        Args:
+            upload: the recording. None: the form has its URL.
+
+        Raises:
+            BadInput: the class does not accept a field, or the recording can't be loaded.
+            Overloaded: there is no room, or too many files are being fetched.
+            Unavailable: the object store is unreachable.
+        """
+        call, model, form, inference = self._call, self._model, self._form, self._inference
+        item = _read_input(form, model, self._mode)
+        inference.check_room(call, model, 1)
+        if upload is not None:
+            await inference.preparation(call, model).begin()
+            item.files.append(await source_images.stored(Blob(_ANY_BYTES, data=upload.data)))
+            item.places.append(FilePlace([FILE], upload.name))
         if form.url is not None:
-            caller = call.file_owner(model, FILE, call.done_by_s(model))
-            adding = _add_recording(one, "url", form.url, caller, images)
+            quota = storage.quota_of(call.caller, FILE)
+            owner = inference.file_owner(call, model, quota, call.prediction_stops_at_s(model))
+            adding = _add_recording(item, "url", form.url, owner, source_images)
             await while_connected(call.http.receive, adding)
-        if one.is_streamed:
-            return await _stream(call, form, names, one)
+        return item
+
+    async def answer(self, item: CustomInput) -> Response:
+        """Answers with the whole transcript.
+
+        Raises:
+            PenstockError: the model failed, or the request was rejected.
+        """
+        call, model = self._call, self._model
         if model.flow is not None:
-            return await _run(call, form, model, one, mode)
-        async with call.inferred(model, [one], is_repeatable=model.deterministic) as response:
-            return _answer(form, _Transcript(response.outcomes, model), mode)
+            return await self._answer_flow(item)
+        async with self._inference.compute(
+            call, model, [item], is_repeatable=model.deterministic
+        ) as response:
+            return _answer(self._form, _Transcript(response.outcomes, model), self._mode)
+
+    def prediction_request(self, item: CustomInput) -> InferenceRequest:
+        """Returns the request for the prediction described by the form."""
+        model = self._model
+        fields = {FILE: item.places[0].name} | self._form.model_dump(
+            mode="json", exclude_unset=True
+        )
+        read = Inputs([item], fields, is_list=False, is_repeatable=model.deterministic)
+        identity = [model.name, TRANSCRIPTIONS, repr(item.cache_form())]
+        digest = digest_of(json.dumps(identity))
+        return self._recording.request(
+            self._call, model, read, digest=digest, endpoint=TRANSCRIPTIONS
+        )
+
+    async def _answer_flow(self, item: CustomInput) -> Response:
+        snapshot = await self._recording.run_flow(self._call, self.prediction_request(item))
+        record = snapshot.record
+        if record.state != "succeeded" or record.reply is None:
+            raise snapshot.failure
+        transcript = _Transcript(_outcomes_of(record.reply), self._model)
+        return _answer(self._form, transcript, self._mode)
 
 
-def _new(
-    call: ApiRequest, form: TranslationForm, model: Model, one: CustomInput
-) -> InferenceRequest:
-    """Returns the request for the prediction described by a form."""
-    shown = {FILE: one.places[0].name} | form.model_dump(mode="json", exclude_unset=True)
-    read = Inputs([one], shown, is_list=False, is_repeatable=model.deterministic)
-    asked = [model.name, TRANSCRIPTIONS, repr(one.cache_form())]
-    digest = digest_of(json.dumps(asked))
-    return call.recorded(model, read, digest=digest, endpoint=TRANSCRIPTIONS)
+class _TranscriptStream:
+    """Answers with the events of a transcript, starting after `Last-Event-ID`.
 
+    Args:
+        names: field names that error messages use.
+    """
 
-async def _run(
-    call: ApiRequest, form: TranslationForm, model: Model, one: CustomInput, mode: Task
-) -> Response:
-    """Answers with the transcript of a flow."""
-    snapshot = await call.run_flow(_new(call, form, model, one))
-    record = snapshot.record
-    if record.state != "succeeded" or record.reply is None:
-        raise snapshot.failure
-    return _answer(form, _Transcript(_outcomes_of(record.reply), model), mode)
+    def __init__(
+        self,
+        call: ModelCall,
+        names: FieldNames,
+        recording: Recording,
+        predictions: Predictions,
+        streams: GenerationStreams,
+    ) -> None:
+        self._call = call
+        self._model = names.model
+        self._shape = TranscriptEvents(names)
+        self._recording = recording
+        self._predictions = predictions
+        self._streams = streams
+        self._last_id = call.http.headers.get("last-event-id", "")
+        self._has_ids = wants_event_ids(call.http.headers)
+
+    async def answer(self, new: InferenceRequest) -> Response:
+        """Creates the prediction, or finds it, and returns its events.
+
+        Args:
+            new: the request for the prediction.
+
+        Raises:
+            BadInput: `Last-Event-ID` is not an event ID of this stream.
+            PenstockError: the prediction failed before its first event.
+        """
+        call, is_flow = self._call, self._model.flow is not None
+        if is_flow and self._last_id and not _WINDOW_ID.fullmatch(self._last_id):
+            raise BadInput(
+                f"Last-Event-ID: {self._last_id[:40]!r} is not an event ID of this stream",
+                field="last-event-id",
+            )
+        seen = [] if is_flow else seen_from_id(self._last_id, 1)
+        with ExitStack() as held:
+            held.enter_context(self._streams.reserved(call.tenant))
+            async with self._recording.create(call, new, waits=False) as creation:
+                pass
+            if is_flow:
+                events = self._flow_events(creation.snapshot)
+                opening = await while_connected(call.http.receive, anext(events, b""))
+                sse = behind(opening, events)
+            else:
+                sse = await self._events(creation.snapshot, seen)
+            headers = {**_HEADERS, "location": f"/v1/predictions/{creation.snapshot.prediction.id}"}
+            return HeldResponse(sse, held.pop_all(), headers=headers, media_type=EVENTS_TYPE)
+
+    async def _events(
+        self, snapshot: PredictionSnapshot, seen: Sequence[StreamPosition]
+    ) -> AsyncGenerator[bytes]:
+        """Returns the events of a transcriber: one per segment."""
+        call, streams = self._call, self._streams
+        options: dict[str, Any] = {"has_elements": True, "has_ids": self._has_ids}
+        if self._last_id:
+            return streams.follow(
+                snapshot, self._shape, seen, call.check_key, stays=False, **options
+            )
+        returns = find_return(call.options.idempotency_key, has_positions=self._has_ids)
+        beginning = streams.begin(snapshot, self._shape, seen, call.check_key, returns, **options)
+        return await while_connected(call.http.receive, beginning)
+
+    async def _flow_events(self, snapshot: PredictionSnapshot) -> AsyncGenerator[bytes]:
+        """Yields the events of a flow: one per window in order, as soon as it is transcribed.
+
+        If the reader hangs up and can't resume, the run is canceled.
+        """
+        call, predictions, has_ids = self._call, self._predictions, self._has_ids
+        windows = _WindowEvents(self._model, int(self._last_id or -1), has_ids=has_ids)
+        until_s = time.monotonic() + MAX_S
+        returns = find_return(call.options.idempotency_key, has_positions=has_ids)
+        is_left = returns == "never"
+        try:
+            while True:
+                call.check_key()
+                snapshot = await predictions.refresh(snapshot)
+                for event in windows.of(await predictions.step_outcomes(snapshot, windows.seen)):
+                    yield event
+                if snapshot.record.is_over:
+                    is_left = False
+                    break
+                if time.monotonic() > until_s:
+                    if not has_ids:
+                        raise StreamTooLong
+                    return
+                yield HEARTBEAT_BESIDE_IDS if has_ids else HEARTBEAT
+                await asyncio.sleep(RUN_POLL_S)
+            if snapshot.record.state != "succeeded" or snapshot.record.reply is None:
+                raise snapshot.failure
+            for event in self._shape.closing(_outcomes_of(snapshot.record.reply), 0.0):
+                yield event
+        except PenstockError as error:
+            yield self._shape.failure(error)
+        finally:
+            if is_left:
+                self._streams.leave(snapshot.prediction, 0.0)
 
 
 class _WindowEvents:
@@ -576,89 +751,8 @@ class _WindowEvents:
             self.seen, result = number, outcome.result
             if not self._hears[number // MAX_STEP_ITEMS] or not isinstance(result, CustomResult):
                 continue
-            text = "".join(one.text for one in _elements(result.output))
+            text = "".join(element.text for element in _elements(result.output))
             if text.strip():
                 delta = _event(TranscriptDelta(text if self._said else text.lstrip()))
                 yield (f"id: {number}\n".encode() if self._has_ids else b"") + delta
                 self._said = True
-
-
-async def _run_events(
-    call: ApiRequest,
-    snapshot: PredictionSnapshot,
-    shape: TranscriptEvents,
-    model: Model,
-    seen: int,
-) -> AsyncGenerator[bytes]:
-    """Yields the events of a flow: one per window in order, as soon as it is transcribed.
-
-    If the reader hangs up and can't resume, the run is canceled.
-    """
-    has_ids, predictions = wants_event_ids(call.http.headers), call.dependencies.predictions
-    windows, until_s = _WindowEvents(model, seen, has_ids=has_ids), time.monotonic() + MAX_S
-    returns = find_return(call.options.idempotency_key, has_positions=has_ids)
-    is_left = returns == "never"
-    try:
-        while True:
-            call.check_key()
-            snapshot = await predictions.refresh(snapshot)
-            for event in windows.of(await predictions.step_outcomes(snapshot, windows.seen)):
-                yield event
-            if snapshot.record.is_over:
-                is_left = False
-                break
-            if time.monotonic() > until_s:
-                if not has_ids:
-                    raise StreamTooLong
-                return
-            yield HEARTBEAT_BESIDE_IDS if has_ids else HEARTBEAT
-            await asyncio.sleep(RUN_POLL_S)
-        if snapshot.record.state != "succeeded" or snapshot.record.reply is None:
-            raise snapshot.failure
-        for event in shape.closing(_outcomes_of(snapshot.record.reply), 0.0):
-            yield event
-    except PenstockError as error:
-        yield shape.failure(error)
-    finally:
-        if is_left:
-            call.dependencies.generation_streams.leave(snapshot.prediction, 0.0)
-
-
-async def _stream(
-    call: ApiRequest, form: TranslationForm, names: FieldNames, one: CustomInput
-) -> Response:
-    """Returns the events of a transcript, starting after `Last-Event-ID`."""
-    model, shape = names.model, TranscriptEvents(names)
-    last_id = call.http.headers.get("last-event-id", "")
-    if model.flow is not None and last_id and not _WINDOW_ID.fullmatch(last_id):
-        raise BadInput(
-            f"Last-Event-ID: {last_id[:40]!r} is not an event ID of this stream",
-            field="last-event-id",
-        )
-    seen = [] if model.flow is not None else seen_from_id(last_id, 1)
-    new = _new(call, form, model, one)
-    streams = call.dependencies.generation_streams
-    with ExitStack() as held:
-        held.enter_context(streams.reserved(call.tenant))
-        async with call.created(new, waits=False) as creation:
-            pass
-        options: dict[str, Any] = {
-            "has_elements": True,
-            "has_ids": wants_event_ids(call.http.headers),
-        }
-        if model.flow is not None:
-            events = _run_events(call, creation.snapshot, shape, model, int(last_id or -1))
-            opening = await while_connected(call.http.receive, anext(events, b""))
-            sse = behind(opening, events)
-        elif last_id:
-            sse = streams.follow(
-                creation.snapshot, shape, seen, call.check_key, stays=False, **options
-            )
-        else:
-            returns = find_return(call.options.idempotency_key, has_positions=options["has_ids"])
-            beginning = streams.begin(
-                creation.snapshot, shape, seen, call.check_key, returns, **options
-            )
-            sse = await while_connected(call.http.receive, beginning)
-        headers = {**_HEADERS, "location": f"/v1/predictions/{creation.snapshot.prediction.id}"}
-        return HeldResponse(sse, held.pop_all(), headers=headers, media_type=EVENTS_TYPE)

@@ -9,19 +9,20 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 import msgspec
-from fastapi import APIRouter, Query
+from fastapi import Query
 from pydantic import ConfigDict, Field
-from starlette.requests import Request
 from starlette.responses import Response
 
 from api.batches.documents import BatchEnded, BatchState, Counts
-from api.batches.service import PAGE, NewBatch
+from api.batches.service import PAGE, Batches, NewBatch
 from api.bodies import MAX_URL_CHARS, Body, Metadata
 from api.http.auth import check_model
+from api.http.call import Call
 from api.http.encode_json import encode_json
+from api.http.injection import Router
 from api.http.openapi import AUTHENTICATED, json_body, responses
-from api.http.request import ApiRequest, authenticate
 from shared.errors import BadInput
+from shared.settings import ApiSettings
 from shared.webhooks.event import WebhookUrlForbidden, parse_webhook_url
 
 
@@ -221,7 +222,7 @@ def _second(at_s: float) -> int | None:
     return int(at_s) if at_s else None
 
 
-router = APIRouter()
+router = Router()
 
 
 @router.post(
@@ -230,17 +231,15 @@ router = APIRouter()
     openapi_extra=json_body(BatchBody),
     responses=responses(BatchObject, 400, 401, 404, 408, 413, 429, 503),
 )
-async def create_batch(request: Request) -> Response:
+async def create_batch(call: Call, settings: ApiSettings, batches: Batches) -> Response:
     """Answers at once, with status `validating`. The lines run within 24 hours, at a lower price.
 
     `webhook` receives an event in OpenAI's format when the batch ends.
     """
-    call = authenticate(request)
     body = await call.read_json(BatchBody)
-    dependencies = call.dependencies
     if body.webhook:
         try:
-            parse_webhook_url(body.webhook, allow_private=dependencies.settings.webhooks_private)
+            parse_webhook_url(body.webhook, allow_private=settings.webhooks_private)
         except WebhookUrlForbidden as error:
             raise BadInput(f"webhook: {error.message}", field="webhook") from error
     keep = body.output_expires_after
@@ -252,7 +251,7 @@ async def create_batch(request: Request) -> Response:
         webhook=body.webhook or "",
         base_url=call.base_url,
     )
-    return encode_json(shown_batch(await dependencies.batches.create(call.caller, asked)))
+    return encode_json(shown_batch(await batches.create(call.caller, asked)))
 
 
 @router.get(
@@ -262,13 +261,13 @@ async def create_batch(request: Request) -> Response:
     responses=responses(BatchesPage, 400, 401, 503),
 )
 async def list_batches(
-    request: Request, after: str = "", limit: Annotated[int, Query(ge=1, le=PAGE)] = 20
+    call: Call,
+    batches: Batches,
+    after: str = "",
+    limit: Annotated[int, Query(ge=1, le=PAGE)] = 20,
 ) -> Response:
     """Lists the batches of the tenant, newest first."""
-    call = authenticate(request)
-    page = await call.dependencies.batches.page(
-        call.tenant, after=after, limit=limit, models=call.caller.models
-    )
+    page = await batches.page(call.tenant, after=after, limit=limit, models=call.caller.models)
     data = [shown_batch(state) for state in page.batches]
     first_id, last_id = (data[0].id, data[-1].id) if data else (None, None)
     return encode_json(BatchesPage(data, page.has_more, first_id, last_id))
@@ -280,9 +279,9 @@ async def list_batches(
     openapi_extra=AUTHENTICATED,
     responses=responses(BatchObject, 401, 404, 503),
 )
-async def get_batch(request: Request, batch_id: str) -> Response:
+async def get_batch(call: Call, batches: Batches, batch_id: str) -> Response:
     """Returns a batch with the number of finished lines."""
-    return encode_json(shown_batch(await _found(authenticate(request), batch_id)))
+    return encode_json(shown_batch(await _found(call, batch_id, batches)))
 
 
 @router.post(
@@ -291,16 +290,15 @@ async def get_batch(request: Request, batch_id: str) -> Response:
     openapi_extra=AUTHENTICATED,
     responses=responses(BatchObject, 400, 401, 404, 503),
 )
-async def cancel_batch(request: Request, batch_id: str) -> Response:
+async def cancel_batch(call: Call, batches: Batches, batch_id: str) -> Response:
     """Stops a batch. Unfinished lines get `batch_cancelled` in the error file."""
-    call = authenticate(request)
-    await _found(call, batch_id)
-    return encode_json(shown_batch(await call.dependencies.batches.cancel(call.tenant, batch_id)))
+    await _found(call, batch_id, batches)
+    return encode_json(shown_batch(await batches.cancel(call.tenant, batch_id)))
 
 
-async def _found(call: ApiRequest, batch_id: str) -> BatchState:
+async def _found(call: Call, batch_id: str, batches: Batches) -> BatchState:
     """Returns a batch of the tenant, unless the key may not use its model."""
-    state = await call.dependencies.batches.find(call.tenant, batch_id)
+    state = await batches.find(call.tenant, batch_id)
     if state.model:
         check_model(call.caller, state.model)
     return state

@@ -8,22 +8,26 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, ExitStack
 from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 
 import msgspec
-from fastapi import APIRouter, Query
-from starlette.requests import Request
+from fastapi import Query
 from starlette.responses import Response
 
 from api.chat_bodies import ChatBody, CompletionBody
+from api.dispatch.request import InferenceRequest, InferenceResponse
 from api.errors import encode_error, error_body
 from api.http import openapi
+from api.http.call import Call, ModelCall
+from api.http.connection import while_connected
 from api.http.encode_json import encode_json
 from api.http.fast_route import IS_HEAD, StreamedRoute
+from api.http.inference import Inference
+from api.http.injection import Router
 from api.http.openapi import LAST_EVENT_ID, generation_body, inference_responses, streamed
-from api.http.request import ApiRequest, authenticate, open_request, while_connected
+from api.http.recording import Recording
 from api.http.request_options import wants_event_ids
 from api.openai.chat_replies import (
     ChatChunk,
@@ -55,17 +59,18 @@ from api.openai.stored import find_stored
 from api.predictions.creation import PredictionSnapshot, digest_of
 from api.predictions.event_stream import HeldResponse
 from api.predictions.generation_stream import (
+    GenerationStreams,
     PromptSize,
     StreamShape,
     find_return,
     seen_from_id,
 )
-from api.predictions.service import PredictionNotOver
+from api.predictions.service import PredictionNotOver, Predictions
 from api.tasks.base import Inputs
 from shared.errors import PenstockError
 from shared.messages import ItemOutcome
-from shared.models.catalog import Model
-from shared.models.tasks.text import GenerationInput, GenerationResult, TokenLogprob
+from shared.models.catalog import Catalog, Model
+from shared.models.tasks.text import GenerationResult, TokenLogprob
 from shared.predictions import EVENTS_TYPE
 
 DONE = b"data: [DONE]\n\n"
@@ -225,24 +230,21 @@ class CompletionEvents(StreamShape):
         return _event(reply)
 
 
-router = APIRouter(route_class=StreamedRoute)
-stored_router = APIRouter()
+router = Router(route_class=StreamedRoute)
+stored_router = Router()
 
 
 class _Endpoint(NamedTuple, Generic[B]):
     """The differences between the two endpoints."""
 
     path: str
-    body: type[B]
     id_prefix: str
     reply: Callable[[B, str, float, Model, Sequence[ItemOutcome]], msgspec.Struct]
     events: Callable[[B, str, float, Model], StreamShape]
 
 
-CHAT = _Endpoint("/v1/chat/completions", ChatBody, CHAT_PREFIX, chat_reply, ChatEvents)
-COMPLETION = _Endpoint(
-    "/v1/completions", CompletionBody, COMPLETION_PREFIX, completion_reply, CompletionEvents
-)
+CHAT = _Endpoint("/v1/chat/completions", CHAT_PREFIX, chat_reply, ChatEvents)
+COMPLETION = _Endpoint("/v1/completions", COMPLETION_PREFIX, completion_reply, CompletionEvents)
 
 
 @router.post(
@@ -251,14 +253,32 @@ COMPLETION = _Endpoint(
     openapi_extra=generation_body(ChatBody),
     responses=streamed(inference_responses(ChatReply)),
 )
-async def create_chat(request: Request) -> Response:
+async def create_chat(
+    call: ModelCall,
+    catalog: Catalog,
+    inference: Inference,
+    recording: Recording,
+    predictions: Predictions,
+    generation_streams: GenerationStreams,
+) -> Response:
     """Answers with the complete message or, with `"stream": true`, token by token.
 
     With an `Idempotency-Key`, or `X-Penstock-Event-Ids: true`, each event of a stream has an ID.
     Sending the same request with the same `Idempotency-Key` and that ID as `Last-Event-ID` resumes
     after it, on any instance.
     """
-    return await _create(request, CHAT)
+    body = await call.read_json(ChatBody)
+    model = model_of(body, catalog)
+    call.use(model)
+    new = _NewAnswer(call, CHAT, body, model)
+    if body.stream:
+        return await new.stream(catalog, recording, generation_streams)
+    async with new.compute(inference) as response:
+        if not body.store:
+            return new.reply(response.outcomes)
+        stored = new.request(recording).new_record
+        await predictions.keep(stored.prediction, response.outcomes, stored.keep_s)
+        return new.reply(response.outcomes, answer_id(CHAT_PREFIX, stored.prediction.id))
 
 
 @router.post(
@@ -267,9 +287,22 @@ async def create_chat(request: Request) -> Response:
     openapi_extra=generation_body(CompletionBody),
     responses=streamed(inference_responses(CompletionReply)),
 )
-async def create_completion(request: Request) -> Response:
+async def create_completion(
+    call: ModelCall,
+    catalog: Catalog,
+    inference: Inference,
+    recording: Recording,
+    generation_streams: GenerationStreams,
+) -> Response:
     """Same as the chat endpoint, without a chat template."""
-    return await _create(request, COMPLETION)
+    body = await call.read_json(CompletionBody)
+    model = model_of(body, catalog)
+    call.use(model)
+    new = _NewAnswer(call, COMPLETION, body, model)
+    if body.stream:
+        return await new.stream(catalog, recording, generation_streams)
+    async with new.compute(inference) as response:
+        return new.reply(response.outcomes)
 
 
 @stored_router.get(
@@ -279,42 +312,95 @@ async def create_completion(request: Request) -> Response:
     responses=streamed(openapi.responses(ChatReply, 400, 401, 404, 409, 429, 499, 500, 503, 504)),
 )
 async def read_chat(
-    request: Request, completion_id: str, stream: bool = False, starting_after: StartingAfter = ""
+    call: Call,
+    catalog: Catalog,
+    recording: Recording,
+    generation_streams: GenerationStreams,
+    completion_id: str,
+    stream: bool = False,
+    starting_after: StartingAfter = "",
 ) -> Response:
     """Returns the completed chat or, with `stream=true`, its events, replayed from any ID."""
-    call = authenticate(request)
-    snapshot = await find_stored(call, CHAT_PREFIX, CHAT.path, completion_id)
+    snapshot = await find_stored(call, CHAT_PREFIX, CHAT.path, completion_id, recording)
     body = ChatBody.model_validate(snapshot.prediction.input)
-    if stream:
-        last_id = request.headers.get("last-event-id", "") or starting_after
-        with ExitStack() as held:
-            held.enter_context(call.dependencies.generation_streams.reserved(call.tenant))
-            return await _stream(call, CHAT, body, snapshot, last_id, held.pop_all())
-    return encode_json(stored_chat(call, snapshot))
+    if not stream:
+        return encode_json(stored_chat(call, snapshot, catalog))
+    last_id = call.http.headers.get("last-event-id", "") or starting_after
+    with ExitStack() as held:
+        held.enter_context(generation_streams.reserved(call.tenant))
+        events = _EventAnswer(call, CHAT, body, snapshot, catalog)
+        return events.follow(last_id, generation_streams, held)
 
 
-async def _create(request: Request, endpoint: _Endpoint[Any]) -> Response:
-    call = open_request(request)
-    body = await call.read_json(endpoint.body)
-    model = model_of(body, call.dependencies.catalog)
-    call.use(model)
-    seed = call.context.key_seed
-    if seed is None:
-        seed = secrets.randbelow(2**53)
-    inputs = inputs_of(body, model, seed)
-    if body.stream:
-        return await _create_stream(call, endpoint, body, model, inputs)
-    repeats = is_repeatable(body) or call.context.key_seed is not None
-    completion_id = answer_id(endpoint.id_prefix, call.context.facts.request_id)
-    async with call.inferred(model, inputs, is_repeatable=repeats) as response:
-        if isinstance(body, ChatBody) and body.store:
-            read = Inputs(inputs, dumped(body), len(inputs) > 1, is_repeatable=repeats)
-            completion_id = await _keep(call, model, read, response.outcomes)
-        return encode_json(
-            endpoint.reply(
-                body, completion_id, call.context.facts.received_at_s, model, response.outcomes
-            )
+class _NewAnswer(Generic[B]):
+    """An answer to generate, as a whole or as a stream.
+
+    Args:
+        model: the model that generates it.
+
+    Raises:
+        BadInput: the model can't generate that much from this body.
+    """
+
+    def __init__(self, call: ModelCall, endpoint: _Endpoint[B], body: B, model: Model) -> None:
+        self._call = call
+        self._endpoint: _Endpoint[B] = endpoint
+        self._body: B = body
+        self._model = model
+        seed = call.context.key_seed
+        self._is_repeatable = is_repeatable(body) or seed is not None
+        self._inputs = inputs_of(body, model, secrets.randbelow(2**53) if seed is None else seed)
+
+    def compute(self, inference: Inference) -> AbstractAsyncContextManager[InferenceResponse]:
+        """Computes the answer. The block returns `reply`."""
+        return inference.compute(
+            self._call, self._model, self._inputs, is_repeatable=self._is_repeatable
         )
+
+    def reply(self, outcomes: Sequence[ItemOutcome], answer: str = "") -> Response:
+        """Returns the whole answer.
+
+        Args:
+            answer: its ID. Default: made from the ID of the request.
+        """
+        facts = self._call.context.facts
+        answer = answer or answer_id(self._endpoint.id_prefix, facts.request_id)
+        return encode_json(
+            self._endpoint.reply(self._body, answer, facts.received_at_s, self._model, outcomes)
+        )
+
+    def request(self, recording: Recording) -> InferenceRequest:
+        """Returns the request for a prediction that stores the answer."""
+        shown, path = dumped(self._body), self._endpoint.path
+        read = Inputs(
+            self._inputs,
+            shown,
+            is_list=len(self._inputs) > 1,
+            is_repeatable=self._is_repeatable,
+        )
+        digest = digest_of(json.dumps([self._model.name, path, shown], sort_keys=True))
+        return recording.request(self._call, self._model, read, digest=digest, endpoint=path)
+
+    async def stream(
+        self, catalog: Catalog, recording: Recording, streams: GenerationStreams
+    ) -> Response:
+        """Answers with events. With `Last-Event-ID`, only those after it.
+
+        Raises:
+            PenstockError: the generation failed before its first event.
+        """
+        call, endpoint, body = self._call, self._endpoint, self._body
+        last_id = call.http.headers.get("last-event-id", "")
+        seen_from_id(last_id, len(self._inputs))
+        new = self.request(recording)
+        with ExitStack() as held:
+            held.enter_context(streams.reserved(call.tenant))
+            async with recording.create(call, new, waits=False) as creation:
+                pass
+            events = _EventAnswer(call, endpoint, body, creation.snapshot, catalog)
+            if last_id:
+                return events.follow(last_id, streams, held)
+            return await events.begin(call.options.idempotency_key, streams, held)
 
 
 def dumped(body: ChatBody | CompletionBody) -> dict[str, Any]:
@@ -322,73 +408,62 @@ def dumped(body: ChatBody | CompletionBody) -> dict[str, Any]:
     return body.model_dump(mode="json", exclude_unset=True, by_alias=True)
 
 
-async def _keep(
-    call: ApiRequest, model: Model, read: Inputs, outcomes: Sequence[ItemOutcome]
-) -> str:
-    """Stores a finished chat. Returns its ID."""
-    digest = digest_of(json.dumps([model.name, CHAT.path, read.shown], sort_keys=True))
-    new = call.recorded(model, read, digest=digest, endpoint=CHAT.path).new_record
-    await call.dependencies.predictions.keep(new.prediction, outcomes, new.keep_s)
-    return answer_id(CHAT_PREFIX, new.prediction.id)
+class _EventAnswer(Generic[B]):
+    """An answer with the events of a prediction."""
 
+    def __init__(
+        self,
+        call: Call,
+        endpoint: _Endpoint[B],
+        body: B,
+        snapshot: PredictionSnapshot,
+        catalog: Catalog,
+    ) -> None:
+        prediction, model = snapshot.prediction, _model_of(call, snapshot, catalog)
+        self._call = call
+        self._snapshot = snapshot
+        self._items = _items_of(body)
+        self._made = answer_id(endpoint.id_prefix, prediction.id)
+        self._shape = endpoint.events(body, self._made, prediction.created_at_s, model)
+        self._is_chat = endpoint.path == CHAT.path
 
-async def _create_stream(
-    call: ApiRequest,
-    endpoint: _Endpoint[Any],
-    body: ChatBody | CompletionBody,
-    model: Model,
-    inputs: Sequence[GenerationInput],
-) -> Response:
-    last_id = call.http.headers.get("last-event-id", "")
-    seen_from_id(last_id, len(inputs))
-    shown = dumped(body)
-    read = Inputs(inputs, shown, is_list=len(inputs) > 1, is_repeatable=is_repeatable(body))
-    digest = digest_of(json.dumps([model.name, endpoint.path, shown], sort_keys=True))
-    new = call.recorded(model, read, digest=digest, endpoint=endpoint.path)
-    with ExitStack() as held:
-        held.enter_context(call.dependencies.generation_streams.reserved(call.tenant))
-        async with call.created(new, waits=False) as creation:
-            pass
-        return await _stream(
-            call, endpoint, body, creation.snapshot, last_id, held.pop_all(), is_new=not last_id
+    async def begin(
+        self, idempotency_key: str, streams: GenerationStreams, held: ExitStack
+    ) -> Response:
+        """Answers with all events of a new prediction. Takes over `held`, until the last of them.
+
+        Raises:
+            PenstockError: the prediction failed before its first event.
+        """
+        has_ids = wants_event_ids(self._call.http.headers)
+        beginning = streams.begin(
+            self._snapshot,
+            self._shape,
+            seen_from_id("", self._items),
+            self._call.check_key,
+            find_return(idempotency_key, has_positions=has_ids),
+            has_ids=has_ids,
         )
+        return self._answer(await while_connected(self._call.http.receive, beginning), held)
 
+    def follow(self, last_id: str, streams: GenerationStreams, held: ExitStack) -> Response:
+        """Answers with the events after `last_id`. Takes over `held`, until the last of them.
 
-async def _stream(
-    call: ApiRequest,
-    endpoint: _Endpoint[Any],
-    body: ChatBody | CompletionBody,
-    snapshot: PredictionSnapshot,
-    last_id: str,
-    held: ExitStack,
-    *,
-    is_new: bool = False,
-) -> Response:
-    """Returns the events after `last_id`. Releases `held` at the end.
-
-    Raises:
-        PenstockError: a new prediction failed before its first event.
-    """
-    with held:
-        prediction, model = snapshot.prediction, _model_of(call, snapshot)
-        seen = seen_from_id(last_id, _items_of(body))
-        if IS_HEAD in call.http.scope:
+        Raises:
+            BadInput: the ID does not belong to this stream.
+        """
+        seen = seen_from_id(last_id, self._items)
+        if IS_HEAD in self._call.http.scope:
             return Response(headers=_HEADERS, media_type=EVENTS_TYPE)
-        completion_id = answer_id(endpoint.id_prefix, prediction.id)
-        shape = endpoint.events(body, completion_id, prediction.created_at_s, model)
-        streams = call.dependencies.generation_streams
-        if is_new:
-            has_ids = wants_event_ids(call.http.headers)
-            returns = find_return(call.options.idempotency_key, has_positions=has_ids)
-            beginning = streams.begin(
-                snapshot, shape, seen, call.check_key, returns, has_ids=has_ids
-            )
-            sse = await while_connected(call.http.receive, beginning)
-        else:
-            sse = streams.follow(snapshot, shape, seen, call.check_key, stays=False, has_ids=True)
-        headers = {**_HEADERS, "location": f"{CHAT.path}/{completion_id}"}
-        if endpoint is not CHAT:
-            del headers["location"]
+        sse = streams.follow(
+            self._snapshot, self._shape, seen, self._call.check_key, stays=False, has_ids=True
+        )
+        return self._answer(sse, held)
+
+    def _answer(self, sse: AsyncGenerator[bytes], held: ExitStack) -> Response:
+        headers = dict(_HEADERS)
+        if self._is_chat:
+            headers["location"] = f"{CHAT.path}/{self._made}"
         return HeldResponse(sse, held.pop_all(), headers=headers, media_type=EVENTS_TYPE)
 
 
@@ -397,7 +472,7 @@ def _items_of(body: ChatBody | CompletionBody) -> int:
     return prompts * (body.n or 1)
 
 
-def stored_chat(call: ApiRequest, snapshot: PredictionSnapshot) -> ChatReply:
+def stored_chat(call: Call, snapshot: PredictionSnapshot, catalog: Catalog) -> ChatReply:
     """Returns the complete chat of a prediction.
 
     Raises:
@@ -410,13 +485,14 @@ def stored_chat(call: ApiRequest, snapshot: PredictionSnapshot) -> ChatReply:
     if record.state != "succeeded" or record.reply is None:
         raise snapshot.failure
     body = ChatBody.model_validate(prediction.input)
-    model, completion_id = _model_of(call, snapshot), answer_id(CHAT_PREFIX, prediction.id)
+    model = _model_of(call, snapshot, catalog)
+    completion_id = answer_id(CHAT_PREFIX, prediction.id)
     reply = chat_reply(body, completion_id, prediction.created_at_s, model, record.reply.outcomes)
     reply.metadata = body.metadata or {}
     return reply
 
 
-def _model_of(call: ApiRequest, snapshot: PredictionSnapshot) -> Model:
-    model = call.dependencies.catalog.find(snapshot.prediction.model)
+def _model_of(call: Call, snapshot: PredictionSnapshot, catalog: Catalog) -> Model:
+    model = catalog.find(snapshot.prediction.model)
     call.use(model)
     return model

@@ -3,31 +3,101 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
-from fastapi import APIRouter
 from pydantic import Field
-from starlette.requests import Request
 from starlette.responses import Response
 
 from api.bodies import Body, Metadata
 from api.errors import NotFound
 from api.http import openapi
 from api.http.auth import check_model
+from api.http.call import Call
 from api.http.encode_json import encode_json
-from api.http.request import ApiRequest, authenticate
+from api.http.injection import Router
+from api.http.recording import Recording
 from api.openai.item_pages import After, ItemsPage, Limit, Order, page_of
 from api.openai.responses_schemas import InputItem, ItemReference
 from api.openai.stored import referenced_items, shown_items, state_of
-from api.predictions.conversations import Conversation, ConversationBusy, ConversationEntry
+from api.predictions.conversations import (
+    Conversation,
+    ConversationBusy,
+    ConversationEntry,
+    Conversations,
+)
 from api.predictions.creation import PredictionSnapshot
+from api.predictions.service import Predictions
+from shared.models.catalog import Catalog
 
 MAX_NEW_ITEMS = 20
 """OpenAI's limit."""
 PATH = "/v1/conversations"
-router = APIRouter()
+router = Router()
+
+
+class CallerConversations:
+    """The conversations of a caller, with the output of all finished responses."""
+
+    def __init__(
+        self, call: Call, catalog: Catalog, predictions: Predictions, conversations: Conversations
+    ) -> None:
+        self._call = call
+        self._catalog = catalog
+        self._predictions = predictions
+        self._conversations = conversations
+
+    async def read(self, conversation_id: str) -> Conversation:
+        """Returns a conversation, and saves the output that it did not have yet.
+
+        Raises:
+            NotFound: the tenant does not have a conversation with this ID, or it has expired.
+            ModelForbidden: the conversation has output of a model that the key may not use.
+            ConversationBusy: it is constantly being changed by other requests.
+        """
+        conversation = await _find(self._call, conversation_id, self._conversations)
+        outputs: dict[str, list[ConversationEntry]] = {}
+        for prediction in conversation.pending:
+            snapshot = await self._prediction(prediction)
+            if snapshot is None:
+                outputs[prediction] = []
+            elif snapshot.record.is_over:
+                reply = state_of(self._call, snapshot, self._catalog)
+                output = msgspec.to_builtins(reply.output)
+                outputs[prediction] = [ConversationEntry(item) for item in output]
+        if not outputs:
+            return conversation
+
+        def change(conversation: Conversation) -> None:
+            conversation.entries = [
+                one
+                for entry in conversation.entries
+                for one in outputs.get(entry.prediction, [entry])
+            ]
+
+        return await _change(self._call, conversation_id, change, self._conversations)
+
+    async def read_complete(self, conversation_id: str) -> Conversation:
+        """Returns a conversation in which no response is being written.
+
+        Raises:
+            PenstockError: as raised by `read`. ConversationBusy: a response is being written.
+        """
+        conversation = await self.read(conversation_id)
+        if conversation.pending:
+            raise ConversationBusy(
+                "conversation: one of its responses is still being written; try again when it "
+                "has ended",
+                field="conversation",
+            )
+        return conversation
+
+    async def _prediction(self, prediction_id: str) -> PredictionSnapshot | None:
+        try:
+            return await self._predictions.read(self._call.tenant, prediction_id)
+        except NotFound:
+            return None
 
 
 class ConversationBody(Body):
@@ -72,15 +142,14 @@ class ConversationDeleted(msgspec.Struct):
     openapi_extra=openapi.json_body(ConversationBody),
     responses=openapi.responses(ConversationReply, 400, 401, 404, 408, 413, 429, 503),
 )
-async def create_conversation(request: Request) -> Response:
+async def create_conversation(
+    call: Call, catalog: Catalog, recording: Recording, conversations: Conversations
+) -> Response:
     """Responses with this `conversation` continue it. It is kept as long as responses are."""
-    call = authenticate(request)
     body = await call.read_json(ConversationBody)
-    items = await items_to_add(call, body.items or [])
+    items = await items_to_add(call, body.items or [], catalog, recording)
     keep_s = call.caller.plan.prediction_keep_s
-    conversation = await call.dependencies.conversations.create(
-        call.tenant, body.metadata or {}, items, keep_s
-    )
+    conversation = await conversations.create(call.tenant, body.metadata or {}, items, keep_s)
     return _reply(conversation)
 
 
@@ -90,9 +159,11 @@ async def create_conversation(request: Request) -> Response:
     openapi_extra=openapi.AUTHENTICATED,
     responses=openapi.responses(ConversationReply, 401, 404, 503),
 )
-async def read_conversation(request: Request, conversation_id: str) -> Response:
+async def read_conversation(
+    call: Call, conversations: Conversations, conversation_id: str
+) -> Response:
     """Returns a conversation without its items."""
-    return _reply(await _found(authenticate(request), conversation_id))
+    return _reply(await _find(call, conversation_id, conversations))
 
 
 @router.post(
@@ -101,16 +172,17 @@ async def read_conversation(request: Request, conversation_id: str) -> Response:
     openapi_extra=openapi.json_body(ConversationChange),
     responses=openapi.responses(ConversationReply, 400, 401, 404, 408, 413, 429, 503),
 )
-async def change_conversation(request: Request, conversation_id: str) -> Response:
+async def change_conversation(
+    call: Call, conversations: Conversations, conversation_id: str
+) -> Response:
     """Replaces the conversation's metadata."""
-    call = authenticate(request)
-    await _found(call, conversation_id)
+    await _find(call, conversation_id, conversations)
     body = await call.read_json(ConversationChange)
 
     def change(conversation: Conversation) -> None:
         conversation.metadata = body.metadata or {}
 
-    return _reply(await _changed(call, conversation_id, change))
+    return _reply(await _change(call, conversation_id, change, conversations))
 
 
 @router.delete(
@@ -119,11 +191,12 @@ async def change_conversation(request: Request, conversation_id: str) -> Respons
     openapi_extra=openapi.AUTHENTICATED,
     responses=openapi.responses(ConversationDeleted, 401, 404, 503),
 )
-async def delete_conversation(request: Request, conversation_id: str) -> Response:
+async def delete_conversation(
+    call: Call, conversations: Conversations, conversation_id: str
+) -> Response:
     """Deletes a conversation and its items. Its responses remain."""
-    call = authenticate(request)
-    await _found(call, conversation_id)
-    await call.dependencies.conversations.delete(call.tenant, conversation_id)
+    await _find(call, conversation_id, conversations)
+    await conversations.delete(call.tenant, conversation_id)
     return encode_json(ConversationDeleted(conversation_id))
 
 
@@ -134,15 +207,18 @@ async def delete_conversation(request: Request, conversation_id: str) -> Respons
     responses=openapi.responses(ItemsPage, 400, 401, 404, 429, 503),
 )
 async def list_items(
-    request: Request,
+    call: Call,
+    catalog: Catalog,
+    predictions: Predictions,
+    conversations: Conversations,
     conversation_id: str,
     limit: Limit = 20,
     order: Order = "desc",
     after: After = "",
 ) -> Response:
     """Lists all items, including the output of finished responses."""
-    call = authenticate(request)
-    conversation = await settled(call, conversation_id)
+    of_caller = CallerConversations(call, catalog, predictions, conversations)
+    conversation = await of_caller.read(conversation_id)
     return encode_json(page_of(conversation.items, limit, order, after))
 
 
@@ -152,12 +228,17 @@ async def list_items(
     openapi_extra=openapi.json_body(NewItems),
     responses=openapi.responses(ItemsPage, 400, 401, 404, 408, 413, 429, 503),
 )
-async def add_items(request: Request, conversation_id: str) -> Response:
-    call = authenticate(request)
-    await _found(call, conversation_id)
+async def add_items(
+    call: Call,
+    catalog: Catalog,
+    recording: Recording,
+    conversations: Conversations,
+    conversation_id: str,
+) -> Response:
+    await _find(call, conversation_id, conversations)
     body = await call.read_json(NewItems)
-    items = await items_to_add(call, body.items)
-    await add_to(call, conversation_id, items)
+    items = await items_to_add(call, body.items, catalog, recording)
+    await add_to(call, conversation_id, items, conversations)
     return encode_json(page_of(items, len(items), "asc", ""))
 
 
@@ -168,9 +249,16 @@ async def add_items(request: Request, conversation_id: str) -> Response:
     responses=openapi.responses(ConversationReply, 401, 404, 429, 503)
     | {200: openapi.any_object("The item.")},
 )
-async def read_item(request: Request, conversation_id: str, item_id: str) -> Response:
-    call = authenticate(request)
-    conversation = await settled(call, conversation_id)
+async def read_item(
+    call: Call,
+    catalog: Catalog,
+    predictions: Predictions,
+    conversations: Conversations,
+    conversation_id: str,
+    item_id: str,
+) -> Response:
+    of_caller = CallerConversations(call, catalog, predictions, conversations)
+    conversation = await of_caller.read(conversation_id)
     item = next((one for one in conversation.items if one["id"] == item_id), None)
     if item is None:
         raise _no_item(item_id)
@@ -183,10 +271,16 @@ async def read_item(request: Request, conversation_id: str, item_id: str) -> Res
     openapi_extra=openapi.AUTHENTICATED,
     responses=openapi.responses(ConversationReply, 400, 401, 404, 429, 503),
 )
-async def delete_item(request: Request, conversation_id: str, item_id: str) -> Response:
+async def delete_item(
+    call: Call,
+    catalog: Catalog,
+    predictions: Predictions,
+    conversations: Conversations,
+    conversation_id: str,
+    item_id: str,
+) -> Response:
     """Removes an item. Returns the conversation."""
-    call = authenticate(request)
-    await settled(call, conversation_id)
+    await CallerConversations(call, catalog, predictions, conversations).read(conversation_id)
 
     def change(conversation: Conversation) -> None:
         left = [entry for entry in conversation.entries if entry.item.get("id") != item_id]
@@ -194,57 +288,14 @@ async def delete_item(request: Request, conversation_id: str, item_id: str) -> R
             raise _no_item(item_id)
         conversation.entries = left
 
-    return _reply(await _changed(call, conversation_id, change))
-
-
-async def settled(call: ApiRequest, conversation_id: str) -> Conversation:
-    """Returns a conversation with the output of all finished responses.
-
-    Raises:
-        NotFound: the tenant does not have a conversation with this ID, or it has expired.
-        ModelForbidden: the conversation has output of a model that the key may not use.
-        ConversationBusy: it is constantly being changed by other requests.
-    """
-    conversation = await _found(call, conversation_id)
-    outputs: dict[str, list[ConversationEntry]] = {}
-    for prediction in conversation.pending:
-        snapshot = await _prediction(call, prediction)
-        if snapshot is None:
-            outputs[prediction] = []
-        elif snapshot.record.is_over:
-            output = msgspec.to_builtins(state_of(call, snapshot).output)
-            outputs[prediction] = [ConversationEntry(item) for item in output]
-    if not outputs:
-        return conversation
-
-    def change(conversation: Conversation) -> None:
-        conversation.entries = [
-            one for entry in conversation.entries for one in outputs.get(entry.prediction, [entry])
-        ]
-
-    return await _changed(call, conversation_id, change)
-
-
-async def unlocked(call: ApiRequest, conversation_id: str) -> Conversation:
-    """Returns a settled conversation in which no response is being written.
-
-    Raises:
-        ConversationBusy: a response is being written.
-    """
-    conversation = await settled(call, conversation_id)
-    if conversation.pending:
-        raise ConversationBusy(
-            "conversation: one of its responses is still being written; try again when it "
-            "has ended",
-            field="conversation",
-        )
-    return conversation
+    return _reply(await _change(call, conversation_id, change, conversations))
 
 
 async def add_to(
-    call: ApiRequest,
+    call: Call,
     conversation_id: str,
     items: Sequence[dict[str, Any]],
+    conversations: Conversations,
     *,
     model: str = "",
     prediction: str = "",
@@ -262,13 +313,15 @@ async def add_to(
         if model and model not in conversation.models:
             conversation.models = [*conversation.models, model]
 
-    await _changed(call, conversation_id, change)
+    await _change(call, conversation_id, change, conversations)
 
 
-async def items_to_add(call: ApiRequest, items: Sequence[Any]) -> list[dict[str, Any]]:
+async def items_to_add(
+    call: Call, items: Sequence[Any], catalog: Catalog, recording: Recording
+) -> list[dict[str, Any]]:
     """Returns items in stored form: with IDs, and with references resolved."""
     names = [item.id for item in items if isinstance(item, ItemReference)]
-    known = await referenced_items(call, names)
+    known = await referenced_items(call, names, catalog, recording)
     dumped = [
         known[item.id]
         if isinstance(item, ItemReference)
@@ -279,30 +332,26 @@ async def items_to_add(call: ApiRequest, items: Sequence[Any]) -> list[dict[str,
 
 
 def as_stored(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns items with ids."""
+    """Returns items with IDs."""
     return shown_items(items, secrets.token_hex(12))
 
 
-async def _found(call: ApiRequest, conversation_id: str) -> Conversation:
+async def _find(call: Call, conversation_id: str, conversations: Conversations) -> Conversation:
     """Returns a conversation of the tenant, if the key may use all models in it."""
-    conversation = await call.dependencies.conversations.read(call.tenant, conversation_id)
+    conversation = await conversations.read(call.tenant, conversation_id)
     for model in conversation.models:
         check_model(call.caller, model)
     return conversation
 
 
-async def _changed(call: ApiRequest, conversation_id: str, change: Any) -> Conversation:
+async def _change(
+    call: Call,
+    conversation_id: str,
+    change: Callable[[Conversation], None],
+    conversations: Conversations,
+) -> Conversation:
     keep_s = call.caller.plan.prediction_keep_s
-    return await call.dependencies.conversations.change(
-        call.tenant, conversation_id, change, keep_s
-    )
-
-
-async def _prediction(call: ApiRequest, prediction_id: str) -> PredictionSnapshot | None:
-    try:
-        return await call.dependencies.predictions.read(call.tenant, prediction_id)
-    except NotFound:
-        return None
+    return await conversations.change(call.tenant, conversation_id, change, keep_s)
 
 
 def _no_item(item_id: str) -> NotFound:

@@ -7,20 +7,19 @@ area is redrawn. A variation is image-to-image without a prompt. images.py build
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 import msgspec
-from fastapi import APIRouter
 from pydantic import ConfigDict, Field, field_validator, model_validator
 from starlette.datastructures import FormData, UploadFile
-from starlette.requests import Request
 from starlette.responses import Response
 
 from api.bodies import _WHITE, Body, Option
 from api.errors import WrongField
+from api.http.call import ModelCall
+from api.http.connection import while_connected
+from api.http.injection import Router
 from api.http.openapi import inference_body, inference_responses, streamed
-from api.http.request import ApiRequest, open_request, while_connected
 from api.http.upload_form import closed_form
 from api.inputs.guides import (
     GUIDE_IMAGES,
@@ -28,27 +27,17 @@ from api.inputs.guides import (
     check_accepted,
     check_guides,
     guide_urls,
-    with_fetched_adapter,
-    with_guides,
 )
 from api.inputs.image_codec import data_of_uri
+from api.inputs.image_draft import MAX_MASK_BLUR, USUAL_STRENGTH, ImageDraft, ImageSource
 from api.inputs.source_images import ACCEPTED
 from api.openai.images import (
     FORM_LIMITS,
     OWN_HEADERS,
     ImageBody,
+    ImageRequests,
     ImageRoute,
     ImagesReply,
-    answer_with,
-    image_caller,
-    model_for,
-    size_in,
-)
-from api.tasks.image import (
-    MAX_MASK_BLUR,
-    USUAL_STRENGTH,
-    first_image,
-    with_source,
 )
 from shared.errors import BadInput
 from shared.models.catalog import Model
@@ -64,6 +53,8 @@ UNGUIDED = 1.0
 IMAGE_FIELDS = ("image", "image[]")
 IMAGE_URL = "images[0].image_url"
 MASK_URL = "mask.image_url"
+FILE_FIELDS = {IMAGE_URL: "images", MASK_URL: "mask"}
+"""The fields that errors name, by the places of files."""
 NO_MASK = "requires a mask; leave it out"
 NO_MARKUP = "markup is not supported; send a mask whose transparent area marks the part to redraw"
 
@@ -195,20 +186,12 @@ class VariationForm(ImageBody):
 Form = TypeVar("Form", EditForm, VariationForm)
 
 
-@dataclass(frozen=True, slots=True)
-class EditSources:
-    """The sources of a request: file contents, or URLs to fetch.
-
-    `guides`: by the fields in GUIDE_IMAGES.
-    """
-
-    image: bytes | str
-    mask: bytes | str | None
-    guides: Mapping[str, bytes | str]
+Files = Mapping[str, bytes | str]
+"""The files of a request by place (IMAGE_URL, MASK_URL, GUIDE_IMAGES): data, or a URL to fetch."""
 
 
-async def read_edit(call: ApiRequest) -> tuple[EditForm, EditSources]:
-    """Returns the validated fields, source image and mask of an edit request.
+async def read_edit(call: ModelCall) -> tuple[EditForm, Files]:
+    """Returns the validated fields and the files of an edit request.
 
     Raises:
         ValidationError: a field is invalid.
@@ -219,26 +202,29 @@ async def read_edit(call: ApiRequest) -> tuple[EditForm, EditSources]:
         return await _read_form(call, EditForm)
     if kind in ("application/json", ""):
         body = await call.read_json(EditBody)
-        image = await _bytes_or_url(body.images[0].image_url, IMAGE_URL, "images")
-        mask = None
+        files = {IMAGE_URL: await _bytes_or_url(body.images[0].image_url, IMAGE_URL)}
         if body.mask is not None:
-            mask = await _bytes_or_url(body.mask.image_url, MASK_URL, "mask")
-        return body, EditSources(image, mask, guide_urls(body))
+            files[MASK_URL] = await _bytes_or_url(body.mask.image_url, MASK_URL)
+        return body, files | guide_urls(body)
     raise BadInput(
         f"content-type: must be multipart/form-data or application/json, got {kind!r}",
         field="content-type",
     )
 
 
-async def _bytes_or_url(url: str, where: str, field: str) -> bytes | str:
-    return await data_of_uri(url, where, field=field) if url.startswith("data:") else url
+async def _bytes_or_url(url: str, place: str) -> bytes | str:
+    return (
+        await data_of_uri(url, place, field=FILE_FIELDS[place]) if url.startswith("data:") else url
+    )
 
 
-async def _read_form(call: ApiRequest, kind: type[Form]) -> tuple[Form, EditSources]:
+async def _read_form(call: ModelCall, kind: type[Form]) -> tuple[Form, Files]:
     call.check_charset()
     async with closed_form(call.http, **FORM_LIMITS) as form:
-        image = await _only_image(form)
+        sources = {IMAGE_URL: await _only_image(form)}
         mask = await _file(form, "mask") if kind is EditForm else None
+        if mask is not None:
+            sources[MASK_URL] = mask
         known = {*IMAGE_FIELDS, *(("mask",) if kind is EditForm else ())}
         guides = [name for name in GUIDE_IMAGES if isinstance(form.get(name), UploadFile)]
         files = {name: data for name in guides if (data := await _file(form, name)) is not None}
@@ -250,7 +236,7 @@ async def _read_form(call: ApiRequest, kind: type[Form]) -> tuple[Form, EditSour
             raise BadInput(f"mask_blur: {NO_MASK}", field="mask_blur")
         # Every form field is text, so numbers may be strings here.
         body = kind.model_validate(fields)
-        return body, EditSources(image, mask, {**guide_urls(body), **files})
+        return body, {**sources, **guide_urls(body), **files}
 
 
 def _check_files(fields: dict[str, UploadFile | str], kind: type[EditForm | VariationForm]) -> None:
@@ -283,54 +269,40 @@ async def _file(form: FormData, name: str) -> bytes | None:
     return await files[0].read()
 
 
-async def _first_image(
-    call: ApiRequest,
-    body: EditForm | VariationForm,
-    model: Model,
-    sources: EditSources,
-) -> ImageInput:
-    """Returns the first image of a request, with its sources."""
-    codec, deadline_s = call.dependencies.image_codec, call.answer_by_s(model)
-    check_guides(body, model, files=sources.guides)
-    check_accepted(body, model, "image" if sources.mask is None else "mask")
-    files = await _fetched(call, model, sources)
-    await call.preparation(model).begin()
-    source = await codec.prepare_source(
-        files[IMAGE_URL], size_in(body, model), model.image, deadline_s, tenant=call.tenant
-    )
-    first = first_image(body, model, source.size)
-    strength = body.usual_strength if body.strength is None else body.strength
-    first = with_source(first, source.image, strength, model)
-    if MASK_URL in files and isinstance(body, EditForm):
-        blur, mask = body.mask_blur or 0.0, files[MASK_URL]
-        prepared = await codec.prepare_mask(
-            mask, source, "transparent", blur, deadline_s, tenant=call.tenant
-        )
-        first = msgspec.structs.replace(first, mask=prepared)
-    images, caller = call.dependencies.source_images, image_caller(call, model)
-    first = await with_fetched_adapter(first, model, caller, images)
-    return await with_guides(first, body, files, source.size, model, caller, images)
-
-
-async def _fetched(call: ApiRequest, model: Model, sources: EditSources) -> dict[str, bytes]:
-    """Returns image data by position. Fetches images named by URL.
+def _check(body: EditForm | VariationForm, model: Model, files: Files) -> None:
+    """Validates a request for a model.
 
     Raises:
-        BadInput: an image can't be loaded.
+        BadInput: the model does not support it.
     """
-    places = {IMAGE_URL: sources.image, MASK_URL: sources.mask, **sources.guides}
-    urls = {place: url for place, url in places.items() if isinstance(url, str)}
+    check_guides(body, model, files=files)
+    check_accepted(body, model, "mask" if MASK_URL in files else "image")
+
+
+async def _first_image(
+    draft: ImageDraft, body: EditForm | VariationForm, files: Files
+) -> ImageInput:
+    """Returns the first image of a request, with its files.
+
+    Raises:
+        BadInput: a file can't be loaded, or the model can't draw from it.
+    """
     try:
-        files = await call.dependencies.source_images.fetch_images(urls, image_caller(call, model))
+        await draft.fetch(files)
     except BadInput as error:
-        fields = {IMAGE_URL: "images", MASK_URL: "mask"}
-        field = fields.get(error.field or "", error.field)
+        field = FILE_FIELDS.get(error.field or "", error.field)
         raise type(error)(error.message, field=field) from error
-    sent = {place: data for place, data in places.items() if isinstance(data, bytes)}
-    return sent | {place: file.data for place, file in files.items()}
+    source = ImageSource(
+        IMAGE_URL,
+        body.usual_strength if body.strength is None else body.strength,
+        mask=MASK_URL if MASK_URL in files else None,
+        redraws="transparent",
+        blur=(body.mask_blur or 0.0) if isinstance(body, EditForm) else 0.0,
+    )
+    return await draft.first(source)
 
 
-router = APIRouter(route_class=ImageRoute)
+router = Router(route_class=ImageRoute)
 
 
 @router.post(
@@ -343,15 +315,15 @@ router = APIRouter(route_class=ImageRoute)
     openapi_extra=inference_body(EditBody, form=EditForm),
     responses=streamed(inference_responses(ImagesReply, *OWN_HEADERS)),
 )
-async def edit_image(request: Request) -> Response:
+async def edit_image(call: ModelCall, images: ImageRequests) -> Response:
     """Image-to-image: the source is resized and changed by `strength`."""
-    call = open_request(request)
-    body, sources = await read_edit(call)
-    model = model_for(call, body)
-    call.check_room(model, body.n)
-    reading = _first_image(call, body, model, sources)
-    first = await while_connected(request.receive, reading)
-    return await answer_with(call, body, model, first)
+    body, files = await read_edit(call)
+    model = images.use_model(call, body)
+    images.inference.check_room(call, model, body.n)
+    _check(body, model, files)
+    draft = images.draft(call, body, model)
+    first = await while_connected(call.http.receive, _first_image(draft, body, files))
+    return await images.answer(call, body, model, first)
 
 
 @router.post(
@@ -364,15 +336,15 @@ async def edit_image(request: Request) -> Response:
     openapi_extra=inference_body(form=VariationForm),
     responses=streamed(inference_responses(ImagesReply, *OWN_HEADERS)),
 )
-async def vary_image(request: Request) -> Response:
+async def vary_image(call: ModelCall, images: ImageRequests) -> Response:
     """Draws image-to-image with an empty prompt."""
-    call = open_request(request)
-    body, sources = await _read_form(call, VariationForm)
-    model = model_for(call, body)
-    call.check_room(model, body.n)
-    reading = _first_image(call, body, model, sources)
-    first = await while_connected(request.receive, reading)
+    body, files = await _read_form(call, VariationForm)
+    model = images.use_model(call, body)
+    images.inference.check_room(call, model, body.n)
+    _check(body, model, files)
+    draft = images.draft(call, body, model)
+    first = await while_connected(call.http.receive, _first_image(draft, body, files))
     is_asked = body.guidance_scale is not None or body.negative_prompt
     if not is_asked and model.image.accepts("guidance_scale"):
         first = msgspec.structs.replace(first, guidance_scale=UNGUIDED)
-    return await answer_with(call, body, model, first)
+    return await images.answer(call, body, model, first)

@@ -17,11 +17,18 @@ from typing import NamedTuple, Self, TypeAlias, TypeVar
 import msgspec
 
 from api.errors import log_reason
-from api.http.request import ApiRequest
+from api.http.call import ModelCall
 from api.http.request_options import wants_event_ids
 from api.openai.chat import failure_event
 from api.predictions.creation import POLL_S, PredictionSnapshot
-from api.predictions.generation_stream import HEARTBEAT, HEARTBEAT_BESIDE_IDS, HEARTBEAT_S, MAX_S
+from api.predictions.generation_stream import (
+    HEARTBEAT,
+    HEARTBEAT_BESIDE_IDS,
+    HEARTBEAT_S,
+    MAX_S,
+    GenerationStreams,
+)
+from api.predictions.service import Predictions
 from api.tasks.image import images_in
 from shared.errors import BadInput, DeadlineExceeded, PenstockError
 from shared.models.catalog import Model
@@ -103,6 +110,8 @@ class ImageStream:
     """The events of one image request.
 
     Args:
+        kind: prefix of the event types.
+        position: the position after which the reader continues.
         partial_images: number of previews per image that the reader wants.
         encode: returns an image in the requested format.
         enlarge: returns a preview in the requested format and size.
@@ -110,7 +119,10 @@ class ImageStream:
 
     def __init__(
         self,
-        call: ApiRequest,
+        call: ModelCall,
+        predictions: Predictions,
+        generation_streams: GenerationStreams,
+        *,
         kind: str,
         position: ImagePosition,
         partial_images: int,
@@ -120,6 +132,8 @@ class ImageStream:
         size: tuple[int, int],
     ) -> None:
         self._call = call
+        self._predictions = predictions
+        self._generation_streams = generation_streams
         self._kind = kind
         self._position = position
         self._wanted = partial_images
@@ -151,10 +165,9 @@ class ImageStream:
             is_done = True
         finally:
             if not is_done and not self._has_ids:
-                self._call.dependencies.generation_streams.leave(snapshot.prediction, 0.0)
+                self._generation_streams.leave(snapshot.prediction, 0.0)
 
     async def _all(self, snapshot: PredictionSnapshot, model: Model) -> AsyncGenerator[bytes]:
-        predictions = self._call.dependencies.predictions
         began_s = heartbeat_s = time.monotonic()
         while not snapshot.record.is_over:
             async for event in self._partials(snapshot):
@@ -169,7 +182,7 @@ class ImageStream:
                 raise DeadlineExceeded(_TOO_LONG, public=_TOO_LONG)
             await asyncio.sleep(POLL_S)
             self._call.check_key()
-            snapshot = await predictions.refresh(snapshot)
+            snapshot = await self._predictions.refresh(snapshot)
         if snapshot.record.state != "succeeded" or snapshot.record.reply is None:
             raise snapshot.failure
         for index, result in enumerate(images_in(snapshot.record.reply, model)):
@@ -180,8 +193,7 @@ class ImageStream:
         """Yields new previews, up to the number that the reader wants."""
         if not self._wanted:
             return
-        predictions = self._call.dependencies.predictions
-        for preview in await predictions.previews(snapshot, self._position.cursor):
+        for preview in await self._predictions.previews(snapshot, self._position.cursor):
             self._position = self._position._replace(cursor=preview.cursor)
             number = self._position.shown[preview.index]
             if number < self._wanted and self._is_due(preview, number):

@@ -10,10 +10,10 @@ import json
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, cast
 
 import msgspec
-from fastapi import APIRouter
 from pydantic import ConfigDict, Field, GetJsonSchemaHandler, model_validator
 from pydantic_core import CoreSchema
 from starlette.requests import Request
@@ -22,10 +22,14 @@ from starlette.responses import Response
 from api.bodies import EndUser, Option, null_is
 from api.dispatch.request import InferenceRequest
 from api.errors import WrongField
+from api.http.call import ModelCall
+from api.http.connection import while_connected
 from api.http.encode_json import encode_json
 from api.http.fast_route import StreamedRoute
+from api.http.inference import Inference
+from api.http.injection import Router, injectable
 from api.http.openapi import TRUNCATED_HEADER, inference_body, inference_responses, streamed
-from api.http.request import ApiRequest, open_request, while_connected
+from api.http.recording import Recording
 from api.http.upload_form import MAX_EDIT_FIELDS, form_asks_for_stream
 from api.inputs.guides import (
     CONTROL_IMAGE,
@@ -35,24 +39,19 @@ from api.inputs.guides import (
     check_accepted,
     check_guides,
     guide_urls,
-    with_fetched_adapter,
-    with_guides,
 )
-from api.inputs.source_images import ImageCaller, SourceImages
+from api.inputs.image_codec import ImageCodec
+from api.inputs.image_draft import ImageDraft, consecutive, first_image, names_files, size_of
+from api.inputs.source_images import SourceImages
+from api.inputs.storage import Storage
 from api.openai.endpoint import Endpoint, LineCaller, LineRequest, ReplyTools
 from api.openai.image_stream import ImagePosition, ImageStream
 from api.predictions.creation import digest_of
-from api.predictions.event_stream import HeldResponse
-from api.predictions.generation_stream import behind
+from api.predictions.event_stream import EventStreams, HeldResponse
+from api.predictions.generation_stream import GenerationStreams, behind
+from api.predictions.service import Predictions
 from api.tasks.base import Inputs
-from api.tasks.image import (
-    as_run,
-    first_image,
-    images_in,
-    is_run,
-    results_of,
-    size_of,
-)
+from api.tasks.image import as_run, images_in, is_run, results_of
 from shared.errors import BadInput, PenstockError, Unavailable
 from shared.messages import ItemOutcome
 from shared.models.after_image import drawings_of, input_of
@@ -62,7 +61,7 @@ from shared.models.tasks import Input
 from shared.models.tasks.custom import CustomInput
 from shared.models.tasks.image import ImageInput, ImageResult, ImagesResult
 from shared.predictions import EVENTS_TYPE, MEDIA_TYPES
-from shared.stores.objects import ObjectStore, object_key
+from shared.stores.objects import ObjectStore, UrlSigner, object_key
 from shared.stores.record_state import Preview
 
 RESULT_LIMIT_BYTES = 64 * 1024 * 1024
@@ -196,7 +195,7 @@ class GenerationsEndpoint(Endpoint):
         model = model_of(body, catalog)
         check_guides(body, model)
         check_accepted(body, model, "text")
-        first = first_of(body, model)
+        first = first_image(body, model, size_in(body, model))
         start = default_seed if body.seed is None else body.seed
         inputs: Sequence[Input] = consecutive(first, start, body.n)
         width, height = size_after(body, first)
@@ -214,11 +213,12 @@ class GenerationsEndpoint(Endpoint):
         images = request.inputs if run is None else drawings_of(run)
         first = images[0]
         assert isinstance(first, ImageInput), "`read` has created images; this is a bug"
-        if not _names_files(body, first):
+        if not names_files(body, first):
             return request.inputs
-        owner = caller.file_owner("images")
-        first = await _with_files(first, body, model, owner, caller.source_images)
-        drawn = consecutive(first, first.seed, body.n)
+        owner, size = caller.file_owner("images"), size_in(body, model)
+        draft = ImageDraft(body, model, size, owner, caller.source_images)
+        await draft.fetch(guide_urls(body))
+        drawn = consecutive(await draft.first(), first.seed, body.n)
         if run is None:
             return drawn
         return [input_of(drawn, body.upscale, is_repeatable=request.is_repeatable)]
@@ -264,24 +264,10 @@ def size_in(body: ImageBody, model: Model) -> tuple[int, int] | None:
     return None if body.size == "auto" else size_of(body.size, model)
 
 
-def first_of(body: GenerationBody, model: Model) -> ImageInput:
-    """Returns the first image of a body.
-
-    Raises:
-        BadInput: the model does not support it.
-    """
-    return first_image(body, model, size_in(body, model) or (model.image.width, model.image.height))
-
-
 def size_after(body: ImageBody, first: ImageInput) -> tuple[int, int]:
     """Returns width and height of the delivered images."""
     scale = body.upscale or 1
     return first.width * scale, first.height * scale
-
-
-def consecutive(first: ImageInput, start: int, count: int) -> list[ImageInput]:
-    """Returns the images of a request: copies of the first, with consecutive seeds from `start`."""
-    return [msgspec.structs.replace(first, seed=start + number) for number in range(count)]
 
 
 async def read_blob(objects: ObjectStore, blob: Blob, noun: str) -> bytes:
@@ -311,7 +297,245 @@ class ImageRoute(StreamedRoute):
         return await form_asks_for_stream(request, **FORM_LIMITS)
 
 
-router = APIRouter(route_class=ImageRoute)
+@dataclass(frozen=True, slots=True)
+class ImageEncoder:
+    """Converts the images of one request to the requested format."""
+
+    call: ModelCall
+    body: ImageBody
+    objects: ObjectStore
+    image_codec: ImageCodec
+    url_signer: UrlSigner
+
+    async def item(
+        self, result: ImageResult, deadline_s: float, *, is_awaited: bool = True
+    ) -> ImageItem:
+        """Returns one image as data or as a link.
+
+        Args:
+            deadline_s: Unix time at which encoding is stopped.
+            is_awaited: True if the answer has not started, so a caller who hangs up is detected.
+        """
+        body, stored_key = self.body, result.image.object_key
+        if body.response_format == "url" and body.output_format == "png" and stored_key is not None:
+            return ImageItem(result.seed, url=self._link_to(stored_key, result.image.media_type))
+        png = await read_blob(self.objects, result.image, "image")
+        encoding = self.image_codec.encode(
+            png,
+            body.output_format,
+            body.output_compression,
+            deadline_s,
+            is_new=False,
+            tenant=self.call.tenant,
+        )
+        receive = self.call.http.receive
+        data = await (while_connected(receive, encoding) if is_awaited else encoding)
+        if body.response_format == "b64_json":
+            return ImageItem(result.seed, b64_json=data)
+        media_type = MEDIA_TYPES[body.output_format]
+        key = object_key("results", data, media_type)
+        await self.objects.put(key, data, media_type)
+        return ImageItem(result.seed, url=self._link_to(key, media_type))
+
+    async def preview(self, preview: Preview, size: tuple[int, int], deadline_s: float) -> bytes:
+        """Returns a preview, enlarged to `size`."""
+        return await self.image_codec.enlarge(
+            preview.image,
+            self.body.output_format,
+            self.body.output_compression,
+            deadline_s,
+            size=size,
+            tenant=self.call.tenant,
+        )
+
+    def _link_to(self, key: str, media_type: str) -> str:
+        return self.call.base_url + self.url_signer.path(key, media_type)
+
+
+@dataclass(frozen=True, slots=True)
+class ImageAnswer:
+    """Computes the images of one request, and answers it as a whole or as a stream.
+
+    Args:
+        first: the first image, with its files.
+    """
+
+    call: ModelCall
+    body: ImageBody
+    model: Model
+    first: ImageInput
+    catalog: Catalog
+    recording: Recording
+    source_images: SourceImages
+    encoder: ImageEncoder
+
+    async def whole(self, inference: Inference) -> Response:
+        """Computes n images with consecutive seeds, and returns the answer."""
+        call, body, model = self.call, self.body, self.model
+        key_seed = call.context.key_seed
+        start = self.first.seed if body.seed is not None or key_seed is None else key_seed
+        inputs = consecutive(self.first, start, body.n)
+        # A random seed never occurs again, so its image is not worth caching.
+        is_repeatable = body.seed is not None or key_seed is not None
+        headers = call.context.headers
+        if is_run(model, body.upscale):
+            new = await self._record(inputs, is_repeatable=is_repeatable)
+            images = await self._run(new)
+            if len(images) < body.n:
+                headers[WITHHELD_HEADER] = str(body.n - len(images))
+            items = [await self.encoder.item(result, new.deadline_s) for result in images]
+        else:
+            deadline_s = call.answer_by_s(model)
+            async with inference.compute(
+                call, model, inputs, is_repeatable=is_repeatable
+            ) as response:
+                images = results_of(response.outcomes, model)
+                items = [await self.encoder.item(result, deadline_s) for result in images]
+        headers["x-penstock-seed"] = ",".join(str(result.seed) for result in images)
+        if (truncated := ImageResult.count_truncated(images)) is not None:
+            headers[TRUNCATED_HEADER] = str(truncated)
+        width, height = size_after(body, self.first)
+        reply = ImagesReply(items, model.name, f"{width}x{height}", body.output_format)
+        return encode_json(reply)
+
+    async def stream(
+        self,
+        event_streams: EventStreams,
+        predictions: Predictions,
+        generation_streams: GenerationStreams,
+    ) -> Response:
+        """Returns the image events after `Last-Event-ID`."""
+        call, body, first = self.call, self.body, self.first
+        position = ImagePosition.from_id(call.http.headers.get("last-event-id", ""), body.n)
+        with ExitStack() as held:
+            held.enter_context(event_streams.reserved(call.tenant))
+            inputs, is_repeatable = consecutive(first, first.seed, body.n), body.seed is not None
+            new = await self._record(inputs, is_repeatable=is_repeatable)
+            async with self.recording.create(call, new, waits=False) as creation:
+                snapshot = creation.snapshot
+            deadline_s, size = snapshot.prediction.deadline_s, size_after(body, first)
+
+            async def encode(result: ImageResult) -> bytes:
+                item = await self.encoder.item(result, deadline_s, is_awaited=False)
+                assert item.b64_json is not None, "a stream does not contain links; this is a bug"
+                return item.b64_json
+
+            async def enlarge(preview: Preview) -> bytes:
+                return await self.encoder.preview(preview, size, deadline_s)
+
+            stream = ImageStream(
+                call,
+                predictions,
+                generation_streams,
+                kind="image_generation" if first.image is None else "image_edit",
+                position=position,
+                partial_images=body.partial_images or 0,
+                encode=encode,
+                enlarge=enlarge,
+                output_format=body.output_format,
+                size=size,
+            )
+            events = stream.events(snapshot, self.model)
+            opening = await while_connected(call.http.receive, anext(events, b""))
+            headers = {**_HEADERS, "location": f"/v1/predictions/{snapshot.prediction.id}"}
+            sse = behind(opening, events)
+            return HeldResponse(sse, held.pop_all(), headers=headers, media_type=EVENTS_TYPE)
+
+    async def _run(self, new: InferenceRequest) -> list[ImageResult]:
+        """Returns the images of a request with steps after each image, except withheld ones.
+
+        Raises:
+            PenstockError: the request failed. ModerationBlocked: all images are withheld.
+        """
+        snapshot = await self.recording.run_flow(self.call, new)
+        reply = snapshot.record.reply
+        if snapshot.record.state != "succeeded" or reply is None:
+            raise snapshot.failure
+        return [image for image in images_in(reply, new.model) if image is not None]
+
+    async def _record(
+        self, inputs: Sequence[ImageInput], *, is_repeatable: bool
+    ) -> InferenceRequest:
+        """Returns the request for a prediction of the images."""
+        body, model, path = self.body, self.model, self.call.route
+        elsewhere: dict[str, Any] = dict.fromkeys(("images", "mask", *GUIDE_IMAGES), True)
+        elsewhere[MORE_CONTROLS] = {"__all__": {CONTROL_IMAGE}}
+        shown = body.model_dump(mode="json", exclude_unset=True, exclude=elsewhere)
+        asked: list[object] = [path, model.name, shown]
+        if inputs[0].sources:
+            sources = [await self.source_images.stored(source) for source in inputs[0].sources]
+            inputs = [image.with_sources(sources) for image in inputs]
+            asked += [
+                source.object_key or hashlib.sha256(source.data or b"").hexdigest()
+                for source in sources
+            ]
+        run = as_run(inputs, body.upscale, model, self.catalog, is_repeatable=is_repeatable)
+        read = Inputs(
+            inputs if run is None else [run[1]],
+            shown,
+            is_list=True,
+            is_repeatable=is_repeatable,
+            output_format=body.output_format,
+        )
+        model = model if run is None else run[0]
+        digest = digest_of(json.dumps(asked, sort_keys=True))
+        return self.recording.request(self.call, model, read, digest=digest, endpoint=path)
+
+
+@injectable
+@dataclass(frozen=True, slots=True)
+class ImageRequests:
+    """Draws the images of requests, and answers with all at once or with a stream."""
+
+    catalog: Catalog
+    inference: Inference
+    recording: Recording
+    storage: Storage
+    source_images: SourceImages
+    objects: ObjectStore
+    image_codec: ImageCodec
+    url_signer: UrlSigner
+    event_streams: EventStreams
+    predictions: Predictions
+    generation_streams: GenerationStreams
+
+    def use_model(self, call: ModelCall, body: ImageBody) -> Model:
+        """Returns the model named in a body, and records that the request uses it.
+
+        Raises:
+            UnknownModel: the image model does not exist.
+            ModelForbidden: the key may not use the model.
+        """
+        model = model_of(body, self.catalog)
+        call.use(model)
+        return model
+
+    def draft(self, call: ModelCall, body: ImageBody, model: Model) -> ImageDraft:
+        """Returns a draft of the images of a request. Their files are not kept."""
+        quota = self.storage.quota_of(call.caller, "images")
+        owner = self.inference.file_owner(call, model, quota, call.answer_by_s(model))
+        return ImageDraft(body, model, size_in(body, model), owner, self.source_images)
+
+    async def answer(
+        self, call: ModelCall, body: ImageBody, model: Model, first: ImageInput
+    ) -> Response:
+        """Computes the images of a request, and returns the answer.
+
+        Args:
+            first: the first image, with its files.
+        """
+        encoder = ImageEncoder(call, body, self.objects, self.image_codec, self.url_signer)
+        answer = ImageAnswer(
+            call, body, model, first, self.catalog, self.recording, self.source_images, encoder
+        )
+        if body.stream:
+            return await answer.stream(
+                self.event_streams, self.predictions, self.generation_streams
+            )
+        return await answer.whole(self.inference)
+
+
+router = Router(route_class=ImageRoute)
 
 
 @router.post(
@@ -320,210 +544,26 @@ router = APIRouter(route_class=ImageRoute)
     openapi_extra=inference_body(GenerationBody),
     responses=streamed(inference_responses(ImagesReply, *OWN_HEADERS)),
 )
-async def create_images(request: Request) -> Response:
+async def create_images(call: ModelCall, images: ImageRequests) -> Response:
     """Answers once all images are ready or, with `stream`, image by image.
 
     With a seed, the same request returns the same images, usually from the cache. With an
     `Idempotency-Key`, the events of a stream have IDs. Sending the same request with the same key,
     and an ID as `Last-Event-ID`, continues after that event, on any instance.
     """
-    call = open_request(request)
     body = await call.read_json(GenerationBody)
-    model = model_for(call, body)
+    model = images.use_model(call, body)
     check_guides(body, model)
     check_accepted(body, model, "text")
-    first = first_of(body, model)
-    if _names_files(body, first):
-        call.check_room(model, body.n)
-        images, caller = call.dependencies.source_images, image_caller(call, model)
-        reading = _with_files(first, body, model, caller, images)
-        first = await while_connected(request.receive, reading)
-    return await answer_with(call, body, model, first)
+    first = first_image(body, model, size_in(body, model))
+    if names_files(body, first):
+        images.inference.check_room(call, model, body.n)
+        draft = images.draft(call, body, model)
+        first = await while_connected(call.http.receive, _with_files(draft, body))
+    return await images.answer(call, body, model, first)
 
 
-def _names_files(body: GenerationBody, first: ImageInput) -> bool:
-    return bool(guide_urls(body)) or (first.adapter is not None and bool(first.adapter.url))
-
-
-async def _with_files(
-    first: ImageInput,
-    body: GenerationBody,
-    model: Model,
-    caller: ImageCaller,
-    images: SourceImages,
-) -> ImageInput:
-    """Returns the first image of a body with the files of its guides and adapter loaded.
-
-    Raises the same errors as SourceImages.fetch_image.
-    """
-    fetched = await images.fetch_images(guide_urls(body), caller)
-    data = {name: file.data for name, file in fetched.items()}
-    first = await with_guides(first, body, data, size_in(body, model), model, caller, images)
-    return await with_fetched_adapter(first, model, caller, images)
-
-
-def image_caller(call: ApiRequest, model: Model) -> ImageCaller:
-    """Returns the owner of the images of a request. They are not kept."""
-    return call.file_owner(model, "images", call.answer_by_s(model))
-
-
-def model_for(call: ApiRequest, body: ImageBody) -> Model:
-    """Returns the model named in a body, and records that the request uses it.
-
-    Raises:
-        UnknownModel: the image model does not exist.
-    """
-    model = model_of(body, call.dependencies.catalog)
-    call.use(model)
-    return model
-
-
-async def answer_with(
-    call: ApiRequest, body: ImageBody, model: Model, first: ImageInput
-) -> Response:
-    """Computes n images with consecutive seeds, and returns the answer."""
-    if body.stream:
-        return await _stream(call, body, model, first)
-    key_seed = call.context.key_seed
-    start = first.seed if body.seed is not None or key_seed is None else key_seed
-    inputs = consecutive(first, start, body.n)
-    # A random seed never occurs again, so its image is not worth caching.
-    is_repeatable = body.seed is not None or key_seed is not None
-    headers = call.context.headers
-    if is_run(model, body.upscale):
-        new = await _recorded(call, body, model, inputs, is_repeatable=is_repeatable)
-        images = await _run(call, new)
-        if len(images) < body.n:
-            headers[WITHHELD_HEADER] = str(body.n - len(images))
-        items = [await _encode(call, body, result, new.deadline_s) for result in images]
-    else:
-        deadline_s = call.answer_by_s(model)
-        async with call.inferred(model, inputs, is_repeatable=is_repeatable) as response:
-            images = results_of(response.outcomes, model)
-            items = [await _encode(call, body, result, deadline_s) for result in images]
-    headers["x-penstock-seed"] = ",".join(str(result.seed) for result in images)
-    if (truncated := ImageResult.count_truncated(images)) is not None:
-        headers[TRUNCATED_HEADER] = str(truncated)
-    width, height = size_after(body, first)
-    reply = ImagesReply(items, model.name, f"{width}x{height}", body.output_format)
-    return encode_json(reply)
-
-
-async def _stream(call: ApiRequest, body: ImageBody, model: Model, first: ImageInput) -> Response:
-    """Returns the image events after `Last-Event-ID`."""
-    dependencies = call.dependencies
-    position = ImagePosition.from_id(call.http.headers.get("last-event-id", ""), body.n)
-    kind = "image_generation" if first.image is None else "image_edit"
-    with ExitStack() as held:
-        held.enter_context(dependencies.event_streams.reserved(call.tenant))
-        inputs, is_repeatable = consecutive(first, first.seed, body.n), body.seed is not None
-        new = await _recorded(call, body, model, inputs, is_repeatable=is_repeatable)
-        async with call.created(new, waits=False) as creation:
-            snapshot = creation.snapshot
-        deadline_s, codec = snapshot.prediction.deadline_s, dependencies.image_codec
-        size = size_after(body, first)
-
-        async def encode(result: ImageResult) -> bytes:
-            item = await _encode(call, body, result, deadline_s, is_awaited=False)
-            assert item.b64_json is not None, "a stream does not contain links; this is a bug"
-            return item.b64_json
-
-        async def enlarge(preview: Preview) -> bytes:
-            style = body.output_format, body.output_compression, deadline_s
-            return await codec.enlarge(preview.image, *style, size=size, tenant=call.tenant)
-
-        stream = ImageStream(
-            call,
-            kind,
-            position,
-            body.partial_images or 0,
-            encode,
-            enlarge,
-            body.output_format,
-            size,
-        )
-        events = stream.events(snapshot, model)
-        opening = await while_connected(call.http.receive, anext(events, b""))
-        headers = {**_HEADERS, "location": f"/v1/predictions/{snapshot.prediction.id}"}
-        sse = behind(opening, events)
-        return HeldResponse(sse, held.pop_all(), headers=headers, media_type=EVENTS_TYPE)
-
-
-async def _run(call: ApiRequest, new: InferenceRequest) -> list[ImageResult]:
-    """Returns the images of a request with steps after each image, except withheld ones.
-
-    Raises:
-        PenstockError: the request failed. ModerationBlocked: all images are withheld.
-    """
-    snapshot = await call.run_flow(new)
-    reply = snapshot.record.reply
-    if snapshot.record.state != "succeeded" or reply is None:
-        raise snapshot.failure
-    return [image for image in images_in(reply, new.model) if image is not None]
-
-
-async def _recorded(
-    call: ApiRequest,
-    body: ImageBody,
-    model: Model,
-    inputs: Sequence[ImageInput],
-    *,
-    is_repeatable: bool,
-) -> InferenceRequest:
-    """Returns the request for a prediction of the images."""
-    path = call.http.scope["route"].path
-    elsewhere: dict[str, Any] = dict.fromkeys(("images", "mask", *GUIDE_IMAGES), True)
-    elsewhere[MORE_CONTROLS] = {"__all__": {CONTROL_IMAGE}}
-    shown = body.model_dump(mode="json", exclude_unset=True, exclude=elsewhere)
-    asked: list[object] = [path, model.name, shown]
-    if inputs[0].sources:
-        images = call.dependencies.source_images
-        sources = [await images.stored(source) for source in inputs[0].sources]
-        inputs = [one.with_sources(sources) for one in inputs]
-        asked += [one.object_key or hashlib.sha256(one.data or b"").hexdigest() for one in sources]
-    catalog = call.dependencies.catalog
-    run = as_run(inputs, body.upscale, model, catalog, is_repeatable=is_repeatable)
-    read = Inputs(
-        inputs if run is None else [run[1]],
-        shown,
-        is_list=True,
-        is_repeatable=is_repeatable,
-        output_format=body.output_format,
-    )
-    model = model if run is None else run[0]
-    digest = digest_of(json.dumps(asked, sort_keys=True))
-    return call.recorded(model, read, digest=digest, endpoint=path)
-
-
-async def _encode(
-    call: ApiRequest,
-    body: ImageBody,
-    result: ImageResult,
-    deadline_s: float,
-    *,
-    is_awaited: bool = True,
-) -> ImageItem:
-    """Returns one image in the requested format, as data or as a link.
-
-    `is_awaited`: True if the answer has not started, so a caller who hangs up is detected.
-    """
-    objects = call.dependencies.objects
-    stored_key = result.image.object_key
-    if body.response_format == "url" and body.output_format == "png" and stored_key is not None:
-        return ImageItem(result.seed, url=call.link_to(stored_key, result.image.media_type))
-    png = await read_blob(objects, result.image, "image")
-    encoding = call.dependencies.image_codec.encode(
-        png,
-        body.output_format,
-        body.output_compression,
-        deadline_s,
-        is_new=False,
-        tenant=call.tenant,
-    )
-    data = await (while_connected(call.http.receive, encoding) if is_awaited else encoding)
-    if body.response_format == "b64_json":
-        return ImageItem(result.seed, b64_json=data)
-    media_type = MEDIA_TYPES[body.output_format]
-    key = object_key("results", data, media_type)
-    await objects.put(key, data, media_type)
-    return ImageItem(result.seed, url=call.link_to(key, media_type))
+async def _with_files(draft: ImageDraft, body: GenerationBody) -> ImageInput:
+    """Returns the first image, with the files of its guides and adapter."""
+    await draft.fetch(guide_urls(body))
+    return await draft.first()

@@ -15,15 +15,15 @@ from typing import Annotated, Any, Literal, TypeAlias, cast
 
 import msgspec
 import numpy as np
-from fastapi import APIRouter
 from pydantic import ConfigDict, Discriminator, Field, Tag
-from starlette.requests import Request
 from starlette.responses import Response
 
 from api.bodies import Body, Option, Text, Usage
+from api.http.call import ModelCall
 from api.http.fast_route import FastRoute
+from api.http.inference import Inference
+from api.http.injection import Router
 from api.http.openapi import TRUNCATED_HEADER, inference_body, inference_responses
-from api.http.request import open_request
 from api.openai.endpoint import Endpoint, LineRequest, ReplyTools
 from shared.errors import BadInput, InputTooLarge, PenstockError
 from shared.messages import ItemOutcome
@@ -147,9 +147,6 @@ class RerankReply(msgspec.Struct):
     object: Literal["list"] = "list"
 
 
-router = APIRouter(route_class=FastRoute)
-
-
 class RerankEndpoint(Endpoint):
     """Lines with the body of POST /v1/rerank."""
 
@@ -243,6 +240,9 @@ def _scores(results: Sequence[Any], model: Model) -> list[float]:
     return scores
 
 
+router = Router(route_class=FastRoute)
+
+
 @router.post(
     "/v1/rerank",
     summary="Rank documents",
@@ -255,17 +255,16 @@ def _scores(results: Sequence[Any], model: Model) -> list[float]:
     openapi_extra=inference_body(RerankBody),
     responses=inference_responses(RerankReply, "X-Penstock-Truncated-Tokens"),
 )
-async def rank_documents(request: Request) -> Response:
+async def rank_documents(call: ModelCall, catalog: Catalog, inference: Inference) -> Response:
     """Ranks documents by their relevance to the query, best first.
 
     Only the beginning of an overlong document is read.
     """
-    call = open_request(request)
     body = await call.read_json(RerankBody)
-    model = _model_of(body, call.dependencies.catalog)
+    model = _model_of(body, catalog)
     call.use(model)
-    version = request.scope["route"].path.removeprefix("/v")[0]
-    async with call.inferred(model, _inputs_of(body, model)) as response:
+    version = call.route.removeprefix("/v")[0]
+    async with inference.compute(call, model, _inputs_of(body, model)) as response:
         reply = _reply(body, model, response.outcomes, version)
         reply.id = call.context.facts.request_id
         answer = Response(_encoder.encode(reply), media_type="application/json")

@@ -9,26 +9,29 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
-from fastapi import APIRouter, Query
+from fastapi import Query
 from pydantic import ValidationError
-from starlette.requests import Request
 from starlette.responses import Response
 
 from api.chat_bodies import ChatBody
 from api.dispatch.request import InferenceRequest
 from api.errors import NotFound, NotNow, PreviousResponseNotFound, describe, to_bad_input
 from api.http import openapi
+from api.http.call import Call, ModelCall
+from api.http.connection import while_connected
 from api.http.encode_json import encode_json
 from api.http.fast_route import IS_HEAD, StreamedRoute
+from api.http.inference import Inference
+from api.http.injection import Router
 from api.http.openapi import inference_body, inference_responses, streamed
-from api.http.request import ApiRequest, authenticate, open_request, while_connected
-from api.openai.conversations import add_to, as_stored, unlocked
+from api.http.recording import Recording
+from api.openai.conversations import CallerConversations, add_to, as_stored
 from api.openai.generation import RESPONSE_PREFIX, answer_id, inputs_of, is_repeatable, model_of
 from api.openai.item_pages import After, ItemsPage, Limit, Order, page_of
 from api.openai.response_events import ResponseEvents, as_asked
@@ -41,20 +44,21 @@ from api.openai.stored import (
     shown_items,
     state_of,
 )
+from api.predictions.conversations import Conversations
 from api.predictions.creation import PredictionSnapshot, digest_of
 from api.predictions.event_stream import HeldResponse
-from api.predictions.generation_stream import StreamPosition, find_return
-from api.predictions.service import PredictionNotOver
+from api.predictions.generation_stream import GenerationStreams, StreamPosition, find_return
+from api.predictions.service import PredictionNotOver, Predictions
 from api.tasks.base import Inputs
 from shared.errors import BadInput, InputTooLarge, Overloaded, PenstockError, Unavailable
 from shared.messages import ItemOutcome
-from shared.models.catalog import Model
+from shared.models.catalog import Catalog, Model
 from shared.models.tasks.text import GenerationInput
 from shared.predictions import EVENTS_TYPE
 
 PATH = PATH_OF_RESPONSES
 UNSTORED_KEEP_S = 120
-"""How long an unstored stream can be resumed after its end."""
+"""Seconds for which an unstored stream can be resumed after its end."""
 _HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 StartingAfter = Annotated[
     int, Query(ge=-1, le=2**31, description="Only events with a greater `sequence_number`.")
@@ -70,8 +74,8 @@ def words_of_responses() -> Iterator[None]:
         raise as_asked(error) from error
 
 
-router = APIRouter(route_class=StreamedRoute)
-stored_router = APIRouter()
+router = Router(route_class=StreamedRoute)
+stored_router = Router()
 
 
 @router.post(
@@ -80,17 +84,25 @@ stored_router = APIRouter()
     openapi_extra=inference_body(ResponseBody),
     responses=streamed(inference_responses(ResponseReply)),
 )
-async def create_response(request: Request) -> Response:
+async def create_response(
+    call: ModelCall,
+    catalog: Catalog,
+    inference: Inference,
+    recording: Recording,
+    predictions: Predictions,
+    conversations: Conversations,
+    generation_streams: GenerationStreams,
+) -> Response:
     """Answers like the chat endpoint, in the form of items.
 
     With `"background": true`, answers at once, and the text is generated whether it is read or not.
     Responses can be read again and continued unless `store` is false.
     """
-    call = open_request(request)
-    asked = await whole_request(call, await call.read_json(ResponseBody))
+    preceding = PrecedingItems(call, catalog, recording, predictions, conversations)
+    asked = await preceding.complete(await call.read_json(ResponseBody))
     body = asked.body
     chat = _chat_of(body)
-    model = model_of(chat, call.dependencies.catalog)
+    model = model_of(chat, catalog)
     call.use(model)
     longest = model.generation.longest_tokens
     if body.max_output_tokens is not None and body.max_output_tokens > longest:
@@ -101,11 +113,12 @@ async def create_response(request: Request) -> Response:
     seed = call.context.key_seed
     with words_of_responses():
         inputs = inputs_of(chat, model, secrets.randbelow(2**53) if seed is None else seed)
+        new = _NewResponse(call, asked, model, inputs, recording, conversations)
         if body.stream or body.background:
-            return await _create_prediction(call, asked, model, inputs)
+            return await new.start(catalog, generation_streams)
         repeats = is_repeatable(chat) or seed is not None
-        async with call.inferred(model, inputs, is_repeatable=repeats) as response:
-            return encode_json(await _kept(call, asked, model, inputs, response.outcomes))
+        async with inference.compute(call, model, inputs, is_repeatable=repeats) as response:
+            return encode_json(await new.keep(response.outcomes, predictions))
 
 
 @stored_router.get(
@@ -115,16 +128,22 @@ async def create_response(request: Request) -> Response:
     responses=streamed(openapi.responses(ResponseReply, 400, 401, 404, 429, 500, 503)),
 )
 async def read_response(
-    request: Request, response_id: str, stream: bool = False, starting_after: StartingAfter = -1
+    call: Call,
+    catalog: Catalog,
+    recording: Recording,
+    generation_streams: GenerationStreams,
+    response_id: str,
+    stream: bool = False,
+    starting_after: StartingAfter = -1,
 ) -> Response:
     """Returns the current state of a stored response. With `stream=true`, its events."""
-    call = authenticate(request)
-    snapshot = await find_response(call, response_id, is_resumed=stream)
+    snapshot = await find_response(call, response_id, recording, is_resumed=stream)
     if not stream:
-        return encode_json(state_of(call, snapshot))
+        return encode_json(state_of(call, snapshot, catalog))
     with ExitStack() as held:
-        held.enter_context(call.dependencies.generation_streams.reserved(call.tenant))
-        return await _stream(call, snapshot, starting_after, held.pop_all())
+        held.enter_context(generation_streams.reserved(call.tenant))
+        events = _EventAnswer(call, snapshot, catalog, generation_streams)
+        return events.follow(starting_after, held)
 
 
 @stored_router.get(
@@ -134,11 +153,15 @@ async def read_response(
     responses=openapi.responses(ItemsPage, 400, 401, 404, 503),
 )
 async def list_input_items(
-    request: Request, response_id: str, limit: Limit = 20, order: Order = "desc", after: After = ""
+    call: Call,
+    recording: Recording,
+    response_id: str,
+    limit: Limit = 20,
+    order: Order = "desc",
+    after: After = "",
 ) -> Response:
     """Lists the complete model input, including the part from `previous_response_id`."""
-    call = authenticate(request)
-    snapshot = await find_response(call, response_id)
+    snapshot = await find_response(call, response_id, recording)
     body, digits = ResponseBody.model_validate(snapshot.prediction.input), response_id[-24:]
     items = [item.model_dump(mode="json", exclude_unset=True) for item in body.items]
     return encode_json(page_of(shown_items(items, digits), limit, order, after))
@@ -150,18 +173,23 @@ async def list_input_items(
     openapi_extra=openapi.AUTHENTICATED,
     responses=openapi.responses(ResponseReply, 400, 401, 404, 503),
 )
-async def cancel_response(request: Request, response_id: str) -> Response:
+async def cancel_response(
+    call: Call,
+    catalog: Catalog,
+    recording: Recording,
+    predictions: Predictions,
+    response_id: str,
+) -> Response:
     """Cancels a background response unless it has ended."""
-    call = authenticate(request)
-    snapshot = await find_response(call, response_id)
+    snapshot = await find_response(call, response_id, recording)
     if not snapshot.prediction.input.get("background"):
         raise BadInput(
             "Cannot cancel a synchronous response. Only those with background: true can be "
             "canceled; close the connection of another one",
             field="response_id",
         )
-    canceled = await call.dependencies.predictions.cancel(call.tenant, snapshot.prediction.id)
-    return encode_json(state_of(call, canceled))
+    canceled = await predictions.cancel(call.tenant, snapshot.prediction.id)
+    return encode_json(state_of(call, canceled, catalog))
 
 
 @stored_router.delete(
@@ -170,17 +198,18 @@ async def cancel_response(request: Request, response_id: str) -> Response:
     openapi_extra=openapi.AUTHENTICATED,
     responses=openapi.responses(ResponseDeleted, 401, 404, 409, 503),
 )
-async def delete_response(request: Request, response_id: str) -> Response:
-    call = authenticate(request)
-    snapshot = await find_response(call, response_id)
+async def delete_response(
+    call: Call, recording: Recording, predictions: Predictions, response_id: str
+) -> Response:
+    snapshot = await find_response(call, response_id, recording)
     try:
-        await call.dependencies.predictions.delete(call.tenant, snapshot.prediction.id)
+        await predictions.delete(call.tenant, snapshot.prediction.id)
     except PredictionNotOver as error:
         raise PredictionNotOver("the response has not ended; cancel it first") from error
     return encode_json(ResponseDeleted(response_id))
 
 
-class _Asked(NamedTuple):
+class WholeRequest(NamedTuple):
     """A request with everything that precedes its input, and its new items."""
 
     body: ResponseBody
@@ -189,62 +218,84 @@ class _Asked(NamedTuple):
     """ID of the conversation to append to. Empty: none."""
 
 
-async def whole_request(call: ApiRequest, body: ResponseBody) -> _Asked:
-    """Returns the request with references resolved and preceding items included."""
-    conversation, before = body.conversation_id, list[dict[str, Any]]()
-    if conversation:
-        before = await _items_of(call, conversation, new=len(body.items) + len(body.references))
-    if body.references:
-        known = {item["id"]: item for item in before}
-        names = [name for name in body.references if name not in known]
-        body = body.with_items(known | await referenced_items(call, names))
-    own = body.dumped_items
-    if body.previous_response_id is not None:
-        before = await _items_before(call, body.previous_response_id)
-    try:
-        return _Asked(body.behind(before) if before else body, own, conversation)
-    except ValidationError as error:
-        field = "conversation" if conversation else "previous_response_id"
-        reason = f"{field}: {describe(error.errors()[0])[1]}"
-        raise BadInput(reason, field=field) from error
+class PrecedingItems:
+    """The items that a request refers to: of its conversation, or of stored responses."""
 
+    def __init__(
+        self,
+        call: Call,
+        catalog: Catalog,
+        recording: Recording,
+        predictions: Predictions,
+        conversations: Conversations,
+    ) -> None:
+        self._call = call
+        self._catalog = catalog
+        self._recording = recording
+        self._conversations = CallerConversations(call, catalog, predictions, conversations)
 
-async def _items_of(call: ApiRequest, conversation: str, new: int) -> list[dict[str, Any]]:
-    """Returns the items of a conversation that has room for `new` items and their output.
+    async def complete(self, body: ResponseBody) -> WholeRequest:
+        """Returns the request with references resolved and preceding items included.
 
-    Raises:
-        InputTooLarge: the conversation is full.
-    """
-    try:
-        kept = await unlocked(call, conversation)
-    except NotFound as error:
-        raise NotFound(error.message, field="conversation") from error
-    if kept.room <= new:
-        raise InputTooLarge(
-            f"conversation: has room for only {kept.room} more items, which is too few for input "
-            "and output; start a new conversation",
-            field="conversation",
-        )
-    return kept.items
+        Raises:
+            BadInput: the request is not valid with these items. PenstockError: they can't be read.
+        """
+        conversation, before = body.conversation_id, list[dict[str, Any]]()
+        if conversation:
+            new = len(body.items) + len(body.references)
+            before = await self._items_of(conversation, new)
+        if body.references:
+            known = {item["id"]: item for item in before}
+            names = [name for name in body.references if name not in known]
+            referenced = await referenced_items(self._call, names, self._catalog, self._recording)
+            body = body.with_items(known | referenced)
+        own = body.dumped_items
+        if body.previous_response_id is not None:
+            before = await self._items_before(body.previous_response_id)
+        try:
+            return WholeRequest(body.behind(before) if before else body, own, conversation)
+        except ValidationError as error:
+            field = "conversation" if conversation else "previous_response_id"
+            reason = f"{field}: {describe(error.errors()[0])[1]}"
+            raise BadInput(reason, field=field) from error
 
+    async def _items_of(self, conversation: str, new: int) -> list[dict[str, Any]]:
+        """Returns the items of a conversation that has room for `new` items and their output.
 
-async def _items_before(call: ApiRequest, previous: str) -> list[dict[str, Any]]:
-    """Returns the input and output of a previous response."""
-    try:
-        snapshot = await find_response(call, previous)
-    except NotFound as error:
-        raise PreviousResponseNotFound(
-            f"Previous response with id '{previous[:80]}' not found.", field="previous_response_id"
-        ) from error
-    reply = state_of(call, snapshot)
-    if reply.status not in ("completed", "incomplete"):
-        raise NotNow(
-            f"previous_response_id: that response has status {reply.status}, so it has no output",
-            field="previous_response_id",
-        )
-    earlier = ResponseBody.model_validate(snapshot.prediction.input)
-    output: list[dict[str, Any]] = msgspec.to_builtins(reply.output)
-    return [*earlier.dumped_items, *output]
+        Raises:
+            InputTooLarge: the conversation is full.
+        """
+        try:
+            kept = await self._conversations.read_complete(conversation)
+        except NotFound as error:
+            raise NotFound(error.message, field="conversation") from error
+        if kept.room <= new:
+            raise InputTooLarge(
+                f"conversation: has room for only {kept.room} more items, which is too few for "
+                "input and output; start a new conversation",
+                field="conversation",
+            )
+        return kept.items
+
+    async def _items_before(self, previous: str) -> list[dict[str, Any]]:
+        """Returns the input and output of a previous response."""
+        try:
+            snapshot = await find_response(self._call, previous, self._recording)
+        except NotFound as error:
+            raise PreviousResponseNotFound(
+                f"Previous response with id '{previous[:80]}' not found.",
+                field="previous_response_id",
+            ) from error
+        reply = state_of(self._call, snapshot, self._catalog)
+        if reply.status not in ("completed", "incomplete"):
+            raise NotNow(
+                f"previous_response_id: that response has status {reply.status}, so it has no "
+                "output",
+                field="previous_response_id",
+            )
+        earlier = ResponseBody.model_validate(snapshot.prediction.input)
+        output: list[dict[str, Any]] = msgspec.to_builtins(reply.output)
+        return [*earlier.dumped_items, *output]
 
 
 def _chat_of(body: ResponseBody) -> ChatBody:
@@ -254,104 +305,151 @@ def _chat_of(body: ResponseBody) -> ChatBody:
         raise as_asked(to_bad_input(error)) from error
 
 
-async def _create_prediction(
-    call: ApiRequest, asked: _Asked, model: Model, inputs: Sequence[GenerationInput]
-) -> Response:
-    body = asked.body
-    # Event numbers depend on the maximum number of tokens, so it is stored now.
-    shown = body.model_dump(mode="json", exclude_unset=True, by_alias=True)
-    shown["max_output_tokens"] = inputs[0].max_tokens
-    new = _recorded(call, body, model, inputs, shown)
-    if not body.is_kept and not asked.conversation:
-        new = replace(new, record=replace(new.new_record, keep_s=UNSTORED_KEEP_S))
-    with ExitStack() as held:
-        if body.stream:
-            held.enter_context(call.dependencies.generation_streams.reserved(call.tenant))
-        async with call.created(new, waits=False) as creation:
-            if creation.is_new and asked.conversation:
-                about = {"model": model.name, "prediction": new.new_record.prediction.id}
-                await add_to(call, asked.conversation, as_stored(asked.own), **about)
-        if body.stream:
-            is_new = not body.background
-            return await _stream(call, creation.snapshot, -1, held.pop_all(), is_new=is_new)
-    return encode_json(state_of(call, creation.snapshot))
+class _NewResponse:
+    """A response to create.
 
-
-def _recorded(
-    call: ApiRequest,
-    body: ResponseBody,
-    model: Model,
-    inputs: Sequence[GenerationInput],
-    shown: dict[str, Any],
-) -> InferenceRequest:
-    read = Inputs(inputs, shown, is_list=False, is_repeatable=is_repeatable(body.to_chat()))
-    digest = digest_of(json.dumps([model.name, PATH, shown], sort_keys=True))
-    return call.recorded(model, read, digest=digest, endpoint=PATH)
-
-
-async def _kept(
-    call: ApiRequest,
-    asked: _Asked,
-    model: Model,
-    inputs: Sequence[GenerationInput],
-    outcomes: Sequence[ItemOutcome],
-) -> ResponseReply:
-    """Appends a finished response to its conversation, and stores it if requested.
-
-    Stored responses can be read, and a failed answer is not charged, so nothing may fail after it
-    is stored in one of the two places. Without room or Redis, the response is still returned,
-    marked as not stored, unless the request explicitly asks to store it and has no conversation.
+    Args:
+        model: the model that generates it.
+        inputs: what the model reads, which is a single item.
     """
-    body = asked.body
-    shown = body.model_dump(mode="json", exclude_unset=True, by_alias=True)
-    prediction = _recorded(call, body, model, inputs, shown).new_record.prediction
-    response_id = answer_id(RESPONSE_PREFIX, prediction.id)
-    events = ResponseEvents(body, response_id, prediction.created_at_s, model)
-    reply = events.whole(outcomes, time.time())
-    if asked.conversation:
-        output = msgspec.to_builtins(reply.output)
-        items = [*as_stored(asked.own), *output]
-        await add_to(call, asked.conversation, items, model=model.name)
-    if not body.is_kept:
+
+    def __init__(
+        self,
+        call: ModelCall,
+        asked: WholeRequest,
+        model: Model,
+        inputs: Sequence[GenerationInput],
+        recording: Recording,
+        conversations: Conversations,
+    ) -> None:
+        self._call = call
+        self._asked = asked
+        self._model = model
+        self._inputs = inputs
+        self._recording = recording
+        self._conversations = conversations
+
+    async def start(self, catalog: Catalog, streams: GenerationStreams) -> Response:
+        """Creates a prediction. Answers with its state or, if requested, with its events."""
+        call, asked, body = self._call, self._asked, self._asked.body
+        # Event numbers depend on the maximum number of tokens, so it is stored now.
+        shown = _dumped(body) | {"max_output_tokens": self._inputs[0].max_tokens}
+        new = self._request(shown)
+        if not body.is_kept and not asked.conversation:
+            new = replace(new, record=replace(new.new_record, keep_s=UNSTORED_KEEP_S))
+        with ExitStack() as held:
+            if body.stream:
+                held.enter_context(streams.reserved(call.tenant))
+            async with self._recording.create(call, new, waits=False) as creation:
+                if creation.is_new and asked.conversation:
+                    prediction = new.new_record.prediction.id
+                    await self._append(as_stored(asked.own), prediction=prediction)
+            if body.stream:
+                events = _EventAnswer(call, creation.snapshot, catalog, streams)
+                if body.background:
+                    return events.follow(-1, held)
+                return await events.begin(call.options.idempotency_key, held)
+        return encode_json(state_of(call, creation.snapshot, catalog))
+
+    async def keep(
+        self, outcomes: Sequence[ItemOutcome], predictions: Predictions
+    ) -> ResponseReply:
+        """Appends a finished response to its conversation, and stores it if requested.
+
+        Stored responses can be read, and a failed answer is not charged, so nothing may fail after
+        it is stored in one of the two places. Without room or Redis, the response is still
+        returned, marked as not stored, unless the request explicitly asks to store it and has no
+        conversation.
+        """
+        asked, body = self._asked, self._asked.body
+        prediction = self._request(_dumped(body)).new_record.prediction
+        response_id = answer_id(RESPONSE_PREFIX, prediction.id)
+        events = ResponseEvents(body, response_id, prediction.created_at_s, self._model)
+        reply = events.whole(outcomes, time.time())
+        if asked.conversation:
+            await self._append([*as_stored(asked.own), *msgspec.to_builtins(reply.output)])
+        if not body.is_kept:
+            return reply
+        try:
+            keep_s = self._call.caller.plan.prediction_keep_s
+            await predictions.keep(prediction, outcomes, keep_s)
+        except PenstockError as error:
+            has_no_room = isinstance(error, Overloaded | Unavailable)
+            if not asked.conversation and (body.store or not has_no_room):
+                raise
+            reply.store = False
         return reply
-    try:
-        keep_s = call.caller.plan.prediction_keep_s
-        await call.dependencies.predictions.keep(prediction, outcomes, keep_s)
-    except PenstockError as error:
-        has_no_room = isinstance(error, Overloaded | Unavailable)
-        if not asked.conversation and (body.store or not has_no_room):
-            raise
-        reply.store = False
-    return reply
+
+    def _request(self, shown: dict[str, Any]) -> InferenceRequest:
+        repeats = is_repeatable(self._asked.body.to_chat())
+        read = Inputs(self._inputs, shown, is_list=False, is_repeatable=repeats)
+        digest = digest_of(json.dumps([self._model.name, PATH, shown], sort_keys=True))
+        return self._recording.request(self._call, self._model, read, digest=digest, endpoint=PATH)
+
+    async def _append(self, items: Sequence[dict[str, Any]], *, prediction: str = "") -> None:
+        await add_to(
+            self._call,
+            self._asked.conversation,
+            items,
+            self._conversations,
+            model=self._model.name,
+            prediction=prediction,
+        )
 
 
-async def _stream(
-    call: ApiRequest,
-    snapshot: PredictionSnapshot,
-    after: int,
-    held: ExitStack,
-    *,
-    is_new: bool = False,
-) -> Response:
-    """Returns the events after `after`. Releases `held` at the end.
+def _dumped(body: ResponseBody) -> dict[str, Any]:
+    """Returns a body in the format in which it is stored."""
+    return body.model_dump(mode="json", exclude_unset=True, by_alias=True)
 
-    Raises:
-        PenstockError: a new prediction failed before its first event.
+
+class _EventAnswer:
+    """An answer with the events of a response.
+
+    Readers resume by sequence number, so the events don't need other IDs.
     """
-    with held:
-        body, events = response_of(call, snapshot, after)
-        if IS_HEAD in call.http.scope:
-            return Response(headers=_HEADERS, media_type=EVENTS_TYPE)
-        stays = bool(body.background or not body.stream)
+
+    def __init__(
+        self,
+        call: Call,
+        snapshot: PredictionSnapshot,
+        catalog: Catalog,
+        streams: GenerationStreams,
+    ) -> None:
+        self._call = call
+        self._snapshot = snapshot
+        self._catalog = catalog
+        self._streams = streams
+
+    async def begin(self, idempotency_key: str, held: ExitStack) -> Response:
+        """Answers with all events of a new response. Takes over `held`, until the last of them.
+
+        Raises:
+            PenstockError: the prediction failed before its first event.
+        """
+        _, events = response_of(self._call, self._snapshot, self._catalog)
         seen = [StreamPosition(*events.seen)]
-        # Readers resume by sequence number, so the events don't need other IDs.
-        streams, check = call.dependencies.generation_streams, call.check_key
-        if is_new:
-            returns = find_return(call.options.idempotency_key, has_positions=True)
-            beginning = streams.begin(snapshot, events, seen, check, returns, has_ids=False)
-            sse = await while_connected(call.http.receive, beginning)
-        else:
-            sse = streams.follow(snapshot, events, seen, check, stays=stays, has_ids=False)
-        response_id = answer_id(RESPONSE_PREFIX, snapshot.prediction.id)
+        returns = find_return(idempotency_key, has_positions=True)
+        beginning = self._streams.begin(
+            self._snapshot, events, seen, self._call.check_key, returns, has_ids=False
+        )
+        return self._answer(await while_connected(self._call.http.receive, beginning), held)
+
+    def follow(self, after: int, held: ExitStack) -> Response:
+        """Answers with the events after number `after`. Takes over `held`, until the last."""
+        body, events = response_of(self._call, self._snapshot, self._catalog, after)
+        if IS_HEAD in self._call.http.scope:
+            return Response(headers=_HEADERS, media_type=EVENTS_TYPE)
+        sse = self._streams.follow(
+            self._snapshot,
+            events,
+            [StreamPosition(*events.seen)],
+            self._call.check_key,
+            stays=bool(body.background or not body.stream),
+            has_ids=False,
+        )
+        return self._answer(sse, held)
+
+    def _answer(self, sse: AsyncGenerator[bytes], held: ExitStack) -> Response:
+        response_id = answer_id(RESPONSE_PREFIX, self._snapshot.prediction.id)
         headers = {**_HEADERS, "location": f"{PATH}/{response_id}"}
         return HeldResponse(sse, held.pop_all(), headers=headers, media_type=EVENTS_TYPE)

@@ -14,25 +14,35 @@ from contextlib import ExitStack
 from typing import Any, Literal
 
 import msgspec
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from api.bodies import strip_mark
+from api.dispatch.request import InferenceRequest
+from api.http.call import ModelCall
+from api.http.connection import while_connected
 from api.http.fast_route import StreamedRoute
+from api.http.inference import Inference
+from api.http.injection import Router
 from api.http.openapi import Responses, binary, inference_body, inference_responses, streamed
-from api.http.request import ApiRequest, open_request, while_connected
+from api.http.recording import Recording
 from api.http.request_options import wants_event_ids
 from api.openai.audio_schemas import SpeechBody, TranscriptionReply
 from api.openai.chat import failure_event
 from api.openai.images import read_blob
 from api.predictions.creation import digest_of
 from api.predictions.event_stream import HeldResponse
-from api.predictions.generation_stream import StreamShape, find_return, seen_from_id
+from api.predictions.generation_stream import (
+    GenerationStreams,
+    StreamShape,
+    find_return,
+    seen_from_id,
+)
 from api.tasks.base import Inputs
 from api.tasks.custom import FieldNames, input_of_fields
 from shared.errors import BadInput, ModelFailed, PenstockError
 from shared.messages import ItemOutcome
+from shared.models.catalog import Catalog
 from shared.models.tasks.custom import (
     CustomInput,
     CustomResult,
@@ -166,7 +176,7 @@ def _responses() -> Responses:
     return streamed(answers | {200: sound})
 
 
-router = APIRouter(route_class=SpeechRoute)
+router = Router(route_class=SpeechRoute)
 
 
 @router.post(
@@ -176,15 +186,21 @@ router = APIRouter(route_class=SpeechRoute)
     openapi_extra=inference_body(SpeechBody),
     responses=_responses(),
 )
-async def create_speech(request: Request) -> Response:
+async def create_speech(
+    call: ModelCall,
+    catalog: Catalog,
+    inference: Inference,
+    recording: Recording,
+    generation_streams: GenerationStreams,
+    objects: ObjectStore,
+) -> Response:
     """Answers with the whole audio in the requested format, or part by part as events.
 
     With an `Idempotency-Key`, the events have IDs. Sending the same request with the same key, and
     an ID as `Last-Event-ID`, continues after that event, on any instance.
     """
-    call = open_request(request)
     body = await call.read_json(SpeechBody)
-    model = call.serving("speech", body.model)
+    model = call.serving(catalog, "speech", body.model)
     is_streamed = body.stream_format == "sse"
     values = body.model_dump(exclude={"model", "stream_format"})
     known = interface_of(model)
@@ -198,9 +214,13 @@ async def create_speech(request: Request) -> Response:
     names = FieldNames(model, "input", "characters", {"stream": "stream_format"})
     with names.used():
         if is_streamed:
-            return await _stream(call, body, names, one)
-        async with call.inferred(model, [one], is_repeatable=model.deterministic) as response:
-            data = await _sound_of(response.outcomes, call.dependencies.objects)
+            inference.check_room(call, model, 1)
+            stream = _SpeechStream(call, names, recording, generation_streams, objects)
+            return await stream.answer(body, one)
+        async with inference.compute(
+            call, model, [one], is_repeatable=model.deterministic
+        ) as response:
+            data = await _sound_of(response.outcomes, objects)
     file_format = body.response_format or known.properties.get("response_format", {}).get(
         "default", ""
     )
@@ -215,38 +235,66 @@ async def _sound_of(outcomes: Sequence[ItemOutcome], objects: ObjectStore) -> by
     return b"".join([await read_blob(objects, one, "sound") for one in outcome.result.blobs])
 
 
-async def _stream(
-    call: ApiRequest, body: SpeechBody, names: FieldNames, one: CustomInput
-) -> Response:
-    """Returns the audio parts as events, starting after `Last-Event-ID`."""
-    model = names.model
-    call.check_room(model, 1)
-    last_id = call.http.headers.get("last-event-id", "")
-    seen = seen_from_id(last_id, 1)
-    shown = body.model_dump(mode="json", exclude_unset=True)
-    read = Inputs([one], shown, is_list=False, is_repeatable=model.deterministic)
-    digest = digest_of(json.dumps([model.name, SPEECH, repr(one.cache_form())]))
-    new = call.recorded(model, read, digest=digest, endpoint=SPEECH)
-    streams = call.dependencies.generation_streams
-    with ExitStack() as held:
-        held.enter_context(streams.reserved(call.tenant))
-        async with call.created(new, waits=False) as creation:
-            pass
-        shape = SpeechEvents(creation.snapshot.prediction.record, names)
-        options: dict[str, Any] = {
-            "has_elements": True,
-            "has_ids": wants_event_ids(call.http.headers),
-        }
-        if last_id:
-            sse = streams.follow(
-                creation.snapshot, shape, seen, call.check_key, stays=False, **options
-            )
-        else:
-            returns = find_return(call.options.idempotency_key, has_positions=options["has_ids"])
-            beginning = streams.begin(
-                creation.snapshot, shape, seen, call.check_key, returns, **options
-            )
-            sse = await while_connected(call.http.receive, beginning)
-        headers = {**_HEADERS, "location": f"/v1/predictions/{creation.snapshot.prediction.id}"}
-        sound = _with_sound(sse, call.dependencies.objects)
-        return HeldResponse(sound, held.pop_all(), headers=headers, media_type=EVENTS_TYPE)
+class _SpeechStream:
+    """Answers with the audio parts as events, starting after `Last-Event-ID`.
+
+    Args:
+        names: field names that error messages use.
+    """
+
+    def __init__(
+        self,
+        call: ModelCall,
+        names: FieldNames,
+        recording: Recording,
+        streams: GenerationStreams,
+        objects: ObjectStore,
+    ) -> None:
+        self._call = call
+        self._names = names
+        self._recording = recording
+        self._streams = streams
+        self._objects = objects
+
+    async def answer(self, body: SpeechBody, one: CustomInput) -> Response:
+        """Creates the prediction, or finds it, and returns its events.
+
+        Raises:
+            BadInput: `Last-Event-ID` is not an event ID of this stream.
+            PenstockError: the prediction failed before its first event.
+        """
+        call = self._call
+        last_id = call.http.headers.get("last-event-id", "")
+        seen = seen_from_id(last_id, 1)
+        new = self._request(body, one)
+        with ExitStack() as held:
+            held.enter_context(self._streams.reserved(call.tenant))
+            async with self._recording.create(call, new, waits=False) as creation:
+                pass
+            shape = SpeechEvents(creation.snapshot.prediction.record, self._names)
+            options: dict[str, Any] = {
+                "has_elements": True,
+                "has_ids": wants_event_ids(call.http.headers),
+            }
+            if last_id:
+                sse = self._streams.follow(
+                    creation.snapshot, shape, seen, call.check_key, stays=False, **options
+                )
+            else:
+                key, has_ids = call.options.idempotency_key, options["has_ids"]
+                returns = find_return(key, has_positions=has_ids)
+                beginning = self._streams.begin(
+                    creation.snapshot, shape, seen, call.check_key, returns, **options
+                )
+                sse = await while_connected(call.http.receive, beginning)
+            headers = {**_HEADERS, "location": f"/v1/predictions/{creation.snapshot.prediction.id}"}
+            sound = _with_sound(sse, self._objects)
+            return HeldResponse(sound, held.pop_all(), headers=headers, media_type=EVENTS_TYPE)
+
+    def _request(self, body: SpeechBody, one: CustomInput) -> InferenceRequest:
+        """Returns the request for the prediction described by a body."""
+        model = self._names.model
+        shown = body.model_dump(mode="json", exclude_unset=True)
+        read = Inputs([one], shown, is_list=False, is_repeatable=model.deterministic)
+        digest = digest_of(json.dumps([model.name, SPEECH, repr(one.cache_form())]))
+        return self._recording.request(self._call, model, read, digest=digest, endpoint=SPEECH)

@@ -9,11 +9,13 @@ from typing import Any
 import msgspec
 
 from api.errors import NotFound
-from api.http.request import ApiRequest
+from api.http.call import Call
+from api.http.recording import Recording
 from api.openai.generation import CHAT_PREFIX, RESPONSE_PREFIX, answer_id
 from api.openai.response_events import ResponseEvents
 from api.openai.responses_schemas import ResponseBody, ResponseReply
 from api.predictions.creation import PredictionSnapshot
+from shared.models.catalog import Catalog
 from shared.predictions import ended_at_s
 
 PATH_OF_RESPONSES = "/v1/responses"
@@ -22,12 +24,11 @@ MAX_REFERENCED = 64
 _DIGITS = re.compile(r"[0-9a-f]{24}")
 _OUTPUT_ITEM = re.compile(r"(?:msg|fc)_([0-9a-f]{24})(?:_\d{1,4})?")
 _NAMES = {CHAT_PREFIX: "Chat completion", RESPONSE_PREFIX: "Response"}
-
 _PREFIXES = {"function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 
 
 async def find_stored(
-    call: ApiRequest, prefix: str, endpoint: str, shown: str
+    call: Call, prefix: str, endpoint: str, shown: str, recording: Recording
 ) -> PredictionSnapshot:
     """Returns the prediction that stores an answer of the tenant.
 
@@ -43,7 +44,7 @@ async def find_stored(
     digits = shown.removeprefix(prefix)
     if shown.startswith(prefix) and _DIGITS.fullmatch(digits):
         try:
-            snapshot = await call.prediction(f"pred_{digits}")
+            snapshot = await recording.find(call, f"pred_{digits}")
         except NotFound:
             pass
         else:
@@ -58,7 +59,7 @@ def not_found(prefix: str, shown: str) -> NotFound:
 
 
 async def find_response(
-    call: ApiRequest, response_id: str, *, is_resumed: bool = False
+    call: Call, response_id: str, recording: Recording, *, is_resumed: bool = False
 ) -> PredictionSnapshot:
     """Returns a response of the tenant that can be read again.
 
@@ -69,28 +70,28 @@ async def find_response(
         NotFound: the response does not exist or was not stored.
         Forbidden: the key does not permit this with responses or with the model.
     """
-    snapshot = await find_stored(call, RESPONSE_PREFIX, PATH_OF_RESPONSES, response_id)
+    snapshot = await find_stored(call, RESPONSE_PREFIX, PATH_OF_RESPONSES, response_id, recording)
     if snapshot.prediction.input.get("store") is False and not is_resumed:
         raise not_found(RESPONSE_PREFIX, response_id)
     return snapshot
 
 
 def response_of(
-    call: ApiRequest, snapshot: PredictionSnapshot, after: int = -1
+    call: Call, snapshot: PredictionSnapshot, catalog: Catalog, after: int = -1
 ) -> tuple[ResponseBody, ResponseEvents]:
     """Returns the request of a response, and its events after number `after`."""
     prediction = snapshot.prediction
-    model = call.dependencies.catalog.find(prediction.model)
+    model = catalog.find(prediction.model)
     call.use(model)
     body = ResponseBody.model_validate(prediction.input)
     response_id = answer_id(RESPONSE_PREFIX, prediction.id)
     return body, ResponseEvents(body, response_id, prediction.created_at_s, model, after)
 
 
-def state_of(call: ApiRequest, snapshot: PredictionSnapshot) -> ResponseReply:
+def state_of(call: Call, snapshot: PredictionSnapshot, catalog: Catalog) -> ResponseReply:
     """Returns the current state of a response."""
     record = snapshot.record
-    _, events = response_of(call, snapshot)
+    _, events = response_of(call, snapshot, catalog)
     if record.state == "succeeded" and record.reply is not None:
         return events.whole(record.reply.outcomes, ended_at_s(record))
     if not record.is_over:
@@ -98,7 +99,9 @@ def state_of(call: ApiRequest, snapshot: PredictionSnapshot) -> ResponseReply:
     return events.failed(snapshot.failure)
 
 
-async def referenced_items(call: ApiRequest, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+async def referenced_items(
+    call: Call, names: Sequence[str], catalog: Catalog, recording: Recording
+) -> dict[str, dict[str, Any]]:
     """Returns items of stored responses by ID.
 
     Raises:
@@ -112,10 +115,10 @@ async def referenced_items(call: ApiRequest, names: Sequence[str]) -> dict[str, 
         if match is None or len(items) > MAX_REFERENCED:
             raise _no_item(name)
         try:
-            snapshot = await find_response(call, RESPONSE_PREFIX + match[1])
+            snapshot = await find_response(call, RESPONSE_PREFIX + match[1], recording)
         except NotFound:
             raise _no_item(name) from None
-        output = msgspec.to_builtins(state_of(call, snapshot).output)
+        output = msgspec.to_builtins(state_of(call, snapshot, catalog).output)
         items |= {item["id"]: item for item in output}
         if name not in items:
             raise _no_item(name)

@@ -7,16 +7,17 @@ from contextlib import aclosing
 from typing import Annotated, Any, Literal
 
 import msgspec
-from fastapi import APIRouter, Query
-from starlette.requests import Request
+from fastapi import Query
 from starlette.responses import Response
 
 from api.bodies import Body, Metadata
 from api.chat_bodies import ChatBody
 from api.errors import NotFound
 from api.http import openapi
+from api.http.call import Call
 from api.http.encode_json import encode_json
-from api.http.request import ApiRequest, authenticate
+from api.http.injection import Router
+from api.http.recording import Recording
 from api.openai.chat import CHAT, stored_chat
 from api.openai.chat_replies import ChatReply
 from api.openai.generation import CHAT_PREFIX
@@ -30,15 +31,16 @@ from api.openai.item_pages import (
 )
 from api.openai.stored import find_stored, not_found
 from api.predictions.creation import PredictionSnapshot
-from api.predictions.service import PredictionNotOver
+from api.predictions.service import PredictionNotOver, Predictions
 from shared.errors import BadInput
+from shared.models.catalog import Catalog
 
 Order = Annotated[Literal["asc", "desc"], Query(description="By time: `asc` or `desc`.")]
 OfModel = Annotated[str, Query(description="Only chats with this model.")]
 OfMetadata = Annotated[
     str, Query(description="Only chats with this metadata, as `metadata[key]=value`.")
 ]
-router = APIRouter()
+router = Router()
 
 
 class ChatChange(Body):
@@ -62,7 +64,10 @@ class ChatDeleted(msgspec.Struct):
     responses=openapi.responses(ItemsPage, 400, 401, 503),
 )
 async def list_chats(
-    request: Request,
+    call: Call,
+    catalog: Catalog,
+    recording: Recording,
+    predictions: Predictions,
     after: After = "",
     limit: Limit = 20,
     order: Order = "asc",
@@ -70,40 +75,41 @@ async def list_chats(
     metadata: OfMetadata = "",
 ) -> Response:
     """Lists chats with `store: true` that the key may see."""
-    call = authenticate(request)
     if metadata:
         raise BadInput("metadata: must be sent as metadata[key]=value", field="metadata")
     wanted = {
         name[len("metadata[") : -1]: value
-        for name, value in request.query_params.items()
+        for name, value in call.http.query_params.items()
         if name.startswith("metadata[") and name.endswith("]")
     }
-    served = {one.name for one in call.listed_models() if model in ("", one.name)}
+    served = {one.name for one in call.visible_models(catalog) if model in ("", one.name)}
     # Reads only one item more than the page has, however many there are.
     shown: list[dict[str, Any]] = []
-    async with aclosing(_all(call, after, is_ascending=order == "asc")) as snapshots:
+    every = _all(call.tenant, after, predictions, is_ascending=order == "asc")
+    async with aclosing(every) as snapshots:
         async for one in snapshots:
             has_all = wanted.items() <= (one.prediction.input.get("metadata") or {}).items()
-            if one.prediction.model in served and has_all and _is_stored(call, one):
-                shown.append(msgspec.to_builtins(stored_chat(call, one)))
+            is_shown = one.prediction.model in served and has_all and _is_stored(one)
+            if is_shown and recording.is_visible(call, one):
+                shown.append(msgspec.to_builtins(stored_chat(call, one, catalog)))
             if len(shown) > limit:
                 break
     return encode_json(first_page_of(shown, limit))
 
 
 async def _all(
-    call: ApiRequest, after: str, *, is_ascending: bool
+    tenant: str, after: str, predictions: Predictions, *, is_ascending: bool
 ) -> AsyncGenerator[PredictionSnapshot]:
     """Yields the tenant's chats after the chat `after`.
 
     Raises:
         BadInput: the chat does not exist.
     """
-    predictions, digits = call.dependencies.predictions, after.removeprefix(CHAT_PREFIX)
+    digits = after.removeprefix(CHAT_PREFIX)
     if after and digits == after:
         raise no_such_item()
     record = after and f"pred_{digits}"
-    every = predictions.all(call.tenant, after=record, is_ascending=is_ascending)
+    every = predictions.all(tenant, after=record, is_ascending=is_ascending)
     async with aclosing(every) as snapshots:
         try:
             async for one in snapshots:
@@ -118,13 +124,18 @@ async def _all(
     openapi_extra=openapi.json_body(ChatChange),
     responses=openapi.responses(ChatReply, 400, 401, 404, 408, 409, 413, 429, 503),
 )
-async def change_chat(request: Request, completion_id: str) -> Response:
-    call = authenticate(request)
-    snapshot = await _find(call, completion_id)
+async def change_chat(
+    call: Call,
+    catalog: Catalog,
+    recording: Recording,
+    predictions: Predictions,
+    completion_id: str,
+) -> Response:
+    snapshot = await _find(call, completion_id, recording)
     body = await call.read_json(ChatChange)
     stored_input = snapshot.prediction.input | {"metadata": body.metadata or {}}
-    changed = await call.dependencies.predictions.replace_input(snapshot, stored_input)
-    return encode_json(stored_chat(call, changed))
+    changed = await predictions.replace_input(snapshot, stored_input)
+    return encode_json(stored_chat(call, changed, catalog))
 
 
 @router.delete(
@@ -133,11 +144,12 @@ async def change_chat(request: Request, completion_id: str) -> Response:
     openapi_extra=openapi.AUTHENTICATED,
     responses=openapi.responses(ChatDeleted, 401, 404, 409, 503),
 )
-async def delete_chat(request: Request, completion_id: str) -> Response:
-    call = authenticate(request)
-    snapshot = await find_stored(call, CHAT_PREFIX, CHAT.path, completion_id)
+async def delete_chat(
+    call: Call, recording: Recording, predictions: Predictions, completion_id: str
+) -> Response:
+    snapshot = await find_stored(call, CHAT_PREFIX, CHAT.path, completion_id, recording)
     try:
-        await call.dependencies.predictions.delete(call.tenant, snapshot.prediction.id)
+        await predictions.delete(call.tenant, snapshot.prediction.id)
     except PredictionNotOver as error:
         raise PredictionNotOver("the chat has not ended") from error
     return encode_json(ChatDeleted(completion_id))
@@ -150,11 +162,15 @@ async def delete_chat(request: Request, completion_id: str) -> Response:
     responses=openapi.responses(ItemsPage, 400, 401, 404, 503),
 )
 async def list_messages(
-    request: Request, completion_id: str, after: After = "", limit: Limit = 20, order: Order = "asc"
+    call: Call,
+    recording: Recording,
+    completion_id: str,
+    after: After = "",
+    limit: Limit = 20,
+    order: Order = "asc",
 ) -> Response:
     """Lists the messages that the model received."""
-    call = authenticate(request)
-    snapshot = await _find(call, completion_id)
+    snapshot = await _find(call, completion_id, recording)
     body = ChatBody.model_validate(snapshot.prediction.input)
     messages = [
         message.model_dump(mode="json", exclude_unset=True)
@@ -164,14 +180,14 @@ async def list_messages(
     return encode_json(page_of(messages, limit, order, after))
 
 
-async def _find(call: ApiRequest, completion_id: str) -> PredictionSnapshot:
-    snapshot = await find_stored(call, CHAT_PREFIX, CHAT.path, completion_id)
+async def _find(call: Call, completion_id: str, recording: Recording) -> PredictionSnapshot:
+    snapshot = await find_stored(call, CHAT_PREFIX, CHAT.path, completion_id, recording)
     if not snapshot.prediction.input.get("store"):
         raise not_found(CHAT_PREFIX, completion_id)
     return snapshot
 
 
-def _is_stored(call: ApiRequest, snapshot: PredictionSnapshot) -> bool:
+def _is_stored(snapshot: PredictionSnapshot) -> bool:
     prediction, record = snapshot
     is_chat = prediction.endpoint == CHAT.path and bool(prediction.input.get("store"))
-    return is_chat and record.state == "succeeded" and call.lists(snapshot)
+    return is_chat and record.state == "succeeded"

@@ -9,25 +9,28 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 import msgspec
-from fastapi import APIRouter
 from pydantic import Field, model_validator
-from starlette.requests import Request
 from starlette.responses import Response
 
 from api.bodies import Body, Off, On, Option
 from api.chat_bodies import ChatBody, Message, Tool
 from api.errors import WrongField
 from api.http import openapi
+from api.http.call import ModelCall
 from api.http.encode_json import encode_json
-from api.http.request import ApiRequest, open_request
+from api.http.inference import Inference
+from api.http.injection import Router
+from api.http.recording import Recording
 from api.openai.generation import tools_of
-from api.openai.responses import whole_request, words_of_responses
+from api.openai.responses import PrecedingItems, words_of_responses
 from api.openai.responses_schemas import ResponseBody
+from api.predictions.conversations import Conversations
+from api.predictions.service import Predictions
 from shared.errors import PenstockError
-from shared.models.catalog import Model
+from shared.models.catalog import Catalog, Model
 from shared.models.tasks.text import PromptToCount, TokenCount
 
-router = APIRouter()
+router = Router()
 
 
 class InputTokensBody(ResponseBody):
@@ -75,13 +78,19 @@ class TokenizeReply(msgspec.Struct):
     openapi_extra=openapi.inference_body(InputTokensBody),
     responses=openapi.inference_responses(InputTokensReply),
 )
-async def count_input_tokens(request: Request) -> Response:
+async def count_input_tokens(
+    call: ModelCall,
+    catalog: Catalog,
+    inference: Inference,
+    recording: Recording,
+    predictions: Predictions,
+    conversations: Conversations,
+) -> Response:
     """Counts the tokens that the same request would read, including everything before its input."""
-    call = open_request(request)
-    body = (await whole_request(call, await call.read_json(InputTokensBody))).body
+    preceding = PrecedingItems(call, catalog, recording, predictions, conversations)
+    body = (await preceding.complete(await call.read_json(InputTokensBody))).body
     with words_of_responses():
-        chat = body.to_chat()
-        counted = await count_chat(call, chat)
+        counted = await count_chat(call, body.to_chat(), catalog, inference)
     return encode_json(InputTokensReply(counted.count))
 
 
@@ -91,21 +100,22 @@ async def count_input_tokens(request: Request) -> Response:
     openapi_extra=openapi.inference_body(TokenizeBody),
     responses=openapi.inference_responses(TokenizeReply),
 )
-async def tokenize(request: Request) -> Response:
+async def tokenize(call: ModelCall, catalog: Catalog, inference: Inference) -> Response:
     """Extension, as in vLLM: returns the IDs of the tokens that the model would read."""
-    call = open_request(request)
     body = await call.read_json(TokenizeBody)
-    model = _model_of(call, body.model)
+    model = _model_of(call, body.model, catalog)
     prompt = PromptToCount(prompt=body.prompt or "", wants_ids=True)
     if body.messages is not None:
         prompt.messages = [message.to_template() for message in body.messages]
         prompt.tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
-    counted = await count(call, model, prompt)
+    counted = await count(call, model, prompt, inference)
     reply = TokenizeReply(counted.count, counted.token_ids, model.generation.context_tokens)
     return encode_json(reply)
 
 
-async def count_chat(call: ApiRequest, chat: ChatBody) -> TokenCount:
+async def count_chat(
+    call: ModelCall, chat: ChatBody, catalog: Catalog, inference: Inference
+) -> TokenCount:
     """Returns the number of tokens in a chat.
 
     Raises:
@@ -114,13 +124,15 @@ async def count_chat(call: ApiRequest, chat: ChatBody) -> TokenCount:
     """
     messages = [message.to_template() for message in chat.messages]
     prompt = PromptToCount(messages=messages, tools=tools_of(chat))
-    return await count(call, _model_of(call, chat.model), prompt)
+    return await count(call, _model_of(call, chat.model, catalog), prompt, inference)
 
 
-async def count(call: ApiRequest, model: Model, prompt: PromptToCount) -> TokenCount:
+async def count(
+    call: ModelCall, model: Model, prompt: PromptToCount, inference: Inference
+) -> TokenCount:
     """Counts tokens on a worker of the model."""
     call.context.facts.price_share = 0.0
-    async with call.inferred(model, [prompt], is_repeatable=False) as response:
+    async with inference.compute(call, model, [prompt], is_repeatable=False) as response:
         result = response.outcomes[0].result
         if not isinstance(result, TokenCount):
             raise PenstockError(
@@ -129,8 +141,7 @@ async def count(call: ApiRequest, model: Model, prompt: PromptToCount) -> TokenC
         return result
 
 
-def _model_of(call: ApiRequest, name: str | None) -> Model:
-    catalog = call.dependencies.catalog
+def _model_of(call: ModelCall, name: str | None, catalog: Catalog) -> Model:
     model = catalog.default("text") if name is None else catalog.find(name, "text")
     call.use(model)
     return model

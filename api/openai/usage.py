@@ -12,16 +12,15 @@ from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
 import msgspec
-from fastapi import APIRouter
-from starlette.requests import Request
 from starlette.responses import Response
 
+from api.http.call import Call
 from api.http.encode_json import encode_json
+from api.http.injection import Router
 from api.http.openapi import AUTHENTICATED, OF_COSTS, OF_USAGE, SUMMARY, responses
-from api.http.request import ApiRequest, authenticate
 from api.usage.question import Question, read_question, read_range
 from api.usage.rows import UsageLine, UsageQuery
-from api.usage.service import UsageRead
+from api.usage.service import UsageRead, UsageService
 from shared.models.tasks import TASKS
 from shared.models.tasks.base import Unit
 
@@ -150,8 +149,8 @@ class UsageReply(msgspec.Struct, kw_only=True):
     budget_usd_per_month: Amount | None
 
 
-router = APIRouter(tags=["usage"])
 Result = EmbeddingsUsage | ImagesUsage | Costs
+router = Router(tags=["usage"])
 
 
 @router.get(
@@ -160,17 +159,16 @@ Result = EmbeddingsUsage | ImagesUsage | Costs
     openapi_extra={"parameters": SUMMARY} | AUTHENTICATED,
     responses=responses(UsageReply, 400, 401, 403, 429, 503, headers=("Age",)),
 )
-async def get_usage(request: Request) -> Response:
+async def get_usage(call: Call, usage: UsageService) -> Response:
     """Returns your usage today, this month (UTC), and between `from` and `to`, by model."""
-    call = authenticate(request)
     now_s = time.time()
     now = datetime.fromtimestamp(now_s, UTC)
     day = now.replace(hour=0, minute=0, second=0, microsecond=0)
     today_s, month_s = int(day.timestamp()), int(day.replace(day=1).timestamp())
-    asked = read_range(request.query_params, now_s)
+    asked = read_range(call.http.query_params, now_s)
     # The end of the day, so that the same query is sent all day.
     month = UsageQuery(month_s, today_s + DAY_S, DAY_S, tenants=(call.tenant,), by_model=True)
-    of_month = await call.dependencies.usage.read(month, call.tenant)
+    of_month = await usage.read(month, call.tenant)
     of_today = (today_s - month_s) // DAY_S
     reply = UsageReply(
         tenant=call.tenant,
@@ -179,15 +177,15 @@ async def get_usage(request: Request) -> Response:
             today_s, month.end_s, [line for line in of_month.lines if line.bucket == of_today]
         ),
         month=_span(month_s, month.end_s, of_month.lines),
-        range=None if asked is None else await _range(call, *asked),
+        range=None if asked is None else await _range(call, *asked, usage),
         budget_usd_per_month=call.caller.plan.budget_usd_per_month,
     )
     return _encode_with_age(reply, of_month)
 
 
-async def _range(call: ApiRequest, start_s: int, end_s: int) -> UsageSpan:
+async def _range(call: Call, start_s: int, end_s: int, usage: UsageService) -> UsageSpan:
     query = UsageQuery(start_s, end_s, end_s - start_s, tenants=(call.tenant,), by_model=True)
-    return _span(start_s, end_s, (await call.dependencies.usage.read(query, call.tenant)).lines)
+    return _span(start_s, end_s, (await usage.read(query, call.tenant)).lines)
 
 
 def _span(start_s: int, end_s: int, lines: Iterable[UsageLine]) -> UsageSpan:
@@ -212,9 +210,9 @@ def _nothing(model: str | None) -> ModelUsage:
     openapi_extra={"parameters": OF_USAGE} | AUTHENTICATED,
     responses=responses(UsagePage, 400, 401, 403, 429, 503, headers=("Age",)),
 )
-async def get_embeddings_usage(request: Request) -> Response:
+async def get_embeddings_usage(call: Call, usage: UsageService) -> Response:
     """Returns tokens and requests per time bucket, for models billed by tokens."""
-    return await _page(request, _of_embeddings, unit="tokens")
+    return await _page(call, usage, _of_embeddings, unit="tokens")
 
 
 @router.get(
@@ -223,9 +221,9 @@ async def get_embeddings_usage(request: Request) -> Response:
     openapi_extra={"parameters": OF_USAGE} | AUTHENTICATED,
     responses=responses(UsagePage, 400, 401, 403, 429, 503, headers=("Age",)),
 )
-async def get_images_usage(request: Request) -> Response:
+async def get_images_usage(call: Call, usage: UsageService) -> Response:
     """Returns images and requests per time bucket, for models billed by pixel-steps."""
-    return await _page(request, _of_images, unit="pixel_steps")
+    return await _page(call, usage, _of_images, unit="pixel_steps")
 
 
 @router.get(
@@ -234,32 +232,31 @@ async def get_images_usage(request: Request) -> Response:
     openapi_extra={"parameters": OF_COSTS} | AUTHENTICATED,
     responses=responses(UsagePage, 400, 401, 403, 429, 503, headers=("Age",)),
 )
-async def get_costs(request: Request) -> Response:
+async def get_costs(call: Call, usage: UsageService) -> Response:
     """Returns US dollars per time bucket, for all models together."""
-    return await _page(request, _of_costs, unit=None)
+    return await _page(call, usage, _of_costs, unit=None)
 
 
 async def _page(
-    request: Request, shown: Callable[[UsageLine], Result], *, unit: Unit | None
+    call: Call, usage: UsageService, shown: Callable[[UsageLine], Result], *, unit: Unit | None
 ) -> Response:
-    call = authenticate(request)
     scopes = call.caller.scopes
     tasks = None
     if unit is not None:
         tasks = tuple(name for name, task in TASKS.items() if task.unit == unit)
     question = read_question(
-        request.query_params,
+        call.http.query_params,
         tenants=None if scopes is not None and "admin" in scopes else (call.tenant,),
         tasks=tasks,
         is_of_costs=unit is None,
     )
-    usage = await call.dependencies.usage.read(question.query, call.tenant)
+    read = await usage.read(question.query, call.tenant)
     reply = UsagePage(
-        data=list(_buckets(question, usage, shown)),
+        data=list(_buckets(question, read, shown)),
         has_more=question.next_page is not None,
         next_page=question.next_page,
     )
-    return _encode_with_age(reply, usage)
+    return _encode_with_age(reply, read)
 
 
 def _buckets(

@@ -5,32 +5,42 @@ from __future__ import annotations
 from contextlib import ExitStack, suppress
 from typing import Annotated
 
-from fastapi import APIRouter, Query
+from fastapi import Query
 from starlette.requests import Request
 from starlette.responses import Response
 
 from api.http import openapi
+from api.http.call import Call
 from api.http.encode_json import encode_json
 from api.http.fast_route import IS_HEAD
+from api.http.injection import Router, authenticate
 from api.http.middleware import context_of
 from api.http.openapi import LAST_EVENT_ID
-from api.http.request import Dependencies, authenticate, dependencies_of
+from api.http.recording import Recording
 from api.predictions.event_stream import (
     EXTRA_KINDS,
     KINDS,
     ElementEvents,
+    EventStreams,
     HeldResponse,
     OutputEvents,
 )
-from api.predictions.generation_stream import logs_seen_from_id, seen_from_id
+from api.predictions.generation_stream import (
+    GenerationStreams,
+    logs_seen_from_id,
+    seen_from_id,
+)
+from api.predictions.service import Predictions
 from api.problem_details import ProblemRoute
 from api.replicate.replies import WebhookAttemptReply, WebhookAttempts
 from api.tasks import API_TASKS
 from api.tasks.base import StreamKind
 from shared.errors import BadInput, UnknownModel
+from shared.models.catalog import Catalog
 from shared.predictions import EVENTS_TYPE, Prediction, iso, stream_key
+from shared.stores.objects import UrlSigner
 
-router = APIRouter(route_class=ProblemRoute, tags=["predictions"])
+router = Router(route_class=ProblemRoute, tags=["predictions"])
 
 # Only for the OpenAPI document. The routes validate, so that we control the wording of errors.
 LinkExpiry = Annotated[int, Query(ge=0, le=2**53)]
@@ -52,11 +62,12 @@ ExtraEvents = Annotated[
         **openapi.problems(401, 404, 503),
     },
 )
-async def list_webhooks(request: Request, prediction_id: str) -> Response:
+async def list_webhooks(
+    call: Call, recording: Recording, predictions: Predictions, prediction_id: str
+) -> Response:
     """Lists the attempts to deliver an event, with status or error. The last hundred are kept."""
-    call = authenticate(request)
-    await call.prediction(prediction_id)
-    attempts = await call.dependencies.predictions.webhook_attempts(call.tenant, prediction_id)
+    await recording.find(call, prediction_id)
+    attempts = await predictions.webhook_attempts(call.tenant, prediction_id)
     results = [
         WebhookAttemptReply(
             webhook_id=one.webhook_id,
@@ -84,14 +95,15 @@ async def list_webhooks(request: Request, prediction_id: str) -> Response:
         **openapi.not_over(),
     },
 )
-async def replay_webhook(request: Request, prediction_id: str) -> Response:
+async def replay_webhook(
+    call: Call, recording: Recording, predictions: Predictions, prediction_id: str
+) -> Response:
     """Sends `completed` again, with the same `webhook-id` and a new signature.
 
     Earlier events are not replayed, because their states no longer exist.
     """
-    call = authenticate(request)
-    await call.prediction(prediction_id)
-    await call.dependencies.predictions.replay_webhook(call.tenant, prediction_id)
+    await recording.find(call, prediction_id)
+    await predictions.replay_webhook(call.tenant, prediction_id)
     return Response(status_code=202)
 
 
@@ -107,6 +119,12 @@ async def replay_webhook(request: Request, prediction_id: str) -> Response:
 )
 async def stream(
     request: Request,
+    catalog: Catalog,
+    recording: Recording,
+    predictions: Predictions,
+    event_streams: EventStreams,
+    generation_streams: GenerationStreams,
+    url_signer: UrlSigner,
     prediction_id: str,
     events: ExtraEvents = "",
     record: str = "",
@@ -120,26 +138,24 @@ async def stream(
     signed and needs no API key. The output of a text model is streamed while it is generated, and
     has neither previews nor queue positions.
     """
-    dependencies = dependencies_of(request)
     if signature and not _sends_key(request):
-        dependencies.url_signer.check(stream_key(record), EVENTS_TYPE, expires, signature)
-        snapshot = await dependencies.predictions.read_linked(record, prediction_id)
+        url_signer.check(stream_key(record), EVENTS_TYPE, expires, signature)
+        snapshot = await predictions.read_linked(record, prediction_id)
         context_of(request).facts.tenant, check = snapshot.prediction.tenant, _stays_valid
     else:
         call = authenticate(request)
-        snapshot, check = await call.prediction(prediction_id), call.check_key
+        snapshot, check = await recording.find(call, prediction_id), call.check_key
     extra = _extra_kinds(events)
     last_id, prediction = request.headers.get("last-event-id", ""), snapshot.prediction
     headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
     with ExitStack() as held:
-        if kind := _streamed(dependencies, prediction):
-            texts, seen = dependencies.generation_streams, seen_from_id(last_id, 1)
-            held.enter_context(texts.reserved(prediction.tenant))
+        if kind := _streamed(catalog, prediction):
+            seen = seen_from_id(last_id, 1)
+            held.enter_context(generation_streams.reserved(prediction.tenant))
             is_list = kind == "items"
-            signer = dependencies.url_signer
-            shape = ElementEvents(prediction, signer) if is_list else OutputEvents()
-            logs = logs_seen_from_id(last_id) if _prints(dependencies, prediction) else None
-            sse = texts.follow(
+            shape = ElementEvents(prediction, url_signer) if is_list else OutputEvents()
+            logs = logs_seen_from_id(last_id) if _prints(catalog, prediction) else None
+            sse = generation_streams.follow(
                 snapshot,
                 shape,
                 seen,
@@ -150,24 +166,24 @@ async def stream(
                 logs_seen=logs,
             )
         else:
-            held.enter_context(dependencies.event_streams.reserved(prediction.tenant))
-            sse = dependencies.event_streams.follow(snapshot, last_id, check, extra)
+            held.enter_context(event_streams.reserved(prediction.tenant))
+            sse = event_streams.follow(snapshot, last_id, check, extra)
         if IS_HEAD in request.scope:
             return Response(headers=headers, media_type=EVENTS_TYPE)
         return HeldResponse(sse, held.pop_all(), headers=headers, media_type=EVENTS_TYPE)
 
 
-def _streamed(dependencies: Dependencies, prediction: Prediction) -> StreamKind:
+def _streamed(catalog: Catalog, prediction: Prediction) -> StreamKind:
     """Returns how its output is streamed while it is generated. Empty: only as a whole."""
     with suppress(UnknownModel):  # removed from the catalog, so only its record remains
-        model = dependencies.catalog.find(prediction.model)
+        model = catalog.find(prediction.model)
         return "" if prediction.is_list else API_TASKS[model.task].streams(model)
     return ""
 
 
-def _prints(dependencies: Dependencies, prediction: Prediction) -> bool:
+def _prints(catalog: Catalog, prediction: Prediction) -> bool:
     """Returns whether its model prints, which only custom models do."""
-    return dependencies.catalog.find(prediction.model).definition.has_interface
+    return catalog.find(prediction.model).definition.has_interface
 
 
 def _stays_valid() -> None:

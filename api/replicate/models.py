@@ -5,18 +5,19 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from fastapi import APIRouter
 from starlette.datastructures import UploadFile
-from starlette.requests import Request
 from starlette.responses import Response
 
 from api.bodies import object_in
 from api.errors import NotFound
+from api.http.call import Call
+from api.http.dependencies import StartedAt
 from api.http.encode_json import encode_json
+from api.http.injection import Router
 from api.http.openapi import AUTHENTICATED, Described, problems, ref_to, success
-from api.http.request import ApiRequest, authenticate
 from api.http.upload_form import MAX_EDIT_FIELDS, closed_form
-from api.inputs.files import File
+from api.inputs.files import File, Files
+from api.inputs.storage import Storage
 from api.predictions.creation import OWNER, find_version, version_of
 from api.problem_details import ProblemRoute
 from api.replicate.replies import (
@@ -31,8 +32,10 @@ from api.replicate.replies import (
 )
 from api.tasks import openapi_schema_of
 from shared.errors import BadInput, ConfigurationError
-from shared.models.catalog import Model
+from shared.models.catalog import Catalog, Model
 from shared.predictions import MEDIA_TYPES, iso
+from shared.settings import ApiSettings
+from shared.stores.objects import UrlSigner
 from shared.webhooks.event import tenant_secrets
 
 COG_VERSION = "0.16.0"
@@ -98,20 +101,21 @@ def hardware_body(kind: str) -> dict[str, Any]:
     return {"sku": kind, "name": "CPU" if kind == "none" else f"NVIDIA {kind.upper()} GPU"}
 
 
-router = APIRouter(route_class=ProblemRoute, tags=["predictions"])
+router = Router(route_class=ProblemRoute, tags=["predictions"])
 
 
 @router.get("/models", include_in_schema=False)
-async def list_models(request: Request, cursor: str = "") -> Response:
+async def list_models(
+    call: Call, catalog: Catalog, started_at_s: StartedAt, cursor: str = ""
+) -> Response:
     """Lists the models that the key may use, in pages.
 
     Under /v1, only for Replicate's clients (api/routes/models.py).
     """
-    call = authenticate(request)
     if cursor and not _CURSOR.fullmatch(cursor):
         raise BadInput("cursor: is invalid; use the one in `next` of a page", field="cursor")
-    dependencies, base_url, first = call.dependencies, call.base_url, int(cursor or 0)
-    models, following = call.listed_models(), first + PAGE
+    base_url, first = call.base_url, int(cursor or 0)
+    models, following = call.visible_models(catalog), first + PAGE
     shown = models[first:following]
     pages = {"previous": max(0, first - PAGE) if first else None, "next": None}
     if following < len(models):
@@ -120,7 +124,7 @@ async def list_models(request: Request, cursor: str = "") -> Response:
         name: None if at is None else f"{base_url}/v1/models?cursor={at}"
         for name, at in pages.items()
     }
-    results = [model_body(model, OWNER, base_url, dependencies.started_at_s) for model in shown]
+    results = [model_body(model, OWNER, base_url, started_at_s) for model in shown]
     return encode_json({**links, "results": results})
 
 
@@ -130,12 +134,12 @@ async def list_models(request: Request, cursor: str = "") -> Response:
     openapi_extra=AUTHENTICATED,
     responses={200: success("Done.", ReplicateModel), **problems(401, 404)},
 )
-async def get_model(request: Request, owner: str, name: str) -> Response:
+async def get_model(
+    call: Call, catalog: Catalog, started_at_s: StartedAt, owner: str, name: str
+) -> Response:
     """Returns a model in the catalog with its only version. Any owner is accepted."""
-    call = authenticate(request)
-    dependencies = call.dependencies
-    model = call.listed_model(name)
-    return encode_json(model_body(model, owner, call.base_url, dependencies.started_at_s))
+    model = call.visible_model(catalog, name)
+    return encode_json(model_body(model, owner, call.base_url, started_at_s))
 
 
 @router.get(
@@ -144,10 +148,11 @@ async def get_model(request: Request, owner: str, name: str) -> Response:
     openapi_extra=AUTHENTICATED,
     responses={200: success("Done.", VersionsPage), **problems(401, 404)},
 )
-async def list_versions(request: Request, owner: str, name: str) -> Response:
+async def list_versions(
+    call: Call, catalog: Catalog, started_at_s: StartedAt, owner: str, name: str
+) -> Response:
     """Lists the model's only version."""
-    call = authenticate(request)
-    versions = [version_body(call.listed_model(name), call.dependencies.started_at_s)]
+    versions = [version_body(call.visible_model(catalog, name), started_at_s)]
     return encode_json({"previous": None, "next": None, "results": versions})
 
 
@@ -157,17 +162,18 @@ async def list_versions(request: Request, owner: str, name: str) -> Response:
     openapi_extra=AUTHENTICATED,
     responses={200: success("Done.", VersionReply), **problems(401, 404)},
 )
-async def get_version(request: Request, owner: str, name: str, version: str) -> Response:
+async def get_version(
+    call: Call, catalog: Catalog, started_at_s: StartedAt, owner: str, name: str, version: str
+) -> Response:
     """Returns the version with the schema of its input and output."""
-    call = authenticate(request)
-    dependencies, model = call.dependencies, call.listed_model(name)
+    model = call.visible_model(catalog, name)
     try:
-        is_this = find_version(dependencies.catalog, version) is model
+        is_this = find_version(catalog, version) is model
     except BadInput:
         is_this = False
     if not is_this:
         raise NotFound(f"{name} does not have version {version[:80]!r}")
-    return encode_json(version_body(model, dependencies.started_at_s))
+    return encode_json(version_body(model, started_at_s))
 
 
 @router.get(
@@ -176,11 +182,10 @@ async def get_version(request: Request, owner: str, name: str, version: str) -> 
     openapi_extra=AUTHENTICATED,
     responses={200: success("Done.", DeploymentsPage), **problems(401)},
 )
-async def list_deployments(request: Request) -> Response:
+async def list_deployments(call: Call, catalog: Catalog, started_at_s: StartedAt) -> Response:
     """Lists one deployment per model that the key may use, all on one page."""
-    call = authenticate(request)
-    started_at_s = call.dependencies.started_at_s
-    deployments = [deployment_body(model, OWNER, started_at_s) for model in call.listed_models()]
+    models = call.visible_models(catalog)
+    deployments = [deployment_body(model, OWNER, started_at_s) for model in models]
     return encode_json({"previous": None, "next": None, "results": deployments})
 
 
@@ -190,12 +195,11 @@ async def list_deployments(request: Request) -> Response:
     openapi_extra=AUTHENTICATED,
     responses={200: success("Done.", DeploymentReply), **problems(401, 404)},
 )
-async def get_deployment(request: Request, owner: str, name: str) -> Response:
+async def get_deployment(
+    call: Call, catalog: Catalog, started_at_s: StartedAt, owner: str, name: str
+) -> Response:
     """Each model in the catalog has one deployment of the same name."""
-    call = authenticate(request)
-    return encode_json(
-        deployment_body(call.listed_model(name), owner, call.dependencies.started_at_s)
-    )
+    return encode_json(deployment_body(call.visible_model(catalog, name), owner, started_at_s))
 
 
 @router.get(
@@ -204,9 +208,9 @@ async def get_deployment(request: Request, owner: str, name: str) -> Response:
     openapi_extra=AUTHENTICATED,
     responses={200: success("Done.", AccountReply), **problems(401)},
 )
-async def get_account(request: Request) -> Response:
+async def get_account(call: Call) -> Response:
     """Returns the key's tenant."""
-    tenant = authenticate(request).tenant
+    tenant = call.tenant
     return encode_json(
         {"type": "organization", "username": tenant, "name": tenant, "github_url": None}
     )
@@ -218,27 +222,26 @@ async def get_account(request: Request) -> Response:
     openapi_extra=AUTHENTICATED,
     responses={200: success("Done.", Hardware) | _HARDWARE_LIST, **problems(401)},
 )
-async def list_hardware(request: Request) -> Response:
+async def list_hardware(call: Call, catalog: Catalog) -> Response:
     """Lists the hardware of the models that the key may use, each kind once."""
-    models = authenticate(request).listed_models()
-    return encode_json(
-        [hardware_body(kind) for kind in sorted({model.gpu.type for model in models})]
-    )
+    kinds = {model.gpu.type for model in call.visible_models(catalog)}
+    return encode_json([hardware_body(kind) for kind in sorted(kinds)])
 
 
 @router.post("/files", include_in_schema=False)
-async def create_file(request: Request) -> Response:
+async def create_file(
+    call: Call, files: Files, storage: Storage, url_signer: UrlSigner
+) -> Response:
     """Accepts a form with the file as `content` and, optionally, a JSON object as `metadata`.
 
     Files are kept for a day, and count toward the tenant's storage quota. Below /v1
     api/routes/files.py is tried first.
     """
-    call = authenticate(request)
     call.check_charset()
-    files, quota = call.dependencies.files, call.storage_quota("content")
+    quota = storage.quota_of(call.caller, "content")
     async with (
         files.receiving(quota, call.body_bytes) as reservation,
-        closed_form(request, max_files=2, max_fields=MAX_EDIT_FIELDS) as form,
+        closed_form(call.http, max_files=2, max_fields=MAX_EDIT_FIELDS) as form,
     ):
         content, metadata = form.get("content"), form.get("metadata")
         if not isinstance(content, UploadFile):
@@ -252,33 +255,31 @@ async def create_file(request: Request) -> Response:
             metadata=object_in(text, "metadata") if text else {},
             reservation=reservation,
         )
-    return encode_json(_shown(call, file), 201)
+    return encode_json(_shown(call, file, url_signer), 201)
 
 
 @router.get("/files/{file_id}", include_in_schema=False)
-async def get_file(request: Request, file_id: str) -> Response:
+async def get_file(call: Call, files: Files, url_signer: UrlSigner, file_id: str) -> Response:
     """Returns the file's metadata. `urls.download` is a link to its data."""
-    call = authenticate(request)
-    return encode_json(_shown(call, await call.dependencies.files.find(call.tenant, file_id)))
+    file = await files.find(call.tenant, file_id)
+    return encode_json(_shown(call, file, url_signer))
 
 
 @router.get("/files", include_in_schema=False)
-async def list_files(request: Request) -> Response:
+async def list_files(call: Call, files: Files, url_signer: UrlSigner) -> Response:
     """Lists the newest files. Below /v1, api/routes/files.py is tried first."""
-    call = authenticate(request)
-    return encode_json({"previous": None, "next": None, "results": await shown_files(call)})
+    results = await shown_files(call, files, url_signer)
+    return encode_json({"previous": None, "next": None, "results": results})
 
 
-async def shown_files(call: ApiRequest) -> list[dict[str, Any]]:
+async def shown_files(call: Call, files: Files, url_signer: UrlSigner) -> list[dict[str, Any]]:
     """Returns the caller's newest files in Replicate's format."""
-    return [_shown(call, file) for file in await call.dependencies.files.newest(call.tenant)]
+    return [_shown(call, file, url_signer) for file in await files.newest(call.tenant)]
 
 
 @router.delete("/files/{file_id}", include_in_schema=False)
-async def delete_file(request: Request, file_id: str) -> Response:
+async def delete_file(call: Call, files: Files, file_id: str) -> Response:
     """Deletes a file at once. Links to its data expire within an hour."""
-    call = authenticate(request)
-    files = call.dependencies.files
     await files.delete(await files.find(call.tenant, file_id))
     return Response(status_code=204)
 
@@ -289,17 +290,16 @@ async def delete_file(request: Request, file_id: str) -> Response:
     openapi_extra=AUTHENTICATED,
     responses={200: success("Done.", SecretReply), **problems(401, 404)},
 )
-async def get_secret(request: Request) -> Response:
+async def get_secret(call: Call, settings: ApiSettings) -> Response:
     """Returns the tenant's secret for verifying webhook signatures."""
-    call = authenticate(request)
     try:
-        first, *_ = tenant_secrets(call.dependencies.settings.webhook_secrets, call.tenant)
+        first, *_ = tenant_secrets(settings.webhook_secrets, call.tenant)
     except ConfigurationError as error:
         raise NotFound("webhooks are not enabled: no secret is configured") from error
     return encode_json({"key": first})
 
 
-def _shown(call: ApiRequest, file: File) -> dict[str, Any]:
+def _shown(call: Call, file: File, url_signer: UrlSigner) -> dict[str, Any]:
     # An uploaded page or script must not be served as if it came from this origin.
     media_type = (
         file.content_type
@@ -318,6 +318,6 @@ def _shown(call: ApiRequest, file: File) -> dict[str, Any]:
         "expires_at": iso(file.expires_at_s),
         "urls": {
             "get": f"{call.base_url}/v1/files/{file.id}",
-            "download": call.link_to(file.key, media_type),
+            "download": call.base_url + url_signer.path(file.key, media_type),
         },
     }

@@ -14,43 +14,44 @@ import asyncio
 import json
 import re
 import time
-from contextlib import suppress
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-import msgspec
-from fastapi import APIRouter, Path, Query
+from fastapi import Path, Query
 from pydantic import ConfigDict, Field, model_validator
-from starlette.requests import Request
 from starlette.responses import Response
 
 from api.bodies import MAX_URL_CHARS, Body
-from api.dispatch.request import InferenceRequest
 from api.http import openapi
+from api.http.call import Call, ModelCall
+from api.http.connection import while_connected
 from api.http.encode_json import encode_json
 from api.http.fast_route import FastProblemRoute
-from api.http.idempotency import REPLAYED
+from api.http.inference import Inference
+from api.http.injection import Router, injectable
 from api.http.openapi import OF_LIMITS, Responses, problems, references, success
-from api.http.request import ApiRequest, Dependencies, authenticate, open_request, while_connected
-from api.predictions.creation import OWNER, PredictionSnapshot, digest_of, find_version
-from api.predictions.service import CALLER_ID
+from api.http.recording import Recording
+from api.inputs.source_images import SourceImages
+from api.inputs.storage import Storage
+from api.predictions.creation import OWNER, digest_of, find_version
+from api.predictions.results import ResultFetcher
+from api.predictions.service import CALLER_ID, Predictions
 from api.problem_details import ProblemRoute
+from api.replicate.prediction_replies import PredictionReplies
 from api.replicate.replies import PredictionReply, PredictionsPage
 from api.tasks import read_inputs
+from api.tasks.base import Inputs
 from api.tasks.image import as_run
 from shared.errors import BadInput
-from shared.models.blob import Blob
-from shared.models.catalog import Model
-from shared.models.tasks.custom import CustomInput, CustomResult
+from shared.models.catalog import Catalog, Model
+from shared.models.tasks.custom import CustomInput
 from shared.predictions import body_of
-from shared.stores.objects import ObjectStore
-from shared.stores.record_state import QueuePosition
+from shared.settings import ApiSettings
+from shared.stores.objects import UrlSigner
 from shared.tenants.api_key import holds_key
 from shared.tenants.rules import IS_A_KEY
 from shared.webhooks.event import WebhookUrlForbidden, parse_webhook_url
 
-MAX_OUTPUT_BYTES = 64 * 1024 * 1024
-"""Maximum size of a class output to read from the object store."""
 WebhookEvent = Literal["start", "output", "logs", "completed"]
 WEBHOOK_EVENTS: tuple[WebhookEvent, ...] = ("start", "output", "logs", "completed")
 Url = Annotated[str, Field(pattern=r"^https?://[^\s/]", max_length=MAX_URL_CHARS)]
@@ -138,62 +139,100 @@ class VersionedBody(PredictionBody):
     )
 
 
-async def read_prediction(
-    call: ApiRequest,
-    body: PredictionBody,
-    model: Model,
-    *,
-    owner: str,
-    own_id: str = "",
-    deployment: str = "",
-) -> InferenceRequest:
-    """Returns the request for the prediction described by a body.
+@injectable
+class PredictionCreator:
+    """Creates predictions from bodies."""
 
-    Args:
-        model: the model that computes it.
-        owner: model owner as named by the caller.
-        own_id: the ID chosen by the caller, if any.
-        deployment: `owner/name` of the deployment in the path, if any.
+    def __init__(
+        self,
+        settings: ApiSettings,
+        catalog: Catalog,
+        inference: Inference,
+        recording: Recording,
+        storage: Storage,
+        source_images: SourceImages,
+        replies: PredictionReplies,
+    ) -> None:
+        self._settings = settings
+        self._catalog = catalog
+        self._inference = inference
+        self._recording = recording
+        self._storage = storage
+        self._source_images = source_images
+        self._replies = replies
 
-    Raises:
-        InvalidFields: the input does not fit the model.
-        BadInput: events can never be delivered to the webhook's URL.
-        StorageFull: the tenant's storage quota has no room for the source image.
-        Overloaded: too many images wait to be decoded.
-        DeadlineExceeded: the source image was not decoded in time.
-        Unavailable: the object store is unreachable.
-    """
-    done_by_s, keep_s = call.done_by_s(model), call.caller.plan.prediction_keep_s
-    if keep_s is None:
-        keep_s = call.dependencies.settings.prediction_keep_s
-    left_s = done_by_s - time.time()
-    caller = call.file_owner(model, "image", done_by_s, keep_s=keep_s + left_s)
-    reading = read_inputs(body.input, model, caller, call.dependencies.source_images)
-    read = await while_connected(call.http.receive, reading)
-    for one in read.inputs:
-        if isinstance(one, CustomInput):
-            one.context = body.context or {}
-    run = as_run(
-        read.inputs,
-        read.upscale,
-        model,
-        call.dependencies.catalog,
-        is_repeatable=read.is_repeatable,
-    )
-    if run is not None:
-        model, read = run[0], replace(read, inputs=[run[1]])
-    webhook, events = _webhook_of(body, allow_private=call.dependencies.settings.webhooks_private)
-    is_repeatable = own_id or call.options.idempotency_key
-    return call.recorded(
-        model,
-        read,
-        digest=await _digest(body, model) if is_repeatable else "",
-        own_id=own_id,
-        owner=owner,
-        webhook=webhook,
-        webhook_events=events,
-        deployment=deployment,
-    )
+    async def create(
+        self,
+        call: ModelCall,
+        body: PredictionBody,
+        model: Model,
+        *,
+        owner: str,
+        own_id: str = "",
+        deployment: str = "",
+    ) -> Response:
+        """Creates the prediction described by a body, and waits for it as long as the caller does.
+
+        Args:
+            model: the model that computes it.
+            owner: model owner as named by the caller.
+            own_id: the ID chosen by the caller, if any.
+            deployment: `owner/name` of the deployment in the path, if any.
+
+        Raises:
+            PenstockError: as raised by `Recording.create`.
+            InvalidFields: the input does not fit the model.
+            BadInput: events can never be delivered to the webhook's URL.
+            StorageFull: the tenant's storage quota has no room for the source image.
+            Overloaded: too many images wait to be decoded.
+            DeadlineExceeded: the source image was not decoded in time.
+            Unavailable: the object store is unreachable.
+        """
+        call.use(model)
+        _check_names(id=own_id, owner=owner, deployment=deployment)
+        model, read = await self._read(call, body, model)
+        webhook, events = _webhook_of(body, allow_private=self._settings.webhooks_private)
+        is_repeatable = own_id or call.options.idempotency_key
+        new = self._recording.request(
+            call,
+            model,
+            read,
+            digest=await _digest(body, model) if is_repeatable else "",
+            own_id=own_id,
+            owner=owner,
+            webhook=webhook,
+            webhook_events=events,
+            deployment=deployment,
+        )
+        wait_s = max(0.0, call.options.wait_s - EARLY_S)
+        async with self._recording.create(call, new, waits=wait_s > 0) as creation:
+            if wait_s:
+                # A caller that hangs up leaves here, and the prediction continues.
+                waiting = creation.wait(wait_s - call.context.total_ms / 1000)
+                await while_connected(call.http.receive, waiting, call.check_key)
+        return await self._replies.answer_creation(creation.snapshot, is_new=creation.is_new)
+
+    async def _read(
+        self, call: ModelCall, body: PredictionBody, model: Model
+    ) -> tuple[Model, Inputs]:
+        """Returns the inputs in a body, and the model that computes them."""
+        stops_at_s, keep_s = call.prediction_stops_at_s(model), call.caller.plan.prediction_keep_s
+        if keep_s is None:
+            keep_s = self._settings.prediction_keep_s
+        left_s = stops_at_s - time.time()
+        quota = self._storage.quota_of(call.caller, "image")
+        caller = self._inference.file_owner(call, model, quota, stops_at_s, keep_s=keep_s + left_s)
+        reading = read_inputs(body.input, model, caller, self._source_images)
+        read = await while_connected(call.http.receive, reading)
+        for one in read.inputs:
+            if isinstance(one, CustomInput):
+                one.context = body.context or {}
+        run = as_run(
+            read.inputs, read.upscale, model, self._catalog, is_repeatable=read.is_repeatable
+        )
+        if run is None:
+            return model, read
+        return run[0], replace(read, inputs=[run[1]])
 
 
 def _webhook_of(body: PredictionBody, *, allow_private: bool) -> tuple[str, tuple[str, ...]]:
@@ -243,8 +282,8 @@ def creation_responses() -> Responses:
     return answers | refused
 
 
-router = APIRouter(route_class=ProblemRoute, tags=["predictions"])
-creation_router = APIRouter(route_class=FastProblemRoute, tags=["predictions"])
+router = Router(route_class=ProblemRoute, tags=["predictions"])
+creation_router = Router(route_class=FastProblemRoute, tags=["predictions"])
 
 
 @creation_router.post(
@@ -254,15 +293,18 @@ creation_router = APIRouter(route_class=FastProblemRoute, tags=["predictions"])
     openapi_extra=openapi.prediction_body(VersionedBody),
     responses=creation_responses(),
 )
-async def create(request: Request) -> Response:
+async def create(
+    call: ModelCall,
+    catalog: Catalog,
+    creator: PredictionCreator,
+) -> Response:
     """Creates a prediction of the model named in `version`.
 
     Answers at once or, with `Prefer: wait`, when it ends.
     """
-    call = open_request(request)
     body = await call.read_json(VersionedBody)
-    model = find_version(call.dependencies.catalog, body.version)
-    return await _create(call, body, model, owner=_owner(body.version))
+    model = find_version(catalog, body.version)
+    return await creator.create(call, body, model, owner=_owner(body.version))
 
 
 @router.put(
@@ -272,12 +314,16 @@ async def create(request: Request) -> Response:
     openapi_extra=openapi.prediction_body(VersionedBody),
     responses=creation_responses(),
 )
-async def put(request: Request, prediction_id: CallerId) -> Response:
+async def put(
+    call: ModelCall,
+    catalog: Catalog,
+    creator: PredictionCreator,
+    prediction_id: CallerId,
+) -> Response:
     """The same request finds the same prediction again.
 
     Another request with the same ID is rejected (422).
     """
-    call = open_request(request)
     if not CALLER_ID.fullmatch(prediction_id):
         raise BadInput(
             "id: must be 1 to 64 letters, digits, '.', '_' or '-', start with a letter or digit, "
@@ -285,8 +331,9 @@ async def put(request: Request, prediction_id: CallerId) -> Response:
             field="id",
         )
     body = await call.read_json(VersionedBody)
-    model = find_version(call.dependencies.catalog, body.version)
-    return await _create(call, body, model, owner=_owner(body.version), own_id=prediction_id)
+    model = find_version(catalog, body.version)
+    owner = _owner(body.version)
+    return await creator.create(call, body, model, owner=owner, own_id=prediction_id)
 
 
 @router.post(
@@ -296,11 +343,17 @@ async def put(request: Request, prediction_id: CallerId) -> Response:
     openapi_extra=openapi.prediction_body(PredictionBody),
     responses=creation_responses(),
 )
-async def create_of_model(request: Request, owner: str, name: str) -> Response:
+async def create_of_model(
+    call: ModelCall,
+    catalog: Catalog,
+    creator: PredictionCreator,
+    owner: str,
+    name: str,
+) -> Response:
     """Creates a prediction of the model `name`. Any owner is accepted."""
-    call = open_request(request)
-    model = call.dependencies.catalog.find(name)
-    return await _create(call, await call.read_json(PredictionBody), model, owner=owner)
+    model = catalog.find(name)
+    body = await call.read_json(PredictionBody)
+    return await creator.create(call, body, model, owner=owner)
 
 
 @router.post(
@@ -314,12 +367,17 @@ async def create_of_model(request: Request, owner: str, name: str) -> Response:
     openapi_extra=openapi.prediction_body(PredictionBody),
     responses=creation_responses(),
 )
-async def create_of_deployment(request: Request, owner: str, name: str) -> Response:
+async def create_of_deployment(
+    call: ModelCall,
+    catalog: Catalog,
+    creator: PredictionCreator,
+    owner: str,
+    name: str,
+) -> Response:
     """Creates a prediction of the model with the deployment's name."""
-    call = open_request(request)
-    model = call.dependencies.catalog.find(name)
+    model = catalog.find(name)
     body = await call.read_json(PredictionBody)
-    return await _create(call, body, model, owner=owner, deployment=f"{owner}/{name}")
+    return await creator.create(call, body, model, owner=owner, deployment=f"{owner}/{name}")
 
 
 @router.get(
@@ -331,22 +389,25 @@ async def create_of_deployment(request: Request, owner: str, name: str) -> Respo
         **openapi.problems(401, 422, 503),
     },
 )
-async def list_all(request: Request, cursor: Cursor = "") -> Response:
+async def list_all(
+    call: Call,
+    recording: Recording,
+    predictions: Predictions,
+    url_signer: UrlSigner,
+    cursor: Cursor = "",
+) -> Response:
     """Lists predictions in pages, newest first. `next` is the URL of the next page.
 
     Predictions that the key may not read are left out, so some pages may be shorter.
     """
-    call = authenticate(request)
     if not _CURSOR.fullmatch(cursor):
         raise BadInput("cursor: is invalid; use the one in `next` of a page", field="cursor")
-    snapshots, next_s = await call.dependencies.predictions.page(
-        call.tenant, float(cursor) if cursor else None
-    )
+    snapshots, next_s = await predictions.page(call.tenant, float(cursor) if cursor else None)
     following = None if next_s is None else f"{call.base_url}/v1/predictions?cursor={next_s!r}"
     bodies = [
-        body_of(*snapshot, call.dependencies.url_signer)
+        body_of(*snapshot, url_signer)
         for snapshot in snapshots
-        if call.lists(snapshot)
+        if recording.is_visible(call, snapshot)
     ]
     return encode_json({"previous": None, "next": following, "results": bodies})
 
@@ -357,13 +418,17 @@ async def list_all(request: Request, cursor: Cursor = "") -> Response:
     openapi_extra=openapi.AUTHENTICATED,
     responses=_ONE,
 )
-async def get(request: Request, prediction_id: str) -> Response:
+async def get(
+    call: Call,
+    recording: Recording,
+    predictions: Predictions,
+    replies: PredictionReplies,
+    prediction_id: str,
+) -> Response:
     """Returns the prediction in its current state."""
-    call = authenticate(request)
-    predictions = call.dependencies.predictions
-    snapshot = await call.prediction(prediction_id)
+    snapshot = await recording.find(call, prediction_id)
     queue = await predictions.position(snapshot)
-    return encode_json(await _body_of(call.dependencies, snapshot, queue))
+    return encode_json(await replies.body(snapshot, queue))
 
 
 @router.post(
@@ -372,15 +437,20 @@ async def get(request: Request, prediction_id: str) -> Response:
     openapi_extra=openapi.AUTHENTICATED,
     responses=_ONE,
 )
-async def cancel(request: Request, prediction_id: str) -> Response:
+async def cancel(
+    call: Call,
+    recording: Recording,
+    predictions: Predictions,
+    replies: PredictionReplies,
+    prediction_id: str,
+) -> Response:
     """Cancels the prediction.
 
     Its worker stops at the next step. A finished prediction is not changed.
     """
-    call = authenticate(request)
-    await call.prediction(prediction_id)
-    canceled = await call.dependencies.predictions.cancel(call.tenant, prediction_id)
-    return encode_json(await _body_of(call.dependencies, canceled))
+    await recording.find(call, prediction_id)
+    canceled = await predictions.cancel(call.tenant, prediction_id)
+    return encode_json(await replies.body(canceled))
 
 
 @router.delete(
@@ -395,85 +465,21 @@ async def cancel(request: Request, prediction_id: str) -> Response:
         **openapi.not_over(),
     },
 )
-async def delete(request: Request, prediction_id: str) -> Response:
+async def delete(
+    call: Call,
+    recording: Recording,
+    predictions: Predictions,
+    result_fetcher: ResultFetcher,
+    prediction_id: str,
+) -> Response:
     """Deletes a finished prediction: record, results and webhook log.
 
     Cancel it first if it has not ended. A cached result that may answer the same request again is
     kept as long as the cache keeps it.
     """
-    call = authenticate(request)
-    dependencies = call.dependencies
-    await call.prediction(prediction_id)
-    discard = dependencies.result_fetcher.delete
-    await dependencies.predictions.delete(call.tenant, prediction_id, discard)
+    await recording.find(call, prediction_id)
+    await predictions.delete(call.tenant, prediction_id, result_fetcher.delete)
     return Response(status_code=204)
-
-
-async def _create(
-    call: ApiRequest,
-    body: PredictionBody,
-    model: Model,
-    *,
-    owner: str,
-    own_id: str = "",
-    deployment: str = "",
-) -> Response:
-    call.use(model)
-    _check_names(id=own_id, owner=owner, deployment=deployment)
-    new = await read_prediction(
-        call, body, model, owner=owner, own_id=own_id, deployment=deployment
-    )
-    wait_s = max(0.0, call.options.wait_s - EARLY_S)
-    async with call.created(new, waits=wait_s > 0) as creation:
-        if wait_s:
-            # A caller that hangs up leaves here, and the prediction continues.
-            waiting = creation.wait(wait_s - call.context.total_ms / 1000)
-            await while_connected(call.http.receive, waiting, call.check_key)
-    return await _created(call.dependencies, creation.snapshot, is_new=creation.is_new)
-
-
-async def _body_of(
-    dependencies: Dependencies, snapshot: PredictionSnapshot, queue: QueuePosition | None = None
-) -> dict[str, Any]:
-    """Returns the prediction as shown to callers, with all of its output so far."""
-    signer = dependencies.url_signer
-    partial = await dependencies.predictions.partial_output(snapshot, signer)
-    snapshot = await _with_output(snapshot, dependencies.objects)
-    return body_of(*snapshot, signer, queue, partial=partial)
-
-
-async def _with_output(snapshot: PredictionSnapshot, objects: ObjectStore) -> PredictionSnapshot:
-    """Returns a prediction with its output, even if that is large JSON in the object store.
-
-    An output deleted in the meantime stays a link.
-
-    Raises:
-        Unavailable: the object store is unreachable.
-    """
-    reply = snapshot.record.reply
-    results = [outcome.result for outcome in reply.outcomes] if reply is not None else []
-    if reply is None or not any(isinstance(one, CustomResult) and one.is_packed for one in results):
-        return snapshot
-    loaded = [
-        await _loaded(one, objects) if isinstance(one, CustomResult) and one.is_packed else one
-        for one in results
-    ]
-    outcomes = [
-        msgspec.structs.replace(outcome, result=result)
-        for outcome, result in zip(reply.outcomes, loaded, strict=True)
-    ]
-    reply = msgspec.structs.replace(reply, outcomes=outcomes)
-    return snapshot._replace(record=msgspec.structs.replace(snapshot.record, reply=reply))
-
-
-async def _loaded(result: CustomResult, objects: ObjectStore) -> CustomResult:
-    packed, *others = result.blobs
-    if packed.object_key is None:
-        return result
-    with suppress(BadInput):
-        data = await objects.get(packed.object_key, MAX_OUTPUT_BYTES)
-        return result.with_blobs([Blob(packed.media_type, data=data), *others])
-    return result
 
 
 def _check_names(**names: str) -> None:
@@ -481,24 +487,6 @@ def _check_names(**names: str) -> None:
     for field, name in names.items():
         if holds_key(name):
             raise BadInput(f"{field}: {IS_A_KEY}", field=field)
-
-
-async def _created(
-    dependencies: Dependencies, snapshot: PredictionSnapshot, *, is_new: bool
-) -> Response:
-    """Returns the answer to a creation.
-
-    Replicate's clients would take `processing` for a final state here, so it becomes `starting`.
-    """
-    body = await _body_of(dependencies, snapshot)
-    if body["status"] == "processing":
-        body["status"] = "starting"
-    headers = {"location": body["urls"]["get"]}
-    return (
-        encode_json(body, 201, headers)
-        if is_new
-        else encode_json(body, 200, headers | {REPLAYED: "true"})
-    )
 
 
 def _owner(version: str) -> str:

@@ -10,16 +10,20 @@ import time
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
-from fastapi import APIRouter, Query
+from fastapi import Query
 from starlette.requests import Request
 from starlette.responses import Response
 
 from api.bodies import check_amount
 from api.errors import NotFound
+from api.http.auth import Access
+from api.http.call import Call
 from api.http.encode_json import encode_json
+from api.http.injection import Router
 from api.http.openapi import AUTHENTICATED, Described, Responses, ref_to, responses
-from api.http.request import ApiRequest, authenticate
 from shared.errors import BadInput, Unavailable
+from shared.models.catalog import Catalog
+from shared.settings import ApiSettings
 from shared.stores.key_stores import served_by
 from shared.tenants.administration import (
     Administration,
@@ -182,7 +186,7 @@ class ActsPage(msgspec.Struct):
     object: Literal["list"] = "list"
 
 
-router = APIRouter(prefix="/v1/admin", tags=["admin"])
+router = Router(prefix="/v1/admin", tags=["admin"])
 
 
 def _changed(reply: type[msgspec.Struct], *statuses: int) -> Responses:
@@ -203,10 +207,16 @@ def _body(kind: type[msgspec.Struct]) -> Described:
     responses=responses(KeysPage, 400, 401, 404),
 )
 async def list_keys(
-    request: Request, after: str = "", limit: Limit = 20, tenant: str = ""
+    call: Call,
+    access: Access,
+    catalog: Catalog,
+    settings: ApiSettings,
+    after: str = "",
+    limit: Limit = 20,
+    tenant: str = "",
 ) -> Response:
     """Lists the keys of all tenants, or of one, in order of creation."""
-    store, admin = _administration(authenticate(request))
+    store, admin = _store_of(access), _administration(call, access, catalog, settings)
     keys = [key for key in (await admin.read()).keys if tenant in ("", key.tenant)]
     ids = [key.id for key in keys]
     if after and after not in ids:
@@ -224,15 +234,16 @@ async def list_keys(
     openapi_extra=_body(NewKeyBody),
     responses=_changed(IssuedKeyObject),
 )
-async def create_key(request: Request) -> Response:
+async def create_key(
+    call: Call, access: Access, catalog: Catalog, settings: ApiSettings
+) -> Response:
     """Creates a key. The answer has it as `value`, which is not shown again."""
-    call = authenticate(request)
-    _, admin = _administration(call)
+    admin = _administration(call, access, catalog, settings)
     body = await _read(call, NewKeyBody)
     wanted = KeyRequest(
         body.tenant, body.name, body.scopes, body.models, body.limits, body.expires_in_s
     )
-    return await _issued(call, await admin.create_key(wanted))
+    return await _issued(access, await admin.create_key(wanted))
 
 
 @router.get(
@@ -241,9 +252,11 @@ async def create_key(request: Request) -> Response:
     openapi_extra=AUTHENTICATED,
     responses=responses(KeyObject, 400, 401, 404),
 )
-async def get_key(request: Request, key_id: str) -> Response:
+async def get_key(
+    call: Call, access: Access, catalog: Catalog, settings: ApiSettings, key_id: str
+) -> Response:
     """Returns the key without its secret."""
-    store, admin = _administration(authenticate(request))
+    store, admin = _store_of(access), _administration(call, access, catalog, settings)
     check_key_id(key_id)
     for key in (await admin.read()).keys:
         if key.id == key_id:
@@ -257,15 +270,16 @@ async def get_key(request: Request, key_id: str) -> Response:
     openapi_extra=AUTHENTICATED,
     responses=_changed(KeyDeleted, 404),
 )
-async def revoke_key(request: Request, key_id: str) -> Response:
+async def revoke_key(
+    call: Call, access: Access, catalog: Catalog, settings: ApiSettings, key_id: str
+) -> Response:
     """Revokes the key. All instances reject it within 5 s. It stays in the list for 90 days.
 
     A key can't revoke itself; use another key.
     """
-    call = authenticate(request)
-    _, admin = _administration(call)
+    admin = _administration(call, access, catalog, settings)
     await admin.revoke_key(key_id)
-    return await _done(call, KeyDeleted(key_id))
+    return await _done(access, KeyDeleted(key_id))
 
 
 @router.post(
@@ -274,12 +288,13 @@ async def revoke_key(request: Request, key_id: str) -> Response:
     openapi_extra=_body(RotationBody),
     responses=_changed(IssuedKeyObject, 404),
 )
-async def rotate_key(request: Request, key_id: str) -> Response:
+async def rotate_key(
+    call: Call, access: Access, catalog: Catalog, settings: ApiSettings, key_id: str
+) -> Response:
     """Replaces the key's secret. The old secret is valid for `overlap_s` more seconds."""
-    call = authenticate(request)
-    _, admin = _administration(call)
+    admin = _administration(call, access, catalog, settings)
     body = await _read(call, RotationBody)
-    return await _issued(call, await admin.rotate_key(key_id, body.overlap_s))
+    return await _issued(access, await admin.rotate_key(key_id, body.overlap_s))
 
 
 @router.get(
@@ -288,9 +303,11 @@ async def rotate_key(request: Request, key_id: str) -> Response:
     openapi_extra=AUTHENTICATED,
     responses=responses(PlansReply, 401),
 )
-async def list_plans(request: Request) -> Response:
+async def list_plans(
+    call: Call, access: Access, catalog: Catalog, settings: ApiSettings
+) -> Response:
     """Lists all plans. Tenants without an assigned plan have `default`."""
-    _, admin = _administration(authenticate(request))
+    admin = _administration(call, access, catalog, settings)
     plans = (await admin.read()).plans
     return _encode_uncached(PlansReply([PlanObject(name, plan) for name, plan in plans.items()]))
 
@@ -301,14 +318,15 @@ async def list_plans(request: Request) -> Response:
     openapi_extra=_body(Plan),
     responses=_changed(PlanObject, 404),
 )
-async def set_plan(request: Request, name: str) -> Response:
+async def set_plan(
+    call: Call, access: Access, catalog: Catalog, settings: ApiSettings, name: str
+) -> Response:
     """Sets a plan, which takes effect within seconds for all its tenants."""
-    call = authenticate(request)
-    _check_slashes(request)
-    _, admin = _administration(call)
+    _check_slashes(call.http)
+    admin = _administration(call, access, catalog, settings)
     plan = await _read(call, Plan)
     await admin.set_plan(name, plan)
-    return await _done(call, PlanObject(name, plan))
+    return await _done(access, PlanObject(name, plan))
 
 
 @router.delete(
@@ -317,13 +335,14 @@ async def set_plan(request: Request, name: str) -> Response:
     openapi_extra=AUTHENTICATED,
     responses=_changed(PlanDeleted, 404),
 )
-async def remove_plan(request: Request, name: str) -> Response:
+async def remove_plan(
+    call: Call, access: Access, catalog: Catalog, settings: ApiSettings, name: str
+) -> Response:
     """Removes an unused plan. `default` can be replaced, but not removed."""
-    call = authenticate(request)
-    _check_slashes(request)
-    _, admin = _administration(call)
+    _check_slashes(call.http)
+    admin = _administration(call, access, catalog, settings)
     await admin.set_plan(name, None)
-    return await _done(call, PlanDeleted(name))
+    return await _done(access, PlanDeleted(name))
 
 
 @router.get(
@@ -332,9 +351,11 @@ async def remove_plan(request: Request, name: str) -> Response:
     openapi_extra=AUTHENTICATED,
     responses=responses(TenantsReply, 401),
 )
-async def list_tenants(request: Request) -> Response:
+async def list_tenants(
+    call: Call, access: Access, catalog: Catalog, settings: ApiSettings
+) -> Response:
     """Lists tenants that have keys or an assigned plan."""
-    _, admin = _administration(authenticate(request))
+    admin = _administration(call, access, catalog, settings)
     document = await admin.read()
     names = sorted(document.tenants.keys() | {key.tenant for key in document.keys})
     stored = [(name, document.tenants.get(name, StoredTenant())) for name in names]
@@ -348,14 +369,15 @@ async def list_tenants(request: Request) -> Response:
     openapi_extra=_body(TenantBody),
     responses=_changed(TenantObject, 404),
 )
-async def set_tenant(request: Request, name: str) -> Response:
+async def set_tenant(
+    call: Call, access: Access, catalog: Catalog, settings: ApiSettings, name: str
+) -> Response:
     """Sets the tenant's plan. Null: the default plan. Send a slash in the name as %2F."""
-    call = authenticate(request)
-    _check_slashes(request)
-    _, admin = _administration(call)
+    _check_slashes(call.http)
+    admin = _administration(call, access, catalog, settings)
     body = await _read(call, TenantBody)
     tenant = await admin.set_tenant(name, body.plan)
-    return await _done(call, TenantObject(name, body.plan, tenant.frozen_s))
+    return await _done(access, TenantObject(name, body.plan, tenant.frozen_s))
 
 
 @router.get(
@@ -364,10 +386,9 @@ async def set_tenant(request: Request, name: str) -> Response:
     openapi_extra=AUTHENTICATED,
     responses=responses(ActsPage, 400, 401),
 )
-async def list_acts(request: Request, after: ActId = "", limit: Limit = 20) -> Response:
+async def list_acts(call: Call, access: Access, after: ActId = "", limit: Limit = 20) -> Response:
     """Returns the audit log, newest action first. The last 10,000 actions are kept."""
-    store, _ = _administration(authenticate(request))
-    events = await store.audit_events(limit + 1, after)
+    events = await _store_of(access).audit_events(limit + 1, after)
     data = [
         ActObject(
             id=noted.id,
@@ -385,16 +406,19 @@ async def list_acts(request: Request, after: ActId = "", limit: Limit = 20) -> R
     return _encode_uncached(ActsPage(data, len(events) > limit, first_id, last_id))
 
 
-def _administration(call: ApiRequest) -> tuple[KeyStore, Administration]:
-    store = call.dependencies.access.store
-    if store is None:
+def _store_of(access: Access) -> KeyStore:
+    if access.store is None:
         raise Unavailable(public="this API does not have a key directory")
-    client = call.http.client
+    return access.store
+
+
+def _administration(
+    call: Call, access: Access, catalog: Catalog, settings: ApiSettings
+) -> Administration:
+    store, client = _store_of(access), call.http.client
     actor, address = f"key {call.caller.key_id}", client.host if client else ""
-    served = served_by(
-        call.dependencies.catalog, allow_private=call.dependencies.settings.webhooks_private
-    )
-    return store, Administration(store, actor=actor, address=address, served=served)
+    served = served_by(catalog, allow_private=settings.webhooks_private)
+    return Administration(store, actor=actor, address=address, served=served)
 
 
 def _check_slashes(request: Request) -> None:
@@ -408,7 +432,7 @@ def _check_slashes(request: Request) -> None:
         raise NotFound(f"{request.url.path} does not exist; send '/' in a name as %2F")
 
 
-async def _read(call: ApiRequest, kind: type[Body]) -> Body:
+async def _read(call: Call, kind: type[Body]) -> Body:
     """Returns the body of a change. Plans and limits are structs that validate themselves."""
     data = await call.json_body()
     check_amount(data)
@@ -422,14 +446,14 @@ async def _read(call: ApiRequest, kind: type[Body]) -> Body:
         raise BadInput(f"the body is not valid JSON: {error}") from error
 
 
-async def _issued(call: ApiRequest, issued: IssuedKey) -> Response:
+async def _issued(access: Access, issued: IssuedKey) -> Response:
     shown = msgspec.structs.asdict(_key(issued.stored, None))
-    return await _done(call, IssuedKeyObject(**shown, value=issued.key.text))
+    return await _done(access, IssuedKeyObject(**shown, value=issued.key.text))
 
 
-async def _done(call: ApiRequest, reply: msgspec.Struct) -> Response:
+async def _done(access: Access, reply: msgspec.Struct) -> Response:
     """Returns the answer to a change, after this instance has read the new directory."""
-    await call.dependencies.access.refresh()
+    await access.refresh()
     return _encode_uncached(reply)
 
 

@@ -11,10 +11,11 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import msgspec
-from fastapi import APIRouter, Query
+from fastapi import Query
 from pydantic import ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -26,14 +27,19 @@ from api.batches.files import (
     MIN_KEEP_S,
     PAGE,
     BatchFile,
+    BatchFiles,
     FilePurpose,
     UploadPurpose,
 )
+from api.batches.service import Batches
 from api.bodies import Body, Option
 from api.errors import EXPECTED_ERRORS
 from api.http.auth import check_model
+from api.http.call import Call
+from api.http.connection import while_connected
 from api.http.encode_json import encode_json
 from api.http.fast_route import IS_HEAD
+from api.http.injection import Router
 from api.http.openapi import (
     AUTHENTICATED,
     Described,
@@ -45,14 +51,16 @@ from api.http.openapi import (
     responses,
     success,
 )
-from api.http.request import ApiRequest, authenticate, dependencies_of, while_connected
 from api.http.upload_form import UploadForm, first_field
+from api.inputs.files import Files
+from api.inputs.storage import Storage
+from api.predictions.results import ResultFetcher
 from api.problem_details import problem_response
 from api.replicate import models as replicate_models
 from api.replicate.replies import FileReply
 from shared.errors import BadInput
 from shared.predictions import MEDIA_TYPES
-from shared.stores.objects import LINK_VALID_S
+from shared.stores.objects import LINK_VALID_S, UrlSigner
 
 ANY_BYTES = "application/octet-stream"
 MAX_LINK_S = 30.0
@@ -157,7 +165,7 @@ class FileDeleted(msgspec.Struct):
     object: Literal["file"] = "file"
 
 
-router = APIRouter()
+router = Router()
 
 _EITHER: Described = {
     "content": {"application/json": {"schema": {"anyOf": [ref_to(FileObject), ref_to(FileReply)]}}}
@@ -174,26 +182,34 @@ _EITHER: Described = {
         **of_both_apis(400, 401, 408, 413, 422, 429, 503),
     },
 )
-async def create_file(request: Request) -> Response:
+async def create_file(
+    call: Call,
+    files: Files,
+    batch_files: BatchFiles,
+    storage: Storage,
+    url_signer: UrlSigner,
+) -> Response:
     """Accepts a form with a batch file, or an input of any kind, and its `purpose`.
 
     A form with the field `content` is an upload by Replicate's clients.
     """
-    call = authenticate(request)
     call.context.streamed_max_bytes = FILE_MAX_BYTES + FORM_BYTES
-    name, replayed = await first_field(request)
+    name, replayed = await first_field(call.http)
+    call = replace(call, http=replayed)
     if name in _OF_REPLICATE:
         call.context.streamed_max_bytes = 0
-        return await _as_replicate(replayed, replicate_models.create_file(replayed))
-    return encode_json(await _receive(call, replayed))
+        return await _as_replicate(
+            call, replicate_models.create_file(call, files, storage, url_signer)
+        )
+    return encode_json(await _receive(call, batch_files, storage))
 
 
-async def _receive(call: ApiRequest, request: Request) -> FileObject:
+async def _receive(call: Call, batch_files: BatchFiles, storage: Storage) -> FileObject:
     call.check_charset()
-    files = call.dependencies.batch_files
-    form = UploadForm(request.headers.get("content-type", ""), "file")
-    async with files.upload(call.storage_quota("file"), call.body_bytes) as upload:
-        async for data in request.stream():
+    form = UploadForm(call.http.headers.get("content-type", ""), "file")
+    quota = storage.quota_of(call.caller, "file")
+    async with batch_files.upload(quota, call.body_bytes) as upload:
+        async for data in call.http.stream():
             for piece in form.feed(data):
                 await upload.write(piece, is_batch=form.fields.get("purpose") == "batch")
         form.finish()
@@ -217,7 +233,10 @@ async def _receive(call: ApiRequest, request: Request) -> FileObject:
     responses=responses(FilesPage, 400, 401, 503),
 )
 async def list_files(
-    request: Request,
+    call: Call,
+    files: Files,
+    batch_files: BatchFiles,
+    url_signer: UrlSigner,
     after: str = "",
     limit: Annotated[int, Query(ge=1, le=10_000)] = 10_000,
     order: Literal["asc", "desc"] = "desc",
@@ -227,8 +246,7 @@ async def list_files(
 
     The first page also includes files uploaded by Replicate's clients, as `results`.
     """
-    call = authenticate(request)
-    page = await call.dependencies.batch_files.page(
+    page = await batch_files.page(
         call.tenant,
         after=after,
         limit=min(limit, PAGE),
@@ -238,7 +256,7 @@ async def list_files(
     )
     data = [_shown(file) for file in page.files]
     first_id, last_id = (data[0].id, data[-1].id) if data else (None, None)
-    results = [] if after else await replicate_models.shown_files(call)
+    results = [] if after else await replicate_models.shown_files(call, files, url_signer)
     return encode_json(FilesPage(data, page.has_more, first_id, last_id, results=results))
 
 
@@ -251,12 +269,15 @@ async def list_files(
         **of_both_apis(400, 401, 404, 503),
     },
 )
-async def get_file(request: Request, file_id: str) -> Response:
+async def get_file(
+    call: Call, files: Files, batch_files: BatchFiles, url_signer: UrlSigner, file_id: str
+) -> Response:
     """Returns a file's metadata. IDs that begin with `file_` belong to Replicate's API."""
-    call = authenticate(request)
     if file_id.startswith("file_"):
-        return await _as_replicate(request, replicate_models.get_file(request, file_id))
-    return encode_json(_shown(await _found(call, file_id)))
+        return await _as_replicate(
+            call, replicate_models.get_file(call, files, url_signer, file_id)
+        )
+    return encode_json(_shown(await _found(call, batch_files, file_id)))
 
 
 @router.delete(
@@ -269,15 +290,15 @@ async def get_file(request: Request, file_id: str) -> Response:
         **of_both_apis(400, 401, 404, 503),
     },
 )
-async def delete_file(request: Request, file_id: str) -> Response:
+async def delete_file(
+    call: Call, files: Files, batch_files: BatchFiles, batches: Batches, file_id: str
+) -> Response:
     """Deletes a file at once, unless a batch is still reading it."""
-    call = authenticate(request)
     if file_id.startswith("file_"):
-        return await _as_replicate(request, replicate_models.delete_file(request, file_id))
-    files = call.dependencies.batch_files
-    file = await _found(call, file_id)
-    await call.dependencies.batches.check_unused(file)
-    await files.delete(file)
+        return await _as_replicate(call, replicate_models.delete_file(call, files, file_id))
+    file = await _found(call, batch_files, file_id)
+    await batches.check_unused(file)
+    await batch_files.delete(file)
     return encode_json(FileDeleted(file_id))
 
 
@@ -297,24 +318,22 @@ async def delete_file(request: Request, file_id: str) -> Response:
         **errors(400, 401, 404, 503),
     },
 )
-async def get_content(request: Request, file_id: str) -> Response:
+async def get_content(call: Call, batch_files: BatchFiles, file_id: str) -> Response:
     """Streams a file's data, or the part selected by `Range: bytes=first-last`."""
-    call = authenticate(request)
-    files = call.dependencies.batch_files
-    file = await _found(call, file_id)
-    start, end = _asked_range(request.headers.get("range", ""), file.size_bytes)
+    file = await _found(call, batch_files, file_id)
+    start, end = _asked_range(call.http.headers.get("range", ""), file.size_bytes)
     is_part = (start, end) != (0, file.size_bytes)
     headers = {"accept-ranges": "bytes", "x-content-type-options": "nosniff"}
     if is_part:
         headers["content-range"] = f"bytes {start}-{end - 1}/{file.size_bytes}"
-    chunks = _nothing() if request.scope.get(IS_HEAD) else files.read(file, start, end)
+    chunks = _nothing() if call.http.scope.get(IS_HEAD) else batch_files.read(file, start, end)
     media_type = JSONL if file.purpose in ("batch", "batch_output") else ANY_BYTES
     return StreamingResponse(chunks, 206 if is_part else 200, headers, media_type)
 
 
-async def _found(call: ApiRequest, file_id: str) -> BatchFile:
+async def _found(call: Call, batch_files: BatchFiles, file_id: str) -> BatchFile:
     """Returns a file of the tenant, unless a model that the key may not use wrote it."""
-    file = await call.dependencies.batch_files.find(call.tenant, file_id)
+    file = await batch_files.find(call.tenant, file_id)
     if file.model:
         check_model(call.caller, file.model)
     return file
@@ -338,11 +357,11 @@ async def _nothing() -> AsyncIterator[bytes]:
     yield
 
 
-async def _as_replicate(request: Request, answering: Awaitable[Response]) -> Response:
+async def _as_replicate(call: Call, answering: Awaitable[Response]) -> Response:
     try:
         return await answering
     except EXPECTED_ERRORS as error:
-        return problem_response(request, error)
+        return problem_response(call.http, error)
 
 
 def _shown(file: BatchFile) -> FileObject:
@@ -373,12 +392,17 @@ def _shown(file: BatchFile) -> FileObject:
     },
 )
 async def get_object(
-    request: Request, key: str, type: str, expires: int, signature: str
+    request: Request,
+    url_signer: UrlSigner,
+    result_fetcher: ResultFetcher,
+    key: str,
+    type: str,
+    expires: int,
+    signature: str,
 ) -> Response:
     """Returns the data of a result, as long as the link is valid."""
-    dependencies = dependencies_of(request)
-    dependencies.url_signer.check(key, type, expires, signature)
-    fetching = dependencies.result_fetcher.fetch(key, type, time.time() + MAX_LINK_S)
+    url_signer.check(key, type, expires, signature)
+    fetching = result_fetcher.fetch(key, type, time.time() + MAX_LINK_S)
     data = await while_connected(request.receive, fetching)
     headers = {
         "cache-control": f"private, max-age={LINK_VALID_S}, immutable",

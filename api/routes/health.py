@@ -9,16 +9,16 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 import msgspec
-from fastapi import APIRouter
-from starlette.requests import Request
 from starlette.responses import Response
 
+from api.dispatch.admission import Admission
+from api.dispatch.readiness import Readiness
 from api.fair_room import Demand
+from api.http.call import Call
+from api.http.injection import Router
 from api.http.openapi import AUTHENTICATED, responses, success
-from api.http.request import ApiRequest, authenticate, dependencies_of
 from api.replicate.replies import HealthReply, ReadinessReply
-
-router = APIRouter()
+from shared.models.catalog import Catalog
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
@@ -26,11 +26,13 @@ Seconds = Annotated[float, msgspec.Meta(ge=0)]
 STEPS_S = (0.0, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0)
 """Steps to which a wait is rounded up. Longer waits are shown as the last step."""
 
+router = Router()
+
 
 @router.get(
     "/livez", summary="Liveness", responses={200: success("The process is running.", HealthReply)}
 )
-async def is_alive(request: Request) -> Response:
+async def is_alive() -> Response:
     """Returns 200 while the process answers requests."""
     return Response(b'{"status":"ok"}', media_type="application/json")
 
@@ -38,17 +40,17 @@ async def is_alive(request: Request) -> Response:
 @router.get(
     "/healthz", summary="Liveness", responses={200: success("The process is running.", HealthReply)}
 )
-async def is_alive_as_before(request: Request) -> Response:
+async def is_alive_as_before() -> Response:
     """The same as /livez, under its earlier name. It can't be reached on Cloud Run."""
-    return await is_alive(request)
+    return await is_alive()
 
 
 @router.get(
     "/health", summary="Liveness", responses={200: success("The process is running.", HealthReply)}
 )
-async def is_alive_too(request: Request) -> Response:
+async def is_alive_too() -> Response:
     """The same as /livez, under the name used by other servers."""
-    return await is_alive(request)
+    return await is_alive()
 
 
 @router.get(
@@ -59,20 +61,20 @@ async def is_alive_too(request: Request) -> Response:
         503: success("Pub/Sub or the API keys are unreachable.", ReadinessReply),
     },
 )
-async def is_ready(request: Request) -> Response:
+async def is_ready(readiness: Readiness) -> Response:
     """Returns 200 if a message passes through Pub/Sub and back, and API keys can be checked.
 
     Without Redis, or with a Redis that may evict records, it is still 200, with status `degraded`.
     """
-    readiness = await dependencies_of(request).readiness.check()
+    state = await readiness.check()
     body = {
-        "status": readiness.status,
-        "pubsub": readiness.pubsub,
-        "redis": readiness.redis,
-        "keys": readiness.keys,
+        "status": state.status,
+        "pubsub": state.pubsub,
+        "redis": state.redis,
+        "keys": state.keys,
     }
     return Response(
-        msgspec.json.encode(body), 200 if readiness.is_ready else 503, media_type="application/json"
+        msgspec.json.encode(body), 200 if state.is_ready else 503, media_type="application/json"
     )
 
 
@@ -110,13 +112,13 @@ class StatusReply(msgspec.Struct):
     openapi_extra=AUTHENTICATED,
     responses=responses(StatusReply, 401),
 )
-async def get_status(request: Request) -> Response:
+async def get_status(call: Call, catalog: Catalog, admission: Admission) -> Response:
     """Returns the load of each model, and the wait for one more item from you.
 
     The numbers come from the instance that answers. The load of other tenants is not shown.
     """
-    call = authenticate(request)
-    reply = StatusReply([_status(call, model.name) for model in call.listed_models()])
+    models = call.visible_models(catalog)
+    reply = StatusReply([_status(call, model.name, admission) for model in models])
     return Response(
         msgspec.json.encode(reply),
         headers={"cache-control": "no-store"},
@@ -124,9 +126,9 @@ async def get_status(request: Request) -> Response:
     )
 
 
-def _status(call: ApiRequest, model: str) -> ModelStatus:
+def _status(call: Call, model: str, admission: Admission) -> ModelStatus:
     demand = Demand(model, 1, call.tenant, call.caller.plan.weight)
-    estimate = call.dependencies.admission.estimate_wait(demand)
+    estimate = admission.estimate_wait(demand)
     return ModelStatus(
         model=model,
         is_busy=estimate.is_busy,

@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 import msgspec
-from fastapi import APIRouter, Query
+from fastapi import Query
 from starlette.requests import Request
 from starlette.responses import Response
 
 from api.errors import EXPECTED_ERRORS
+from api.http.call import Call
+from api.http.dependencies import StartedAt
 from api.http.encode_json import encode_json
+from api.http.injection import Router, authenticate
 from api.http.openapi import (
     AUTHENTICATED,
     Responses,
@@ -19,12 +22,11 @@ from api.http.openapi import (
     responses,
     success,
 )
-from api.http.request import Dependencies, authenticate
 from api.predictions.creation import is_replicates_client
 from api.problem_details import problem_response
 from api.replicate import models as prediction_models
 from api.replicate.replies import ModelsPage
-from shared.models.catalog import Model
+from shared.models.catalog import Catalog, Model
 from shared.models.entry import Rerank
 from shared.models.tasks.embedding import EmbeddingTask
 
@@ -56,8 +58,7 @@ class ModelsReply(msgspec.Struct):
     object: Literal["list"] = "list"
 
 
-router = APIRouter()
-
+router = Router()
 
 _LISTED: Responses = {
     200: {
@@ -76,22 +77,29 @@ _LISTED: Responses = {
     responses=of_both_apis(401, 422) | _LISTED,
 )
 async def list_models(
-    request: Request, cursor: Annotated[str, Query(include_in_schema=False)] = ""
+    request: Request,
+    catalog: Catalog,
+    started_at_s: StartedAt,
+    cursor: Annotated[str, Query(include_in_schema=False)] = "",
 ) -> Response:
     """Lists the models that the key may use, in OpenAI's format.
 
     Replicate's clients get pages in Replicate's format.
     """
     if is_replicates_client(request.headers.get("user-agent", "")):
-        return await _for_replicate(request, cursor)
-    call = authenticate(request)
-    reply = ModelsReply([_item(model, call.dependencies) for model in call.listed_models()])
+        return await _for_replicate(request, catalog, started_at_s, cursor)
+    models = authenticate(request).visible_models(catalog)
+    reply = ModelsReply([_item(model, started_at_s) for model in models])
     return encode_json(reply, headers=VARIES)
 
 
-async def _for_replicate(request: Request, cursor: str) -> Response:
+async def _for_replicate(
+    request: Request, catalog: Catalog, started_at_s: StartedAt, cursor: str
+) -> Response:
     try:
-        response = await prediction_models.list_models(request, cursor)
+        # Authenticated here, because to these clients a wrong key is also answered with a problem.
+        call = authenticate(request)
+        response = await prediction_models.list_models(call, catalog, started_at_s, cursor)
     except EXPECTED_ERRORS as error:
         response = problem_response(request, error)
     response.headers.update(VARIES)
@@ -104,17 +112,14 @@ async def _for_replicate(request: Request, cursor: str) -> Response:
     openapi_extra=AUTHENTICATED,
     responses=responses(ModelItem, 401, 404),
 )
-async def get_model(request: Request, model: str) -> Response:
+async def get_model(call: Call, catalog: Catalog, started_at_s: StartedAt, model: str) -> Response:
     """Returns a model by its name or an alias."""
-    call = authenticate(request)
-    return Response(
-        msgspec.json.encode(_item(call.listed_model(model), call.dependencies)),
-        media_type="application/json",
-    )
+    item = _item(call.visible_model(catalog, model), started_at_s)
+    return Response(msgspec.json.encode(item), media_type="application/json")
 
 
-def _item(model: Model, dependencies: Dependencies) -> ModelItem:
-    item = ModelItem(model.name, int(dependencies.started_at_s), model.task, model.aliases)
+def _item(model: Model, started_at_s: float) -> ModelItem:
+    item = ModelItem(model.name, int(started_at_s), model.task, model.aliases)
     if model.definition.has_context:
         item.max_model_len = item.context_length = model.generation.context_tokens
     if isinstance(model.definition, EmbeddingTask):

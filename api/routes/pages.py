@@ -14,10 +14,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fastapi import APIRouter
-from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.staticfiles import StaticFiles
+
+from api.http.injection import Router
 
 _DOCS = Path(__file__).parents[1] / "docs_page"
 _DOCS_HEADERS = {
@@ -42,7 +42,7 @@ _CONSOLE_HEADERS = {
     "cache-control": "no-cache",
 }
 
-router = APIRouter()
+router = Router()
 
 docs_assets = StaticFiles(directory=_DOCS)
 
@@ -58,12 +58,12 @@ console_assets = _ConsoleAssets(directory=CONSOLE)
 
 
 @router.get("/docs", include_in_schema=False)
-async def get_docs(request: Request) -> FileResponse:
+async def get_docs() -> FileResponse:
     """The page itself. Its assets are under /docs/assets."""
     return FileResponse(_DOCS / "index.html", headers=_DOCS_HEADERS)
 
 
 @router.get("/console", include_in_schema=False)
-async def get_console(request: Request) -> FileResponse:
+async def get_console() -> FileResponse:
     """The page itself. Its assets are under /console/assets."""
     return FileResponse(CONSOLE / "index.html", headers=_CONSOLE_HEADERS)

@@ -8,18 +8,19 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, cast
 
 import msgspec
-from fastapi import APIRouter
-from starlette.requests import Request
 from starlette.responses import Response
 
 from api.errors import NotFound
+from api.http.call import Call
 from api.http.encode_json import encode_json
+from api.http.injection import Router
 from api.http.openapi import AUTHENTICATED, OF_REPORTS, responses
-from api.http.request import ApiRequest, authenticate
+from api.usage.service import ReportService
 from shared.errors import BadInput
 from shared.reports.budgets import read_budgets
 from shared.reports.definitions import ROWS_KEPT_DAYS, Report, ask, reports
 from shared.reports.runner import ReportResult, drawings
+from shared.settings import ApiSettings
 
 Cell = str | int | float | bool | None
 """A table cell. Days and times are ISO 8601 text."""
@@ -91,7 +92,7 @@ class ReportReply(msgspec.Struct, kw_only=True):
     plots: list[ReportPlot]
 
 
-router = APIRouter(prefix="/v1/reports", tags=["usage"])
+router = Router(prefix="/v1/reports", tags=["usage"])
 
 
 @router.get(
@@ -100,9 +101,8 @@ router = APIRouter(prefix="/v1/reports", tags=["usage"])
     openapi_extra=AUTHENTICATED,
     responses=responses(ReportsReply, 401, 403),
 )
-async def list_reports(request: Request) -> Response:
+async def list_reports(call: Call) -> Response:
     """Lists the reports that your key may read."""
-    call = authenticate(request)
     data = [_entry(report) for report in reports().values() if _may_read(call, report)]
     return encode_json(ReportsReply(data=data), headers=NO_STORE)
 
@@ -113,13 +113,14 @@ async def list_reports(request: Request) -> Response:
     openapi_extra={"parameters": OF_REPORTS} | AUTHENTICATED,
     responses=responses(ReportReply, 400, 401, 403, 404, 429, 503),
 )
-async def get_report(request: Request, name: str) -> Response:
+async def get_report(
+    call: Call, settings: ApiSettings, service: ReportService, name: str
+) -> Response:
     """Returns a report for a time range, with your tenant's rows."""
-    call = authenticate(request)
     report = reports().get(name)
     if report is None or not _may_read(call, report):
         raise NotFound(f"report {name[:80]!r} does not exist", field="name")
-    params = request.query_params
+    params = call.http.query_params
     question = ask(
         params.get("from", ""),
         params.get("to", ""),
@@ -129,22 +130,21 @@ async def get_report(request: Request, name: str) -> Response:
         days=report.days,
         max_days=ROWS_KEPT_DAYS,
     )
-    budgets_usd = await _budgets(call, report)
-    service = call.dependencies.reports
+    budgets_usd = await _budgets(call, report, settings)
     shown = _reply(await service.run(report, question, call.tenant, budgets_usd))
     return encode_json(shown, headers=NO_STORE)
 
 
-def _is_admin(call: ApiRequest) -> bool:
+def _is_admin(call: Call) -> bool:
     scopes = call.caller.scopes
     return scopes is not None and "admin" in scopes
 
 
-def _may_read(call: ApiRequest, report: Report) -> bool:
+def _may_read(call: Call, report: Report) -> bool:
     return report.audience == "tenants" or _is_admin(call)
 
 
-def _tenants(call: ApiRequest, report: Report, asked: list[str]) -> tuple[str, ...] | None:
+def _tenants(call: Call, report: Report, asked: list[str]) -> tuple[str, ...] | None:
     if _is_admin(call):
         return tuple(asked) or None
     if set(asked) - {call.tenant}:
@@ -152,11 +152,11 @@ def _tenants(call: ApiRequest, report: Report, asked: list[str]) -> tuple[str, .
     return (call.tenant,)
 
 
-async def _budgets(call: ApiRequest, report: Report) -> dict[str, float]:
+async def _budgets(call: Call, report: Report, settings: ApiSettings) -> dict[str, float]:
     if not any(one.default is None for one in report.parameters):
         return {}
     if _is_admin(call):
-        return await read_budgets(call.dependencies.settings.keys_url)
+        return await read_budgets(settings.keys_url)
     own = call.caller.plan.budget_usd_per_month
     return {} if own is None else {call.tenant: own}
 

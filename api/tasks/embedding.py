@@ -17,7 +17,7 @@ from api.bodies import Body, Text
 from api.chat_bodies import text_or_list
 from api.inputs.source_images import ImageCaller, SourceImages
 from api.tasks.base import ApiTask, Inputs
-from shared.errors import BadInput, InputTooLarge
+from shared.errors import BadInput, InputTooLarge, ModelFailed
 from shared.models.catalog import Model
 from shared.models.tasks.embedding import TextInput, TextTokens, TokensInput, Truncate
 
@@ -303,3 +303,17 @@ def check_texts(texts: list[str]) -> None:
 
 
 TASK = EmbeddingApi()
+
+
+def normalize_rows(matrix: NDArray[Any]) -> NDArray[np.float32]:
+    """Returns the matrix with every row scaled to length 1.
+
+    Raises:
+        ModelFailed: a row is zero.
+    """
+    doubles = matrix.astype(np.float64)  # the squares of large floats overflow
+    lengths = np.linalg.norm(doubles, axis=1, keepdims=True)
+    if not lengths.all():
+        raise ModelFailed("the model computed a vector that is zero in all requested dimensions")
+    scaled: NDArray[np.float32] = (doubles / lengths).astype("<f4")
+    return scaled

@@ -17,7 +17,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from api.app import create_app
-from api.http.request import Dependencies
+from api.http.dependencies import Dependencies
 from api.limits.spent import SpentReader
 from api.server import server_config
 from shared.broker.in_memory import InMemoryBroker

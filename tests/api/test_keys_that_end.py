@@ -14,7 +14,7 @@ import httpx
 import openai
 import pytest
 
-from api.http import request
+from api.http import connection
 from api.http.auth import ApiKeys
 from api.predictions import generation_stream
 from shared.stores.key_stores import key_store
@@ -34,7 +34,7 @@ ENDED = "the API key is revoked"
 
 @pytest.fixture(autouse=True)
 def checks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (request, generation_stream):
+    for module in (connection, generation_stream):
         monkeypatch.setattr(module, "CHECK_S", 0.05)
 
 

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from api.errors import ERROR_MAPPINGS
-from api.openai.embeddings import EmbeddingsBody
+from api.openai.embeddings_schemas import EmbeddingsBody
 from api.openai.image_edits import EditBody
 from api.openai.images import GenerationBody
 from api.openai.rerank import RerankBody

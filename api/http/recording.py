@@ -1,0 +1,170 @@
+"""Predictions: calls with a record, whose results are kept and can be read from any instance."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+
+from api.dispatch.request import InferenceRequest, NewRecord, headers_of_run
+from api.http.auth import check_access, may_see
+from api.http.call import Call, ModelCall
+from api.http.connection import while_connected
+from api.http.inference import Inference
+from api.inputs.storage import Storage
+from api.predictions.creation import OWNER, Creation, PredictionSnapshot, ids_of, version_of
+from api.predictions.follower import PredictionFollower
+from api.predictions.service import GRACE_S, Predictions
+from api.tasks.base import Inputs
+from shared.errors import DeadlineExceeded
+from shared.models.catalog import Model
+from shared.models.tasks.custom import stores_files, streams_of
+from shared.money.charge import price_of, step_prices_of
+from shared.predictions import Prediction
+
+
+class Recording:
+    """Creates and reads the predictions of callers."""
+
+    def __init__(
+        self,
+        inference: Inference,
+        predictions: Predictions,
+        follower: PredictionFollower,
+        storage: Storage,
+    ) -> None:
+        self._inference = inference
+        self._predictions = predictions
+        self._follower = follower
+        self._storage = storage
+
+    def request(
+        self,
+        call: ModelCall,
+        model: Model,
+        read: Inputs,
+        *,
+        digest: str,
+        own_id: str = "",
+        **shown: Any,
+    ) -> InferenceRequest:
+        """Returns the request for a prediction with the inputs `read`.
+
+        Args:
+            model: the model that computes it.
+            digest: digest of the whole request.
+            own_id: the ID chosen by the caller, if any.
+            shown: additional fields of its document.
+        """
+        key = call.options.idempotency_key
+        prediction_id, record_id = ids_of(call.tenant, own_id, key)
+        facts = msgspec.structs.replace(call.context.facts, request_id=record_id)
+        stops_at_s = call.prediction_stops_at_s(model)
+        prediction = Prediction(
+            id=prediction_id,
+            record=record_id,
+            tenant=facts.tenant,
+            model=model.name,
+            version=version_of(model),
+            input=read.shown,
+            is_list=read.is_list,
+            output_format=read.output_format,
+            base_url=call.base_url,
+            created_at_s=facts.received_at_s,
+            deadline_s=stops_at_s,
+            digest=digest,
+            client_request_id=facts.client_request_id,
+            key_id=facts.key_id,
+            is_cached=read.is_repeatable and call.options.cache_write,
+            price=price_of(model, facts.received_at_s),
+            streams=streams_of(model),
+            flow=None if model.flow is None else model.flow.as_json(),
+            step_prices=step_prices_of(model, facts.received_at_s),
+            **{"owner": OWNER} | shown,
+        )
+        return InferenceRequest(
+            facts,
+            model,
+            read.inputs,
+            stops_at_s,
+            call.options,
+            read.is_repeatable,
+            NewRecord(prediction, call.caller.plan.prediction_keep_s, bool(own_id or key)),
+        )
+
+    @asynccontextmanager
+    async def create(
+        self, call: ModelCall, request: InferenceRequest, *, waits: bool
+    ) -> AsyncGenerator[Creation]:
+        """Creates a prediction, or finds the one created by an equal request.
+
+        The block may wait for its end. Its cost is counted when it ends, here or on any instance.
+
+        Args:
+            request: returned by the method `request`.
+            waits: True if the block waits for the end.
+
+        Raises:
+            PenstockError: as raised by `Predictions.creating`. RateLimited: by its plan.
+            StorageFull: its results may be files, and the tenant's storage quota is used up.
+        """
+        new = request.new_record
+        if stores_files(request.model):
+            await self._storage.check(self._storage.quota_of(call.caller, "input"))
+        longest_s = call.options.done_within_s(request.model.deadline)
+        limits = self._inference.limit(call, request.model, request.inputs, longest_s)
+        async with limits as limited:
+            hold = limited.hold(new.prediction, self._follower.follow)
+            creating = self._predictions.creating(request, waits=waits, hold=hold)
+            async with creating as creation:
+                if not creation.is_new:
+                    limited.settle(request.price, [])
+                yield creation
+                if creation.is_new and (reply := creation.snapshot.record.reply) is not None:
+                    limited.settle(request.price, reply.outcomes)
+
+    async def run_flow(self, call: ModelCall, request: InferenceRequest) -> PredictionSnapshot:
+        """Runs a flow whose caller waits for its end. Cancels it once no caller waits any more.
+
+        Args:
+            request: returned by the method `request`.
+
+        Returns:
+            Its prediction, which has succeeded or failed.
+
+        Raises:
+            PenstockError: as raised by `create`. DeadlineExceeded: it took too long.
+        """
+        async with self.create(call, request, waits=True) as creation:
+            limit_s = request.deadline_s - time.time() + GRACE_S
+            prediction = creation.snapshot.prediction
+            try:
+                await while_connected(call.http.receive, creation.wait(limit_s), call.check_key)
+            except BaseException:
+                await self._predictions.end(creation.snapshot)
+                raise
+        record = creation.snapshot.record
+        if not record.is_over:
+            raise DeadlineExceeded
+        if record.reply is not None:
+            call.context.headers |= headers_of_run(prediction, record.reply.outcomes)
+        call.context.headers["location"] = f"/v1/predictions/{prediction.id}"
+        return creation.snapshot
+
+    async def find(self, call: Call, prediction_id: str) -> PredictionSnapshot:
+        """Returns the current state of a prediction, whichever endpoint created it.
+
+        Raises:
+            NotFound: the tenant does not have such a prediction, or it has expired.
+            Forbidden: the key does not permit this with results of that endpoint or model.
+        """
+        snapshot = await self._predictions.read(call.tenant, prediction_id)
+        check_access(call.caller, call.http.method, call.route, snapshot.prediction)
+        return snapshot
+
+    def is_visible(self, call: Call, snapshot: PredictionSnapshot) -> bool:
+        """Returns whether a list of predictions includes this one for the caller."""
+        return may_see(call.caller, call.route, snapshot.prediction)
