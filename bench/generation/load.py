@@ -7,21 +7,24 @@ The stack is that of `penstock up`, with everything on the same cores. A text is
 reader notes when each piece comes. Tokens are counted from the text, for all alike.
 
 The short form measures what decision 139 compares: our engine in the fastest precision, llama.cpp,
-and two workers of each.
+two workers of each, and each next to a worker that draws images.
 """
 
 from __future__ import annotations
 
 import os
 import tempfile
+import threading
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import httpx
 import torch
 import yaml
 from tokenizers import Tokenizer
@@ -52,6 +55,7 @@ IN_FLIGHT = (1, 8, 16, 32)
 PER_CALLER = {1: 4.0, 8: 1.5, 16: 1.5, 32: 1.25}
 """Texts of each level, divided by those in flight."""
 SLOTS = 32
+MODELS_FILE = Path("models.yaml")
 MODEL = "smollm2"
 CPU_LIMIT_MS = 0.3
 """Maximum CPU time of API and worker without the model process, per token at 16 in flight."""
@@ -71,6 +75,7 @@ The server is measured before and after the stack."""
 SECOND = "smollm2-second"
 IN_EACH = 4
 """Texts in flight in each of two workers."""
+IMAGES_IN_FLIGHT, IMAGES_ALONE_S = 2, 15.0
 SETTLED_S, IDLE_S = 3.0, 5.0
 
 
@@ -90,6 +95,7 @@ def run(levels: Sequence[int] = IN_FLIGHT, *, quick: bool = False) -> Outcome:
         for name in SHORT:
             figures += measure_variant(folder, name, levels)
             figures += measure_two_workers(folder, name)
+            figures += measure_next_to_images(folder, name)
         return Outcome(figures, details)
     figures += figures_of("generate() fp32, one by one", _plain(folder, _prompts(1)))
     engine = _Engine(folder)
@@ -152,6 +158,61 @@ def measure_two_workers(folder: Path, name: str) -> Iterator[Figure]:
         ]
         timed = [text for call in calls for text in call.result()]
     yield from figures_of(f"stack {name}, two workers, {IN_EACH} in flight in each", timed)
+
+
+def measure_next_to_images(folder: Path, name: str) -> Iterator[Figure]:
+    """Measures texts alone, images alone, and both at a time, each with its worker."""
+    changes, tokenizer = SERVED[name], _tokenizer(folder)
+    entries = yaml.safe_load(MODELS_FILE.read_text(encoding="utf-8"))["models"]
+    image_model = next(entry for entry in entries if entry["task"] == "image")
+    prompts = mixed(round(IN_EACH * PER_CALLER[2 * IN_EACH]), seed=IN_EACH)
+    with running_stack(folder, changes, image_model) as stack:
+        url = f"http://127.0.0.1:{stack.ports.api}"
+        drive(url, MODEL, mixed(1, 99), 1, tokenizer)
+        yield from figures_of(
+            f"stack {name}, {IN_EACH} in flight, idle image worker",
+            drive(url, MODEL, prompts, IN_EACH, tokenizer),
+        )
+        with _drawing(url, image_model["name"]) as alone:
+            time.sleep(IMAGES_ALONE_S)
+        yield Figure("images alone", alone.rate, "/s")
+        # Other words, because the cache of the engine has read the ones above.
+        others = mixed(len(prompts), seed=IN_EACH + 1)
+        with _drawing(url, image_model["name"]) as images:
+            timed = drive(url, MODEL, others, IN_EACH, tokenizer)
+        yield from figures_of(f"stack {name}, {IN_EACH} in flight, next to images", timed)
+        yield Figure(f"images next to {name}", images.rate, "/s")
+
+
+@dataclass
+class _Images:
+    """Images per second, once the block has ended."""
+
+    rate: float = 0.0
+
+
+@contextmanager
+def _drawing(url: str, model: str) -> Iterator[_Images]:
+    """Keeps IMAGES_IN_FLIGHT requests for an image each in flight while the block runs."""
+    images, stop = _Images(), threading.Event()
+
+    def call() -> int:
+        count = 0
+        with httpx.Client(base_url=url, timeout=120) as client:
+            while not stop.is_set():
+                body = {"model": model, "prompt": "a large red circle"}  # A random seed.
+                client.post("/v1/images/generations", json=body).raise_for_status()
+                count += 1
+        return count
+
+    began_s = time.monotonic()
+    with ThreadPoolExecutor(IMAGES_IN_FLIGHT) as callers:
+        calls = [callers.submit(call) for _ in range(IMAGES_IN_FLIGHT)]
+        try:
+            yield images
+        finally:
+            stop.set()
+            images.rate = sum(called.result() for called in calls) / (time.monotonic() - began_s)
 
 
 def smollm2_folder() -> Path:
@@ -269,18 +330,21 @@ class _Engine:
 def running_stack(
     folder: Path,
     changes: Mapping[str, str] = SERVED["fp32"],
-    *others: Mapping[str, str],
+    *others: Mapping[str, Any],
 ) -> Iterator[Stack]:
     """The stack of `penstock up` with the model in `folder` as MODEL.
 
     Args:
         changes: catalog entry fields that differ from `entry_of`.
-        others: the same for additional entries, which need a name.
+        others: the same for additional entries, which need a name. With `task`, a whole entry.
     """
     with tempfile.TemporaryDirectory() as temporary:
         state_dir = Path(temporary)
         models_file = state_dir / "models.yaml"
-        entries = [entry_of(folder, fields) for fields in (changes, *others)]
+        entries = [
+            fields if "task" in fields else entry_of(folder, fields)
+            for fields in (changes, *others)
+        ]
         models_file.write_text(yaml.safe_dump({"models": entries}), encoding="utf-8")
         variables = {"PENSTOCK_MODELS_FILE": str(models_file)}
         with served_stack(state_dir, Ports.free(), variables, say_nothing) as stack:

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What the Dockerfiles of API, functions and servers install, installed by the same words into empty environments, and their
 # entry points started there. About two minutes; var/image-check keeps nothing from run to run. The worker's, with its
-# gigabytes, is left to the build (and to trial.sh).
+# gigabytes, is left to the build (and to tests/image_trial).
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 work=$PWD/var/image-check

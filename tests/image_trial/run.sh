@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Builds all images and runs them, where there is neither a Docker daemon nor a registry: Debian, root, buildah,
-# debootstrap. The base is Debian's own Python; torch is what PIP_CONF's index gives (a CPU build will do). About 10 GB
-# in var/image-trial. Options of the builder, as --volume, may follow.
-#   apt-get install buildah debootstrap && PIP_CONF=/etc/pip.conf infra/docker/trial.sh
+# Builds all images and runs them without a Docker daemon or a registry. Needs Debian, root, buildah, and
+# debootstrap. The base is the Python of Debian; torch comes from the index in PIP_CONF (a CPU build is enough).
+# Takes about 10 GB in var/image-trial. Further arguments, such as --volume, go to the builder.
+#   apt-get install buildah debootstrap && PIP_CONF=/etc/pip.conf tests/image_trial/run.sh
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 trial=$PWD/var/image-trial
@@ -28,4 +28,4 @@ for image in api functions cuda; do
   infra/docker/build.sh "$image" "localhost/penstock-$image" "${options[@]}"
 done
 infra/docker/build.sh worker localhost/penstock-worker --build-arg "MODEL_PACKAGES=$(.venv/bin/python -m infra.docker.model_packages)" "${options[@]}"
-.venv/bin/python -m infra.docker.trial
+.venv/bin/python -m tests.image_trial

@@ -2,7 +2,7 @@
 
 Each image runs as its own user on a read-only file system, with its own environment and entry
 point, as on Kubernetes and Cloud Run. Only the mounted folders are writable. Needs root, and the
-images in buildah's storage; trial.sh builds them.
+images in the storage of buildah; run.sh builds them.
 """
 
 from __future__ import annotations
