@@ -12,26 +12,15 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import NamedTuple
 
-import msgspec
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
-from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
 
-from api.anthropic import messages
-from api.anthropic.schemas import (
-    AnthropicErrorReply,
-    CountBody,
-    MessageReply,
-    MessagesBody,
-    TokenCountReply,
-)
 from api.batches.files import BatchFiles
 from api.batches.service import Batches
 from api.batches.store import BatchStore
-from api.chat_bodies import ChatBody, CompletionBody
 from api.dispatch.pipeline import OpenParts, open_pipeline
 from api.dispatch.readiness import Readiness
+from api.endpoints import ACCESS_RULES, LINE_ENDPOINTS, REPLICATE_ROUTERS, ROUTERS
 from api.errors import ErrorReply, add_handlers
 from api.fair_room import FairRoom
 from api.http.auth import Access, access_of
@@ -39,7 +28,7 @@ from api.http.dependencies import Dependencies, StartedAt
 from api.http.fast_route import FastRouteApp
 from api.http.inference import Inference
 from api.http.middleware import BodyBudget
-from api.http.openapi import ANSWERED, SCHEMA_REF, Described
+from api.http.openapi import Described, describe_components, ref_to
 from api.http.recording import Recording
 from api.http.refusals import Refusals
 from api.idempotency.service import IdempotencyService
@@ -54,103 +43,16 @@ from api.inputs.url_fetcher import UrlFetcher
 from api.limits.budget_marks import BudgetMarks
 from api.limits.limiter import Limiter, open_limiter
 from api.limits.spent import SpentReader, SpentRows
-from api.mistral import ocr
-from api.mistral.ocr_schemas import OcrBody, OcrErrorReply, OcrReply
-from api.openai import (
-    audio,
-    batches,
-    conversations,
-    embeddings,
-    image_edits,
-    images,
-    rerank,
-    responses,
-    speech,
-    stored_chats,
-    token_counts,
-    usage,
-)
-from api.openai import chat as generation_routes
-from api.openai.audio_schemas import (
-    SpeechBody,
-    TranscriptionForm,
-    TranscriptionReply,
-    TranslationForm,
-    VerboseTranscriptionReply,
-)
-from api.openai.batches import BatchBody, BatchesPage, BatchObject
-from api.openai.chat_replies import ChatReply, CompletionReply
-from api.openai.conversations import (
-    ConversationBody,
-    ConversationChange,
-    ConversationDeleted,
-    ConversationReply,
-    NewItems,
-)
-from api.openai.embeddings_schemas import EmbeddingsBody, EmbeddingsReply
+from api.openai.batches import BatchBody
 from api.openai.image_edits import EditBody, EditForm, VariationForm
-from api.openai.images import GenerationBody, ImagesReply
-from api.openai.item_pages import ItemsPage
-from api.openai.rerank import RerankBody, RerankReply
-from api.openai.responses_schemas import ResponseBody, ResponseDeleted, ResponseReply
-from api.openai.stored_chats import ChatChange, ChatDeleted
-from api.openai.token_counts import (
-    InputTokensBody,
-    InputTokensReply,
-    TokenizeBody,
-    TokenizeReply,
-)
-from api.openai.usage import UsagePage, UsageReply
+from api.openai.images import GenerationBody
 from api.predictions.conversations import Conversations
 from api.predictions.event_stream import EventStreams
 from api.predictions.follower import PredictionFollower
 from api.predictions.generation_stream import GenerationStreams
 from api.predictions.results import ResultFetcher
 from api.predictions.service import Predictions
-from api.problem_details import Problem
-from api.replicate import events as prediction_events
-from api.replicate import models as prediction_models
-from api.replicate import predictions as prediction_routes
-from api.replicate.predictions import PredictionBody, VersionedBody
-from api.replicate.replies import (
-    AccountReply,
-    DeploymentReply,
-    DeploymentsPage,
-    FileReply,
-    Hardware,
-    HealthReply,
-    ModelsPage,
-    PredictionReply,
-    PredictionsPage,
-    ReadinessReply,
-    ReplicateModel,
-    SecretReply,
-    VersionReply,
-    VersionsPage,
-    WebhookAttempts,
-)
-from api.routes import admin as admin_routes
-from api.routes import files, health, models, pages, reports
-from api.routes.admin import (
-    ActObject,
-    ActsPage,
-    IssuedKeyObject,
-    KeyDeleted,
-    KeyObject,
-    KeysPage,
-    NewKeyBody,
-    PlanDeleted,
-    PlanObject,
-    PlansReply,
-    RotationBody,
-    TenantBody,
-    TenantObject,
-    TenantsReply,
-)
-from api.routes.files import FileDeleted, FileObject, FilesPage
-from api.routes.health import StatusReply
-from api.routes.models import ModelItem, ModelsReply
-from api.routes.reports import ReportReply, ReportsReply
+from api.routes import pages
 from api.usage.rows import UsageRows
 from api.usage.service import QueryPermits, ReportDataset, ReportService, UsageService
 from shared.broker.transport import Admin, Transport
@@ -161,57 +63,9 @@ from shared.stores.objects import ObjectStore, UrlSigner
 from shared.usage.row import RowSink
 from shared.webhooks.publisher import WebhookPublisher
 
-_BODIES: tuple[type[BaseModel], ...] = (
-    *(EmbeddingsBody, RerankBody, GenerationBody, EditForm, EditBody, VariationForm),
-    *(TranscriptionForm, TranslationForm, SpeechBody, OcrBody),
-    *(ChatBody, CompletionBody, ResponseBody),
-    *(ConversationBody, ConversationChange, NewItems),
-    *(ChatChange, MessagesBody, CountBody, InputTokensBody, TokenizeBody),
-    *(PredictionBody, VersionedBody, BatchBody),
-)
-
-
-_REPLIES: tuple[type[msgspec.Struct], ...] = (
-    *(EmbeddingsReply, RerankReply, ImagesReply, ModelsReply, ModelItem, ErrorReply),
-    *(TranscriptionReply, VerboseTranscriptionReply, OcrReply, OcrErrorReply),
-    *(ChatReply, CompletionReply),
-    *(ResponseReply, ResponseDeleted, ItemsPage),
-    *(ConversationReply, ConversationDeleted, ChatDeleted),
-    *(MessageReply, AnthropicErrorReply, TokenCountReply, InputTokensReply, TokenizeReply),
-    *(BatchObject, BatchesPage),
-    *(FileObject, FilesPage, FileDeleted),
-    *(
-        PredictionReply,
-        PredictionsPage,
-        WebhookAttempts,
-        ReplicateModel,
-    ),
-    *(
-        ModelsPage,
-        VersionReply,
-        VersionsPage,
-    ),
-    *(
-        DeploymentReply,
-        DeploymentsPage,
-        FileReply,
-        SecretReply,
-    ),
-    *(AccountReply, Hardware),
-    *(UsagePage, UsageReply, StatusReply),
-    *(ReportsReply, ReportReply),
-    *(HealthReply, ReadinessReply, Problem),
-    *(NewKeyBody, RotationBody, TenantBody, KeyObject),
-    *(IssuedKeyObject, KeysPage, KeyDeleted, PlanObject, PlansReply),
-    *(PlanDeleted, TenantObject, TenantsReply, ActObject, ActsPage),
-)
-
-
 _HEAD_TOO_LARGE: Described = {
     "description": "The URL and headers are too large.",
-    "content": {
-        "application/json": {"schema": {"$ref": SCHEMA_REF.format(name=ErrorReply.__name__)}}
-    },
+    "content": {"application/json": {"schema": ref_to(ErrorReply)}},
 }
 
 _ABOUT = (
@@ -241,22 +95,15 @@ def _document(app: FastAPI, catalog: Catalog) -> Described:
     page = get_openapi(
         title=app.title, version=app.version, description=app.description, routes=app.routes
     )
-    template = SCHEMA_REF.replace("{name}", "{model}")
-    _, described = models_json_schema(
-        [(body, "validation") for body in _BODIES], ref_template=template
-    )
+    components = page["components"] = describe_components()
+    schemas = components["schemas"]
     for body in (GenerationBody, EditForm, EditBody, VariationForm):
-        schema = described["$defs"][body.__name__]
-        described["$defs"][body.__name__] = show_guides(schema, catalog.of_task("image"))
-    _, structs = msgspec.json.schema_components(_REPLIES, ref_template=SCHEMA_REF)
-    page["components"] = {
-        "schemas": {**described["$defs"], **structs},
-        "headers": ANSWERED,
-        "responses": {"HeadTooLarge": _HEAD_TOO_LARGE},
-        "securitySchemes": {
-            "key": {"type": "http", "scheme": "bearer"},
-            "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
-        },
+        schemas[body.__name__] = show_guides(schemas[body.__name__], catalog.of_task("image"))
+    schemas[BatchBody.__name__]["properties"]["endpoint"]["enum"] = list(LINE_ENDPOINTS)
+    components["responses"] = {"HeadTooLarge": _HEAD_TOO_LARGE}
+    components["securitySchemes"] = {
+        "key": {"type": "http", "scheme": "bearer"},
+        "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
     }
     for path in page["paths"].values():
         for operation in path.values():
@@ -349,40 +196,11 @@ def _app(
 
 
 def _add_routes(app: FastRouteApp) -> None:
-    for routes in (
-        embeddings,
-        rerank,
-        images,
-        image_edits,
-        audio,
-        speech,
-        ocr,
-        generation_routes,
-        responses,
-        files,
-        batches,
-        models,
-        usage,
-        reports,
-        admin_routes,
-        health,
-        pages,
-    ):
-        app.add(routes.router)
-    app.include_router(generation_routes.stored_router)
-    app.include_router(stored_chats.router)
-    app.include_router(token_counts.router)
-    app.include_router(responses.stored_router)
-    app.include_router(conversations.router)
-    app.include_router(messages.router)
+    for router in ROUTERS:
+        app.add(router)
     app.mount("/docs/assets", pages.docs_assets)
     app.mount("/console/assets", pages.console_assets)
-    for router in (
-        prediction_routes.creation_router,
-        prediction_routes.router,
-        prediction_events.router,
-        prediction_models.router,
-    ):
+    for router in REPLICATE_ROUTERS:
         app.add(router, "/v1")
         app.add(router, is_in_schema=False)
 
@@ -495,6 +313,7 @@ def _dependencies(
         settings=settings,
         catalog=configuration.catalog,
         access=configuration.access,
+        access_rules=ACCESS_RULES,
         admission=pipeline.admission,
         dispatcher=pipeline.dispatcher,
         refusals=refusals,
@@ -503,7 +322,7 @@ def _dependencies(
         url_signer=configuration.url_signer,
         image_codec=image_codec,
         inference=inference,
-        recording=Recording(inference, predictions, follower, storage),
+        recording=Recording(inference, predictions, follower, storage, ACCESS_RULES),
         readiness=readiness,
         idempotency=idempotency,
         predictions=predictions,
@@ -514,7 +333,7 @@ def _dependencies(
         storage=storage,
         files=sources,
         batch_files=batch_files,
-        batches=Batches(BatchStore(configuration.objects), batch_files),
+        batches=Batches(BatchStore(configuration.objects), batch_files, LINE_ENDPOINTS),
         result_fetcher=result_fetcher,
         source_images=SourceImages(
             configuration.objects,

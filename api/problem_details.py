@@ -86,6 +86,8 @@ class ErrorRoute(APIRoute):
 class ProblemRoute(ErrorRoute):
     """A route whose errors are problem details."""
 
+    error_reply = Problem
+
     def respond(self, request: Request, error: Exception) -> Response:
         """Returns the problem details of an error."""
         return problem_response(request, error)

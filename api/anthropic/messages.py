@@ -43,14 +43,13 @@ from api.errors import (
     set_error_code,
     to_bad_input,
 )
-from api.http import openapi
 from api.http.call import ModelCall
 from api.http.connection import while_connected
 from api.http.encode_json import encode_json
 from api.http.inference import Inference
-from api.http.injection import Router
 from api.http.middleware import context_of
 from api.http.recording import Recording
+from api.http.router import Router
 from api.openai.chat_replies import ChatChoice
 from api.openai.generation import (
     answer_id,
@@ -104,6 +103,8 @@ _CONTEXT = re.compile(
 
 class AnthropicRoute(ErrorRoute):
     """A route whose errors have Anthropic's shape."""
+
+    error_reply = AnthropicErrorReply
 
     def respond(self, request: Request, error: Exception) -> Response:
         """Returns the error in that shape."""
@@ -289,16 +290,15 @@ def _usage_of(prompt: PromptSize, *, written: int) -> MessagesUsage:
     return MessagesUsage(read, written, prompt.cached_tokens)
 
 
-router = Router(route_class=AnthropicRoute)
+router = Router(scope="text", route_class=AnthropicRoute)
 
 
 @router.post(
     PATH,
     summary="Create a message",
-    openapi_extra=openapi.inference_body(MessagesBody),
-    responses=openapi.streamed(
-        openapi.inference_responses(MessageReply, error=AnthropicErrorReply)
-    ),
+    body=MessagesBody,
+    reply=MessageReply,
+    is_streamed=True,
 )
 async def create_message(
     call: ModelCall,
@@ -337,8 +337,8 @@ async def create_message(
 @router.post(
     PATH + "/count_tokens",
     summary="Count the tokens of messages",
-    openapi_extra=openapi.inference_body(CountBody),
-    responses=openapi.inference_responses(TokenCountReply, error=AnthropicErrorReply),
+    body=CountBody,
+    reply=TokenCountReply,
 )
 async def count_tokens(call: ModelCall, catalog: Catalog, inference: Inference) -> Response:
     """Counts the tokens that the model would read for the same request."""

@@ -11,24 +11,24 @@ from dataclasses import dataclass
 from prometheus_client import Counter
 
 from api.batch_runner.lines import (
-    ENDPOINTS,
     BatchLine,
     answered,
     not_run,
     refused,
 )
-from api.batch_runner.predictions import PredictionsEndpoint
 from api.batches.documents import BatchCreated, LineAnswer
+from api.batches.endpoint import LineCaller, ReplyTools
 from api.dispatch.dispatcher import Dispatcher
 from api.dispatch.request import InferenceRequest, InferenceResponse, NewRecord, RequestOptions
+from api.endpoints import LINE_ENDPOINTS
 from api.errors import BudgetReserved, LargerThanBudget, RateLimited
 from api.inputs.image_codec import ImageCodec
 from api.inputs.source_images import SourceImages
 from api.limits.limited_request import LimitedRequest, RecoveredRequest
 from api.limits.limiter import Limiter
-from api.openai.endpoint import LineCaller, ReplyTools
 from api.predictions.creation import OWNER, PredictionSnapshot, digest_of, ids_of, version_of
 from api.predictions.service import GRACE_S, PredictionIdTaken, Predictions
+from api.replicate.prediction_lines import PREDICTIONS_PATH
 from shared.errors import Canceled, DeadlineExceeded, Overloaded, PenstockError, Unavailable
 from shared.messages import ItemOutcome, Receipt, RequestFacts
 from shared.models.tasks import Input
@@ -243,7 +243,7 @@ class LineExecutor:
         this.outcomes = reply.outcomes if reply is not None else ()
         if record.state == "canceled":
             raise _RunCanceled("the run of the line was canceled")
-        endpoint = ENDPOINTS[batch.endpoint]
+        endpoint = LINE_ENDPOINTS[batch.endpoint]
         if record.state != "succeeded" or reply is None or reply.output is None:
             with endpoint.words(line.request):
                 raise endpoint.failure(line.request, run)
@@ -355,7 +355,7 @@ class LineExecutor:
             deadline_s,
             self.source_images,
         )
-        return await ENDPOINTS[batch.endpoint].inputs(line.request, owner)
+        return await LINE_ENDPOINTS[batch.endpoint].inputs(line.request, owner)
 
     async def _pause(
         self, error: PenstockError, caller: Caller, line: BatchLine, drawn_s: float, left_s: float
@@ -413,7 +413,7 @@ class LineExecutor:
         deadline_s = time.time() + REPLY_LIMIT_S
         tools = ReplyTools(self.objects, self.image_codec, deadline_s, response.price)
         try:
-            endpoint = ENDPOINTS[batch.endpoint]
+            endpoint = LINE_ENDPOINTS[batch.endpoint]
             with response, endpoint.words(line.request):
                 response.raise_failed()
                 return await endpoint.reply(line.request, response.outcomes, tools)
@@ -432,7 +432,7 @@ def _completed(
     """Returns the final answer to a line that succeeded, with the usage it reports."""
     LINES.labels("completed").inc()
     answer = answered(batch, line, request.facts.request_id, body)
-    endpoint = ENDPOINTS[batch.endpoint]
+    endpoint = LINE_ENDPOINTS[batch.endpoint]
     usage = endpoint.usage(line.request, this.outcomes or (), this.answered)
     return LineAnswer(answer, "completed", usage.input_tokens + usage.output_tokens, usage)
 
@@ -507,7 +507,7 @@ def _record(
         version=version_of(model),
         input={"batch_id": batch.id, "custom_id": line.custom_id},
         is_list=False,
-        endpoint="" if batch.endpoint == PredictionsEndpoint.path else batch.endpoint,
+        endpoint="" if batch.endpoint == PREDICTIONS_PATH else batch.endpoint,
         base_url=batch.base_url,
         created_at_s=facts.received_at_s,
         deadline_s=deadline_s,

@@ -13,35 +13,14 @@ from typing import NamedTuple
 import msgspec
 from pydantic import ValidationError
 
-from api.batch_runner.predictions import PredictionsEndpoint
 from api.batches.documents import BatchCreated, LineError
+from api.batches.endpoint import LineRequest
 from api.bodies import check_amount
+from api.endpoints import LINE_ENDPOINTS
 from api.errors import error_response, to_bad_input
-from api.mistral.ocr import OcrEndpoint
-from api.openai.audio import TranscriptionsEndpoint, TranslationsEndpoint
-from api.openai.embeddings import EmbeddingsEndpoint
-from api.openai.endpoint import Endpoint, LineRequest
-from api.openai.generation import ChatEndpoint, CompletionEndpoint
-from api.openai.images import GenerationsEndpoint
-from api.openai.rerank import RerankEndpoint
 from shared.errors import BadInput, PenstockError, UnknownModel
 from shared.models.catalog import Catalog
 
-ENDPOINTS: dict[str, Endpoint] = {
-    endpoint.path: endpoint
-    for endpoint in (
-        EmbeddingsEndpoint(),
-        RerankEndpoint(),
-        GenerationsEndpoint(),
-        ChatEndpoint(),
-        CompletionEndpoint(),
-        TranscriptionsEndpoint(),
-        TranslationsEndpoint(),
-        PredictionsEndpoint(),
-        OcrEndpoint(),
-    )
-}
-"""The endpoints that lines of a batch may use, by path."""
 MAX_LINE_BYTES = 4 * 1024 * 1024
 BYTE_ORDER_MARK = codecs.BOM_UTF8
 _BESIDE_BYTES = len(BYTE_ORDER_MARK) + 1
@@ -165,7 +144,9 @@ def read_line(line: Line, batch: BatchCreated, catalog: Catalog) -> BatchLine:
     body = bytes(fields.body)
     try:
         check_amount(body)
-        request = ENDPOINTS[batch.endpoint].read(body, catalog, default_seed(batch, line.number))
+        request = LINE_ENDPOINTS[batch.endpoint].read(
+            body, catalog, default_seed(batch, line.number)
+        )
         if batch.models is not None and request.model.name not in batch.models:
             raise UnknownModel(f"the key may not use {request.model.name}", field="model")
     except (ValidationError, BadInput) as error:

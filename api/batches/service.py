@@ -43,21 +43,29 @@ class BatchPage:
 
 
 class Batches:
-    """The batches of all tenants."""
+    """The batches of all tenants.
 
-    def __init__(self, store: BatchStore, files: BatchFiles) -> None:
+    Args:
+        endpoints: paths of the endpoints that lines may use.
+    """
+
+    def __init__(self, store: BatchStore, files: BatchFiles, endpoints: Collection[str]) -> None:
         self._store = store
         self._files = files
+        self._endpoints = endpoints
 
     async def create(self, caller: Caller, asked: NewBatch) -> BatchState:
         """Creates a batch. The runner validates its lines.
 
         Raises:
             NotFound: the tenant does not have such a file.
-            BadInput: the file is not for a batch.
+            BadInput: the file is not for a batch, or lines may not use the endpoint.
             Overloaded: too many of the tenant's batches are open.
             Unavailable: the object store is unreachable.
         """
+        if asked.endpoint not in self._endpoints:
+            accepted = ", ".join(self._endpoints)
+            raise BadInput(f"endpoint: must be one of {accepted}", field="endpoint")
         file = await self._files.find(caller.tenant, asked.input_file_id)
         if file.purpose != "batch":
             reason = f"the file has purpose {file.purpose}; purpose batch is required"

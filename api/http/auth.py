@@ -1,7 +1,7 @@
 """Authenticates and authorizes requests. Routes under /v1 do this first.
 
 - Keys: requests read a snapshot of the key directory in memory (api/http/key_refresh.py).
-- Scopes and models: one table lists the requirements of each route.
+- Scopes: each endpoint declares the scope that a key needs (api/http/router.py).
 - Access without keys: only for APIs that no other machine can reach. Browsers on that machine open
   foreign pages, which must not use the API. Such a page can send a form to http://127.0.0.1:8080
   from its own origin, and its own name can point to 127.0.0.1 (DNS rebinding). So the names in
@@ -12,9 +12,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
-from typing import Literal, NamedTuple, Protocol, Self, TypeAlias
+from typing import Literal, Protocol, Self, TypeAlias
 from urllib.parse import urlsplit
 
 from prometheus_client import Counter
@@ -31,12 +31,8 @@ from shared.tenants.directory import BudgetHolder, Scope
 from shared.tenants.key_store import KeyStore
 from shared.tenants.plan import Caller
 
-ModelCheck: TypeAlias = Literal["", "named", "stored", "listed"]
-"""How a route treats models that a key may not use.
-
-`named`: the request names a model. `stored`: it reads or changes stored results of a model.
-`listed`: it omits their results from lists.
-"""
+KeyScope: TypeAlias = Scope | Literal["any"]
+"""Scope that a key needs for an endpoint. `any`: any valid key is accepted."""
 
 _ANYONE = Caller()
 
@@ -59,97 +55,6 @@ _REASONS = (
     f"an API key is required: {HOW_TO_SEND}",
     "two different API keys were sent; send only one",
 )
-
-
-class Rule(NamedTuple):
-    """The requirements of a route. Without a scope, any key is accepted."""
-
-    scope: Scope | None
-    model: ModelCheck = ""
-
-
-_RULES_OF_PATHS: dict[str, tuple[str, Rule]] = {
-    "/embeddings": ("POST", Rule("embeddings", "named")),
-    "/rerank": ("POST", Rule("embeddings", "named")),
-    "/images/generations": ("POST", Rule("images", "named")),
-    "/images/edits": ("POST", Rule("images", "named")),
-    "/images/variations": ("POST", Rule("images", "named")),
-    "/audio/transcriptions": ("POST", Rule("audio", "named")),
-    "/audio/translations": ("POST", Rule("audio", "named")),
-    "/audio/speech": ("POST", Rule("audio", "named")),
-    "/ocr": ("POST", Rule("ocr", "named")),
-    "/chat/completions": ("POST", Rule("text", "named")),
-    "/chat/completions/{completion_id}": ("GET POST DELETE", Rule("text", "stored")),
-    "/chat/completions/{completion_id}/messages": ("GET", Rule("text", "stored")),
-    "/completions": ("POST", Rule("text", "named")),
-    "/responses": ("POST", Rule("text", "named")),
-    "/responses/{response_id}": ("GET DELETE", Rule("text", "stored")),
-    "/responses/{response_id}/input_items": ("GET", Rule("text", "stored")),
-    "/responses/{response_id}/cancel": ("POST", Rule("text", "stored")),
-    "/messages": ("POST", Rule("text", "named")),
-    "/messages/count_tokens": ("POST", Rule("text", "named")),
-    "/responses/input_tokens": ("POST", Rule("text", "named")),
-    "/tokenize": ("POST", Rule("text", "named")),
-    "/conversations": ("POST", Rule("text")),
-    "/conversations/{conversation_id}": ("GET POST DELETE", Rule("text")),
-    "/conversations/{conversation_id}/items": ("GET POST", Rule("text")),
-    "/conversations/{conversation_id}/items/{item_id}": ("GET DELETE", Rule("text")),
-    "/models/{owner}/{name}/predictions": ("POST", Rule("predictions", "named")),
-    "/deployments/{owner}/{name}/predictions": ("POST", Rule("predictions", "named")),
-    "/predictions/{prediction_id}/cancel": ("POST", Rule("predictions", "stored")),
-    "/predictions/{prediction_id}/stream": ("GET", Rule("predictions", "stored")),
-    "/predictions/{prediction_id}/webhooks": ("GET", Rule("predictions", "stored")),
-    "/predictions/{prediction_id}/webhooks/replay": ("POST", Rule("predictions", "stored")),
-    "/webhooks/default/secret": ("GET", Rule("predictions")),
-    "/files": ("GET POST", Rule("files")),
-    "/files/{file_id}": ("GET DELETE", Rule("files")),
-    "/files/{file_id}/content": ("GET", Rule("files")),
-    "/batches": ("GET POST", Rule("batches")),
-    "/batches/{batch_id}": ("GET", Rule("batches")),
-    "/batches/{batch_id}/cancel": ("POST", Rule("batches")),
-    "/usage": ("GET", Rule("usage")),
-    "/organization/costs": ("GET", Rule("usage")),
-    "/organization/usage/embeddings": ("GET", Rule("usage")),
-    "/organization/usage/images": ("GET", Rule("usage")),
-    "/reports": ("GET", Rule("usage")),
-    "/reports/{name}": ("GET", Rule("usage")),
-    "/admin/keys": ("GET POST", Rule("admin")),
-    "/admin/keys/{key_id}": ("GET DELETE", Rule("admin")),
-    "/admin/keys/{key_id}/rotate": ("POST", Rule("admin")),
-    "/admin/plans": ("GET", Rule("admin")),
-    "/admin/plans/{name:path}": ("PUT DELETE", Rule("admin")),
-    "/admin/tenants": ("GET", Rule("admin")),
-    "/admin/tenants/{name:path}": ("PUT", Rule("admin")),
-    "/admin/audit": ("GET", Rule("admin")),
-    # Information about this service that every key may see.
-    "/models": ("GET", Rule(None, "listed")),
-    "/models/{model}": ("GET", Rule(None, "listed")),
-    "/models/{owner}/{name}": ("GET", Rule(None, "listed")),
-    "/models/{owner}/{name}/versions": ("GET", Rule(None, "listed")),
-    "/models/{owner}/{name}/versions/{version}": ("GET", Rule(None, "listed")),
-    "/deployments": ("GET", Rule(None, "listed")),
-    "/deployments/{owner}/{name}": ("GET", Rule(None, "listed")),
-    "/hardware": ("GET", Rule(None, "listed")),
-    "/status": ("GET", Rule(None, "listed")),
-    "/account": ("GET", Rule(None)),
-}
-RULES: dict[tuple[str, str], Rule] = {
-    (method, path): rule
-    for path, (methods, rule) in _RULES_OF_PATHS.items()
-    for method in methods.split()
-} | {
-    ("GET", "/predictions"): Rule("predictions", "listed"),
-    ("GET", "/chat/completions"): Rule("text", "listed"),
-    ("POST", "/predictions"): Rule("predictions", "named"),
-    ("GET", "/predictions/{prediction_id}"): Rule("predictions", "stored"),
-    ("DELETE", "/predictions/{prediction_id}"): Rule("predictions", "stored"),
-    ("PUT", "/predictions/{prediction_id}"): Rule("predictions", "named"),
-}
-"""The requirements of each route, by method and path template without version.
-
-HEAD counts as GET. A route that is not listed requires an unrestricted key.
-"""
-_UNKNOWN = Rule("all")
 
 
 class MissingScope(Forbidden):
@@ -176,44 +81,60 @@ class StoredWork(Protocol):
         """Model name in the catalog."""
 
 
-def check_access(caller: Caller, method: str, path: str, stored: StoredWork | None = None) -> None:
-    """Rejects requests that the caller's key does not permit, on every path.
+class AccessRules:
+    """Decides which endpoints a key may call.
 
     Args:
-        method: request method. HEAD counts as GET.
-        path: path template of the route, such as `/v1/files/{file_id}`.
-        stored: the result that it reads or changes, if a model computed it. The key also needs the
-            scope of its endpoint.
-
-    Raises:
-        MissingScope: the key lacks a scope.
-        ModelForbidden: the key may not use the model.
+        scopes: the scope that each endpoint needs, by method and path template. An endpoint that is
+            not listed requires an unrestricted key. HEAD counts as GET.
     """
-    method = "GET" if method == "HEAD" else method
-    _check_scope(caller, method, rule_of(method, path).scope)
-    if stored is not None:
-        if stored.endpoint:
-            _check_scope(caller, method, rule_of("POST", stored.endpoint).scope)
-        check_model(caller, stored.model)
+
+    def __init__(self, scopes: Mapping[tuple[str, str], KeyScope]) -> None:
+        self._scopes = {
+            (method, _strip_version(path)): scope for (method, path), scope in scopes.items()
+        }
+
+    def check(
+        self, caller: Caller, method: str, path: str, stored: StoredWork | None = None
+    ) -> None:
+        """Rejects requests that the caller's key does not permit.
+
+        Args:
+            path: path template of the route, such as `/v1/files/{file_id}`.
+            stored: the result that it reads or changes, if a model computed it. The key also needs
+                the scope of its endpoint.
+
+        Raises:
+            MissingScope: the key lacks a scope.
+            ModelForbidden: the key may not use the model.
+        """
+        method = "GET" if method == "HEAD" else method
+        _check_scope(caller, method, self.scope_of(method, path))
+        if stored is not None:
+            if stored.endpoint:
+                _check_scope(caller, method, self.scope_of("POST", stored.endpoint))
+            check_model(caller, stored.model)
+
+    def may_see(self, caller: Caller, path: str, stored: StoredWork) -> bool:
+        """Returns whether a list at `path` includes this result for the caller."""
+        try:
+            self.check(caller, "GET", path, stored)
+        except Forbidden:
+            return False
+        return True
+
+    def scope_of(self, method: str, path: str) -> KeyScope:
+        """Returns the scope that an endpoint needs. Its path may start with /v1, /v2 or neither."""
+        return self._scopes.get((method, _strip_version(path)), "all")
 
 
-def may_see(caller: Caller, path: str, stored: StoredWork) -> bool:
-    """Returns whether a list at `path` includes this result for the caller."""
-    try:
-        check_access(caller, "GET", path, stored)
-    except Forbidden:
-        return False
-    return True
+def _strip_version(path: str) -> str:
+    return path.removeprefix("/v1").removeprefix("/v2")
 
 
-def rule_of(method: str, path: str) -> Rule:
-    """Returns the requirements of a route. Its template may start with /v1, /v2 or neither."""
-    return RULES.get((method, path.removeprefix("/v1").removeprefix("/v2")), _UNKNOWN)
-
-
-def _check_scope(caller: Caller, method: str, needed: Scope | None) -> None:
+def _check_scope(caller: Caller, method: str, needed: KeyScope) -> None:
     held = caller.scopes
-    if needed is None or (held is not None and needed in held):
+    if needed == "any" or (held is not None and needed in held):
         return
     reads = method == "GET"
     if needed != "admin" and (held is None or "all" in held or (reads and "read" in held)):

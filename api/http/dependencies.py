@@ -15,7 +15,7 @@ from api.batches.service import Batches
 from api.dispatch.admission import Admission
 from api.dispatch.dispatcher import Dispatcher
 from api.dispatch.readiness import Readiness
-from api.http.auth import Access
+from api.http.auth import Access, AccessRules
 from api.http.inference import Inference
 from api.http.recording import Recording
 from api.http.refusals import Refusals
@@ -47,6 +47,7 @@ class Dependencies:
     settings: ApiSettings
     catalog: Catalog
     access: Access
+    access_rules: AccessRules
     admission: Admission
     dispatcher: Dispatcher
     refusals: Refusals

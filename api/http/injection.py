@@ -6,7 +6,7 @@
 
 `Call` and `ModelCall` are authenticated before the endpoint runs. A parameter whose type is a
 field of `Dependencies` gets that service. A parameter whose type is marked with `injectable` gets
-an object made of such services. FastAPI passes the others, from the path and the query.
+an object made of these services. FastAPI passes the others, from the path and the query.
 """
 
 from __future__ import annotations
@@ -16,11 +16,9 @@ from collections.abc import Awaitable, Callable
 from functools import cache, wraps
 from typing import Any, TypeVar, get_type_hints
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from api.http.auth import check_access
 from api.http.call import Call, ModelCall
 from api.http.dependencies import Dependencies, dependencies_of
 from api.http.middleware import context_of
@@ -31,14 +29,6 @@ Provider = Callable[[Request], Any]
 T = TypeVar("T")
 
 _injectable = set[type]()
-
-
-class Router(APIRouter):
-    """A router whose endpoints get their parameters by type."""
-
-    def add_api_route(self, path: str, endpoint: Endpoint, **options: Any) -> None:
-        """Adds an endpoint, with `inject`."""
-        super().add_api_route(path, inject(endpoint), **options)
 
 
 def authenticate(request: Request) -> Call:
@@ -55,7 +45,7 @@ def authenticate(request: Request) -> Call:
     facts.tenant, facts.key_id = caller.tenant, caller.key_id
     facts.plan, facts.weight = caller.plan_name, caller.plan.weight
     context.record_refusal = dependencies.refusals.write_row
-    check_access(caller, request.method, request.scope["route"].path)
+    dependencies.access_rules.check(caller, request.method, request.scope["route"].path)
     public_url = dependencies.settings.public_url
     return Call(request, context, caller, public_url, dependencies.access)
 
@@ -117,7 +107,7 @@ def inject(endpoint: Endpoint) -> Endpoint:
 
 
 def injectable(kind: type[T]) -> type[T]:
-    """Marks a class whose constructor takes only services or classes marked like it."""
+    """Marks a class whose constructor takes only calls, services and classes marked like it."""
     _injectable.add(kind)
     return kind
 

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from api.dispatch.request import InferenceRequest, NewRecord, headers_of_run
-from api.http.auth import check_access, may_see
+from api.http.auth import AccessRules
 from api.http.call import Call, ModelCall
 from api.http.connection import while_connected
 from api.http.inference import Inference
@@ -35,11 +35,13 @@ class Recording:
         predictions: Predictions,
         follower: PredictionFollower,
         storage: Storage,
+        rules: AccessRules,
     ) -> None:
         self._inference = inference
         self._predictions = predictions
         self._follower = follower
         self._storage = storage
+        self._rules = rules
 
     def request(
         self,
@@ -162,9 +164,9 @@ class Recording:
             Forbidden: the key does not permit this with results of that endpoint or model.
         """
         snapshot = await self._predictions.read(call.tenant, prediction_id)
-        check_access(call.caller, call.http.method, call.route, snapshot.prediction)
+        self._rules.check(call.caller, call.http.method, call.route, snapshot.prediction)
         return snapshot
 
     def is_visible(self, call: Call, snapshot: PredictionSnapshot) -> bool:
         """Returns whether a list of predictions includes this one for the caller."""
-        return may_see(call.caller, call.route, snapshot.prediction)
+        return self._rules.may_see(call.caller, call.route, snapshot.prediction)

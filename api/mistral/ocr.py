@@ -27,6 +27,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from api.batches.documents import LineUsage
+from api.batches.endpoint import Endpoint, LineCaller, LineRequest, ReplyTools
 from api.errors import (
     ERROR_MAPPINGS,
     ClientGone,
@@ -39,9 +40,8 @@ from api.http.call import ModelCall
 from api.http.connection import while_connected
 from api.http.fast_route import FastRoute
 from api.http.inference import Inference
-from api.http.injection import Router
-from api.http.openapi import inference_body, inference_responses
 from api.http.recording import Recording
+from api.http.router import Router
 from api.inputs.source_images import ACCEPTED, ImageCaller, SourceImages
 from api.inputs.storage import Storage
 from api.mistral.ocr_schemas import (
@@ -53,7 +53,6 @@ from api.mistral.ocr_schemas import (
     OcrUsage,
     PagesApart,
 )
-from api.openai.endpoint import Endpoint, LineCaller, LineRequest, ReplyTools
 from api.openai.images import read_blob
 from api.predictions.creation import PredictionSnapshot, digest_of
 from api.problem_details import UNPROCESSABLE
@@ -68,6 +67,7 @@ from shared.models.tasks import Result
 from shared.models.tasks.custom import CustomInput, CustomResult, FilePlace
 from shared.stores.objects import ObjectStore
 
+PATH = "/v1/ocr"
 DOCUMENT, SIZE_METRIC = "document", "doc_size_bytes"
 MAX_IMAGES_BYTES = 48 * 1024 * 1024
 """Maximum total size of the images in an answer. Base64 adds a third."""
@@ -106,6 +106,8 @@ def ocr_error(error: Exception) -> tuple[PenstockError, int, bytes]:
 
 class OcrRoute(FastRoute):
     """A route whose errors have Mistral's format."""
+
+    error_reply = OcrErrorReply
 
     async def answer_error(self, request: Request, error: Exception) -> Response:
         """Returns an error in that format."""
@@ -266,8 +268,6 @@ def _rename(page: OcrPage, names: Mapping[str, str]) -> None:
 class OcrEndpoint(Endpoint):
     """Lines with the body of POST /v1/ocr."""
 
-    path = "/v1/ocr"
-
     def read(self, data: bytes, catalog: Catalog, default_seed: int) -> LineRequest:
         """Returns one item. Its document is loaded when the line runs."""
         body = OcrBody.model_validate_json(data, strict=True)
@@ -310,15 +310,10 @@ class OcrEndpoint(Endpoint):
         return _encode(await _reply(outcome.result, request.model, tools.objects, body))
 
 
-router = Router(route_class=OcrRoute)
+router = Router(scope="ocr", route_class=OcrRoute)
 
 
-@router.post(
-    "/v1/ocr",
-    summary="Read a document",
-    openapi_extra=inference_body(OcrBody),
-    responses=inference_responses(OcrReply, error=OcrErrorReply),
-)
+@router.post(PATH, summary="Read a document", body=OcrBody, reply=OcrReply, lines=OcrEndpoint())
 async def create_ocr(
     call: ModelCall,
     catalog: Catalog,
@@ -360,8 +355,8 @@ async def _run_flow(
     fields = body.model_dump(mode="json", exclude_unset=True, exclude={DOCUMENT})
     shown = fields | {DOCUMENT: {"type": body.document.type}}
     read = Inputs([one], shown, is_list=False, is_repeatable=model.deterministic)
-    digest = digest_of(json.dumps([model.name, OcrEndpoint.path, repr(one.cache_form())]))
-    new = recording.request(call, model, read, digest=digest, endpoint=OcrEndpoint.path)
+    digest = digest_of(json.dumps([model.name, PATH, repr(one.cache_form())]))
+    new = recording.request(call, model, read, digest=digest, endpoint=PATH)
     snapshot = await recording.run_flow(call, new)
     reply = snapshot.record.reply
     if snapshot.record.state != "succeeded" or reply is None:

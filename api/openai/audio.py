@@ -29,23 +29,20 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from api.batches.documents import LineUsage
+from api.batches.endpoint import Endpoint, LineCaller, LineRequest, ReplyTools
 from api.dispatch.request import InferenceRequest
 from api.errors import BodyTooLarge
 from api.http.call import ModelCall
 from api.http.connection import while_connected
 from api.http.fast_route import StreamedRoute
 from api.http.inference import Inference
-from api.http.injection import Router
 from api.http.openapi import (
-    INFERRING,
     Responses,
-    form_body,
-    inference_responses,
     ref_to,
-    streamed,
 )
 from api.http.recording import Recording
 from api.http.request_options import wants_event_ids
+from api.http.router import Router
 from api.http.upload_form import MAX_EDIT_FIELDS, closed_form, form_asks_for_stream
 from api.inputs.source_images import ImageCaller, SourceImages
 from api.inputs.storage import Storage
@@ -67,7 +64,6 @@ from api.openai.audio_schemas import (
     VerboseTranscriptionReply,
 )
 from api.openai.chat import failure_event
-from api.openai.endpoint import Endpoint, LineCaller, LineRequest, ReplyTools
 from api.predictions.creation import PredictionSnapshot, digest_of
 from api.predictions.event_stream import HeldResponse
 from api.predictions.generation_stream import (
@@ -457,13 +453,13 @@ class _LinesOf(Endpoint):
 class TranscriptionsEndpoint(_LinesOf):
     """Recordings to transcribe."""
 
-    path, mode, body_type = TRANSCRIPTIONS, "transcribe", TranscriptionLine
+    mode, body_type = "transcribe", TranscriptionLine
 
 
 class TranslationsEndpoint(_LinesOf):
     """Recordings to translate into English."""
 
-    path, mode, body_type = TRANSLATIONS, "translate", TranslationLine
+    mode, body_type = "translate", TranslationLine
 
 
 class AudioRoute(StreamedRoute):
@@ -474,25 +470,31 @@ class AudioRoute(StreamedRoute):
         return await form_asks_for_stream(request, **_FORM_LIMITS)
 
 
-router = Router(route_class=AudioRoute)
+router = Router(scope="audio", route_class=AudioRoute)
 
 
-def _transcription_responses(*, is_streamed: bool) -> Responses:
-    answers = inference_responses(TranscriptionReply)
-    either = [ref_to(TranscriptionReply), ref_to(VerboseTranscriptionReply)]
-    answers[200]["content"] = {
-        "application/json": {"schema": {"anyOf": either}},
-        "text/plain": {"schema": {"type": "string"}},
-        "text/vtt": {"schema": {"type": "string"}},
+_TRANSCRIPT: Responses = {
+    200: {
+        "description": "The result.",
+        "content": {
+            "application/json": {
+                "schema": {"anyOf": [ref_to(TranscriptionReply), ref_to(VerboseTranscriptionReply)]}
+            },
+            "text/plain": {"schema": {"type": "string"}},
+            "text/vtt": {"schema": {"type": "string"}},
+        },
+        "headers": {},
     }
-    return streamed(answers) if is_streamed else answers
+}
 
 
 @router.post(
     TRANSCRIPTIONS,
     summary="Transcribe a recording",
-    openapi_extra=form_body(TranscriptionForm, INFERRING),
-    responses=_transcription_responses(is_streamed=True),
+    form=TranscriptionForm,
+    answers=_TRANSCRIPT,
+    is_streamed=True,
+    lines=TranscriptionsEndpoint(),
 )
 async def create_transcription(
     call: ModelCall,
@@ -525,8 +527,9 @@ async def create_transcription(
 @router.post(
     TRANSLATIONS,
     summary="Translate a recording into English",
-    openapi_extra=form_body(TranslationForm, INFERRING),
-    responses=_transcription_responses(is_streamed=False),
+    form=TranslationForm,
+    answers=_TRANSCRIPT,
+    lines=TranslationsEndpoint(),
 )
 async def create_translation(
     call: ModelCall,

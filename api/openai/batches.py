@@ -19,8 +19,7 @@ from api.bodies import MAX_URL_CHARS, Body, Metadata
 from api.http.auth import check_model
 from api.http.call import Call
 from api.http.encode_json import encode_json
-from api.http.injection import Router
-from api.http.openapi import AUTHENTICATED, json_body, responses
+from api.http.router import Router
 from shared.errors import BadInput
 from shared.settings import ApiSettings
 from shared.webhooks.event import WebhookUrlForbidden, parse_webhook_url
@@ -47,17 +46,7 @@ class BatchBody(Body):
     )
 
     input_file_id: str = Field(description="A file with purpose `batch`.")
-    endpoint: Literal[
-        "/v1/embeddings",
-        "/v1/rerank",
-        "/v1/images/generations",
-        "/v1/chat/completions",
-        "/v1/completions",
-        "/v1/audio/transcriptions",
-        "/v1/audio/translations",
-        "/v1/predictions",
-        "/v1/ocr",
-    ] = Field(description="The `url` in all lines.")
+    endpoint: str = Field(description="The `url` in all lines.")
     completion_window: Literal["24h"]
     metadata: Metadata | None = None
     output_expires_after: OutputExpiresAfter | None = None
@@ -222,14 +211,15 @@ def _second(at_s: float) -> int | None:
     return int(at_s) if at_s else None
 
 
-router = Router()
+router = Router(scope="batches")
 
 
 @router.post(
     "/v1/batches",
     summary="Create a batch",
-    openapi_extra=json_body(BatchBody),
-    responses=responses(BatchObject, 400, 401, 404, 408, 413, 429, 503),
+    body=BatchBody,
+    reply=BatchObject,
+    errors=(404, 429),
 )
 async def create_batch(call: Call, settings: ApiSettings, batches: Batches) -> Response:
     """Answers at once, with status `validating`. The lines run within 24 hours, at a lower price.
@@ -254,12 +244,7 @@ async def create_batch(call: Call, settings: ApiSettings, batches: Batches) -> R
     return encode_json(shown_batch(await batches.create(call.caller, asked)))
 
 
-@router.get(
-    "/v1/batches",
-    summary="List batches",
-    openapi_extra=AUTHENTICATED,
-    responses=responses(BatchesPage, 400, 401, 503),
-)
+@router.get("/v1/batches", summary="List batches", reply=BatchesPage, errors=(400,))
 async def list_batches(
     call: Call,
     batches: Batches,
@@ -273,12 +258,7 @@ async def list_batches(
     return encode_json(BatchesPage(data, page.has_more, first_id, last_id))
 
 
-@router.get(
-    "/v1/batches/{batch_id}",
-    summary="Get a batch",
-    openapi_extra=AUTHENTICATED,
-    responses=responses(BatchObject, 401, 404, 503),
-)
+@router.get("/v1/batches/{batch_id}", summary="Get a batch", reply=BatchObject)
 async def get_batch(call: Call, batches: Batches, batch_id: str) -> Response:
     """Returns a batch with the number of finished lines."""
     return encode_json(shown_batch(await _found(call, batch_id, batches)))
@@ -287,8 +267,8 @@ async def get_batch(call: Call, batches: Batches, batch_id: str) -> Response:
 @router.post(
     "/v1/batches/{batch_id}/cancel",
     summary="Cancel a batch",
-    openapi_extra=AUTHENTICATED,
-    responses=responses(BatchObject, 400, 401, 404, 503),
+    reply=BatchObject,
+    errors=(400,),
 )
 async def cancel_batch(call: Call, batches: Batches, batch_id: str) -> Response:
     """Stops a batch. Unfinished lines get `batch_cancelled` in the error file."""

@@ -19,16 +19,14 @@ from starlette.responses import Response
 from api.chat_bodies import ChatBody, CompletionBody
 from api.dispatch.request import InferenceRequest, InferenceResponse
 from api.errors import encode_error, error_body
-from api.http import openapi
 from api.http.call import Call, ModelCall
 from api.http.connection import while_connected
 from api.http.encode_json import encode_json
 from api.http.fast_route import IS_HEAD, StreamedRoute
 from api.http.inference import Inference
-from api.http.injection import Router
-from api.http.openapi import LAST_EVENT_ID, generation_body, inference_responses, streamed
 from api.http.recording import Recording
 from api.http.request_options import wants_event_ids
+from api.http.router import Router
 from api.openai.chat_replies import (
     ChatChunk,
     ChatChunkChoice,
@@ -40,6 +38,8 @@ from api.openai.chat_replies import (
 from api.openai.generation import (
     CHAT_PREFIX,
     COMPLETION_PREFIX,
+    ChatEndpoint,
+    CompletionEndpoint,
     answer_id,
     begun_call,
     chat_choice,
@@ -230,8 +230,8 @@ class CompletionEvents(StreamShape):
         return _event(reply)
 
 
-router = Router(route_class=StreamedRoute)
-stored_router = Router()
+router = Router(scope="text", route_class=StreamedRoute)
+stored_router = Router(scope="text")
 
 
 class _Endpoint(NamedTuple, Generic[B]):
@@ -250,8 +250,11 @@ COMPLETION = _Endpoint("/v1/completions", COMPLETION_PREFIX, completion_reply, C
 @router.post(
     CHAT.path,
     summary="Continue a chat",
-    openapi_extra=generation_body(ChatBody),
-    responses=streamed(inference_responses(ChatReply)),
+    body=ChatBody,
+    takes=("X-Penstock-Event-Ids", "Last-Event-ID"),
+    reply=ChatReply,
+    is_streamed=True,
+    lines=ChatEndpoint(),
 )
 async def create_chat(
     call: ModelCall,
@@ -284,8 +287,11 @@ async def create_chat(
 @router.post(
     COMPLETION.path,
     summary="Continue a text",
-    openapi_extra=generation_body(CompletionBody),
-    responses=streamed(inference_responses(CompletionReply)),
+    body=CompletionBody,
+    takes=("X-Penstock-Event-Ids", "Last-Event-ID"),
+    reply=CompletionReply,
+    is_streamed=True,
+    lines=CompletionEndpoint(),
 )
 async def create_completion(
     call: ModelCall,
@@ -308,8 +314,10 @@ async def create_completion(
 @stored_router.get(
     "/v1/chat/completions/{completion_id}",
     summary="Get a streamed chat",
-    openapi_extra={"parameters": [LAST_EVENT_ID]} | openapi.AUTHENTICATED,
-    responses=streamed(openapi.responses(ChatReply, 400, 401, 404, 409, 429, 499, 500, 503, 504)),
+    takes=("Last-Event-ID",),
+    reply=ChatReply,
+    errors=(400, 409, 429, 499, 500, 504),
+    is_streamed=True,
 )
 async def read_chat(
     call: Call,

@@ -12,12 +12,12 @@ from starlette.responses import Response
 
 from api.bodies import Body, Metadata
 from api.errors import NotFound
-from api.http import openapi
 from api.http.auth import check_model
 from api.http.call import Call
 from api.http.encode_json import encode_json
-from api.http.injection import Router
+from api.http.openapi import any_object
 from api.http.recording import Recording
+from api.http.router import Router
 from api.openai.item_pages import After, ItemsPage, Limit, Order, page_of
 from api.openai.responses_schemas import InputItem, ItemReference
 from api.openai.stored import referenced_items, shown_items, state_of
@@ -34,7 +34,7 @@ from shared.models.catalog import Catalog
 MAX_NEW_ITEMS = 20
 """OpenAI's limit."""
 PATH = "/v1/conversations"
-router = Router()
+router = Router(scope="text")
 
 
 class CallerConversations:
@@ -139,8 +139,9 @@ class ConversationDeleted(msgspec.Struct):
 @router.post(
     PATH,
     summary="Create a conversation",
-    openapi_extra=openapi.json_body(ConversationBody),
-    responses=openapi.responses(ConversationReply, 400, 401, 404, 408, 413, 429, 503),
+    body=ConversationBody,
+    reply=ConversationReply,
+    errors=(404, 429),
 )
 async def create_conversation(
     call: Call, catalog: Catalog, recording: Recording, conversations: Conversations
@@ -153,12 +154,7 @@ async def create_conversation(
     return _reply(conversation)
 
 
-@router.get(
-    PATH + "/{conversation_id}",
-    summary="Get a conversation",
-    openapi_extra=openapi.AUTHENTICATED,
-    responses=openapi.responses(ConversationReply, 401, 404, 503),
-)
+@router.get(PATH + "/{conversation_id}", summary="Get a conversation", reply=ConversationReply)
 async def read_conversation(
     call: Call, conversations: Conversations, conversation_id: str
 ) -> Response:
@@ -169,8 +165,9 @@ async def read_conversation(
 @router.post(
     PATH + "/{conversation_id}",
     summary="Change a conversation",
-    openapi_extra=openapi.json_body(ConversationChange),
-    responses=openapi.responses(ConversationReply, 400, 401, 404, 408, 413, 429, 503),
+    body=ConversationChange,
+    reply=ConversationReply,
+    errors=(429,),
 )
 async def change_conversation(
     call: Call, conversations: Conversations, conversation_id: str
@@ -188,8 +185,7 @@ async def change_conversation(
 @router.delete(
     PATH + "/{conversation_id}",
     summary="Delete a conversation",
-    openapi_extra=openapi.AUTHENTICATED,
-    responses=openapi.responses(ConversationDeleted, 401, 404, 503),
+    reply=ConversationDeleted,
 )
 async def delete_conversation(
     call: Call, conversations: Conversations, conversation_id: str
@@ -203,8 +199,8 @@ async def delete_conversation(
 @router.get(
     PATH + "/{conversation_id}/items",
     summary="List the items of a conversation",
-    openapi_extra=openapi.AUTHENTICATED,
-    responses=openapi.responses(ItemsPage, 400, 401, 404, 429, 503),
+    reply=ItemsPage,
+    errors=(400, 429),
 )
 async def list_items(
     call: Call,
@@ -225,8 +221,9 @@ async def list_items(
 @router.post(
     PATH + "/{conversation_id}/items",
     summary="Add items to a conversation",
-    openapi_extra=openapi.json_body(NewItems),
-    responses=openapi.responses(ItemsPage, 400, 401, 404, 408, 413, 429, 503),
+    body=NewItems,
+    reply=ItemsPage,
+    errors=(429,),
 )
 async def add_items(
     call: Call,
@@ -245,9 +242,8 @@ async def add_items(
 @router.get(
     PATH + "/{conversation_id}/items/{item_id}",
     summary="Get an item of a conversation",
-    openapi_extra=openapi.AUTHENTICATED,
-    responses=openapi.responses(ConversationReply, 401, 404, 429, 503)
-    | {200: openapi.any_object("The item.")},
+    answers={200: any_object("The item.")},
+    errors=(429,),
 )
 async def read_item(
     call: Call,
@@ -268,8 +264,8 @@ async def read_item(
 @router.delete(
     PATH + "/{conversation_id}/items/{item_id}",
     summary="Delete an item of a conversation",
-    openapi_extra=openapi.AUTHENTICATED,
-    responses=openapi.responses(ConversationReply, 400, 401, 404, 429, 503),
+    reply=ConversationReply,
+    errors=(400, 429),
 )
 async def delete_item(
     call: Call,

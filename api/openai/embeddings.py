@@ -13,13 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 from starlette.responses import Response
 
+from api.batches.endpoint import Endpoint, LineRequest, ReplyTools
 from api.batches.files import BatchFiles
 from api.bodies import Usage
 from api.http.call import ModelCall
 from api.http.fast_route import FastRoute
 from api.http.inference import Inference
-from api.http.injection import Router
-from api.http.openapi import TRUNCATED_HEADER, inference_body, inference_responses
+from api.http.openapi import TRUNCATED_HEADER
+from api.http.router import Router
 from api.inputs.files import Files
 from api.openai.embedding_windows import cut_texts, read_texts, take_time
 from api.openai.embeddings_schemas import (
@@ -28,7 +29,6 @@ from api.openai.embeddings_schemas import (
     EmbeddingsReply,
     FileOfText,
 )
-from api.openai.endpoint import Endpoint, LineRequest, ReplyTools
 from api.tasks.embedding import (
     normalize_rows,
     text_inputs,
@@ -55,8 +55,6 @@ milliseconds. As many windows have `batch` priority unless their caller chose on
 
 class EmbeddingsEndpoint(Endpoint):
     """Lines with the body of POST /v1/embeddings."""
-
-    path = "/v1/embeddings"
 
     def read(self, data: bytes, catalog: Catalog, default_seed: int) -> LineRequest:
         """Returns one item per text."""
@@ -158,14 +156,16 @@ def _matrix(vectors: Sequence[bytes], model: Model, dimensions: int) -> NDArray[
     return normalize_rows(matrix[:, :dimensions])
 
 
-router = Router(route_class=FastRoute)
+router = Router(scope="embeddings", route_class=FastRoute)
 
 
 @router.post(
     "/v1/embeddings",
     summary="Create embeddings",
-    openapi_extra=inference_body(EmbeddingsBody),
-    responses=inference_responses(EmbeddingsReply, "X-Penstock-Truncated-Tokens"),
+    body=EmbeddingsBody,
+    reply=EmbeddingsReply,
+    headers=("X-Penstock-Truncated-Tokens",),
+    lines=EmbeddingsEndpoint(),
 )
 async def create_embeddings(
     call: ModelCall,

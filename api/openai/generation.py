@@ -32,6 +32,7 @@ from typing import Any, NamedTuple, cast
 import msgspec
 
 from api.batches.documents import LineUsage
+from api.batches.endpoint import Endpoint, LineRequest, ReplyTools
 from api.chat_bodies import ChatBody, CompletionBody, FunctionTool
 from api.openai.chat_replies import (
     CalledFunction,
@@ -48,7 +49,6 @@ from api.openai.chat_replies import (
     ShownTokenLogprob,
     TextUsage,
 )
-from api.openai.endpoint import Endpoint, LineRequest, ReplyTools
 from shared.errors import BadInput, PenstockError
 from shared.messages import ItemOutcome
 from shared.models.catalog import Catalog, Model
@@ -368,8 +368,6 @@ class _TextEndpoint(Endpoint):
 class ChatEndpoint(_TextEndpoint):
     """Lines with the body of POST /v1/chat/completions."""
 
-    path = "/v1/chat/completions"
-
     def read(self, data: bytes, catalog: Catalog, default_seed: int) -> LineRequest:
         """Returns one item for each of n answers."""
         return _line(ChatBody.model_validate_json(data, strict=True), catalog, default_seed)
@@ -386,8 +384,6 @@ class ChatEndpoint(_TextEndpoint):
 
 class CompletionEndpoint(_TextEndpoint):
     """Lines with the body of POST /v1/completions."""
-
-    path = "/v1/completions"
 
     def read(self, data: bytes, catalog: Catalog, default_seed: int) -> LineRequest:
         """Returns one item per prompt and choice."""

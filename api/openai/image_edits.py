@@ -18,8 +18,7 @@ from api.bodies import _WHITE, Body, Option
 from api.errors import WrongField
 from api.http.call import ModelCall
 from api.http.connection import while_connected
-from api.http.injection import Router
-from api.http.openapi import inference_body, inference_responses, streamed
+from api.http.router import Router
 from api.http.upload_form import closed_form
 from api.inputs.guides import (
     GUIDE_IMAGES,
@@ -302,7 +301,7 @@ async def _first_image(
     return await draft.first(source)
 
 
-router = Router(route_class=ImageRoute)
+router = Router(scope="images", route_class=ImageRoute)
 
 
 @router.post(
@@ -312,8 +311,11 @@ router = Router(route_class=ImageRoute)
         "Image-to-image: the source is resized to the output size and changed by `strength`. "
         "With a `mask`, only its transparent area is redrawn, and all other pixels stay the same."
     ),
-    openapi_extra=inference_body(EditBody, form=EditForm),
-    responses=streamed(inference_responses(ImagesReply, *OWN_HEADERS)),
+    body=EditBody,
+    form=EditForm,
+    reply=ImagesReply,
+    headers=OWN_HEADERS,
+    is_streamed=True,
 )
 async def edit_image(call: ModelCall, images: ImageRequests) -> Response:
     """Image-to-image: the source is resized and changed by `strength`."""
@@ -333,8 +335,10 @@ async def edit_image(call: ModelCall, images: ImageRequests) -> Response:
         "Image-to-image with an empty prompt and `strength`: large features of the source stay, "
         "and small ones are redrawn. A form, as sent by OpenAI's clients."
     ),
-    openapi_extra=inference_body(form=VariationForm),
-    responses=streamed(inference_responses(ImagesReply, *OWN_HEADERS)),
+    form=VariationForm,
+    reply=ImagesReply,
+    headers=OWN_HEADERS,
+    is_streamed=True,
 )
 async def vary_image(call: ModelCall, images: ImageRequests) -> Response:
     """Draws image-to-image with an empty prompt."""

@@ -19,6 +19,7 @@ from pydantic_core import CoreSchema
 from starlette.requests import Request
 from starlette.responses import Response
 
+from api.batches.endpoint import Endpoint, LineCaller, LineRequest, ReplyTools
 from api.bodies import EndUser, Option, null_is
 from api.dispatch.request import InferenceRequest
 from api.errors import WrongField
@@ -27,9 +28,10 @@ from api.http.connection import while_connected
 from api.http.encode_json import encode_json
 from api.http.fast_route import StreamedRoute
 from api.http.inference import Inference
-from api.http.injection import Router, injectable
-from api.http.openapi import TRUNCATED_HEADER, inference_body, inference_responses, streamed
+from api.http.injection import injectable
+from api.http.openapi import TRUNCATED_HEADER
 from api.http.recording import Recording
+from api.http.router import Router
 from api.http.upload_form import MAX_EDIT_FIELDS, form_asks_for_stream
 from api.inputs.guides import (
     CONTROL_IMAGE,
@@ -44,7 +46,6 @@ from api.inputs.image_codec import ImageCodec
 from api.inputs.image_draft import ImageDraft, consecutive, first_image, names_files, size_of
 from api.inputs.source_images import SourceImages
 from api.inputs.storage import Storage
-from api.openai.endpoint import Endpoint, LineCaller, LineRequest, ReplyTools
 from api.openai.image_stream import ImagePosition, ImageStream
 from api.predictions.creation import digest_of
 from api.predictions.event_stream import EventStreams, HeldResponse
@@ -178,8 +179,6 @@ class GenerationBody(ImageBody):
 
 class GenerationsEndpoint(Endpoint):
     """Lines with the body of POST /v1/images/generations."""
-
-    path = "/v1/images/generations"
 
     def read(self, data: bytes, catalog: Catalog, default_seed: int) -> LineRequest:
         """Returns one item per image. Links expire within an hour, so they are rejected."""
@@ -535,14 +534,17 @@ class ImageRequests:
         return await answer.whole(self.inference)
 
 
-router = Router(route_class=ImageRoute)
+router = Router(scope="images", route_class=ImageRoute)
 
 
 @router.post(
     "/v1/images/generations",
     summary="Create images from a prompt",
-    openapi_extra=inference_body(GenerationBody),
-    responses=streamed(inference_responses(ImagesReply, *OWN_HEADERS)),
+    body=GenerationBody,
+    reply=ImagesReply,
+    headers=OWN_HEADERS,
+    is_streamed=True,
+    lines=GenerationsEndpoint(),
 )
 async def create_images(call: ModelCall, images: ImageRequests) -> Response:
     """Answers once all images are ready or, with `stream`, image by image.

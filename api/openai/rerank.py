@@ -18,13 +18,13 @@ import numpy as np
 from pydantic import ConfigDict, Discriminator, Field, Tag
 from starlette.responses import Response
 
+from api.batches.endpoint import Endpoint, LineRequest, ReplyTools
 from api.bodies import Body, Option, Text, Usage
 from api.http.call import ModelCall
 from api.http.fast_route import FastRoute
 from api.http.inference import Inference
-from api.http.injection import Router
-from api.http.openapi import TRUNCATED_HEADER, inference_body, inference_responses
-from api.openai.endpoint import Endpoint, LineRequest, ReplyTools
+from api.http.openapi import TRUNCATED_HEADER
+from api.http.router import Router
 from shared.errors import BadInput, InputTooLarge, PenstockError
 from shared.messages import ItemOutcome
 from shared.models.catalog import Catalog, Model, unknown_model
@@ -150,8 +150,6 @@ class RerankReply(msgspec.Struct):
 class RerankEndpoint(Endpoint):
     """Lines with the body of POST /v1/rerank."""
 
-    path = "/v1/rerank"
-
     def read(self, data: bytes, catalog: Catalog, default_seed: int) -> LineRequest:
         """Returns one item per document, plus one for the query if the model computes vectors."""
         body = RerankBody.model_validate_json(data, strict=True)
@@ -240,20 +238,23 @@ def _scores(results: Sequence[Any], model: Model) -> list[float]:
     return scores
 
 
-router = Router(route_class=FastRoute)
+router = Router(scope="embeddings", route_class=FastRoute)
 
 
 @router.post(
     "/v1/rerank",
     summary="Rank documents",
-    openapi_extra=inference_body(RerankBody),
-    responses=inference_responses(RerankReply, "X-Penstock-Truncated-Tokens"),
+    body=RerankBody,
+    reply=RerankReply,
+    headers=("X-Penstock-Truncated-Tokens",),
+    lines=RerankEndpoint(),
 )
 @router.post(
     "/v2/rerank",
     summary="Rank documents (Cohere's second version)",
-    openapi_extra=inference_body(RerankBody),
-    responses=inference_responses(RerankReply, "X-Penstock-Truncated-Tokens"),
+    body=RerankBody,
+    reply=RerankReply,
+    headers=("X-Penstock-Truncated-Tokens",),
 )
 async def rank_documents(call: ModelCall, catalog: Catalog, inference: Inference) -> Response:
     """Ranks documents by their relevance to the query, best first.

@@ -22,15 +22,13 @@ from starlette.responses import Response
 from api.chat_bodies import ChatBody
 from api.dispatch.request import InferenceRequest
 from api.errors import NotFound, NotNow, PreviousResponseNotFound, describe, to_bad_input
-from api.http import openapi
 from api.http.call import Call, ModelCall
 from api.http.connection import while_connected
 from api.http.encode_json import encode_json
 from api.http.fast_route import IS_HEAD, StreamedRoute
 from api.http.inference import Inference
-from api.http.injection import Router
-from api.http.openapi import inference_body, inference_responses, streamed
 from api.http.recording import Recording
+from api.http.router import Router
 from api.openai.conversations import CallerConversations, add_to, as_stored
 from api.openai.generation import RESPONSE_PREFIX, answer_id, inputs_of, is_repeatable, model_of
 from api.openai.item_pages import After, ItemsPage, Limit, Order, page_of
@@ -74,15 +72,16 @@ def words_of_responses() -> Iterator[None]:
         raise as_asked(error) from error
 
 
-router = Router(route_class=StreamedRoute)
-stored_router = Router()
+router = Router(scope="text", route_class=StreamedRoute)
+stored_router = Router(scope="text")
 
 
 @router.post(
     PATH,
     summary="Get a response",
-    openapi_extra=inference_body(ResponseBody),
-    responses=streamed(inference_responses(ResponseReply)),
+    body=ResponseBody,
+    reply=ResponseReply,
+    is_streamed=True,
 )
 async def create_response(
     call: ModelCall,
@@ -124,8 +123,9 @@ async def create_response(
 @stored_router.get(
     "/v1/responses/{response_id}",
     summary="Get a response again",
-    openapi_extra=openapi.AUTHENTICATED,
-    responses=streamed(openapi.responses(ResponseReply, 400, 401, 404, 429, 500, 503)),
+    reply=ResponseReply,
+    errors=(400, 429, 500),
+    is_streamed=True,
 )
 async def read_response(
     call: Call,
@@ -149,8 +149,8 @@ async def read_response(
 @stored_router.get(
     "/v1/responses/{response_id}/input_items",
     summary="List the input of a response",
-    openapi_extra=openapi.AUTHENTICATED,
-    responses=openapi.responses(ItemsPage, 400, 401, 404, 503),
+    reply=ItemsPage,
+    errors=(400,),
 )
 async def list_input_items(
     call: Call,
@@ -170,8 +170,8 @@ async def list_input_items(
 @stored_router.post(
     "/v1/responses/{response_id}/cancel",
     summary="Cancel a response",
-    openapi_extra=openapi.AUTHENTICATED,
-    responses=openapi.responses(ResponseReply, 400, 401, 404, 503),
+    reply=ResponseReply,
+    errors=(400,),
 )
 async def cancel_response(
     call: Call,
@@ -195,8 +195,8 @@ async def cancel_response(
 @stored_router.delete(
     "/v1/responses/{response_id}",
     summary="Delete a response",
-    openapi_extra=openapi.AUTHENTICATED,
-    responses=openapi.responses(ResponseDeleted, 401, 404, 409, 503),
+    reply=ResponseDeleted,
+    errors=(409,),
 )
 async def delete_response(
     call: Call, recording: Recording, predictions: Predictions, response_id: str

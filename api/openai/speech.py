@@ -23,11 +23,11 @@ from api.http.call import ModelCall
 from api.http.connection import while_connected
 from api.http.fast_route import StreamedRoute
 from api.http.inference import Inference
-from api.http.injection import Router
-from api.http.openapi import Responses, binary, inference_body, inference_responses, streamed
+from api.http.openapi import binary
 from api.http.recording import Recording
 from api.http.request_options import wants_event_ids
-from api.openai.audio_schemas import SpeechBody, TranscriptionReply
+from api.http.router import Router
+from api.openai.audio_schemas import SpeechBody
 from api.openai.chat import failure_event
 from api.openai.images import read_blob
 from api.predictions.creation import digest_of
@@ -169,22 +169,16 @@ class SpeechRoute(StreamedRoute):
         return asked.stream_format == "sse"
 
 
-def _responses() -> Responses:
-    answers = inference_responses(TranscriptionReply)
-    sound = binary("The sound.", *sorted({*SPEECH_TYPES.values(), _ANY_BYTES}))
-    sound["headers"] = answers[200]["headers"]
-    return streamed(answers | {200: sound})
-
-
-router = Router(route_class=SpeechRoute)
+router = Router(scope="audio", route_class=SpeechRoute)
 
 
 @router.post(
     SPEECH,
     summary="Say a text",
     response_class=Response,
-    openapi_extra=inference_body(SpeechBody),
-    responses=_responses(),
+    body=SpeechBody,
+    answers={200: binary("The sound.", *sorted({*SPEECH_TYPES.values(), _ANY_BYTES}))},
+    is_streamed=True,
 )
 async def create_speech(
     call: ModelCall,

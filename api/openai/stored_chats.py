@@ -13,11 +13,10 @@ from starlette.responses import Response
 from api.bodies import Body, Metadata
 from api.chat_bodies import ChatBody
 from api.errors import NotFound
-from api.http import openapi
 from api.http.call import Call
 from api.http.encode_json import encode_json
-from api.http.injection import Router
 from api.http.recording import Recording
+from api.http.router import Router
 from api.openai.chat import CHAT, stored_chat
 from api.openai.chat_replies import ChatReply
 from api.openai.generation import CHAT_PREFIX
@@ -40,7 +39,7 @@ OfModel = Annotated[str, Query(description="Only chats with this model.")]
 OfMetadata = Annotated[
     str, Query(description="Only chats with this metadata, as `metadata[key]=value`.")
 ]
-router = Router()
+router = Router(scope="text")
 
 
 class ChatChange(Body):
@@ -57,12 +56,7 @@ class ChatDeleted(msgspec.Struct):
     object: Literal["chat.completion.deleted"] = "chat.completion.deleted"
 
 
-@router.get(
-    CHAT.path,
-    summary="List stored chats",
-    openapi_extra=openapi.AUTHENTICATED,
-    responses=openapi.responses(ItemsPage, 400, 401, 503),
-)
+@router.get(CHAT.path, summary="List stored chats", reply=ItemsPage, errors=(400,))
 async def list_chats(
     call: Call,
     catalog: Catalog,
@@ -121,8 +115,9 @@ async def _all(
 @router.post(
     CHAT.path + "/{completion_id}",
     summary="Change a stored chat",
-    openapi_extra=openapi.json_body(ChatChange),
-    responses=openapi.responses(ChatReply, 400, 401, 404, 408, 409, 413, 429, 503),
+    body=ChatChange,
+    reply=ChatReply,
+    errors=(409, 429),
 )
 async def change_chat(
     call: Call,
@@ -141,8 +136,8 @@ async def change_chat(
 @router.delete(
     CHAT.path + "/{completion_id}",
     summary="Delete a stored chat",
-    openapi_extra=openapi.AUTHENTICATED,
-    responses=openapi.responses(ChatDeleted, 401, 404, 409, 503),
+    reply=ChatDeleted,
+    errors=(409,),
 )
 async def delete_chat(
     call: Call, recording: Recording, predictions: Predictions, completion_id: str
@@ -158,8 +153,8 @@ async def delete_chat(
 @router.get(
     CHAT.path + "/{completion_id}/messages",
     summary="List the messages of a stored chat",
-    openapi_extra=openapi.AUTHENTICATED,
-    responses=openapi.responses(ItemsPage, 400, 401, 404, 503),
+    reply=ItemsPage,
+    errors=(400,),
 )
 async def list_messages(
     call: Call,

@@ -15,12 +15,11 @@ from starlette.responses import Response
 from api.bodies import Body, Off, On, Option
 from api.chat_bodies import ChatBody, Message, Tool
 from api.errors import WrongField
-from api.http import openapi
 from api.http.call import ModelCall
 from api.http.encode_json import encode_json
 from api.http.inference import Inference
-from api.http.injection import Router
 from api.http.recording import Recording
+from api.http.router import Router
 from api.openai.generation import tools_of
 from api.openai.responses import PrecedingItems, words_of_responses
 from api.openai.responses_schemas import ResponseBody
@@ -30,7 +29,7 @@ from shared.errors import PenstockError
 from shared.models.catalog import Catalog, Model
 from shared.models.tasks.text import PromptToCount, TokenCount
 
-router = Router()
+router = Router(scope="text")
 
 
 class InputTokensBody(ResponseBody):
@@ -75,8 +74,8 @@ class TokenizeReply(msgspec.Struct):
 @router.post(
     "/v1/responses/input_tokens",
     summary="Count the input of a response",
-    openapi_extra=openapi.inference_body(InputTokensBody),
-    responses=openapi.inference_responses(InputTokensReply),
+    body=InputTokensBody,
+    reply=InputTokensReply,
 )
 async def count_input_tokens(
     call: ModelCall,
@@ -97,8 +96,8 @@ async def count_input_tokens(
 @router.post(
     "/v1/tokenize",
     summary="Tokenize a text or a chat",
-    openapi_extra=openapi.inference_body(TokenizeBody),
-    responses=openapi.inference_responses(TokenizeReply),
+    body=TokenizeBody,
+    reply=TokenizeReply,
 )
 async def tokenize(call: ModelCall, catalog: Catalog, inference: Inference) -> Response:
     """Extension, as in vLLM: returns the IDs of the tokens that the model would read."""

@@ -16,9 +16,18 @@ from starlette.responses import Response
 
 from api.http.call import Call
 from api.http.encode_json import encode_json
-from api.http.injection import Router
-from api.http.openapi import AUTHENTICATED, OF_COSTS, OF_USAGE, SUMMARY, responses
-from api.usage.question import Question, read_question, read_range
+from api.http.openapi import Described, array_parameter, query_parameter
+from api.http.router import Router
+from api.usage.question import (
+    COST_GROUPS,
+    COST_LIMITS,
+    GROUPS,
+    LIMITS,
+    WIDTHS_S,
+    Question,
+    read_question,
+    read_range,
+)
 from api.usage.rows import UsageLine, UsageQuery
 from api.usage.service import UsageRead, UsageService
 from shared.models.tasks import TASKS
@@ -28,6 +37,8 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 Amount = Annotated[float, msgspec.Meta(ge=0)]
 
 DAY_S = 86_400
+_MOMENT: Described = {"type": "integer", "minimum": 0}
+_DAY_OR_SECONDS: Described = {"type": "string", "examples": ["2026-11-01", "1793491200"]}
 _SUMMED = UsageLine._fields[UsageLine._fields.index("requests") :]
 
 
@@ -150,14 +161,48 @@ class UsageReply(msgspec.Struct, kw_only=True):
 
 
 Result = EmbeddingsUsage | ImagesUsage | Costs
-router = Router(tags=["usage"])
+
+
+def _of_pages(groups: dict[str, str], most: int, models: str) -> list[Described]:
+    return [
+        query_parameter("start_time", "Unix seconds, inclusive.", _MOMENT, required=True),
+        query_parameter("end_time", "Unix seconds, exclusive. Default: now.", _MOMENT),
+        query_parameter("bucket_width", "Bucket width.", {"enum": list(WIDTHS_S), "default": "1d"}),
+        query_parameter(
+            "group_by",
+            "Also accepted as `group_by[]`, which OpenAI's clients send.",
+            {"type": "array", "items": {"enum": list(groups)}},
+        ),
+        query_parameter(
+            "limit",
+            "Buckets per page. The default and the maximum depend on the width.",
+            {"type": "integer", "minimum": 1, "maximum": most},
+        ),
+        query_parameter("page", "`next_page` of the previous answer.", {"type": "string"}),
+        array_parameter("project_ids", "Only these tenants."),
+        array_parameter("api_key_ids", "Only these keys."),
+        array_parameter(models, "Only these models."),
+    ]
+
+
+_USAGE = _of_pages(GROUPS, max(most for _, most in LIMITS.values()), "models")
+_COSTS = _of_pages(COST_GROUPS, max(most for _, most in COST_LIMITS.values()), "line_items")
+_SUMMARY = [
+    query_parameter("from", "Unix seconds or a UTC date, inclusive.", _DAY_OR_SECONDS),
+    query_parameter("to", "Unix seconds or a UTC date, exclusive. Default: now.", _DAY_OR_SECONDS),
+]
+"""Parameters that api/usage/question.py reads, so that we control the wording of errors."""
+
+router = Router(scope="usage", tags=["usage"])
 
 
 @router.get(
     "/v1/usage",
     summary="Get what you used",
-    openapi_extra={"parameters": SUMMARY} | AUTHENTICATED,
-    responses=responses(UsageReply, 400, 401, 403, 429, 503, headers=("Age",)),
+    query=_SUMMARY,
+    reply=UsageReply,
+    headers=("Age",),
+    errors=(400, 429),
 )
 async def get_usage(call: Call, usage: UsageService) -> Response:
     """Returns your usage today, this month (UTC), and between `from` and `to`, by model."""
@@ -207,8 +252,10 @@ def _nothing(model: str | None) -> ModelUsage:
 @router.get(
     "/v1/organization/usage/embeddings",
     summary="Get the usage of embeddings",
-    openapi_extra={"parameters": OF_USAGE} | AUTHENTICATED,
-    responses=responses(UsagePage, 400, 401, 403, 429, 503, headers=("Age",)),
+    query=_USAGE,
+    reply=UsagePage,
+    headers=("Age",),
+    errors=(400, 429),
 )
 async def get_embeddings_usage(call: Call, usage: UsageService) -> Response:
     """Returns tokens and requests per time bucket, for models billed by tokens."""
@@ -218,8 +265,10 @@ async def get_embeddings_usage(call: Call, usage: UsageService) -> Response:
 @router.get(
     "/v1/organization/usage/images",
     summary="Get the usage of images",
-    openapi_extra={"parameters": OF_USAGE} | AUTHENTICATED,
-    responses=responses(UsagePage, 400, 401, 403, 429, 503, headers=("Age",)),
+    query=_USAGE,
+    reply=UsagePage,
+    headers=("Age",),
+    errors=(400, 429),
 )
 async def get_images_usage(call: Call, usage: UsageService) -> Response:
     """Returns images and requests per time bucket, for models billed by pixel-steps."""
@@ -229,8 +278,10 @@ async def get_images_usage(call: Call, usage: UsageService) -> Response:
 @router.get(
     "/v1/organization/costs",
     summary="Get what was charged",
-    openapi_extra={"parameters": OF_COSTS} | AUTHENTICATED,
-    responses=responses(UsagePage, 400, 401, 403, 429, 503, headers=("Age",)),
+    query=_COSTS,
+    reply=UsagePage,
+    headers=("Age",),
+    errors=(400, 429),
 )
 async def get_costs(call: Call, usage: UsageService) -> Response:
     """Returns US dollars per time bucket, for all models together."""

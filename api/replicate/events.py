@@ -9,14 +9,14 @@ from fastapi import Query
 from starlette.requests import Request
 from starlette.responses import Response
 
-from api.http import openapi
 from api.http.call import Call
 from api.http.encode_json import encode_json
 from api.http.fast_route import IS_HEAD
-from api.http.injection import Router, authenticate
+from api.http.injection import authenticate
 from api.http.middleware import context_of
-from api.http.openapi import LAST_EVENT_ID
+from api.http.openapi import AUTHENTICATED_OR_LINKED, NOT_OVER, empty, event_stream
 from api.http.recording import Recording
+from api.http.router import Router
 from api.predictions.event_stream import (
     EXTRA_KINDS,
     KINDS,
@@ -40,7 +40,7 @@ from shared.models.catalog import Catalog
 from shared.predictions import EVENTS_TYPE, Prediction, iso, stream_key
 from shared.stores.objects import UrlSigner
 
-router = Router(route_class=ProblemRoute, tags=["predictions"])
+router = Router(scope="predictions", route_class=ProblemRoute, tags=["predictions"])
 
 # Only for the OpenAPI document. The routes validate, so that we control the wording of errors.
 LinkExpiry = Annotated[int, Query(ge=0, le=2**53)]
@@ -56,11 +56,8 @@ ExtraEvents = Annotated[
 @router.get(
     "/predictions/{prediction_id}/webhooks",
     summary="List the deliveries of a webhook",
-    openapi_extra=openapi.AUTHENTICATED,
-    responses={
-        200: openapi.success("All attempts, oldest first.", WebhookAttempts),
-        **openapi.problems(401, 404, 503),
-    },
+    reply=WebhookAttempts,
+    reply_text="All attempts, oldest first.",
 )
 async def list_webhooks(
     call: Call, recording: Recording, predictions: Predictions, prediction_id: str
@@ -88,12 +85,9 @@ async def list_webhooks(
     summary="Deliver the last event again",
     status_code=202,
     response_class=Response,
-    openapi_extra=openapi.AUTHENTICATED,
-    responses={
-        202: openapi.empty("Delivery is scheduled."),
-        **openapi.problems(401, 404, 422, 429, 503),
-        **openapi.not_over(),
-    },
+    answers={202: empty("Delivery is scheduled.")},
+    errors=(422, 429),
+    conflict=NOT_OVER,
 )
 async def replay_webhook(
     call: Call, recording: Recording, predictions: Predictions, prediction_id: str
@@ -111,11 +105,10 @@ async def replay_webhook(
     "/predictions/{prediction_id}/stream",
     summary="Stream a prediction",
     response_class=Response,
-    openapi_extra={"parameters": [LAST_EVENT_ID]} | openapi.AUTHENTICATED_OR_LINKED,
-    responses={
-        200: openapi.event_stream(*KINDS, *EXTRA_KINDS),
-        **openapi.problems(401, 403, 404, 422, 429, 503),
-    },
+    takes=("Last-Event-ID",),
+    answers={200: event_stream(*KINDS, *EXTRA_KINDS)},
+    errors=(422, 429),
+    openapi_extra=AUTHENTICATED_OR_LINKED,
 )
 async def stream(
     request: Request,

@@ -13,8 +13,8 @@ from api.errors import NotFound
 from api.http.call import Call
 from api.http.dependencies import StartedAt
 from api.http.encode_json import encode_json
-from api.http.injection import Router
-from api.http.openapi import AUTHENTICATED, Described, problems, ref_to, success
+from api.http.openapi import Described, ref_to, success
+from api.http.router import Router
 from api.http.upload_form import MAX_EDIT_FIELDS, closed_form
 from api.inputs.files import File, Files
 from api.inputs.storage import Storage
@@ -101,7 +101,7 @@ def hardware_body(kind: str) -> dict[str, Any]:
     return {"sku": kind, "name": "CPU" if kind == "none" else f"NVIDIA {kind.upper()} GPU"}
 
 
-router = Router(route_class=ProblemRoute, tags=["predictions"])
+router = Router(scope="any", route_class=ProblemRoute, tags=["predictions"])
 
 
 @router.get("/models", include_in_schema=False)
@@ -131,8 +131,7 @@ async def list_models(
 @router.get(
     "/models/{owner}/{name}",
     summary="Get a model in Replicate's shape",
-    openapi_extra=AUTHENTICATED,
-    responses={200: success("Done.", ReplicateModel), **problems(401, 404)},
+    reply=ReplicateModel,
 )
 async def get_model(
     call: Call, catalog: Catalog, started_at_s: StartedAt, owner: str, name: str
@@ -145,8 +144,7 @@ async def get_model(
 @router.get(
     "/models/{owner}/{name}/versions",
     summary="List the versions of a model",
-    openapi_extra=AUTHENTICATED,
-    responses={200: success("Done.", VersionsPage), **problems(401, 404)},
+    reply=VersionsPage,
 )
 async def list_versions(
     call: Call, catalog: Catalog, started_at_s: StartedAt, owner: str, name: str
@@ -159,8 +157,7 @@ async def list_versions(
 @router.get(
     "/models/{owner}/{name}/versions/{version}",
     summary="Get a version of a model",
-    openapi_extra=AUTHENTICATED,
-    responses={200: success("Done.", VersionReply), **problems(401, 404)},
+    reply=VersionReply,
 )
 async def get_version(
     call: Call, catalog: Catalog, started_at_s: StartedAt, owner: str, name: str, version: str
@@ -176,12 +173,7 @@ async def get_version(
     return encode_json(version_body(model, started_at_s))
 
 
-@router.get(
-    "/deployments",
-    summary="List deployments",
-    openapi_extra=AUTHENTICATED,
-    responses={200: success("Done.", DeploymentsPage), **problems(401)},
-)
+@router.get("/deployments", summary="List deployments", reply=DeploymentsPage)
 async def list_deployments(call: Call, catalog: Catalog, started_at_s: StartedAt) -> Response:
     """Lists one deployment per model that the key may use, all on one page."""
     models = call.visible_models(catalog)
@@ -189,12 +181,7 @@ async def list_deployments(call: Call, catalog: Catalog, started_at_s: StartedAt
     return encode_json({"previous": None, "next": None, "results": deployments})
 
 
-@router.get(
-    "/deployments/{owner}/{name}",
-    summary="Get a deployment",
-    openapi_extra=AUTHENTICATED,
-    responses={200: success("Done.", DeploymentReply), **problems(401, 404)},
-)
+@router.get("/deployments/{owner}/{name}", summary="Get a deployment", reply=DeploymentReply)
 async def get_deployment(
     call: Call, catalog: Catalog, started_at_s: StartedAt, owner: str, name: str
 ) -> Response:
@@ -202,12 +189,7 @@ async def get_deployment(
     return encode_json(deployment_body(call.visible_model(catalog, name), owner, started_at_s))
 
 
-@router.get(
-    "/account",
-    summary="Get your account",
-    openapi_extra=AUTHENTICATED,
-    responses={200: success("Done.", AccountReply), **problems(401)},
-)
+@router.get("/account", summary="Get your account", reply=AccountReply)
 async def get_account(call: Call) -> Response:
     """Returns the key's tenant."""
     tenant = call.tenant
@@ -219,8 +201,7 @@ async def get_account(call: Call) -> Response:
 @router.get(
     "/hardware",
     summary="List hardware",
-    openapi_extra=AUTHENTICATED,
-    responses={200: success("Done.", Hardware) | _HARDWARE_LIST, **problems(401)},
+    answers={200: success("Done.", Hardware) | _HARDWARE_LIST},
 )
 async def list_hardware(call: Call, catalog: Catalog) -> Response:
     """Lists the hardware of the models that the key may use, each kind once."""
@@ -228,7 +209,7 @@ async def list_hardware(call: Call, catalog: Catalog) -> Response:
     return encode_json([hardware_body(kind) for kind in sorted(kinds)])
 
 
-@router.post("/files", include_in_schema=False)
+@router.post("/files", scope="files", include_in_schema=False)
 async def create_file(
     call: Call, files: Files, storage: Storage, url_signer: UrlSigner
 ) -> Response:
@@ -258,14 +239,14 @@ async def create_file(
     return encode_json(_shown(call, file, url_signer), 201)
 
 
-@router.get("/files/{file_id}", include_in_schema=False)
+@router.get("/files/{file_id}", scope="files", include_in_schema=False)
 async def get_file(call: Call, files: Files, url_signer: UrlSigner, file_id: str) -> Response:
     """Returns the file's metadata. `urls.download` is a link to its data."""
     file = await files.find(call.tenant, file_id)
     return encode_json(_shown(call, file, url_signer))
 
 
-@router.get("/files", include_in_schema=False)
+@router.get("/files", scope="files", include_in_schema=False)
 async def list_files(call: Call, files: Files, url_signer: UrlSigner) -> Response:
     """Lists the newest files. Below /v1, api/routes/files.py is tried first."""
     results = await shown_files(call, files, url_signer)
@@ -277,7 +258,7 @@ async def shown_files(call: Call, files: Files, url_signer: UrlSigner) -> list[d
     return [_shown(call, file, url_signer) for file in await files.newest(call.tenant)]
 
 
-@router.delete("/files/{file_id}", include_in_schema=False)
+@router.delete("/files/{file_id}", scope="files", include_in_schema=False)
 async def delete_file(call: Call, files: Files, file_id: str) -> Response:
     """Deletes a file at once. Links to its data expire within an hour."""
     await files.delete(await files.find(call.tenant, file_id))
@@ -287,8 +268,9 @@ async def delete_file(call: Call, files: Files, file_id: str) -> Response:
 @router.get(
     "/webhooks/default/secret",
     summary="Get the secret that signs your webhooks",
-    openapi_extra=AUTHENTICATED,
-    responses={200: success("Done.", SecretReply), **problems(401, 404)},
+    scope="predictions",
+    reply=SecretReply,
+    errors=(404,),
 )
 async def get_secret(call: Call, settings: ApiSettings) -> Response:
     """Returns the tenant's secret for verifying webhook signatures."""

@@ -22,21 +22,22 @@ from pydantic import ConfigDict, Field, model_validator
 from starlette.responses import Response
 
 from api.bodies import MAX_URL_CHARS, Body
-from api.http import openapi
 from api.http.call import Call, ModelCall
 from api.http.connection import while_connected
 from api.http.encode_json import encode_json
 from api.http.fast_route import FastProblemRoute
 from api.http.inference import Inference
-from api.http.injection import Router, injectable
-from api.http.openapi import OF_LIMITS, Responses, problems, references, success
+from api.http.injection import injectable
+from api.http.openapi import NOT_OVER, OF_LIMITS, Responses, empty, problems, references, success
 from api.http.recording import Recording
+from api.http.router import Router
 from api.inputs.source_images import SourceImages
 from api.inputs.storage import Storage
 from api.predictions.creation import OWNER, digest_of, find_version
 from api.predictions.results import ResultFetcher
 from api.predictions.service import CALLER_ID, Predictions
 from api.problem_details import ProblemRoute
+from api.replicate.prediction_lines import PredictionsEndpoint
 from api.replicate.prediction_replies import PredictionReplies
 from api.replicate.replies import PredictionReply, PredictionsPage
 from api.tasks import read_inputs
@@ -72,10 +73,6 @@ _CURSOR = re.compile(r"([0-9]{1,12}(\.[0-9]{1,9})?)?")
 # Only for the OpenAPI document. The routes validate, so that we control the wording of errors.
 Cursor = Annotated[str, Query(json_schema_extra={"pattern": f"^{_CURSOR.pattern}$"})]
 CallerId = Annotated[str, Path(json_schema_extra={"pattern": f"^{CALLER_ID.pattern}$"})]
-_ONE: openapi.Responses = {
-    200: openapi.success("The prediction in its current state.", PredictionReply),
-    **openapi.problems(401, 404, 503),
-}
 
 
 class PredictionBody(Body):
@@ -265,16 +262,15 @@ async def _digest(body: PredictionBody, model: Model) -> str:
 
 def creation_responses() -> Responses:
     """Returns the responses of a route that creates predictions or finds existing ones."""
-    reply = PredictionReply
     answers: Responses = {
         200: success(
             "The prediction created earlier by the same request.",
-            reply,
+            PredictionReply,
             "Location",
             "Idempotent-Replayed",
             *OF_LIMITS,
         ),
-        201: success("The new prediction.", reply, "Location", *OF_LIMITS),
+        201: success("The new prediction.", PredictionReply, "Location", *OF_LIMITS),
     }
     refused = problems(*CREATION_ERRORS)
     for one in refused.values():
@@ -282,16 +278,18 @@ def creation_responses() -> Responses:
     return answers | refused
 
 
-router = Router(route_class=ProblemRoute, tags=["predictions"])
-creation_router = Router(route_class=FastProblemRoute, tags=["predictions"])
+router = Router(scope="predictions", route_class=ProblemRoute, tags=["predictions"])
+creation_router = Router(scope="predictions", route_class=FastProblemRoute, tags=["predictions"])
 
 
 @creation_router.post(
     "/predictions",
     summary="Create a prediction",
     status_code=201,
-    openapi_extra=openapi.prediction_body(VersionedBody),
+    body=VersionedBody,
+    takes=("Prefer", "Cancel-After"),
     responses=creation_responses(),
+    lines=PredictionsEndpoint(),
 )
 async def create(
     call: ModelCall,
@@ -311,7 +309,8 @@ async def create(
     "/predictions/{prediction_id}",
     summary="Create a prediction with a custom ID",
     status_code=201,
-    openapi_extra=openapi.prediction_body(VersionedBody),
+    body=VersionedBody,
+    takes=("Prefer", "Cancel-After"),
     responses=creation_responses(),
 )
 async def put(
@@ -340,7 +339,8 @@ async def put(
     "/models/{owner}/{name}/predictions",
     summary="Create a prediction of a model",
     status_code=201,
-    openapi_extra=openapi.prediction_body(PredictionBody),
+    body=PredictionBody,
+    takes=("Prefer", "Cancel-After"),
     responses=creation_responses(),
 )
 async def create_of_model(
@@ -364,7 +364,8 @@ async def create_of_model(
         "of the same name."
     ),
     status_code=201,
-    openapi_extra=openapi.prediction_body(PredictionBody),
+    body=PredictionBody,
+    takes=("Prefer", "Cancel-After"),
     responses=creation_responses(),
 )
 async def create_of_deployment(
@@ -383,11 +384,9 @@ async def create_of_deployment(
 @router.get(
     "/predictions",
     summary="List your predictions",
-    openapi_extra=openapi.AUTHENTICATED,
-    responses={
-        200: openapi.success("A page of predictions.", PredictionsPage),
-        **openapi.problems(401, 422, 503),
-    },
+    reply=PredictionsPage,
+    reply_text="A page of predictions.",
+    errors=(422,),
 )
 async def list_all(
     call: Call,
@@ -415,8 +414,8 @@ async def list_all(
 @router.get(
     "/predictions/{prediction_id}",
     summary="Get a prediction",
-    openapi_extra=openapi.AUTHENTICATED,
-    responses=_ONE,
+    reply=PredictionReply,
+    reply_text="The prediction in its current state.",
 )
 async def get(
     call: Call,
@@ -434,8 +433,8 @@ async def get(
 @router.post(
     "/predictions/{prediction_id}/cancel",
     summary="Cancel a prediction",
-    openapi_extra=openapi.AUTHENTICATED,
-    responses=_ONE,
+    reply=PredictionReply,
+    reply_text="The prediction in its current state.",
 )
 async def cancel(
     call: Call,
@@ -458,12 +457,8 @@ async def cancel(
     summary="Delete a prediction",
     status_code=204,
     response_class=Response,
-    openapi_extra=openapi.AUTHENTICATED,
-    responses={
-        204: openapi.empty("The prediction is deleted."),
-        **openapi.problems(401, 404, 503),
-        **openapi.not_over(),
-    },
+    answers={204: empty("The prediction is deleted.")},
+    conflict=NOT_OVER,
 )
 async def delete(
     call: Call,

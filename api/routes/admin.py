@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from fastapi import Query
-from starlette.requests import Request
 from starlette.responses import Response
 
 from api.bodies import check_amount
@@ -19,8 +18,8 @@ from api.errors import NotFound
 from api.http.auth import Access
 from api.http.call import Call
 from api.http.encode_json import encode_json
-from api.http.injection import Router
-from api.http.openapi import AUTHENTICATED, Described, Responses, ref_to, responses
+from api.http.injection import injectable
+from api.http.router import Router
 from shared.errors import BadInput, Unavailable
 from shared.models.catalog import Catalog
 from shared.settings import ApiSettings
@@ -35,7 +34,6 @@ from shared.tenants.administration import (
     state_of,
 )
 from shared.tenants.directory import Name, Scope, StoredKey, StoredTenant
-from shared.tenants.key_store import KeyStore
 from shared.tenants.plan import Limits, Plan
 
 MAX_EXPIRY_S = 10 * 366 * 86_400
@@ -186,43 +184,82 @@ class ActsPage(msgspec.Struct):
     object: Literal["list"] = "list"
 
 
-router = Router(prefix="/v1/admin", tags=["admin"])
+router = Router(scope="admin", prefix="/v1/admin", tags=["admin"])
 
 
-def _changed(reply: type[msgspec.Struct], *statuses: int) -> Responses:
-    documented = responses(reply, 400, 401, 408, 409, 413, *statuses)
-    documented[409]["description"] = _NOT_HERE
-    return documented
+@injectable
+class KeyAdmin:
+    """A caller's access to the key directory.
+
+    Raises:
+        Unavailable: this API does not have a key directory.
+    """
+
+    def __init__(self, call: Call, access: Access, catalog: Catalog, settings: ApiSettings) -> None:
+        if access.store is None:
+            raise Unavailable(public="this API does not have a key directory")
+        self.call = call
+        self.store = access.store
+        self._access = access
+        client = call.http.client
+        self.acts = Administration(
+            access.store,
+            actor=f"key {call.caller.key_id}",
+            address=client.host if client else "",
+            served=served_by(catalog, allow_private=settings.webhooks_private),
+        )
+        """Reads and changes the directory, and appends changes to the audit log."""
+
+    async def read_body(self, kind: type[Body]) -> Body:
+        """Returns the body of a change. Plans and limits are structs that validate themselves."""
+        data = await self.call.json_body()
+        check_amount(data)
+        try:
+            return msgspec.json.decode(data, type=kind)
+        except msgspec.ValidationError as error:
+            reason, _, path = str(error).partition(" - at `$")
+            field = path.rstrip("`").lstrip(".")
+            raise BadInput(
+                f"{field}: {reason}" if field else reason, field=field or None
+            ) from error
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise BadInput(f"the body is not valid JSON: {error}") from error
+
+    async def answer_issued(self, issued: IssuedKey) -> Response:
+        shown = msgspec.structs.asdict(_key(issued.stored, None))
+        return await self.answer_changed(IssuedKeyObject(**shown, value=issued.key.text))
+
+    async def answer_changed(self, reply: msgspec.Struct) -> Response:
+        """Returns the answer to a change, after this instance has read the new directory."""
+        await self._access.refresh()
+        return _encode_uncached(reply)
+
+    def check_slashes(self) -> None:
+        """Accepts a slash in the name at the end of a path only as %2F.
+
+        Raises:
+            NotFound: the path has additional slashes.
+        """
+        http = self.call.http
+        raw = http.scope.get("raw_path") or http.scope["path"].encode()
+        if raw.partition(b"?")[0].count(b"/") != _SLASHES:
+            raise NotFound(f"{http.url.path} does not exist; send '/' in a name as %2F")
 
 
-def _body(kind: type[msgspec.Struct]) -> Described:
-    content = {"application/json": {"schema": ref_to(kind)}}
-    return {"requestBody": {"required": True, "content": content}} | AUTHENTICATED
-
-
-@router.get(
-    "/keys",
-    summary="List keys",
-    openapi_extra=AUTHENTICATED,
-    responses=responses(KeysPage, 400, 401, 404),
-)
+@router.get("/keys", summary="List keys", reply=KeysPage, errors=(400, 404))
 async def list_keys(
-    call: Call,
-    access: Access,
-    catalog: Catalog,
-    settings: ApiSettings,
+    admin: KeyAdmin,
     after: str = "",
     limit: Limit = 20,
     tenant: str = "",
 ) -> Response:
     """Lists the keys of all tenants, or of one, in order of creation."""
-    store, admin = _store_of(access), _administration(call, access, catalog, settings)
-    keys = [key for key in (await admin.read()).keys if tenant in ("", key.tenant)]
+    keys = [key for key in (await admin.acts.read()).keys if tenant in ("", key.tenant)]
     ids = [key.id for key in keys]
     if after and after not in ids:
         raise NotThere("after: key ID does not exist", field="after")
     start = ids.index(after) + 1 if after else 0
-    uses = await store.uses()
+    uses = await admin.store.uses()
     data = [_key(key, uses.get(key.id)) for key in keys[start : start + limit]]
     first_id, last_id = (data[0].id, data[-1].id) if data else (None, None)
     return _encode_uncached(KeysPage(data, len(keys) > start + limit, first_id, last_id))
@@ -231,132 +268,98 @@ async def list_keys(
 @router.post(
     "/keys",
     summary="Create a key",
-    openapi_extra=_body(NewKeyBody),
-    responses=_changed(IssuedKeyObject),
+    body=NewKeyBody,
+    reply=IssuedKeyObject,
+    conflict=_NOT_HERE,
 )
-async def create_key(
-    call: Call, access: Access, catalog: Catalog, settings: ApiSettings
-) -> Response:
+async def create_key(admin: KeyAdmin) -> Response:
     """Creates a key. The answer has it as `value`, which is not shown again."""
-    admin = _administration(call, access, catalog, settings)
-    body = await _read(call, NewKeyBody)
+    body = await admin.read_body(NewKeyBody)
     wanted = KeyRequest(
         body.tenant, body.name, body.scopes, body.models, body.limits, body.expires_in_s
     )
-    return await _issued(access, await admin.create_key(wanted))
+    return await admin.answer_issued(await admin.acts.create_key(wanted))
 
 
-@router.get(
-    "/keys/{key_id}",
-    summary="Get a key",
-    openapi_extra=AUTHENTICATED,
-    responses=responses(KeyObject, 400, 401, 404),
-)
-async def get_key(
-    call: Call, access: Access, catalog: Catalog, settings: ApiSettings, key_id: str
-) -> Response:
+@router.get("/keys/{key_id}", summary="Get a key", reply=KeyObject, errors=(400,))
+async def get_key(admin: KeyAdmin, key_id: str) -> Response:
     """Returns the key without its secret."""
-    store, admin = _store_of(access), _administration(call, access, catalog, settings)
     check_key_id(key_id)
-    for key in (await admin.read()).keys:
+    for key in (await admin.acts.read()).keys:
         if key.id == key_id:
-            return _encode_uncached(_key(key, (await store.uses()).get(key_id)))
+            return _encode_uncached(_key(key, (await admin.store.uses()).get(key_id)))
     raise NotThere(f"key {key_id[:80]!r} does not exist", field="id")
 
 
 @router.delete(
     "/keys/{key_id}",
     summary="Revoke a key",
-    openapi_extra=AUTHENTICATED,
-    responses=_changed(KeyDeleted, 404),
+    reply=KeyDeleted,
+    errors=(400, 408, 413),
+    conflict=_NOT_HERE,
 )
-async def revoke_key(
-    call: Call, access: Access, catalog: Catalog, settings: ApiSettings, key_id: str
-) -> Response:
+async def revoke_key(admin: KeyAdmin, key_id: str) -> Response:
     """Revokes the key. All instances reject it within 5 s. It stays in the list for 90 days.
 
     A key can't revoke itself; use another key.
     """
-    admin = _administration(call, access, catalog, settings)
-    await admin.revoke_key(key_id)
-    return await _done(access, KeyDeleted(key_id))
+    await admin.acts.revoke_key(key_id)
+    return await admin.answer_changed(KeyDeleted(key_id))
 
 
 @router.post(
     "/keys/{key_id}/rotate",
     summary="Rotate a key",
-    openapi_extra=_body(RotationBody),
-    responses=_changed(IssuedKeyObject, 404),
+    body=RotationBody,
+    reply=IssuedKeyObject,
+    conflict=_NOT_HERE,
 )
-async def rotate_key(
-    call: Call, access: Access, catalog: Catalog, settings: ApiSettings, key_id: str
-) -> Response:
+async def rotate_key(admin: KeyAdmin, key_id: str) -> Response:
     """Replaces the key's secret. The old secret is valid for `overlap_s` more seconds."""
-    admin = _administration(call, access, catalog, settings)
-    body = await _read(call, RotationBody)
-    return await _issued(access, await admin.rotate_key(key_id, body.overlap_s))
+    body = await admin.read_body(RotationBody)
+    return await admin.answer_issued(await admin.acts.rotate_key(key_id, body.overlap_s))
 
 
-@router.get(
-    "/plans",
-    summary="List plans",
-    openapi_extra=AUTHENTICATED,
-    responses=responses(PlansReply, 401),
-)
-async def list_plans(
-    call: Call, access: Access, catalog: Catalog, settings: ApiSettings
-) -> Response:
+@router.get("/plans", summary="List plans", reply=PlansReply)
+async def list_plans(admin: KeyAdmin) -> Response:
     """Lists all plans. Tenants without an assigned plan have `default`."""
-    admin = _administration(call, access, catalog, settings)
-    plans = (await admin.read()).plans
+    plans = (await admin.acts.read()).plans
     return _encode_uncached(PlansReply([PlanObject(name, plan) for name, plan in plans.items()]))
 
 
 @router.put(
     "/plans/{name:path}",
     summary="Create or replace a plan",
-    openapi_extra=_body(Plan),
-    responses=_changed(PlanObject, 404),
+    body=Plan,
+    reply=PlanObject,
+    conflict=_NOT_HERE,
 )
-async def set_plan(
-    call: Call, access: Access, catalog: Catalog, settings: ApiSettings, name: str
-) -> Response:
+async def set_plan(admin: KeyAdmin, name: str) -> Response:
     """Sets a plan, which takes effect within seconds for all its tenants."""
-    _check_slashes(call.http)
-    admin = _administration(call, access, catalog, settings)
-    plan = await _read(call, Plan)
-    await admin.set_plan(name, plan)
-    return await _done(access, PlanObject(name, plan))
+    admin.check_slashes()
+    plan = await admin.read_body(Plan)
+    await admin.acts.set_plan(name, plan)
+    return await admin.answer_changed(PlanObject(name, plan))
 
 
 @router.delete(
     "/plans/{name:path}",
     summary="Remove a plan",
-    openapi_extra=AUTHENTICATED,
-    responses=_changed(PlanDeleted, 404),
+    reply=PlanDeleted,
+    errors=(400, 408, 413),
+    conflict=_NOT_HERE,
 )
-async def remove_plan(
-    call: Call, access: Access, catalog: Catalog, settings: ApiSettings, name: str
-) -> Response:
+async def remove_plan(admin: KeyAdmin, name: str) -> Response:
     """Removes an unused plan. `default` can be replaced, but not removed."""
-    _check_slashes(call.http)
-    admin = _administration(call, access, catalog, settings)
-    await admin.set_plan(name, None)
-    return await _done(access, PlanDeleted(name))
+    admin.check_slashes()
+    await admin.acts.set_plan(name, None)
+    return await admin.answer_changed(PlanDeleted(name))
 
 
-@router.get(
-    "/tenants",
-    summary="List tenants",
-    openapi_extra=AUTHENTICATED,
-    responses=responses(TenantsReply, 401),
-)
-async def list_tenants(
-    call: Call, access: Access, catalog: Catalog, settings: ApiSettings
-) -> Response:
+@router.get("/tenants", summary="List tenants", reply=TenantsReply)
+async def list_tenants(admin: KeyAdmin) -> Response:
     """Lists tenants that have keys or an assigned plan."""
-    admin = _administration(call, access, catalog, settings)
-    document = await admin.read()
+    document = await admin.acts.read()
     names = sorted(document.tenants.keys() | {key.tenant for key in document.keys})
     stored = [(name, document.tenants.get(name, StoredTenant())) for name in names]
     data = [TenantObject(name, one.plan or None, one.frozen_s) for name, one in stored]
@@ -366,29 +369,22 @@ async def list_tenants(
 @router.put(
     "/tenants/{name:path}",
     summary="Set the plan of a tenant",
-    openapi_extra=_body(TenantBody),
-    responses=_changed(TenantObject, 404),
+    body=TenantBody,
+    reply=TenantObject,
+    conflict=_NOT_HERE,
 )
-async def set_tenant(
-    call: Call, access: Access, catalog: Catalog, settings: ApiSettings, name: str
-) -> Response:
+async def set_tenant(admin: KeyAdmin, name: str) -> Response:
     """Sets the tenant's plan. Null: the default plan. Send a slash in the name as %2F."""
-    _check_slashes(call.http)
-    admin = _administration(call, access, catalog, settings)
-    body = await _read(call, TenantBody)
-    tenant = await admin.set_tenant(name, body.plan)
-    return await _done(access, TenantObject(name, body.plan, tenant.frozen_s))
+    admin.check_slashes()
+    body = await admin.read_body(TenantBody)
+    tenant = await admin.acts.set_tenant(name, body.plan)
+    return await admin.answer_changed(TenantObject(name, body.plan, tenant.frozen_s))
 
 
-@router.get(
-    "/audit",
-    summary="List acts of administration",
-    openapi_extra=AUTHENTICATED,
-    responses=responses(ActsPage, 400, 401),
-)
-async def list_acts(call: Call, access: Access, after: ActId = "", limit: Limit = 20) -> Response:
+@router.get("/audit", summary="List acts of administration", reply=ActsPage, errors=(400,))
+async def list_acts(admin: KeyAdmin, after: ActId = "", limit: Limit = 20) -> Response:
     """Returns the audit log, newest action first. The last 10,000 actions are kept."""
-    events = await _store_of(access).audit_events(limit + 1, after)
+    events = await admin.store.audit_events(limit + 1, after)
     data = [
         ActObject(
             id=noted.id,
@@ -404,57 +400,6 @@ async def list_acts(call: Call, access: Access, after: ActId = "", limit: Limit 
     ]
     first_id, last_id = (data[0].id, data[-1].id) if data else (None, None)
     return _encode_uncached(ActsPage(data, len(events) > limit, first_id, last_id))
-
-
-def _store_of(access: Access) -> KeyStore:
-    if access.store is None:
-        raise Unavailable(public="this API does not have a key directory")
-    return access.store
-
-
-def _administration(
-    call: Call, access: Access, catalog: Catalog, settings: ApiSettings
-) -> Administration:
-    store, client = _store_of(access), call.http.client
-    actor, address = f"key {call.caller.key_id}", client.host if client else ""
-    served = served_by(catalog, allow_private=settings.webhooks_private)
-    return Administration(store, actor=actor, address=address, served=served)
-
-
-def _check_slashes(request: Request) -> None:
-    """Accepts a slash in the name at the end of a path only as %2F.
-
-    Raises:
-        NotFound: the path has additional slashes.
-    """
-    raw = request.scope.get("raw_path") or request.scope["path"].encode()
-    if raw.partition(b"?")[0].count(b"/") != _SLASHES:
-        raise NotFound(f"{request.url.path} does not exist; send '/' in a name as %2F")
-
-
-async def _read(call: Call, kind: type[Body]) -> Body:
-    """Returns the body of a change. Plans and limits are structs that validate themselves."""
-    data = await call.json_body()
-    check_amount(data)
-    try:
-        return msgspec.json.decode(data, type=kind)
-    except msgspec.ValidationError as error:
-        reason, _, path = str(error).partition(" - at `$")
-        field = path.rstrip("`").lstrip(".")
-        raise BadInput(f"{field}: {reason}" if field else reason, field=field or None) from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise BadInput(f"the body is not valid JSON: {error}") from error
-
-
-async def _issued(access: Access, issued: IssuedKey) -> Response:
-    shown = msgspec.structs.asdict(_key(issued.stored, None))
-    return await _done(access, IssuedKeyObject(**shown, value=issued.key.text))
-
-
-async def _done(access: Access, reply: msgspec.Struct) -> Response:
-    """Returns the answer to a change, after this instance has read the new directory."""
-    await access.refresh()
-    return _encode_uncached(reply)
 
 
 def _key(key: StoredKey, last_used_s: int | None) -> KeyObject:

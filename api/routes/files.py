@@ -39,18 +39,15 @@ from api.http.call import Call
 from api.http.connection import while_connected
 from api.http.encode_json import encode_json
 from api.http.fast_route import IS_HEAD
-from api.http.injection import Router
 from api.http.openapi import (
-    AUTHENTICATED,
     Described,
     binary,
     empty,
-    errors,
     of_both_apis,
     ref_to,
-    responses,
     success,
 )
+from api.http.router import Router
 from api.http.upload_form import UploadForm, first_field
 from api.inputs.files import Files
 from api.inputs.storage import Storage
@@ -165,7 +162,7 @@ class FileDeleted(msgspec.Struct):
     object: Literal["file"] = "file"
 
 
-router = Router()
+router = Router(scope="files")
 
 _EITHER: Described = {
     "content": {"application/json": {"schema": {"anyOf": [ref_to(FileObject), ref_to(FileReply)]}}}
@@ -175,7 +172,7 @@ _EITHER: Described = {
 @router.post(
     "/v1/files",
     summary="Upload a file",
-    openapi_extra=_UPLOAD | AUTHENTICATED,
+    openapi_extra=_UPLOAD,
     responses={
         200: success("The file.", FileObject),
         201: success("The file for a prediction, in Replicate's format.", FileReply),
@@ -226,12 +223,7 @@ async def _receive(call: Call, batch_files: BatchFiles, storage: Storage) -> Fil
     return _shown(upload.to_file(call.tenant))
 
 
-@router.get(
-    "/v1/files",
-    summary="List files",
-    openapi_extra=AUTHENTICATED,
-    responses=responses(FilesPage, 400, 401, 503),
-)
+@router.get("/v1/files", summary="List files", reply=FilesPage, errors=(400,))
 async def list_files(
     call: Call,
     files: Files,
@@ -263,7 +255,6 @@ async def list_files(
 @router.get(
     "/v1/files/{file_id}",
     summary="Get a file",
-    openapi_extra=AUTHENTICATED,
     responses={
         200: success("The file.", FileObject) | _EITHER,
         **of_both_apis(400, 401, 404, 503),
@@ -283,7 +274,6 @@ async def get_file(
 @router.delete(
     "/v1/files/{file_id}",
     summary="Delete a file",
-    openapi_extra=AUTHENTICATED,
     responses={
         200: success("The file is deleted.", FileDeleted),
         204: empty("The file is deleted, in Replicate's format."),
@@ -305,9 +295,8 @@ async def delete_file(
 @router.get(
     "/v1/files/{file_id}/content",
     summary="Download a file",
-    openapi_extra=AUTHENTICATED,
     response_class=Response,
-    responses={
+    answers={
         200: binary("The file's data.", JSONL, ANY_BYTES, headers=("Accept-Ranges",)),
         206: binary(
             "The bytes selected by `Range`.",
@@ -315,8 +304,8 @@ async def delete_file(
             ANY_BYTES,
             headers=("Accept-Ranges", "Content-Range"),
         ),
-        **errors(400, 401, 404, 503),
     },
+    errors=(400,),
 )
 async def get_content(call: Call, batch_files: BatchFiles, file_id: str) -> Response:
     """Streams a file's data, or the part selected by `Range: bytes=first-last`."""
@@ -380,16 +369,17 @@ def _shown(file: BatchFile) -> FileObject:
 @router.get(
     "/v1/objects/{key:path}",
     summary="Download a result by its signed link",
+    scope=None,
     response_class=Response,
-    responses={
+    answers={
         200: binary(
             "The data, with the media type in the link.",
             *sorted(set(MEDIA_TYPES.values())),
             ANY_BYTES,
             "*/*",
         ),
-        **errors(400, 403, 404, 429, 499, 503, 504),
     },
+    errors=(400, 403, 429, 499, 503, 504),
 )
 async def get_object(
     request: Request,

@@ -15,8 +15,8 @@ from api.dispatch.admission import Admission
 from api.dispatch.readiness import Readiness
 from api.fair_room import Demand
 from api.http.call import Call
-from api.http.injection import Router
-from api.http.openapi import AUTHENTICATED, responses, success
+from api.http.openapi import success
+from api.http.router import Router
 from api.replicate.replies import HealthReply, ReadinessReply
 from shared.models.catalog import Catalog
 
@@ -29,25 +29,19 @@ STEPS_S = (0.0, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 50
 router = Router()
 
 
-@router.get(
-    "/livez", summary="Liveness", responses={200: success("The process is running.", HealthReply)}
-)
+@router.get("/livez", summary="Liveness", reply=HealthReply, reply_text="The process is running.")
 async def is_alive() -> Response:
     """Returns 200 while the process answers requests."""
     return Response(b'{"status":"ok"}', media_type="application/json")
 
 
-@router.get(
-    "/healthz", summary="Liveness", responses={200: success("The process is running.", HealthReply)}
-)
+@router.get("/healthz", summary="Liveness", reply=HealthReply, reply_text="The process is running.")
 async def is_alive_as_before() -> Response:
     """The same as /livez, under its earlier name. It can't be reached on Cloud Run."""
     return await is_alive()
 
 
-@router.get(
-    "/health", summary="Liveness", responses={200: success("The process is running.", HealthReply)}
-)
+@router.get("/health", summary="Liveness", reply=HealthReply, reply_text="The process is running.")
 async def is_alive_too() -> Response:
     """The same as /livez, under the name used by other servers."""
     return await is_alive()
@@ -56,7 +50,7 @@ async def is_alive_too() -> Response:
 @router.get(
     "/readyz",
     summary="Readiness",
-    responses={
+    answers={
         200: success("The instance can serve requests.", ReadinessReply),
         503: success("Pub/Sub or the API keys are unreachable.", ReadinessReply),
     },
@@ -106,12 +100,7 @@ class StatusReply(msgspec.Struct):
     object: Literal["list"] = "list"
 
 
-@router.get(
-    "/v1/status",
-    summary="Get how busy the models are",
-    openapi_extra=AUTHENTICATED,
-    responses=responses(StatusReply, 401),
-)
+@router.get("/v1/status", summary="Get how busy the models are", scope="any", reply=StatusReply)
 async def get_status(call: Call, catalog: Catalog, admission: Admission) -> Response:
     """Returns the load of each model, and the wait for one more item from you.
 

@@ -13,15 +13,14 @@ from api.errors import EXPECTED_ERRORS
 from api.http.call import Call
 from api.http.dependencies import StartedAt
 from api.http.encode_json import encode_json
-from api.http.injection import Router, authenticate
+from api.http.injection import authenticate
 from api.http.openapi import (
-    AUTHENTICATED,
     Responses,
     of_both_apis,
     ref_to,
-    responses,
     success,
 )
+from api.http.router import Router
 from api.predictions.creation import is_replicates_client
 from api.problem_details import problem_response
 from api.replicate import models as prediction_models
@@ -58,7 +57,7 @@ class ModelsReply(msgspec.Struct):
     object: Literal["list"] = "list"
 
 
-router = Router()
+router = Router(scope="any")
 
 _LISTED: Responses = {
     200: {
@@ -70,12 +69,7 @@ _LISTED: Responses = {
 }
 
 
-@router.get(
-    "/v1/models",
-    summary="List models",
-    openapi_extra=AUTHENTICATED,
-    responses=of_both_apis(401, 422) | _LISTED,
-)
+@router.get("/v1/models", summary="List models", responses=of_both_apis(401, 422) | _LISTED)
 async def list_models(
     request: Request,
     catalog: Catalog,
@@ -106,12 +100,7 @@ async def _for_replicate(
     return response
 
 
-@router.get(
-    "/v1/models/{model}",
-    summary="Get a model",
-    openapi_extra=AUTHENTICATED,
-    responses=responses(ModelItem, 401, 404),
-)
+@router.get("/v1/models/{model}", summary="Get a model", reply=ModelItem)
 async def get_model(call: Call, catalog: Catalog, started_at_s: StartedAt, model: str) -> Response:
     """Returns a model by its name or an alias."""
     item = _item(call.visible_model(catalog, model), started_at_s)

@@ -17,7 +17,7 @@ from typing import Any
 from starlette.responses import FileResponse, Response
 from starlette.staticfiles import StaticFiles
 
-from api.http.injection import Router
+from api.http.router import Router
 
 _DOCS = Path(__file__).parents[1] / "docs_page"
 _DOCS_HEADERS = {

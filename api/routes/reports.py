@@ -13,8 +13,8 @@ from starlette.responses import Response
 from api.errors import NotFound
 from api.http.call import Call
 from api.http.encode_json import encode_json
-from api.http.injection import Router
-from api.http.openapi import AUTHENTICATED, OF_REPORTS, responses
+from api.http.openapi import Described, array_parameter, query_parameter
+from api.http.router import Router
 from api.usage.service import ReportService
 from shared.errors import BadInput
 from shared.reports.budgets import read_budgets
@@ -26,6 +26,14 @@ Cell = str | int | float | bool | None
 """A table cell. Days and times are ISO 8601 text."""
 
 NO_STORE = {"cache-control": "no-store"}
+_MOMENT: Described = {"type": "string", "examples": ["2026-11-01", "2026-11-01T12:00:00Z"]}
+_QUESTION = [
+    query_parameter("from", "A date in the time zone, or a time. Inclusive.", _MOMENT),
+    query_parameter("to", "A date in the time zone, or a time. Exclusive. Default: now.", _MOMENT),
+    query_parameter("tz", "Time zone of the dates.", {"type": "string", "default": "UTC"}),
+    array_parameter("tenant", "Only these tenants. Only for keys with the `admin` scope."),
+    array_parameter("model", "Only these models."),
+]
 
 
 class ReportEntry(msgspec.Struct, kw_only=True):
@@ -92,15 +100,10 @@ class ReportReply(msgspec.Struct, kw_only=True):
     plots: list[ReportPlot]
 
 
-router = Router(prefix="/v1/reports", tags=["usage"])
+router = Router(scope="usage", prefix="/v1/reports", tags=["usage"])
 
 
-@router.get(
-    "",
-    summary="List reports",
-    openapi_extra=AUTHENTICATED,
-    responses=responses(ReportsReply, 401, 403),
-)
+@router.get("", summary="List reports", reply=ReportsReply)
 async def list_reports(call: Call) -> Response:
     """Lists the reports that your key may read."""
     data = [_entry(report) for report in reports().values() if _may_read(call, report)]
@@ -110,8 +113,9 @@ async def list_reports(call: Call) -> Response:
 @router.get(
     "/{name}",
     summary="Get a report",
-    openapi_extra={"parameters": OF_REPORTS} | AUTHENTICATED,
-    responses=responses(ReportReply, 400, 401, 403, 404, 429, 503),
+    query=_QUESTION,
+    reply=ReportReply,
+    errors=(400, 429),
 )
 async def get_report(
     call: Call, settings: ApiSettings, service: ReportService, name: str

@@ -81,7 +81,8 @@ async def _created(instances: list[Batches], file: BatchFile, many: int) -> list
 
 def _instances(objects: ObjectStore, many: int) -> list[Batches]:
     return [
-        Batches(BatchStore(objects), BatchFiles(objects, Storage(objects))) for _ in range(many)
+        Batches(BatchStore(objects), BatchFiles(objects, Storage(objects)), {"/v1/embeddings"})
+        for _ in range(many)
     ]
 
 

@@ -1,4 +1,4 @@
-"""Model endpoints of OpenAI's API, independent of HTTP. Shared by routes and batches."""
+"""The part of an endpoint that batch lines share with its route, independent of HTTP."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from api.batches.documents import LineUsage
 from api.bodies import Body
@@ -82,8 +82,6 @@ class ReplyTools:
 
 class Endpoint(ABC):
     """An endpoint that batch lines may use."""
-
-    path: ClassVar[str]
 
     @abstractmethod
     def read(self, data: bytes, catalog: Catalog, default_seed: int) -> LineRequest:

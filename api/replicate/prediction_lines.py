@@ -13,9 +13,9 @@ from typing import Any, cast
 import msgspec
 from pydantic import Field, ValidationError
 
+from api.batches.endpoint import Endpoint, LineCaller, LineRequest, ReplyTools
 from api.bodies import Body
 from api.errors import to_bad_input
-from api.openai.endpoint import Endpoint, LineCaller, LineRequest, ReplyTools
 from api.predictions.creation import OWNER, find_version, version_of
 from api.tasks.custom import (
     add_files,
@@ -34,6 +34,7 @@ MAX_OUTPUT_FILES_BYTES = 4 * 1024 * 1024
 """Maximum total size of the files in one answer, because a whole segment of lines is held in
 memory.
 """
+PREDICTIONS_PATH = "/v1/predictions"
 _REPLY_BYTES, _REPLY_WITH_FILES_BYTES = 64 * 1024, 1024 * 1024
 _ACCEPTED = ("data:", "https://", "http://", "file-")
 
@@ -47,8 +48,6 @@ class PredictionLine(Body):
 
 class PredictionsEndpoint(Endpoint):
     """Lines with the body of POST /v1/predictions, for custom models and flows."""
-
-    path = "/v1/predictions"
 
     def read(self, data: bytes, catalog: Catalog, default_seed: int) -> LineRequest:
         """Returns one item. Its files are loaded when the line runs."""
