@@ -21,7 +21,7 @@ from fastapi import FastAPI
 
 from api.app import create_app
 from shared.broker.in_memory import InMemoryBroker
-from shared.models.catalog import Catalog, Model
+from shared.models.catalog import Catalog, Flow, Model
 from shared.settings import ApiSettings, read_settings
 from shared.stores.redis_client import NO_REDIS
 from shared.usage.row import Row
@@ -41,7 +41,7 @@ async def running_api(
     broker: InMemoryBroker,
     entries: Sequence[Model],
     *,
-    flows: Sequence[Model] = (),
+    flows: Sequence[Flow] = (),
     redis_url: str = NO_REDIS,
     objects_url: str = "memory://",
     **settings: object,

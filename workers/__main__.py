@@ -25,7 +25,7 @@ from shared.canary.store import CanaryStore
 from shared.errors import ConfigurationError, PenstockError
 from shared.flows.engine import FlowEngine
 from shared.logs import configure_logs
-from shared.models.catalog import Catalog, Model
+from shared.models.catalog import Catalog, Flow, Model
 from shared.models.catalog_file import read_catalog
 from shared.money import slo
 from shared.process.gc_tuning import settle_heap
@@ -70,7 +70,7 @@ def main() -> int:
         configure_logs(settings.log_level, settings.project)
         catalog = read_catalog(settings.models_file)
         models = [catalog.find_deployed(name) for name in settings.model_names]
-        if flows := [model.name for model in models if model.flow is not None]:
+        if flows := [model.name for model in models if isinstance(model, Flow)]:
             raise ConfigurationError(
                 f"PENSTOCK_MODEL: {flows[0]} is a flow; its steps run on the workers of its models",
                 field="model",

@@ -26,14 +26,13 @@ from api.inputs.image_codec import ImageCodec
 from api.inputs.source_images import SourceImages
 from api.limits.limited_request import LimitedRequest, RecoveredRequest
 from api.limits.limiter import Limiter
-from api.predictions.creation import OWNER, PredictionSnapshot, digest_of, ids_of, version_of
+from api.predictions.creation import PredictionSnapshot, digest_of, ids_of, new_prediction
 from api.predictions.service import GRACE_S, PredictionIdTaken, Predictions
 from api.replicate.prediction_lines import PREDICTIONS_PATH
 from shared.errors import Canceled, DeadlineExceeded, Overloaded, PenstockError, Unavailable
 from shared.messages import ItemOutcome, Receipt, RequestFacts
 from shared.models.tasks import Input
-from shared.money.charge import price_of, step_prices_of
-from shared.predictions import Prediction, metrics_of
+from shared.predictions import metrics_of
 from shared.process.concurrency import backoff
 from shared.stores.objects import ObjectStore
 from shared.tenants.plan import Caller, Priority
@@ -397,9 +396,7 @@ class LineExecutor:
         except asyncio.CancelledError:
             if not request.is_run_again():
                 # Its rows are marked as charged here, even if an earlier process charged them.
-                facts = request.facts
-                price = price_of(request.model, facts.received_at_s, facts.price_share)
-                limited.settle(price, [])
+                limited.settle(request.price, [])
             raise
 
     async def _reply(
@@ -486,7 +483,7 @@ def _request(
         is_repeatable=line.request.is_repeatable,
         options=RequestOptions(),
         is_run_again=is_run_again,
-        record=_record(batch, line, facts, deadline_s) if model.flow is not None else None,
+        record=_record(batch, line, facts, deadline_s) if line.request.is_run else None,
     )
 
 
@@ -497,25 +494,16 @@ def _record(
 
     Its input, which may contain secrets and files, stays in the batch's file.
     """
-    model = line.request.model
-    prediction = Prediction(
+    prediction = new_prediction(
+        line.request.model,
+        facts,
+        deadline_s,
         id=facts.request_id,
-        record=facts.request_id,
-        tenant=facts.tenant,
-        model=model.name,
-        owner=OWNER,
-        version=version_of(model),
         input={"batch_id": batch.id, "custom_id": line.custom_id},
         is_list=False,
         endpoint="" if batch.endpoint == PREDICTIONS_PATH else batch.endpoint,
         base_url=batch.base_url,
-        created_at_s=facts.received_at_s,
-        deadline_s=deadline_s,
         digest=digest_of(facts.request_id),
-        key_id=facts.key_id,
-        price=price_of(model, facts.received_at_s, facts.price_share),
-        flow=model.flow.as_json() if model.flow is not None else None,
-        step_prices=step_prices_of(model, facts.received_at_s, facts.price_share),
     )
     return NewRecord(prediction, keep_s=None, is_keyed=True)
 
@@ -523,7 +511,7 @@ def _record(
 def _request_id(batch: BatchCreated, line: BatchLine, attempt: int) -> str:
     """Returns an ID that is the same each time a line is computed, as are its job and rows."""
     name = f"{batch.id}-{line.number}" + (f"-{attempt}" if attempt else "")
-    if line.request.model.flow is None:
+    if not line.request.is_run:
         return name
     # An Idempotency-Key sent by a caller never contains a line feed.
     return ids_of(batch.tenant, "", f"line\n{name}")[0]

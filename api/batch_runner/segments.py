@@ -380,7 +380,7 @@ class SegmentRun:
         with suppress(LineRefused):
             batch_line = read_line(line, self._batch, self._tools.catalog)
             # The run of a flow continues by itself, even if this runner started it.
-            is_run = is_started and batch_line.request.model.flow is not None
+            is_run = is_started and batch_line.request.is_run
             if is_run or (index < self._begun and not is_started):
                 tools, attempt = self._tools, attempts.get(line.number, 0)
                 caller = await tools.terms.caller_of(self._batch)

@@ -16,7 +16,7 @@ from api.inputs.storage import StorageQuota
 from api.predictions.creation import PredictionSnapshot
 from shared.errors import PenstockError
 from shared.messages import ItemOutcome
-from shared.models.catalog import Catalog, Model
+from shared.models.catalog import Catalog, Flow, Model
 from shared.models.tasks import Input
 from shared.money.charge import ItemPrice
 from shared.stores.objects import ObjectStore
@@ -32,6 +32,10 @@ class LineRequest:
     is_repeatable: bool
     reply_bytes: int
     """Estimated size of its answer in bytes."""
+
+    @property
+    def is_run(self) -> bool:
+        return isinstance(self.model, Flow)
 
 
 @dataclass(frozen=True, slots=True)

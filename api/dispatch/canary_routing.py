@@ -103,13 +103,11 @@ class CanaryRouter:
         Raises:
             ModelWithdrawn: the revision that would serve it is withdrawn.
         """
-        # Steps of flows go to the model itself.
-        has_canary = request.model.name in self._canaries and request.model.flow is None
-        return self.to_revision(request, self._choose(request) if has_canary else request.model)
+        return self.to_revision(request, self._choose(request))
 
     def to_revision(self, request: InferenceRequest, model: Model) -> InferenceRequest:
         """Returns the request for a specific revision of its model."""
-        self.withdrawals.check(model.drawn_by or model)
+        self.withdrawals.check(model.requested)
         purges = self.withdrawals.purges(model)
         if model is request.model and purges == request.purges:
             return request
@@ -125,8 +123,9 @@ class CanaryRouter:
     def _choose(self, request: InferenceRequest) -> Model:
         """Returns the revision that serves a request: its model or the model's canary."""
         model, facts = request.model, request.facts
-        canary = self._canaries[model.name]
-        if canary.canary is None or not self.is_serving(canary):
+        # Flows have none, and their steps go to the models themselves.
+        canary = None if model.canary is None else self._canaries.get(model.name)
+        if canary is None or canary.canary is None or not self.is_serving(canary):
             return model
         key: tuple[object, ...] = (facts.tenant,)
         if canary.canary.by == "input":

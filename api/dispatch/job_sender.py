@@ -41,7 +41,7 @@ from shared.messages import (
     encode_reply_body,
     record_id,
 )
-from shared.models.catalog import CANARY_SUFFIX, Model
+from shared.models.catalog import CANARY_SUFFIX, Flow, Model
 from shared.models.entry import Replies
 from shared.stores.objects import ObjectStore, stored_input
 from shared.stores.records import Records
@@ -173,7 +173,7 @@ class JobSender:
         if unfinished > BATCHES_HELD * request.model.batch.max_items:
             envelope.priority = "batch"
         try:
-            if request.model.flow is not None and self._start_run is not None:
+            if self._start_run is not None and isinstance(request.model, Flow):
                 options = request.options
                 body = JobBody(list(items), options.cache_read, options.cache_write)
                 await self._start_run(envelope, body)

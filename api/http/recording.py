@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -15,15 +15,14 @@ from api.http.call import Call, ModelCall
 from api.http.connection import while_connected
 from api.http.inference import Inference
 from api.inputs.storage import Storage
-from api.predictions.creation import OWNER, Creation, PredictionSnapshot, ids_of, version_of
+from api.predictions.creation import Creation, PredictionSnapshot, ids_of, new_prediction
 from api.predictions.follower import PredictionFollower
 from api.predictions.service import GRACE_S, Predictions
 from api.tasks.base import Inputs
-from shared.errors import DeadlineExceeded
+from shared.errors import DeadlineExceeded, PenstockError
+from shared.messages import ReplyBody
 from shared.models.catalog import Model
-from shared.models.tasks.custom import stores_files, streams_of
-from shared.money.charge import price_of, step_prices_of
-from shared.predictions import Prediction
+from shared.models.tasks.custom import stores_files
 
 
 class Recording:
@@ -65,27 +64,18 @@ class Recording:
         prediction_id, record_id = ids_of(call.tenant, own_id, key)
         facts = msgspec.structs.replace(call.context.facts, request_id=record_id)
         stops_at_s = call.prediction_stops_at_s(model)
-        prediction = Prediction(
+        prediction = new_prediction(
+            model,
+            facts,
+            stops_at_s,
             id=prediction_id,
-            record=record_id,
-            tenant=facts.tenant,
-            model=model.name,
-            version=version_of(model),
             input=read.shown,
             is_list=read.is_list,
             output_format=read.output_format,
             base_url=call.base_url,
-            created_at_s=facts.received_at_s,
-            deadline_s=stops_at_s,
             digest=digest,
-            client_request_id=facts.client_request_id,
-            key_id=facts.key_id,
             is_cached=read.is_repeatable and call.options.cache_write,
-            price=price_of(model, facts.received_at_s),
-            streams=streams_of(model),
-            flow=None if model.flow is None else model.flow.as_json(),
-            step_prices=step_prices_of(model, facts.received_at_s),
-            **{"owner": OWNER} | shown,
+            **shown,
         )
         return InferenceRequest(
             facts,
@@ -128,17 +118,23 @@ class Recording:
                 if creation.is_new and (reply := creation.snapshot.record.reply) is not None:
                     limited.settle(request.price, reply.outcomes)
 
-    async def run_flow(self, call: ModelCall, request: InferenceRequest) -> PredictionSnapshot:
+    async def run_flow(
+        self,
+        call: ModelCall,
+        request: InferenceRequest,
+        failure: Callable[[PredictionSnapshot], PenstockError] = lambda run: run.failure,
+    ) -> ReplyBody:
         """Runs a flow whose caller waits for its end. Cancels it once no caller waits any more.
 
         Args:
             request: returned by the method `request`.
+            failure: returns why a run failed, in the words of the endpoint.
 
         Returns:
-            Its prediction, which has succeeded or failed.
+            The reply of its prediction, which has succeeded.
 
         Raises:
-            PenstockError: as raised by `create`. DeadlineExceeded: it took too long.
+            PenstockError: it failed, or as raised by `create`. DeadlineExceeded: it took too long.
         """
         async with self.create(call, request, waits=True) as creation:
             limit_s = request.deadline_s - time.time() + GRACE_S
@@ -154,7 +150,9 @@ class Recording:
         if record.reply is not None:
             call.context.headers |= headers_of_run(prediction, record.reply.outcomes)
         call.context.headers["location"] = f"/v1/predictions/{prediction.id}"
-        return creation.snapshot
+        if record.state != "succeeded" or record.reply is None:
+            raise failure(creation.snapshot)
+        return record.reply
 
     async def find(self, call: Call, prediction_id: str) -> PredictionSnapshot:
         """Returns the current state of a prediction, whichever endpoint created it.

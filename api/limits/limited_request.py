@@ -17,13 +17,10 @@ from api.limits.limiter import Limiter, RequestDemand, Taking
 from api.limits.preparation import Preparation
 from shared.errors import Unavailable
 from shared.messages import ItemOutcome
-from shared.models.after_image import drawings_of
 from shared.models.catalog import Model
 from shared.models.flow_plan import FlowStep, step_of
-from shared.models.image_flow import IMAGE
 from shared.models.tasks import Input
 from shared.models.tasks.base import Unit, WorkBound
-from shared.models.tasks.custom import CustomInput
 from shared.money.charge import (
     ItemPrice,
     as_delivered,
@@ -244,7 +241,7 @@ class LimitedRequest:
         unit = self._model.limited_unit
         work, usd = 0, 0.0
         if account.counts_work:
-            work = sum(one.estimate_work(self._model) for one in self._drawn())
+            work = sum(one.estimate_work(self._model) for one in self._model.drawn(self._inputs))
         if account.has_budget:
             price = price_of(self._model, self._received_at_s, self._price_share)
             bounds = (one.bound_work(self._model) for one in self._inputs)
@@ -254,30 +251,18 @@ class LimitedRequest:
 
     def _highest_cost_of_steps_usd(self) -> float:
         """Returns the maximum that a flow's steps can cost, with the maximum items in each."""
-        if self._model.flow is None:
-            return 0.0
-        steps = zip(
-            self._model.flow.steps, self._model.step_models, self._step_prices(), strict=True
-        )
         return sum(
             highest_cost_usd(price, model.definition.unit, bound, self._longest_s)
-            for step, model, price in steps
+            for (step, model), price in zip(self._model.steps, self._step_prices(), strict=True)
             for bound in self._bounds_of_items(step, model)
         )
 
     def _bounds_of_items(self, step: FlowStep, model: Model) -> list[WorkBound]:
         """Returns the maximum work of each item that a step may have."""
-        if self._model.drawn_by is not None and step.id == IMAGE:
-            return [one.bound_work(model) for one in self._drawn()]
+        if model is self._model.requested:
+            return [one.bound_work(model) for one in self._model.drawn(self._inputs)]
         count = 1 if step.for_each is None else step.max_items
         return [model.definition.step_bound(model)] * count
-
-    def _drawn(self) -> Sequence[Input]:
-        """Returns the inputs. For a flow that produces images, the inputs of its first step."""
-        if self._model.drawn_by is None:
-            return self._inputs
-        runs = (one for one in self._inputs if isinstance(one, CustomInput))
-        return [drawn for run in runs for drawn in drawings_of(run)]
 
 
 class RecoveredRequest(LimitedRequest):

@@ -16,6 +16,7 @@ import sys
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from itertools import accumulate, count
 from pathlib import PurePath
 from typing import cast
@@ -59,9 +60,10 @@ from api.problem_details import UNPROCESSABLE
 from api.tasks.base import Inputs
 from api.tasks.custom import FieldNames, FileInput, add_files, input_of_fields
 from shared.errors import BadInput, ModelFailed, PenstockError, error_for_code
+from shared.flows.engine import plan_of
 from shared.messages import ItemOutcome
 from shared.models.blob import Blob
-from shared.models.catalog import Catalog, Model
+from shared.models.catalog import Catalog, Flow, Model
 from shared.models.flow_plan import INPUT, MAX_STEP_ITEMS, FlowPlan, FlowStep, step_of
 from shared.models.tasks import Result
 from shared.models.tasks.custom import CustomInput, CustomResult, FilePlace
@@ -198,9 +200,9 @@ async def _reply(
 
 def _count_pages(result: CustomResult, model: Model) -> int:
     """Returns the number of pages read."""
-    if model.flow is None:
-        return result.work
-    return len(result.output["pages"] if isinstance(result.output, dict) else result.output)
+    if isinstance(model, Flow):
+        return len(result.output["pages"] if isinstance(result.output, dict) else result.output)
+    return result.work
 
 
 def _joined(apart: PagesApart) -> list[OcrPage]:
@@ -290,7 +292,7 @@ class OcrEndpoint(Endpoint):
 
     def failure(self, request: LineRequest, snapshot: PredictionSnapshot) -> PenstockError:
         """Returns why a flow failed, with the number of the affected page."""
-        return _failure_of(snapshot, request.model, cast(OcrBody, request.body))
+        return _failure_of(cast(OcrBody, request.body), snapshot)
 
     def usage(
         self,
@@ -337,7 +339,7 @@ async def create_ocr(
         owner = inference.file_owner(call, model, quota, call.answer_by_s(model))
         loading = _with_document(checked, owner, source_images)
         one = await while_connected(call.http.receive, loading)
-        if model.flow is not None:
+        if isinstance(model, Flow):
             output = await _run_flow(call, model, one, body, recording)
             reply = await _reply(output, model, objects, body)
         else:
@@ -349,38 +351,34 @@ async def create_ocr(
 
 
 async def _run_flow(
-    call: ModelCall, model: Model, one: CustomInput, body: OcrBody, recording: Recording
+    call: ModelCall, flow: Flow, one: CustomInput, body: OcrBody, recording: Recording
 ) -> Result | None:
     """Returns the output of a flow. Errors about a page become errors about the document."""
     fields = body.model_dump(mode="json", exclude_unset=True, exclude={DOCUMENT})
     shown = fields | {DOCUMENT: {"type": body.document.type}}
-    read = Inputs([one], shown, is_list=False, is_repeatable=model.deterministic)
-    digest = digest_of(json.dumps([model.name, PATH, repr(one.cache_form())]))
-    new = recording.request(call, model, read, digest=digest, endpoint=PATH)
-    snapshot = await recording.run_flow(call, new)
-    reply = snapshot.record.reply
-    if snapshot.record.state != "succeeded" or reply is None:
-        raise _failure_of(snapshot, model, body)
-    return reply.output
+    read = Inputs([one], shown, is_list=False, is_repeatable=flow.deterministic)
+    digest = digest_of(json.dumps([flow.name, PATH, repr(one.cache_form())]))
+    new = recording.request(call, flow, read, digest=digest, endpoint=PATH)
+    return (await recording.run_flow(call, new, partial(_failure_of, body))).output
 
 
 def _names_for(model: Model) -> FieldNames:
     return FieldNames(model, DOCUMENT, "pages")
 
 
-def _failure_of(snapshot: PredictionSnapshot, model: Model, body: OcrBody) -> PenstockError:
+def _failure_of(body: OcrBody, snapshot: PredictionSnapshot) -> PenstockError:
     """Returns why a flow failed. Errors about a page become errors about the document."""
-    assert model.flow is not None, "only flows have steps; this is a bug"
+    plan = plan_of(snapshot.prediction)
     failure, reply = snapshot.failure, snapshot.record.reply
     if isinstance(failure, BadInput):
         return failure  # the step's error is about an input of the flow
     for outcome in reply.outcomes if reply is not None else ():
-        error, step = outcome.error, model.flow.steps[step_of(outcome.index)]
+        error, step = outcome.error, plan.steps[step_of(outcome.index)]
         if error is None or step.has_default:
             continue
         position = outcome.index % MAX_STEP_ITEMS
         known = error_for_code(error.code, error.message, error.field)
-        if isinstance(known, BadInput) and _is_page(step, error.field, position, model.flow):
+        if isinstance(known, BadInput) and _is_page(step, error.field, position, plan):
             reason = error.message.removeprefix(f"{error.field}: ")
             where = f"{DOCUMENT}: page {body.number_of(position)}"
             return type(known)(f"{where}: {_PAGE_OF_ONE.sub('', reason)}", field=DOCUMENT)

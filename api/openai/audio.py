@@ -84,7 +84,7 @@ from api.tasks.custom import FieldNames, add_files, input_of_fields
 from shared.errors import BadInput, ModelFailed, PenstockError
 from shared.messages import ItemOutcome, ReplyBody
 from shared.models.blob import Blob
-from shared.models.catalog import Catalog, Model
+from shared.models.catalog import Catalog, Flow, Model
 from shared.models.flow_plan import MAX_STEP_ITEMS
 from shared.models.tasks.custom import (
     CustomInput,
@@ -266,7 +266,7 @@ class _Transcript:
             raise PenstockError(f"{model.name} returned a result of the wrong type; this is a bug")
         self.elements = _elements(result.output)
         seconds = result.work
-        if model.flow is not None:  # a flow does not have a unit of work
+        if isinstance(model, Flow):  # it does not have a unit of work
             seconds = max(1, math.ceil(self.elements[0].duration)) if self.elements else 1
         self.usage = DurationUsage(seconds)
         self.text = "".join(element.text for element in self.elements).lstrip()
@@ -605,8 +605,9 @@ class _Transcriber:
             PenstockError: the model failed, or the request was rejected.
         """
         call, model = self._call, self._model
-        if model.flow is not None:
-            return await self._answer_flow(item)
+        if isinstance(model, Flow):
+            reply = await self._recording.run_flow(call, self.prediction_request(item))
+            return _answer(self._form, _Transcript(_outcomes_of(reply), model), self._mode)
         async with self._inference.compute(
             call, model, [item], is_repeatable=model.deterministic
         ) as response:
@@ -624,14 +625,6 @@ class _Transcriber:
         return self._recording.request(
             self._call, model, read, digest=digest, endpoint=TRANSCRIPTIONS
         )
-
-    async def _answer_flow(self, item: CustomInput) -> Response:
-        snapshot = await self._recording.run_flow(self._call, self.prediction_request(item))
-        record = snapshot.record
-        if record.state != "succeeded" or record.reply is None:
-            raise snapshot.failure
-        transcript = _Transcript(_outcomes_of(record.reply), self._model)
-        return _answer(self._form, transcript, self._mode)
 
 
 class _TranscriptStream:
@@ -668,7 +661,8 @@ class _TranscriptStream:
             BadInput: `Last-Event-ID` is not an event ID of this stream.
             PenstockError: the prediction failed before its first event.
         """
-        call, is_flow = self._call, self._model.flow is not None
+        call, model = self._call, self._model
+        is_flow = isinstance(model, Flow)
         if is_flow and self._last_id and not _WINDOW_ID.fullmatch(self._last_id):
             raise BadInput(
                 f"Last-Event-ID: {self._last_id[:40]!r} is not an event ID of this stream",
@@ -679,8 +673,8 @@ class _TranscriptStream:
             held.enter_context(self._streams.reserved(call.tenant))
             async with self._recording.create(call, new, waits=False) as creation:
                 pass
-            if is_flow:
-                events = self._flow_events(creation.snapshot)
+            if isinstance(model, Flow):
+                events = self._flow_events(creation.snapshot, model)
                 opening = await while_connected(call.http.receive, anext(events, b""))
                 sse = behind(opening, events)
             else:
@@ -702,13 +696,13 @@ class _TranscriptStream:
         beginning = streams.begin(snapshot, self._shape, seen, call.check_key, returns, **options)
         return await while_connected(call.http.receive, beginning)
 
-    async def _flow_events(self, snapshot: PredictionSnapshot) -> AsyncGenerator[bytes]:
+    async def _flow_events(self, snapshot: PredictionSnapshot, flow: Flow) -> AsyncGenerator[bytes]:
         """Yields the events of a flow: one per window in order, as soon as it is transcribed.
 
         If the reader hangs up and can't resume, the run is canceled.
         """
         call, predictions, has_ids = self._call, self._predictions, self._has_ids
-        windows = _WindowEvents(self._model, int(self._last_id or -1), has_ids=has_ids)
+        windows = _WindowEvents(flow, int(self._last_id or -1), has_ids=has_ids)
         until_s = time.monotonic() + MAX_S
         returns = find_return(call.options.idempotency_key, has_positions=has_ids)
         is_left = returns == "never"
@@ -741,10 +735,9 @@ class _TranscriptStream:
 class _WindowEvents:
     """The window events of a flow. `seen`: number of the last event that a reader has."""
 
-    def __init__(self, model: Model, seen: int, *, has_ids: bool) -> None:
-        assert model.flow is not None, "only flows have steps; this is a bug"
-        order = model.flow.order()
-        self._hears = [model.step_models[number].api == "transcription" for number in order]
+    def __init__(self, flow: Flow, seen: int, *, has_ids: bool) -> None:
+        order = flow.plan.order()
+        self._hears = [flow.step_models[number].api == "transcription" for number in order]
         self._has_ids, self._said = has_ids, seen >= 0
         self.seen = seen
 

@@ -207,7 +207,7 @@ class GenerationsEndpoint(Endpoint):
 
     async def inputs(self, request: LineRequest, caller: LineCaller) -> Sequence[Input]:
         """Returns the images, or the flow run that draws them, with the files of the line."""
-        body, model = cast(GenerationBody, request.body), request.model.drawn_by or request.model
+        body, model = cast(GenerationBody, request.body), request.model.requested
         run = request.inputs[0] if isinstance(request.inputs[0], CustomInput) else None
         images = request.inputs if run is None else drawings_of(run)
         first = images[0]
@@ -446,10 +446,7 @@ class ImageAnswer:
         Raises:
             PenstockError: the request failed. ModerationBlocked: all images are withheld.
         """
-        snapshot = await self.recording.run_flow(self.call, new)
-        reply = snapshot.record.reply
-        if snapshot.record.state != "succeeded" or reply is None:
-            raise snapshot.failure
+        reply = await self.recording.run_flow(self.call, new)
         return [image for image in images_in(reply, new.model) if image is not None]
 
     async def _record(

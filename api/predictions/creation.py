@@ -12,7 +12,7 @@ import re
 import secrets
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from api.dispatch.job_sender import LOOK_EVERY_S, ReplyWaiter
 from shared.errors import (
@@ -24,8 +24,10 @@ from shared.errors import (
     UnknownModel,
     error_for_code,
 )
-from shared.messages import reason_of
-from shared.models.catalog import Catalog, Model
+from shared.messages import RequestFacts, reason_of
+from shared.models.catalog import Catalog, Flow, Model
+from shared.models.tasks.custom import streams_of
+from shared.money.charge import price_of, step_prices_of
 from shared.predictions import Prediction, record_of
 from shared.stores.record_state import Record
 
@@ -43,9 +45,38 @@ record.
 
 def version_of(model: Model) -> str:
     """Returns a model's version ID: a 256-bit BLAKE2b digest of everything that affects results."""
-    shown = model.drawn_by or model
+    shown = model.requested
     facts = "\n".join((shown.name, shown.source, shown.revision, shown.precision))
     return hashlib.blake2b(facts.encode(), digest_size=32).hexdigest()
+
+
+def new_prediction(
+    model: Model, facts: RequestFacts, deadline_s: float, **shown: Any
+) -> Prediction:
+    """Returns the document of a new prediction.
+
+    Args:
+        facts: facts about its request, whose ID is that of the record.
+        deadline_s: Unix time.
+        shown: other fields of the document.
+    """
+    priced = model, facts.received_at_s, facts.price_share
+    known: dict[str, Any] = {
+        "record": facts.request_id,
+        "tenant": facts.tenant,
+        "model": model.name,
+        "owner": OWNER,
+        "version": version_of(model),
+        "created_at_s": facts.received_at_s,
+        "deadline_s": deadline_s,
+        "client_request_id": facts.client_request_id,
+        "key_id": facts.key_id,
+        "price": price_of(*priced),
+        "streams": streams_of(model),
+        "flow": model.plan.as_json() if isinstance(model, Flow) else None,
+        "step_prices": step_prices_of(*priced),
+    }
+    return Prediction(**known | shown)
 
 
 def find_version(catalog: Catalog, version: str) -> Model:

@@ -17,7 +17,7 @@ from api.inputs.url_fetcher import FetchedInput
 from api.tasks.base import ApiTask, Inputs, StreamKind
 from shared.errors import BadInput, InputTooLarge, PenstockError
 from shared.models.blob import FILE_FORMAT, Blob
-from shared.models.catalog import Model
+from shared.models.catalog import Flow, Model
 from shared.models.interface import SECRET_FORMAT, ModelInterface
 from shared.models.tasks.custom import (
     JSON_TYPE,
@@ -127,7 +127,7 @@ def _check_integers(values: Mapping[str, Any]) -> None:
 
 def max_values_bytes(model: Model) -> int:
     """Returns the maximum JSON size of an input that `store_large_values` handles."""
-    is_flow = model.flow is not None  # its engine reads the values
+    is_flow = isinstance(model, Flow)  # its engine reads the values
     return MAX_MESSAGE_JSON_BYTES if is_flow else MAX_VALUES_BYTES
 
 
@@ -216,7 +216,7 @@ class FieldNames(NamedTuple):
         if named is None:
             return error
         reason = error.message.removeprefix(f"{error.field}: ")
-        if is_weight and self.model.flow is None:
+        if is_weight and self.model.work.max is not None:
             most = f"{self.model.work.max} {self.unit}"
             reason = f"exceeds the maximum of {most} for {self.model.name}"
         return type(error)(f"{named}: {reason}", field=named)

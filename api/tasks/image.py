@@ -274,10 +274,10 @@ def as_run(
         return None
     if upscale is not None and model.image.upscale is None:
         raise BadInput(f"upscale: is not supported by {model.name}; leave it out", field="upscale")
-    flow = catalog.image_flow(model, len(images), upscales=upscale is not None)
-    if flow is None:
+    run = catalog.image_run(model, len(images), upscales=upscale is not None)
+    if run is None:
         return None
-    return flow, input_of(images, upscale, is_repeatable=is_repeatable)
+    return run, input_of(images, upscale, is_repeatable=is_repeatable)
 
 
 TASK = ImageApi()

@@ -5,14 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
-from pydantic import ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from shared.errors import UnknownModel
+from shared.models.after_image import drawings_of
 from shared.models.entry import (
     MAX_DEADLINE_S,
     Batch,
@@ -26,13 +27,13 @@ from shared.models.entry import (
     WorkersEntry,
 )
 from shared.models.entry_fields import FLOW_SOURCE
-from shared.models.flow_plan import FlowPlan
+from shared.models.flow_plan import FlowPlan, FlowStep
 from shared.models.flow_types import StepSchema, check_flow
 from shared.models.image_flow import bounded, check_steps, plan_of_images
 from shared.models.interface import ModelInterface
-from shared.models.tasks import TASKS
+from shared.models.tasks import TASKS, Input
 from shared.models.tasks.base import Task, Unit
-from shared.models.tasks.custom import CUSTOM
+from shared.models.tasks.custom import CUSTOM, CustomInput, check_flow_api, interface_of
 
 log = logging.getLogger(__name__)
 
@@ -44,12 +45,7 @@ OF_CATALOG = "an entry of the catalog"
 
 
 class Model(CatalogEntry):
-    """One served model, validated by the rules of its task, or a flow, served like a model."""
-
-    step_models: tuple[Model, ...] = ()
-    """Models of a flow's steps, in step order."""
-    drawn_by: Model | None = None
-    """For the flow of an image request: the image model whose name it has."""
+    """One served model, validated by the rules of its task."""
 
     @field_validator("task")
     @classmethod
@@ -88,7 +84,7 @@ class Model(CatalogEntry):
                 f"precision: {self.definition.noun} does not support {self.precision}; use "
                 f"one of {known}"
             )
-        self.definition.check_entry(self)
+        self._check_by_task()
         self._check_rerank()
         if not self.definition.has_interface:
             self._has_no_fields_of_ones_own()
@@ -99,8 +95,6 @@ class Model(CatalogEntry):
             )
         if not self.definition.has_interface:
             self._has_no_resources()
-        if self.source.startswith(FLOW_SOURCE) != (self.flow is not None):
-            raise ValueError("source, flow: list flows under `flows`, not under `models`")
         if self.name.endswith(".dead"):
             raise ValueError(
                 "a name must not end in .dead, because its topic would be another model's "
@@ -119,6 +113,9 @@ class Model(CatalogEntry):
         if self.deadline.default_s > self.deadline.longest_s:
             raise ValueError("deadline.default_s must not exceed deadline.longest_s")
         return self
+
+    def _check_by_task(self) -> None:
+        self.definition.check_entry(self)
 
     def _check_rerank(self) -> None:
         if self.rerank != "cosine" and not self.definition.compares_texts:
@@ -180,9 +177,23 @@ class Model(CatalogEntry):
         return TASKS[self.task]
 
     @property
+    def requested(self) -> Model:
+        """The model that callers request: itself, unless it is the run of an image request."""
+        return self
+
+    @property
+    def steps(self) -> Sequence[tuple[FlowStep, Model]]:
+        """The steps of a flow, each with its model. A model has none."""
+        return ()
+
+    def drawn(self, inputs: Sequence[Input]) -> Sequence[Input]:
+        """Returns the inputs whose work limits count."""
+        return inputs
+
+    @property
     def limited_unit(self) -> Unit:
         """The unit of work counted by limits."""
-        return (self.drawn_by or self).definition.unit
+        return self.requested.definition.unit
 
     @property
     def budget(self) -> int:
@@ -193,6 +204,35 @@ class Model(CatalogEntry):
     def result_tolerance(self) -> float:
         """Maximum distance of results from torch fp32 results, as measured for the task."""
         return self.definition.tolerance(self)
+
+
+class Flow(Model):
+    """A flow. Callers request it like a custom model, but the workers of others run its steps."""
+
+    source: Annotated[str, Field(pattern=f"^{FLOW_SOURCE}")]
+    plan: FlowPlan
+    step_models: tuple[Model, ...]
+    """Models of the steps, in step order."""
+
+    def _check_by_task(self) -> None:
+        if self.api is not None:
+            check_flow_api(self.api, interface_of(self))
+
+    @property
+    def steps(self) -> Sequence[tuple[FlowStep, Model]]:
+        return tuple(zip(self.plan.steps, self.step_models, strict=True))
+
+
+class ImageRun(Flow):
+    """The flow of an image request. It has the name of the model that draws in its first step."""
+
+    @property
+    def requested(self) -> Model:
+        return self.step_models[0]
+
+    def drawn(self, inputs: Sequence[Input]) -> Sequence[Input]:
+        runs = (one for one in inputs if isinstance(one, CustomInput))
+        return [image for run in runs for image in drawings_of(run)]
 
 
 @dataclass(frozen=True)
@@ -229,7 +269,7 @@ class Catalog:
     def __init__(
         self,
         models: tuple[Model, ...],
-        flows: tuple[Model, ...] = (),
+        flows: tuple[Flow, ...] = (),
         shared_workers: tuple[WorkersEntry, ...] = (),
     ) -> None:
         self.models = models
@@ -244,9 +284,9 @@ class Catalog:
         self._by_name = {
             alias: model for model in self.served for alias in (model.name, *model.aliases)
         }
-        self._image_flows: dict[tuple[str, bool], Model | None] = {}
+        self._image_runs: dict[tuple[str, bool], ImageRun | None] = {}
 
-    def image_flow(self, model: Model, images: int, *, upscales: bool) -> Model | None:
+    def image_run(self, model: Model, images: int, *, upscales: bool) -> ImageRun | None:
         """Returns the flow for an image request. None: no step follows the image.
 
         Args:
@@ -256,12 +296,10 @@ class Catalog:
             FlowError: an entry created without a file names a missing model.
         """
         key = model.name, upscales
-        if key not in self._image_flows:
-            self._image_flows[key] = image_flow_of(model, self, upscales=upscales)
-        flow = self._image_flows[key]
-        if flow is None or flow.flow is None:
-            return None
-        return flow.model_copy(update={"flow": bounded(flow.flow, images)})
+        if key not in self._image_runs:
+            self._image_runs[key] = image_run_of(model, self, upscales=upscales)
+        run = self._image_runs[key]
+        return None if run is None else run.model_copy(update={"plan": bounded(run.plan, images)})
 
     @property
     def served(self) -> tuple[Model, ...]:
@@ -326,7 +364,7 @@ class Catalog:
                 changed.append(old.name)
                 self._replace(new)
         if changed:
-            self._image_flows.clear()
+            self._image_runs.clear()
             self.flows = newer.flows
             self._by_name |= {
                 alias: flow for flow in self.flows for alias in (flow.name, *flow.aliases)
@@ -402,7 +440,7 @@ def unknown_model(name: str) -> UnknownModel:
     )
 
 
-def flow_of(entry: FlowEntry, catalog: Catalog) -> Model:
+def flow_of(entry: FlowEntry, catalog: Catalog) -> Flow:
     """Returns a flow in its served form: like a custom model, with the models of its steps.
 
     Raises:
@@ -412,10 +450,11 @@ def flow_of(entry: FlowEntry, catalog: Catalog) -> Model:
     plan = FlowPlan.model_validate(
         entry.model_dump(include=set(FlowPlan.model_fields), exclude_unset=True)
     )
-    return _served_flow(plan, check_flow(plan, catalog.step_schema), entry, catalog)
+    fields = _fields_of_flow(plan, check_flow(plan, catalog.step_schema), entry, catalog)
+    return Flow.model_validate(fields, context=OF_CATALOG)
 
 
-def image_flow_of(model: Model, catalog: Catalog, *, upscales: bool) -> Model | None:
+def image_run_of(model: Model, catalog: Catalog, *, upscales: bool) -> ImageRun | None:
     """Returns the flow for image requests of a model. None: they have only one step.
 
     Its time limit is the sum of its steps' time limits.
@@ -441,36 +480,32 @@ def image_flow_of(model: Model, catalog: Catalog, *, upscales: bool) -> Model | 
         ),
         max_in_flight=model.max_in_flight,
     )
-    flow = _served_flow(plan, {}, entry, catalog)
-    return flow.model_copy(update={"drawn_by": model})
+    return ImageRun.model_validate(_fields_of_flow(plan, {}, entry, catalog), context=OF_CATALOG)
 
 
-def _served_flow(
+def _fields_of_flow(
     plan: FlowPlan, output: Mapping[str, Any], entry: FlowEntry, catalog: Catalog
-) -> Model:
+) -> dict[str, Any]:
     models = tuple(catalog.find(step.model) for step in plan.steps)
     revisions = [(model.name, model.revision) for model in models]
     digest = hashlib.sha256(json.dumps([plan.as_json(), revisions]).encode()).hexdigest()
-    return Model.model_validate(
-        {
-            "name": entry.name,
-            "task": CUSTOM.name,
-            "source": FLOW_SOURCE + entry.name,
-            "revision": digest[:16],
-            "aliases": entry.aliases,
-            "deadline": entry.deadline,
-            "max_in_flight": entry.max_in_flight,
-            "api": entry.api,
-            "batch": {"max_items": RUNS_AT_A_TIME},
-            "interface": ModelInterface(
-                inputs=plan.input_schema,
-                output=dict(output),
-                concurrency=RUNS_AT_A_TIME,
-                cog_version="",
-                sources_sha256=digest,
-            ),
-            "flow": plan,
-            "step_models": models,
-        },
-        context=OF_CATALOG,
-    )
+    return {
+        "name": entry.name,
+        "task": CUSTOM.name,
+        "source": FLOW_SOURCE + entry.name,
+        "revision": digest[:16],
+        "aliases": entry.aliases,
+        "deadline": entry.deadline,
+        "max_in_flight": entry.max_in_flight,
+        "api": entry.api,
+        "batch": {"max_items": RUNS_AT_A_TIME},
+        "interface": ModelInterface(
+            inputs=plan.input_schema,
+            output=dict(output),
+            concurrency=RUNS_AT_A_TIME,
+            cog_version="",
+            sources_sha256=digest,
+        ),
+        "plan": plan,
+        "step_models": models,
+    }

@@ -12,7 +12,7 @@ import yaml
 from pydantic import ValidationError
 
 from shared.errors import ConfigurationError
-from shared.models.catalog import OF_CATALOG, Catalog, Model, flow_of
+from shared.models.catalog import OF_CATALOG, Catalog, Flow, Model, flow_of
 from shared.models.entry import FlowEntry, Gpu, WorkersEntry
 from shared.models.flow_types import FlowError
 from shared.models.image_flow import check_steps
@@ -214,7 +214,7 @@ def _read_entry(path: Path, node: yaml.Node) -> Model:
         return Model.model_validate(entry, context=OF_CATALOG)
 
 
-def _read_flow(path: Path, node: yaml.Node, catalog: Catalog) -> Model:
+def _read_flow(path: Path, node: yaml.Node, catalog: Catalog) -> Flow:
     with _placed(path, node) as constructor:
         return flow_of(FlowEntry.model_validate(constructor.construct_document(node)), catalog)
 

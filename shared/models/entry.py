@@ -457,9 +457,6 @@ class CatalogEntry(EntryPart):
     the file in the folder of a `local:` source.
     """
 
-    flow: FlowPlan | None = None
-    """The steps of a flow in `flows`. None: not a flow."""
-
     @model_validator(mode="after")
     def _names_each_variable_once(self) -> Self:
         if both := sorted(self.environment.keys() & self.secrets.keys()):

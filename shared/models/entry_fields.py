@@ -9,7 +9,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 Positive = Annotated[int, Field(gt=0)]
 FLOW_SOURCE = "flow:"
 """The source of a flow, which has no files."""
-Source = Annotated[str, Field(pattern=rf"^(hf:|gs://|local:|package:|{FLOW_SOURCE}).+")]
+Source = Annotated[str, Field(pattern=r"^(hf:|gs://|local:|package:).+")]
 """The location of weights."""
 
 

@@ -6,9 +6,9 @@ import hashlib
 from functools import cached_property
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from shared.models.entry_fields import FLOW_SOURCE, EntryPart, Positive, Revision, Source
+from shared.models.entry_fields import EntryPart, Positive, Revision, Source
 from shared.models.image_interface import ImageInterface
 from shared.models.schedulers import SCHEDULER_NAMES
 
@@ -82,13 +82,6 @@ class _FolderBeside(EntryPart):
 
     source: Source
     revision: Revision = "main"
-
-    @field_validator("source")
-    @classmethod
-    def _is_a_folder(cls, value: str) -> str:
-        if value.startswith(FLOW_SOURCE):
-            raise ValueError("must be a folder of weights, not a flow")
-        return value
 
     @cached_property
     def version(self) -> str:

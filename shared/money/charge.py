@@ -92,7 +92,7 @@ def step_prices_of(model: Model, at_s: float, price_share: float = 1.0) -> tuple
         at_s: see `price_of`.
         price_share: see `price_of`.
     """
-    return tuple(price_of(one, at_s, price_share) for one in model.step_models)
+    return tuple(price_of(one, at_s, price_share) for _, one in model.steps)
 
 
 def device_share_of(model: Model) -> float:

@@ -1,6 +1,7 @@
 """Wrong flows are refused when the catalog is read, by line and place."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -117,13 +118,24 @@ def test_name_that_is_taken_is_refused(tmp_path: Path, name: str) -> None:
         read_catalog(write_catalog(tmp_path, ONE, ONE | {"name": "other", "aliases": [name]}))
 
 
-def test_flow_among_the_models_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"source": "flow:x"}, "source: String should match pattern '^(hf:|gs://|"),
+        ({"flow": None}, "flow: Extra inputs"),
+        ({"step_models": []}, "step_models: Extra inputs"),
+        ({"drawn_by": None}, "drawn_by: Extra inputs"),
+    ],
+)
+def test_flow_among_the_models_is_refused(
+    tmp_path: Path, change: dict[str, Any], reason: str
+) -> None:
     path = write_catalog(tmp_path)
-    entry = yaml.safe_load(path.read_text())["models"][0] | {"source": "flow:x"}
+    entry = yaml.safe_load(path.read_text())["models"][0] | change
     path.write_text(
         yaml.safe_dump({"models": [entry | {"interface": "split-words/penstock.schema.json"}]})
     )
-    with pytest.raises(ConfigurationError, match="list flows under `flows`"):
+    with pytest.raises(ConfigurationError, match=re.escape(reason)):
         read_catalog(path)
 
 

@@ -102,7 +102,7 @@ class Workers:
     def __init__(
         self, records: Records, rng: random.Random, *, dies: bool = True, flow: str = "spell"
     ) -> None:
-        self.entry = CATALOG.find(flow)
+        (self.entry,) = (one for one in CATALOG.flows if one.name == flow)
         self.broker = Broker()
         self.engine = FlowEngine(CATALOG, records, self.broker)
         self.records = records
@@ -129,7 +129,7 @@ class Workers:
             created_at_s=now_s,
             deadline_s=now_s + 60,
             price=price_of(self.entry, now_s),
-            flow=self.entry.flow.as_json() if self.entry.flow else None,
+            flow=self.entry.plan.as_json(),
             step_prices=step_prices_of(self.entry, now_s),
         )
         self.prediction = prediction

@@ -62,15 +62,14 @@ def test_an_entry_with_both_steps_is_read(tmp_path: Path) -> None:
     draw = catalog.find("draw")
     assert [model.name for model in catalog.served] == ["draw", *CLASSES], "no flow is listed"
     for upscales, steps in ((True, ["image", "safety", "upscale"]), (False, ["image", "safety"])):
-        flow = catalog.image_flow(draw, 3, upscales=upscales)
+        flow = catalog.image_run(draw, 3, upscales=upscales)
         assert flow is not None
-        assert flow.flow is not None
         assert (flow.name, flow.limited_unit) == ("draw", "pixel_steps")
-        assert [step.id for step in flow.flow.steps] == steps
-        assert {step.max_items for step in flow.flow.steps} == {3}
+        assert [step.id for step, _ in flow.steps] == steps
+        assert {step.max_items for step, _ in flow.steps} == {3}
         # As much time as the steps together.
         assert flow.deadline.default_s == 30.0 * len(steps)
-    assert catalog.image_flow(catalog.find("draw"), 1, upscales=False) is not None
+    assert catalog.image_run(catalog.find("draw"), 1, upscales=False) is not None
 
 
 @pytest.mark.parametrize(

@@ -457,7 +457,7 @@ class CustomTask(Task):
                 "minutes; remove it"
             )
         if entry.api is not None:
-            _check_api(entry.api, interface, is_flow=entry.flow is not None)
+            _check_api(entry.api, interface)
         if interface.batches:
             _check_key(entry.batch.key, interface)
             return
@@ -547,8 +547,7 @@ def streams_of(entry: CatalogEntry) -> str:
 
     Empty unless it is a class.
     """
-    is_class = entry.interface is not None and entry.flow is None
-    return interface_of(entry).streams if is_class else ""
+    return "" if entry.interface is None else entry.interface.streams
 
 
 def stores_files(entry: CatalogEntry) -> bool:
@@ -572,12 +571,41 @@ def _check_work(entry: CatalogEntry, interface: ModelInterface) -> None:
         raise ValueError("work.max, batch.max_work: require a class with work(); leave them out")
 
 
-def _check_api(api: ServedApi, interface: ModelInterface, *, is_flow: bool) -> None:
-    """Checks that an endpoint can call a class or a flow, and read its output.
+def check_flow_api(api: ServedApi, interface: ModelInterface) -> None:
+    """Checks that an endpoint can call a flow, and read its output.
 
     Raises:
         ValueError: it can't.
     """
+    _check_inputs(api, interface)
+    output = interface.output
+    if api == "ocr" and _gives_pages_apart(output):
+        return
+    if (_kind(output), _kind(output.get("items", {}))) != ("array", "object"):
+        apart = ", or pages and numbers" if api == "ocr" else ""
+        raise ValueError(f"api: {api}: the flow must return a list of {_ELEMENTS[api]}{apart}")
+
+
+def _check_api(api: ServedApi, interface: ModelInterface) -> None:
+    """Checks that an endpoint can call a class, and read its output.
+
+    Raises:
+        ValueError: it can't.
+    """
+    _check_inputs(api, interface)
+    element = interface.output.get("items", {})
+    if api in _ELEMENTS and (interface.streams, _kind(element)) != ("items", "object"):
+        raise ValueError(
+            f"api: {api}: the class must return Iterator[dict[str, Any]], its {_ELEMENTS[api]}"
+        )
+    said = element if interface.streams else interface.output
+    if api == "speech" and (interface.streams == "text" or _kind(said) != "file"):
+        raise ValueError(
+            f"api: {api}: the class must return a Path, the file with the speech, or Iterator[Path]"
+        )
+
+
+def _check_inputs(api: ServedApi, interface: ModelInterface) -> None:
     known = API_INPUTS[api]
     first, required = next(iter(known)), interface.inputs.get("required", ())
     if first not in interface.properties:
@@ -591,21 +619,6 @@ def _check_api(api: ServedApi, interface: ModelInterface, *, is_flow: bool) -> N
         shape = interface.properties.get(name)
         if shape is not None and (is_kind := _kind(shape)) != kind:
             raise ValueError(f"api: {api}: the input {name!r} must be a {kind}, not a {is_kind}")
-    if is_flow and api == "ocr" and _gives_pages_apart(interface.output):
-        return
-    element = interface.output.get("items", {})
-    streams = "items" if is_flow and _kind(interface.output) == "array" else interface.streams
-    if api in _ELEMENTS and (streams, _kind(element)) != ("items", "object"):
-        if is_flow and api == "ocr":
-            raise ValueError("api: ocr: the flow must return a list of pages, or pages and numbers")
-        raise ValueError(
-            f"api: {api}: the class must return Iterator[dict[str, Any]], its {_ELEMENTS[api]}"
-        )
-    said = element if interface.streams else interface.output
-    if api == "speech" and (interface.streams == "text" or _kind(said) != "file"):
-        raise ValueError(
-            f"api: {api}: the class must return a Path, the file with the speech, or Iterator[Path]"
-        )
 
 
 def _gives_pages_apart(output: Mapping[str, Any]) -> bool:

@@ -294,13 +294,12 @@ def _with_flows(rates: DemandRates, catalog: Catalog, where: str) -> DemandRates
     for name, rate in rates.flows.items():
         place = f"{where}: flows.{name}"
         flow = next((one for one in catalog.flows if one.name == name), None)
-        if flow is None or flow.flow is None:
+        if flow is None:
             served = ", ".join(sorted(one.name for one in catalog.flows)) or "none"
             raise ConfigurationError(f"{place}: not in the catalog; it has: {served}", field=name)
-        steps = flow.flow.steps
-        if unknown := rate.items.keys() - {step.id for step in steps}:
+        if unknown := rate.items.keys() - {step.id for step, _ in flow.steps}:
             raise ConfigurationError(f"{place}.items: no step {min(unknown)!r}", field=name)
-        for step, model in zip(steps, flow.step_models, strict=True):
+        for step, model in flow.steps:
             if step.for_each is not None and step.id not in rate.items:
                 raise ConfigurationError(
                     f"{place}.items.{step.id}: missing: the number of items in its for_each",
