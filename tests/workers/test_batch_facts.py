@@ -15,7 +15,7 @@ from shared.models.tasks.embedding import EmbeddingResult
 from tests.workers.worker_harness import running_worker
 from workers.models.base import OnStep, PreparedItem, PreparedText
 from workers.models.processors import gpu_type_of
-from workers.runtime.execution import StepReporter, run_batch
+from workers.runtime.execution import run_batch
 from workers.runtime.protocol import RunBatch
 from workers.runtime.resident_models import ResidentModels
 
@@ -67,7 +67,7 @@ def test_padding_is_told_of_each_item(
 
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        done = run_batch(models, RunBatch(1, items), StepReporter(ours, 1))
+        done = run_batch(models, RunBatch(1, items), ours)
     assert done.computed_work == computed
     assert before_s <= done.loaded_at_s <= done.started_at_s
     assert done.padded_work == sum(computed or lengths)

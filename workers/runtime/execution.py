@@ -76,7 +76,9 @@ SPARE_EVERY_S = 0.5
 log = logging.getLogger(__name__)
 
 
-def run_batch(resident_models: ResidentModels, batch: RunBatch, steps: StepReporter) -> BatchResult:
+def run_batch(
+    resident_models: ResidentModels, batch: RunBatch, connection: socket.socket
+) -> BatchResult:
     """Runs `batch`. A model that can't be loaded fails only the items of this batch."""
     try:
         model = cast(InferenceModel, resident_models.use(batch.model))
@@ -86,6 +88,7 @@ def run_batch(resident_models: ResidentModels, batch: RunBatch, steps: StepRepor
         failures: list[Result | Failure] = [Failure.from_error(error)] * len(batch.items)
         return _result(resident_models, batch, time.time(), 0.0, failures)
     started_at_s, began_s = time.time(), time.perf_counter()
+    steps = StepReporter(connection, batch.number, model if isinstance(model, Previewer) else None)
     execution = BatchExecution(model, steps)
     execution.compute(batch.items)
     inference_ms = (time.perf_counter() - began_s) * 1000
@@ -130,17 +133,21 @@ class StepReporter:
     Reports progress, and ends batch `number` if it is canceled.
 
     It reads the socket between two steps. A thread for this would slow down every batch.
+
+    Args:
+        previewer: the model. None: it does not draw previews.
     """
 
-    def __init__(self, connection: socket.socket, number: int) -> None:
+    def __init__(
+        self, connection: socket.socket, number: int, previewer: Previewer | None = None
+    ) -> None:
         self._connection = connection
         self._number = number
+        self._previewer = previewer
         self._reported_s = time.monotonic()
         self._watched: list[int] = []
         self._watched_until_s = 0.0
         self._preview_from_s = self._reported_s + FIRST_PREVIEW_S
-        self.previewer: Previewer | None = None
-        """The model, if it draws previews."""
         self.slots: Sequence[int] = ()
         """The slots of the batch that the current call of the model computes."""
         self.saved: int | None = None
@@ -182,10 +189,10 @@ class StepReporter:
     def _preview(self, step: int, steps: int, began_s: float) -> None:
         watched = set(self._watched)
         inside = [at for at, slot in enumerate(self.slots) if slot in watched][:MAX_PREVIEWED]
-        if self.previewer is None or not inside:
+        if self._previewer is None or not inside:
             return
         try:
-            drawn = self.previewer.preview(inside)
+            drawn = self._previewer.preview(inside)
         except Exception:
             # The boundary to the model libraries: an image that nobody needs never fails a batch.
             log.warning("no preview could be drawn", exc_info=True)
@@ -212,7 +219,6 @@ class BatchExecution:
     def __init__(self, model: InferenceModel, steps: StepReporter) -> None:
         self._model = model
         self._steps = steps
-        steps.previewer = model if isinstance(model, Previewer) else None
         self.results: dict[int, Result | Failure] = {}
         self.padded_work = 0
         self.padded: dict[int, int] = {}

@@ -34,7 +34,7 @@ from workers.models.base import GPU_LOST_STATUS, GpuLost, LoadedModel
 from workers.models.reports import Ready
 from workers.models.step_shares import StepRoom
 from workers.runtime import template
-from workers.runtime.execution import StepExecution, StepReporter, run_batch
+from workers.runtime.execution import StepExecution, run_batch
 from workers.runtime.protocol import (
     Evict,
     Refused,
@@ -229,8 +229,7 @@ class ModelServer:
             room = self._rooms[batch.model]
             StepExecution(self._connection, self._resident_models, batch, room).run()
         else:
-            steps = StepReporter(self._connection, batch.number)
-            self._send(run_batch(self._resident_models, batch, steps))
+            self._send(run_batch(self._resident_models, batch, self._connection))
 
     def _ready(self) -> Ready:
         models = self._resident_models
