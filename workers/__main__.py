@@ -25,7 +25,7 @@ from shared.canary.store import CanaryStore
 from shared.errors import ConfigurationError, PenstockError
 from shared.flows.engine import FlowEngine
 from shared.logs import configure_logs
-from shared.models.catalog import Catalog, Flow, Model
+from shared.models.catalog import Catalog, Flow, Model, Revision
 from shared.models.catalog_file import read_catalog
 from shared.money import slo
 from shared.process.gc_tuning import settle_heap
@@ -268,11 +268,10 @@ async def _canary_parts(
     objects: ObjectStore,
 ) -> dict[str, CanaryShare]:
     """The parts in comparisons of two revisions, by the names of the models that have one."""
-    models = [one.entry for one in hosted]
     canaries = {
-        model.name: model if model.is_canary else model.as_canary()
-        for model in models
-        if model.canary is not None
+        one.entry.name: one.entry if isinstance(one.entry, Revision) else one.entry.as_canary()
+        for one in hosted
+        if one.entry.canary is not None
     }
     if not canaries:
         return {}

@@ -23,7 +23,7 @@ from api.dispatch.request import InferenceRequest, InferenceResponse
 from shared.canary.verdict import COMPARISON_TENANT, CanaryCounts
 from shared.errors import PenstockError
 from shared.models.blob import Blob
-from shared.models.catalog import Model
+from shared.models.catalog import Revision
 from shared.models.entry import Tolerance
 from shared.models.tasks import Input, Result
 from shared.stores.objects import ObjectStore
@@ -72,15 +72,16 @@ class CanaryComparisons:
     def tasks(self) -> set[asyncio.Task[None]]:
         return self._tasks
 
-    def consider(self, asked: InferenceRequest, canary: Model, response: InferenceResponse) -> None:
+    def consider(
+        self, asked: InferenceRequest, canary: Revision, response: InferenceResponse
+    ) -> None:
         """Starts a comparison of a canary's answer for a share of the requests.
 
         Args:
             asked: the request for the model that the caller named.
             canary: the model that it was routed to.
         """
-        rules = canary.canary
-        if rules is None or random.random() >= rules.compare_share or len(self._tasks) >= AT_ONCE:
+        if random.random() >= canary.canary.compare_share or len(self._tasks) >= AT_ONCE:
             return
         if not canary.definition.compares(_tolerance_of(canary)):
             return
@@ -105,7 +106,7 @@ class CanaryComparisons:
         task.add_done_callback(self._tasks.discard)
 
     async def _compare(
-        self, shadow: InferenceRequest, canary: Model, results: list[Result]
+        self, shadow: InferenceRequest, canary: Revision, results: list[Result]
     ) -> None:
         try:
             counts = CanaryCounts()
@@ -119,7 +120,7 @@ class CanaryComparisons:
             log.debug("results not compared", extra={"reason": error.message})
 
     async def _count(
-        self, counts: CanaryCounts, canary: Model, ours: Result, theirs: Result
+        self, counts: CanaryCounts, canary: Revision, ours: Result, theirs: Result
     ) -> None:
         tolerance = _tolerance_of(canary)
         if canary.definition.compares_images:
@@ -142,9 +143,8 @@ class CanaryComparisons:
         return await self._objects.get(blob.object_key or "", MAX_IMAGE_BYTES)
 
 
-def _tolerance_of(canary: Model) -> Tolerance:
-    rules = canary.canary
-    return (rules and rules.tolerance) or canary.tolerance
+def _tolerance_of(canary: Revision) -> Tolerance:
+    return canary.canary.tolerance or canary.tolerance
 
 
 def _shadow_of(asked: InferenceRequest, inputs: list[Input]) -> InferenceRequest:

@@ -24,7 +24,7 @@ from api.dispatch.request import InferenceRequest
 from shared.canary.store import CanaryState
 from shared.canary.verdict import CanaryCounts, judge
 from shared.errors import Unavailable
-from shared.models.catalog import Catalog, Model
+from shared.models.catalog import Catalog, Model, Revision
 from shared.process.concurrency import BackgroundTask
 from shared.stores.withdrawals import LiveWithdrawals, no_withdrawals
 
@@ -44,19 +44,19 @@ class Counters(Protocol):
 
     async def __aexit__(self, *exc: object) -> None: ...
 
-    async def state(self, canary: Model) -> CanaryState:
+    async def state(self, canary: Revision) -> CanaryState:
         """Returns whether the canary receives requests."""
 
-    async def may_judge(self, canary: Model) -> bool:
+    async def may_judge(self, canary: Revision) -> bool:
         """Returns whether this process should judge now."""
 
-    async def counts(self, canary: Model) -> CanaryCounts:
+    async def counts(self, canary: Revision) -> CanaryCounts:
         """Returns the recent counts of both revisions."""
 
-    async def count(self, canary: Model, counts: CanaryCounts) -> None:
+    async def count(self, canary: Revision, counts: CanaryCounts) -> None:
         """Adds to the recent counts of both revisions."""
 
-    async def take_back(self, canary: Model, reason: str) -> bool:
+    async def take_back(self, canary: Revision, reason: str) -> bool:
         """Rolls the canary back. Returns whether it was still active."""
 
 
@@ -125,7 +125,7 @@ class CanaryRouter:
         model, facts = request.model, request.facts
         # Flows have none, and their steps go to the models themselves.
         canary = None if model.canary is None else self._canaries.get(model.name)
-        if canary is None or canary.canary is None or not self.is_serving(canary):
+        if canary is None or not self.is_serving(canary):
             return model
         key: tuple[object, ...] = (facts.tenant,)
         if canary.canary.by == "input":
@@ -135,7 +135,7 @@ class CanaryRouter:
                 key = (facts.tenant, *(one.cache_form() for one in request.inputs))
         return canary if _part_of(canary, key) < canary.canary.share else model
 
-    def is_serving(self, canary: Model) -> bool:
+    def is_serving(self, canary: Revision) -> bool:
         """Returns whether this instance sends the canary its share."""
         if self.withdrawals.is_withdrawn(canary):
             return False
@@ -152,7 +152,7 @@ class CanaryRouter:
             await asyncio.sleep(REFRESH_S)
             await self.refresh()
 
-    async def _refresh(self, canary: Model) -> None:
+    async def _refresh(self, canary: Revision) -> None:
         began_s = self._clock()
         try:
             async with asyncio.timeout(READ_LIMIT_S):
@@ -165,12 +165,11 @@ class CanaryRouter:
             until_s = began_s + STALE_LIMIT_S if state.is_serving else 0.0
             self._serving_until_s[canary.name] = until_s
             metrics.CANARY_TAKEN_BACK.labels(canary.public_name).set(bool(state.taken_back))
-        share = canary.canary.share if canary.canary and self.is_serving(canary) else 0.0
+        share = canary.canary.share if self.is_serving(canary) else 0.0
         metrics.CANARY_SHARE.labels(canary.public_name).set(share)
 
-    async def _is_good(self, canary: Model) -> bool:
+    async def _is_good(self, canary: Revision) -> bool:
         """Judges if it is this instance's turn. Rolls a bad canary back."""
-        assert canary.canary is not None, "a canary has the rules of its entry; this is a bug"
         if not await self.canary_store.may_judge(canary):
             return True
         verdict = judge(await self.canary_store.counts(canary), canary.canary)
@@ -182,7 +181,7 @@ class CanaryRouter:
         return False
 
 
-def _part_of(canary: Model, key: tuple[object, ...]) -> float:
+def _part_of(canary: Revision, key: tuple[object, ...]) -> float:
     """Returns a number from 0 to 1 that is equal for equal keys and differs between canaries.
 
     It does not depend on the share, so raising the share keeps requests that already go to the

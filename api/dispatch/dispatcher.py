@@ -44,6 +44,7 @@ from api.dispatch.request import (
 from api.errors import ClientGone, log_reason
 from shared.errors import Canceled, Overloaded, PenstockError, Unavailable
 from shared.messages import ItemOutcome, failure, record_id
+from shared.models.catalog import Revision
 from shared.models.tasks import Result
 from shared.money import slo
 from shared.money.charge import as_delivered, device_share_of
@@ -124,7 +125,7 @@ class Dispatcher:
             Unavailable: the instance is shutting down.
         """
         routed = self.canaries.routed(request)
-        if routed.model is request.model:
+        if not isinstance(routed.model, Revision):
             return await self._compute(routed)
         try:
             response = await self._compute(routed)

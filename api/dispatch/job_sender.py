@@ -41,7 +41,7 @@ from shared.messages import (
     encode_reply_body,
     record_id,
 )
-from shared.models.catalog import CANARY_SUFFIX, Flow, Model
+from shared.models.catalog import Flow, Model, model_of_canary
 from shared.models.entry import Replies
 from shared.stores.objects import ObjectStore, stored_input
 from shared.stores.records import Records
@@ -364,9 +364,9 @@ async def _publish_job(publisher: Publisher, job: JobMessage, *, timeout_s: floa
             jobs_topic_id(job.model), job.data, job.attributes, timeout_s=timeout_s
         )
     except BadInput:
-        if not job.model.endswith(CANARY_SUFFIX):
+        if (model := model_of_canary(job.model)) is None:
             raise
-        other = forwarded(job)
+        other = forwarded(model, job.data, job.attributes)
         await publisher.publish(
             jobs_topic_id(other.model), other.data, other.attributes, timeout_s=timeout_s
         )

@@ -12,7 +12,6 @@ import msgspec
 
 from shared.broker.transport import Publisher, ReceivedMessage, jobs_topic_id
 from shared.messages import Job, decode_job, encode_job
-from shared.models.catalog import CANARY_SUFFIX
 
 
 class JobMessage(NamedTuple):
@@ -23,28 +22,27 @@ class JobMessage(NamedTuple):
     attributes: Mapping[str, str]
 
 
-def forwarded(job: JobMessage) -> JobMessage:
-    """Returns a canary's job, changed for the other revision.
+def forwarded(model: str, data: bytes, attributes: Mapping[str, str]) -> JobMessage:
+    """Returns a job of the model's canary, changed for the other revision.
 
     Its items lose their cache keys, which belong to the canary.
 
     Raises:
         UndecodableMessage: the message is not a job.
     """
-    read = decode_job(job.data, job.attributes)
-    model = job.model.removesuffix(CANARY_SUFFIX)
+    read = decode_job(data, attributes)
     read.envelope.model, read.envelope.cache_key, read.envelope.attempt = model, "", 1
     items = [msgspec.structs.replace(item, cache_key=None) for item in read.body.items]
     body = msgspec.structs.replace(read.body, items=items)
     return JobMessage(model, *encode_job(Job(read.envelope, body)))
 
 
-async def forward(publisher: Publisher, canary: str, message: ReceivedMessage) -> None:
-    """Publishes a canary's received job again, for the other revision.
+async def forward(publisher: Publisher, model: str, message: ReceivedMessage) -> None:
+    """Publishes a received job of the model's canary again, for the other revision.
 
     Raises:
         UndecodableMessage: the message is not a job.
         PenstockError: the broker did not accept it.
     """
-    job = forwarded(JobMessage(canary, message.data, message.attributes))
+    job = forwarded(model, message.data, message.attributes)
     await publisher.publish(jobs_topic_id(job.model), job.data, job.attributes)

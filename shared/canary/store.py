@@ -18,7 +18,7 @@ from prometheus_client import Counter as MetricCounter
 from prometheus_client import Gauge
 
 from shared.canary.verdict import CanaryCounts, RevisionCounts
-from shared.models.catalog import Model
+from shared.models.catalog import Revision
 from shared.stores.redis_client import KEY_PREFIX, RedisLink, RedisStore, load_script
 
 WINDOW_S = 600
@@ -69,21 +69,21 @@ class CanaryStore(RedisStore):
         super().__init__(link)
         self._commands = link.commands("the store of canaries")
 
-    def _key(self, canary: Model, kind: str) -> str:
+    def _key(self, canary: Revision, kind: str) -> str:
         return f"{KEY_PREFIX}canary:{canary.public_name}:{canary.revision}:{kind}"
 
-    async def state(self, canary: Model) -> CanaryState:
+    async def state(self, canary: Revision) -> CanaryState:
         alive, reason = await asyncio.gather(
             self._commands.run("EXISTS", self._key(canary, "alive")),
             self._commands.run("HGET", self._key(canary, "taken-back"), "reason"),
         )
         return CanaryState(bool(alive), reason.decode() if reason else "")
 
-    async def say_alive(self, canary: Model) -> None:
+    async def say_alive(self, canary: Revision) -> None:
         """Records that a worker of the canary is alive, for ALIVE_S."""
         await self._commands.run("SET", self._key(canary, "alive"), 1, "PX", int(ALIVE_S * 1000))
 
-    async def take_back(self, canary: Model, reason: str) -> bool:
+    async def take_back(self, canary: Revision, reason: str) -> bool:
         """Rolls a canary back.
 
         The first reason is kept. Returns whether this call was the first.
@@ -91,17 +91,17 @@ class CanaryStore(RedisStore):
         key = self._key(canary, "taken-back")
         return bool(await self._commands.run_script(_TAKE_BACK, [key], reason, time.time(), KEEP_S))
 
-    async def resume(self, canary: Model) -> None:
+    async def resume(self, canary: Revision) -> None:
         """Lets a canary receive its share again, and clears its counts."""
         keys = [self._key(canary, "taken-back"), *self._minutes(canary)]
         await self._commands.run("DEL", *keys)
 
-    async def may_judge(self, canary: Model) -> bool:
+    async def may_judge(self, canary: Revision) -> bool:
         """Returns whether this process judges the canary now. One process does so per second."""
         words = ("NX", "PX", int(JUDGE_EVERY_S * 1000))
         return bool(await self._commands.run("SET", self._key(canary, "judged"), 1, *words))
 
-    async def count(self, canary: Model, counts: CanaryCounts) -> None:
+    async def count(self, canary: Revision, counts: CanaryCounts) -> None:
         """Adds to the counts of this minute.
 
         Raises:
@@ -112,7 +112,7 @@ class CanaryStore(RedisStore):
             pairs = [part for pair in fields.items() for part in pair]
             await self._commands.run_script(_COUNT, [key], WINDOW_S + 2 * MINUTE_S, *pairs)
 
-    async def counts(self, canary: Model) -> CanaryCounts:
+    async def counts(self, canary: Revision) -> CanaryCounts:
         """Returns the counts of the last WINDOW_S seconds."""
         counts_of_sides = await asyncio.gather(
             *(self._commands.run("HGETALL", key) for key in self._minutes(canary))
@@ -122,7 +122,7 @@ class CanaryStore(RedisStore):
             _add(total, fields)
         return total
 
-    def _minutes(self, canary: Model) -> list[str]:
+    def _minutes(self, canary: Revision) -> list[str]:
         now = int(time.time()) // MINUTE_S
         # One minute ahead, in case other clocks are ahead of ours.
         ages = range(-1, WINDOW_S // MINUTE_S)

@@ -17,6 +17,7 @@ from shared.models.after_image import drawings_of
 from shared.models.entry import (
     MAX_DEADLINE_S,
     Batch,
+    Canary,
     CatalogEntry,
     Deadline,
     FlowEntry,
@@ -44,6 +45,12 @@ OF_CATALOG = "an entry of the catalog"
 """The context in which entries are validated."""
 
 
+def model_of_canary(name: str) -> str | None:
+    """Returns the model whose canary has this name in jobs and topics. None: it is a model's."""
+    model = name.removesuffix(CANARY_SUFFIX)
+    return None if model == name else model
+
+
 class Model(CatalogEntry):
     """One served model, validated by the rules of its task."""
 
@@ -58,7 +65,7 @@ class Model(CatalogEntry):
     @classmethod
     def _is_no_canary(cls, value: str, info: ValidationInfo) -> str:
         # Model processes read canaries too, but a catalog can't contain their names.
-        if info.context == OF_CATALOG and value.endswith(CANARY_SUFFIX):
+        if info.context == OF_CATALOG and model_of_canary(value):
             raise ValueError(
                 f"a name must not end in {CANARY_SUFFIX}, because its topic would belong to "
                 "another model's canary"
@@ -148,18 +155,15 @@ class Model(CatalogEntry):
     @property
     def is_canary(self) -> bool:
         """True for the canary of a model, False for a model in the catalog."""
-        return self.name.endswith(CANARY_SUFFIX)
+        return model_of_canary(self.name) is not None
 
     @property
     def public_name(self) -> str:
         """The name known to callers. A canary has its model's name."""
-        return self.name.removesuffix(CANARY_SUFFIX)
+        return model_of_canary(self.name) or self.name
 
-    def as_canary(self) -> Model | None:
-        """The model `<name>.canary` that represents its canary in the pipeline.
-
-        None without a canary.
-        """
+    def as_canary(self) -> Revision | None:
+        """Returns the revision that receives a share of its requests. None without a canary."""
         canary = self.canary
         if canary is None:
             return None
@@ -170,7 +174,7 @@ class Model(CatalogEntry):
             "source": canary.source or self.source,
             "replicas": canary.replicas,
         }
-        return self.model_copy(update=update)
+        return Revision.model_construct(self.model_fields_set, **{**dict(self), **update})
 
     @cached_property
     def definition(self) -> Task:
@@ -204,6 +208,13 @@ class Model(CatalogEntry):
     def result_tolerance(self) -> float:
         """Maximum distance of results from torch fp32 results, as measured for the task."""
         return self.definition.tolerance(self)
+
+
+class Revision(Model):
+    """A model's canary, deployed as `<name>.canary`."""
+
+    canary: Canary
+    """Its share, and the limits within which it keeps it."""
 
 
 class Flow(Model):
@@ -373,7 +384,7 @@ class Catalog:
 
     def _replace(self, model: Model) -> None:
         self.models = tuple(model if one.name == model.name else one for one in self.models)
-        if model.is_canary:
+        if isinstance(model, Revision):
             # In place, because other objects refer to it.
             self.canaries[model.public_name] = self._deployed_by_name[model.name] = model
         else:

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from shared.errors import ConfigurationError, UnknownModel
-from shared.models.catalog import Catalog, Model
+from shared.models.catalog import Catalog, Model, Revision
 from shared.models.catalog_file import read_catalog
 from shared.money.charge import list_price_usd, price_of
 
@@ -77,7 +77,9 @@ def test_canary_is_a_model_of_the_pipeline_only(models_file: Path) -> None:
     canary = catalog.find_deployed("mini.canary")
     assert (canary.revision, canary.source, canary.public_name) == ("2", "local:mini", "mini")
     assert (canary.replicas.min, canary.is_canary, canary.aliases) == (1, True, ())
-    assert Model.model_validate_json(canary.model_dump_json()) == canary
+    assert Revision.model_validate_json(canary.model_dump_json()) == canary
+    # Model processes read it as any other model.
+    assert Model.model_validate_json(canary.model_dump_json()).revision == "2"
     assert catalog.find_deployed("small") is catalog.find("mini")
     with pytest.raises(UnknownModel):
         catalog.find("mini.canary")

@@ -47,7 +47,7 @@ from shared.messages import (
     failure,
     record_id,
 )
-from shared.models.catalog import CANARY_SUFFIX, Catalog
+from shared.models.catalog import Catalog, model_of_canary
 from shared.stores.record_state import Finish
 from shared.stores.records import Records
 from shared.tracing.spans import STAGE, Attributes, span
@@ -155,11 +155,11 @@ class DeadLetters:
 
         Returns whether it is such a job.
         """
-        if not envelope.model.endswith(CANARY_SUFFIX):
+        if (model := model_of_canary(envelope.model)) is None:
             return False
         await self._records.hand_over(record_id(envelope.request_id, envelope.part))
         try:
-            await forward(self._publisher, envelope.model, message)
+            await forward(self._publisher, model, message)
         except UndecodableMessage:
             return False
         DEAD_LETTERS.labels("forwarded").inc()

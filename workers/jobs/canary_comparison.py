@@ -23,7 +23,7 @@ from shared.canary.verdict import COMPARISON_TENANT
 from shared.errors import PenstockError
 from shared.messages import Envelope, Item, ItemOutcome, Job, JobBody, encode_job
 from shared.models.blob import Blob
-from shared.models.catalog import Model
+from shared.models.catalog import Model, Revision
 from shared.models.tasks.custom import CustomInput, CustomResult
 from shared.stores.objects import ObjectStore
 from workers.models.base import IsClose
@@ -64,20 +64,21 @@ class RevisionComparison:
             ):
                 continue
             try:
-                if self._model.is_canary:
-                    await self._ask(item.input, outcome, outcome.result)
+                if isinstance(self._model, Revision):
+                    await self._ask(self._model, item.input, outcome, outcome.result)
                 elif (canarys := item.input.compared_with) is not None:
                     compared.append(await self._compare(outcome.result, canarys))
             except PenstockError as error:
                 log.debug("outputs not compared", extra={"reason": error.message})
         return compared
 
-    async def _ask(self, value: CustomInput, outcome: ItemOutcome, result: CustomResult) -> None:
-        rules = self._model.canary
+    async def _ask(
+        self, canary: Revision, value: CustomInput, outcome: ItemOutcome, result: CustomResult
+    ) -> None:
         is_own = outcome.receipt.cache in COMPUTED
-        if rules is None or not is_own or random.random() >= rules.compare_share:
+        if not is_own or random.random() >= canary.canary.compare_share:
             return
-        now_s, name = time.time(), self._model.public_name
+        now_s, name = time.time(), canary.public_name
         envelope = Envelope(
             request_id=f"cmp_{secrets.token_hex(12)}",
             tenant=COMPARISON_TENANT,
@@ -86,7 +87,7 @@ class RevisionComparison:
             price_share=0.0,
             part=0,
             model=name,
-            deadline_s=now_s + self._model.deadline.longest_s,
+            deadline_s=now_s + canary.deadline.longest_s,
             published_at_s=now_s,
         )
         again = msgspec.structs.replace(value, is_streamed=False, compared_with=result)

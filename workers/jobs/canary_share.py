@@ -29,7 +29,7 @@ from shared.canary.store import CanaryState, CanaryStore
 from shared.canary.verdict import CanaryCounts
 from shared.errors import BadInput, Canceled, PenstockError, Unavailable, error_for_code
 from shared.messages import ItemOutcome
-from shared.models.catalog import Model
+from shared.models.catalog import Model, Revision
 from shared.stores.records import Records
 from workers import metrics
 from workers.jobs.canary_comparison import COMPUTED, RevisionComparison
@@ -50,7 +50,7 @@ class Forwarding:
     """Forwards jobs of one canary."""
 
     def __init__(
-        self, canary: Model, publisher: Publisher, records: Records, registry: JobRegistry
+        self, canary: Revision, publisher: Publisher, records: Records, registry: JobRegistry
     ) -> None:
         self._canary = canary
         self._publisher = publisher
@@ -77,7 +77,7 @@ class Forwarding:
         try:
             # First, so that its death does not count against the next worker.
             await self._records.hand_over(pulled.record)
-            await forward(self._publisher, self._canary.name, pulled.message)
+            await forward(self._publisher, self._canary.public_name, pulled.message)
         except PenstockError as error:
             facts = {"request_id": pulled.envelope.request_id, "reason": error.message}
             log.warning("job of a canary not forwarded", extra=facts)
@@ -97,7 +97,7 @@ class CanaryShare:
     def __init__(
         self,
         model: Model,
-        canary: Model,
+        canary: Revision,
         canary_store: CanaryStore,
         publisher: Publisher,
         comparison: RevisionComparison | None = None,
@@ -237,7 +237,7 @@ class CanaryShare:
     async def _forward_all(self, subscription: Subscription) -> None:
         async for message in subscription:
             try:
-                await forward(self._publisher, self._canary.name, message)
+                await forward(self._publisher, self._canary.public_name, message)
             except PenstockError as error:
                 log.warning("job of a canary not drained", extra={"reason": error.message})
                 subscription.nack(message)

@@ -37,7 +37,7 @@ from shared.messages import (
     decode_reply_body,
     encode_reply_body,
 )
-from shared.models.catalog import Model
+from shared.models.catalog import Model, Revision
 from shared.models.tasks import Result
 from shared.money import slo
 from shared.stores.cache import Owed, ResultCache
@@ -92,7 +92,9 @@ class Completion:
         self.registry = JobRegistry(records)
         self.canary = canary
         self.forwarding = (
-            Forwarding(model, publisher, records, self.registry) if model.is_canary else None
+            Forwarding(model, publisher, records, self.registry)
+            if isinstance(model, Revision)
+            else None
         )
         self.replies = ReplyPublisher(model.name, worker.worker, publisher)
         self.model = model

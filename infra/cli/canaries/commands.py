@@ -106,7 +106,7 @@ def _ends(node: yaml.Node) -> Iterator[int]:
 
 if TYPE_CHECKING:
     from shared.canary.store import CanaryStore
-    from shared.models.catalog import Catalog, Model
+    from shared.models.catalog import Catalog, Revision
 
 
 @canary.command("status")
@@ -176,11 +176,10 @@ def promote_canary(
     typer.echo(f"{path}: the canary is the revision of {name} now; deploy it")
 
 
-async def _status(canary_store: CanaryStore, canary: Model) -> dict[str, Any]:
+async def _status(canary_store: CanaryStore, canary: Revision) -> dict[str, Any]:
     from shared.canary.verdict import judge
 
     state, counts = await asyncio.gather(canary_store.state(canary), canary_store.counts(canary))
-    assert canary.canary is not None, "a canary has the rules of its entry; this is a bug"
     return {
         "model": canary.public_name,
         "revision": canary.revision,
@@ -197,7 +196,7 @@ async def _status(canary_store: CanaryStore, canary: Model) -> dict[str, Any]:
     }
 
 
-def _find(catalog: Catalog, name: str) -> Model:
+def _find(catalog: Catalog, name: str) -> Revision:
     canary = catalog.canaries.get(catalog.find(name).name)
     if canary is None:
         raise ConfigurationError(f"the model {name!r} has no canary", field="canary")

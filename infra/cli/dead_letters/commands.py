@@ -176,17 +176,13 @@ def _models(names: Sequence[str]) -> list[str]:
     Raises:
         UnknownModel: the catalog has no such model.
     """
-    from shared.models.catalog import CANARY_SUFFIX
     from shared.models.catalog_file import read_catalog
     from shared.settings import Settings, read_settings
 
     catalog = read_catalog(read_settings(Settings).models_file)
     if not names:
         return [model.name for model in catalog.deployed]
-    return [
-        (catalog.find_deployed(name) if name.endswith(CANARY_SUFFIX) else catalog.find(name)).name
-        for name in names
-    ]
+    return [catalog.find_deployed(name).name for name in names]
 
 
 def _run(

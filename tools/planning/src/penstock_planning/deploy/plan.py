@@ -37,7 +37,7 @@ from penstock_planning.deploy.sizing import (
 from penstock_planning.deploy.topology import gpu_pools, redis, subscriptions, topics
 from penstock_planning.deploy.volumes import Volume, volume
 from shared.errors import ConfigurationError
-from shared.models.catalog import Catalog, Model
+from shared.models.catalog import Catalog, Model, Revision
 
 UNKNOWN = "unknown"
 RUN_QUOTAS = "depends on the region; cloud.google.com/run/docs/configuring/max-instances-limits"
@@ -308,7 +308,7 @@ def _rate_of(model: Model, rates: DemandRates) -> ModelRate:
     If its canary is withdrawn, its stable workers get all of it.
     """
     rate = rates.models.get(model.public_name, ModelRate(mean_per_s=0))
-    if not model.is_canary or model.canary is None:
+    if not isinstance(model, Revision):
         return rate
     share = model.canary.share
     part = {"mean_per_s": rate.mean_per_s * share, "peak_per_s": rate.peak * share}
