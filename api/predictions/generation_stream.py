@@ -595,8 +595,6 @@ class _Stream:
         """
         generation = self.generations[index]
         rest = TokenChunk(generation.tokens, [], result.text[len(generation.text) :])
-        if self._has_elements:
-            rest.ids = [0] * (result.streamed_tokens - generation.tokens)
         for part in self._parts(rest):
             before = generation.text
             generation.tokens = part.end if self._has_elements else result.streamed_tokens
@@ -614,9 +612,8 @@ class _Stream:
         if not self._has_elements:
             yield chunk
             return
-        lines = chunk.text.split("\n")[:-1]
-        for number, (identity, line) in enumerate(zip(chunk.ids, lines, strict=True)):
-            yield PieceChunk(chunk.first + number, [identity], f"{line}\n", [len(line) + 1])
+        for number, line in enumerate(chunk.text.split("\n")[:-1], chunk.first):
+            yield PieceChunk(number, f"{line}\n", [len(line) + 1])
 
     def _open(self, index: int, prompt: PromptSize) -> Iterator[bytes]:
         generation = self.generations[index]

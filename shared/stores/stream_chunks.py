@@ -1,7 +1,8 @@
-"""The chunks of a stream: merging and decoding them."""
+"""The chunks of a stream: merging, encoding and decoding them."""
 
 from __future__ import annotations
 
+import zlib
 from bisect import bisect_left
 from collections.abc import Sequence
 
@@ -14,12 +15,21 @@ Chunk = TokenChunk | PieceChunk
 
 
 class _StoredChunk(TokenChunk, omit_defaults=True):
-    """A chunk of either kind. Release 0.1.0 stored pieces as tokens, without their lengths."""
+    """A chunk of either kind. Release 0.1.0 knows pieces only as tokens, without their lengths."""
 
     lengths: list[int] = msgspec.field(default_factory=list)
 
 
 _decoder = msgspec.msgpack.Decoder(_StoredChunk)
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode_chunk(chunk: Chunk) -> bytes:
+    """Encodes a chunk as MessagePack."""
+    if isinstance(chunk, TokenChunk):
+        return _encoder.encode(chunk)
+    tokens = _as_tokens(chunk)
+    return _encoder.encode(_StoredChunk(chunk.first, tokens.ids, chunk.text, lengths=chunk.lengths))
 
 
 def decode_chunk(data: bytes) -> Chunk:
@@ -30,7 +40,7 @@ def decode_chunk(data: bytes) -> Chunk:
     """
     stored = _decoder.decode(data)
     if stored.lengths:
-        return PieceChunk(stored.first, stored.ids, stored.text, stored.lengths)
+        return PieceChunk(stored.first, stored.text, stored.lengths)
     return TokenChunk(
         stored.first,
         stored.ids,
@@ -52,17 +62,21 @@ def merge_chunks(written: Sequence[Chunk], first: int) -> Chunk | None:
         return None
     if len(parts) == 1:
         return parts[0]
-    ids = [one for part in parts for one in part.ids]
     text = "".join(part.text for part in parts)
     pieces = [part for part in parts if isinstance(part, PieceChunk)]
     if len(pieces) == len(parts):
-        return PieceChunk(first, ids, text, [one for part in pieces for one in part.lengths])
-    tokens = [part for part in parts if isinstance(part, TokenChunk)]
+        return PieceChunk(first, text, [one for part in pieces for one in part.lengths])
+    tokens = [part if isinstance(part, TokenChunk) else _as_tokens(part) for part in parts]
     return TokenChunk(
         first,
-        ids,
+        [one for part in tokens for one in part.ids],
         text,
         [one for part in tokens for one in part.logprobs],
         tokens[0].input_tokens,
         tokens[0].cached_tokens,
     )
+
+
+def _as_tokens(chunk: PieceChunk) -> TokenChunk:
+    """Returns pieces as release 0.1.0 knows them: as tokens whose IDs are checksums."""
+    return TokenChunk(chunk.first, [zlib.crc32(one.encode()) for one in chunk.pieces], chunk.text)

@@ -28,12 +28,10 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import NamedTuple
 
-import msgspec
-
 from shared.errors import Unavailable
 from shared.models.tasks.text import TokenChunk
 from shared.stores.redis_client import Commands, load_script
-from shared.stores.stream_chunks import Chunk, decode_chunk
+from shared.stores.stream_chunks import Chunk, decode_chunk, encode_chunk
 
 KEPT_S = 600
 """Seconds after the last token. A reader that comes back later gets the text from the record."""
@@ -48,7 +46,6 @@ log = logging.getLogger(__name__)
 _APPEND = load_script("shared/stores/token_append.lua")
 _READ = load_script("shared/stores/token_read.lua")
 _DELIVERED = load_script("shared/stores/token_delivered.lua")
-_encoder = msgspec.msgpack.Encoder()
 
 READ_EVERY_S = 0.05
 """The same interval at which workers write."""
@@ -121,7 +118,7 @@ class TokenStreams:
             prompt = "0 0"
             if isinstance(chunk, TokenChunk):
                 prompt = f"{chunk.input_tokens} {chunk.cached_tokens}"
-            args += [one.attempt, chunk.first, chunk.end, _encoder.encode(chunk), prompt]
+            args += [one.attempt, chunk.first, chunk.end, encode_chunk(chunk), prompt]
         with contextlib.suppress(Unavailable):
             ends = await self._commands.run_script(_APPEND, keys, *args)
             return [None if end < 0 else end for end in ends]

@@ -75,7 +75,7 @@ def _with_partial(
     whole = merge_chunks(pulled.written.get(outcome.index, ()), 0)
     if outcome.result is not None or not isinstance(whole, PieceChunk):
         return outcome
-    count = len(whole.ids)
+    count = len(whole.lengths)
     if outcome.index in delivered:
         read = delivered[outcome.index]
         count = read.output_tokens if read is not None else 0

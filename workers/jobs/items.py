@@ -570,14 +570,14 @@ def to_compute(queued: QueuedItem) -> Prepared:
     if not isinstance(prepared, PreparedPrompt | PreparedCustom):
         return prepared
     whole = merge_chunks(queued.written, 0) or TokenChunk(0, [])
-    written_ids = b"".join(token.to_bytes(4, "little") for token in whole.ids)
     if isinstance(prepared, PreparedCustom):
-        return msgspec.structs.replace(prepared, written_ids=written_ids)
+        written = {"written_pieces": whole.end, "written_text": whole.text}
+        return msgspec.structs.replace(prepared, **written)
     assert isinstance(whole, TokenChunk), "a generation writes tokens; this is a bug"
     return msgspec.structs.replace(
         prepared,
         owner=queued.tenant,
-        written_ids=written_ids,
+        written_ids=b"".join(token.to_bytes(4, "little") for token in whole.ids),
         written_text=whole.text,
         written_cached_tokens=whole.cached_tokens,
         written_logprobs=whole.logprobs,

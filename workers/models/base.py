@@ -156,15 +156,16 @@ class PreparedFile(msgspec.Struct, array_like=True):
 class PreparedCustom(Prepared, tag="custom", omit_defaults=True):
     """The input of a custom class. `length` is what it weighs.
 
-    Null stands for each file in `values`. `written_ids`: the ids of the pieces that a process
-    before has streamed of it, 32-bit unsigned little-endian. The class gives them again, and they
-    are not streamed again.
+    Null stands for each file in `values`. `written_pieces` and `written_text`: number and text of
+    the pieces that another process has already streamed. The class yields them again, and they are
+    not streamed again.
     """
 
     values: dict[str, Any]
     files: list[PreparedFile] = []
     is_streamed: bool = False
-    written_ids: bytes = b""
+    written_pieces: int = 0
+    written_text: str = ""
     context: dict[str, str] = {}
 
 

@@ -15,7 +15,6 @@ import msgspec
 
 from shared.errors import BadInput, ModelFailed
 from shared.models.blob import FILE_FORMAT, INLINE_LIMIT_BYTES, RESULTS, Blob
-from shared.models.chunk import StreamChunk
 from shared.models.entry import CatalogEntry, ServedApi, Tolerance
 from shared.models.flow_types import StepSchema
 from shared.models.interface import SECRET_FORMAT, ModelInterface
@@ -122,14 +121,21 @@ class StreamedElement(msgspec.Struct, frozen=True, array_like=True, omit_default
         return _with_files(self.value, [file.at for file in self.files], uris)
 
 
-class PieceChunk(StreamChunk, omit_defaults=True):
+class PieceChunk(msgspec.Struct, omit_defaults=True):
     """Consecutive pieces of an output yielded by a class.
 
-    `ids`: a checksum per piece. `text`: the concatenated pieces. For a list, each is a line
-    (StreamedElement). `lengths`: number of characters per piece. Release 0.1.0 reads it as tokens.
+    `first`: number of pieces before it. `text`: the concatenated pieces. For a list, each is a line
+    (StreamedElement). `lengths`: number of characters per piece.
     """
 
+    first: int
+    text: str = ""
     lengths: list[int] = msgspec.field(default_factory=list)
+
+    @property
+    def end(self) -> int:
+        """Number of pieces up to and including this chunk."""
+        return self.first + len(self.lengths)
 
     @property
     def pieces(self) -> list[str]:
@@ -139,7 +145,7 @@ class PieceChunk(StreamChunk, omit_defaults=True):
     def until(self, count: int) -> PieceChunk:
         """Returns up to `count` of the first pieces."""
         text = self.text[: sum(self.lengths[:count])]
-        return PieceChunk(self.first, self.ids[:count], text, self.lengths[:count])
+        return PieceChunk(self.first, text, self.lengths[:count])
 
 
 _element_decoder = msgspec.json.Decoder(StreamedElement)

@@ -16,7 +16,6 @@ from typing import Any, ClassVar, Literal, Self
 import msgspec
 
 from shared.errors import BadInput, ContextLengthExceeded
-from shared.models.chunk import StreamChunk
 from shared.models.entry import CatalogEntry, Tolerance
 from shared.models.flow_types import StepSchema
 from shared.models.tasks.base import (
@@ -121,7 +120,7 @@ class TokenLogprob(msgspec.Struct, omit_defaults=True):
     top: list[TokenLogprob] = []
 
 
-class TokenChunk(StreamChunk, omit_defaults=True):
+class TokenChunk(msgspec.Struct, omit_defaults=True):
     """Consecutive generated tokens.
 
     `first`: number of tokens before it. `text` may lag behind `ids`: it ends before an
@@ -129,9 +128,17 @@ class TokenChunk(StreamChunk, omit_defaults=True):
     item includes the number of prompt tokens, and how many of them are `cached_tokens`.
     """
 
+    first: int
+    ids: list[int]
+    text: str = ""
     logprobs: list[TokenLogprob] = msgspec.field(default_factory=list)
     input_tokens: int = 0
     cached_tokens: int = 0
+
+    @property
+    def end(self) -> int:
+        """Number of tokens up to and including this chunk."""
+        return self.first + len(self.ids)
 
 
 class GenerationInput(TaskInput, tag="generation"):

@@ -281,7 +281,7 @@ async def test_events_of_a_running_class_have_its_output_so_far(
     await world.create(receiver.url, streams="text")
     (claim,) = await world.records.claim([world.request_id])
     assert claim is not None
-    chunk = PieceChunk(0, [1, 2, 3], "a cat", lengths=[2, 0, 3])
+    chunk = PieceChunk(0, "a cat", [2, 0, 3])
     written = Written(world.request_id, 0, claim.attempt, chunk)
     assert await world.records.tokens.append([written]) == [3]
     await world.tell("output", 3)
@@ -294,7 +294,7 @@ async def test_the_end_of_a_class_that_failed_has_what_it_had_yielded(
     world: World, receiver: Receiver
 ) -> None:
     await world.create(receiver.url, streams="text")
-    yielded = PieceChunk(0, [1, 2], "a cat", lengths=[2, 3])
+    yielded = PieceChunk(0, "a cat", [2, 3])
     error = ItemError("model_failed", "no")
     outcome = ItemOutcome(0, "failed", Receipt(), error=error, partial=yielded)
     body = encode_reply_body(ReplyBody([outcome]))

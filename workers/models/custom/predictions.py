@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import io
 import re
-import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -51,8 +51,8 @@ class WrongAnswer(ValueError):
 class Prediction:
     """An item that is in: its input, and its pieces that were not reported yet.
 
-    A runner that starts over gives the first pieces again. They are compared by their ids, which
-    are checksums. If one is another than before, no more pieces are reported: readers can't go on.
+    A runner that starts over yields the first pieces again. If their text has changed, no more
+    pieces are reported, because readers could not continue.
 
     Args:
         is_text: whether its pieces are parts of one text.
@@ -70,9 +70,9 @@ class Prediction:
         self._received = self._received_bytes = 0
         """Pieces from the current runner, and the bytes of their files."""
         self._is_text = is_text
-        self._ids = list(memoryview(item.written_ids).cast("I"))
-        """Of all pieces, reported or not."""
-        self._reported = len(self._ids)
+        self._count = self._reported = item.written_pieces
+        self._text = io.StringIO(item.written_text)
+        """The text of all pieces, reported or not. The current runner has yielded it up to here."""
         self._texts: list[str] = []
         """Of the pieces that were not reported."""
         self._differs = False
@@ -86,6 +86,7 @@ class Prediction:
     def start_over(self) -> None:
         """Notes that the runner has ended and that another one is to compute this."""
         self.is_sent, self._received, self._received_bytes = False, 0, 0
+        self._text.seek(0)
 
     def add_piece(self, frame: Frame) -> None:
         """Takes the next piece from the runner, with its files.
@@ -109,11 +110,12 @@ class Prediction:
         text, large = piece, list[FileOfPiece]()
         if not self._is_text:
             text, large = self._line(piece, number)
-        identity = zlib.crc32(text.encode())
-        if number < len(self._ids):
-            self._differs = identity != self._ids[number]
+        if number < self._count:
+            is_last = number == self._count - 1
+            self._differs = self._text.read(-1 if is_last else len(text)) != text
             return
-        self._ids.append(identity)
+        self._count += 1
+        self._text.write(text)
         self._texts.append(text)
         self._new_files += large
 
@@ -135,9 +137,8 @@ class Prediction:
         first, texts = self._reported, self._texts
         if not texts:
             return None
-        self._reported, self._texts = len(self._ids), []
-        ids, lengths = self._ids[first:], [len(text) for text in texts]
-        return PieceChunk(first, ids, "".join(texts), lengths)
+        self._reported, self._texts = self._count, []
+        return PieceChunk(first, "".join(texts), [len(text) for text in texts])
 
     def take_files(self) -> list[FileOfPiece]:
         """The large files of the pieces that were taken just now."""
