@@ -57,7 +57,7 @@ from api.mistral.ocr_schemas import (
 from api.openai.images import read_blob
 from api.predictions.creation import PredictionSnapshot, digest_of
 from api.problem_details import UNPROCESSABLE
-from api.tasks.base import Inputs
+from api.tasks.base import Inputs, typed_results
 from api.tasks.custom import FieldNames, FileInput, add_files, input_of_fields
 from shared.errors import BadInput, ModelFailed, PenstockError, error_for_code
 from shared.flows.engine import plan_of
@@ -169,10 +169,9 @@ async def _reply(
         ModelFailed: the class did not return pages, or their images are too large.
         Unavailable: the object store is unreachable.
     """
-    if not isinstance(result, CustomResult):
-        raise PenstockError(f"{model.name} returned a result of the wrong type; this is a bug")
+    (read,) = typed_results([result], CustomResult, model)
     images, size = [], 0
-    for blob in result.files:
+    for blob in read.files:
         data = await read_blob(objects, blob, "image")
         size += len(data)
         if size > MAX_IMAGES_BYTES:
@@ -182,19 +181,19 @@ async def _reply(
                 field="include_image_base64",
             )
         images.append(Blob(blob.media_type, data=data))
-    output = result.with_blobs(images).to_output("", lambda key, media_type="": "")
+    output = read.with_blobs(images).to_output("", lambda key, media_type="": "")
     try:
         if isinstance(output, dict):
             apart = msgspec.convert(output, PagesApart)
             pages, doc_size_bytes = _joined(apart), apart.doc_size_bytes
         else:
             pages = msgspec.convert(output, list[OcrPage])
-            doc_size_bytes = result.metrics.get(SIZE_METRIC)
+            doc_size_bytes = read.metrics.get(SIZE_METRIC)
     except msgspec.ValidationError as error:
         raise ModelFailed(f"the model did not return valid pages: {error}") from error
     _number(pages, body.image_limit)
     size_bytes = doc_size_bytes if isinstance(doc_size_bytes, int) else None
-    usage = OcrUsage(_count_pages(result, model), size_bytes)
+    usage = OcrUsage(_count_pages(read, model), size_bytes)
     return OcrReply(pages, model.name, usage)
 
 

@@ -24,6 +24,7 @@ from api.openai.embeddings_schemas import (
     EmbeddingWindow,
     FileOfText,
 )
+from api.tasks.base import typed_results
 from api.tasks.embedding import (
     MAX_LONG_TEXT_BYTES,
     Window,
@@ -31,7 +32,7 @@ from api.tasks.embedding import (
     sections_of,
     windows_of,
 )
-from shared.errors import BadInput, InputTooLarge, PenstockError
+from shared.errors import BadInput, InputTooLarge
 from shared.messages import ItemOutcome
 from shared.models.catalog import Model
 from shared.models.tasks.embedding import (
@@ -181,10 +182,7 @@ async def cut_texts(
     cut: list[_LongText] = []
     room = model.text.max_items
     for text, sections in zip(texts, parts, strict=True):
-        told = islice(results, len(sections))
-        tokens = [result for result in told if isinstance(result, TextTokens)]
-        if len(tokens) < len(sections):
-            raise PenstockError(f"{model.name} returned a result other than tokens; this is a bug")
+        tokens = typed_results(islice(results, len(sections)), TextTokens, model)
         size = _window_tokens(chunk, tokens[0].max_tokens, model)
         least = math.ceil(sum(len(section.begins_word) for section in tokens) / size)
         _check_number(model.text.max_items - room + least, model)

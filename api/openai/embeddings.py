@@ -29,11 +29,12 @@ from api.openai.embeddings_schemas import (
     EmbeddingsReply,
     FileOfText,
 )
+from api.tasks.base import typed_results
 from api.tasks.embedding import (
     normalize_rows,
     text_inputs,
 )
-from shared.errors import BadInput, PenstockError
+from shared.errors import BadInput
 from shared.messages import ItemOutcome
 from shared.models.catalog import Catalog, Model
 from shared.models.tasks.embedding import (
@@ -121,10 +122,7 @@ def embeddings_reply(
 
     With `truncate`, each vector includes the number of tokens cut from its text.
     """
-    results = [outcome.result for outcome in outcomes]
-    outputs = [result for result in results if isinstance(result, EmbeddingResult)]
-    if len(outputs) < len(results):
-        raise PenstockError(f"{model.name} returned a result that is not a vector; this is a bug")
+    outputs = typed_results((one.result for one in outcomes), EmbeddingResult, model)
     dimensions = body.dimensions or dimensions_of(model)
     as_floats = body.encoding_format == "float"
     vectors = [result.vector for result in outputs]

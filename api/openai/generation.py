@@ -49,7 +49,8 @@ from api.openai.chat_replies import (
     ShownTokenLogprob,
     TextUsage,
 )
-from shared.errors import BadInput, PenstockError
+from api.tasks.base import typed_results
+from shared.errors import BadInput
 from shared.messages import ItemOutcome
 from shared.models.catalog import Catalog, Model
 from shared.models.tasks.text import GenerationInput, GenerationResult, TokenLogprob
@@ -501,11 +502,7 @@ def tools_of(body: ChatBody) -> list[dict[str, object]]:
 
 def results_of(outcomes: Sequence[ItemOutcome], model: Model) -> list[GenerationResult]:
     """Returns the results of outcomes that all have one."""
-    results = [outcome.result for outcome in outcomes]
-    generations = [result for result in results if isinstance(result, GenerationResult)]
-    if len(generations) < len(results):
-        raise PenstockError(f"{model.name} returned a result that is not text; this is a bug")
-    return generations
+    return typed_results((one.result for one in outcomes), GenerationResult, model)
 
 
 def usage_of(results: Sequence[GenerationResult], choices: int = 1) -> TextUsage:

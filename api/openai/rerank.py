@@ -25,7 +25,8 @@ from api.http.fast_route import FastRoute
 from api.http.inference import Inference
 from api.http.openapi import TRUNCATED_HEADER
 from api.http.router import Router
-from shared.errors import BadInput, InputTooLarge, PenstockError
+from api.tasks.base import typed_results
+from shared.errors import BadInput, InputTooLarge
 from shared.messages import ItemOutcome
 from shared.models.catalog import Catalog, Model, unknown_model
 from shared.models.entry import Rerank
@@ -229,9 +230,8 @@ def _scores(results: Sequence[Any], model: Model) -> list[float]:
     """
     if all(isinstance(result, SimilarityResult) for result in results):
         return [result.score for result in results]
-    if not all(isinstance(result, EmbeddingResult) for result in results):
-        raise PenstockError(f"{model.name} returned a result that is not a score; this is a bug")
-    vectors = np.frombuffer(b"".join(result.vector for result in results), "<f4")
+    embedded = typed_results(results, EmbeddingResult, model)
+    vectors = np.frombuffer(b"".join(result.vector for result in embedded), "<f4")
     matrix = vectors.reshape(len(results), -1).astype(np.float64)
     matrix /= np.maximum(np.linalg.norm(matrix, axis=1, keepdims=True), 1e-12)
     scores: list[float] = np.clip(matrix[:-1] @ matrix[-1], -1.0, 1.0).tolist()

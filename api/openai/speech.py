@@ -38,7 +38,7 @@ from api.predictions.generation_stream import (
     find_return,
     seen_from_id,
 )
-from api.tasks.base import Inputs
+from api.tasks.base import Inputs, typed_results
 from api.tasks.custom import FieldNames, input_of_fields
 from shared.errors import BadInput, ModelFailed, PenstockError
 from shared.messages import ItemOutcome
@@ -125,10 +125,9 @@ class SpeechEvents(StreamShape):
 
     def closing(self, outcomes: Sequence[ItemOutcome], ended_at_s: float) -> list[bytes]:
         """Returns the event with the usage."""
-        (outcome,) = outcomes
-        if not isinstance(outcome.result, CustomResult):
-            raise PenstockError("a class returned a result of the wrong type; this is a bug")
-        done = SpeechDone(CharacterUsage(outcome.result.work))
+        results = (one.result for one in outcomes)
+        (spoken,) = typed_results(results, CustomResult, self._names.model)
+        done = SpeechDone(CharacterUsage(spoken.work))
         return [b"data: " + _encode(done) + b"\n\n"]
 
     def failure(self, error: PenstockError) -> bytes:

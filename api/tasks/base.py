@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 from api.bodies import Body
 from api.inputs.source_images import ImageCaller, SourceImages
+from shared.errors import PenstockError
 from shared.models.catalog import Model
-from shared.models.tasks import Input
+from shared.models.tasks import Input, Result
 
 StreamKind = Literal["", "text", "items"]
+Typed = TypeVar("Typed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,16 @@ class Inputs:
     output_format: str = "png"
     upscale: int | None = None
     """Factor by which images are enlarged. None: they are not."""
+
+
+def typed_results(results: Iterable[Result | None], kind: type[Typed], model: Model) -> list[Typed]:
+    """Returns results of a model, all of which are of one type."""
+    typed = []
+    for result in results:
+        if not isinstance(result, kind):
+            raise PenstockError(f"{model.name} returned a result of the wrong type; this is a bug")
+        typed.append(result)
+    return typed
 
 
 class ApiTask(ABC):

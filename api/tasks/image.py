@@ -28,8 +28,8 @@ from api.inputs.image_draft import (
     size_of,
 )
 from api.inputs.source_images import ImageCaller, SourceImages
-from api.tasks.base import ApiTask, Inputs
-from shared.errors import BadInput, PenstockError
+from api.tasks.base import ApiTask, Inputs, typed_results
+from shared.errors import BadInput
 from shared.messages import ItemOutcome, ReplyBody
 from shared.models.after_image import input_of
 from shared.models.catalog import Catalog, Model
@@ -230,11 +230,7 @@ def _size(parsed: ImagePredictionInput, model: Model) -> tuple[int, int] | None:
 
 def results_of(outcomes: Sequence[ItemOutcome], model: Model) -> list[ImageResult]:
     """Returns the images of outcomes, all of which have a result."""
-    results = [outcome.result for outcome in outcomes]
-    images = [result for result in results if isinstance(result, ImageResult)]
-    if len(images) < len(results):
-        raise PenstockError(f"{model.name} returned a result that is not an image; this is a bug")
-    return images
+    return typed_results((one.result for one in outcomes), ImageResult, model)
 
 
 def images_in(reply: ReplyBody, model: Model) -> list[ImageResult | None]:

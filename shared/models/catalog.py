@@ -95,13 +95,12 @@ class Model(CatalogEntry):
         self._check_rerank()
         if not self.definition.has_interface:
             self._has_no_fields_of_ones_own()
+            self._has_no_resources()
         if self.replies == "slots" and not self.definition.stores_blobs:
             raise ValueError(
                 f"replies: must be direct, because results of {self.definition.noun} can't be put "
                 "into the object store"
             )
-        if not self.definition.has_interface:
-            self._has_no_resources()
         if self.name.endswith(".dead"):
             raise ValueError(
                 "a name must not end in .dead, because its topic would be another model's "
@@ -461,7 +460,9 @@ def flow_of(entry: FlowEntry, catalog: Catalog) -> Flow:
     plan = FlowPlan.model_validate(
         entry.model_dump(include=set(FlowPlan.model_fields), exclude_unset=True)
     )
-    fields = _fields_of_flow(plan, check_flow(plan, catalog.step_schema), entry, catalog)
+    fields = _fields_of_flow(plan, entry.name, check_flow(plan, catalog.step_schema), catalog)
+    own = ("aliases", "deadline", "max_in_flight", "api")
+    fields |= {name: getattr(entry, name) for name in own}
     return Flow.model_validate(fields, context=OF_CATALOG)
 
 
@@ -481,34 +482,26 @@ def image_run_of(model: Model, catalog: Catalog, *, upscales: bool) -> ImageRun 
         return None
     check_steps(model, catalog.step_schema)
     deadlines = [catalog.find(step.model).deadline for step in plan.steps]
-    entry = FlowEntry(
-        name=model.name,
-        steps=plan.steps,
-        output=None,
-        deadline=Deadline(
-            default_s=min(MAX_DEADLINE_S, sum(one.default_s for one in deadlines)),
-            longest_s=min(MAX_DEADLINE_S, sum(one.longest_s for one in deadlines)),
-        ),
-        max_in_flight=model.max_in_flight,
+    deadline = Deadline(
+        default_s=min(MAX_DEADLINE_S, sum(one.default_s for one in deadlines)),
+        longest_s=min(MAX_DEADLINE_S, sum(one.longest_s for one in deadlines)),
     )
-    return ImageRun.model_validate(_fields_of_flow(plan, {}, entry, catalog), context=OF_CATALOG)
+    fields = _fields_of_flow(plan, model.name, {}, catalog)
+    fields |= {"deadline": deadline, "max_in_flight": model.max_in_flight}
+    return ImageRun.model_validate(fields, context=OF_CATALOG)
 
 
 def _fields_of_flow(
-    plan: FlowPlan, output: Mapping[str, Any], entry: FlowEntry, catalog: Catalog
+    plan: FlowPlan, name: str, output: Mapping[str, Any], catalog: Catalog
 ) -> dict[str, Any]:
     models = tuple(catalog.find(step.model) for step in plan.steps)
     revisions = [(model.name, model.revision) for model in models]
     digest = hashlib.sha256(json.dumps([plan.as_json(), revisions]).encode()).hexdigest()
     return {
-        "name": entry.name,
+        "name": name,
         "task": CUSTOM.name,
-        "source": FLOW_SOURCE + entry.name,
+        "source": FLOW_SOURCE + name,
         "revision": digest[:16],
-        "aliases": entry.aliases,
-        "deadline": entry.deadline,
-        "max_in_flight": entry.max_in_flight,
-        "api": entry.api,
         "batch": {"max_items": RUNS_AT_A_TIME},
         "interface": ModelInterface(
             inputs=plan.input_schema,
