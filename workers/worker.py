@@ -95,7 +95,7 @@ class Worker:
         self._times = times or ProcessTimes()
         self._flow_controls: dict[JobConsumer, list[FlowControl]] = {}
         self._queued = asyncio.Event()
-        self._running: dict[PooledProcess, tuple[JobConsumer, list[QueuedItem]]] = {}
+        self._running: dict[PooledProcess, list[QueuedItem]] = {}
         self._runs: set[StepRun] = set()
         self._failed_batches = 0
         self._lost_gpus = 0
@@ -238,7 +238,7 @@ class Worker:
         self, process: PooledProcess, number: int, batch: list[QueuedItem]
     ) -> None:
         consumer = self._consumers[number]
-        self._running[process] = (consumer, batch)
+        self._running[process] = batch
         busy = self._busy.start(
             "batch" if queued.may_wait_for_hours else "interactive" for queued in batch
         )
@@ -285,7 +285,8 @@ class Worker:
         def may_admit() -> bool:
             return self._choose(process, began_s) == number
 
-        run = StepRun(process, number, consumer, processes, may_admit, on_item, self._busy)
+        parts = consumer.queue, consumer.batches, consumer.tokens, consumer.model.work.max_s
+        run = StepRun(process, number, *parts, processes, may_admit, on_item, self._busy)
         self._runs.add(run)
         try:
             async with consumer.noted(batch):
@@ -320,15 +321,12 @@ class Worker:
         """Drops canceled jobs, and stops batches whose callers are all gone."""
         async for record in self._records.canceled():
             for consumer in self._consumers:
-                if record is None:
-                    await consumer.cancellation.recheck()
-                else:
-                    consumer.cancellation.cancel(record)
+                await consumer.cancel(record)
             self._stop_unwanted()
 
     def _stop_unwanted(self) -> None:
-        for process, (consumer, batch) in self._running.items():
-            if consumer.cancellation.is_unwanted(batch):
+        for process, batch in self._running.items():
+            if all(queued.is_unwanted for queued in batch):
                 process.cancel()
         for run in self._runs:
             run.drop_unwanted()

@@ -290,7 +290,6 @@ class Catalog:
         }
         """Entries by model name."""
         self.deployed = (*models, *self.canaries.values())
-        self._deployed_by_name = {canary.name: canary for canary in self.canaries.values()}
         self._by_name = {
             alias: model for model in self.served for alias in (model.name, *model.aliases)
         }
@@ -354,7 +353,7 @@ class Catalog:
         Raises:
             UnknownModel: the model does not exist.
         """
-        return self._deployed_by_name.get(name) or self.find(name)
+        return self.canaries.get(model_of_canary(name) or "") or self.find(name)
 
     def take_interfaces(self, newer: Catalog) -> list[str]:
         """Takes the interfaces of custom models from a newer catalog.
@@ -365,9 +364,9 @@ class Catalog:
         Returns:
             The names of models whose interface changed.
         """
-        changed = []
+        changed, newest = [], {one.name: one for one in newer.deployed}
         for old in self.deployed:
-            new = newer._deployed_by_name.get(old.name) or newer._by_name.get(old.name)
+            new = newest.get(old.name)
             if new is None or new.interface == old.interface:
                 continue
             if _with_interface(old, new.interface) == new:
@@ -385,7 +384,7 @@ class Catalog:
         self.models = tuple(model if one.name == model.name else one for one in self.models)
         if isinstance(model, Revision):
             # In place, because other objects refer to it.
-            self.canaries[model.public_name] = self._deployed_by_name[model.name] = model
+            self.canaries[model.public_name] = model
         else:
             self._by_name |= dict.fromkeys((model.name, *model.aliases), model)
         self.deployed = (*self.models, *self.canaries.values())

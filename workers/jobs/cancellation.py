@@ -74,15 +74,12 @@ class Cancellation:
                 if record is not None and (record.state == "canceled" or record.closed):
                     self.cancel(pulled.run)
 
-    def is_unwanted(self, batch: Sequence[QueuedItem]) -> bool:
-        """Returns whether all callers of a batch are gone."""
-        return all(pulled.is_unwanted for queued in batch for pulled, _ in queued.waiters)
-
     def _drop(self, pulled: PulledJob) -> None:
         """Settles all items, except those in batches that stop after their current step."""
         running = self._queue.running
         started = _items_in(running, pulled)
-        stopping = _items_in(filter(self.is_unwanted, running), pulled)
+        unwanted = (batch for batch in running if all(queued.is_unwanted for queued in batch))
+        stopping = _items_in(unwanted, pulled)
         for item in pulled.items:
             if item.index not in stopping:
                 queued, receipt = started.get(item.index), None

@@ -75,7 +75,7 @@ class JobConsumer:
         self.queue = ModelQueue(model, completion, self._notify_queued)
         self.batches = BatchResults(model, self.queue, completion, records)
         self.cancellation = Cancellation(self.queue, completion, records, self._notify_unwanted)
-        self.tokens = TokenOutput(completion, records)
+        self.tokens = TokenOutput(completion, records.tokens)
         self._preprocessor = Preprocessor(
             preparer, objects, on_thread=WORKER_TASKS[model.task].prepares_on_thread(model)
         )
@@ -145,6 +145,13 @@ class JobConsumer:
         return self._claims.mark_alone(
             [pulled for pulled, _ in batch[0].open_waiters()] if is_alone else ()
         )
+
+    async def cancel(self, record: str | None) -> None:
+        """Drops the jobs of a canceled record. None: some may have been missed."""
+        if record is None:
+            await self.cancellation.recheck()
+        else:
+            self.cancellation.cancel(record)
 
     async def drain(self) -> None:
         """Stops pulling, and returns when no job is left. The worker was told to go."""

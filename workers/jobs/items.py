@@ -26,7 +26,7 @@ from shared.models.tasks.custom import PieceChunk, streamed_key
 from shared.models.tasks.text import TokenChunk
 from shared.stores.records import Records
 from shared.stores.stream_chunks import Chunk, merge_chunks
-from shared.stores.token_streams import Written
+from shared.stores.token_streams import TokenStreams, Written
 from workers import metrics
 from workers.jobs.answers import is_streamed
 from workers.jobs.completion import Completion
@@ -421,9 +421,9 @@ def _wait_for(queued: QueuedItem, jobs: Collection[PulledJob]) -> bool:
 class TokenOutput:
     """The streams of one model's items. Each reader has a stream of its own."""
 
-    def __init__(self, completion: Completion, records: Records) -> None:
+    def __init__(self, completion: Completion, streams: TokenStreams) -> None:
         self._completion = completion
-        self._streams = records.tokens
+        self._streams = streams
         self._open: dict[QueuedItem, dict[_Reader, int]] = {}
         """The number of tokens in each reader's stream, for each item that is being written."""
         self._held: dict[QueuedItem, deque[_HeldChunk]] = {}

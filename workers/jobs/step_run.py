@@ -13,8 +13,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from shared.errors import BadInput, Canceled
 from shared.stores.stream_chunks import Chunk
 from shared.tenants.plan import Priority
-from workers.jobs.consumer import JobConsumer
-from workers.jobs.items import PROGRESS_EVERY_S, to_compute
+from workers.jobs.items import (
+    PROGRESS_EVERY_S,
+    BatchResults,
+    ModelQueue,
+    TokenOutput,
+    to_compute,
+)
 from workers.metrics import BusyRatio
 from workers.models.client import ModelProcessDied
 from workers.models.reports import (
@@ -42,6 +47,7 @@ class StepRun:
     """One batch. The caller notifies it when items wait, and when callers may be gone.
 
     Args:
+        max_s: time limit of an item. None: it has none.
         processes: how many there are, which share the items that wait.
         may_admit: True if the process is to stay with this model.
         busy: counts the process as busy, less the spare time that it reports.
@@ -51,7 +57,10 @@ class StepRun:
         self,
         process: PooledProcess,
         number: int,
-        consumer: JobConsumer,
+        queue: ModelQueue,
+        batches: BatchResults,
+        tokens: TokenOutput,
+        max_s: float | None,
         processes: int,
         may_admit: Callable[[], bool],
         on_item: Callable[[BatchResult], None],
@@ -59,7 +68,10 @@ class StepRun:
     ) -> None:
         self._process = process
         self._number = number
-        self._consumer = consumer
+        self._queue = queue
+        self._batches = batches
+        self._tokens = tokens
+        self._max_s = max_s
         self._processes = processes
         self._may_admit = may_admit
         self._on_item = on_item
@@ -70,7 +82,6 @@ class StepRun:
         """Slots that another tenant is to get."""
         self._counted: dict[Priority, float] = {}
         self._reported_s = 0.0
-        self._max_s = consumer.model.work.max_s
         self._timers: dict[int, asyncio.TimerHandle] = {}
         self._too_long: set[int] = set()
         """Slots whose items were stopped because they took longer than their model allows."""
@@ -99,7 +110,7 @@ class StepRun:
         if ended.failure is not None:
             self._fail(ended.failure)
         for queued in self._inside.values():  # they came too late to be admitted
-            self._consumer.queue.left_over(queued)
+            self._queue.left_over(queued)
         self._inside.clear()
         return ""
 
@@ -107,12 +118,12 @@ class StepRun:
         """Admits waiting items, as far as there is room."""
         if not self._inside or not self._may_admit():
             return
-        admitted = self._consumer.queue.admit(self._inside.values(), self._processes)
+        admitted = self._queue.admit(self._inside.values(), self._processes)
         if admitted:
             first = self._process.admit([to_compute(queued) for queued in admitted])
             if first is None:  # it has just ended
                 for queued in admitted:
-                    self._consumer.queue.left_over(queued)
+                    self._queue.left_over(queued)
                 return
             self._add(first, admitted)
         self._preempt_for_others()
@@ -121,7 +132,7 @@ class StepRun:
         """Interrupts items of a tenant that has too many slots, for one that waits."""
         if self._preempted or self._dropped & self._inside.keys():
             return  # a slot is about to be free
-        chosen = self._consumer.queue.to_preempt(self._inside.values())
+        chosen = self._queue.to_preempt(self._inside.values())
         if chosen:
             self._preempted = {at for at, one in self._inside.items() if one in chosen}
             self._process.preempt(sorted(self._preempted))
@@ -131,7 +142,7 @@ class StepRun:
         gone = [
             slot
             for slot, queued in self._inside.items()
-            if slot not in self._dropped and self._consumer.cancellation.is_unwanted([queued])
+            if slot not in self._dropped and queued.is_unwanted
         ]
         self._dropped.update(gone)
         self._process.drop(gone)
@@ -161,10 +172,10 @@ class StepRun:
                 self._report_progress(message)
             case ItemLogs():
                 if (queued := self._inside.get(message.slot)) is not None:
-                    self._consumer.batches.report_logs(queued, message.logs)
+                    self._batches.report_logs(queued, message.logs)
             case ItemPreview():
                 if (queued := self._inside.get(message.slot)) is not None:
-                    self._consumer.batches.pass_on_image(queued, message)
+                    self._batches.pass_on_image(queued, message)
             case ItemEnded():
                 self._end(message)
                 self.admit_waiting()
@@ -177,7 +188,7 @@ class StepRun:
         """Hands on what items have written, with its large files."""
         files = message.files if isinstance(message, Pieces) else {}
         written: Mapping[int, Chunk] = message.chunks
-        self._consumer.tokens.pass_on(
+        self._tokens.pass_on(
             [
                 (self._inside[slot], chunk, files.get(slot, ()))
                 for slot, chunk in written.items()
@@ -193,11 +204,11 @@ class StepRun:
             if queued is None:
                 continue
             if (chunk := message.chunks.get(slot)) is not None:
-                self._consumer.tokens.pass_on([(queued, chunk, ())])
+                self._tokens.pass_on([(queued, chunk, ())])
             if slot in self._preempted:
-                self._consumer.queue.left_over(queued)
+                self._queue.left_over(queued)
             else:
-                self._consumer.queue.preempted(queued)
+                self._queue.preempted(queued)
         self._preempted &= self._inside.keys()
         self._count()
         if was_preempted:
@@ -212,7 +223,7 @@ class StepRun:
             for slot, steps in message.progress.items()
             if slot in self._inside
         }
-        self._consumer.batches.report_items(progress, self._watch)
+        self._batches.report_items(progress, self._watch)
 
     def _watch(self, watched: Collection[QueuedItem]) -> None:
         self._process.watch([slot for slot, queued in self._inside.items() if queued in watched])
@@ -228,8 +239,8 @@ class StepRun:
             self._note_too_long(message.done)
         self._count()
         self._on_item(message.done)
-        self._consumer.tokens.ended(queued)
-        self._consumer.batches.end_item(queued, message.done)
+        self._tokens.ended(queued)
+        self._batches.end_item(queued, message.done)
 
     def _note_too_long(self, done: BatchResult) -> None:
         """Replaces the outcome of an item that was stopped by why that was, if it has no result."""
@@ -263,7 +274,7 @@ class StepRun:
         batch = list(self._inside.values())
         self._inside.clear()
         if batch:
-            self._consumer.batches.retry(batch, reason)
+            self._batches.retry(batch, reason)
 
     def _count(self) -> None:
         """Reports to the autoscaler whose items the process computes."""

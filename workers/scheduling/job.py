@@ -284,6 +284,11 @@ class QueuedItem:
         return min(pulled.start_by_s for pulled, _ in self.waiters)
 
     @property
+    def is_unwanted(self) -> bool:
+        """True if the callers of all its waiters are gone."""
+        return all(pulled.is_unwanted for pulled, _ in self.waiters)
+
+    @property
     def can_go_on(self) -> bool:
         """True if it can be interrupted and continued later."""
         return isinstance(self.prepared, PreparedPrompt | PreparedImage)
