@@ -123,7 +123,7 @@ class CanaryRouter:
     def _choose(self, request: InferenceRequest) -> Model:
         """Returns the revision that serves a request: its model or the model's canary."""
         model, facts = request.model, request.facts
-        # Flows have none, and their steps go to the models themselves.
+        # Flows do not have a canary, and their steps go to the models themselves.
         canary = None if model.canary is None else self._canaries.get(model.name)
         if canary is None or not self.is_serving(canary):
             return model

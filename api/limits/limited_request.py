@@ -241,7 +241,9 @@ class LimitedRequest:
         unit = self._model.limited_unit
         work, usd = 0, 0.0
         if account.counts_work:
-            work = sum(one.estimate_work(self._model) for one in self._model.drawn(self._inputs))
+            work = sum(
+                one.estimate_work(self._model) for one in self._model.expand_inputs(self._inputs)
+            )
         if account.has_budget:
             price = price_of(self._model, self._received_at_s, self._price_share)
             bounds = (one.bound_work(self._model) for one in self._inputs)
@@ -260,7 +262,7 @@ class LimitedRequest:
     def _bounds_of_items(self, step: FlowStep, model: Model) -> list[WorkBound]:
         """Returns the maximum work of each item that a step may have."""
         if model is self._model.requested:
-            return [one.bound_work(model) for one in self._model.drawn(self._inputs)]
+            return [one.bound_work(model) for one in self._model.expand_inputs(self._inputs)]
         count = 1 if step.for_each is None else step.max_items
         return [model.definition.step_bound(model)] * count
 

@@ -57,7 +57,7 @@ from api.mistral.ocr_schemas import (
 from api.openai.images import read_blob
 from api.predictions.creation import PredictionSnapshot, digest_of
 from api.problem_details import UNPROCESSABLE
-from api.tasks.base import Inputs, typed_results
+from api.tasks.base import Inputs, check_results
 from api.tasks.custom import FieldNames, FileInput, add_files, input_of_fields
 from shared.errors import BadInput, ModelFailed, PenstockError, error_for_code
 from shared.flows.engine import plan_of
@@ -169,7 +169,7 @@ async def _reply(
         ModelFailed: the class did not return pages, or their images are too large.
         Unavailable: the object store is unreachable.
     """
-    (read,) = typed_results([result], CustomResult, model)
+    (read,) = check_results([result], CustomResult, model)
     images, size = [], 0
     for blob in read.files:
         data = await read_blob(objects, blob, "image")

@@ -79,7 +79,7 @@ from api.predictions.generation_stream import (
     seen_from_id,
 )
 from api.predictions.service import Predictions
-from api.tasks.base import Inputs, typed_results
+from api.tasks.base import Inputs, check_results
 from api.tasks.custom import FieldNames, add_files, input_of_fields
 from shared.errors import BadInput, ModelFailed, PenstockError
 from shared.messages import ItemOutcome, ReplyBody
@@ -260,7 +260,7 @@ class _Transcript:
     """
 
     def __init__(self, outcomes: Sequence[ItemOutcome], model: Model) -> None:
-        (result,) = typed_results((one.result for one in outcomes), CustomResult, model)
+        (result,) = check_results((outcome.result for outcome in outcomes), CustomResult, model)
         self.elements = _elements(result.output)
         seconds = result.work
         if isinstance(model, Flow):  # it does not have a unit of work

@@ -24,7 +24,7 @@ from api.openai.embeddings_schemas import (
     EmbeddingWindow,
     FileOfText,
 )
-from api.tasks.base import typed_results
+from api.tasks.base import check_results
 from api.tasks.embedding import (
     MAX_LONG_TEXT_BYTES,
     Window,
@@ -182,7 +182,7 @@ async def cut_texts(
     cut: list[_LongText] = []
     room = model.text.max_items
     for text, sections in zip(texts, parts, strict=True):
-        tokens = typed_results(islice(results, len(sections)), TextTokens, model)
+        tokens = check_results(islice(results, len(sections)), TextTokens, model)
         size = _window_tokens(chunk, tokens[0].max_tokens, model)
         least = math.ceil(sum(len(section.begins_word) for section in tokens) / size)
         _check_number(model.text.max_items - room + least, model)

@@ -29,7 +29,7 @@ from api.openai.embeddings_schemas import (
     EmbeddingsReply,
     FileOfText,
 )
-from api.tasks.base import typed_results
+from api.tasks.base import check_results
 from api.tasks.embedding import (
     normalize_rows,
     text_inputs,
@@ -122,7 +122,7 @@ def embeddings_reply(
 
     With `truncate`, each vector includes the number of tokens cut from its text.
     """
-    outputs = typed_results((one.result for one in outcomes), EmbeddingResult, model)
+    outputs = check_results((outcome.result for outcome in outcomes), EmbeddingResult, model)
     dimensions = body.dimensions or dimensions_of(model)
     as_floats = body.encoding_format == "float"
     vectors = [result.vector for result in outputs]

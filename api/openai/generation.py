@@ -49,7 +49,7 @@ from api.openai.chat_replies import (
     ShownTokenLogprob,
     TextUsage,
 )
-from api.tasks.base import typed_results
+from api.tasks.base import check_results
 from shared.errors import BadInput
 from shared.messages import ItemOutcome
 from shared.models.catalog import Catalog, Model
@@ -502,7 +502,7 @@ def tools_of(body: ChatBody) -> list[dict[str, object]]:
 
 def results_of(outcomes: Sequence[ItemOutcome], model: Model) -> list[GenerationResult]:
     """Returns the results of outcomes that all have one."""
-    return typed_results((one.result for one in outcomes), GenerationResult, model)
+    return check_results((outcome.result for outcome in outcomes), GenerationResult, model)
 
 
 def usage_of(results: Sequence[GenerationResult], choices: int = 1) -> TextUsage:

@@ -25,7 +25,7 @@ from api.http.fast_route import FastRoute
 from api.http.inference import Inference
 from api.http.openapi import TRUNCATED_HEADER
 from api.http.router import Router
-from api.tasks.base import typed_results
+from api.tasks.base import check_results
 from shared.errors import BadInput, InputTooLarge
 from shared.messages import ItemOutcome
 from shared.models.catalog import Catalog, Model, unknown_model
@@ -230,7 +230,7 @@ def _scores(results: Sequence[Any], model: Model) -> list[float]:
     """
     if all(isinstance(result, SimilarityResult) for result in results):
         return [result.score for result in results]
-    embedded = typed_results(results, EmbeddingResult, model)
+    embedded = check_results(results, EmbeddingResult, model)
     vectors = np.frombuffer(b"".join(result.vector for result in embedded), "<f4")
     matrix = vectors.reshape(len(results), -1).astype(np.float64)
     matrix /= np.maximum(np.linalg.norm(matrix, axis=1, keepdims=True), 1e-12)

@@ -38,7 +38,7 @@ from api.predictions.generation_stream import (
     find_return,
     seen_from_id,
 )
-from api.tasks.base import Inputs, typed_results
+from api.tasks.base import Inputs, check_results
 from api.tasks.custom import FieldNames, input_of_fields
 from shared.errors import BadInput, ModelFailed, PenstockError
 from shared.messages import ItemOutcome
@@ -125,8 +125,8 @@ class SpeechEvents(StreamShape):
 
     def closing(self, outcomes: Sequence[ItemOutcome], ended_at_s: float) -> list[bytes]:
         """Returns the event with the usage."""
-        results = (one.result for one in outcomes)
-        (spoken,) = typed_results(results, CustomResult, self._names.model)
+        results = (outcome.result for outcome in outcomes)
+        (spoken,) = check_results(results, CustomResult, self._names.model)
         done = SpeechDone(CharacterUsage(spoken.work))
         return [b"data: " + _encode(done) + b"\n\n"]
 

@@ -25,7 +25,7 @@ from api.openai.responses import PrecedingItems, words_of_responses
 from api.openai.responses_schemas import ResponseBody
 from api.predictions.conversations import Conversations
 from api.predictions.service import Predictions
-from api.tasks.base import typed_results
+from api.tasks.base import check_results
 from shared.models.catalog import Catalog, Model
 from shared.models.tasks.text import PromptToCount, TokenCount
 
@@ -132,7 +132,7 @@ async def count(
     """Counts tokens on a worker of the model."""
     call.context.facts.price_share = 0.0
     async with inference.compute(call, model, [prompt], is_repeatable=False) as response:
-        (counted,) = typed_results([response.outcomes[0].result], TokenCount, model)
+        (counted,) = check_results([response.outcomes[0].result], TokenCount, model)
         return counted
 
 

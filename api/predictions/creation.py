@@ -56,8 +56,8 @@ def new_prediction(
     """Returns the document of a new prediction.
 
     Args:
-        facts: facts about its request, whose ID is that of the record.
-        deadline_s: Unix time.
+        facts: facts about its request. The record gets the same ID.
+        deadline_s: Unix time at which work on it stops.
         shown: other fields of the document.
     """
     priced = model, facts.received_at_s, facts.price_share

@@ -17,7 +17,7 @@ from api.batches.endpoint import Endpoint, LineCaller, LineRequest, ReplyTools
 from api.bodies import Body
 from api.errors import to_bad_input
 from api.predictions.creation import OWNER, find_version, version_of
-from api.tasks.base import typed_results
+from api.tasks.base import check_results
 from api.tasks.custom import (
     add_files,
     checked_input,
@@ -99,7 +99,7 @@ class PredictionsEndpoint(Endpoint):
     ) -> bytes:
         """Returns the prediction with its files as `data:` URIs."""
         (outcome,) = outcomes
-        (result,) = typed_results([outcome.result], CustomResult, request.model)
+        (result,) = check_results([outcome.result], CustomResult, request.model)
         files: list[Blob] = []
         for blob in result.blobs:
             left_bytes = MAX_OUTPUT_FILES_BYTES - sum(len(one.data or b"") for one in files)

@@ -32,8 +32,8 @@ class Inputs:
     """Factor by which images are enlarged. None: they are not."""
 
 
-def typed_results(results: Iterable[Result | None], kind: type[Typed], model: Model) -> list[Typed]:
-    """Returns results of a model, all of which are of one type."""
+def check_results(results: Iterable[Result | None], kind: type[Typed], model: Model) -> list[Typed]:
+    """Returns the results, all of which must have this type."""
     typed = []
     for result in results:
         if not isinstance(result, kind):

@@ -28,7 +28,7 @@ from api.inputs.image_draft import (
     size_of,
 )
 from api.inputs.source_images import ImageCaller, SourceImages
-from api.tasks.base import ApiTask, Inputs, typed_results
+from api.tasks.base import ApiTask, Inputs, check_results
 from shared.errors import BadInput
 from shared.messages import ItemOutcome, ReplyBody
 from shared.models.after_image import input_of
@@ -230,7 +230,7 @@ def _size(parsed: ImagePredictionInput, model: Model) -> tuple[int, int] | None:
 
 def results_of(outcomes: Sequence[ItemOutcome], model: Model) -> list[ImageResult]:
     """Returns the images of outcomes, all of which have a result."""
-    return typed_results((one.result for one in outcomes), ImageResult, model)
+    return check_results((outcome.result for outcome in outcomes), ImageResult, model)
 
 
 def images_in(reply: ReplyBody, model: Model) -> list[ImageResult | None]:

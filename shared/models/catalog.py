@@ -186,10 +186,10 @@ class Model(CatalogEntry):
 
     @property
     def steps(self) -> Sequence[tuple[FlowStep, Model]]:
-        """The steps of a flow, each with its model. A model has none."""
+        """The steps of a flow, each with its model. Empty for a model."""
         return ()
 
-    def drawn(self, inputs: Sequence[Input]) -> Sequence[Input]:
+    def expand_inputs(self, inputs: Sequence[Input]) -> Sequence[Input]:
         """Returns the inputs whose work limits count."""
         return inputs
 
@@ -240,8 +240,8 @@ class ImageRun(Flow):
     def requested(self) -> Model:
         return self.step_models[0]
 
-    def drawn(self, inputs: Sequence[Input]) -> Sequence[Input]:
-        runs = (one for one in inputs if isinstance(one, CustomInput))
+    def expand_inputs(self, inputs: Sequence[Input]) -> Sequence[Input]:
+        runs = (run for run in inputs if isinstance(run, CustomInput))
         return [image for run in runs for image in drawings_of(run)]
 
 
@@ -364,7 +364,7 @@ class Catalog:
         Returns:
             The names of models whose interface changed.
         """
-        changed, newest = [], {one.name: one for one in newer.deployed}
+        changed, newest = [], {model.name: model for model in newer.deployed}
         for old in self.deployed:
             new = newest.get(old.name)
             if new is None or new.interface == old.interface:

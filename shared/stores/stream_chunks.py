@@ -25,7 +25,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def encode_chunk(chunk: Chunk) -> bytes:
-    """Encodes a chunk as MessagePack."""
+    """Encodes a chunk as MessagePack, readable by release 0.1.0."""
     if isinstance(chunk, TokenChunk):
         return _encoder.encode(chunk)
     tokens = _as_tokens(chunk)
@@ -65,13 +65,13 @@ def merge_chunks(written: Sequence[Chunk], first: int) -> Chunk | None:
     text = "".join(part.text for part in parts)
     pieces = [part for part in parts if isinstance(part, PieceChunk)]
     if len(pieces) == len(parts):
-        return PieceChunk(first, text, [one for part in pieces for one in part.lengths])
+        return PieceChunk(first, text, [length for part in pieces for length in part.lengths])
     tokens = [part if isinstance(part, TokenChunk) else _as_tokens(part) for part in parts]
     return TokenChunk(
         first,
-        [one for part in tokens for one in part.ids],
+        [token for part in tokens for token in part.ids],
         text,
-        [one for part in tokens for one in part.logprobs],
+        [logprob for part in tokens for logprob in part.logprobs],
         tokens[0].input_tokens,
         tokens[0].cached_tokens,
     )
@@ -79,4 +79,6 @@ def merge_chunks(written: Sequence[Chunk], first: int) -> Chunk | None:
 
 def _as_tokens(chunk: PieceChunk) -> TokenChunk:
     """Returns pieces as release 0.1.0 knows them: as tokens whose IDs are checksums."""
-    return TokenChunk(chunk.first, [zlib.crc32(one.encode()) for one in chunk.pieces], chunk.text)
+    return TokenChunk(
+        chunk.first, [zlib.crc32(piece.encode()) for piece in chunk.pieces], chunk.text
+    )

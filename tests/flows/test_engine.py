@@ -102,7 +102,7 @@ class Workers:
     def __init__(
         self, records: Records, rng: random.Random, *, dies: bool = True, flow: str = "spell"
     ) -> None:
-        (self.entry,) = (one for one in CATALOG.flows if one.name == flow)
+        (self.entry,) = (entry for entry in CATALOG.flows if entry.name == flow)
         self.broker = Broker()
         self.engine = FlowEngine(CATALOG, records, self.broker)
         self.records = records

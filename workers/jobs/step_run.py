@@ -47,7 +47,7 @@ class StepRun:
     """One batch. The caller notifies it when items wait, and when callers may be gone.
 
     Args:
-        max_s: time limit of an item. None: it has none.
+        max_s: time limit per item. None: unlimited.
         processes: how many there are, which share the items that wait.
         may_admit: True if the process is to stay with this model.
         busy: counts the process as busy, less the spare time that it reports.
