@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from shared.errors import Unavailable
-from shared.messages import ItemOutcome, PrintedLogs, decode_reply_body, reason_of
+from shared.messages import ItemOutcome, PrintedLogs, Receipt, decode_reply_body, reason_of
 from shared.models.flow_plan import MAX_STEP_ITEMS, step_of
 from shared.models.image_flow import SAFETY
 from shared.models.tasks import Result
@@ -396,6 +396,7 @@ def metrics_of(prediction: Prediction, record: Record) -> dict[str, Any]:
     if times_ms:
         times["predict_time"] = round(max(times_ms) / 1000, 6)
         times["executionTime"] = round(max(times_ms))
+    times |= _count_tokens(receipts)
     if record.reply and prediction.price is not None:
         priced = [
             (prediction.price_of(one) or prediction.price, one) for one in record.reply.outcomes
@@ -415,6 +416,16 @@ def metrics_of(prediction: Prediction, record: Record) -> dict[str, Any]:
             times["truncated_tokens"] = left_out
         times |= _metrics_of_images(record.reply.output)
     return times
+
+
+def _count_tokens(receipts: Sequence[Receipt]) -> dict[str, int]:
+    """Returns the tokens read and written by a text model, under Replicate's names."""
+    counted = [receipt for receipt in receipts if receipt.output_tokens is not None]
+    if not counted:
+        return {}
+    output = sum(receipt.output_tokens or 0 for receipt in counted)
+    total = sum(receipt.tokens or 0 for receipt in counted)
+    return {"input_token_count": total - output, "output_token_count": output}
 
 
 def _metrics_of_images(output: Result | None) -> dict[str, Any]:

@@ -42,8 +42,9 @@ class PredictionTimes(msgspec.Struct, omit_defaults=True):
     Each is present as soon as it is known.
 
     `truncated_tokens` is the number of tokens cut: from all texts if the input has `truncate`, or
-    from image prompts if known. `device_time` is its share of a whole device, and `cost_usd` its
-    charge, as in the usage report. `steps` lists the steps of a flow.
+    from image prompts if known. `input_token_count` and `output_token_count` are the tokens that a
+    text model read and wrote, also if it was stopped. `device_time` is its share of a whole device,
+    and `cost_usd` its charge, as in the usage report. `steps` lists the steps of a flow.
     """
 
     total_time: Seconds | msgspec.UnsetType = msgspec.UNSET
@@ -51,6 +52,8 @@ class PredictionTimes(msgspec.Struct, omit_defaults=True):
     delayTime: Count | msgspec.UnsetType = msgspec.UNSET
     executionTime: Count | msgspec.UnsetType = msgspec.UNSET
     truncated_tokens: Count | msgspec.UnsetType = msgspec.UNSET
+    input_token_count: Count | msgspec.UnsetType = msgspec.UNSET
+    output_token_count: Count | msgspec.UnsetType = msgspec.UNSET
     device_time: Seconds | msgspec.UnsetType = msgspec.UNSET
     cost_usd: Amount | msgspec.UnsetType = msgspec.UNSET
     steps: list[StepReply] | msgspec.UnsetType = msgspec.UNSET

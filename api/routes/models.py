@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import time
+from typing import Annotated, Any, Literal
 
 import msgspec
 from fastapi import Query
@@ -26,7 +27,7 @@ from api.problem_details import problem_response
 from api.replicate import models as prediction_models
 from api.replicate.replies import ModelsPage
 from shared.models.catalog import Catalog, Model
-from shared.models.entry import Rerank
+from shared.models.entry import PriceTerms, Rerank, ServedApi
 from shared.models.tasks.embedding import EmbeddingTask
 
 VARIES = {"vary": "user-agent"}
@@ -48,6 +49,10 @@ class ModelItem(msgspec.Struct):
     """The same, as named by OpenRouter."""
     rerank: Rerank | msgspec.UnsetType = msgspec.UNSET
     """Kind of scores in /v1/rerank, for a model that can rank."""
+    api: ServedApi | msgspec.UnsetType = msgspec.UNSET
+    """The endpoint that serves a custom model, if it is one of OpenAI's or Mistral's."""
+    price: dict[str, float] = {}
+    """Current prices in US dollars, by their names in the catalog. Omits prices of 0."""
 
 
 class ModelsReply(msgspec.Struct):
@@ -113,4 +118,12 @@ def _item(model: Model, started_at_s: float) -> ModelItem:
         item.max_model_len = item.context_length = model.generation.context_tokens
     if isinstance(model.definition, EmbeddingTask):
         item.rerank = model.rerank
+    if model.api is not None:
+        item.api = model.api
+    item.price = _prices(model.price.terms_at(time.time()))
     return item
+
+
+def _prices(terms: PriceTerms) -> dict[str, float]:
+    figures: dict[str, Any] = terms.model_dump()
+    return {name: usd for name, usd in figures.items() if name.endswith("_usd") and usd}

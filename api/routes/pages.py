@@ -1,5 +1,7 @@
 """The two HTML pages: GET /docs to read about and try the API, and GET /console to use it.
 
+GET / leads to the console.
+
 All scripts of a page come from its folder, so pages work without internet access, and no
 third-party script sees a reader's key.
 
@@ -14,7 +16,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from starlette.responses import FileResponse, Response
+from starlette.responses import FileResponse, RedirectResponse, Response
 from starlette.staticfiles import StaticFiles
 
 from api.http.router import Router
@@ -55,6 +57,12 @@ class _ConsoleAssets(StaticFiles):
 
 
 console_assets = _ConsoleAssets(directory=CONSOLE)
+
+
+@router.get("/", include_in_schema=False)
+async def get_root() -> RedirectResponse:
+    """Redirects to the console. The address is relative, so it also works below a prefix."""
+    return RedirectResponse("console", 307)
 
 
 @router.get("/docs", include_in_schema=False)

@@ -43,6 +43,8 @@ class ReportEntry(msgspec.Struct, kw_only=True):
     name: str
     title: str
     owner: Literal["finance", "product", "operations"]
+    audience: Literal["tenants", "operators"]
+    """`operators`: only for keys with the `admin` scope."""
     days: Annotated[int, msgspec.Meta(ge=1)]
     """Default range, in days before now."""
     filters: list[Literal["tenant", "model"]]
@@ -62,6 +64,8 @@ class ReportColumnReply(msgspec.Struct, kw_only=True):
     name: str
     type: str
     about: str
+    has_total: bool
+    """True if the sum of the column is meaningful."""
 
 
 class ReportSeries(msgspec.Struct, kw_only=True):
@@ -171,6 +175,7 @@ def _entry(report: Report) -> ReportEntry:
         name=report.name,
         title=report.title,
         owner=report.owner,
+        audience=report.audience,
         days=report.days,
         filters=cast(Any, [one for one, name in filters.items() if name not in report.without]),
     )
@@ -187,7 +192,12 @@ def _reply(result: ReportResult) -> ReportReply:
         until=question.until.isoformat(),
         tz=question.tz,
         columns=[
-            ReportColumnReply(name=column.name, type=column.type, about=report.columns[column.name])
+            ReportColumnReply(
+                name=column.name,
+                type=column.type,
+                about=report.columns[column.name],
+                has_total=column.name in report.totals,
+            )
             for column in result.columns
         ],
         rows=[[_cell(value) for value in row] for row in result.rows],

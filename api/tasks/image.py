@@ -175,6 +175,14 @@ class ImageApi(ApiTask):
             del fields["lora_weights"], fields["lora_scale"]
         if model.image.upscale is None:
             del fields["upscale"]
+        usual = {
+            "width": model.image.width,
+            "height": model.image.height,
+            "num_inference_steps": model.image.steps,
+            "guidance_scale": model.image.guidance_scale,
+        }
+        for name, value in usual.items():
+            fields[name]["default"] = value
         if model.image.interface is not None and "text" not in model.image.interface.tasks:
             schema["required"] = [*schema["required"], "image"]
         return schema

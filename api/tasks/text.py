@@ -47,6 +47,14 @@ class GenerationApi(ApiTask):
     input_schema = PromptToContinue
     output_schema: ClassVar = {"type": "string"}
 
+    def input_schema_of(self, model: Model) -> dict[str, Any]:
+        """Returns the input schema, with the model's default and maximum length."""
+        schema = super().input_schema_of(model)
+        length = schema["properties"]["max_tokens"]
+        length["default"] = model.generation.default_tokens
+        length["anyOf"][0]["maximum"] = model.generation.longest_tokens
+        return schema
+
     def streams(self, model: Model) -> StreamKind:
         return "text"
 

@@ -182,6 +182,7 @@ def _usage(stack: Stack, not_ready: Sequence[str]) -> str:
     model = next((one for one in models if one.name not in missing), models[0])
     title = f"Penstock is up, without {', '.join(missing)}." if missing else "Penstock is up."
     lines = {
+        "console": f"{stack.api_url}/console (try models, see usage and invoices)",
         "API": f"{stack.api_url}/v1 (docs: {stack.api_url}/docs, metrics: http://127.0.0.1:{stack.ports.metrics}/metrics)",
         **_broker(stack),
         "BigQuery": stack.settings.bigquery_endpoint or "Google's own",

@@ -10,6 +10,7 @@ The header is the comment at the top of a file in `queries`:
     -- range: months                                      it covers whole calendar months
     -- @target FLOAT64 = 0.99: what it is                 a parameter of its own
     -- plot: bars cost_usd by day, one color per model    how it is drawn
+    -- totals: items, cost_usd                            columns that have a total
     -- column day: what it is                             each column, in order
 
 Further lines are notes. Every report has the parameters of `ReportQuestion` (time range, time zone,
@@ -264,6 +265,8 @@ class Report:
     without: frozenset[str]
     """Standard parameters that it does not support: tenants, models or tz."""
     plots: tuple[Plot, ...]
+    totals: frozenset[str]
+    """Columns whose sum over all lines is meaningful."""
     notes: str
     days: int
     """Default number of days to look back."""
@@ -315,13 +318,16 @@ def parse_report(name: str, sql: str) -> Report:
             parameters.append(_parameter(name, line))
         elif key == "plot":
             plots.append(_plot(name, text))
-        elif key in ("owner", "audience", "without", "days", "range"):
+        elif key in ("owner", "audience", "without", "days", "range", "totals"):
             facts[key] = text
         else:
             notes.append(line)
     owner, audience = facts.get("owner"), facts.get("audience")
     if owner not in get_args(Owner) or audience not in get_args(Audience) or not columns:
         raise ValueError(f"{name}.sql: its header needs owner, audience and columns; this is a bug")
+    totals = frozenset(facts["totals"].split(", ")) if "totals" in facts else frozenset()
+    if unknown := totals - columns.keys():
+        raise ValueError(f"{name}.sql: totals: {min(unknown)!r} is not a column; this is a bug")
     return Report(
         name=name,
         title=head[0],
@@ -332,6 +338,7 @@ def parse_report(name: str, sql: str) -> Report:
         parameters=tuple(parameters),
         without=frozenset(facts["without"].split(", ")) if "without" in facts else frozenset(),
         plots=tuple(plots),
+        totals=totals,
         notes=" ".join(notes),
         days=int(facts.get("days", DEFAULT_DAYS)),
         has_whole_months=facts.get("range") == "months",

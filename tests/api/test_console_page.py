@@ -13,7 +13,8 @@ from tests.limits import WAIT_LIMIT_S
 
 pytestmark = pytest.mark.anyio
 FILES = sorted(path.relative_to(CONSOLE).as_posix() for path in CONSOLE.rglob("*.*"))
-NEEDED = re.compile(r'(?:src|href)="([^"#]+)"|from "(\./[^"]+)"')
+LINKED = re.compile(r'(?:src|href)="([^"#]+)"')
+IMPORTED = re.compile(r'from "(\./[^"]+)"')
 
 
 async def test_everything_the_page_needs_is_here(api: ApiUnderTest) -> None:
@@ -24,8 +25,9 @@ async def test_everything_the_page_needs_is_here(api: ApiUnderTest) -> None:
         assert response.status_code == 200, path
         assert len(response.content) == int(response.headers["content-length"]) > 100
         found.add(path)
-        for one in NEEDED.finditer(response.text if path != "/docs" else ""):
-            where = urljoin(f"{api.url}{path}", one[1] or one[2])
+        pattern = {"/docs": None, "/console": LINKED}.get(path, IMPORTED)
+        for one in pattern.finditer(response.text) if pattern else ():
+            where = urljoin(f"{api.url}{path}", one[1])
             assert where.startswith(f"{api.url}/")
             if (needed := where.removeprefix(api.url)) not in found:
                 asked.append(needed)
@@ -69,6 +71,17 @@ async def test_only_its_folder_is_served(api: ApiUnderTest, path: str) -> None:
     response = await api.http.get(f"/console/assets/{path}")
     assert response.status_code in (404, 405)
     assert "create_app" not in response.text
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if "vendor" in file])
+def test_kept_libraries_have_their_license(file: str) -> None:
+    assert "Copyright" in (CONSOLE / file).with_name("LICENSE").read_text()
+
+
+async def test_the_root_leads_to_the_console(api: ApiUnderTest) -> None:
+    response = await api.http.get("/", follow_redirects=True)
+    assert response.url == f"{api.url}/console"
+    assert "<title>Penstock console</title>" in response.text
 
 
 async def test_the_page_is_not_part_of_the_api(api: ApiUnderTest) -> None:

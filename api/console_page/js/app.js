@@ -86,9 +86,12 @@ async function show() {
   const [name, ...rest] = location.hash.slice(1).split("/").map(decoded);
   if (name === "main") return;
   const view = Object.hasOwn(VIEWS, name) ? name : "try";
-  for (const link of tabs.children) {
-    if (link.getAttribute("href") === `#${view}`) link.setAttribute("aria-current", "page");
-    else link.removeAttribute("aria-current");
+  for (const link of tabs.querySelectorAll("a")) {
+    if (link.getAttribute("href") === `#${view}`) {
+      link.setAttribute("aria-current", "page");
+      // On a phone the links are in a row that scrolls.
+      tabs.scrollLeft = link.offsetLeft - tabs.clientWidth / 2;
+    } else link.removeAttribute("aria-current");
   }
   leaving.abort();
   leaving = new AbortController();
@@ -100,6 +103,7 @@ async function show() {
   try {
     await VIEWS[view].show(place, rest, signal);
   } catch (error) {
+    for (const waiting of place.querySelectorAll(".loading")) waiting.remove();
     if (!signal.aborted) place.append(failure(error));
   }
   // Where what had the focus is gone, the keyboard goes on from the new view.

@@ -1,10 +1,21 @@
 // Makes a form from the JSON Schema of a model's input, as cog publishes it.
 
 import { upload } from "./api.js";
-import { h } from "./dom.js";
+import { h, put } from "./dom.js";
 
 const LARGEST_SEED = 2 ** 31;
 const LARGEST_INSIDE = 1024 * 1024;
+/** What fields of known names begin with, so that a model can be tried at once. */
+const EXAMPLES = {
+  prompt: "a large red circle on a white background",
+  query: "How do I reset my password?",
+  texts: [
+    "I forgot my password and can't sign in.",
+    "How do I get back into my account?",
+    "The kitten is asleep on the windowsill.",
+    "A young cat dozes by the window.",
+  ],
+};
 
 /**
  * Makes the form of a model.
@@ -121,10 +132,12 @@ const CONTROLS = {
       maxlength: core.maxLength,
       placeholder: property.default,
     });
+    control.value = exampleOf(given, property, "");
     return { control, read: () => control.value || undefined };
   },
-  texts(given) {
+  texts(given, core, property) {
     const control = h("textarea", { ...given, rows: 5 });
+    control.value = exampleOf(given, property, []).join("\n");
     const read = () => {
       const lines = control.value
         .split("\n")
@@ -195,13 +208,13 @@ const CONTROLS = {
       if (required) throw new Error(`${given.name}: choose a file, or give its URL.`);
       return undefined;
     };
-    return { control: h("div", { class: "stack" }, picker, url), read };
+    return { control: h("div", { class: "stack" }, picker, previewOf(picker), url), read };
   },
   files(given) {
-    const control = h("input", { ...given, type: "file", multiple: true });
+    const picker = h("input", { ...given, type: "file", multiple: true });
     const read = () =>
-      control.files.length ? Promise.all(Array.from(control.files, uriOf)) : undefined;
-    return { control, read };
+      picker.files.length ? Promise.all(Array.from(picker.files, uriOf)) : undefined;
+    return { control: h("div", { class: "stack" }, picker, previewOf(picker)), read };
   },
   json(given, core, property) {
     const placeholder = property.default === undefined ? null : JSON.stringify(property.default);
@@ -217,6 +230,34 @@ const CONTROLS = {
     return { control, read };
   },
 };
+
+/** The example of a field: the schema's own, or one by its name. `none` has the type of the field. */
+function exampleOf({ name, required }, property, none) {
+  const own = property.examples?.[0] ?? (required || name === "texts" ? EXAMPLES[name] : none);
+  return typeof own === typeof none && Array.isArray(own) === Array.isArray(none) ? own : none;
+}
+
+/** Images and recordings that are chosen, before they are sent. */
+function previewOf(picker) {
+  const place = h("div", { class: "previews" });
+  let urls = [];
+  picker.addEventListener("change", () => {
+    urls.forEach((url) => URL.revokeObjectURL(url));
+    urls = [];
+    put(
+      place,
+      Array.from(picker.files, (file) => {
+        const kind = { image: "img", audio: "audio", video: "video" }[file.type.split("/")[0]];
+        if (!kind) return null;
+        const src = URL.createObjectURL(file);
+        urls.push(src);
+        const name = { src, [kind === "img" ? "alt" : "aria-label"]: `Preview of ${file.name}` };
+        return h(kind, kind === "img" ? { ...name, class: "image" } : { ...name, controls: true });
+      }),
+    );
+  });
+  return place;
+}
 
 /** A file in an input: itself if it is small, otherwise where it was uploaded to. */
 function uriOf(file) {

@@ -43,6 +43,7 @@ export function heatMap(texts, vectors) {
   return h(
     "div",
     { class: "heat" },
+    closest(texts, vectors.slice(0, count)),
     h(
       "div",
       { class: "scroll", tabindex: 0, role: "region", "aria-label": "Cosine similarities" },
@@ -62,6 +63,19 @@ export function heatMap(texts, vectors) {
     vectors.length > MOST &&
       h("p", { class: "muted" }, `The first ${MOST} of ${vectors.length} texts.`),
   );
+}
+
+/** The two texts whose meaning is closest, in words. */
+function closest(texts, vectors) {
+  let best = { value: -2 };
+  vectors.forEach((vector, at) => {
+    for (let other = at + 1; other < vectors.length; other += 1) {
+      const value = cosine(vector, vectors[other]);
+      if (value > best.value) best = { value, at, other };
+    }
+  });
+  if (best.value < -1) return null;
+  return h("p", {}, "Closest in meaning: ", h("b", {}, texts[best.at]), " and ", h("b", {}, texts[best.other]), ` (${best.value.toFixed(2)} of 1).`);
 }
 
 function cell(value) {

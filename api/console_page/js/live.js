@@ -2,7 +2,7 @@
 
 import { call } from "./api.js";
 import { badge, failure, h, put } from "./dom.js";
-import { sparkline } from "./plot.js";
+import { sparkline } from "./sparkline.js";
 import { duration } from "./timing.js";
 
 const POLL_MS = 2000;

@@ -33,3 +33,19 @@ export function dollars(usd) {
   const shown = amount(usd);
   return shown.startsWith("-") ? `-$${shown.slice(1)}` : `$${shown}`;
 }
+
+/**
+ * Formats the amounts of one column with the same number of decimals, so that their digits are aligned.
+ * An amount that would be shown as 0 is shown as less than the smallest one.
+ */
+export function aligned(amounts) {
+  const most = Math.max(0, ...amounts.map((usd) => Math.abs(usd ?? 0)));
+  const exponent = most ? Math.floor(Math.log10(most)) : 0;
+  const places = exponent >= 0 ? CENTS : Math.min(PLACES, Math.max(CENTS, DIGITS - 1 - exponent));
+  return (usd) => {
+    const least = 10 ** -places;
+    if (usd !== 0 && Math.abs(usd) < least / 2) return `${usd < 0 ? ">-" : "<"}$${least.toFixed(places)}`;
+    const [whole, decimals] = Math.abs(usd).toFixed(places).split(".");
+    return `${usd < 0 ? "-" : ""}$${whole.replace(/\B(?=(\d{3})+$)/g, ",")}.${decimals}`;
+  };
+}

@@ -1,148 +1,161 @@
 // The view "Reports": what finance, product and operations read. A key sees what the API lets it.
+// `#reports/NAME/RANGE/MODEL/TENANT` is the address of an answer.
 
 import { call } from "./api.js";
-import { button, download, failure, h, put, table } from "./dom.js";
-import { drawing } from "./drawing.js";
-import { amount, plain } from "./money.js";
+import { chart } from "./chart.js";
+import { saveCsv } from "./csv.js";
+import { button, failure, h, put } from "./dom.js";
+import { rangeChoice } from "./filters.js";
+import { asked, plusDays, rangeOf, today, zone } from "./ranges.js";
+import { dataTable } from "./tables.js";
+import { capital, heading, titleOf } from "./wording.js";
 
-const DAY_MS = 86_400_000;
-const MOST_LINES = 500;
-const CSV_PLACES = 12;
-const number = new Intl.NumberFormat(undefined, { maximumFractionDigits: 6 });
+const OWNERS = { finance: "Finance", product: "Product", operations: "Operations" };
+const MOST_DAYS = 400;
 
 /** Shows the list of reports, or the one that the address names. */
-export async function show(place, [name], signal) {
-  put(place, h("h1", {}, "Reports"), h("p", { class: "muted" }, "Loading …"));
+export async function show(place, [name, rangeName, model, tenant], signal) {
+  put(place, h("h1", {}, "Reports"), h("p", { class: "muted loading" }, "Loading …"));
   const { data } = await call("v1/reports", { signal });
-  const chosen = data.find((one) => one.name === name);
-  if (!chosen) {
-    put(place, h("h1", {}, "Reports"), list(data));
+  const isAdmin = data.some((one) => one.audience === "operators");
+  const report = data.find((one) => one.name === name);
+  if (!report) {
+    put(place, h("h1", {}, "Reports"), h("p", { class: "muted" }, scopeOf(isAdmin)), ...lists(data));
     return;
   }
-  const shown = h("div", { class: "stack", "aria-live": "polite" });
+  const tz = zone();
+  const chosen = { report, range: rangeOf(rangeName || usual(report), tz), model: model ?? "", tenant: tenant ?? "" };
+  const shown = h("div", { class: "stack" }, h("p", { class: "muted loading" }, "Loading …"));
   put(
     place,
     h("p", { class: "no-print" }, h("a", { href: "#reports" }, "All reports")),
-    h("h1", {}, worded(chosen.name)),
-    h("p", { class: "muted" }, `${chosen.title} For ${chosen.owner}.`),
-    question(chosen, shown, signal),
+    h("div", {}, h("h1", {}, titleOf(report.name)), h("p", { class: "muted" }, report.title)),
+    filters(chosen, isAdmin),
     shown,
   );
-  await answer(chosen, shown, signal, defaults(chosen));
+  try {
+    await answer(chosen, isAdmin, tz, shown, signal);
+  } catch (error) {
+    if (!signal.aborted) put(shown, failure(error));
+  }
 }
 
-function list(data) {
-  return table(
-    "Reports",
-    ["Report", "For", "Shows"],
-    data.map((one) => [
-      h("a", { href: `#reports/${encodeURIComponent(one.name)}` }, worded(one.name)),
-      one.owner,
-      one.title,
-    ]),
+const scopeOf = (isAdmin) =>
+  isAdmin ? "This key may read the rows of all tenants." : "All numbers are those of this key's tenant.";
+
+function lists(data) {
+  return Object.entries(OWNERS).map(([owner, label]) => {
+    const own = data.filter((one) => one.owner === owner);
+    if (!own.length) return null;
+    return h(
+      "section",
+      { class: "stack", "aria-label": label },
+      h("h2", {}, label),
+      h("ul", { class: "cards" }, own.map(entry)),
+    );
+  });
+}
+
+const entry = (one) =>
+  h(
+    "li",
+    { class: "card" },
+    h("a", { href: `#reports/${encodeURIComponent(one.name)}` }, titleOf(one.name)),
+    h("p", { class: "muted" }, one.title),
+    one.audience === "operators" && h("p", { class: "hint" }, "For administrators"),
   );
+
+/** The range of a report that is opened from the list. Those of whole months begin with this one. */
+function usual({ days }) {
+  if (days === 1) return "this-month";
+  if (days === 7 || days === 30) return `${days}-days`;
+  return `${plusDays(today(), 1 - Math.min(days, MOST_DAYS))}..${today()}`;
 }
 
-function defaults(chosen) {
-  const day = (ms) => new Date(ms).toISOString().slice(0, 10);
-  const now = Date.now();
-  return {
-    from: day(now - (chosen.days - 1) * DAY_MS),
-    to: day(now + DAY_MS),
-    tz: Intl.DateTimeFormat().resolvedOptions().timeZone ?? "UTC",
+function addressOf({ report, range, model, tenant }) {
+  return `#reports/${[report.name, range.name, model, tenant].map(encodeURIComponent).join("/")}`.replace(/\/+$/, "");
+}
+
+function filters(chosen, isAdmin) {
+  const go = (change) => {
+    location.hash = addressOf({ ...chosen, ...change });
   };
-}
-
-function question(chosen, shown, signal) {
-  const start = defaults(chosen);
-  const field = (name, label, given) => [
-    h("label", { for: `report-${name}` }, label),
-    h("input", { id: `report-${name}`, name, ...given }),
-  ];
-  const ask = async (event) => {
+  const names = chosen.report.filters.filter((name) => name === "model" || isAdmin);
+  const fields = names.map((name) => h("input", { id: `report-${name}`, value: chosen[name], placeholder: "all", autocomplete: "off" }));
+  const submit = (event) => {
     event.preventDefault();
-    const given = Object.fromEntries(new FormData(event.target));
-    put(shown, h("p", { class: "muted" }, "Loading …"));
-    try {
-      await answer(chosen, shown, signal, given);
-    } catch (error) {
-      if (!signal.aborted) put(shown, failure(error));
-    }
+    go(Object.fromEntries(names.map((name, at) => [name, fields[at].value.trim()])));
   };
   return h(
-    "form",
-    { class: "card question no-print", on: { submit: ask } },
-    field("from", "From", { type: "date", value: start.from }),
-    field("to", "Up to, without", { type: "date", value: start.to }),
-    field("tz", "Time zone", { value: start.tz }),
-    chosen.filters.includes("model") && field("model", "Model", { placeholder: "all" }),
-    chosen.filters.includes("tenant") && field("tenant", "Tenant", { placeholder: "all" }),
-    h("button", {}, "Show"),
+    "div",
+    { class: "card filters no-print" },
+    rangeChoice(
+      chosen.range,
+      (name) => addressOf({ ...chosen, range: { name } }),
+      (name) => go({ range: { name } }),
+    ),
+    names.length > 0 &&
+      h(
+        "form",
+        { class: "row", on: { submit } },
+        names.map((name, at) => h("span", { class: "labeled" }, h("label", { for: `report-${name}` }, capital(name)), fields[at])),
+        h("button", { class: "quiet" }, "Filter"),
+      ),
   );
 }
 
-async function answer(chosen, shown, signal, given) {
-  const query = new URLSearchParams(Object.entries(given).filter(([, value]) => value));
-  const reply = await call(`v1/reports/${encodeURIComponent(chosen.name)}?${query}`, { signal });
+async function answer({ report, range, model, tenant }, isAdmin, tz, shown, signal) {
+  const query = new URLSearchParams({ ...asked(range, tz), ...(model && { model }), ...(tenant && { tenant }) });
+  const reply = await call(`v1/reports/${encodeURIComponent(report.name)}?${query}`, { signal });
   const heads = reply.columns.map((column) => column.name);
-  const lines = reply.rows.slice(0, MOST_LINES);
   put(
     shown,
-    h("p", { class: "muted" }, rangeOf(reply)),
-    h("div", { class: "drawings" }, reply.plots.map(drawing)),
-    lines.length
-      ? table(chosen.title, heads, lines.map((row) => row.map((value, at) => cell(heads[at], value))))
-      : h("p", { class: "note" }, "There are no rows."),
-    lines.length < reply.rows.length &&
-      h("p", { class: "muted" }, `The first ${MOST_LINES} of ${reply.rows.length} lines.`),
     h(
-      "p",
-      { class: "row no-print" },
-      button("Print", () => window.print(), { class: "quiet" }),
-      button("Save as CSV", () => save(chosen.name, heads, reply.rows), { class: "quiet" }),
-    ),
-    h(
-      "details",
-      {},
-      h("summary", {}, "What the columns mean"),
-      reply.notes && h("p", {}, reply.notes),
+      "div",
+      { class: "row between" },
+      h("p", { class: "scope" }, rangeInWords(reply, isAdmin, tenant)),
       h(
-        "dl",
-        { class: "facts" },
-        reply.columns.map((column) => [h("dt", {}, column.name), h("dd", {}, column.about)]),
+        "div",
+        { class: "row no-print" },
+        button("Print", () => window.print(), { class: "quiet" }),
+        button("Save as CSV", () => saveCsv(report.name, heads, reply.rows), { class: "quiet" }),
       ),
     ),
+    h("div", { class: "drawings" }, reply.plots.map((plot) => chart(plot))),
+    reply.rows.length
+      ? dataTable(report.title, reply.columns, reply.rows, signal)
+      : h("p", { class: "note" }, "There are no rows in this range."),
+    about(report, range, reply, { model, tenant, tz }),
   );
 }
 
 /** The range that the API answered for. Reports of budgets and invoices cover whole months. */
-function rangeOf({ since, until, tz }) {
+function rangeInWords({ since, until, tz }, isAdmin, tenant) {
   const words = (moment) => `${moment.slice(0, 16).replace("T", " ")} UTC`;
-  return `From ${words(since)} to ${words(until)}, days of ${tz}.`;
+  const who = tenant ? `Tenant ${tenant}` : isAdmin ? "All tenants" : "This key's tenant";
+  return `${who} · from ${words(since)} to ${words(until)} · days of ${tz}`;
 }
 
-const isMoney = (head, value) => typeof value === "number" && /_usd(_|$)/.test(head);
-
-function cell(head, value) {
-  if (value === null) return "-";
-  if (isMoney(head, value)) return amount(value);
-  return typeof value === "number" ? number.format(value) : String(value);
-}
-
-function save(name, heads, rows) {
-  // A cell that begins like a formula is one to spreadsheets.
-  const quoted = (value) => {
-    const text = typeof value === "string" ? value.replace(/^[=+\-@\t\r]/, "'$&") : `${value ?? ""}`;
-    return /[",\r\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
-  };
-  const written = (value, at) => (isMoney(heads[at], value) ? plain(value, CSV_PLACES) : value);
-  const lines = [heads, ...rows.map((row) => row.map(written))].map((row) =>
-    row.map(quoted).join(","),
+function about(report, range, reply, { model, tenant, tz }) {
+  const { from, to } = asked(range, tz);
+  const quoted = (text) => `'${text.replaceAll("'", "'\\''")}'`;
+  const command = [
+    `penstock report ${report.name} --from ${from} --to ${to} --tz ${tz}`,
+    model && `--model ${quoted(model)}`,
+    tenant && `--tenant ${quoted(tenant)}`,
+    `--format parquet --output ${report.name}.parquet`,
+  ];
+  return h(
+    "details",
+    { class: "no-print" },
+    h("summary", {}, "What the columns mean"),
+    reply.notes && h("p", {}, reply.notes),
+    h(
+      "dl",
+      { class: "facts" },
+      reply.columns.map((column) => [h("dt", {}, heading(column.name)), h("dd", {}, h("code", {}, column.name), ` ${column.about}`)]),
+    ),
+    h("p", {}, "The same as a Parquet file, in a terminal of an operator:"),
+    h("pre", { class: "code", tabindex: 0 }, command.filter(Boolean).join(" ")),
   );
-  download(new Blob([lines.join("\r\n")], { type: "text/csv" }), `${name}.csv`);
-}
-
-function worded(name) {
-  const words = name.replaceAll("_", " ");
-  return words[0].toUpperCase() + words.slice(1);
 }

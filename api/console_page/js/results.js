@@ -1,7 +1,9 @@
 // Shows what a prediction gave, by the shape of its output.
 
 import { button, download, h, table } from "./dom.js";
+import { pagesOf, transcriptOf } from "./documents.js";
 import { heatMap } from "./heat_map.js";
+import { markdown } from "./markdown.js";
 import { dollars } from "./money.js";
 import { fileOf, isFile } from "./output_files.js";
 import { timeBar } from "./timing.js";
@@ -40,24 +42,26 @@ export function resultOf(prediction, signal) {
 }
 
 function shown(prediction, signal) {
-  const { output } = prediction;
+  const { input, output } = prediction;
+  const isWritten = typeof output === "string" && (input.messages || input.prompt);
+  if (isWritten) return output.trim() ? markdown(output) : h("p", { class: "note" }, "The model wrote nothing. Text models that are made for chats need messages instead of a prompt.");
+  const document = pagesOf(output) ?? transcriptOf(output);
+  if (document) return [document, saveOf(prediction)];
   const list = Array.isArray(output) ? output : [output];
   if (list.length && list.every(isFile)) {
     const files = list.map((uri, index) => fileOf(prediction, uri, `output ${index + 1}`, signal));
     return h("div", { class: "images" }, files);
   }
-  const save = button("Download JSON", () =>
-    download(
-      new Blob([JSON.stringify(output)], { type: "application/json" }),
-      `${prediction.id}.json`,
-    ),
-  );
+  const save = saveOf(prediction);
   if (list.length && list.every(isVector)) return [heatMap(textsOf(prediction), list), save];
   if (list.length && list.every((one) => typeof one === "number")) {
     return [isVectorOf(prediction) ? vector(list) : scores(textsOf(prediction), list), save];
   }
   return [valueOf(prediction, output, "output", signal), save];
 }
+
+const saveOf = ({ id, output }) =>
+  button("Download JSON", () => download(new Blob([JSON.stringify(output)], { type: "application/json" }), `${id}.json`));
 
 const isVector = (one) => Array.isArray(one) && one.every((part) => typeof part === "number");
 const isNested = (one) => one !== null && typeof one === "object";

@@ -1,15 +1,18 @@
-// The view "Try": a form for the chosen model, and the prediction that it starts.
+// The view "Try": a chat for text models, and a form with its results for the others. `#try/MODEL` chooses one.
 
 import { call } from "./api.js";
+import { chatOf } from "./chat.js";
 import { failure, h, put, say } from "./dom.js";
 import { follow } from "./follow.js";
 import { formOf } from "./form.js";
+import { about } from "./models.js";
 import { resultOf } from "./results.js";
 import { snippets } from "./snippets.js";
 
 const ENDS = ["succeeded", "failed", "canceled"];
+const MOST_EARLIER = 12;
 
-/** Shows the view. `#try/MODEL` chooses a model. */
+/** Shows the view. */
 export async function show(place, [wanted], signal) {
   const models = (await call("v1/models", { signal })).data;
   put(place, h("h1", {}, "Try a model"));
@@ -17,50 +20,65 @@ export async function show(place, [wanted], signal) {
     place.append(h("p", { class: "note" }, "This key may use no model."));
     return;
   }
-  const chosen = models.find((model) => model.id === wanted) ?? models[0];
-  const choice = h(
+  const model = models.find(({ id }) => id === wanted) ?? models[0];
+  const name = encodeURIComponent(model.id);
+  const [version] = (await call(`v1/models/penstock/${name}/versions`, { signal })).results;
+  const schema = version.openapi_schema.components.schemas.Input;
+  place.append(
+    h("div", { class: "card picker" }, h("div", { class: "field" }, h("label", { for: "model" }, "Model"), selectOf(models, model)), about(model, schema)),
+    model.task === "text" ? chatOf(model, schema, signal) : formWithResults(model, schema, signal),
+  );
+}
+
+function selectOf(models, chosen) {
+  const select = h(
     "select",
     {
       id: "model",
       on: {
         change: () => {
-          location.hash = `try/${encodeURIComponent(choice.value)}`;
+          location.hash = `try/${encodeURIComponent(select.value)}`;
         },
       },
     },
     models.map((model) => h("option", { value: model.id, selected: model === chosen }, model.id)),
   );
-  const name = encodeURIComponent(chosen.id);
-  const [version] = (await call(`v1/models/penstock/${name}/versions`, { signal })).results;
-  const { element, read } = formOf(version.openapi_schema.components.schemas.Input);
-  const outcome = h("div", { class: "outcome" });
+  return select;
+}
+
+function formWithResults(model, schema, signal) {
+  const { element, read } = formOf(schema);
+  const outcome = h("div", { class: "outcome" }, h("p", { class: "note" }, "The result appears here. The form has an example: press Run."));
+  const earlier = h("div", { class: "stack" });
   const run = h("button", { class: "main" }, "Run");
   const submit = async (event) => {
     event.preventDefault();
     if (run.disabled) return;
     run.disabled = true;
     try {
-      await predict({ version: chosen.id, input: await read() }, outcome, signal);
+      keep(outcome, earlier);
+      await predict({ version: model.id, input: await read() }, outcome, signal);
     } catch (error) {
       if (!signal.aborted) put(outcome, failure(error));
     } finally {
       run.disabled = false;
     }
   };
-  place.append(
-    h(
-      "div",
-      { class: "columns" },
-      h(
-        "form",
-        { class: "card", on: { submit } },
-        h("div", { class: "field" }, h("label", { for: "model" }, "Model"), choice),
-        element,
-        run,
-      ),
-      h("div", { class: "stack" }, outcome),
-    ),
+  return h(
+    "div",
+    { class: "columns" },
+    h("form", { class: "card", on: { submit } }, element, run),
+    h("div", { class: "stack beside" }, outcome, earlier),
   );
+}
+
+/** Moves the last result below the next one, so that they can be compared. */
+function keep(outcome, earlier) {
+  const last = outcome.querySelector(".result");
+  if (!last) return;
+  if (!earlier.children.length) earlier.append(h("h2", {}, "Earlier"));
+  earlier.firstChild.after(h("div", { class: "card" }, last));
+  while (earlier.children.length > MOST_EARLIER + 1) earlier.lastChild.remove();
 }
 
 async function predict(body, outcome, signal) {
@@ -73,20 +91,7 @@ async function predict(body, outcome, signal) {
     await follow(path, outcome, signal);
     prediction = await call(path, { signal });
   }
-  put(
-    outcome,
-    h(
-      "div",
-      { class: "card" },
-      h("h2", {}, "Result"),
-      resultOf(prediction, signal),
-      h(
-        "p",
-        {},
-        h("a", { href: `#predictions/${encodeURIComponent(created.id)}` }, "Open the prediction"),
-      ),
-    ),
-    snippets(body),
-  );
+  const link = h("a", { href: `#predictions/${encodeURIComponent(created.id)}` }, "Open the prediction");
+  put(outcome, h("div", { class: "card" }, h("h2", {}, "Result"), resultOf(prediction, signal), h("p", {}, link)), snippets(body));
   say(`The prediction ${prediction.status}.`);
 }

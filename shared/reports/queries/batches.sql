@@ -2,6 +2,7 @@
 -- owner: operations
 -- audience: operators
 -- plot: lines fill_percent by hour, one color per model
+-- totals: items, batches
 -- column hour: when the batch began to run (UTC)
 -- column model: its name in the catalog
 -- column workers: that ran batches

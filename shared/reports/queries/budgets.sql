@@ -7,6 +7,7 @@
 -- @budget_tenants ARRAY<STRING>: tenants that have a budget in the directory of keys
 -- @budgets_usd ARRAY<FLOAT64>: their budgets, in the same order
 -- plot: bars spent_usd, budget_usd by tenant
+-- totals: spent_usd, refused
 -- column tenant: the tenant
 -- column month: first day of the month; budgets are for calendar months in UTC, in every time zone
 -- column spent_usd: amount charged so far this month, not rounded

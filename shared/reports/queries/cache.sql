@@ -3,6 +3,7 @@
 -- audience: tenants
 -- without: tz
 -- plot: bars caller_saved_usd, gpu_saved_usd by model
+-- totals: items, hits, joined, charged_usd, list_usd, caller_saved_usd, gpu_saved_s, gpu_saved_usd
 -- column model: its name in the catalog
 -- column items: delivered items
 -- column hits: of these from the cache

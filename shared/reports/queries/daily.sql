@@ -3,6 +3,7 @@
 -- audience: tenants
 -- plot: bars cost_usd by day
 -- plot: lines requests by day
+-- totals: requests, refused, items, succeeded, failed, expired, canceled, cached, tokens, pixel_steps, device_s, cost_usd
 -- column day: day of the time zone
 -- column hours: how long the day is; 23 or 25 where clocks change
 -- column tenants: who asked, how many

@@ -2,6 +2,7 @@
 -- owner: operations
 -- audience: tenants
 -- plot: bars items by error_code, one color per model
+-- totals: items
 -- column model: its name in the catalog
 -- column status: failed, expired, canceled or refused
 -- column error_code: the reason

@@ -4,6 +4,7 @@
 -- days: 1
 -- range: months
 -- plot: bars amount_usd by tenant, one color per model
+-- totals: items, list_usd, amount_usd
 -- column tenant: who owes
 -- column month: the first day of the month, in the time zone
 -- column model: its name in the catalog

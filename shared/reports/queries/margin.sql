@@ -3,6 +3,7 @@
 -- audience: operators
 -- without: tenants, tz
 -- plot: bars revenue_usd, busy_usd, idle_usd, loading_usd by model
+-- totals: revenue_usd, items, device_s, gpu_hours, busy_hours, idle_hours, loading_hours, cost_usd, busy_usd, idle_usd, loading_usd, unpriced_hours
 -- column model: its name in the catalog
 -- column revenue_usd: what was charged; not rounded
 -- column items: delivered items

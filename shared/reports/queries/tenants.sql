@@ -3,6 +3,7 @@
 -- audience: operators
 -- plot: bars cost_usd by tenant
 -- plot: bars peak_to_mean by tenant
+-- totals: cost_usd, items, requests, device_s
 -- column tenant: who asked; empty where a request was refused before its key was read
 -- column cost_usd: what was charged; not rounded
 -- column cost_percent: of all tenants' cost

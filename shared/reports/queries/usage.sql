@@ -2,6 +2,7 @@
 -- owner: product
 -- audience: tenants
 -- plot: bars cost_usd by day, one color per model
+-- totals: items, requests, refused, succeeded, joined, tokens, charged_tokens, pixel_steps, charged_pixel_steps, device_s, cost_usd
 -- column day: day of the time zone; a day without requests has no line
 -- column tenant: who asked
 -- column model: its name in the catalog; empty where a request was refused before it named one

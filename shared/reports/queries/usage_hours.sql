@@ -2,6 +2,7 @@
 -- owner: product
 -- audience: tenants
 -- plot: bars items by hour, one color per model
+-- totals: requests, refused, items, succeeded, cached, tokens, pixel_steps, device_s, cost_usd
 -- column hour: when the hour began (UTC); hours are those of UTC, so none is missing or double when clocks change
 -- column local_hour: the same moment on clocks of the time zone
 -- column tenant: who asked

@@ -2,6 +2,7 @@
 -- owner: product
 -- audience: tenants
 -- plot: bars cost_usd by day, one color per key_id
+-- totals: requests, refused, items, succeeded, cached, tokens, charged_tokens, pixel_steps, charged_pixel_steps, device_s, cost_usd
 -- column day: day of the time zone; a day without requests has no line
 -- column tenant: who asked
 -- column key_id: the public part of the key; NULL where none was needed, and in rows of releases that did not have it

@@ -3,6 +3,7 @@
 -- audience: tenants
 -- without: tz
 -- plot: bars delivered_percent by tenant, one color per event
+-- totals: events, attempts, given_up, open
 -- column tenant: whose webhook it is
 -- column event: its kind
 -- column events: events

@@ -1,0 +1,104 @@
+"""The chat of the console in a browser: what is written streams, can be stopped, and stays text."""
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator
+
+import pytest
+from playwright.async_api import Page, async_playwright, expect
+
+from tests.api.harness import ApiUnderTest, api_with_redis
+from tests.limits import WAIT_LIMIT_S
+
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.slow,
+    pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium"),
+]
+api = api_with_redis(secret="s")
+HOSTILE = (
+    "say <img src=x onerror=\"document.title='owned'\">"
+    "<script>document.title='owned'</script>[link](javascript:document.title='owned')"
+)
+
+
+@pytest.fixture
+async def page(api: ApiUnderTest) -> AsyncIterator[Page]:
+    told: list[str] = []
+    async with async_playwright() as playwright:
+        browser = await playwright.chromium.launch(
+            executable_path=shutil.which("chromium"), args=["--no-sandbox"]
+        )
+        page = await browser.new_page(viewport={"width": 390, "height": 844})
+        page.on("pageerror", lambda error: told.append(str(error)))
+        page.on("console", lambda message: told.append(message.text))
+        expect.set_options(timeout=WAIT_LIMIT_S * 1000)
+        await page.goto(f"{api.url}/console#try/writer")
+        yield page
+        await browser.close()
+    assert not told
+
+
+async def ask(page: Page, text: str) -> None:
+    await page.get_by_label("Message", exact=True).fill(text)
+    await page.keyboard.press("Enter")
+
+
+async def test_an_answer_streams_and_has_its_facts(api: ApiUnderTest, page: Page) -> None:
+    api.worker.written = asyncio.Semaphore(0)
+    await page.get_by_label("System prompt").fill("You are a miller.")
+    await ask(page, "say the mill turns")
+    answer = page.get_by_role("article", name="Answer")
+    await expect(page.get_by_role("button", name="Stop")).to_be_visible()
+    api.worker.written.release()
+    await expect(answer).to_have_text("the")
+    for _ in range(8):
+        api.worker.written.release()
+    await expect(answer).to_contain_text("the mill turns")
+    await expect(answer.locator(".hint")).to_contain_text("tokens")
+    await expect(answer.locator(".hint")).to_contain_text("$")
+    await expect(page.get_by_label("Message", exact=True)).to_be_focused()
+    listed = (await api.http.get("/v1/predictions")).json()["results"][0]["input"]
+    assert [message["role"] for message in listed["messages"]] == ["system", "user"]
+    await page.get_by_text("This request as code").click()
+    for words in ("v1/chat/completions", "from openai import OpenAI", "new OpenAI({"):
+        await expect(page.get_by_text(words).first).to_be_visible()
+    assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+async def test_an_answer_can_be_stopped_and_the_next_one_knows_it(
+    api: ApiUnderTest, page: Page
+) -> None:
+    api.worker.written = asyncio.Semaphore(1)
+    await ask(page, "say one two three")
+    answer = page.get_by_role("article", name="Answer")
+    await expect(answer).to_contain_text("one")
+    await page.get_by_role("button", name="Stop").click()
+    await expect(answer.locator(".hint")).to_contain_text("stopped")
+    await expect(page.get_by_role("button", name="Send")).to_be_visible()
+    for _ in range(20):
+        api.worker.written.release()
+    await ask(page, "say four")
+    await expect(answer).to_have_count(2)
+    await expect(answer.nth(1)).to_contain_text("four")
+    listed = (await api.http.get("/v1/predictions")).json()["results"][0]["input"]
+    assert [message["role"] for message in listed["messages"]] == ["user", "assistant", "user"]
+    await page.get_by_role("button", name="New chat").click()
+    await expect(page.get_by_role("button", name="Write a short story")).to_be_visible()
+
+
+async def test_markup_of_a_model_stays_text(page: Page) -> None:
+    await ask(page, HOSTILE)
+    answer = page.get_by_role("article", name="Answer")
+    await expect(answer).to_contain_text("<img src=x")
+    await expect(answer.locator(".hint")).to_be_visible()
+    assert await page.title() == "Penstock console"
+    assert await page.locator("main img, main script, main a[href^=javascript]").count() == 0
+
+
+async def test_markdown_of_a_model_is_shown_as_such(page: Page) -> None:
+    await ask(page, "say # Title\n\n- **one**\n- `two`\n\n| a | b |\n|---|---|\n| 1 | 2 |")
+    answer = page.get_by_role("article", name="Answer")
+    await expect(answer.get_by_role("heading", name="Title")).to_be_visible()
+    await expect(answer.get_by_role("listitem")).to_have_count(2)
+    await expect(answer.get_by_role("cell", name="2")).to_be_visible()
