@@ -11,7 +11,7 @@ import inspect
 import json
 from pathlib import Path
 from types import NoneType
-from typing import get_args
+from typing import Annotated, get_args, get_origin
 
 import msgspec
 
@@ -19,45 +19,6 @@ from shared.usage.row import Row
 
 FOLDER = Path(__file__).parent
 _TYPES = {str: "STRING", int: "INTEGER", float: "FLOAT", bool: "BOOLEAN"}
-TENANT_COLUMNS = {
-    "row_id": "identifies the row",
-    "request_id": "one id from HTTP to reply",
-    "client_request_id": "the caller's x-request-id",
-    "item": "the item's index in the request, from 0",
-    "batch_id": "the batch that the item is a line of",
-    "flow": "the flow that asked for the item",
-    "step": "the id of the flow's step",
-    "key_id": "the public part of the API key",
-    "plan": "the tenant's plan when the request came",
-    "model": "its name in the catalog",
-    "revision": "the model's revision",
-    "received_at": "when the API received the request; have a filter on it in each query",
-    "replied_at": "when the answer was given",
-    "status": "succeeded, failed, expired, canceled or refused",
-    "error_code": "why the item has no result",
-    "cache": "miss, memory, redis, joined or none",
-    "priority": "interactive or batch",
-    "queue_ms": "from publishing to pulling",
-    "batch_wait_ms": "from pulling to the start of the batch",
-    "inference_ms": "how long the item's batch ran",
-    "total_ms": "from receiving to replying",
-    "tokens": "of a text",
-    "input_tokens": "tokens that were read",
-    "output_tokens": "tokens that were written",
-    "cached_tokens": "the part of input_tokens that was not computed again",
-    "pixel_steps": "width x height x steps of an image",
-    "adapter": "the adapter that an image was drawn with",
-    "work": "what an item of a custom model weighs",
-    "price_version": "which price of the catalog",
-    "list_price_usd": "what the work costs before any share",
-    "charged_share": "the part of the price that is charged",
-    "cost_usd": "what was charged",
-    "user_agent_family": "the kind of client",
-}
-"""Columns that tenants see, in this order and with these descriptions.
-
-Nothing reveals workers, or other requests in the same batch.
-"""
 _TENANT_VIEW = """\
 -- A tenant's own rows, each once, without what tells of workers and of others in the same batch.
 {about}
@@ -81,18 +42,27 @@ def schema_json() -> str:
     return "[\n  " + ",\n  ".join(lines) + "\n]\n"
 
 
+def tenant_columns() -> dict[str, str]:
+    """Returns the columns that tenants see, with their descriptions."""
+    visible = (get_origin(field.type) is Annotated for field in msgspec.structs.fields(Row))
+    return {
+        column["name"]: column["description"]
+        for column, is_visible in zip(columns(), visible, strict=True)
+        if is_visible
+    }
+
+
 def tenant_view_sql() -> str:
     """Returns the query of the tenant view of the usage table."""
-    known = {column["name"] for column in columns()}
-    if unknown := set(TENANT_COLUMNS) - known:
-        raise KeyError(f"not columns of rows: {', '.join(sorted(unknown))}")
-    about = "\n".join(f"-- column {name}: {text}" for name, text in TENANT_COLUMNS.items())
-    selected = ",\n".join(f"  {name}" for name in TENANT_COLUMNS)
+    visible = tenant_columns()
+    about = "\n".join(f"-- column {name}: {text}" for name, text in visible.items())
+    selected = ",\n".join(f"  {name}" for name in visible)
     return _TENANT_VIEW.format(about=about, columns=selected)
 
 
 def _column(field: msgspec.structs.FieldInfo, about: str) -> dict[str, str]:
-    kinds = [kind for kind in get_args(field.type) or (field.type,) if kind is not NoneType]
+    declared = get_args(field.type)[0] if get_origin(field.type) is Annotated else field.type
+    kinds = [kind for kind in get_args(declared) or (declared,) if kind is not NoneType]
     is_time = field.name.endswith("_at_s")
     return {
         "name": field.name.removesuffix("_s") if is_time else field.name,

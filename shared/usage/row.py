@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol, TypeVar
 
 import msgspec
 
@@ -12,27 +12,32 @@ from shared.messages import Envelope, ItemOutcome
 from shared.models.catalog import Model
 from shared.money.charge import SHARED, charge_of, price_of
 
+T = TypeVar("T")
+Shown = Annotated[T, "tenants see it"]
+"""Marks a column that tenants see."""
+
 
 class Row(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One row of the usage table, one per item: the only declaration of its columns.
 
     BigQuery's schema and the tenants' view are generated from it (infra/bigquery/generate.py): a
     column's type follows from its field, and its description is the text below the field. `*_at_s`
-    fields (Unix seconds) are the TIMESTAMP columns of the same name without `_s`.
+    fields (Unix seconds) are the TIMESTAMP columns of the same name without `_s`. Tenants see the
+    columns that are `Shown`. Such a column must not reveal workers or other requests in the batch.
     """
 
-    row_id: str
+    row_id: Shown[str]
     """Identifies the row: <request_id>:<item>, or <request_id>:refused. The same item written twice
     has the same row_id."""
-    request_id: str
+    request_id: Shown[str]
     """One ID from HTTP to reply."""
-    item: int
+    item: Shown[int]
     """The item's index in the request, from 0."""
     tenant: str | None = None
     """The tenant that sent the request."""
-    model: str
+    model: Shown[str]
     """The model's name in the catalog; empty if a request was rejected before it named one."""
-    revision: str | None = None
+    revision: Shown[str | None] = None
     """The model's revision in the catalog."""
     task: str | None = None
     """The task of the model: embedding, similarity, image, text or custom."""
@@ -42,8 +47,8 @@ class Row(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The API instance that received the request."""
     worker: str | None = None
     """The worker that ended the item; null for an item that the API answered itself."""
-    received_at_s: float
-    """When the API received the request; the partition of the row."""
+    received_at_s: Shown[float]
+    """When the API received the request; the partition of the row. Filter by it in each query."""
     published_at_s: float | None = None
     """When the job was published."""
     pulled_at_s: float | None = None
@@ -52,28 +57,24 @@ class Row(msgspec.Struct, kw_only=True, omit_defaults=True):
     """When the item's batch started to run."""
     finished_at_s: float | None = None
     """When the item's batch finished."""
-    replied_at_s: float | None = None
+    replied_at_s: Shown[float | None] = None
     """When the reply was published or the answer sent."""
-    queue_ms: float | None = None
+    queue_ms: Shown[float | None] = None
     """Time from publishing to pulling, in milliseconds."""
-    batch_wait_ms: float | None = None
+    batch_wait_ms: Shown[float | None] = None
     """Time from pulling to the start of the batch, in milliseconds."""
-    inference_ms: float | None = None
+    inference_ms: Shown[float | None] = None
     """How long the item's batch ran, in milliseconds."""
-    total_ms: float | None = None
+    total_ms: Shown[float | None] = None
     """Time from receiving to replying, in milliseconds."""
     batch_size: int | None = None
     """Items in the batch."""
-    cache: str | None = None
+    cache: Shown[str | None] = None
     """Origin of the result: miss, memory, redis, joined or none."""
-    tokens: int | None = None
-    """Tokens of a text, including special tokens, regardless of who pays; tokens times
-    charged_share are charged.
-    """
-    pixel_steps: int | None = None
-    """Width times height times steps of an image, regardless of who pays; pixel_steps times
-    charged_share are charged.
-    """
+    tokens: Shown[int | None] = None
+    """Tokens of a text, including special tokens; tokens times charged_share are charged."""
+    pixel_steps: Shown[int | None] = None
+    """Width times height times steps of an image; pixel_steps times charged_share are charged."""
     steps_saved: int | None = None
     """For an image that was canceled or late while being drawn, the steps that were not computed.
     """
@@ -81,42 +82,42 @@ class Row(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The device that the batch ran on."""
     device_share: float | None = None
     """The fraction of the device that the worker has, from 0 to 1."""
-    status: str
+    status: Shown[str]
     """succeeded, failed, expired or canceled; refused: for a request that was rejected as a whole,
     which has only this row.
     """
-    error_code: str | None = None
+    error_code: Shown[str | None] = None
     """Why the item has no result, or the request was rejected."""
     attempt: int | None = None
     """The delivery attempt of the job that ended the item, from 1."""
-    cost_usd: float | None = None
+    cost_usd: Shown[float | None] = None
     """Charge for the item in US dollars: its price times charged_share."""
-    client_request_id: str | None = None
+    client_request_id: Shown[str | None] = None
     """The caller's x-request-id, or sha256:<32 hex digits> if it is longer than 128 characters or
     contains characters other than letters, digits, dots, underscores, colons and hyphens.
     """
-    charged_share: float | None = None
+    charged_share: Shown[float | None] = None
     """The fraction of the price charged for the item: 1 if it was computed for this item and
     delivered, the catalog's price.cached_share if another item's result was delivered, 0 if nothing
     was delivered; multiplied by the fraction of the list price that the request pays.
     """
-    key_id: str | None = None
+    key_id: Shown[str | None] = None
     """The public part of the request's API key; null if keys were not required."""
-    plan: str | None = None
+    plan: Shown[str | None] = None
     """The name of the tenant's plan when the request arrived; null if the tenant has no plan."""
-    price_version: str | None = None
+    price_version: Shown[str | None] = None
     """The version of the price in the catalog by which the item is charged, or a digest of its
     figures.
     """
-    list_price_usd: float | None = None
+    list_price_usd: Shown[float | None] = None
     """The cost of the item's work before applying any fraction, in US dollars: cost_usd is this
     times charged_share.
     """
-    input_tokens: int | None = None
+    input_tokens: Shown[int | None] = None
     """Tokens read; for an embedding, all tokens."""
-    output_tokens: int | None = None
+    output_tokens: Shown[int | None] = None
     """Tokens generated; null for models that generate none."""
-    cached_tokens: int | None = None
+    cached_tokens: Shown[int | None] = None
     """The part of input_tokens that was not computed again because it was the start of an earlier
     input; null for models that cache none.
     """
@@ -126,13 +127,13 @@ class Row(msgspec.Struct, kw_only=True, omit_defaults=True):
     """
     spot: bool | None = None
     """True if the worker's node is a spot node; null if not known."""
-    priority: str | None = None
+    priority: Shown[str | None] = None
     """interactive or batch: the priority of the item."""
-    user_agent_family: str | None = None
+    user_agent_family: Shown[str | None] = None
     """The kind of client, from a closed set: openai-python, curl, browser, other ...; null if the
     client did not identify itself.
     """
-    batch_id: str | None = None
+    batch_id: Shown[str | None] = None
     """The batch that the item is a line of; null for other items."""
     cold_start: bool | None = None
     """True if the model process that computed the item loaded the model after the item was
@@ -144,15 +145,15 @@ class Row(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Tokens computed for the item, including its part of the padding; null for models without
     tokens, for joined items, and if no model ran.
     """
-    work: int | None = None
-    """The weight of the item returned by the class of a custom model, regardless of who pays; work
-    times charged_share are charged; null for other models.
+    work: Shown[int | None] = None
+    """The weight of the item returned by the class of a custom model; work times charged_share are
+    charged; null for other models.
     """
-    flow: str | None = None
+    flow: Shown[str | None] = None
     """The flow that requested the item; null for items requested by a caller."""
-    step: str | None = None
+    step: Shown[str | None] = None
     """The ID of the flow's step; null if flow is null."""
-    adapter: str | None = None
+    adapter: Shown[str | None] = None
     """The adapter (lora_weights) that an image was drawn with; null without an adapter, and for
     items without a result.
     """

@@ -1,71 +1,71 @@
 -- A tenant's own rows, each once, without what tells of workers and of others in the same batch.
--- column row_id: identifies the row
--- column request_id: one id from HTTP to reply
--- column client_request_id: the caller's x-request-id
--- column item: the item's index in the request, from 0
--- column batch_id: the batch that the item is a line of
--- column flow: the flow that asked for the item
--- column step: the id of the flow's step
--- column key_id: the public part of the API key
--- column plan: the tenant's plan when the request came
--- column model: its name in the catalog
--- column revision: the model's revision
--- column received_at: when the API received the request; have a filter on it in each query
--- column replied_at: when the answer was given
--- column status: succeeded, failed, expired, canceled or refused
--- column error_code: why the item has no result
--- column cache: miss, memory, redis, joined or none
--- column priority: interactive or batch
--- column queue_ms: from publishing to pulling
--- column batch_wait_ms: from pulling to the start of the batch
--- column inference_ms: how long the item's batch ran
--- column total_ms: from receiving to replying
--- column tokens: of a text
--- column input_tokens: tokens that were read
--- column output_tokens: tokens that were written
--- column cached_tokens: the part of input_tokens that was not computed again
--- column pixel_steps: width x height x steps of an image
--- column adapter: the adapter that an image was drawn with
--- column work: what an item of a custom model weighs
--- column price_version: which price of the catalog
--- column list_price_usd: what the work costs before any share
--- column charged_share: the part of the price that is charged
--- column cost_usd: what was charged
--- column user_agent_family: the kind of client
+-- column row_id: Identifies the row: <request_id>:<item>, or <request_id>:refused. The same item written twice has the same row_id.
+-- column request_id: One ID from HTTP to reply.
+-- column item: The item's index in the request, from 0.
+-- column model: The model's name in the catalog; empty if a request was rejected before it named one.
+-- column revision: The model's revision in the catalog.
+-- column received_at: When the API received the request; the partition of the row. Filter by it in each query.
+-- column replied_at: When the reply was published or the answer sent.
+-- column queue_ms: Time from publishing to pulling, in milliseconds.
+-- column batch_wait_ms: Time from pulling to the start of the batch, in milliseconds.
+-- column inference_ms: How long the item's batch ran, in milliseconds.
+-- column total_ms: Time from receiving to replying, in milliseconds.
+-- column cache: Origin of the result: miss, memory, redis, joined or none.
+-- column tokens: Tokens of a text, including special tokens; tokens times charged_share are charged.
+-- column pixel_steps: Width times height times steps of an image; pixel_steps times charged_share are charged.
+-- column status: succeeded, failed, expired or canceled; refused: for a request that was rejected as a whole, which has only this row.
+-- column error_code: Why the item has no result, or the request was rejected.
+-- column cost_usd: Charge for the item in US dollars: its price times charged_share.
+-- column client_request_id: The caller's x-request-id, or sha256:<32 hex digits> if it is longer than 128 characters or contains characters other than letters, digits, dots, underscores, colons and hyphens.
+-- column charged_share: The fraction of the price charged for the item: 1 if it was computed for this item and delivered, the catalog's price.cached_share if another item's result was delivered, 0 if nothing was delivered; multiplied by the fraction of the list price that the request pays.
+-- column key_id: The public part of the request's API key; null if keys were not required.
+-- column plan: The name of the tenant's plan when the request arrived; null if the tenant has no plan.
+-- column price_version: The version of the price in the catalog by which the item is charged, or a digest of its figures.
+-- column list_price_usd: The cost of the item's work before applying any fraction, in US dollars: cost_usd is this times charged_share.
+-- column input_tokens: Tokens read; for an embedding, all tokens.
+-- column output_tokens: Tokens generated; null for models that generate none.
+-- column cached_tokens: The part of input_tokens that was not computed again because it was the start of an earlier input; null for models that cache none.
+-- column priority: interactive or batch: the priority of the item.
+-- column user_agent_family: The kind of client, from a closed set: openai-python, curl, browser, other ...; null if the client did not identify itself.
+-- column batch_id: The batch that the item is a line of; null for other items.
+-- column work: The weight of the item returned by the class of a custom model; work times charged_share are charged; null for other models.
+-- column flow: The flow that requested the item; null for items requested by a caller.
+-- column step: The ID of the flow's step; null if flow is null.
+-- column adapter: The adapter (lora_weights) that an image was drawn with; null without an adapter, and for items without a result.
 SELECT
   row_id,
   request_id,
-  client_request_id,
   item,
-  batch_id,
-  flow,
-  step,
-  key_id,
-  plan,
   model,
   revision,
   received_at,
   replied_at,
-  status,
-  error_code,
-  cache,
-  priority,
   queue_ms,
   batch_wait_ms,
   inference_ms,
   total_ms,
+  cache,
   tokens,
+  pixel_steps,
+  status,
+  error_code,
+  cost_usd,
+  client_request_id,
+  charged_share,
+  key_id,
+  plan,
+  price_version,
+  list_price_usd,
   input_tokens,
   output_tokens,
   cached_tokens,
-  pixel_steps,
-  adapter,
+  priority,
+  user_agent_family,
+  batch_id,
   work,
-  price_version,
-  list_price_usd,
-  charged_share,
-  cost_usd,
-  user_agent_family
+  flow,
+  step,
+  adapter
 FROM `${project}.${dataset}.rows`
 WHERE ${only}
 QUALIFY ROW_NUMBER() OVER (PARTITION BY received_at, row_id ORDER BY status = 'succeeded', attempt DESC, replied_at DESC) = 1
