@@ -18,7 +18,7 @@ from api.limits.preparation import Preparation
 from shared.errors import Unavailable
 from shared.messages import ItemOutcome
 from shared.models.catalog import Model
-from shared.models.flow_plan import FlowStep, step_of
+from shared.models.flow_plan import step_of
 from shared.models.tasks import Input
 from shared.models.tasks.base import Unit, WorkBound
 from shared.money.charge import (
@@ -241,9 +241,7 @@ class LimitedRequest:
         unit = self._model.limited_unit
         work, usd = 0, 0.0
         if account.counts_work:
-            work = sum(
-                one.estimate_work(self._model) for one in self._model.expand_inputs(self._inputs)
-            )
+            work = sum(one.estimate_work(self._model.requested) for one in self._inputs)
         if account.has_budget:
             price = price_of(self._model, self._received_at_s, self._price_share)
             bounds = (one.bound_work(self._model) for one in self._inputs)
@@ -253,18 +251,12 @@ class LimitedRequest:
 
     def _highest_cost_of_steps_usd(self) -> float:
         """Returns the maximum that a flow's steps can cost, with the maximum items in each."""
+        steps = zip(self._model.find_step_bounds(self._inputs), self._step_prices(), strict=True)
         return sum(
             highest_cost_usd(price, model.definition.unit, bound, self._longest_s)
-            for (step, model), price in zip(self._model.steps, self._step_prices(), strict=True)
-            for bound in self._bounds_of_items(step, model)
+            for (model, bounds), price in steps
+            for bound in bounds
         )
-
-    def _bounds_of_items(self, step: FlowStep, model: Model) -> list[WorkBound]:
-        """Returns the maximum work of each item that a step may have."""
-        if model is self._model.requested:
-            return [one.bound_work(model) for one in self._model.expand_inputs(self._inputs)]
-        count = 1 if step.for_each is None else step.max_items
-        return [model.definition.step_bound(model)] * count
 
 
 class RecoveredRequest(LimitedRequest):

@@ -55,12 +55,10 @@ from api.tasks.base import Inputs
 from api.tasks.image import as_run, images_in, is_run, results_of
 from shared.errors import BadInput, PenstockError, Unavailable
 from shared.messages import ItemOutcome
-from shared.models.after_image import drawings_of, input_of
 from shared.models.blob import Blob
 from shared.models.catalog import Catalog, Model
 from shared.models.tasks import Input
-from shared.models.tasks.custom import CustomInput
-from shared.models.tasks.image import ImageInput, ImageResult, ImagesResult
+from shared.models.tasks.image import ImageInput, ImageResult, ImagesInput, ImagesResult
 from shared.predictions import EVENTS_TYPE, MEDIA_TYPES
 from shared.stores.objects import ObjectStore, UrlSigner, object_key
 from shared.stores.record_state import Preview
@@ -208,9 +206,8 @@ class GenerationsEndpoint(Endpoint):
     async def inputs(self, request: LineRequest, caller: LineCaller) -> Sequence[Input]:
         """Returns the images, or the flow run that draws them, with the files of the line."""
         body, model = cast(GenerationBody, request.body), request.model.requested
-        run = request.inputs[0] if isinstance(request.inputs[0], CustomInput) else None
-        images = request.inputs if run is None else drawings_of(run)
-        first = images[0]
+        value = request.inputs[0]
+        first = value.first if isinstance(value, ImagesInput) else value
         assert isinstance(first, ImageInput), "`read` has created images; this is a bug"
         if not names_files(body, first):
             return request.inputs
@@ -218,9 +215,9 @@ class GenerationsEndpoint(Endpoint):
         draft = ImageDraft(body, model, size, owner, caller.source_images)
         await draft.fetch(guide_urls(body))
         drawn = consecutive(await draft.first(), first.seed, body.n)
-        if run is None:
-            return drawn
-        return [input_of(drawn, body.upscale, is_repeatable=request.is_repeatable)]
+        if isinstance(value, ImagesInput):
+            return [msgspec.structs.replace(value, first=drawn[0])]
+        return drawn
 
     async def reply(
         self, request: LineRequest, outcomes: Sequence[ItemOutcome], tools: ReplyTools

@@ -31,12 +31,10 @@ from api.inputs.source_images import ImageCaller, SourceImages
 from api.tasks.base import ApiTask, Inputs, check_results
 from shared.errors import BadInput
 from shared.messages import ItemOutcome, ReplyBody
-from shared.models.after_image import input_of
 from shared.models.catalog import Catalog, Model
 from shared.models.image_interface import ImageMode
 from shared.models.tasks import Input
-from shared.models.tasks.custom import CustomInput
-from shared.models.tasks.image import ImageInput, ImageResult, ImagesResult
+from shared.models.tasks.image import ImageInput, ImageResult, ImagesInput, ImagesResult
 
 MAX_PADDING = 4096
 """Pixels per side."""
@@ -260,7 +258,7 @@ def as_run(
     catalog: Catalog,
     *,
     is_repeatable: bool,
-) -> tuple[Model, CustomInput] | None:
+) -> tuple[Model, ImagesInput] | None:
     """Returns the flow for a request and its input. None: no step follows its images.
 
     Args:
@@ -278,10 +276,11 @@ def as_run(
         return None
     if upscale is not None and model.image.upscale is None:
         raise BadInput(f"upscale: is not supported by {model.name}; leave it out", field="upscale")
-    run = catalog.image_run(model, len(images), upscales=upscale is not None)
+    run = catalog.image_run(model, upscales=upscale is not None)
     if run is None:
         return None
-    return run, input_of(images, upscale, is_repeatable=is_repeatable)
+    seeds = [image.seed for image in images]
+    return run, ImagesInput(images[0], seeds, is_repeatable, upscale or 1)
 
 
 TASK = ImageApi()

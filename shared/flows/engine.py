@@ -72,7 +72,6 @@ from shared.models.flow_plan import (
 from shared.models.flow_types import check_values
 from shared.models.tasks import Input
 from shared.models.tasks.base import MAX_JOB_ITEMS
-from shared.models.tasks.custom import CustomInput
 from shared.models.tasks.image import ImagesResult
 from shared.money import slo
 from shared.predictions import Prediction, decode_document
@@ -96,7 +95,6 @@ that all first jobs are published.
 _outcomes = msgspec.json.Decoder(ItemOutcome)
 _bodies = msgspec.json.Decoder(JobBody)
 _errors = msgspec.json.Decoder(ItemError)
-_inputs = msgspec.json.Decoder(CustomInput)
 
 
 class StepRow(NamedTuple):

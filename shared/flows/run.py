@@ -30,11 +30,12 @@ from shared.models.flow_plan import (
 )
 from shared.models.tasks import Result
 from shared.models.tasks.custom import CustomInput, CustomResult, with_places
+from shared.models.tasks.image import ImagesInput
 from shared.stores.flow_runs import FlowRuns, RunState
 
 _outcomes = msgspec.json.Decoder(ItemOutcome)
 _bodies = msgspec.json.Decoder(JobBody)
-_inputs = msgspec.json.Decoder(CustomInput)
+_inputs = msgspec.json.Decoder(CustomInput | ImagesInput)
 
 PAGE_ITEMS = 64
 """Number of items whose outcomes are read together."""

@@ -21,8 +21,7 @@ from shared.errors import ModelFailed, ModerationBlocked
 from shared.models.blob import Blob
 from shared.models.image_flow import SAFETY, UPSCALE
 from shared.models.tasks.base import TaskResult
-from shared.models.tasks.custom import CustomInput
-from shared.models.tasks.image import ImageInput, ImageResult, ImagesResult
+from shared.models.tasks.image import ImageResult, ImagesResult
 
 WITHHELD = Counter(
     "penstock_images_withheld_total",
@@ -30,30 +29,6 @@ WITHHELD = Counter(
     ["model"],
 )
 _PNG = "image/png"
-
-
-def input_of(
-    images: Sequence[ImageInput], upscale: int | None, *, is_repeatable: bool
-) -> CustomInput:
-    """Returns the input of a flow run.
-
-    Args:
-        images: images to draw, which differ in their seeds. Large sources are in the object store.
-        upscale: factor by which they are enlarged. None: they are not.
-        is_repeatable: True if equal requests produce equal images, which may be cached.
-    """
-    values = {
-        "drawing": msgspec.to_builtins(images[0]),
-        "seeds": [image.seed for image in images],
-        "is_repeatable": is_repeatable,
-    }
-    return CustomInput(values if upscale is None else values | {"upscale": upscale})
-
-
-def drawings_of(input: CustomInput) -> list[ImageInput]:
-    """Returns the images that a run draws, based on its input."""
-    first = msgspec.convert(input.values["drawing"], ImageInput)
-    return [msgspec.structs.replace(first, seed=seed) for seed in input.values["seeds"]]
 
 
 def images_of(scope: Mapping[str, Any], drawn: Sequence[TaskResult | None]) -> ImagesResult:

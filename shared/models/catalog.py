@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, Self
@@ -13,7 +13,6 @@ from typing import Annotated, Any, Self
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from shared.errors import UnknownModel
-from shared.models.after_image import drawings_of
 from shared.models.entry import (
     MAX_DEADLINE_S,
     Batch,
@@ -30,11 +29,12 @@ from shared.models.entry import (
 from shared.models.entry_fields import FLOW_SOURCE
 from shared.models.flow_plan import FlowPlan, FlowStep
 from shared.models.flow_types import StepSchema, check_flow
-from shared.models.image_flow import bounded, check_steps, plan_of_images
+from shared.models.image_flow import check_steps, plan_of_images
 from shared.models.interface import ModelInterface
 from shared.models.tasks import TASKS, Input
-from shared.models.tasks.base import Task, Unit
-from shared.models.tasks.custom import CUSTOM, CustomInput, check_flow_api, interface_of
+from shared.models.tasks.base import Task, Unit, WorkBound
+from shared.models.tasks.custom import CUSTOM, check_flow_api, interface_of
+from shared.models.tasks.image import ImagesInput
 
 log = logging.getLogger(__name__)
 
@@ -189,9 +189,11 @@ class Model(CatalogEntry):
         """The steps of a flow, each with its model. Empty for a model."""
         return ()
 
-    def expand_inputs(self, inputs: Sequence[Input]) -> Sequence[Input]:
-        """Returns the inputs whose work limits count."""
-        return inputs
+    def find_step_bounds(
+        self, inputs: Sequence[Input]
+    ) -> Iterable[tuple[Model, Sequence[WorkBound]]]:
+        """Returns the models of its steps, each with the maximum work of its items."""
+        return ()
 
     @property
     def limited_unit(self) -> Unit:
@@ -232,6 +234,13 @@ class Flow(Model):
     def steps(self) -> Sequence[tuple[FlowStep, Model]]:
         return tuple(zip(self.plan.steps, self.step_models, strict=True))
 
+    def find_step_bounds(
+        self, inputs: Sequence[Input]
+    ) -> Iterable[tuple[Model, Sequence[WorkBound]]]:
+        for step, model in self.steps:
+            count = 1 if step.for_each is None else step.max_items
+            yield model, [model.definition.step_bound(model)] * count
+
 
 class ImageRun(Flow):
     """The flow of an image request. It has the name of the model that draws in its first step."""
@@ -240,9 +249,15 @@ class ImageRun(Flow):
     def requested(self) -> Model:
         return self.step_models[0]
 
-    def expand_inputs(self, inputs: Sequence[Input]) -> Sequence[Input]:
-        runs = (run for run in inputs if isinstance(run, CustomInput))
-        return [image for run in runs for image in drawings_of(run)]
+    def find_step_bounds(
+        self, inputs: Sequence[Input]
+    ) -> Iterable[tuple[Model, Sequence[WorkBound]]]:
+        (run,) = inputs
+        assert isinstance(run, ImagesInput), "only the images of a request are drawn; this is a bug"
+        drawing, *others = self.step_models
+        yield drawing, [image.bound_work(drawing) for image in run.images]
+        for model in others:
+            yield model, [model.definition.step_bound(model)] * len(run.seeds)
 
 
 @dataclass(frozen=True)
@@ -295,7 +310,7 @@ class Catalog:
         }
         self._image_runs: dict[tuple[str, bool], ImageRun | None] = {}
 
-    def image_run(self, model: Model, images: int, *, upscales: bool) -> ImageRun | None:
+    def image_run(self, model: Model, *, upscales: bool) -> ImageRun | None:
         """Returns the flow for an image request. None: no step follows the image.
 
         Args:
@@ -307,8 +322,7 @@ class Catalog:
         key = model.name, upscales
         if key not in self._image_runs:
             self._image_runs[key] = image_run_of(model, self, upscales=upscales)
-        run = self._image_runs[key]
-        return None if run is None else run.model_copy(update={"plan": bounded(run.plan, images)})
+        return self._image_runs[key]
 
     @property
     def served(self) -> tuple[Model, ...]:

@@ -20,13 +20,8 @@ SCALES = (2, 4)
 MAX_IMAGES = 10
 """Maximum number of images per request."""
 _FILE = {"type": "string", "format": FILE_FORMAT}
-_DRAWING = {"drawing": {}, "seed": {"type": "integer"}, "is_repeatable": {"type": "boolean"}}
-_INPUT = {
-    "drawing": "object",
-    "seeds": ["integer"],
-    "is_repeatable": "boolean",
-    "upscale": {"type": "integer", "default": 1},
-}
+_INPUT = {"drawings": ["object"], "upscale": "integer"}
+"""As in ImagesInput.step_value."""
 
 
 def plan_of_images(entry: CatalogEntry, *, upscales: bool) -> FlowPlan | None:
@@ -40,9 +35,9 @@ def plan_of_images(entry: CatalogEntry, *, upscales: bool) -> FlowPlan | None:
     safety, upscale = entry.image.safety, entry.image.upscale if upscales else None
     if safety is None and upscale is None:
         return None
-    own = {"drawing": "$input.drawing", "seed": "$item", "is_repeatable": "$input.is_repeatable"}
+    own = {"drawing": "$item"}
     steps: list[dict[str, Any]] = [
-        {"id": IMAGE, "model": entry.name, "for_each": "$input.seeds", "input": own}
+        {"id": IMAGE, "model": entry.name, "for_each": "$input.drawings", "input": own}
     ]
     output: dict[str, Any] = {"images": f"${IMAGE}"}
     if safety is not None:
@@ -76,7 +71,7 @@ def check_steps(entry: CatalogEntry, find: Callable[[str], StepSchema | None]) -
     plan = plan_of_images(entry, upscales=True)
     if plan is None:
         return
-    own = StepSchema({"type": "object", "properties": _DRAWING}, _FILE)
+    own = StepSchema({"type": "object", "properties": {"drawing": {}}}, _FILE)
     try:
         output = check_flow(plan, lambda name: own if name == entry.name else find(name))
     except FlowError as error:
@@ -106,9 +101,3 @@ def _check_scales(name: str, find: Callable[[str], StepSchema | None]) -> None:
     for scale in SCALES:
         if reason := misfit({"type": "integer", "const": scale}, shape):
             raise FlowError(("image", UPSCALE), f"scale: {reason}, which is required by {name}")
-
-
-def bounded(plan: FlowPlan, images: int) -> FlowPlan:
-    """Returns the steps limited to this number of images, so that budgets do not reserve more."""
-    steps = tuple(step.model_copy(update={"max_items": images}) for step in plan.steps)
-    return plan.model_copy(update={"steps": steps})

@@ -13,6 +13,7 @@ from shared.models.catalog import Catalog, flow_of
 from shared.models.catalog_file import read_catalog
 from shared.models.entry import FlowEntry
 from shared.models.flow_plan import FlowStep, plan_step
+from shared.models.tasks.image import ImageInput, ImagesInput
 from tests.flows.models import CHECK, JOIN, SPLIT, class_entry
 
 FILE, NUMBER, BOOLEAN = (
@@ -62,14 +63,27 @@ def test_an_entry_with_both_steps_is_read(tmp_path: Path) -> None:
     draw = catalog.find("draw")
     assert [model.name for model in catalog.served] == ["draw", *CLASSES], "no flow is listed"
     for upscales, steps in ((True, ["image", "safety", "upscale"]), (False, ["image", "safety"])):
-        flow = catalog.image_run(draw, 3, upscales=upscales)
+        flow = catalog.image_run(draw, upscales=upscales)
         assert flow is not None
         assert (flow.name, flow.limited_unit) == ("draw", "pixel_steps")
         assert [step.id for step, _ in flow.steps] == steps
-        assert {step.max_items for step, _ in flow.steps} == {3}
         # As much time as the steps together.
         assert flow.deadline.default_s == 30.0 * len(steps)
-    assert catalog.image_run(catalog.find("draw"), 1, upscales=False) is not None
+    assert catalog.image_run(catalog.find("draw"), upscales=False) is not None
+
+
+def test_a_budget_reserves_as_many_items_of_each_step_as_images(tmp_path: Path) -> None:
+    image = {"safety": {"model": "judge", "threshold": 0.8}, "upscale": {"model": "enlarge"}}
+    catalog = read_catalog(write_catalog(tmp_path, image))
+    run = catalog.image_run(catalog.find("draw"), upscales=True)
+    assert run is not None
+    drawing = ImageInput("a cat", 8, 16, 5, 7.5, 1, "ddim")
+    bounds = run.find_step_bounds([ImagesInput(drawing, [1, 2, 3], is_repeatable=True)])
+    assert [(model.name, [bound.work for bound in works]) for model, works in bounds] == [
+        ("draw", [8 * 16 * 5] * 3),
+        ("judge", [1] * 3),
+        ("enlarge", [1] * 3),
+    ]
 
 
 @pytest.mark.parametrize(

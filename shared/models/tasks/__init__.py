@@ -16,7 +16,13 @@ from shared.models.tasks.embedding import (
     TextToTokenize,
     TokensInput,
 )
-from shared.models.tasks.image import IMAGE, ImageInput, ImageResult, ImagesResult
+from shared.models.tasks.image import (
+    IMAGE,
+    ImageInput,
+    ImageResult,
+    ImagesInput,
+    ImagesResult,
+)
 from shared.models.tasks.similarity import SIMILARITY, SimilarityInput, SimilarityResult
 from shared.models.tasks.text import (
     TEXT,
@@ -31,6 +37,7 @@ Input = (
     | TokensInput
     | TextToTokenize
     | ImageInput
+    | ImagesInput
     | SimilarityInput
     | GenerationInput
     | PromptToCount

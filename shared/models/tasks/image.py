@@ -172,6 +172,33 @@ class ImageInput(TaskInput, tag="image"):
         return ("image", size, drawn, *source, *masked, *guided)
 
 
+class ImagesInput(TaskInput, tag="images"):
+    """The images of a request that has steps after each image: `first` with several seeds.
+
+    Large sources are in the object store. `is_repeatable`: True if equal requests produce equal
+    images, which may be cached. `upscale`: factor by which they are enlarged.
+    """
+
+    first: ImageInput
+    seeds: list[int]
+    is_repeatable: bool
+    upscale: int = 1
+
+    @property
+    def images(self) -> list[ImageInput]:
+        return [msgspec.structs.replace(self.first, seed=seed) for seed in self.seeds]
+
+    def estimate_work(self, entry: CatalogEntry) -> int:
+        return len(self.seeds) * self.first.estimate_work(entry)
+
+    def cache_form(self) -> tuple[object, ...]:
+        return ("images", *self.first.cache_form(), *self.seeds, self.upscale)
+
+    def step_value(self) -> dict[str, Any]:
+        drawings = [StepInput(image, self.is_repeatable) for image in self.images]
+        return {"drawings": drawings, "upscale": self.upscale}
+
+
 class ImageResult(TaskResult, tag="image"):
     """One encoded image with the seed that gives it again."""
 
@@ -351,12 +378,9 @@ class ImageTask(Task):
         return StepSchema(fields, {"type": "string", "format": FILE_FORMAT})
 
     def step_input(self, entry: CatalogEntry, values: Mapping[str, Any]) -> StepInput:
-        """A prompt. Or `drawing`: a whole image of a request, as `drawing_of` gives it."""
-        if "drawing" in values:
-            drawing = msgspec.convert(values["drawing"], ImageInput)
-            return StepInput(
-                msgspec.structs.replace(drawing, seed=values["seed"]), values["is_repeatable"]
-            )
+        """A prompt. Or `drawing`: an image from ImagesInput."""
+        if isinstance(drawing := values.get("drawing"), StepInput):
+            return drawing
         limits, prompt = entry.image, values.get("prompt")
         if not isinstance(prompt, str) or not 0 < len(prompt) <= MAX_PROMPT_CHARS:
             raise BadInput(

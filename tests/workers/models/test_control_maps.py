@@ -123,7 +123,7 @@ def test_preparer_refuses_by_name(control: ControlInput, field: str, reason: str
 @pytest.mark.parametrize(
     ("image", "reason"),
     [
-        ({"controls": {"edges": {"source": "flow:a"}}}, "not a flow"),
+        ({"controls": {"edges": {"source": "flow:a"}}}, "pattern"),
         ({"controls": {"edges": {"source": "edges"}}}, "pattern"),
         ({"controls": {"edges": {}}}, "source"),
         ({"controls": {"an edge": {"source": "local:a"}}}, "pattern"),

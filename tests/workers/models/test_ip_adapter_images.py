@@ -3,16 +3,16 @@
 import io
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from PIL import Image
 
 from shared.errors import BadInput, ModelFailed
-from shared.models.after_image import drawings_of, input_of
 from shared.models.blob import Blob
 from shared.models.catalog import Catalog, Model
 from shared.models.image_entry import ImageDefaults, IpAdapter
-from shared.models.tasks.image import ImageInput, IpAdapterInput
+from shared.models.tasks.image import ImageInput, ImagesInput, IpAdapterInput
 from workers.models.base import PreparedImage
 from workers.models.image.preprocessing import ImagePreparer
 
@@ -86,7 +86,9 @@ def test_preparer_refuses_by_name(chosen: IpAdapterInput, kind: type, field: str
 
 def test_a_drawing_that_is_enlarged_keeps_its_ip_adapter() -> None:
     given = drawing(IpAdapterInput("style", STYLE.version, GRAY, 0.5))
-    assert drawings_of(input_of([given], 2, is_repeatable=True)) == [given]
+    run = ImagesInput(given, [given.seed], is_repeatable=True, upscale=2)
+    (read,) = msgspec.json.decode(msgspec.json.encode(run), type=ImagesInput).images
+    assert read == given
 
 
 def entry_of(**fields: Any) -> dict[str, Any]:
@@ -98,7 +100,7 @@ def entry_of(**fields: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("image", "reason"),
     [
-        (entry_of(source="flow:a"), "not a flow"),
+        (entry_of(source="flow:a"), "pattern"),
         (entry_of(source="a"), "pattern"),
         (entry_of(weight_name="a.bin"), "pattern"),
         (entry_of(weight_name="models/a.safetensors"), "pattern"),
