@@ -20,6 +20,7 @@ MODULES = {
     "throughput": "throughput",
     "request_cost": "request_cost",
     "item_cost": "item_cost",
+    "overlap": "overlap",
     "far_broker": "far_broker",
     "images": "images",
     "custom_batches": "custom_batches",

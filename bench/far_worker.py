@@ -24,7 +24,7 @@ import uvloop
 
 from bench.distant_link import distant
 from bench.load.generator import percentiles
-from bench.timed_worker import MODEL, BrokerSite, Callers, TimedWorker, WorkerCounts
+from bench.timed_worker import MODEL, BrokerSite, Callers, DeviceKind, TimedWorker, WorkerCounts
 from shared.errors import PenstockError
 from shared.process.gc_tuning import settle_heap
 from shared.usage.bigquery import Fields
@@ -49,6 +49,7 @@ class FarLoad:
     jobs: int
     """Jobs in flight."""
     max_items: int = FULL
+    device: DeviceKind = "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +182,7 @@ async def _work_until_killed(
             project,
             batch_s=load.batch_s,
             max_items=load.max_items,
+            device=load.device,
             hand=hand,
             rows=rows,
         )

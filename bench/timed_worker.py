@@ -18,9 +18,12 @@ from contextlib import (
 )
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Self, cast
+from typing import Any, Literal, NamedTuple, Self, cast
 from uuid import uuid4
 
+from prometheus_client import REGISTRY
+
+from bench import async_device
 from bench.pipeline import READY_LIMIT_S
 from infra.local.process import Process, free_port, listens
 from infra.local.provision_servers import provision
@@ -60,8 +63,9 @@ from workers.identity import WorkerInfo
 from workers.jobs.completion import Completion
 from workers.jobs.consumer import JobConsumer
 from workers.models.base import PreparedItem, PreparedText
+from workers.models.client import RunningBatch
 from workers.models.reports import BatchResult, ResidencyReport
-from workers.runtime.pool import ModelPool
+from workers.runtime.pool import HostedModel, ModelPool
 from workers.worker import Worker
 
 MODEL = Model(
@@ -72,6 +76,10 @@ MODEL = Model(
     batch=Batch(max_tokens=2048, max_items=64),
     cache=Cache(ttl_s=0),
 )
+DeviceKind = Literal["none", "one", "two"]
+"""`none`: a timer in the worker's I/O process takes the time of a batch. `one`, `two`: a model
+process does, whose asynchronous device (bench/async_device.py) has one or two batches at a time.
+"""
 DEADLINE_S = 600.0
 INBOX = "timed"
 JOB_ITEMS = 16
@@ -94,7 +102,7 @@ class _Preparer:
     """Each text is one token."""
 
     def prepare(self, inputs: Sequence[Input]) -> list[PreparedText]:
-        return [PreparedText(key="", length=1, ids=b"") for _ in inputs]
+        return [PreparedText(key="", length=1, ids=bytes(4)) for _ in inputs]
 
 
 class _TimedProcess:
@@ -104,18 +112,23 @@ class _TimedProcess:
 
     def __init__(self, batch_s: float) -> None:
         self._batch_s = batch_s
-        self.busy_s, self.batches, self.items = 0.0, 0, 0
 
     async def ready(self) -> None:
         """It always is."""
 
-    async def run(self, batch: Sequence[PreparedItem], **_: object) -> BatchResult:
+    def overlaps(self, model: int) -> bool:
+        return False
+
+    async def send(self, batch: Sequence[PreparedItem], **_: object) -> RunningBatch:
+        return RunningBatch(asyncio.ensure_future(self._run(batch)), _do_nothing, _do_nothing)
+
+    async def finish(self, done: BatchResult, model: int) -> None:
+        """It has enough memory."""
+
+    async def _run(self, batch: Sequence[PreparedItem]) -> BatchResult:
         began_s, work = time.time(), sum(one.length for one in batch)
         await asyncio.sleep(self._batch_s)
         now_s = time.time()
-        self.busy_s += now_s - began_s
-        self.batches += 1
-        self.items += len(batch)
         return BatchResult(
             results=[EmbeddingResult(b"", one.length) for one in batch],
             started_at_s=began_s,
@@ -125,11 +138,9 @@ class _TimedProcess:
             padded_work=work,
         )
 
-    def cancel(self) -> None:
-        """It can't be interrupted."""
 
-    def watch(self, *_: object) -> None:
-        """It has nothing to show."""
+def _do_nothing(*_: object) -> None:
+    """It can't be interrupted, and has nothing to show."""
 
 
 class _TimedPool:
@@ -137,6 +148,18 @@ class _TimedPool:
 
     def __init__(self, batch_s: float) -> None:
         self.processes = [_TimedProcess(batch_s)]
+
+
+@asynccontextmanager
+async def _pool(device: DeviceKind, batch_s: float, model: Model) -> AsyncIterator[ModelPool]:
+    if device == "none":
+        yield cast(ModelPool, _TimedPool(batch_s))
+        return
+    command = async_device.command(batch_s, overlaps=device == "two")
+    with tempfile.TemporaryDirectory() as folder:
+        hosted = [HostedModel(model, Path(folder))]
+        async with ModelPool(hosted, device="cpu", processes=1, command=command) as pool:
+            yield pool
 
 
 class _NoRows:
@@ -284,6 +307,7 @@ class TimedWorker:
         batch_s: float,
         max_items: int,
         rows: RowSink | None,
+        device: DeviceKind = "none",
     ) -> None:
         self._site = site
         self._project = project
@@ -291,11 +315,13 @@ class TimedWorker:
         batch = MODEL.batch.model_copy(update={"max_items": max_items})
         self._model = MODEL.model_copy(update={"batch": batch})
         self._rows = rows or _NoRows()
-        self._pool = _TimedPool(batch_s)
+        self._device = device
+        self._batch_s = batch_s
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
         enter = self._stack.enter_async_context
+        pool = await enter(_pool(self._device, self._batch_s, self._model))
         transport = await enter(self._site.transport(self._project))
         redis_url = self._site.redis_url
         cache, records = await enter(ResultCache(redis_url, 0)), await enter(Records(redis_url))
@@ -305,7 +331,7 @@ class TimedWorker:
         completion = Completion(self._model, transport, cache, records, objects, self._rows, info)
         self._consumer = JobConsumer(self._model, _Preparer(), cache, records, objects, completion)
         self._subscriber = _OtherHand(transport, self._hand)
-        worker = Worker([self._consumer], self._subscriber, records, cast(ModelPool, self._pool))
+        worker = Worker([self._consumer], self._subscriber, records, pool)
         running = [asyncio.create_task(worker.run(asyncio.Event()))]
         self._stack.push_async_callback(_cancel, running)
         return self
@@ -314,16 +340,19 @@ class TimedWorker:
         await self._stack.aclose()
 
     def counts(self) -> WorkerCounts:
-        processes = self._pool.processes
         return WorkerCounts(
             time.time(),
-            sum(one.busy_s for one in processes),
+            _metric("penstock_worker_inference_seconds_sum"),
             time.process_time(),
-            sum(one.batches for one in processes),
-            sum(one.items for one in processes),
+            int(_metric("penstock_worker_batch_items_count")),
+            int(_metric("penstock_worker_batch_items_sum")),
             len(self._consumer.registry.find()),
             sum(one.redelivered for one in self._subscriber.opened),
         )
+
+
+def _metric(name: str) -> float:
+    return REGISTRY.get_sample_value(name, {"model": MODEL.name}) or 0.0
 
 
 async def _cancel(tasks: list[asyncio.Task[None]]) -> None:

@@ -6,9 +6,10 @@ run in processes of their own (workers/runtime/pool.py), so a busy or broken mod
 delays no lease and no reply.
 
 In call order: `run` opens the subscriptions of each model and starts its consumer
-(workers/jobs/consumer.py). `_serve`, one task per model process, asks
-ModelScheduler which model is next, takes its next batch and runs it. `_listen` drops jobs that are
-canceled.
+(workers/jobs/consumer.py). `_serve`, one task per model process, asks ModelScheduler which model is
+next and takes its next batch. A device that computes asynchronously gets the next full batch before
+the last one has ended, and before the results of the one before are distributed (decision 143).
+`_listen` drops jobs that are canceled.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
-from functools import partial
+from itertools import chain
 from typing import Any
 
 from shared.broker.transport import (
@@ -32,21 +34,20 @@ from shared.models.service_rate import ACK_LINGER_S, held_messages
 from shared.stores.records import Records
 from shared.tenants.plan import PRIORITIES
 from workers import metrics
+from workers.jobs.batch_run import BatchRun
 from workers.jobs.consumer import JobConsumer
 from workers.jobs.step_run import StepRun
 from workers.metrics import BusyRatio, ProcessTimes
-from workers.models.client import ModelProcessDied, has_lost_gpu
+from workers.models.client import has_lost_gpu
 from workers.models.reports import BatchResult, ResidencyReport
 from workers.runtime.pool import ProcessPool
 from workers.runtime.pooled_process import PooledProcess
+from workers.runtime.protocol import IN_FLIGHT
 from workers.scheduling.flow_control import FlowControl
-from workers.scheduling.job import QueuedItem
 from workers.scheduling.model_scheduler import Idle, ModelScheduler
 
 log = logging.getLogger(__name__)
 
-BATCH_TIMEOUT_S = 300.0
-"""A batch that takes longer is stuck. Its process is killed, and its jobs are retried."""
 FAILED_BATCHES_MAX = 20
 """After this many failed batches in a row the worker itself is broken, and exits."""
 LOST_GPUS_MAX = 2
@@ -94,8 +95,12 @@ class Worker:
         self._busy = BusyRatio(len(pool.processes))
         self._times = times or ProcessTimes()
         self._flow_controls: dict[JobConsumer, list[FlowControl]] = {}
-        self._queued = asyncio.Event()
-        self._running: dict[PooledProcess, list[QueuedItem]] = {}
+        self._woken = asyncio.Event()
+        """Set when an item is queued or an overlapping batch has ended."""
+        self._in_flight: list[deque[BatchRun]] = [deque() for _ in pool.processes]
+        """The batches that each process has, oldest first."""
+        self._idle: set[int] = set()
+        """The processes that wait for an item."""
         self._runs: set[StepRun] = set()
         self._failed_batches = 0
         self._lost_gpus = 0
@@ -139,8 +144,13 @@ class Worker:
     ) -> list[asyncio.Task[None]]:
         subscriptions = []
         processes = len(self._pool.processes)
+        number = self._consumers.index(consumer)
+        overlaps = any(process.overlaps(number) for process in self._pool.processes)
         held = held_messages(
-            consumer.model.batch.max_items, processes, in_steps=consumer.computes_steps
+            consumer.model.batch.max_items,
+            processes,
+            in_steps=consumer.computes_steps,
+            in_flight=IN_FLIGHT if overlaps else 1,
         )
         for subscription_id in (
             workers_subscription_id(consumer.model.name),
@@ -169,7 +179,7 @@ class Worker:
         return tasks
 
     def _has_queued(self) -> None:
-        self._queued.set()
+        self._woken.set()
         for run in self._runs:
             run.admit_waiting()
         self._count_waiting()
@@ -184,8 +194,20 @@ class Worker:
 
     async def _serve(self, process_index: int, process: PooledProcess) -> None:
         """Feeds batches to one model process, which has this index in the pool."""
+        try:
+            await self._serve_until_canceled(process_index, process)
+        finally:
+            for run in self._in_flight[process_index]:
+                await run.abandon()
+
+    async def _serve_until_canceled(self, process_index: int, process: PooledProcess) -> None:
         free_since_s, seen = time.time(), None
+        in_flight = self._in_flight[process_index]
         while True:
+            if in_flight:
+                await self._advance(process_index, process)
+                free_since_s = time.time()
+                continue
             self._times.enter(process_index, "loading")
             await process.ready()
             self._times.enter(process_index, "idle")
@@ -194,16 +216,69 @@ class Worker:
                 self._update_residency(seen)
             choice = self._choose(process, free_since_s)
             if isinstance(choice, Idle):
+                self._idle.add(process_index)
                 await self._wait(choice)
+                self._idle.discard(process_index)
             elif self._consumers[choice].computes_steps:
                 await self._run_steps(process_index, process, choice)
                 free_since_s = time.time()
-            elif batch := self._queues[choice].take(len(self._pool.processes)):
-                self._scheduler.batch_started(choice, time.time())
-                self._count_waiting()
-                self._times.enter(process_index, "busy")
-                await self._run_batch(process, choice, batch)
-                free_since_s = time.time()
+            else:
+                await self._send(process_index, process, choice)
+
+    async def _advance(self, process_index: int, process: PooledProcess) -> None:
+        """Waits until the oldest batch has ended, and distributes its results.
+
+        If the device computes asynchronously, the next batch is sent first.
+        """
+        in_flight = self._in_flight[process_index]
+        oldest = in_flight[0]
+        if process.overlaps(oldest.number) and not any(run.has_died for run in in_flight):
+            behind = len(in_flight) - oldest.is_over
+            if behind < IN_FLIGHT and self._may_send(process, oldest.number, is_free=not behind):
+                await self._send(process_index, process, oldest.number)
+            elif not oldest.is_over:
+                self._woken.clear()
+                await self._woken.wait()
+                return
+            if not oldest.is_over:
+                return
+        result = await oldest.finish()
+        in_flight.popleft()
+        if in_flight:
+            in_flight[0].count_busy()
+        if isinstance(result, BatchResult):
+            self._end(oldest, result)
+        else:
+            self._end_died(oldest, result, in_flight)
+
+    def _may_send(self, process: PooledProcess, number: int, *, is_free: bool) -> bool:
+        """Returns whether the next batch of a model may be sent before the last one has ended.
+
+        Behind another batch it has to be full: one that is formed later has more items. An idle
+        process goes first.
+        """
+        queue = self._queues[number]
+        if not queue.waiting or (not is_free and (self._idle or not queue.has_full_batch)):
+            return False
+        return self._choose(process, time.time()) == number
+
+    async def _send(self, process_index: int, process: PooledProcess, number: int) -> None:
+        """Takes the next batch of a model, and sends it."""
+        batch = self._queues[number].take(len(self._pool.processes))
+        if not batch:
+            return
+        self._scheduler.batch_started(number, time.time())
+        self._count_waiting()
+        self._times.enter(process_index, "busy")
+        run = BatchRun(process, number, self._consumers[number], batch, self._busy)
+        in_flight = self._in_flight[process_index]
+        in_flight.append(run)
+        if len(in_flight) == 1:
+            run.count_busy()
+        reason = await run.start(self._woken.set)
+        if reason:
+            in_flight.remove(run)
+            self._end_died(run, reason, in_flight)
 
     def _update_residency(self, residency: ResidencyReport) -> None:
         self._times.loaded(residency)
@@ -225,47 +300,37 @@ class Worker:
 
     async def _wait(self, idle: Idle) -> None:
         """Waits until an item is queued, or until the given time."""
-        self._queued.clear()
+        self._woken.clear()
         left_s = None if idle.until_s is None else max(0.0, idle.until_s - time.time())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(left_s):
-                await self._queued.wait()
+                await self._woken.wait()
 
     def _count_waiting(self) -> None:
         metrics.WAITING.set(sum(queue.waiting for queue in self._queues))
 
-    async def _run_batch(
-        self, process: PooledProcess, number: int, batch: list[QueuedItem]
-    ) -> None:
-        consumer = self._consumers[number]
-        self._running[process] = batch
-        busy = self._busy.start(
-            "batch" if queued.may_wait_for_hours else "interactive" for queued in batch
-        )
-        try:
-            prepared = [entry.prepared for entry in batch]
-            async with consumer.noted(batch):
-                done = await process.run(
-                    prepared,
-                    timeout_s=BATCH_TIMEOUT_S,
-                    model=number,
-                    on_step=partial(consumer.batches.report_progress, batch, process.watch),
-                    on_previews=partial(consumer.batches.pass_on_previews, batch),
-                )
-        except ModelProcessDied as error:
-            consumer.batches.retry(batch, error.message)
-            self._count_death(consumer, len(batch), error.message)
-            return
-        finally:
-            del self._running[process]
-            self._busy.end(busy)
-        self._scheduler.batch_finished(done.finished_at_s - done.started_at_s)
-        self._times.batch_ended(done)
+    def _end(self, run: BatchRun, done: BatchResult) -> None:
+        """Distributes the results of a batch."""
         took_s, now_s = done.finished_at_s - done.started_at_s, time.monotonic()
-        for flow_control in self._flow_controls[consumer]:
-            flow_control.batch_ended(batch, took_s, now_s)
-        consumer.batches.distribute(batch, done)
+        self._scheduler.batch_finished(took_s)
+        self._times.batch_ended(done)
+        for flow_control in self._flow_controls[run.consumer]:
+            flow_control.batch_ended(run.batch, took_s, now_s)
+        run.consumer.batches.distribute(run.batch, done)
         self._count_failed(has_failed=done.has_failed)
+
+    def _end_died(self, run: BatchRun, reason: str, others: Iterable[BatchRun]) -> None:
+        """Queues a batch again whose process died. Counts the death once, whatever else it had.
+
+        Args:
+            others: the other batches that the process had.
+        """
+        is_counted = run.died_with_others
+        for other in others:
+            run.died_with_others = other.died_with_others = True
+        run.consumer.batches.retry(run.batch, reason, was_shared=run.died_with_others)
+        if not is_counted:
+            self._count_death(run.consumer, len(run.batch), reason)
 
     async def _run_steps(self, process_index: int, process: PooledProcess, number: int) -> None:
         """Runs a continuous batch until no item is left, or another model is due."""
@@ -325,9 +390,8 @@ class Worker:
             self._stop_unwanted()
 
     def _stop_unwanted(self) -> None:
-        for process, batch in self._running.items():
-            if all(queued.is_unwanted for queued in batch):
-                process.cancel()
+        for batch_run in chain.from_iterable(self._in_flight):
+            batch_run.stop_unwanted()
         for run in self._runs:
             run.drop_unwanted()
 

@@ -240,7 +240,7 @@ class StepTime:
         return usual.seconds * fixed / (fixed + (1 - fixed) * usual.work / self._full_work)
 
 
-def held_messages(max_items: int, processes: int, *, in_steps: bool) -> int:
+def held_messages(max_items: int, processes: int, *, in_steps: bool, in_flight: int = 1) -> int:
     """Returns how many jobs a worker holds near its broker: two batches per process.
 
     One is running and one is waiting. At a distance, it holds more (`HeldAhead`).
@@ -250,8 +250,10 @@ def held_messages(max_items: int, processes: int, *, in_steps: bool) -> int:
 
     Args:
         in_steps: True if the model uses continuous batching.
+        in_flight: batches that a process has at a time.
     """
-    return processes * (2 * max_items + (-(-max_items // 2) if in_steps else 0))
+    batches = in_flight + 1
+    return processes * (batches * max_items + (-(-max_items // 2) if in_steps else 0))
 
 
 def refill_s(round_trip_s: float) -> float:

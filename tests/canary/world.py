@@ -32,7 +32,7 @@ from shared.usage.row import Row
 from tests.api.fake_worker import FakeWorker
 from tests.api.harness import ApiUnderTest, running_api, settings_for
 from tests.limits import WAIT_LIMIT_S
-from tests.workers.worker_harness import LetterPreparer, RowList
+from tests.workers.worker_harness import LetterPreparer, LoneBatches, RowList
 from workers.functions.dead_letter import DeadLetters
 from workers.identity import WorkerInfo
 from workers.jobs.canary_share import CanaryShare
@@ -66,7 +66,7 @@ def vector_of(text: str) -> bytes:
     return drawn.astype("<f4").tobytes()
 
 
-class RevisionProcess:
+class RevisionProcess(LoneBatches):
     """Computes one vector for each text, unless something is wrong with it."""
 
     def __init__(self) -> None:
@@ -109,12 +109,6 @@ class RevisionProcess:
         if self.fault == "errors":
             return Failure.from_error(ModelFailed("a bang"))
         return EmbeddingResult(vector_of(text[::-1] if self.fault == "wrong" else text), len(text))
-
-    def cancel(self) -> None:
-        return None
-
-    def watch(self, places: Sequence[int]) -> None:
-        return None
 
 
 class RevisionPool:

@@ -108,7 +108,7 @@ class PenstockRunner:
     async def _predict_batch(self, item: PreparedCustom, running: _Running) -> Outcome:
         assert self._client is not None, "it is started before"
         try:
-            done = await self._client.run([item], PREDICT_LIMIT_S, None)
+            done = await self._client.run([item], PREDICT_LIMIT_S)
         except PenstockError as error:
             return Outcome("died", error=error.message)
         logs = done.logs.get(0, PrintedLogs())

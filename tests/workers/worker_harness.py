@@ -8,9 +8,10 @@ import asyncio
 import contextlib
 import io
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from PIL import Image
 
@@ -65,7 +66,7 @@ from workers.jobs.registry import JobRegistry
 from workers.jobs.step_completion import StepCompletion
 from workers.metrics import ProcessTimes
 from workers.models.base import Prepared, PreparedCustom, PreparedImage, PreparedText, Preparer
-from workers.models.client import ModelProcessDied, OnPreviews, OnProgress
+from workers.models.client import ModelProcessDied, OnPreviews, OnProgress, RunningBatch
 from workers.models.reports import BatchResult, Failure, ResidencyReport
 from workers.runtime.pool import ModelPool
 from workers.tasks import WORKER_TASKS
@@ -96,7 +97,29 @@ class LetterPreparer:
         return PreparedText(key="", length=len(given.text), ids=given.text.encode())
 
 
-class LetterProcess:
+class LoneBatches:
+    """A process that has one batch at a time, as PooledProcess."""
+
+    def overlaps(self, model: int) -> bool:
+        return False
+
+    async def send(self, batch: Sequence[Any], **given: Any) -> RunningBatch:
+        running = asyncio.ensure_future(self.run(batch, **given))
+        return RunningBatch(running, self.cancel, self.watch)
+
+    async def finish(self, done: BatchResult, model: int) -> None:
+        return None
+
+    run: Callable[..., Coroutine[Any, Any, BatchResult]]
+
+    def cancel(self) -> None:
+        return None
+
+    def watch(self, slots: Sequence[int]) -> None:
+        return None
+
+
+class LetterProcess(LoneBatches):
     """Answers with the text itself; `gate` holds it, `deaths` counts how often it dies first.
 
     "!" fails alone, "†" kills it each time, and "short" runs out of memory with company. `is_deaf`:

@@ -82,6 +82,11 @@ class ModelQueue:
         return len(self._queue)
 
     @property
+    def has_full_batch(self) -> bool:
+        """True if the next batch is full and does not need the process to itself."""
+        return self._queue.has_full_batch
+
+    @property
     def oldest_s(self) -> float:
         """When the oldest of them was queued, in unix seconds."""
         return self._queue.oldest_s
@@ -174,9 +179,9 @@ class ModelQueue:
         if not done.steps_saved and not done.has_failed:
             self._queue.observe_batch(batch, done.finished_at_s - done.started_at_s)
 
-    def batch_died(self, batch: list[QueuedItem]) -> list[QueuedItem]:
+    def batch_died(self, batch: list[QueuedItem], *, was_shared: bool) -> list[QueuedItem]:
         """Queues a batch again after its model process died. Returns the items to give up."""
-        failed = self._queue.batch_died(batch)
+        failed = self._queue.batch_died(batch, was_shared=was_shared)
         for queued in failed:
             self.forget(queued)
         return failed
@@ -391,12 +396,15 @@ class BatchResults:
             queued.waiters = [waiter for waiter in queued.waiters if waiter[0].is_unwanted]
             self._queue.requeue(QueuedItem(queued.prepared, None, time.time(), coalesced))
 
-    def retry(self, batch: list[QueuedItem], reason: str) -> None:
+    def retry(self, batch: list[QueuedItem], reason: str, *, was_shared: bool = False) -> None:
         """Queues a batch again after its model process died.
 
         Items that caused too many deaths fail.
+
+        Args:
+            was_shared: True if the process had another batch as well.
         """
-        for queued in self._queue.batch_died(batch):
+        for queued in self._queue.batch_died(batch, was_shared=was_shared):
             deaths = (
                 f"{queued.deaths} model processes died over this item, "
                 f"{queued.deaths_alone} of them with it alone"

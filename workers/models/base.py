@@ -244,6 +244,16 @@ class InferenceModel(LoadedModel, Protocol):
         """
 
 
+@runtime_checkable
+class OverlappingModel(Protocol):
+    """An InferenceModel whose device may compute while the interpreter does something else."""
+
+    overlaps: bool
+    """True if `predict` may be called on two threads at once, because the device computes one call
+    while the other is prepared or read. Known after setup.
+    """
+
+
 class StepEnd(msgspec.Struct):
     """The items that a step of a SteppedModel ended, by slot.
 

@@ -7,6 +7,7 @@ A model process of ours has all models of a worker that share its libraries
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -29,10 +30,25 @@ OnStepMessage = Callable[[StepMessage], None]
 """Called with what comes of the items of a model that computes in steps."""
 
 
-class ProcessClient(Protocol):
-    """A process that is ready. It has at most one batch, of one of its models.
+@dataclass(frozen=True, eq=False, slots=True)
+class RunningBatch:
+    """A batch that a process has.
 
-    Its models have numbers from 0 on.
+    `done` raises ModelProcessDied if the process died, or was killed because the batch took too
+    long or its answer was invalid. `cancel` stops the batch after its current step if it has steps:
+    items without a result fail as canceled. `watch` requests previews of these slots for a moment.
+    Both do nothing once the batch has ended.
+    """
+
+    done: asyncio.Future[BatchResult]
+    cancel: Callable[[], None]
+    watch: Callable[[Sequence[int]], None]
+
+
+class ProcessClient(Protocol):
+    """A process that is ready. Its models have numbers from 0 on.
+
+    It has one batch at a time, or two of a model in `facts.overlapping`.
     """
 
     facts: Ready
@@ -48,21 +64,21 @@ class ProcessClient(Protocol):
     def pid(self) -> int:
         """Its process id. 0: it is not running now."""
 
-    async def run(
+    async def send(
         self,
         batch: Sequence[Prepared],
         timeout_s: float,
         on_step: OnProgress | None,
         model: int = 0,
         on_previews: OnPreviews | None = None,
-    ) -> BatchResult:
-        """Runs one batch on model number `model`, after the current one.
+    ) -> RunningBatch:
+        """Sends one batch for model number `model` as soon as the process can take it.
 
-        `timeout_s` counts from then, without the time in which the model is set up.
+        `timeout_s` counts from when the batch is the oldest one in the process, without the time in
+        which the model is set up.
 
         Raises:
-            ModelProcessDied: the process died, or was killed because the batch took too long or its
-                answer was invalid.
+            ModelProcessDied: the process died before it took the batch.
         """
 
     async def run_steps(
@@ -97,11 +113,8 @@ class ProcessClient(Protocol):
     def preempt(self, slots: Sequence[int]) -> None:
         """Interrupts these items of the batch that runs in steps. They come back as preempted."""
 
-    def cancel(self) -> None:
-        """Stops the current batch, if it can be stopped. Its items fail as canceled."""
-
     def watch(self, slots: Sequence[int]) -> None:
-        """Has previews of these slots of the current batch drawn, for a moment."""
+        """Requests previews of these slots of the batch that runs in steps, for a moment."""
 
     async def evict(self, models: Sequence[int]) -> None:
         """Frees the memory of these models, between two batches. They are loaded when used."""

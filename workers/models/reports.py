@@ -39,6 +39,8 @@ class Ready(msgspec.Struct, tag="ready"):
     warmup_s: float
     memory_bytes: int
     residency: ResidencyReport | None = None
+    overlapping: list[int] = []
+    """Models whose next batch the process takes before it has finished the last one."""
 
 
 class StepDone(msgspec.Struct, tag="progress"):

@@ -8,13 +8,20 @@ import logging
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Self
+from functools import partial
+from typing import Self, cast
 
 import msgspec
 
 from shared.errors import ConfigurationError, ModelFailed
 from workers.models.base import Prepared
-from workers.models.client import ModelProcessDied, OnPreviews, OnProgress, OnStepMessage
+from workers.models.client import (
+    ModelProcessDied,
+    OnPreviews,
+    OnProgress,
+    OnStepMessage,
+    RunningBatch,
+)
 from workers.models.reports import (
     BatchResult,
     ItemEnded,
@@ -30,6 +37,7 @@ from workers.runtime.output import ChildOutput
 from workers.runtime.protocol import (
     FRAME_MAX_BYTES,
     HEADER,
+    IN_FLIGHT,
     Refused,
     ServerMessage,
     decode_server_message,
@@ -60,14 +68,17 @@ class _Pending:
     on_previews: OnPreviews | None
     timer: asyncio.TimerHandle
     timeout_s: float
+    model: int
+    turns: int
     on_steps: OnStepMessage | None = None
 
 
 class ModelClient:
-    """A model process that is ready, as ProcessClient. Its batch fails when the process ends.
+    """A model process that is ready, as ProcessClient. Its batches fail when the process ends.
 
-    A second batch that waits in the process was measured and left out. Without it the process is
-    busy 99 % of the time (batches of 1,000 tokens), and a batch that is formed later is fuller.
+    On a CPU it has one batch at a time. A second one was measured and left out: without it the
+    process is busy 99 % of the time (batches of 1,000 tokens), and a batch that is formed later is
+    fuller. On a device that computes asynchronously it has two (decision 143).
     """
 
     def __init__(
@@ -77,8 +88,12 @@ class ModelClient:
         self._reader = reader
         self._writer = writer
         self._output = ChildOutput(process)
-        self._turn = asyncio.Semaphore(1)
-        self._pending: _Pending | None = None
+        self._turns = asyncio.Semaphore(IN_FLIGHT)
+        """One for each batch of an overlapping model. All others take all turns."""
+        self._entrance = asyncio.Lock()
+        """Held while waiting for turns, which therefore come in order."""
+        self._pending: dict[int, _Pending] = {}
+        """The batches in the process by their numbers, oldest first."""
         self._batches = 0
         self._fault = ""
         self._reason = ""
@@ -146,20 +161,21 @@ class ModelClient:
     def pid(self) -> int:
         return self._process.pid
 
-    async def run(
+    async def send(
         self,
         batch: Sequence[Prepared],
         timeout_s: float,
         on_step: OnProgress | None,
         model: int = 0,
         on_previews: OnPreviews | None = None,
-    ) -> BatchResult:
-        pending = await self._begin(len(batch), timeout_s)
+    ) -> RunningBatch:
+        pending = await self._begin(len(batch), timeout_s, model, model in self.facts.overlapping)
         pending.on_step, pending.on_previews = on_step, on_previews
         self._writer.write(encode_run(pending.number, list(batch), model))
-        done = await pending.done
-        assert isinstance(done, BatchResult), "messages are checked as they come; this is a bug"
-        return done
+        # `_handle` checks the kind of each message, so this one ends with a BatchResult.
+        done = cast("asyncio.Future[BatchResult]", pending.done)
+        number = pending.number
+        return RunningBatch(done, partial(self._cancel, number), partial(self._watch, number))
 
     async def run_steps(
         self,
@@ -168,33 +184,58 @@ class ModelClient:
         on_message: OnStepMessage,
         model: int = 0,
     ) -> StepsEnded:
-        pending = await self._begin(len(batch), timeout_s)
+        pending = await self._begin(len(batch), timeout_s, model, is_overlapping=False)
         pending.on_steps = on_message
         self._writer.write(encode_run(pending.number, list(batch), model, in_steps=True))
         done = await pending.done
         assert isinstance(done, StepsEnded), "messages are checked as they come; this is a bug"
         return done
 
-    async def _begin(self, size: int, timeout_s: float) -> _Pending:
-        # The turn ends with the batch, not with the caller. A canceled caller leaves a process that
+    async def _begin(
+        self, size: int, timeout_s: float, model: int, is_overlapping: bool
+    ) -> _Pending:
+        # Turns end with the batch, not with the caller. A canceled caller leaves a process that
         # still computes.
-        await self._turn.acquire()
+        turns = await self._take_turns(model, is_overlapping)
         if self._reason:
-            self._turn.release()
+            self._release(turns)
             raise ModelProcessDied(self._reason)
         self._batches += 1
         done = asyncio.get_running_loop().create_future()
         timer = self._start_timer(timeout_s)
-        self._pending = _Pending(self._batches, size, done, None, None, timer, timeout_s)
-        return self._pending
+        pending = _Pending(self._batches, size, done, None, None, timer, timeout_s, model, turns)
+        self._pending[pending.number] = pending
+        return pending
+
+    async def _take_turns(self, model: int, is_overlapping: bool) -> int:
+        """Waits until the process can take a batch. Returns the number of turns to release.
+
+        Only batches of one model overlap, so no model is evicted while it computes.
+        """
+        taken = 0
+        async with self._entrance:
+            is_alone = all(pending.model == model for pending in self._pending.values())
+            wanted = 1 if is_overlapping and is_alone else IN_FLIGHT
+            try:
+                while taken < wanted:
+                    await self._turns.acquire()
+                    taken += 1
+            except asyncio.CancelledError:
+                self._release(taken)
+                raise
+        return taken
+
+    def _release(self, turns: int) -> None:
+        for _ in range(turns):
+            self._turns.release()
 
     def _start_timer(self, timeout_s: float) -> asyncio.TimerHandle:
         reason = f"the batch was not done in {timeout_s:g} s"
         return asyncio.get_running_loop().call_later(timeout_s, self.kill, reason)
 
     def admit(self, items: Sequence[Prepared]) -> int | None:
-        pending = self._pending
-        if pending is None or pending.on_steps is None:
+        pending = self._in_steps
+        if pending is None:
             return None
         first, pending.size = pending.size, pending.size + len(items)
         self._writer.write(encode_admit(pending.number, first, list(items)))
@@ -202,36 +243,45 @@ class ModelClient:
 
     def drop(self, slots: Sequence[int]) -> None:
         """Stops these items of the batch that runs in steps. They fail as canceled."""
-        if self._pending is not None and slots:
-            self._writer.write(encode_drop(self._pending.number, list(slots)))
+        if (pending := self._in_steps) is not None and slots:
+            self._writer.write(encode_drop(pending.number, list(slots)))
 
     def preempt(self, slots: Sequence[int]) -> None:
         """Interrupts these items of the batch that runs in steps. They come back as preempted."""
-        if self._pending is not None and slots:
-            self._writer.write(encode_preempt(self._pending.number, list(slots)))
-
-    def cancel(self) -> None:
-        """Stops the current batch after its current step, if it has steps.
-
-        Its items fail as canceled.
-        """
-        if self._pending is not None:
-            self._writer.write(encode_cancel(self._pending.number))
+        if (pending := self._in_steps) is not None and slots:
+            self._writer.write(encode_preempt(pending.number, list(slots)))
 
     def watch(self, slots: Sequence[int]) -> None:
-        """Has previews of these slots of the current batch drawn, for a moment."""
-        if self._pending is not None:
-            self._writer.write(encode_watch(self._pending.number, list(slots)))
+        """Requests previews of these slots of the batch that runs in steps, for a moment."""
+        if (pending := self._in_steps) is not None:
+            self._watch(pending.number, slots)
+
+    @property
+    def _in_steps(self) -> _Pending | None:
+        """The batch that runs in steps. It has the process to itself."""
+        pending = next(iter(self._pending.values()), None)
+        return None if pending is None or pending.on_steps is None else pending
+
+    def _cancel(self, number: int) -> None:
+        if number in self._pending:
+            self._writer.write(encode_cancel(number))
+
+    def _watch(self, number: int, slots: Sequence[int]) -> None:
+        if number in self._pending:
+            self._writer.write(encode_watch(number, list(slots)))
 
     async def evict(self, models: Sequence[int]) -> None:
         """Frees the memory of these models, between two batches."""
-        async with self._turn:
+        turns = await self._take_turns(-1, is_overlapping=False)
+        try:
             if not self._reason:
                 self._writer.write(encode_evict(list(models)))
                 left = [one for one in self.residency.resident if one not in models]
                 self.residency = ResidencyReport(
                     left, self.residency.load_s, self.residency.size_bytes
                 )
+        finally:
+            self._release(turns)
 
     def kill(self, fault: str) -> None:
         """Kills the process. `fault` is the reason that callers get."""
@@ -242,7 +292,7 @@ class ModelClient:
     async def serve(self, on_end: Callable[[], None]) -> str:
         """Handles messages until the process ends.
 
-        Then fails the current batch, and returns the reason with the last output of the process.
+        Then fails its batches, and returns the reason with the last output of the process.
         Only operators may read that output: it has paths, and may be of any tenant.
         """
         try:
@@ -253,8 +303,9 @@ class ModelClient:
             fault = f": {self._fault}" if self._fault else ""
             self._reason = f"the model process ended (status {self._process.returncode}){fault}"
             on_end()
-            if (pending := self._end_turn()) is not None:
-                pending.set_exception(ModelProcessDied(self._reason))
+            for pending in list(self._pending.values()):
+                if (done := self._end(pending)) is not None:
+                    done.set_exception(ModelProcessDied(self._reason))
         return f"{self._reason}{self._output.tail()}"
 
     async def _read(self) -> ServerMessage | None:
@@ -271,12 +322,10 @@ class ModelClient:
             return None
 
     def _handle(self, message: ServerMessage) -> None:
-        pending = self._pending
-        if (
-            isinstance(message, Ready | Refused)
-            or pending is None
-            or message.number != pending.number
-        ):
+        pending = (
+            None if isinstance(message, Ready | Refused) else self._pending.get(message.number)
+        )
+        if isinstance(message, Ready | Refused) or pending is None:
             self.kill(f"it sent {type(message).__name__} out of turn")
         elif isinstance(message, StepMessage) != (pending.on_steps is not None):
             self.kill(f"it sent {type(message).__name__} for a batch of another kind")
@@ -293,13 +342,13 @@ class ModelClient:
         else:
             self.memory_bytes = message.memory_bytes
             self.residency = message.switched or self.residency
-            if (done := self._end_turn()) is not None:
+            if (done := self._end(pending)) is not None:
                 done.set_result(message)
 
     def _handle_steps(self, message: StepMessage, pending: _Pending) -> None:
         if isinstance(message, StepsEnded):
             self.residency = message.switched or self.residency
-            if (done := self._end_turn()) is not None:
+            if (done := self._end(pending)) is not None:
                 done.set_result(message)
             return
         pending.timer.cancel()
@@ -309,13 +358,14 @@ class ModelClient:
         if pending.on_steps is not None and not pending.done.done():
             pending.on_steps(message)
 
-    def _end_turn(self) -> asyncio.Future[BatchResult | StepsEnded] | None:
+    def _end(self, pending: _Pending) -> asyncio.Future[BatchResult | StepsEnded] | None:
         """Admits the next batch. Returns the future of this one, unless its caller is gone."""
-        pending, self._pending = self._pending, None
-        if pending is None:
-            return None
+        del self._pending[pending.number]
         pending.timer.cancel()
-        self._turn.release()
+        for other in self._pending.values():  # its time limit starts when it is the oldest
+            other.timer.cancel()
+            other.timer = self._start_timer(other.timeout_s)
+        self._release(pending.turns)
         return None if pending.done.done() else pending.done
 
     async def close(self) -> None:

@@ -1,6 +1,7 @@
 """Runs batches in a model process: whole ones, or one to which items come between two steps.
 
-Groups of a whole batch that fail are halved, and it stops when it is canceled. For a SteppedModel
+Groups of a whole batch that fail are halved, and it stops when it is canceled. Batches of a model
+that computes asynchronously overlap (workers/runtime/overlap.py). For a SteppedModel
 it is measured how much of the process the items take, step by step. Callers see their progress, and
 previews if they watch.
 """
@@ -87,17 +88,24 @@ def run_batch(
         log.warning("model could not be loaded", exc_info=True, extra={"model": batch.model})
         failures: list[Result | Failure] = [Failure.from_error(error)] * len(batch.items)
         return _result(resident_models, batch, time.time(), 0.0, failures)
-    started_at_s, began_s = time.time(), time.perf_counter()
     steps = StepReporter(connection, batch.number, model if isinstance(model, Previewer) else None)
     execution = BatchExecution(model, steps)
+    began_s = time.perf_counter()
     execution.compute(batch.items)
-    inference_ms = (time.perf_counter() - began_s) * 1000
+    return report_batch(resident_models, batch, execution, time.perf_counter() - began_s)
+
+
+def report_batch(
+    resident_models: ResidentModels, batch: RunBatch, execution: BatchExecution, inference_s: float
+) -> BatchResult:
+    """Returns the result of a batch that has just been computed, which took `inference_s`."""
+    started_at_s = time.time() - inference_s
     if execution.out_of_memory:
         resident_models.evict_others(keep=batch.model)  # makes room for the next batch
     results = [result for _, result in sorted(execution.results.items())]
-    done = _result(resident_models, batch, started_at_s, inference_ms, results)
+    done = _result(resident_models, batch, started_at_s, 1000 * inference_s, results)
     done.padded_work, done.out_of_memory = execution.padded_work, execution.out_of_memory
-    done.steps_saved, done.calls = steps.saved, execution.calls
+    done.steps_saved, done.calls = execution.steps.saved, execution.calls
     done.loaded_at_s = resident_models.loaded_at_s(batch.model)
     if execution.padded:
         padded = execution.padded
@@ -127,10 +135,33 @@ def _result(
     )
 
 
-class StepReporter:
-    """The callback of a model after each step.
+class BatchSteps:
+    """The callback of a model after each step of a batch."""
 
-    Reports progress, and ends batch `number` if it is canceled.
+    def __init__(self) -> None:
+        self.slots: Sequence[int] = ()
+        """The slots of the batch that the current call of the model computes."""
+        self.saved: int | None = None
+        """The steps that were left out, if the batch was canceled."""
+
+    def begin(self, slots: Sequence[int]) -> None:
+        """A call of the model begins, which computes these slots of the batch.
+
+        Raises:
+            Canceled: the batch is canceled.
+        """
+        self.slots = slots
+
+    def __call__(self, step: int, steps: int) -> None:
+        """Step `step` of `steps` has ended.
+
+        Raises:
+            Canceled: the batch is canceled.
+        """
+
+
+class StepReporter(BatchSteps):
+    """Reports progress, and ends batch `number` if it is canceled.
 
     It reads the socket between two steps. A thread for this would slow down every batch.
 
@@ -141,6 +172,7 @@ class StepReporter:
     def __init__(
         self, connection: socket.socket, number: int, previewer: Previewer | None = None
     ) -> None:
+        super().__init__()
         self._connection = connection
         self._number = number
         self._previewer = previewer
@@ -148,10 +180,6 @@ class StepReporter:
         self._watched: list[int] = []
         self._watched_until_s = 0.0
         self._preview_from_s = self._reported_s + FIRST_PREVIEW_S
-        self.slots: Sequence[int] = ()
-        """The slots of the batch that the current call of the model computes."""
-        self.saved: int | None = None
-        """The steps that were left out, if the batch was canceled."""
 
     def __call__(self, step: int, steps: int) -> None:
         """Reports `step` of `steps`, and previews if somebody watches and enough time has passed.
@@ -216,9 +244,9 @@ class BatchExecution:
     A group that fails is halved until the bad item is alone.
     """
 
-    def __init__(self, model: InferenceModel, steps: StepReporter) -> None:
+    def __init__(self, model: InferenceModel, steps: BatchSteps) -> None:
         self._model = model
-        self._steps = steps
+        self.steps = steps
         self.results: dict[int, Result | Failure] = {}
         self.padded_work = 0
         self.padded: dict[int, int] = {}
@@ -240,10 +268,10 @@ class BatchExecution:
     def _compute_group(self, items: Sequence[PreparedItem], slots: Sequence[int]) -> None:
         group = [items[slot] for slot in slots]
         self._count_padding([item.length for item in group], slots)
-        self._steps.slots = slots
+        self.steps.begin(slots)
         began_s = time.perf_counter()
         try:
-            results = self._model.predict(group, self._steps)
+            results = self._model.predict(group, self.steps)
             if len(results) != len(group):
                 counts = f"{len(results)} results for {len(group)} items"
                 raise ModelFailed(f"the model gave {counts}; this is a bug")

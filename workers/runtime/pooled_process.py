@@ -1,7 +1,8 @@
 """A place of a worker's pool: the processes that take turns on one device.
 
 A worker's models are computed by one model process and, for each custom class, by a process of its
-own. To the worker they are one process that holds some of the models and runs one batch at a time.
+own. To the worker they are one process that holds some of the models and runs the batches of one at
+a time.
 """
 
 from __future__ import annotations
@@ -16,7 +17,14 @@ from typing import NamedTuple
 
 from shared.errors import PenstockError
 from workers.models.base import Prepared
-from workers.models.client import Launch, OnPreviews, OnProgress, OnStepMessage, ProcessClient
+from workers.models.client import (
+    Launch,
+    OnPreviews,
+    OnProgress,
+    OnStepMessage,
+    ProcessClient,
+    RunningBatch,
+)
 from workers.models.reports import BatchResult, ResidencyReport, StepsEnded
 from workers.runtime.kept_process import KeptProcess
 
@@ -58,8 +66,7 @@ class PooledProcess:
         self._current: ProcessClient | None = None
         """The process that has the batch which runs."""
         self._early_drops: list[int] = []
-        self._is_canceled_early = False
-        """What was dropped or canceled of the batch that is about to run."""
+        """Slots that were dropped from the batch that is about to run."""
         self._used_s: dict[int, float] = {}
         """When each model began its last batch, in monotonic seconds."""
         self._reports = [_NOTHING] * len(self._hosts)
@@ -90,6 +97,42 @@ class PooledProcess:
             finally:
                 self._opened.set()
 
+    async def send(
+        self,
+        batch: Sequence[Prepared],
+        *,
+        timeout_s: float,
+        model: int = 0,
+        on_step: OnProgress | None = None,
+        on_previews: OnPreviews | None = None,
+    ) -> RunningBatch:
+        """Sends a batch of items with equal keys, as soon as the process can take it.
+
+        Args:
+            batch: at least one item.
+            model: the number of the model, which is loaded first if it is not resident.
+            timeout_s: counts from when the batch is the oldest one in the process. After it the
+                process is killed.
+            on_step: called after steps, about ten times a second, if the model has steps.
+            on_previews: called with the previews that `RunningBatch.watch` requests.
+
+        Raises:
+            ModelProcessDied: the process died before it took the batch.
+        """
+        host, number = self._find(model)
+        client = await self._begin(host, model)
+        return await client.send(batch, timeout_s, on_step, number, on_previews)
+
+    async def finish(self, done: BatchResult, model: int) -> None:
+        """Makes room on the device if a finished batch of `model` had too little."""
+        host, number = self._find(model)
+        client = host.process.client
+        is_resident = client is None or number in client.residency.resident
+        if done.out_of_memory or not is_resident:
+            await self._evict_others(host.models)
+        if done.switched is not None:
+            done.switched = _renumber(done.switched, host.models)
+
     async def run(
         self,
         batch: Sequence[Prepared],
@@ -99,26 +142,23 @@ class PooledProcess:
         on_step: OnProgress | None = None,
         on_previews: OnPreviews | None = None,
     ) -> BatchResult:
-        """Runs a batch of items with equal keys. Only one batch runs at a time.
-
-        Args:
-            batch: at least one item.
-            model: the number of the model, which is loaded first if it is not resident.
-            timeout_s: counts from when the process has the batch. After it the process is killed.
-            on_step: called after steps, about ten times a second, if the model has steps.
-            on_previews: called with what `watch` asked for.
+        """Runs a batch to its end. As `send`.
 
         Raises:
             ModelProcessDied: the process died, hung, or returned a wrong number of results.
         """
-        host, number = self._find(model)
-        client = await self._begin(host, model)
-        done = await client.run(batch, timeout_s, on_step, number, on_previews)
-        if done.out_of_memory or number not in client.residency.resident:
-            await self._evict_others(host.models)
-        if done.switched is not None:
-            done.switched = _renumber(done.switched, host.models)
+        running = await self.send(
+            batch, timeout_s=timeout_s, model=model, on_step=on_step, on_previews=on_previews
+        )
+        done = await running.done
+        await self.finish(done, model)
         return done
+
+    def overlaps(self, model: int) -> bool:
+        """Returns whether the process takes the next batch of `model` before the last one ended."""
+        host, number = self._find(model)
+        client = host.process.client
+        return client is not None and number in client.facts.overlapping
 
     async def run_steps(
         self,
@@ -155,17 +195,14 @@ class PooledProcess:
 
     async def _begin(self, host: _Host, model: int) -> ProcessClient:
         client = host.process.up()
-        self._current, self._early_drops, self._is_canceled_early = None, [], False
+        self._current, self._early_drops = None, []
         if len(self._hosts) > 1:
             await self._make_room(host, model)
         self._used_s[model] = time.monotonic()
         self._current = client
-        # Behind the first turn of the batch, in which the process gets it.
-        loop = asyncio.get_running_loop()
-        if self._is_canceled_early:
-            loop.call_soon(client.cancel)
         if self._early_drops:
-            loop.call_soon(client.drop, self._early_drops)
+            # Behind the first turn of the batch, in which the process gets it.
+            asyncio.get_running_loop().call_soon(client.drop, self._early_drops)
         return client
 
     async def _make_room(self, host: _Host, model: int) -> None:
@@ -222,18 +259,8 @@ class PooledProcess:
         if self._current is not None:
             self._current.preempt(slots)
 
-    def cancel(self) -> None:
-        """Stops the running batch, if any, after its current step.
-
-        Items without a result fail as Canceled.
-        """
-        if self._current is not None:
-            self._current.cancel()
-        else:
-            self._is_canceled_early = True
-
     def watch(self, slots: Sequence[int]) -> None:
-        """Has previews of these slots of the running batch drawn, for a moment."""
+        """Requests previews of these slots of the batch that runs in steps, for a moment."""
         if self._current is not None:
             self._current.watch(slots)
 

@@ -22,10 +22,10 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from shared.errors import ConfigurationError
-from workers.models.base import LoadedModel
+from workers.models.base import InferenceModel, LoadedModel, OverlappingModel
 from workers.models.reports import ResidencyReport
 
 _DEPTH = 6
@@ -248,6 +248,8 @@ class ResidentModels:
         self._load_s: dict[int, float] = {}
         self._loaded_at_s: dict[int, float] = {}
         self._changes = ResidencyReport([])
+        self.overlaps: set[int] = set()
+        """The models that compute two batches at once."""
         self.device_name = ""
         self.setup_s = 0.0
         self.warmup_s = 0.0
@@ -281,6 +283,12 @@ class ResidentModels:
         self._resident.move_to_end(number)
         return self._resident[number]
 
+    def overlapping(self, number: int) -> InferenceModel | None:
+        """The model with this number, if it is resident and computes two batches at once."""
+        if number not in self.overlaps or number not in self._resident:
+            return None
+        return cast(InferenceModel, self.use(number))
+
     def loaded_at_s(self, number: int) -> float:
         """When the model with this number was last loaded, in Unix seconds. 0: never."""
         return self._loaded_at_s.get(number, 0.0)
@@ -303,6 +311,8 @@ class ResidentModels:
             model = self._load(number)
         self._make_room(self._size_bytes[number])
         self._resident[number] = model
+        if isinstance(model, OverlappingModel) and model.overlaps:
+            self.overlaps.add(number)
         self._loaded_at_s[number] = time.time()
         self._changes.loads += 1
 

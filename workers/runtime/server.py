@@ -30,12 +30,14 @@ from shared.logs import configure_logs
 from shared.models.catalog import Model
 from shared.process.inspection import deny_inspection
 from workers.models.backend import Backend
-from workers.models.base import GPU_LOST_STATUS, GpuLost, LoadedModel
+from workers.models.base import GpuLost, LoadedModel
 from workers.models.reports import Ready
 from workers.models.step_shares import StepRoom
 from workers.runtime import template
 from workers.runtime.execution import StepExecution, run_batch
+from workers.runtime.overlap import OverlappedBatches, leave_without_gpu
 from workers.runtime.protocol import (
+    Cancel,
     Evict,
     Refused,
     RunBatch,
@@ -188,10 +190,7 @@ def serve(arguments: argparse.Namespace, loaded: Mapping[int, LoadedModel]) -> i
     try:
         return ModelServer(connection, _resident_models(arguments, loaded), rooms).run()
     except GpuLost as error:
-        log.error("GPU lost", extra={"error": str(error)})
-        logging.shutdown()
-        # Without what the libraries do at an exit: it may wait for the GPU for ever.
-        os._exit(GPU_LOST_STATUS)
+        leave_without_gpu(error)
 
 
 class ModelServer:
@@ -206,6 +205,7 @@ class ModelServer:
         self._connection = connection
         self._resident_models = resident_models
         self._rooms = rooms
+        self._overlapped = OverlappedBatches(resident_models, self._send)
 
     def run(self) -> int:
         """Loads the models and runs batches until the socket closes. Returns the exit status."""
@@ -220,11 +220,19 @@ class ModelServer:
                 if isinstance(message, RunBatch):
                     self._run(message)
                 elif isinstance(message, Evict):
+                    self._overlapped.finish()
                     self._resident_models.evict(message.models)
+                elif isinstance(message, Cancel):
+                    self._overlapped.cancel(message.number)
                 # Anything else is about a batch that is done.
         return 0
 
     def _run(self, batch: RunBatch) -> None:
+        overlapping = self._resident_models.overlapping(batch.model)
+        if overlapping is not None:
+            self._overlapped.start(batch, overlapping)
+            return
+        self._overlapped.finish()
         if batch.in_steps:
             room = self._rooms[batch.model]
             StepExecution(self._connection, self._resident_models, batch, room).run()
@@ -235,7 +243,12 @@ class ModelServer:
         models = self._resident_models
         memory_bytes = resident_bytes()
         return Ready(
-            models.device_name, models.setup_s, models.warmup_s, memory_bytes, models.changes()
+            models.device_name,
+            models.setup_s,
+            models.warmup_s,
+            memory_bytes,
+            models.changes(),
+            sorted(models.overlaps),
         )
 
     def _send(self, message: ServerMessage) -> None:

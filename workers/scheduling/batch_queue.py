@@ -209,6 +209,7 @@ class BatchQueue(Generic[ItemT]):
         self._filed: OrderedDict[ItemT, HeapEntry[ItemT]] = OrderedDict()
         self._tenants: dict[str, TenantQueue[ItemT]] = {}
         self._idle = 0
+        self._work = 0
         self._ring: Ring[ItemT] = []
         self._ring_of_key: dict[str, Ring[ItemT]] = {}
 
@@ -221,6 +222,11 @@ class BatchQueue(Generic[ItemT]):
 
     def __contains__(self, item: ItemT) -> bool:
         return item in self._filed
+
+    @property
+    def is_full(self) -> bool:
+        """True if as many items wait as a batch may have, or as much work."""
+        return len(self._filed) >= self.max_items or self._work >= self.budget
 
     @property
     def tenants(self) -> int:
@@ -407,6 +413,7 @@ class BatchQueue(Generic[ItemT]):
         tenant.quantum = self._quantum * item.weight
         entry = item.deadline_s, arrival, item, tenant
         self._filed[item] = entry
+        self._work += item.length
         if tenant.add(entry):
             ring = self._ring_of_key.setdefault(item.key, [])
             heappush(ring, (tenant.next_round, next(self._turns), tenant))
@@ -428,12 +435,14 @@ class BatchQueue(Generic[ItemT]):
         """Takes an item out of the queue, at its tenant's expense."""
         _, _, item, tenant = entry
         del self._filed[item]
+        self._work -= item.length
         tenant.spent += item.length / tenant.quantum
         tenant.removed(entry)
         if not tenant.waiting:
             self._count_idle()
 
     def _removed(self, entry: HeapEntry[ItemT]) -> None:
+        self._work -= entry[2].length
         entry[3].removed(entry)
         if not entry[3].waiting:
             self._count_idle()

@@ -300,6 +300,17 @@ class PriorityQueue:
         return self._running
 
     @property
+    def has_full_batch(self) -> bool:
+        """True if the next batch is full, so that nothing is gained by taking it later.
+
+        Never while there are suspects: they run by themselves.
+        """
+        if self._suspects or self._a_suspect_runs:
+            return False
+        queue = self._interactive if len(self._interactive) else self._batch
+        return queue.is_full
+
+    @property
     def _a_suspect_runs(self) -> bool:
         return any(batch[0].is_suspect for batch in self._running)
 
@@ -561,12 +572,15 @@ class PriorityQueue:
         self._held_up.clear()
         self._running = [other for other in self._running if other[0] not in ended]
 
-    def batch_died(self, batch: list[QueuedItem]) -> list[QueuedItem]:
-        """Queues `batch` again after its model process died. Returns the items to give up."""
+    def batch_died(self, batch: list[QueuedItem], *, was_shared: bool = False) -> list[QueuedItem]:
+        """Queues `batch` again after its model process died. Returns the items to give up.
+
+        `was_shared`: the process had another batch, so no item was alone.
+        """
         self.batch_ended(batch)
         for queued in batch:
             queued.deaths += 1
-            queued.deaths_alone += len(batch) == 1
+            queued.deaths_alone += len(batch) == 1 and not was_shared
         if batch[0].deaths_alone >= DEATHS_ALONE_MAX and batch[0].deaths >= DEATHS_MAX:
             return batch
         middle = len(batch) // 2

@@ -10,7 +10,6 @@ from shared.errors import Canceled
 from shared.models.tasks.image import ImageInput, ImageResult
 from tests.limits import START_LIMIT_S
 from workers.models.base import Prepared, Preparer
-from workers.models.reports import BatchResult
 from workers.runtime.pooled_process import PooledProcess
 
 pytestmark = [pytest.mark.slow, pytest.mark.anyio]
@@ -32,10 +31,11 @@ async def test_image_canceled_at_step_3_stops_within_one_step(
     def on_step(step: int, steps: int) -> None:
         told.append((step, steps))
         if step >= 3:
-            process.cancel()
+            running.cancel()
 
     batch = asked(tiny_preparer, 100, images)
-    done: BatchResult = await process.run(batch, timeout_s=START_LIMIT_S, on_step=on_step)
+    running = await process.send(batch, timeout_s=START_LIMIT_S, on_step=on_step)
+    done = await running.done
     assert all(isinstance(result, Canceled) for result in done.outcomes)
     assert len(done.results) == images
     canceled_at = next(step for step, _ in told if step >= 3)
@@ -43,7 +43,7 @@ async def test_image_canceled_at_step_3_stops_within_one_step(
     assert done.steps_saved is not None
     # The Cancel travels while the next step may be under way; these take some milliseconds each.
     assert 0 < done.steps_saved < 100 - canceled_at
-    process.cancel()  # nothing runs: harmless
+    running.cancel()  # it is over: harmless
     after = await asyncio.wait_for(
         process.run(asked(tiny_preparer, 2), timeout_s=START_LIMIT_S), START_LIMIT_S
     )

@@ -29,12 +29,14 @@ async def drawn(
 ) -> tuple[list[bytes | None], list[Previews]]:
     """The images of a batch, and its previews while these slots are watched."""
     seen: list[Previews] = []
-    done = await process.run(
+    running = await process.send(
         batch,
         timeout_s=START_LIMIT_S,
-        on_step=lambda step, steps: process.watch(watched) if watched else None,
+        on_step=lambda step, steps: running.watch(watched) if watched else None,
         on_previews=seen.append,
     )
+    done = await running.done
+    running.watch(watched)  # it has ended: this is not about the next batch
     assert all(isinstance(result, ImageResult) for result in done.outcomes), done.outcomes
     return [result.image.data for result in done.results if isinstance(result, ImageResult)], seen
 
@@ -67,7 +69,8 @@ async def test_previews_of_large_images_are_small(
 async def test_who_stops_watching_is_shown_nothing_more(
     process: PooledProcess, tiny_preparer: Preparer
 ) -> None:
-    """A Watch of an earlier batch is not one of the next."""
-    process.watch([0, 1])
+    """A Watch of an earlier batch does not count for the next."""
+    _, seen = await drawn(process, asked(tiny_preparer, 60), [0, 1])
+    assert seen
     _, seen = await drawn(process, asked(tiny_preparer, 60), [])
     assert seen == []

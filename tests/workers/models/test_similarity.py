@@ -126,7 +126,7 @@ class ZeroEncoder:
     """Makes vectors of zeros of texts that begin with token 0, and of ones of others."""
 
     device_name = "cpu"
-    pads = False
+    pads = overlaps = False
 
     def open(self) -> int:
         return 2

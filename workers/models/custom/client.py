@@ -18,6 +18,7 @@ from workers.models.client import (
     OnPreviews,
     OnProgress,
     OnStepMessage,
+    RunningBatch,
 )
 from workers.models.custom.batches import ClassBatch
 from workers.models.custom.class_process import ClassProcess
@@ -88,25 +89,27 @@ class ClassClient:
     def memory_bytes(self) -> int:
         return self._process.memory_bytes
 
-    async def run(
+    async def send(
         self,
         batch: Sequence[Prepared],
         timeout_s: float,
         on_step: OnProgress | None,
         model: int = 0,
         on_previews: OnPreviews | None = None,
-    ) -> BatchResult:
+    ) -> RunningBatch:
         """As ProcessClient. `timeout_s` is for each call of the class."""
-        # The turn ends with the batch, not with the caller: the class may still compute it.
         await self._turn.acquire()
         self._run = run = ClassBatch(self._process, self._interface, batch)
         running = asyncio.ensure_future(self._run_batch(run, timeout_s))
-        try:
-            return await asyncio.shield(running)
-        except asyncio.CancelledError:
-            run.cancel()
-            running.add_done_callback(lambda done: done.cancelled() or done.exception())
-            raise
+        # The turn ends with the batch, not with the caller: the class may still compute it.
+        running.add_done_callback(lambda done: done.cancelled() or done.exception())
+        done = asyncio.shield(running)
+        done.add_done_callback(lambda caller: run.cancel() if caller.cancelled() else None)
+        return RunningBatch(done, run.cancel, lambda slots: None)
+
+    async def run(self, batch: Sequence[Prepared], timeout_s: float) -> BatchResult:
+        """Computes a batch to its end, or cancels it with the caller. As `send`."""
+        return await (await self.send(batch, timeout_s, None)).done
 
     async def _run_batch(self, run: ClassBatch, timeout_s: float) -> BatchResult:
         try:
@@ -159,10 +162,6 @@ class ClassClient:
 
     def preempt(self, slots: Sequence[int]) -> None:
         """Nothing: a prediction can't be interrupted and go on."""
-
-    def cancel(self) -> None:
-        if isinstance(self._run, ClassBatch):
-            self._run.cancel()
 
     def watch(self, slots: Sequence[int]) -> None:
         """Nothing: a class draws no previews."""

@@ -200,7 +200,7 @@ class MeasuredClass:
             PenstockError: one failed.
         """
         if self._computes_batches:
-            done = await self._client.run(batch, BATCH_LIMIT_S, None)
+            done = await self._client.run(batch, BATCH_LIMIT_S)
             return [
                 _checked(one, first + at, done.logs.get(at)) for at, one in enumerate(done.outcomes)
             ]

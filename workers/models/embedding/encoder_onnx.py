@@ -36,6 +36,7 @@ class OnnxEncoder:
 
     device_name = ""
     pads = True
+    overlaps = False
 
     def __init__(
         self,

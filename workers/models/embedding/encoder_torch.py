@@ -460,6 +460,7 @@ class TorchEncoder:
 
     device_name = ""
     pads = True
+    overlaps = False
 
     def __init__(self, settings: SentenceFolder, device: Device, precision: str) -> None:
         self._settings = settings

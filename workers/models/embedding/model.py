@@ -66,6 +66,10 @@ class Encoder(Protocol):
     """The name of the GPU, or `cpu`. Known after `open`."""
     pads: bool
     """True if a text costs as much as the longest one of its batch. Known after `open`."""
+    overlaps: bool
+    """True if `encode` may be called on two threads at once, because its device computes one
+    call while the other is prepared or read. Known after `open`.
+    """
 
     def open(self) -> int:
         """Loads the model. Returns the dimensions of its vectors.
@@ -99,6 +103,7 @@ class EmbeddingModel:
 
     device_name = ""
     pads = True
+    overlaps = False
 
     def __init__(self, entry: Model, encoder: Encoder, call_tokens: int = 0) -> None:
         self._entry = entry
@@ -114,6 +119,7 @@ class EmbeddingModel:
         """
         dimensions = self._encoder.open()
         self.device_name, self.pads = self._encoder.device_name, self._encoder.pads
+        self.overlaps = self._encoder.overlaps
         if dimensions != self._entry.dimensions:
             raise ConfigurationError(
                 f"{self._entry.name}: vectors have {dimensions} dimensions, "

@@ -18,13 +18,13 @@ from workers.models.client import (
     OnPreviews,
     OnProgress,
     OnStepMessage,
+    RunningBatch,
 )
 from workers.models.engines.llama_cpp import settings_of
 from workers.models.engines.process import EngineProcess
 from workers.models.engines.steps import Engine, EngineSteps
 from workers.models.generation.vocabulary import Vocabulary
 from workers.models.reports import (
-    BatchResult,
     Failure,
     ItemEnded,
     Ready,
@@ -141,14 +141,14 @@ class EngineClient:
             return 0
         return int(pages) * _PAGE_BYTES
 
-    async def run(
+    async def send(
         self,
         batch: Sequence[Prepared],
         timeout_s: float,
         on_step: OnProgress | None,
         model: int = 0,
         on_previews: OnPreviews | None = None,
-    ) -> BatchResult:
+    ) -> RunningBatch:
         """Refuses: texts are written step by step."""
         raise ModelFailed("a text model computes in steps; this is a bug")
 
@@ -191,9 +191,6 @@ class EngineClient:
     def preempt(self, slots: Sequence[int]) -> None:
         if self._run is not None:
             self._run.preempt(slots)
-
-    def cancel(self) -> None:
-        """Nothing: its items are dropped one by one."""
 
     def watch(self, slots: Sequence[int]) -> None:
         """Nothing: a text has no previews."""

@@ -216,11 +216,11 @@ class StartedClass:
         self, batch: Sequence[PreparedCustom], timeout_s: float, cancels_after_s: float | None
     ) -> BatchResult:
         await self._process.ready()
-        running = asyncio.create_task(self._process.run(batch, timeout_s=timeout_s))
+        running = await self._process.send(batch, timeout_s=timeout_s)
         if cancels_after_s is not None:
-            await asyncio.sleep(cancels_after_s)  # it is sent in the first turn
-            self._process.cancel()
-        return await running
+            await asyncio.sleep(cancels_after_s)
+            running.cancel()
+        return await running.done
 
     async def _close(self) -> None:
         if self._running is not None:

@@ -140,12 +140,12 @@ async def test_a_batch_whose_caller_is_canceled_ends_before_the_next(
     pid = client.pid
     for moment in ("before it is sent", "while it is computed"):
         calling = asyncio.create_task(
-            client.run([prepared({"text": "slow"}), prepared({"text": "b"})], WAIT_LIMIT_S, None)
+            client.run([prepared({"text": "slow"}), prepared({"text": "b"})], WAIT_LIMIT_S)
         )
         await asyncio.sleep(0 if moment == "before it is sent" else 0.5)
         calling.cancel()
         async with asyncio.timeout(WAIT_LIMIT_S):
-            done = await client.run([prepared({"text": "next"})], WAIT_LIMIT_S, None)
+            done = await client.run([prepared({"text": "next"})], WAIT_LIMIT_S)
         (result,) = done.outcomes
         assert isinstance(result, CustomResult), result
         assert result.output == "next"
