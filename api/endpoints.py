@@ -28,7 +28,7 @@ from api.openai import (
 from api.replicate import events as prediction_events
 from api.replicate import models as prediction_models
 from api.replicate import predictions
-from api.routes import admin, files, health, models, pages, reports
+from api.routes import admin, files, health, invoices, models, pages, reports
 
 ROUTERS: tuple[Router, ...] = (
     embeddings.router,
@@ -45,6 +45,7 @@ ROUTERS: tuple[Router, ...] = (
     models.router,
     usage.router,
     reports.router,
+    invoices.router,
     admin.router,
     health.router,
     pages.router,

@@ -133,7 +133,7 @@ async def get_report(
         params.get("from", ""),
         params.get("to", ""),
         params.get("tz", "UTC"),
-        tenants=_tenants(call, report, params.getlist("tenant")),
+        tenants=tenants_for(call, params.getlist("tenant")),
         models=tuple(params.getlist("model")) or None,
         days=report.days,
         max_days=ROWS_KEPT_DAYS,
@@ -152,7 +152,12 @@ def _may_read(call: Call, report: Report) -> bool:
     return report.audience == "tenants" or _is_admin(call)
 
 
-def _tenants(call: Call, report: Report, asked: list[str]) -> tuple[str, ...] | None:
+def tenants_for(call: Call, asked: list[str]) -> tuple[str, ...] | None:
+    """Returns the tenants whose rows to read. None: all.
+
+    Raises:
+        BadInput: the key may not read the rows of a tenant that it asked for.
+    """
     if _is_admin(call):
         return tuple(asked) or None
     if set(asked) - {call.tenant}:

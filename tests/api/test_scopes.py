@@ -254,6 +254,7 @@ EXPECTED_SCOPES: dict[KeyScope, dict[str, str]] = {
         "/organization/usage/images": "GET",
         "/reports": "GET",
         "/reports/{name}": "GET",
+        "/invoices": "GET",
     },
     "admin": {
         "/admin/keys": "GET POST",

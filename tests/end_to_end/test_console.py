@@ -210,7 +210,7 @@ def test_batches_and_their_files_are_listed(page: Page, client: openai.OpenAI) -
 def test_every_view_opens_by_its_address(page: Page, stack: Stack) -> None:
     log_in(page)
     expect(page.get_by_role("heading", name="Try a model")).to_be_visible()
-    for name in ("Predictions", "Batches", "Usage", "Reports", "Keys", "Live"):
+    for name in ("Predictions", "Batches", "Usage", "Reports", "Invoices", "Keys", "Live"):
         page.goto(f"{stack.api_url}/console#{name.lower()}")
         expect(page.get_by_role("heading", name=name, exact=True)).to_be_visible()
         expect(page.get_by_role("link", name=name, exact=True)).to_have_attribute(

@@ -3,6 +3,7 @@
 import { call, hasKey, useKey } from "./api.js";
 import { failure, h, put, say } from "./dom.js";
 import * as batches from "./batches.js";
+import * as invoices from "./invoices.js";
 import * as keys from "./keys.js";
 import * as live from "./live.js";
 import * as predictions from "./predictions.js";
@@ -10,7 +11,7 @@ import * as reports from "./reports.js";
 import * as trial from "./trial.js";
 import * as usage from "./usage.js";
 
-const VIEWS = { try: trial, predictions, batches, usage, reports, keys, live };
+const VIEWS = { try: trial, predictions, batches, usage, reports, invoices, keys, live };
 const main = document.getElementById("main");
 const tabs = document.getElementById("tabs");
 let leaving = new AbortController();

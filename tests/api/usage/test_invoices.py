@@ -1,0 +1,95 @@
+"""GET /v1/invoices and the console's view of them: the amounts of the rows, and only the key's."""
+
+import re
+import shutil
+from datetime import UTC, datetime
+from decimal import ROUND_HALF_UP, Decimal
+
+import pytest
+from playwright.async_api import async_playwright, expect
+
+from shared.reports.definitions import ask_month, find_report
+from shared.reports.invoice import invoices
+from shared.reports.runner import ReportRunner
+from tests.api.usage.test_reports import traffic
+from tests.api.usage.world import World
+from tests.keys import key_for
+from tests.limits import WAIT_LIMIT_S
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+pytestmark = [pytest.mark.slow, pytest.mark.anyio]
+
+
+def this_month() -> str:
+    return f"{datetime.now(UTC):%Y-%m}"
+
+
+async def test_a_key_reads_its_own_invoice_and_an_admin_all(world: World) -> None:
+    await traffic(world)
+    own = (await world.get("/v1/invoices", "a", month=this_month())).json()
+    assert [invoice["tenant"] for invoice in own["data"]] == ["acme"]
+    everybody = (await world.get("/v1/invoices", "boss", month=this_month())).json()
+    assert [invoice["tenant"] for invoice in everybody["data"]] == ["acme", "other"]
+    refused = await world.get("/v1/invoices", "a", month=this_month(), tenant="other")
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tenant")
+    assert (await world.get("/v1/invoices", "narrow", month=this_month())).status_code == 403
+
+
+async def test_amounts_are_those_of_the_command_and_add_up(world: World) -> None:
+    await traffic(world)
+    (invoice,) = (await world.get("/v1/invoices", "a", month=this_month())).json()["data"]
+    runner = ReportRunner(world.client, world.settings.dataset)
+    question = ask_month(this_month(), tenants=("acme",))
+    (expected,) = invoices(runner.run(find_report("invoice"), question))
+    assert invoice["number"] == expected.number
+    amounts = [Decimal(line["amount_usd"]) for line in invoice["lines"]]
+    assert amounts == [line.amount_usd for line in expected.lines]
+    assert sum(amounts) == Decimal(invoice["total_usd"]) > 0
+    cents = Decimal(invoice["total_usd"]).quantize(Decimal("0.01"), ROUND_HALF_UP)
+    assert Decimal(invoice["due_usd"]) == cents
+    assert invoice["is_final"] is False
+
+
+@pytest.mark.parametrize(
+    ("query", "field"),
+    [({}, "month"), ({"month": "2026-13"}, "month"), ({"month": "2026-10", "tz": "x"}, "tz")],
+)
+async def test_wrong_questions_name_their_field(
+    world: World, query: dict[str, str], field: str
+) -> None:
+    response = await world.get("/v1/invoices", "a", **query)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, field)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+async def test_a_customer_checks_an_invoice_in_the_console(world: World) -> None:
+    await traffic(world)
+    told: list[str] = []
+    async with async_playwright() as playwright:
+        browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        page = await browser.new_page(viewport={"width": 390, "height": 844}, timezone_id="UTC")
+        page.on("pageerror", lambda error: told.append(str(error)))
+        page.on("console", lambda message: told.append(message.text))
+        expect.set_options(timeout=WAIT_LIMIT_S * 1000)
+        await page.goto(f"{world.apis[0].url}/console#invoices")
+        await page.get_by_label("API key").fill(key_for("boss"))
+        await page.get_by_role("button", name="Log in").click()
+        row = page.get_by_role("row").filter(has_text="acme")
+        number = await row.get_by_role("link").inner_text()
+        await row.get_by_role("link").click()
+        sheet = page.get_by_role("article", name=f"Invoice {number}")
+        for words in ("acme", "US dollars (USD)", "the month has not ended"):
+            await expect(sheet.get_by_text(words)).to_be_visible()
+        cells = sheet.locator("tbody tr > :last-child")
+        await expect(cells.first).to_have_text(re.compile(r"\$\d+\.\d+"))
+        amounts = [Decimal(text.lstrip("$")) for text in await cells.all_inner_texts()]
+        total = await sheet.locator("tfoot tr").first.locator("td").inner_text()
+        assert sum(amounts) == Decimal(total.lstrip("$")) > 0
+        assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        await page.emulate_media(media="print")
+        await expect(sheet).to_be_visible()
+        await expect(page.get_by_label("Month")).to_be_hidden()
+        pdf = await page.pdf()
+        assert pdf.startswith(b"%PDF")
+        await browser.close()
+    assert not told
