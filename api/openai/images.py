@@ -52,7 +52,7 @@ from api.predictions.event_stream import EventStreams, HeldResponse
 from api.predictions.generation_stream import GenerationStreams, behind
 from api.predictions.service import Predictions
 from api.tasks.base import Inputs
-from api.tasks.image import as_run, images_in, is_run, results_of
+from api.tasks.image import images_in, is_run, plan_images, results_of
 from shared.errors import BadInput, PenstockError, Unavailable
 from shared.messages import ItemOutcome
 from shared.models.blob import Blob
@@ -194,14 +194,12 @@ class GenerationsEndpoint(Endpoint):
         check_accepted(body, model, "text")
         first = first_image(body, model, size_in(body, model))
         start = default_seed if body.seed is None else body.seed
-        inputs: Sequence[Input] = consecutive(first, start, body.n)
+        inputs, is_repeatable = consecutive(first, start, body.n), body.seed is not None
         width, height = size_after(body, first)
         reply_bytes = body.n * width * height * _BYTES_PER_PIXEL
-        is_repeatable = body.seed is not None
-        run = as_run(inputs, body.upscale, model, catalog, is_repeatable=is_repeatable)
-        if run is not None:
-            model, inputs = run[0], [run[1]]
-        return LineRequest(body, model, inputs, is_repeatable, reply_bytes)
+        read = Inputs(inputs, {}, True, is_repeatable, upscale=body.upscale)
+        model, read = plan_images(read, model, catalog)
+        return LineRequest(body, model, read.inputs, is_repeatable, reply_bytes)
 
     async def inputs(self, request: LineRequest, caller: LineCaller) -> Sequence[Input]:
         """Returns the images, or the flow run that draws them, with the files of the line."""
@@ -462,15 +460,8 @@ class ImageAnswer:
                 source.object_key or hashlib.sha256(source.data or b"").hexdigest()
                 for source in sources
             ]
-        run = as_run(inputs, body.upscale, model, self.catalog, is_repeatable=is_repeatable)
-        read = Inputs(
-            inputs if run is None else [run[1]],
-            shown,
-            is_list=True,
-            is_repeatable=is_repeatable,
-            output_format=body.output_format,
-        )
-        model = model if run is None else run[0]
+        read = Inputs(inputs, shown, True, is_repeatable, body.output_format, body.upscale)
+        model, read = plan_images(read, model, self.catalog)
         digest = digest_of(json.dumps(asked, sort_keys=True))
         return self.recording.request(self.call, model, read, digest=digest, endpoint=path)
 

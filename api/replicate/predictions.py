@@ -14,7 +14,6 @@ import asyncio
 import json
 import re
 import time
-from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from fastapi import Path, Query
@@ -42,7 +41,7 @@ from api.replicate.prediction_replies import PredictionReplies
 from api.replicate.replies import PredictionReply, PredictionsPage
 from api.tasks import read_inputs
 from api.tasks.base import Inputs
-from api.tasks.image import as_run
+from api.tasks.image import plan_images
 from shared.errors import BadInput
 from shared.models.catalog import Catalog, Model
 from shared.models.tasks.custom import CustomInput
@@ -224,12 +223,7 @@ class PredictionCreator:
         for one in read.inputs:
             if isinstance(one, CustomInput):
                 one.context = body.context or {}
-        run = as_run(
-            read.inputs, read.upscale, model, self._catalog, is_repeatable=read.is_repeatable
-        )
-        if run is None:
-            return model, read
-        return run[0], replace(read, inputs=[run[1]])
+        return plan_images(read, model, self._catalog)
 
 
 def _webhook_of(body: PredictionBody, *, allow_private: bool) -> tuple[str, tuple[str, ...]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -33,7 +34,6 @@ from shared.errors import BadInput
 from shared.messages import ItemOutcome, ReplyBody
 from shared.models.catalog import Catalog, Model
 from shared.models.image_interface import ImageMode
-from shared.models.tasks import Input
 from shared.models.tasks.image import ImageInput, ImageResult, ImagesInput, ImagesResult
 
 MAX_PADDING = 4096
@@ -251,36 +251,28 @@ def is_run(model: Model, upscale: int | None) -> bool:
     return upscale is not None or model.image.safety is not None
 
 
-def as_run(
-    inputs: Sequence[Input],
-    upscale: int | None,
-    model: Model,
-    catalog: Catalog,
-    *,
-    is_repeatable: bool,
-) -> tuple[Model, ImagesInput] | None:
-    """Returns the flow for a request and its input. None: no step follows its images.
+def plan_images(read: Inputs, model: Model, catalog: Catalog) -> tuple[Model, Inputs]:
+    """Returns the model and the inputs to compute: a flow, if steps follow the images.
 
     Args:
-        inputs: inputs of the request. Large sources are in the object store.
-        upscale: factor by which images are enlarged. None: they are not.
+        read: inputs of the request. Large sources are in the object store.
         model: the model named in the request. If it draws no images, no step follows.
         catalog: has the models of the steps.
-        is_repeatable: True if equal requests produce equal images.
 
     Raises:
         BadInput: images of the model can't be enlarged.
     """
-    images = [value for value in inputs if isinstance(value, ImageInput)]
+    images = [value for value in read.inputs if isinstance(value, ImageInput)]
     if not images:
-        return None
-    if upscale is not None and model.image.upscale is None:
+        return model, read
+    if read.upscale is not None and model.image.upscale is None:
         raise BadInput(f"upscale: is not supported by {model.name}; leave it out", field="upscale")
-    run = catalog.image_run(model, upscales=upscale is not None)
+    run = catalog.image_run(model, upscales=read.upscale is not None)
     if run is None:
-        return None
+        return model, read
     seeds = [image.seed for image in images]
-    return run, ImagesInput(images[0], seeds, is_repeatable, upscale or 1)
+    images_input = ImagesInput(images[0], seeds, read.is_repeatable, read.upscale or 1)
+    return run, replace(read, inputs=[images_input])
 
 
 TASK = ImageApi()

@@ -62,8 +62,6 @@ FAR_ABOVE = 8
 """A prompt of this many contexts, as estimated, is rejected without tokenizing it."""
 MAX_STEP_SEED = 2**53 - 11
 """Maximum seed of a prediction (`MAX_SEED` in api/bodies.py). A test compares the two."""
-LOGPROB_BYTES = 48
-"""Size of one alternative in a reply."""
 
 STEP_FIELDS: Mapping[str, Any] = {
     "prompt": {"type": "string", "minLength": 1},
