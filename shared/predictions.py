@@ -8,7 +8,7 @@ so they agree. Field names and states follow Replicate's HTTP API
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
@@ -96,6 +96,21 @@ class Prediction(msgspec.Struct, kw_only=True, omit_defaults=True):
     """For a flow, its plan (shared/models/flow_plan.py)."""
     step_prices: tuple[ItemPrice, ...] = ()
     """The terms for charging the items of each step."""
+
+    @property
+    def steps(self) -> Sequence[Mapping[str, Any]]:
+        """The steps of a flow. Empty: it is not a flow."""
+        return self.flow["steps"] if self.flow else ()
+
+    @property
+    def shows_steps(self) -> bool:
+        """True for a flow, unless it is an image request."""
+        return bool(self.steps) and not (self.flow or {}).get("gives")
+
+    @property
+    def is_checked(self) -> bool:
+        """True if images are checked before delivery, in which case previews are not shown."""
+        return not self.shows_steps and any(step["id"] == SAFETY for step in self.steps)
 
     def price_of(self, outcome: ItemOutcome) -> ItemPrice | None:
         return self.step_prices[step_of(outcome.index)] if self.step_prices else self.price
@@ -335,7 +350,7 @@ def step_output_of(
     prediction: Prediction, outcome: ItemOutcome, url_signer: UrlSigner
 ) -> dict[str, Any]:
     """Returns the outcome of a flow step item, as shown in its stream."""
-    step = (prediction.flow or {})["steps"][step_of(outcome.index)]
+    step = prediction.steps[step_of(outcome.index)]
     shown: dict[str, Any] = {"step": step["id"]}
     if step.get("for_each") is not None:
         shown["item"] = outcome.index % MAX_STEP_ITEMS
@@ -403,7 +418,7 @@ def metrics_of(prediction: Prediction, record: Record) -> dict[str, Any]:
         ]
         times["device_time"] = round(sum(device_s(price, one.receipt) for price, one in priced), 6)
         times["cost_usd"] = sum(cost_usd(price, one) for price, one in priced)
-        if prediction.flow is not None:
+        if prediction.steps:
             times["steps"] = _steps_of(prediction, record.reply.outcomes)
     if record.state == "succeeded" and record.reply:
         for outcome in record.reply.outcomes:
@@ -437,22 +452,11 @@ def _metrics_of_images(output: Result | None) -> dict[str, Any]:
     return said | ({"withheld": output.withheld} if output.withheld else {})
 
 
-def gives_images(prediction: Prediction) -> bool:
-    """Returns whether a flow run is an image request, whose steps are not shown."""
-    return prediction.flow is not None and prediction.flow.get("gives") == "images"
-
-
-def is_checked(prediction: Prediction) -> bool:
-    """Returns whether images are checked before delivery, in which case previews are not shown."""
-    steps = (prediction.flow or {}).get("steps", ())
-    return gives_images(prediction) and any(step["id"] == SAFETY for step in steps)
-
-
 def _steps_of(prediction: Prediction, outcomes: Sequence[ItemOutcome]) -> list[dict[str, Any]]:
     """Returns the progress and cost of each flow step."""
     steps: list[dict[str, Any]] = [
         {"id": step["id"], "model": step["model"], "items": 0, "failed": 0, "cost_usd": 0.0}
-        for step in (prediction.flow or {}).get("steps", ())
+        for step in prediction.steps
     ]
     for outcome, shown in ((one, steps[step_of(one.index)]) for one in outcomes):
         shown["items"] += 1

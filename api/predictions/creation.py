@@ -131,7 +131,7 @@ class PredictionSnapshot(NamedTuple):
     def is_unpublished(self) -> bool:
         """Returns whether the broker may not have the job, or one of a flow's first jobs."""
         is_open = self.record.state == "starting"
-        if self.prediction.flow is not None:
+        if self.prediction.steps:
             is_open = not self.record.is_over
         return is_open and not self.record.published
 

@@ -46,7 +46,6 @@ from shared.models.tasks.text import TokenLogprob
 from shared.predictions import (
     Prediction,
     error_of,
-    gives_images,
     logs_of,
     output_of,
     printed_of,
@@ -234,7 +233,7 @@ def events_of(
         step = record.steps if record.state == "succeeded" else record.step
         events.append(StreamEvent(0, step, logs.rstrip("\n")))
     output = output_of(prediction, record, url_signer)
-    if prediction.flow is not None and not gives_images(prediction):
+    if prediction.shows_steps:
         if record.state == "succeeded":
             events.append(StreamEvent(1, OUTPUT_OF_FLOW, _text({"output": output})))
     else:

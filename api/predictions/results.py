@@ -36,7 +36,7 @@ class ResultFetcher:
             Unavailable: the object store is unreachable.
         """
         reply = snapshot.record.reply
-        if snapshot.prediction.flow is not None:
+        if snapshot.prediction.steps:
             for key in await self._predictions.objects_of_steps(snapshot.prediction):
                 await self._objects.delete(key)
             return

@@ -47,8 +47,6 @@ from shared.predictions import (
     decode_document,
     encode_document,
     encode_end,
-    gives_images,
-    is_checked,
     read_partial,
     record_of,
 )
@@ -368,7 +366,7 @@ class Predictions:
     async def _settle_canceled(self, snapshot: PredictionSnapshot) -> PredictionSnapshot:
         """Records the cost of a canceled flow run, unless that has already been done."""
         prediction, record = snapshot
-        if prediction.flow is None or not record.awaits_receipts:
+        if not (prediction.steps and record.awaits_receipts):
             return snapshot
         await self._flows.settle(prediction)
         settled = await self._records.read_again(prediction.record, record.document)
@@ -517,7 +515,7 @@ class Predictions:
         """
         prediction, record = snapshot
         # A step may have images that will be withheld.
-        if prediction.flow is None or gives_images(prediction):
+        if not prediction.shows_steps:
             return []
         with suppress(Unavailable):
             reading = outcomes_after(
@@ -539,7 +537,7 @@ class Predictions:
 
         None while Redis does not answer.
         """
-        if is_checked(snapshot.prediction):  # a preview may show an image that will be withheld
+        if snapshot.prediction.is_checked:  # a preview may show an image that will be withheld
             return []
         record, previews = snapshot.prediction.record, self._records.previews
         with suppress(Unavailable):
@@ -653,7 +651,7 @@ class Predictions:
         if error is None:
             return snapshot
         outcome = "expired" if isinstance(error, DeadlineExceeded) else "withdrawn"
-        if prediction.flow is not None:
+        if prediction.steps:
             with suppress(PenstockError):  # the next reader tries again
                 await self._flows.fail(prediction, error)
                 metrics.PREDICTIONS.labels(prediction.model, outcome).inc()
