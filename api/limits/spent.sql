@@ -1,6 +1,6 @@
--- What each budget's rows were charged, by calendar month (UTC), counted from year 0: those of requests
--- answered before the time in @end_times of the budget at the same place. A budget is that of a tenant, or
--- of one of its keys. @tenants has each tenant once, @budget_tenants one tenant for each budget.
+-- The amount charged in the rows of each budget, by calendar month (UTC), counted from year 0. It includes requests
+-- answered before the budget's time in @end_times. A budget belongs to a tenant or to one of its keys.
+-- @tenants has each tenant once, @budget_tenants has one tenant per budget.
 -- The filter is directly on the table, as required for tables with a mandatory partition filter.
 WITH once AS (
   SELECT tenant, key_id, received_at, COALESCE(replied_at, received_at) AS answered_at, cost_usd

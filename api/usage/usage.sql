@@ -3,7 +3,7 @@
 WITH once AS (
   SELECT
     *,
-    -- Rows from before the column: what was charged was charged in full.
+    -- Rows without the column: the full price was charged.
     COALESCE(charged_share, IF(cost_usd > 0, 1.0, 0.0)) AS share
   FROM `rows`
   WHERE received_at >= @since
@@ -19,7 +19,7 @@ SELECT
   IF(@by_tenant, tenant, NULL) AS of_tenant,
   IF(@by_model, model, NULL) AS of_model,
   IF(@by_key, key_id, NULL) AS of_key,
-  -- A run of a flow is a request to each of its models.
+  -- A flow run is a request to each of its models.
   COUNT(DISTINCT IF(status = 'refused', NULL, request_id)) AS model_requests,
   COUNTIF(item = 0) AS requests,
   COUNTIF(status = 'refused') AS refused,
@@ -30,7 +30,7 @@ SELECT
   COALESCE(SUM(tokens * share), 0) AS charged_tokens,
   COALESCE(SUM(IF(status = 'succeeded', pixel_steps, 0)), 0) AS pixel_steps,
   COALESCE(SUM(pixel_steps * share), 0) AS charged_pixel_steps,
-  -- A batch's time belongs to its items in equal parts.
+  -- A batch's time is divided equally among its items.
   COALESCE(SUM(inference_ms / 1000 * device_share / batch_size), 0) AS device_s,
   COALESCE(SUM(cost_usd), 0) AS cost_usd
 FROM once

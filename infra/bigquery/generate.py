@@ -20,7 +20,7 @@ from shared.usage.row import Row
 FOLDER = Path(__file__).parent
 _TYPES = {str: "STRING", int: "INTEGER", float: "FLOAT", bool: "BOOLEAN"}
 _TENANT_VIEW = """\
--- A tenant's own rows, each once, without what tells of workers and of others in the same batch.
+-- A tenant's own rows, without duplicates and without data about workers and other tenants.
 {about}
 SELECT
 {columns}

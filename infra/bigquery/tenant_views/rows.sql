@@ -1,4 +1,4 @@
--- A tenant's own rows, each once, without what tells of workers and of others in the same batch.
+-- A tenant's own rows, without duplicates and without data about workers and other tenants.
 -- column row_id: Identifies the row: <request_id>:<item>, or <request_id>:refused. The same item written twice has the same row_id.
 -- column request_id: One ID from HTTP to reply.
 -- column item: The item's index in the request, from 0.

@@ -1,8 +1,8 @@
--- Where the time of delivered items went in each hour: approximate percentiles. They can't be added up or averaged.
--- column day: UTC day of the hour; a filter on it reaches the partitions, so have one in each query
--- column hour: when the hour begins
--- column model: its name in the catalog
--- column priority: interactive or batch; NULL in rows of releases that did not have it
+-- Latency of delivered items per hour and phase, as approximate percentiles, which can't be added up or averaged.
+-- column day: UTC day of the hour; filter on it in each query, because it selects the partitions
+-- column hour: start of the hour
+-- column model: model name in the catalog
+-- column priority: interactive or batch; NULL in rows of older releases
 -- column items: delivered items
 -- column total_p50_ms: median time from receiving to replying
 -- column total_p95_ms: the same, 95th percentile

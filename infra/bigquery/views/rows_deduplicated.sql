@@ -1,6 +1,6 @@
 -- One row per row_id: rows are written at least once, and a job delivered twice writes its rows twice.
--- An item counts as succeeded only if all its rows say so: the API writes another one if its caller did not get the result.
--- received_at is part of the key only so that a filter on it reaches the partitions; copies of a row have the same.
+-- An item counts as succeeded only if all its rows agree: the API writes another row if the caller did not get the result.
+-- received_at is part of the key only so that a filter on it selects partitions; it is equal in all copies of a row.
 SELECT *
 FROM `${project}.${dataset}.rows`
 WHERE TRUE

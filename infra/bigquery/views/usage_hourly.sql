@@ -1,28 +1,28 @@
--- What was used and charged in each hour.
--- column day: UTC day of the hour; a filter on it reaches the partitions, so have one in each query
--- column hour: when the hour begins
--- column tenant: who asked
+-- Usage and charges in each hour.
+-- column day: UTC day of the hour; filter on it in each query, because it selects the partitions
+-- column hour: start of the hour
+-- column tenant: the tenant
 -- column key_id: the public part of the API key
 -- column plan: the tenant's plan
--- column model: its name in the catalog
--- column region: where the rows were written
+-- column model: model name in the catalog
+-- column region: region in which the rows were written
 -- column priority: interactive or batch
--- column requests: requests, the refused ones too; one counts where its first item is
--- column refused: requests that were not taken on
--- column items: texts or images, without those of refused requests
+-- column requests: requests, including refused ones; a request counts in the line of its first item
+-- column refused: requests that were refused
+-- column items: texts or images, excluding refused requests
 -- column succeeded: items that were delivered
 -- column failed: items that failed
 -- column expired: items whose deadline passed
 -- column canceled: items that were canceled
 -- column cached: delivered items from the cache, or joined
--- column tokens: of texts, whoever pays
--- column input_tokens: of texts, those that were read
--- column output_tokens: of texts, those that were written
--- column cached_tokens: of input_tokens, those that were not computed again
--- column pixel_steps: width x height x steps of images, whoever pays
--- column device_s: seconds of a whole device; a batch's time belongs to its items in equal parts
--- column list_price_usd: what the work costs before any share
--- column cost_usd: what was charged
+-- column tokens: tokens of texts, charged or not
+-- column input_tokens: input tokens of texts
+-- column output_tokens: output tokens of texts
+-- column cached_tokens: the part of input_tokens that was read from the cache
+-- column pixel_steps: width x height x steps of images, charged or not
+-- column device_s: seconds of a whole device; a batch's time is divided equally among its items
+-- column list_price_usd: list price of the work, before any share
+-- column cost_usd: amount charged
 SELECT
   DATE(received_at) AS day,
   TIMESTAMP_TRUNC(received_at, HOUR) AS hour,

@@ -1,19 +1,19 @@
--- What workers did in each hour, and what their GPUs cost. For operators.
--- column day: UTC day of the hour; a filter on it reaches the partitions, so have one in each query
--- column hour: when the hour begins
+-- Hours and GPU cost of workers in each hour. For operators.
+-- column day: UTC day of the hour; filter on it in each query, because it selects the partitions
+-- column hour: start of the hour
 -- column deployment: the workers' models in the catalog, joined with +
--- column models: the same as rows name them, comma-separated
--- column region: where they run
+-- column models: the models as named in rows, comma-separated
+-- column region: region in which they run
 -- column gpu_type: as in rows; NULL for a CPU
--- column spot: whether the node is a spot node; NULL where that is not known, and priced on demand
+-- column spot: true for a spot node; NULL if unknown, and priced on demand
 -- column workers: worker processes
 -- column busy_hours: hours of a whole device with batches running
--- column idle_hours: the same with nothing to do
--- column loading_hours: the same loading models
+-- column idle_hours: hours of a whole device without work
+-- column loading_hours: hours of a whole device loading models
 -- column items: items in the batches that ended
 -- column batches: batches that ended
 -- column cold_starts: model loads that ended
--- column cost_usd: the hours times the price of GPU type, spot or not, region and hour; NULL where there is no price
+-- column cost_usd: hours times the price for GPU type, spot or on demand, region and hour; NULL if the price is unknown
 SELECT
   DATE(reported.hour) AS day,
   reported.hour AS hour,

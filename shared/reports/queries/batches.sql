@@ -1,21 +1,21 @@
--- How full the batches of each model are, per hour, how much of them is padding, and what an item of them costs in time.
+-- Batch size and padding of each model per hour, and the time per item.
 -- owner: operations
 -- audience: operators
 -- plot: lines fill_percent by hour, one color per model
 -- totals: items, batches
--- column hour: when the batch began to run (UTC)
--- column model: its name in the catalog
--- column workers: that ran batches
+-- column hour: hour in which the batch started (UTC)
+-- column model: model name in the catalog
+-- column workers: workers that ran batches
 -- column items: items in batches
 -- column batches: batches
 -- column items_per_batch: mean
--- column fill_percent: items of the most that these batches may hold; NULL in rows of releases that did not say
--- column padding_percent: tokens that were computed and belong to no text; NULL for images and for older rows
--- column cold_percent: items that waited for a model to load; NULL for older rows
--- column batch_wait_p95_ms: time in the worker until the batch began, 95th percentile
+-- column fill_percent: items as a share of the maximum that these batches can hold; NULL in rows of older releases
+-- column padding_percent: share of computed tokens that are padding; NULL for images and for older rows
+-- column cold_percent: share of items that waited for a model to load; NULL for older rows
+-- column batch_wait_p95_ms: time in the worker until the batch started, 95th percentile
 -- column inference_ms_per_item: a batch's time divided by its items
 WITH
--- Few rows are there twice. To find them first is quicker than to order the copies of all.
+-- Few rows exist twice. Finding these first is faster than sorting the copies of all rows.
 doubles AS (
   SELECT row_id
   FROM `rows`
@@ -79,7 +79,7 @@ SELECT
   ROUND(APPROX_QUANTILES(batch_wait_ms, 100)[SAFE_OFFSET(95)], 1) AS batch_wait_p95_ms,
   ROUND(AVG(inference_ms / batch_size), 3) AS inference_ms_per_item
 FROM once
--- A joined item has the batch of another one.
+-- A joined item belongs to another item's batch.
 WHERE started_at IS NOT NULL AND batch_size > 0 AND cache IS DISTINCT FROM 'joined'
 GROUP BY hour, model
 ORDER BY hour DESC, model

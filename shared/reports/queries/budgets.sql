@@ -1,4 +1,4 @@
--- How much of its budget each tenant spent in each calendar month (UTC), and the forecast for the month.
+-- Share of its budget that each tenant spent in each calendar month (UTC), and the forecast for the month.
 -- owner: finance
 -- audience: tenants
 -- without: models, tz
@@ -11,7 +11,7 @@
 -- column tenant: the tenant
 -- column month: first day of the month; budgets are for calendar months in UTC, in every time zone
 -- column spent_usd: amount charged so far this month, not rounded
--- column budget_usd: the current budget; NULL if the tenant has none
+-- column budget_usd: the current budget; NULL if the tenant does not have one
 -- column percent: percentage of the budget that is spent
 -- column left_usd: remaining budget; negative if the budget was exceeded
 -- column elapsed_percent: percentage of the month that has passed
@@ -55,7 +55,7 @@ spent AS (
   WHERE tenant IS NOT NULL
   GROUP BY tenant, month
 ),
--- A tenant with a budget has a line in each month. Others have one where they spent.
+-- A tenant with a budget has a line in each month. Other tenants have lines for months with charges.
 wanted AS (
   SELECT tenant, month FROM budgets CROSS JOIN months
   UNION DISTINCT

@@ -1,20 +1,20 @@
--- What the cache saves: dollars that callers did not pay, and GPU time and dollars that were not needed.
+-- Savings by the cache: dollars that callers did not pay, and GPU time and dollars that were not spent.
 -- owner: product
 -- audience: tenants
 -- without: tz
 -- plot: bars caller_saved_usd, gpu_saved_usd by model
 -- totals: items, hits, joined, charged_usd, list_usd, caller_saved_usd, gpu_saved_s, gpu_saved_usd
--- column model: its name in the catalog
+-- column model: model name in the catalog
 -- column items: delivered items
--- column hits: of these from the cache
--- column joined: of these joined to the same item in flight
--- column hit_percent: hits and joined, of the delivered
--- column charged_usd: what hits and joined items were charged; not rounded
--- column list_usd: what they cost by the list; for rows of older releases by the mean price of the computed ones
--- column caller_saved_usd: list_usd less charged_usd
--- column gpu_saved_s: seconds of a whole device: units of hits and joined items by the mean time of a computed unit
--- column gpu_usd_per_hour: mean list price of the GPUs that computed the model; NULL where no GPU did
--- column gpu_saved_usd: gpu_saved_s by that price
+-- column hits: delivered items from the cache
+-- column joined: delivered items that joined an identical item in flight
+-- column hit_percent: share of delivered items that were hits or joined
+-- column charged_usd: amount charged for hits and joined items, not rounded
+-- column list_usd: their list price; for rows of older releases, the mean price of computed items
+-- column caller_saved_usd: list_usd minus charged_usd
+-- column gpu_saved_s: seconds of a whole device: units of hits and joined items times the mean time of a computed unit
+-- column gpu_usd_per_hour: mean list price of the GPUs that computed the model; NULL if it ran only on CPUs
+-- column gpu_saved_usd: gpu_saved_s times that price
 WITH once AS (
   SELECT
     model,
@@ -24,11 +24,11 @@ WITH once AS (
     cache,
     COALESCE(cache IN ('memory', 'redis', 'joined'), FALSE) AS is_shared,
     COALESCE(pixel_steps, tokens) AS units,
-    -- Rows from before the columns: what was charged was charged in full.
+    -- Rows without the columns: the full price was charged.
     COALESCE(list_price_usd, SAFE_DIVIDE(cost_usd, COALESCE(charged_share, 1.0))) AS list_usd,
     list_price_usd IS NULL AS is_old,
     cost_usd,
-    -- A batch's time belongs to its items in equal parts. A joined item has the batch of another one.
+    -- A batch's time is divided equally among its items. A joined item belongs to another item's batch.
     IF(cache = 'joined', NULL, inference_ms / 1000 * device_share / batch_size) AS device_s
   FROM `rows`
   WHERE received_at >= @since

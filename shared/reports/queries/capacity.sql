@@ -1,24 +1,24 @@
--- How many GPUs each hour of the week needs, and how much comes in.
+-- GPUs needed and load in each hour of the week.
 -- owner: operations
 -- audience: operators
 -- plot: heat gpus_max by hour and weekday
 -- column weekday: 1 is Monday, in the time zone
 -- column hour: 0 to 23, in the time zone
--- column hours: of the range that were such an hour, those without a request too
--- column items_mean: texts or images in such an hour
--- column items_max: in the busiest
--- column refused_mean: refused requests in such an hour
--- column gpus_mean: device seconds of such an hour divided by 3,600: whole devices that were busy all the time
--- column gpus_max: in the busiest
--- column queue_p95_ms: time at the broker, the worst 95th percentile of such an hour
--- The first and the last hour of the range may be parts of an hour. Ask for whole days. Hours are cut in UTC, so where the
--- clock is off by half an hour, an hour of the clock begins at its half.
+-- column hours: number of such hours in the range, including hours without requests
+-- column items_mean: mean texts or images in such an hour
+-- column items_max: maximum of all such hours
+-- column refused_mean: mean refused requests in such an hour
+-- column gpus_mean: mean device seconds in such an hour divided by 3,600: the number of fully busy devices
+-- column gpus_max: maximum of all such hours
+-- column queue_p95_ms: time at the broker: the worst 95th percentile of all such hours
+-- The first and the last hour of the range may be incomplete, so request whole days. Hours are cut in UTC, so if the
+-- time zone is off by half an hour, a local hour starts at its half.
 WITH once AS (
   SELECT
     received_at,
     status,
     queue_ms,
-    -- A batch's time belongs to its items in equal parts. A joined item has the batch of another one.
+    -- A batch's time is divided equally among its items. A joined item belongs to another item's batch.
     IF(cache = 'joined', NULL, inference_ms / 1000 * device_share / batch_size) AS device_s
   FROM `rows`
   WHERE received_at >= @since

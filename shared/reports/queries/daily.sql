@@ -1,24 +1,24 @@
--- What all tenants together used, one line for each day of the range, empty days too.
+-- Total usage of all tenants, with one line for each day of the range, including days without requests.
 -- owner: product
 -- audience: tenants
 -- plot: bars cost_usd by day
 -- plot: lines requests by day
 -- totals: requests, refused, items, succeeded, failed, expired, canceled, cached, tokens, pixel_steps, device_s, cost_usd
--- column day: day of the time zone
--- column hours: how long the day is; 23 or 25 where clocks change
--- column tenants: who asked, how many
--- column requests: requests, the refused ones too
--- column refused: requests that were not taken on
--- column items: texts or images, without those of refused requests
+-- column day: day in the time zone
+-- column hours: hours in the day; 23 or 25 when clocks change
+-- column tenants: number of tenants that sent requests
+-- column requests: requests, including refused ones
+-- column refused: requests that were refused
+-- column items: texts or images, excluding refused requests
 -- column succeeded: items that were delivered
 -- column failed: items that failed
 -- column expired: items whose deadline passed
 -- column canceled: items that were canceled
 -- column cached: delivered items from the cache, or joined
--- column tokens: of texts, whoever pays
--- column pixel_steps: width x height x steps of images, whoever pays
+-- column tokens: tokens of texts, charged or not
+-- column pixel_steps: width x height x steps of images, charged or not
 -- column device_s: seconds of a whole device
--- column cost_usd: what was charged; not rounded
+-- column cost_usd: amount charged, not rounded
 WITH once AS (
   SELECT
     tenant,
@@ -29,7 +29,7 @@ WITH once AS (
     tokens,
     pixel_steps,
     cost_usd,
-    -- A batch's time belongs to its items in equal parts.
+    -- A batch's time is divided equally among its items.
     inference_ms / 1000 * device_share / batch_size AS device_s
   FROM `rows`
   WHERE received_at >= @since

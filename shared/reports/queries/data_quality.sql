@@ -1,11 +1,11 @@
--- Whether the rows can be trusted: double, missing and late ones, clocks that disagree, charges that do not add up.
+-- Checks of the rows: duplicate, missing and late rows, clocks that disagree, and charges that do not add up.
 -- owner: operations
 -- audience: operators
--- column check_name: what is counted
--- column found: how many
--- column total: among how many
--- column example: the row, request or report of a worker that is first by its name, to look for
--- column means: what it says, and what to do
+-- column check_name: name of the check
+-- column found: number found
+-- column total: number checked
+-- column example: an example: the first row, request or worker report by name
+-- column means: explanation, and what to do
 WITH raw AS (
   SELECT
     row_id,
@@ -15,7 +15,7 @@ WITH raw AS (
     status,
     received_at,
     replied_at,
-    -- 5 ms: a message carries times in decimals, and clocks of one machine differ by less.
+    -- 5 ms: messages contain times as decimals, and clocks on one machine differ by less.
     COALESCE((
       TIMESTAMP_DIFF(received_at, published_at, MICROSECOND) > 5000
       OR TIMESTAMP_DIFF(published_at, pulled_at, MICROSECOND) > 5000

@@ -1,17 +1,17 @@
--- What failed, came too late or was refused, by model and error code, with the share of the model's items.
+-- Failed, late and refused items, by model and error code, with their share of the model's items.
 -- owner: operations
 -- audience: tenants
 -- plot: bars items by error_code, one color per model
 -- totals: items
--- column model: its name in the catalog
+-- column model: model name in the catalog
 -- column status: failed, expired, canceled or refused
 -- column error_code: the reason
--- column items: items, or requests that were refused
--- column tenants: who was met, how many
--- column percent_of_model: of all items and refused requests of the model
--- column most_attempts: the most deliveries that one of them took
--- column latest: when the last one was received
--- column example_request_id: the request of the last one, to look for in logs
+-- column items: items, or refused requests
+-- column tenants: number of affected tenants
+-- column percent_of_model: share of the model's items and refused requests
+-- column most_attempts: maximum number of deliveries of one item
+-- column latest: time at which the latest one was received
+-- column example_request_id: request ID of the latest one, for a search in the logs
 WITH once AS (
   SELECT
     model,

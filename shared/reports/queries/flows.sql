@@ -1,24 +1,24 @@
--- What each tenant used of each flow, per day, as one product and by its steps.
+-- Usage by tenant and flow, per day, as a whole and by step.
 -- owner: product
 -- audience: tenants
 -- plot: bars cost_usd by day, one color per flow
--- column day: day of the time zone; a day without runs has no line
--- column tenant: who asked
--- column flow: its name in the catalog
--- column step: the id of its step; empty in the line of the flow as a whole
--- column runs: runs that got as far as this step
--- column items: items of the step, or of all steps
+-- column day: day in the time zone; days without runs have no line
+-- column tenant: the tenant
+-- column flow: model name in the catalog
+-- column step: ID of the step; empty in the line for the whole flow
+-- column runs: runs that reached this step
+-- column items: items in the step, or in all steps
 -- column succeeded: items that were delivered
--- column hit_percent: items from the cache, of all items
--- column joined: items that were equal to another one
+-- column hit_percent: share of items from the cache
+-- column joined: items that joined an identical item
 -- column inference_p50_ms: median time of the item's batch
 -- column inference_p95_ms: the same, 95th percentile
 -- column done_p50_ms: median time from the arrival of a run until the last item of the step, or of the flow, was done
 -- column done_p95_ms: the same, 95th percentile
--- column device_s: seconds of a whole device; a batch's time belongs to its items in equal parts
--- column cost_usd: what was charged; not rounded, so that sums of it are right
+-- column device_s: seconds of a whole device; a batch's time is divided equally among its items
+-- column cost_usd: amount charged; not rounded, so that sums are exact
 WITH
--- Few rows are there twice. To find them first is quicker than to order the copies of all.
+-- Few rows exist twice. Finding these first is faster than sorting the copies of all rows.
 doubles AS (
   SELECT row_id
   FROM `rows`
@@ -78,7 +78,7 @@ counted AS (
   SELECT day, tenant, flow, '' AS step, request_id, status, cache, inference_ms, total_ms, device_s, cost_usd
   FROM once
 ),
--- The last item of a run, or of its step, has the time of the run.
+-- The last item in a run, or in its step, determines the time of the run.
 timed AS (
   SELECT
     *,

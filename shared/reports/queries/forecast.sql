@@ -1,26 +1,26 @@
--- How many GPUs each hour of the next week will need, from the same hour of the weeks before.
+-- GPUs needed in each hour of the next week, forecast from the same hour of the previous weeks.
 -- owner: operations
 -- audience: operators
 -- days: 42
 -- plot: lines gpus, gpus_high, week_ago_gpus by hour
--- column hour: when the hour begins (UTC)
--- column local_hour: the same moment on clocks of the time zone
--- column weeks: whole weeks before the end of the range that the forecast is made from
+-- column hour: start of the hour (UTC)
+-- column local_hour: the same time in the local time zone
+-- column weeks: number of whole weeks, before the end of the range, used for the forecast
 -- column gpus: expected device seconds of the hour divided by 3,600
--- column gpus_high: the same and the largest error of this hour in the past weeks, for those who plan
+-- column gpus_high: the forecast plus the largest error for this hour in the past weeks, for planning
 -- column items: expected texts or images
--- column week_ago_gpus: what the same hour needed in the last week
--- column error_percent: of the method on up to three past weeks, each from the weeks before it: the sum of the absolute errors divided by the sum of what was needed (WAPE); NULL with one week
+-- column week_ago_gpus: GPUs needed in the same hour of the last week
+-- column error_percent: error of the method on up to three past weeks, each forecast from the weeks before it: the sum of the absolute errors divided by the sum of the actual values (WAPE); NULL with one week
 -- Method: the range is cut into weeks of 168 hours, back from the last whole hour of the range. The forecast of an hour is
 -- the median of the same hour in these weeks, times 1 + the growth since their middle. The growth is the trend times the
 -- weeks from their middle to the coming one, divided by the mean of the medians. The trend is the median slope between all
 -- pairs of weekly means (Theil 1950, Sen 1968, https://doi.org/10.1080/01621459.1968.10480934). No forecast is negative.
--- Weeks are of UTC hours, so where clocks change, a week is off by an hour.
+-- Weeks consist of UTC hours, so when clocks change, a week is off by an hour.
 WITH once AS (
   SELECT
     received_at,
     status,
-    -- A batch's time belongs to its items in equal parts. A joined item has the batch of another one.
+    -- A batch's time is divided equally among its items. A joined item belongs to another item's batch.
     IF(cache = 'joined', NULL, inference_ms / 1000 * device_share / batch_size) AS device_s
   FROM `rows`
   WHERE received_at >= @since
@@ -37,7 +37,7 @@ used AS (
   FROM once
   GROUP BY moment
 ),
--- Week 1 is the last one, and slot 0 the first hour of a week. Hours without requests are there too.
+-- Week 1 is the last one, and slot 0 is the first hour of a week. Hours without requests are included.
 grid AS (
   SELECT week, slot, TIMESTAMP_SUB(TIMESTAMP_TRUNC(@until, HOUR), INTERVAL (168 * week - slot) HOUR) AS moment
   FROM UNNEST(GENERATE_ARRAY(1, DIV(TIMESTAMP_DIFF(TIMESTAMP_TRUNC(@until, HOUR), @since, HOUR), 168))) AS week
@@ -52,7 +52,7 @@ past AS (
   FROM grid
   LEFT JOIN used USING (moment)
 ),
--- Cut 0 forecasts the coming week. The others forecast past weeks from what was known before each.
+-- Cut 0 forecasts the coming week. The others forecast past weeks from the data before each of them.
 seen AS (
   SELECT cut, week, slot, items, gpus
   FROM past

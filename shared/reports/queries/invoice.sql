@@ -1,22 +1,22 @@
--- What each tenant owes, in lines: month, model, price, share of the price, and how the items ended.
+-- Amounts that each tenant owes, by month, model, price, share of the price, and outcome of the items.
 -- owner: finance
 -- audience: tenants
 -- days: 1
 -- range: months
 -- plot: bars amount_usd by tenant, one color per model
 -- totals: items, list_usd, amount_usd
--- column tenant: who owes
+-- column tenant: the tenant that owes
 -- column month: the first day of the month, in the time zone
--- column model: its name in the catalog
+-- column model: model name in the catalog
 -- column unit: tokens or pixel-steps; items of custom models
--- column price_version: which price of the catalog; NULL in rows of releases that did not have it
--- column unit_price_usd: of a million units, before any share; of texts, whose tokens have several prices, and of custom models, the average of the line; NULL where an old row was charged nothing and does not say
+-- column price_version: version of the price in the catalog; NULL in rows of older releases
+-- column unit_price_usd: price of a million units, before any share; for texts, whose tokens have several prices, and custom models, the average of the line; NULL for old rows without a charge or a price
 -- column kind: computed, cached (from the cache, or joined), failed, expired or canceled
--- column charged_share: the part of the price that is charged
+-- column charged_share: share of the price that is charged
 -- column items: texts, images or predictions
--- column quantity: units
+-- column quantity: number of units
 -- column list_usd: quantity times unit price
--- column amount_usd: what is charged: the sum of the rows' cost; quantity x unit price x share but for the last digits
+-- column amount_usd: amount charged: the sum of the rows' cost, which is quantity x unit price x share except for the last digits
 WITH once AS (
   SELECT
     tenant,
@@ -30,7 +30,7 @@ WITH once AS (
     output_tokens IS NOT NULL OR task = 'custom' AS has_many_prices,
     IF(task = 'custom', 'items', IF(pixel_steps IS NULL, 'tokens', 'pixel-steps')) AS unit,
     IF(task = 'custom', IF(status = 'succeeded' OR charged_share > 0, 1, 0), COALESCE(pixel_steps, tokens, 0)) AS units,
-    -- Rows from before the column: what was charged was charged in full.
+    -- Rows without the column: the full price was charged.
     COALESCE(charged_share, IF(cost_usd > 0, 1.0, 0.0)) AS share
   FROM `rows`
   WHERE received_at >= @since
@@ -63,7 +63,7 @@ SELECT
   COUNT(*) AS items,
   SUM(units) AS quantity,
   SUM(item_list_usd) AS list_usd,
-  -- Rounded far below a cent, so that the order of the sum is not seen at a half.
+  -- Rounded far below a cent, so that the order of the sum does not affect rounding.
   ROUND(SUM(cost_usd), 13) AS amount_usd
 FROM priced
 GROUP BY tenant, month, model, unit, price_version, item_price_usd, kind, charged_share

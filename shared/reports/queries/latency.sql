@@ -1,8 +1,8 @@
--- Where the time goes: percentiles of each phase, by model.
+-- Latency percentiles of each phase, by model.
 -- owner: operations
 -- audience: tenants
 -- plot: bars p95_ms by model, one color per phase
--- column model: its name in the catalog
+-- column model: model name in the catalog
 -- column phase: queue (at the broker), batch wait (in the worker), inference (the item's batch), total, and total of hits
 -- column items: items that passed the phase
 -- column mean_ms: mean
@@ -10,7 +10,7 @@
 -- column p90_ms: 90th percentile
 -- column p95_ms: 95th percentile
 -- column p99_ms: 99th percentile
--- column max_ms: the longest
+-- column max_ms: maximum
 WITH once AS (
   SELECT
     model,

@@ -1,34 +1,34 @@
--- Revenue, cost of GPUs and margin of each model, with what idle and loading time costs.
+-- Revenue, GPU cost and margin of each model, with the cost of idle and loading time.
 -- owner: finance
 -- audience: operators
 -- without: tenants, tz
 -- plot: bars revenue_usd, busy_usd, idle_usd, loading_usd by model
 -- totals: revenue_usd, items, device_s, gpu_hours, busy_hours, idle_hours, loading_hours, cost_usd, busy_usd, idle_usd, loading_usd, unpriced_hours
--- column model: its name in the catalog
--- column revenue_usd: what was charged; not rounded
+-- column model: model name in the catalog
+-- column revenue_usd: amount charged, not rounded
 -- column items: delivered items
--- column device_s: seconds of a whole device that the rows say
--- column gpu_hours: hours of a whole device that its workers had, by worker_hours; NULL where there are no reports of workers
--- column busy_hours: of these with batches running
--- column idle_hours: of these with nothing to do
--- column loading_hours: of these loading models
--- column cost_usd: gpu_hours by the price of GPU type, spot or not, region and hour; not rounded; NULL where there is no price
--- column busy_usd: of these for busy time
--- column idle_usd: of these for idle time
--- column loading_usd: of these for loading
--- column unpriced_hours: hours of a device without a price, such as a CPU; they are not in the cost
--- column margin_usd: revenue less cost; NULL where no cost is known
--- column margin_percent: of the revenue
--- The time of a worker with several models belongs to them in proportion to their device seconds on that worker. If it
--- computed nothing in the range, it belongs to them in equal parts. A report of a worker belongs to the range in which it
--- begins. A worker that does not say whether its node is spot counts as on demand.
+-- column device_s: seconds of a whole device, according to the rows
+-- column gpu_hours: hours of a whole device of its workers, from worker_hours; NULL if workers did not report
+-- column busy_hours: part of gpu_hours with batches running
+-- column idle_hours: part of gpu_hours without work
+-- column loading_hours: part of gpu_hours spent loading models
+-- column cost_usd: gpu_hours times the price for GPU type, spot or on demand, region and hour; not rounded; NULL if the price is unknown
+-- column busy_usd: cost of busy_hours
+-- column idle_usd: cost of idle_hours
+-- column loading_usd: cost of loading_hours
+-- column unpriced_hours: hours of devices without a price, such as CPUs; not included in the cost
+-- column margin_usd: revenue minus cost; NULL if the cost is unknown
+-- column margin_percent: margin as a percentage of the revenue
+-- The time of a worker with several models is divided in proportion to their device seconds on that worker. If it
+-- computed nothing in the range, the time is divided equally. A report of a worker belongs to the range in which it
+-- starts. A worker that does not report whether its node is a spot node counts as on demand.
 WITH once AS (
   SELECT
     model,
     worker,
     status,
     cost_usd,
-    -- A batch's time belongs to its items in equal parts. A joined item has the batch of another one.
+    -- A batch's time is divided equally among its items. A joined item belongs to another item's batch.
     IF(cache = 'joined', NULL, inference_ms / 1000 * device_share / batch_size) AS device_s
   FROM `rows`
   WHERE received_at >= @since

@@ -1,24 +1,24 @@
--- Availability and deadlines against their objectives, per day, and how fast their budgets burn.
+-- Availability and deadlines compared with their objectives, per day, and the burn rate of their budgets.
 -- owner: operations
 -- audience: operators
 -- @availability FLOAT64 = 0.999: the share of requests that must not fail
 -- @deadlines FLOAT64 = 0.99: the share of items that must be in time
 -- plot: lines availability_percent by day, one color per scope
 -- plot: lines deadlines_burn by day, one color per scope
--- column day: day of the time zone
--- column scope: a model, or (all); only (all) has lines for empty days
--- column requests: that count for availability: all items succeeded, or one failed with a 5xx other than 504
--- column bad_requests: those with a 5xx other than 504
--- column availability_percent: good requests of those that count
--- column availability_burn: how fast the budget burns; at 1 it lasts for the period
--- column availability_budget_left_percent: of the budget of the days of the range up to this one
--- column items: that count for deadlines: interactive, delivered, late, or refused for lack of capacity
--- column bad_items: late, or refused for lack of capacity (a refused request is one)
--- column deadlines_percent: items in time of those that count
--- column deadlines_burn: how fast the budget burns
--- column deadlines_budget_left_percent: of the budget of the days of the range up to this one
--- The definitions are those of decision 49. Rows do not say whether a caller set a deadline of their own, so all
--- interactive items count here. Metrics leave those with shorter deadlines out.
+-- column day: day in the time zone
+-- column scope: a model, or (all); only (all) has lines for days without requests
+-- column requests: requests that count for availability: all items succeeded, or one failed with a 5xx other than 504
+-- column bad_requests: requests that failed with a 5xx other than 504
+-- column availability_percent: share of counted requests that were good
+-- column availability_burn: burn rate of the budget; at 1, it lasts exactly for the period
+-- column availability_budget_left_percent: share left of the budget for the days of the range up to this one
+-- column items: items that count for deadlines: interactive, and delivered, late, or refused for lack of capacity
+-- column bad_items: items that were late, or refused for lack of capacity (a refused request counts as one)
+-- column deadlines_percent: share of counted items that were in time
+-- column deadlines_burn: burn rate of the budget
+-- column deadlines_budget_left_percent: share left of the budget for the days of the range up to this one
+-- The definitions are in decision 49. Rows do not record whether a caller set a custom deadline, so all
+-- interactive items count here. Metrics exclude items with shortened deadlines.
 WITH once AS (
   SELECT
     model,

@@ -1,20 +1,20 @@
--- The 50 items that took longest, and where their time went.
+-- The 50 slowest items, with the time of each phase.
 -- owner: operations
 -- audience: operators
--- column row_id: of the row
--- column received_at: when the request was received
--- column tenant: who asked
--- column model: its name in the catalog
--- column status: how the item ended
--- column cache: where the result came from
--- column total_ms: from receiving to replying
--- column queue_ms: at the broker
--- column batch_wait_ms: in the worker, until its batch began
--- column inference_ms: how long its batch ran
+-- column row_id: ID of the row
+-- column received_at: time at which the request was received
+-- column tenant: the tenant
+-- column model: model name in the catalog
+-- column status: outcome of the item
+-- column cache: source of the result
+-- column total_ms: time from receiving the request to replying
+-- column queue_ms: time at the broker
+-- column batch_wait_ms: time in the worker until its batch started
+-- column inference_ms: duration of its batch
 -- column batch_size: items in the batch
--- column worker: who computed it
--- column device: on what
--- column attempt: the delivery that ended it
+-- column worker: worker that computed it
+-- column device: device that computed it
+-- column attempt: number of the delivery that ended it
 WITH once AS (
   SELECT
     row_id,

@@ -1,23 +1,23 @@
--- Who uses most and who disturbs: tenants by cost, time of devices, errors, refusals and bursts.
+-- Heaviest and most disruptive tenants, by cost, device time, errors, refusals and bursts.
 -- owner: product
 -- audience: operators
 -- plot: bars cost_usd by tenant
 -- plot: bars peak_to_mean by tenant
 -- totals: cost_usd, items, requests, device_s
--- column tenant: who asked; empty where a request was refused before its key was read
--- column cost_usd: what was charged; not rounded
--- column cost_percent: of all tenants' cost
--- column items: texts or images, without those of refused requests
--- column requests: requests, the refused ones too
+-- column tenant: the tenant; empty if a request was refused before its key was read
+-- column cost_usd: amount charged, not rounded
+-- column cost_percent: share of all tenants' cost
+-- column items: texts or images, excluding refused requests
+-- column requests: requests, including refused ones
 -- column device_s: seconds of a whole device
--- column device_percent: of all tenants' device seconds
--- column error_percent: items that failed or came too late
--- column refused_percent: refused requests of all requests
--- column peak_items_per_min: in its busiest minute (UTC); a refused request counts as one
--- column peak_to_mean: that minute over the mean of all minutes of the range
--- column models: that it used, how many
--- column keys: that it used, how many
--- column last_seen: its last request
+-- column device_percent: share of all tenants' device seconds
+-- column error_percent: share of items that failed or were late
+-- column refused_percent: share of requests that were refused
+-- column peak_items_per_min: items in its busiest minute (UTC); a refused request counts as one
+-- column peak_to_mean: items in that minute divided by the mean per minute of the range
+-- column models: number of different ones that it used
+-- column keys: number of different ones that it used
+-- column last_seen: time of its last request
 WITH once AS (
   SELECT
     COALESCE(tenant, '') AS tenant,
@@ -27,7 +27,7 @@ WITH once AS (
     item,
     status,
     cost_usd,
-    -- A batch's time belongs to its items in equal parts.
+    -- A batch's time is divided equally among its items.
     inference_ms / 1000 * device_share / batch_size AS device_s
   FROM `rows`
   WHERE received_at >= @since

@@ -1,31 +1,31 @@
--- What each tenant used of each model, per day, and what was charged for it.
+-- Usage and charges by tenant and model, per day.
 -- owner: product
 -- audience: tenants
 -- plot: bars cost_usd by day, one color per model
 -- totals: items, requests, refused, succeeded, joined, tokens, charged_tokens, pixel_steps, charged_pixel_steps, device_s, cost_usd
--- column day: day of the time zone; a day without requests has no line
--- column tenant: who asked
--- column model: its name in the catalog; empty where a request was refused before it named one
--- column items: texts or images, without those of refused requests
--- column requests: requests, the refused ones too
--- column refused: requests that were not taken on
+-- column day: day in the time zone; days without requests have no line
+-- column tenant: the tenant
+-- column model: model name in the catalog; empty if a request was refused before its model was known
+-- column items: texts or images, excluding refused requests
+-- column requests: requests, including refused ones
+-- column refused: requests that were refused
 -- column succeeded: items that were delivered
--- column hit_percent: items from the cache, of all items
--- column joined: items that waited for the same item of another request
+-- column hit_percent: share of items from the cache
+-- column joined: items that joined an identical item of another request
 -- column queue_p50_ms: median time at the broker
 -- column queue_p95_ms: the same, 95th percentile
 -- column inference_p50_ms: median time of the item's batch
 -- column inference_p95_ms: the same, 95th percentile
 -- column total_p50_ms: median time from receiving to replying, without refused requests
 -- column total_p95_ms: the same, 95th percentile
--- column tokens: of texts, whoever pays
--- column charged_tokens: tokens times the share that is charged; times the price of a token they are the cost
--- column pixel_steps: width x height x steps of images, whoever pays
+-- column tokens: tokens of texts, charged or not
+-- column charged_tokens: tokens times the share that is charged; multiplied by the token price, this is the cost
+-- column pixel_steps: width x height x steps of images, charged or not
 -- column charged_pixel_steps: pixel-steps times the share that is charged
--- column device_s: seconds of a whole device; a batch's time belongs to its items in equal parts
--- column cost_usd: what was charged; not rounded, so that sums of it are right
+-- column device_s: seconds of a whole device; a batch's time is divided equally among its items
+-- column cost_usd: amount charged; not rounded, so that sums are exact
 WITH
--- Few rows are there twice. To find them first is quicker than to order the copies of all.
+-- Few rows exist twice. Finding these first is faster than sorting the copies of all rows.
 doubles AS (
   SELECT row_id
   FROM `rows`
@@ -50,9 +50,9 @@ once AS (
     tokens,
     pixel_steps,
     cost_usd,
-    -- A batch's time belongs to its items in equal parts.
+    -- A batch's time is divided equally among its items.
     inference_ms / 1000 * device_share / batch_size AS device_s,
-    -- Rows from before the column: what was charged was charged in full.
+    -- Rows without the column: the full price was charged.
     COALESCE(charged_share, IF(cost_usd > 0, 1.0, 0.0)) AS share
   FROM `rows`
   WHERE received_at >= @since

@@ -1,23 +1,23 @@
--- What each tenant used of each model, per hour.
+-- Usage by tenant and model, per hour.
 -- owner: product
 -- audience: tenants
 -- plot: bars items by hour, one color per model
 -- totals: requests, refused, items, succeeded, cached, tokens, pixel_steps, device_s, cost_usd
--- column hour: when the hour began (UTC); hours are those of UTC, so none is missing or double when clocks change
--- column local_hour: the same moment on clocks of the time zone
--- column tenant: who asked
--- column model: its name in the catalog
--- column requests: requests, the refused ones too
--- column refused: requests that were not taken on
--- column items: texts or images, without those of refused requests
+-- column hour: start of the hour; in UTC, so that no hour is missing or double when clocks change
+-- column local_hour: the same time in the local time zone
+-- column tenant: the tenant
+-- column model: model name in the catalog
+-- column requests: requests, including refused ones
+-- column refused: requests that were refused
+-- column items: texts or images, excluding refused requests
 -- column succeeded: items that were delivered
--- column cached: of these from the cache, or joined
--- column tokens: of texts, whoever pays
--- column pixel_steps: width x height x steps of images, whoever pays
+-- column cached: delivered items from the cache, or joined
+-- column tokens: tokens of texts, charged or not
+-- column pixel_steps: width x height x steps of images, charged or not
 -- column device_s: seconds of a whole device
--- column cost_usd: what was charged; not rounded
+-- column cost_usd: amount charged, not rounded
 WITH
--- Few rows are there twice. To find them first is quicker than to order the copies of all.
+-- Few rows exist twice. Finding these first is faster than sorting the copies of all rows.
 doubles AS (
   SELECT row_id
   FROM `rows`
@@ -39,7 +39,7 @@ once AS (
     tokens,
     pixel_steps,
     cost_usd,
-    -- A batch's time belongs to its items in equal parts.
+    -- A batch's time is divided equally among its items.
     inference_ms / 1000 * device_share / batch_size AS device_s
   FROM `rows`
   WHERE received_at >= @since

@@ -1,25 +1,25 @@
--- What each API key used of each model, per day.
+-- Usage by API key and model, per day.
 -- owner: product
 -- audience: tenants
 -- plot: bars cost_usd by day, one color per key_id
 -- totals: requests, refused, items, succeeded, cached, tokens, charged_tokens, pixel_steps, charged_pixel_steps, device_s, cost_usd
--- column day: day of the time zone; a day without requests has no line
--- column tenant: who asked
--- column key_id: the public part of the key; NULL where none was needed, and in rows of releases that did not have it
--- column model: its name in the catalog
--- column requests: requests, the refused ones too
--- column refused: requests that were not taken on
--- column items: texts or images, without those of refused requests
+-- column day: day in the time zone; days without requests have no line
+-- column tenant: the tenant
+-- column key_id: the public part of the key; NULL if no key was required, and in rows of older releases
+-- column model: model name in the catalog
+-- column requests: requests, including refused ones
+-- column refused: requests that were refused
+-- column items: texts or images, excluding refused requests
 -- column succeeded: items that were delivered
--- column cached: of these from the cache, or joined
--- column tokens: of texts, whoever pays
+-- column cached: delivered items from the cache, or joined
+-- column tokens: tokens of texts, charged or not
 -- column charged_tokens: tokens times the share that is charged
--- column pixel_steps: width x height x steps of images, whoever pays
+-- column pixel_steps: width x height x steps of images, charged or not
 -- column charged_pixel_steps: pixel-steps times the share that is charged
 -- column device_s: seconds of a whole device
--- column cost_usd: what was charged; not rounded
+-- column cost_usd: amount charged, not rounded
 WITH
--- Few rows are there twice. To find them first is quicker than to order the copies of all.
+-- Few rows exist twice. Finding these first is faster than sorting the copies of all rows.
 doubles AS (
   SELECT row_id
   FROM `rows`
@@ -42,9 +42,9 @@ once AS (
     tokens,
     pixel_steps,
     cost_usd,
-    -- A batch's time belongs to its items in equal parts.
+    -- A batch's time is divided equally among its items.
     inference_ms / 1000 * device_share / batch_size AS device_s,
-    -- Rows from before the column: what was charged was charged in full.
+    -- Rows without the column: the full price was charged.
     COALESCE(charged_share, IF(cost_usd > 0, 1.0, 0.0)) AS share
   FROM `rows`
   WHERE received_at >= @since

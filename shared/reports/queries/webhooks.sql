@@ -1,21 +1,21 @@
--- How well webhooks arrive: events, attempts, failures and delays, by tenant and event.
+-- Delivery of webhooks: events, attempts, failures and delays, by tenant and event.
 -- owner: product
 -- audience: tenants
 -- without: tz
 -- plot: bars delivered_percent by tenant, one color per event
 -- totals: events, attempts, given_up, open
--- column tenant: whose webhook it is
--- column event: its kind
+-- column tenant: tenant that owns the webhook
+-- column event: kind of event
 -- column events: events
--- column attempts: attempts to deliver them
--- column delivered_percent: events that arrived
--- column first_try_percent: events that arrived at the first attempt of the range
--- column given_up: events that were refused, gone or forbidden, and are not tried again
--- column open: events that failed and may be tried again
--- column duration_p95_ms: of an attempt, 95th percentile
--- column delay_p50_s: from the event to its arrival, median
+-- column attempts: delivery attempts
+-- column delivered_percent: share of events that arrived
+-- column first_try_percent: share of events that arrived at the first attempt in the range
+-- column given_up: events that were refused, gone or forbidden, and will not be retried
+-- column open: events that failed and may be retried
+-- column duration_p95_ms: duration of an attempt, 95th percentile
+-- column delay_p50_s: time from the event to its arrival, median
 -- column delay_p95_s: the same, 95th percentile
--- column top_failure: the most frequent status code or error of attempts that failed
+-- column top_failure: the most frequent status code or error of failed attempts
 WITH once AS (
   SELECT
     row_id,
@@ -34,7 +34,7 @@ WITH once AS (
     AND (ARRAY_LENGTH(@models) = 0 OR model IN UNNEST(@models))
   QUALIFY ROW_NUMBER() OVER (PARTITION BY delivered_at, row_id ORDER BY attempt DESC) = 1
 ),
--- Attempts are numbered by time: their own numbers are missing where Redis was unreachable.
+-- Attempts are numbered by time, because their own numbers are missing if Redis was unreachable.
 attempts AS (
   SELECT
     tenant,

@@ -9,7 +9,7 @@ CREATE OR REPLACE MACRO bq.fail_date(message) AS CAST('bq: ' || message AS DATE)
 
 CREATE OR REPLACE MACRO bq.fail_timestamp(message) AS CAST('bq: ' || message AS TIMESTAMP);
 
--- What BigQuery can and this server can't. TRY must not turn it into NULL, and does not catch this error.
+-- Supported by BigQuery but not by this server. TRY must not turn it into NULL, and does not catch this error.
 CREATE OR REPLACE MACRO bq.refuse(what) AS
     epoch_us(timezone('bq: ' || what || ' not supported by the embedded BigQuery', TIMESTAMP '1970-01-01'));
 
@@ -42,26 +42,26 @@ CREATE OR REPLACE MACRO bq.ieee_divide(a, b) AS
         WHEN (a > 0) = (NOT signbit(b)) THEN CAST('inf' AS DOUBLE) ELSE CAST('-inf' AS DOUBLE) END
       ELSE a / b END;
 
--- A HUGEINT of billionths. A division of DECIMALs would go through a DOUBLE.
+-- A HUGEINT of billionths. Dividing DECIMALs would go through a DOUBLE.
 CREATE OR REPLACE MACRO bq.scaled_numeric(v) AS
     CAST(v // 1000000000 AS DECIMAL(38,9)) + CAST(CAST(v % 1000000000 AS DECIMAL(9,0)) * 0.000000001 AS DECIMAL(38,9));
 
 CREATE OR REPLACE MACRO bq.numeric_quotient(a, b) AS
     sign(a) * sign(b) * bq.scaled_numeric((2 * abs(a) * 1000000000 + abs(b)) // (2 * abs(b)));
 
--- By HUGEINTs: 9 more digits than asked for, rounded half away from zero. A quotient of 20 digits and more is refused.
+-- With HUGEINTs: 9 more digits than requested, rounded half away from zero. Quotients with 20 or more digits are rejected.
 CREATE OR REPLACE MACRO bq.numeric_divide(a, b) AS
     CASE WHEN b = 0 AND a IS NOT NULL THEN bq.fail('division by zero')
       WHEN abs(a) >= 10000000000 THEN bq.refuse('NUMERIC division of 10,000,000,000 and more is')
       ELSE bq.numeric_quotient(CAST(CAST(a AS DECIMAL(38,9)) * 1000000000 AS HUGEINT), CAST(CAST(b AS DECIMAL(38,9)) * 1000000000 AS HUGEINT)) END;
 
--- By HUGEINTs, as DuckDB's remainder of DECIMALs is one of DOUBLEs.
+-- With HUGEINTs, because DuckDB computes the remainder of DECIMALs as DOUBLEs.
 CREATE OR REPLACE MACRO bq.numeric_mod(a, b) AS
     CASE WHEN b = 0 AND a IS NOT NULL THEN bq.fail('division by zero')
       WHEN greatest(abs(a), abs(b)) >= 10000000000000000000 THEN bq.refuse('MOD of NUMERIC of 20 digits before the point is')
       ELSE bq.scaled_numeric(CAST(CAST(a AS DECIMAL(38,9)) * 1000000000 AS HUGEINT) % CAST(CAST(b AS DECIMAL(38,9)) * 1000000000 AS HUGEINT)) END;
 
--- NULL above the 29 digits before the point of a NUMERIC. DuckDB's product has 20 of them.
+-- NULL above the 29 integer digits of a NUMERIC. DuckDB's product has 20 of them.
 CREATE OR REPLACE MACRO bq.safe_numeric_multiply(a, b) AS CASE
     WHEN abs(CAST(a AS DOUBLE) * CAST(b AS DOUBLE)) > 1.000001e29 THEN NULL
     WHEN abs(CAST(a AS DOUBLE) * CAST(b AS DOUBLE)) > 9.9e19
@@ -110,17 +110,17 @@ CREATE OR REPLACE MACRO bq.arc(v, name) AS
     CASE WHEN abs(v) > 1 AND NOT isnan(v) THEN bq.fail('Floating point error in function: ' || name)
       ELSE CASE name WHEN 'ASIN' THEN asin(v) ELSE acos(v) END END;
 
--- Sine and its like: NaN of what is infinite.
+-- Trigonometric functions: NaN for infinite arguments.
 CREATE OR REPLACE MACRO bq.circular(v, name) AS CASE WHEN isinf(v) THEN CAST('NaN' AS DOUBLE)
       ELSE CASE name WHEN 'COS' THEN cos(v) WHEN 'SIN' THEN sin(v) ELSE tan(v) END END;
 
--- GoogleSQL rounds the number that is stored: 2.675 is below its half. DuckDB multiplies first.
+-- GoogleSQL rounds the stored number: 2.675 is stored as slightly less. DuckDB multiplies first.
 CREATE OR REPLACE MACRO bq.is_half(v, digits) AS coalesce(abs(fmod(v * pow(2e0, greatest(least(digits, 323), 0) + 1), 2e0)) = 1, false);
 
 CREATE OR REPLACE MACRO bq.fixed_text(v, digits) AS
     printf('%.' || digits || 'f', CASE WHEN bq.is_half(v, digits) THEN nextafter(v, v * 2) ELSE v END);
 
--- Where the product is far from a half and exact enough, DuckDB's own way gives the same.
+-- If the product is far from a half and exact enough, DuckDB's method returns the same result.
 CREATE OR REPLACE MACRO bq.is_plainly_rounded(v, digits, half) AS digits BETWEEN 0 AND 15 AND abs(v) < 1000000
     AND abs(abs(v) * pow(1e1, least(greatest(digits, 0), 15))) < 1e12
     AND abs(abs(v) * pow(1e1, least(greatest(digits, 0), 15)) - floor(abs(v) * pow(1e1, least(greatest(digits, 0), 15))) - half) BETWEEN 1e-3 AND 1 - 1e-3;
@@ -148,7 +148,7 @@ CREATE OR REPLACE MACRO bq.trunc_digits(v, digits) AS CASE
     WHEN digits < 0 THEN bq.round_down_to(v, digits, false)
     ELSE CAST(regexp_replace(printf('%.1100f', v), '(\.[0-9]{' || digits || '})[0-9]*$', '\1') AS DOUBLE) END;
 
--- How many of the bounds, which rise, are not above the point.
+-- The number of bounds, in ascending order, that do not exceed the point.
 CREATE OR REPLACE MACRO bq.range_bucket(point, bounds) AS CASE
     WHEN point IS NULL OR bounds IS NULL THEN NULL
     WHEN len(list_filter(bounds, lambda b: b IS NULL)) > 0 OR list_sort(bounds) <> bounds
@@ -159,7 +159,7 @@ CREATE OR REPLACE MACRO bq.range_bucket(point, bounds) AS CASE
 
 CREATE OR REPLACE MACRO bq.from_micros(v) AS CAST(make_timestamp(CAST(v AS BIGINT)) AS TIMESTAMPTZ);
 
--- A macro writes each argument out wherever it stands, and DuckDB plans every copy. So these have as few as can be.
+-- A macro copies each argument to every place where it is used, and DuckDB plans every copy. So these use as few copies as possible.
 CREATE OR REPLACE MACRO bq.checked_date(v) AS CASE
     WHEN v NOT BETWEEN DATE '0001-01-01' AND DATE '9999-12-31' THEN bq.fail_date('DATE overflow') ELSE v END;
 
@@ -233,11 +233,11 @@ CREATE OR REPLACE MACRO bq.offset_text(minutes) AS
     CASE WHEN minutes < 0 THEN '-' ELSE '+' END || printf('%02d', abs(minutes) // 60)
       || CASE WHEN abs(minutes) % 60 = 0 THEN '' ELSE printf(':%02d', abs(minutes) % 60) END;
 
--- Names as the tz database has them. DuckDB also knows others, such as PST.
+-- Names in the tz database. DuckDB also accepts others, such as PST.
 CREATE OR REPLACE MACRO bq.is_zone(name) AS regexp_full_match(name, '[A-Z][A-Za-z0-9_+-]*(/[A-Z][A-Za-z0-9_+-]*)*')
     AND NOT regexp_full_match(name, 'A[CEGRS]T|B[ES]T|C[ANST]T|E[AC]T|I[ES]T|JST|MIT|N[ES]T|P[LNRS]T|[SV]ST|GMT[-+]([1-9].*|0.+)|SystemV/.*|US/Pacific-New|Canada/East-Saskatchewan');
 
--- DuckDB knows zones by name only.
+-- DuckDB accepts zones only by name.
 CREATE OR REPLACE MACRO bq.zone(name) AS CASE
     WHEN regexp_full_match(name, '[-+][0-9]{1,2}(:?[0-9]{2})?')
       THEN CASE WHEN regexp_full_match(name, '[-+]0?0(:?00)?') THEN 'UTC'
@@ -248,18 +248,18 @@ CREATE OR REPLACE MACRO bq.zone(name) AS CASE
     WHEN bq.is_zone(name) THEN name
     WHEN name IS NOT NULL THEN CAST(bq.fail('Invalid time zone: ' || name) AS VARCHAR) END;
 
--- The seconds of an offset, such as those of local mean times, are left out.
+-- Seconds in an offset, such as in local mean times, are dropped.
 CREATE OR REPLACE MACRO bq.local_minutes(zone, v) AS bq.checked_local(CAST(bq.from_micros(
     epoch_us(v) + (epoch_us(timezone(zone, v)) - epoch_us(v)) // 60000000 * 60000000) AS TIMESTAMP));
 
 CREATE OR REPLACE MACRO bq.timestamp_text_at(v, zone) AS bq.datetime_text(bq.local_minutes(zone, v))
     || bq.offset_text((epoch_us(timezone(zone, v)) - epoch_us(v)) // 60000000);
 
--- A local time by the offset of the day before.
+-- A local time, using the previous day's offset.
 CREATE OR REPLACE MACRO bq.before_change(zone, v) AS bq.from_micros(epoch_us(v)
     - (epoch_us(timezone(zone, timezone(zone, v) - to_days(1))) - epoch_us(timezone(zone, v) - to_days(1))));
 
--- Of two moments with the same local time, where clocks go back, GoogleSQL takes the first and DuckDB the second.
+-- If two moments have the same local time, because clocks go back, GoogleSQL uses the first and DuckDB the second.
 CREATE OR REPLACE MACRO bq.at_zone(zone, v) AS bq.checked_timestamp(CASE
     WHEN timezone(zone, bq.before_change(zone, v)) = v THEN bq.before_change(zone, v) ELSE timezone(zone, v) END);
 
@@ -279,7 +279,7 @@ CREATE OR REPLACE MACRO bq.text_time(v) AS CASE
     WHEN regexp_full_match(v, '([01]?[0-9]|2[0-3]):[0-9]{1,2}:[0-9]{1,2}(\.[0-9]{1,6})?') THEN CAST(v AS TIME)
     WHEN v IS NOT NULL THEN CAST(bq.fail_timestamp('Invalid time string "' || v || '"') AS TIME) END;
 
--- A lambda has its values once. A macro writes its arguments as often as they stand in it, which makes a long plan.
+-- A lambda evaluates its arguments once. A macro copies them for every use, which makes a long plan.
 CREATE OR REPLACE MACRO bq.text_timestamp(v) AS CASE
     WHEN regexp_full_match(v, '[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}([ Tt]([01]?[0-9]|2[0-3]):[0-9]{1,2}:[0-9]{1,2}(\.[0-9]{1,6})?)?(Z|z|[-+](0?[0-9]|1[0-3])(:[0-5][0-9])?|[-+]14(:00)?)?')
       THEN CASE WHEN left(v, 4) IN ('0000', '0001', '9999')
@@ -296,7 +296,7 @@ CREATE OR REPLACE MACRO bq.text_timestamp_at(v, zone) AS CASE
 
 -- Text.
 
--- No sum may overflow, nor one in a branch that is not taken: DuckDB computes constants first.
+-- Sums must not overflow, even in a branch that is not taken, because DuckDB computes constants first.
 CREATE OR REPLACE MACRO bq.substr(v, position) AS
     CASE WHEN position IS NULL THEN NULL
       WHEN position < 0 THEN substring(v, greatest(len(v) + 1 + least(position, 0), 1))
@@ -335,7 +335,7 @@ CREATE OR REPLACE MACRO bq.right(v, size) AS
     CASE WHEN v IS NULL THEN NULL WHEN size < 0 THEN CAST(bq.fail('Second argument in RIGHT() cannot be negative') AS VARCHAR)
       WHEN size = 0 THEN left(v, 0) WHEN size IS NOT NULL THEN right(v, least(size, 2147483647)) END;
 
--- Spaces, and what is missing at the end, do not matter.
+-- Spaces and missing characters at the end do not matter.
 CREATE OR REPLACE MACRO bq.padded_base64(v) AS rpad(v, CAST((length(v) + 3) // 4 * 4 AS INTEGER), '=');
 
 CREATE OR REPLACE MACRO bq.from_base64(v) AS from_base64(bq.padded_base64(regexp_replace(v, '\s', '', 'g')));
@@ -344,18 +344,18 @@ CREATE OR REPLACE MACRO bq.ascii(v) AS CASE WHEN v = '' THEN 0
     WHEN ascii(v) > 127 THEN bq.fail('Argument to ASCII is not a structurally valid ASCII string: ' || v)
     ELSE CAST(ascii(v) AS BIGINT) END;
 
--- DuckDB turns a letter into one letter; GoogleSQL has SS for ß.
+-- DuckDB maps each letter to one letter; GoogleSQL maps ß to SS.
 CREATE OR REPLACE MACRO bq.upper(v) AS CASE
     WHEN strlen(v) = length(v) THEN upper(v)
     WHEN regexp_matches(v, '[\x{149}\x{1F0}\x{390}\x{3B0}\x{587}\x{1E96}-\x{1E9A}\x{1F50}-\x{1FFC}\x{FB00}-\x{FB17}]')
       THEN CAST(bq.refuse('UPPER of a letter that becomes several is') AS VARCHAR)
     ELSE upper(replace(v, 'ß', 'SS')) END;
 
--- DuckDB has one form of the small sigma, and a dot less on the small i.
+-- DuckDB has only one form of the lowercase sigma, and drops a dot on the lowercase i.
 CREATE OR REPLACE MACRO bq.lower(v) AS CASE WHEN strlen(v) <> length(v) AND regexp_matches(v, '[Σİ]')
     THEN CAST(bq.refuse('LOWER of Σ and İ is') AS VARCHAR) ELSE lower(v) END;
 
--- Marks stay behind their letters in DuckDB.
+-- In DuckDB, combining marks stay after their letters.
 CREATE OR REPLACE MACRO bq.reverse(v) AS CASE WHEN strlen(v) <> length(v) AND regexp_matches(v, '\p{M}|\x{200D}|[\x{1F1E6}-\x{1F1FF}]|[\x{1F3FB}-\x{1F3FF}]|[\x{1100}-\x{11FF}]')
     THEN array_to_string(list_reverse(string_split(v, '')), '') ELSE reverse(v) END;
 
@@ -366,7 +366,7 @@ CREATE OR REPLACE MACRO bq.format_digits(pattern, v) AS
 CREATE OR REPLACE MACRO bq.regexp_extract(v, pattern, part) AS
     CASE WHEN v IS NOT NULL AND regexp_matches(v, pattern) THEN regexp_extract(v, pattern, part) END;
 
--- NULL where the group has no part in the match, which DuckDB only tells of all matches.
+-- NULL if the group is not part of the match, which DuckDB reports only for all matches.
 CREATE OR REPLACE MACRO bq.regexp_extract_group(v, pattern) AS list_extract(regexp_extract_all(v, pattern, 1), 1);
 
 CREATE OR REPLACE MACRO bq.regexp_extract_groups(v, pattern) AS
@@ -402,14 +402,14 @@ CREATE OR REPLACE MACRO bq.code_points_text(points) AS CASE
     WHEN points IS NOT NULL
       THEN array_to_string(list_transform(points, lambda p: chr(CAST(greatest(0, least(p, 1114111)) AS INTEGER))), '') END;
 
--- Some spaces of Unicode part words in GoogleSQL and others do not.
+-- Only some Unicode spaces separate words in GoogleSQL.
 CREATE OR REPLACE MACRO bq.initcap(v, words) AS CASE
     WHEN regexp_matches(v, '[\x{85}\x{A0}\x{1680}\x{2000}-\x{200A}\x{2028}\x{2029}\x{202F}\x{205F}\x{3000}]')
       THEN CAST(bq.refuse('INITCAP of a space beyond ASCII is') AS VARCHAR)
     ELSE array_to_string(list_transform(regexp_extract_all(v, words),
         lambda w: replace(upper(substring(w, 1, 1)), 'ẞ', substring(w, 1, 1)) || lower(substring(w, 2))), '') END;
 
--- The digit of the first letter, if it has one, leads. A digit again is left out, also after vowels.
+-- The result starts with the digit of the first letter, if it has one. Repeated digits are dropped, also after vowels.
 CREATE OR REPLACE MACRO bq.soundex_digits(letters) AS
     regexp_replace(regexp_replace(regexp_replace(regexp_replace(regexp_replace(regexp_replace(
       translate(upper(letters), 'BFPVCGJKQSXZDTLMNRAEIOUHWY', '111122222222334556'),
@@ -421,10 +421,10 @@ CREATE OR REPLACE MACRO bq.letters_soundex(letters) AS substring(letters, 1, 1) 
 CREATE OR REPLACE MACRO bq.soundex(v) AS CASE WHEN regexp_matches(v, '[A-Za-z]')
     THEN bq.letters_soundex(regexp_replace(v, '[^A-Za-z]', '', 'g')) WHEN v IS NOT NULL THEN '' END;
 
--- BYTES by their digits, of which each byte has two.
+-- BYTES as hex digits, two per byte.
 CREATE OR REPLACE MACRO bq.byte_digits(v) AS regexp_extract_all(to_hex(v), '..');
 
--- DuckDB's own message is cut inside of a letter, which older Pythons give as an empty one.
+-- DuckDB's own message may be cut inside a character, and older Python versions return it as empty.
 CREATE OR REPLACE MACRO bq.from_hex(v) AS CASE WHEN v IS NULL THEN NULL WHEN regexp_full_match(v, '[0-9A-Fa-f]*') THEN from_hex(v)
   ELSE CAST(CAST(bq.fail('Failed to decode invalid hexadecimal string due to character at offset ' || length(regexp_extract(v, '^[0-9A-Fa-f]*'))
     || ': ' || v) AS VARCHAR) AS BLOB) END;
@@ -438,7 +438,7 @@ CREATE OR REPLACE MACRO bq.code_points_bytes(points) AS CASE
     WHEN len(list_filter(points, lambda p: p < 0 OR p > 255)) > 0 THEN CAST(CAST(bq.fail('Invalid extended ASCII code point') AS VARCHAR) AS BLOB)
     WHEN points IS NOT NULL THEN from_hex(array_to_string(list_transform(points, lambda p: printf('%02x', p)), '')) END;
 
--- Where the bytes that are wanted begin, from 0.
+-- Start position of the requested bytes, from 0.
 CREATE OR REPLACE MACRO bq.byte_start(v, position) AS
     CASE WHEN position < 0 THEN greatest(octet_length(v) + position, 0) ELSE least(greatest(position, 1) - 1, octet_length(v)) END;
 
@@ -457,11 +457,11 @@ CREATE OR REPLACE MACRO bq.right_bytes(v, size) AS
 
 -- Arrays.
 
--- As OR of all of them: true if one is, and NULL if one may be.
+-- Like OR over all of them: true if any is true, otherwise NULL if any is NULL.
 CREATE OR REPLACE MACRO bq.any_true(list) AS CASE
     WHEN list_contains(list, true) THEN true WHEN list_count(list) < len(list) THEN NULL WHEN list IS NOT NULL THEN false END;
 
--- The values that come most, NULL among them, with their counts below zero: so the highest are first.
+-- The most frequent values, including NULL, with negated counts, so that the most frequent come first.
 CREATE OR REPLACE MACRO bq.top_count(list, most) AS CASE WHEN list IS NOT NULL THEN list_slice(list_sort(list_concat(
     list_transform(map_entries(list_aggregate(list, 'histogram')), lambda e: {'c': -CAST(e.value AS BIGINT), 'v': e.key}),
     CASE WHEN list_count(list) < len(list) THEN [{'c': CAST(list_count(list) AS BIGINT) - len(list), 'v': list_extract(list, 0)}] END)), 1, most) END;
@@ -474,7 +474,7 @@ CREATE OR REPLACE MACRO bq.at(list, position) AS CASE
 CREATE OR REPLACE MACRO bq.safe_at(list, position) AS
     list_extract(list, CASE WHEN position >= 1 AND position <= len(list) THEN position END);
 
--- An offset may be the greatest number, to which nothing can be added.
+-- An offset may be the maximum number, to which nothing can be added.
 CREATE OR REPLACE MACRO bq.at_offset(list, position) AS CASE
     WHEN position < 0 OR position >= len(list)
       THEN list_extract(list, CAST(bq.fail('Array index ' || position || ' is out of bounds') AS BIGINT))
@@ -516,7 +516,7 @@ CREATE OR REPLACE MACRO bq.generate_array(a, b, step) AS CASE
     WHEN step = 0 THEN generate_series(a, b, CAST(bq.fail('Sequence step cannot be 0.') AS BIGINT))
     ELSE generate_series(a, b, step) END;
 
--- Dates and times. DuckDB's date_trunc and + of a DATE give a TIMESTAMP.
+-- Dates and times. DuckDB's date_trunc and + return a TIMESTAMP for a DATE.
 
 CREATE OR REPLACE MACRO bq.date_at(zone, v) AS bq.checked_date(CAST(timezone(zone, v) AS DATE));
 
@@ -535,7 +535,7 @@ CREATE OR REPLACE MACRO bq.timestamp_add_us(v, us) AS bq.checked_micros(epoch_us
 CREATE OR REPLACE MACRO bq.trunc_date(unit, v, shift) AS
     bq.checked_date(CAST(date_trunc(unit, v + to_days(shift)) - to_days(shift) AS DATE));
 
--- Of a DATETIME or a TIMESTAMP: what is cut off may lead before the year 1.
+-- For a DATETIME or a TIMESTAMP: truncation may lead to a time before year 1.
 CREATE OR REPLACE MACRO bq.trunc_moment(unit, v, shift) AS CASE
     WHEN v < TIMESTAMP '0002-01-01' AND date_trunc(unit, v + to_days(shift)) - to_days(shift) < TIMESTAMP '0001-01-01'
       THEN bq.fail_timestamp('Truncating resulted in an out of range value')
@@ -544,13 +544,13 @@ CREATE OR REPLACE MACRO bq.trunc_moment(unit, v, shift) AS CASE
 CREATE OR REPLACE MACRO bq.trunc_time(unit, v, shift) AS
     CAST(date_trunc(unit, CAST(DATE '1970-01-01' + v AS TIMESTAMP)) AS TIME);
 
--- An hour and less is cut where the clock stands, so that the second of two equal hours stays in its own.
+-- An hour or less is truncated in local time, so that the second of two equal hours is not moved to the first.
 CREATE OR REPLACE MACRO bq.trunc_at(unit, v, shift, zone) AS CASE
     WHEN unit IN ('hour', 'minute', 'second', 'millisecond', 'microsecond')
       THEN bq.checked_micros(epoch_us(v) - (epoch_us(timezone(zone, v)) - epoch_us(date_trunc(unit, timezone(zone, v)))))
     ELSE bq.at_zone(zone, date_trunc(unit, timezone(zone, v) + to_days(shift)) - to_days(shift)) END;
 
--- Where the bucket begins that a moment is in. Buckets are counted from an origin.
+-- Start of the bucket that contains a moment. Buckets are counted from an origin.
 CREATE OR REPLACE MACRO bq.bucket_us(v, us, origin) AS CASE
     WHEN v IS NULL OR origin IS NULL THEN NULL
     WHEN us <= 0 THEN bq.fail('Bucket width must be positive')
@@ -566,7 +566,7 @@ CREATE OR REPLACE MACRO bq.months_bucket(v, months, origin) AS CASE
     ELSE origin + to_months(CAST(bq.months_between(v, origin) - (bq.months_between(v, origin) % months + months) % months AS INTEGER)) END;
 
 -- DATE_DIFF and DATETIME_DIFF count the boundaries between two moments, TIMESTAMP_DIFF the whole units.
--- Cut to the unit first, as DuckDB counts whole weeks.
+-- Truncated to the unit first, because DuckDB counts whole weeks.
 CREATE OR REPLACE MACRO bq.date_diff(unit, later, earlier, shift) AS
     date_diff(unit, date_trunc(unit, earlier + to_days(shift)), date_trunc(unit, later + to_days(shift)));
 
@@ -610,7 +610,7 @@ CREATE OR REPLACE MACRO bq.timestamp_array(a, b, step) AS CASE
 CREATE OR REPLACE MACRO bq.last_day_of_week(v, shift) AS
     bq.checked_date(CAST(date_trunc('week', v + to_days(shift)) - to_days(shift) + to_days(6) AS DATE));
 
--- Past midnight a clock starts over.
+-- After midnight, a clock starts over.
 CREATE OR REPLACE MACRO bq.time_add_us(v, us) AS
     CAST(make_timestamp(((epoch_us(v) + us % 86400000000) % 86400000000 + 86400000000) % 86400000000) AS TIME);
 
@@ -623,7 +623,7 @@ CREATE OR REPLACE MACRO bq.offset_digits(local, v, colon) AS
 
 CREATE OR REPLACE MACRO bq.six_digits(v) AS regexp_replace(v, '(\.[0-9]{6})[0-9]+', '\1');
 
--- A text that ends with an offset from UTC: what is before it, and the moment that both make.
+-- A text that ends with an offset from UTC: the part before it, and the moment that both define.
 CREATE OR REPLACE MACRO bq.before_offset(v, pattern, before) AS CASE
     WHEN regexp_matches(v, before || '(?:' || pattern || ')\s*$') THEN regexp_replace(v, '(?:' || pattern || ')\s*$', '')
     WHEN v IS NOT NULL THEN CAST(bq.fail('Failed to parse input string "' || v || '"') AS VARCHAR) END;
@@ -647,19 +647,19 @@ CREATE OR REPLACE MACRO bq.json_string(v) AS CASE
     WHEN json_type(v) = 'VARCHAR' THEN json_extract_string(v, '$')
     WHEN v IS NOT NULL THEN CAST(bq.fail('The provided JSON input is not a string') AS VARCHAR) END;
 
--- DuckDB writes 1.50 as 1.5. A number in a STRING keeps its digits: it goes in as a text, with a mark that no STRING here may have.
+-- DuckDB writes 1.50 as 1.5. A number in a STRING keeps its digits: it is inserted as text, with a mark that can't occur in a STRING here.
 CREATE OR REPLACE MACRO bq.json_marked(v, mark) AS array_to_string(list_transform(
     regexp_extract_all(v, '"(?:[^"\\]|\\.)*"|-?[0-9][-+.0-9eE]*|[^"0-9-]+'),
     lambda t: CASE WHEN regexp_matches(t, '^[-0-9]') THEN '"' || mark || t || '"' ELSE t END), '');
 
--- JSON without what stands between quotes.
+-- JSON without the content of quotes.
 CREATE OR REPLACE MACRO bq.json_bare(v) AS regexp_replace(v, '"(?:[^"\\]|\\.)*"', '""', 'g');
 
--- DuckDB reads commas before a bracket, NaN and inf.
+-- DuckDB accepts commas before a bracket, NaN and inf.
 CREATE OR REPLACE MACRO bq.is_loose_json(v) AS
     regexp_matches(v, ',\s*[\]}]|(?i)nan|inf') AND regexp_matches(bq.json_bare(v), ',\s*[\]}]|(?i)nan|inf');
 
--- GoogleSQL reads a text up to its mistake.
+-- GoogleSQL reads a text up to its first error.
 CREATE OR REPLACE MACRO bq.json_or_null(v, path) AS CASE
     WHEN TRY_CAST(v AS JSON) IS NOT NULL AND NOT bq.is_loose_json(v) THEN CAST(v AS JSON)
     WHEN regexp_matches(v, CASE WHEN path = '$' THEN '^\s*["\[{tfn0-9-]' ELSE '^\s*[\[{]' END)
@@ -756,7 +756,7 @@ CREATE OR REPLACE MACRO bq.json_lax_string(v) AS CASE
     WHEN json_type(v) IN ('VARCHAR', 'BOOLEAN', 'BIGINT', 'UBIGINT') THEN json_extract_string(v, '$')
     WHEN json_type(v) = 'DOUBLE' THEN CASE WHEN TRY_CAST(v AS DOUBLE) = 0 THEN '0' ELSE bq.float_text(TRY_CAST(v AS DOUBLE)) END END;
 
--- A text may have spaces around it, and 18 digits after the point that count.
+-- A text may be surrounded by spaces, and up to 18 digits after the point are significant.
 CREATE OR REPLACE MACRO bq.text_lax_int64(v) AS
     CASE WHEN bq.is_decimal_text(v) THEN TRY_CAST(round(TRY_CAST(v AS DECIMAL(38,18))) AS BIGINT) END;
 
