@@ -15,7 +15,7 @@ budgets = typer.Typer(help="Budgets of tenants and keys.", no_args_is_help=True)
 
 @budgets.command("restore")
 def restore(
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="compare, and change nothing")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="only compare")] = False,
     lower: Annotated[
         bool,
         typer.Option(
@@ -27,7 +27,7 @@ def restore(
         float, typer.Option(metavar="GIB", help="GiB that the query may read")
     ] = MAX_GIB,
 ) -> None:
-    """Count again, from the rows in BigQuery, what is spent: for a Redis that lost its counts.
+    """Restore the spent amounts from the rows in BigQuery, after Redis lost its counts.
 
     Run it once more when the rows of the last few minutes have arrived.
     """

@@ -43,10 +43,10 @@ plans = typer.Typer(help="Plans: limits and weights.", no_args_is_help=True)
 @keys.command("init")
 def start_directory(
     source: Annotated[
-        Path | None, typer.Option("--from", metavar="FILE", help="an exported directory")
+        Path | None, typer.Option("--from", metavar="FILE", help="start from an exported directory")
     ] = None,
 ) -> None:
-    """Create the directory of keys, once."""
+    """Create the directory of keys. Fails if it exists."""
     from shared.tenants.directory import Document, decode_document
 
     document = Document() if source is None else decode_document(source.read_bytes(), str(source))
@@ -59,7 +59,7 @@ def export_directory(
     to: Annotated[
         str,
         typer.Option(
-            "--to", metavar="URL", help="an object store, such as gs://BUCKET, for a new object"
+            "--to", metavar="URL", help="write a new object to this store, such as gs://BUCKET"
         ),
     ] = "",
 ) -> None:
@@ -90,13 +90,13 @@ async def _put(url: str, document: bytes) -> str:
 
 @keys.command("create")
 def create_key(
-    tenant: Annotated[str, typer.Option(help="whose key it is")],
-    name: Annotated[str, typer.Option(help="what it is for")],
-    scope: Annotated[list[str] | None, typer.Option(help="what it may do (default: all)")] = None,
-    model: Annotated[list[str] | None, typer.Option(help="a model it may use")] = None,
+    tenant: Annotated[str, typer.Option(help="owner of the key")],
+    name: Annotated[str, typer.Option(help="purpose of the key")],
+    scope: Annotated[list[str] | None, typer.Option(help="allowed scope (default: all)")] = None,
+    model: Annotated[list[str] | None, typer.Option(help="allowed model")] = None,
     expires_in: Annotated[str, typer.Option(metavar="TIME", help="such as 90d or 12h")] = "",
     limit: Annotated[
-        list[str] | None, typer.Option(metavar="FIELD=VALUE", help="a limit of this key alone")
+        list[str] | None, typer.Option(metavar="FIELD=VALUE", help="a limit for this key alone")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -159,7 +159,7 @@ def rotate_key(
     ] = DEFAULT_OVERLAP,
     as_json: AsJson = False,
 ) -> None:
-    """Give a key a new secret, which is shown once."""
+    """Create a new secret for a key. It is shown once."""
     overlap_s = _seconds(overlap, "overlap")
     issued = _administer(lambda admin, store: admin.rotate_key(key_id, overlap_s))
     _show_issued(issued, as_json=as_json)
@@ -167,9 +167,9 @@ def rotate_key(
 
 @keys.command("revoke")
 def revoke_key(key_id: KeyId) -> None:
-    """End a key for good."""
+    """Revoke a key permanently."""
     _administer(lambda admin, store: admin.revoke_key(key_id))
-    typer.echo(f"{key_id} is revoked; instances refuse it within 5 s")
+    typer.echo(f"{key_id} is revoked; instances reject it within 5 s")
 
 
 @keys.command("audit")
@@ -195,7 +195,7 @@ def list_acts(
 
 @tenants.command("list")
 def list_tenants(as_json: AsJson = False) -> None:
-    """List tenants with a plan of their own or with keys."""
+    """List tenants that have keys or their own plan."""
     from shared.tenants.directory import StoredTenant
 
     document = _administer(lambda admin, store: admin.read())
@@ -217,16 +217,16 @@ def set_tenant(
     tenant: str,
     plan: Annotated[str, typer.Option(help="its plan (empty: the default plan)")],
 ) -> None:
-    """Give a tenant a plan."""
+    """Assign a plan to a tenant."""
     _administer(lambda admin, store: admin.set_tenant(tenant, plan or None))
     typer.echo(f"{tenant} has {f'the plan {plan}' if plan else 'the default plan'}")
 
 
 @tenants.command("freeze")
 def freeze_tenant(tenant: str) -> None:
-    """Refuse all keys of a tenant, and hold its batches, until it is thawed."""
+    """Reject all keys of a tenant, and hold its batches, until it is thawed."""
     _administer(lambda admin, store: admin.freeze_tenant(tenant, is_frozen=True))
-    typer.echo(f"{tenant} is frozen; instances refuse its keys within 5 s")
+    typer.echo(f"{tenant} is frozen; instances reject its keys within 5 s")
 
 
 @tenants.command("thaw")
@@ -238,7 +238,7 @@ def thaw_tenant(tenant: str) -> None:
 
 @plans.command("list")
 def list_plans(as_json: AsJson = False) -> None:
-    """List plans with what differs from no limits."""
+    """List plans and their limits."""
     import msgspec
 
     document = _administer(lambda admin, store: admin.read())
@@ -259,13 +259,13 @@ def set_plan(name: str, fields: Fields = None) -> None:
 
 @plans.command("remove")
 def remove_plan(name: str) -> None:
-    """Remove a plan that no tenant has."""
+    """Remove a plan that is not assigned to any tenant."""
     _administer(lambda admin, store: admin.set_plan(name, None))
     typer.echo(f"the plan {name} is removed")
 
 
 def _administer(act: Callable[[Administration, KeyStore], Awaitable[Done]]) -> Done:
-    """Opens the configured store and runs `act` in the name of the user of this command."""
+    """Opens the configured store and runs `act` on behalf of the current user."""
     from shared.settings import ApiSettings, read_settings
     from shared.stores.key_stores import key_store
     from shared.tenants.administration import Administration
@@ -304,7 +304,7 @@ def _show_issued(issued: IssuedKey, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(shown(issued.stored) | {"value": issued.key.text}, indent=2))
         return
-    typer.echo("Note the key now, it is not shown again:", err=True)
+    typer.echo("Save the key now. It will not be shown again:", err=True)
     typer.echo(issued.key.text)
 
 
@@ -329,7 +329,7 @@ def _struct(kind: type[Made], assignments: Sequence[str]) -> Made:
 
 
 def _unknown_field(kind: type[Any], name: str, place: str) -> str:
-    """An error about a field that is not one of `kind`, with the closest ones that are.
+    """Returns an error about a field that `kind` does not have, with the closest ones that exist.
 
     Args:
         place: where it is, such as `per_model[...]`. Empty: in the struct itself.
@@ -350,7 +350,7 @@ def _unknown_field(kind: type[Any], name: str, place: str) -> str:
 def _seconds(text: str, option: str) -> int:
     match = _DURATION.fullmatch(text)
     if match is None:
-        raise BadInput(f"--{option}: {text!r} is not a time such as 30m, 24h or 90d")
+        raise BadInput(f"--{option}: must be a duration such as 30m, 24h or 90d, got {text!r}")
     return int(match[1]) * _UNITS_S[match[2]]
 
 

@@ -121,11 +121,11 @@ def _options(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", help="show the version and exit", callback=_show_version, is_eager=True
+            "--version", help="Show the version and exit.", callback=_show_version, is_eager=True
         ),
     ] = False,
 ) -> None:
-    """Models behind an HTTPS API, over Pub/Sub."""
+    """Serve models behind an HTTPS API, over Pub/Sub."""
     if context.invoked_subcommand in OF_OPERATORS:
         _join_running_stack(has_keys_command=context.invoked_subcommand in OF_KEYS)
 
@@ -165,22 +165,24 @@ def up(
     bigquery_port: Port = Ports.bigquery,
     redis_port: Port = Ports.redis,
     functions_port: Port = Ports.functions,
-    metrics_port: Annotated[int, typer.Option(metavar="PORT", help="of the API")] = Ports.metrics,
-    health_port: Annotated[int, typer.Option(metavar="PORT", help="of the first worker")] = 8091,
+    metrics_port: Annotated[
+        int, typer.Option(metavar="PORT", help="API metrics port")
+    ] = Ports.metrics,
+    health_port: Annotated[int, typer.Option(metavar="PORT", help="first worker's port")] = 8091,
     rabbitmq_port: Port = Ports.rabbitmq,
     row_archive_port: Port = Ports.row_archive,
     broker: BrokerOption = "pubsub",
     host: Annotated[
-        str, typer.Option(metavar="ADDRESS", help="where the API listens; needs keys off loopback")
+        str, typer.Option(metavar="ADDRESS", help="API listen address; requires keys off loopback")
     ] = "",
-    tls_cert: Annotated[str, typer.Option(metavar="FILE", help="certificate of the API")] = "",
-    tls_key: Annotated[str, typer.Option(metavar="FILE", help="its key")] = "",
+    tls_cert: Annotated[str, typer.Option(metavar="FILE", help="TLS certificate of the API")] = "",
+    tls_key: Annotated[str, typer.Option(metavar="FILE", help="key of --tls-cert")] = "",
     startup_s: Annotated[
         float,
         typer.Option(metavar="SECONDS", help="overrides startup_s of every model in the catalog"),
     ] = 0,
 ) -> None:
-    """Start the whole pipeline here and keep it up: what dies is started again."""
+    """Start the whole pipeline here and keep it up. Restarts processes that die."""
     from infra.local.up import stay_up
     from shared.settings import given_settings
 
@@ -208,9 +210,9 @@ def up(
 
 @app.command()
 def demo(
-    prompt: Annotated[str, typer.Option(metavar="TEXT", help="of the image to generate")] = "",
+    prompt: Annotated[str, typer.Option(metavar="TEXT", help="prompt of the generated image")] = "",
     edit_prompt: Annotated[
-        str, typer.Option(metavar="TEXT", help="of the edit of that image")
+        str, typer.Option(metavar="TEXT", help="prompt for editing that image")
     ] = "",
     broker: BrokerOption = "pubsub",
 ) -> None:
@@ -224,12 +226,12 @@ def demo(
 @app.command()
 def doctor(
     cluster: Annotated[
-        bool, typer.Option("--cluster", help="a deployed cluster, by kubectl and gcloud")
+        bool, typer.Option("--cluster", help="check a deployed cluster, with kubectl and gcloud")
     ] = False,
     context: Annotated[
-        str, typer.Option(metavar="NAME", help="context of kubectl (default: the current one)")
+        str, typer.Option(metavar="NAME", help="kubectl context (default: the current one)")
     ] = "",
-    namespace: Annotated[str, typer.Option(metavar="NAME", help="of the workers")] = "penstock",
+    namespace: Annotated[str, typer.Option(metavar="NAME", help="workers' namespace")] = "penstock",
     ack_deadline_s: Annotated[
         int, typer.Option(min=10, max=600, help="delivery.ack_deadline_s in Terraform")
     ] = 10,
@@ -256,7 +258,7 @@ def kill(
         str, typer.Argument(metavar="NAME", help="worker, worker-MODEL, api, redis, …")
     ],
 ) -> None:
-    """Kill a process of the stack that runs here, as a crash would: it is started again."""
+    """Kill a process of the stack that runs here, like a crash would. It is restarted."""
     from infra.local.running_stack import find_running_stack
 
     stack = find_running_stack(STATE_DIR)
@@ -290,11 +292,11 @@ def bigquery(context: typer.Context) -> None:
 @app.command()
 def provision(
     functions_url: Annotated[
-        str, typer.Option(metavar="URL", help="where dead letters and webhooks are pushed to")
+        str, typer.Option(metavar="URL", help="push endpoint of dead letters and webhooks")
     ] = "",
     wait_s: Annotated[float, typer.Option(min=0, help="seconds to wait for the servers")] = 120,
 ) -> None:
-    """Make topics, subscriptions and tables on embedded servers."""
+    """Create topics, subscriptions and tables on embedded servers."""
     from infra.local.provision_servers import provision_servers
     from shared.settings import ApiSettings, read_settings
 
@@ -311,7 +313,7 @@ def api() -> None:
 
 @app.command()
 def batches() -> None:
-    """Run batches alone, with the PENSTOCK_* settings of the API."""
+    """Run the batch runner alone, with the API's PENSTOCK_* settings."""
     from api.batch_runner.__main__ import main as serve
 
     raise typer.Exit(serve())
@@ -338,7 +340,7 @@ app.command()(predict)
 
 @app.command(context_settings=_FORWARDED)
 def bench(context: typer.Context) -> None:
-    """Measure the pipeline here, in a checkout (--check, --quick)."""
+    """Run benchmarks of the pipeline in a checkout (--check, --quick)."""
     if not Path("bench/__main__.py").is_file():
         raise ConfigurationError("this folder has no benchmarks: run it at the top of a checkout")
     sys.path.insert(0, str(Path.cwd()))

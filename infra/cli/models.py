@@ -27,7 +27,7 @@ models.command("withdrawn")(list_withdrawn)
 
 @models.command("install")
 def install(folder: Folder) -> None:
-    """Install the packages that a class brings, as `check` and workers do."""
+    """Install the packages of a class, like `check` and workers do."""
     from workers.models.custom.environments import python_for
 
     print(f"{folder}: runs with {python_for(folder)}")
@@ -45,12 +45,12 @@ def check(
     if_changed: Annotated[
         bool,
         typer.Option(
-            "--if-changed", help="of a class: only if its sources differ from those inspected last"
+            "--if-changed", help="for a class: only if its sources changed since the last check"
         ),
     ] = False,
     device: Annotated[
         str,
-        typer.Option(metavar="NAME", help="of an image or text model: auto, cpu, cuda or cuda:N"),
+        typer.Option(metavar="NAME", help="for an image or text model: auto, cpu, cuda or cuda:N"),
     ] = "auto",
 ) -> None:
     """Try a model (FOLDER of a class, or NAME of an image or text model).
@@ -99,11 +99,11 @@ def measure(
         typer.Option(
             "--inputs",
             metavar="FILE",
-            help="several: a JSON object of inputs in each line, a file as @PATH",
+            help="several inputs: a JSON object per line, with files as @PATH",
         ),
     ] = None,
-    repeats: Annotated[int, typer.Option(min=1, metavar="N", help="of each batch")] = 5,
-    threads: Annotated[int, typer.Option(min=1, metavar="N", help="on a CPU")] = 1,
+    repeats: Annotated[int, typer.Option(min=1, metavar="N", help="runs per batch")] = 5,
+    threads: Annotated[int, typer.Option(min=1, metavar="N", help="threads on a CPU")] = 1,
     cpu: Annotated[bool, typer.Option("--cpu", help="hide the GPUs from the class")] = False,
 ) -> None:
     """Time the class of a folder, for `penstock deploy plan` (FOLDER -i NAME=VALUE)."""
@@ -126,8 +126,8 @@ def measure(
     print(f"{path}:\n{report(measurement)}")
 
 
-def init(name: Annotated[str, typer.Argument(metavar="NAME", help="of the model")]) -> None:
-    """Write a custom model that runs: a class, its test and its entry (NAME)."""
+def init(name: Annotated[str, typer.Argument(metavar="NAME", help="model name")]) -> None:
+    """Write a working custom model: a class, its test and its entry (NAME)."""
     from workers.models.custom.checking import inspect_folder, write_interface
     from workers.models.custom.sample import write_sample
 
@@ -147,7 +147,7 @@ def predict(
             "-o",
             "--out",
             metavar="PATH",
-            help="a folder for the files of the output, or the file to write the output to",
+            help="folder for output files, or file for the output",
         ),
     ] = Path(),
 ) -> None:

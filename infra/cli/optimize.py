@@ -39,22 +39,22 @@ def optimize(
         ),
     ] = None,
     prune: Annotated[
-        float, typer.Option(parser=_part, metavar="PART", help="cut this part of the inner neurons")
+        float, typer.Option(parser=_part, metavar="PART", help="share of inner neurons to cut")
     ] = 0.0,
     prune_heads: Annotated[
-        float, typer.Option(parser=_part, metavar="PART", help="cut this part of the heads")
+        float, typer.Option(parser=_part, metavar="PART", help="share of heads to cut")
     ] = 0.0,
     calibration: Annotated[
         Literal["minmax", "entropy", "percentile"],
-        typer.Option(help="how int8-static finds its ranges"),
+        typer.Option(help="how int8-static chooses its ranges"),
     ] = "minmax",
-    threads: Annotated[int, typer.Option(metavar="N", help="of each model")] = 1,
-    force: Annotated[bool, typer.Option("--force", help="make it again if it exists")] = False,
+    threads: Annotated[int, typer.Option(metavar="N", help="threads per model")] = 1,
+    force: Annotated[bool, typer.Option("--force", help="create it again if it exists")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="print the verdicts as JSON; progress goes to stderr")
     ] = False,
 ) -> None:
-    """Make an optimized artifact of a model, and judge it first."""
+    """Create an optimized artifact of a model, and evaluate it first."""
     from shared.settings import WorkerSettings, read_settings
     from workers.optimize.making import Output, make_artifact
     from workers.optimize.options import OptimizeOptions

@@ -22,7 +22,7 @@ def prefetch(
     model: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="only this one; may be repeated")
     ] = None,
-    again: Annotated[bool, typer.Option(help="also what has been copied before")] = False,
+    again: Annotated[bool, typer.Option(help="replace existing files")] = False,
 ) -> None:
     """Copy the weights of hub models into a bucket.
 

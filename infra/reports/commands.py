@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 LIST, ALL = "list", "all"
 GIB = 1024**3
-Tz = Annotated[str, typer.Option(metavar="ZONE", help="of days, such as Europe/Berlin")]
+Tz = Annotated[str, typer.Option(metavar="ZONE", help="time zone of days, such as Europe/Berlin")]
 Tenants = Annotated[list[str] | None, typer.Option("--tenant", help="only rows of this tenant")]
 Output = Annotated[
     Path | None, typer.Option(metavar="PATH", help=("a file, or a folder for several"))
@@ -33,7 +33,7 @@ CALL_LIMIT_S = 600.0
 
 
 def report(
-    name: Annotated[str, typer.Argument(help="its name, `list` or `all`")] = LIST,
+    name: Annotated[str, typer.Argument(help="name of the report, `list` or `all`")] = LIST,
     days: Annotated[int, typer.Option(min=0, help="days to look back if --from is not set")] = 0,
     since: Annotated[str, typer.Option("--from", metavar="DAY", help="first day or time")] = "",
     until: Annotated[str, typer.Option("--to", metavar="DAY", help="end (exclusive)")] = "",
@@ -51,7 +51,7 @@ def report(
     ] = "table",
     output: Output = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help=("only print what it would cost"))
+        bool, typer.Option("--dry-run", help=("only print the expected cost"))
     ] = False,
     max_gib: MostGib = 20.0,
     as_json: Annotated[bool, typer.Option("--json", help="same as --format json")] = False,
@@ -97,7 +97,7 @@ def invoice(
     output: Annotated[Path | None, typer.Option(metavar="DIR", help="a folder")] = None,
     max_gib: MostGib = 20.0,
 ) -> None:
-    """Create the invoices of a month: pages to print, or CSV. With --output, a file per tenant."""
+    """Create a month's invoices: pages to print, or CSV. With --output, one file per tenant."""
     from infra.reports.runs import configured_runner
     from shared.reports.definitions import ask_month, find_report
     from shared.reports.invoice import invoice_page, invoices, invoices_csv
@@ -208,10 +208,13 @@ def run_daily(
         bool, typer.Option("--hours", help="only check today's completed hours")
     ] = False,
     function: Annotated[
-        str, typer.Option(metavar="URL", help="let a function do it, whose metrics record the run")
+        str,
+        typer.Option(
+            metavar="URL", help="run it in the function at this URL, which records metrics"
+        ),
     ] = "",
 ) -> None:
-    """Sum up days, create invoices and summaries, find anomalies. Prints the last day's summary."""
+    """Aggregate days, create invoices and summaries, find anomalies. Prints the latest summary."""
     if day and (since or until):
         raise BadInput("day can't be a range; use --from and --to", field="day")
     if hours and (day or since or until):

@@ -56,12 +56,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--project", required=True)
     parser.add_argument("--regions", required=True, help="comma-separated, in rollout order")
     parser.add_argument("--service", default="penstock-api")
-    parser.add_argument("--revision", default="", help="for back")
+    parser.add_argument("--revision", default="", help="revision to return to, for back")
     parser.add_argument("--models-file", type=Path, default=Path("models.yaml"))
     parser.add_argument(
         "--key-secret",
         default="penstock-release-key",
-        help="secret with the API key of the requests",
+        help="secret that contains the API key for requests",
     )
     parser.add_argument(
         "--urls-file",
@@ -77,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
         "--least-requests",
         type=int,
         default=50,
-        help=("with fewer requests, a revision is not judged"),
+        help=("minimum number of requests to judge a revision"),
     )
     return parser
 

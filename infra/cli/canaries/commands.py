@@ -23,7 +23,7 @@ Done = TypeVar("Done")
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON, for a program")]
 Name = Annotated[str, typer.Argument(metavar="MODEL", help="the model in models.yaml")]
 
-canary = typer.Typer(help="New revisions on a share of the requests.", no_args_is_help=True)
+canary = typer.Typer(help="Try new revisions on a share of the requests.", no_args_is_help=True)
 
 
 class _Edit(NamedTuple):
@@ -33,7 +33,7 @@ class _Edit(NamedTuple):
 
 
 def promote(path: Path, name: str) -> None:
-    """Gives a model the revision and the source of its canary, and removes the canary.
+    """Sets a model's revision and source to its canary's, and removes the canary.
 
     Raises:
         ConfigurationError: the file has no such model, or it has no canary, or its entry stands in
@@ -95,7 +95,7 @@ def _fields(node: yaml.Node) -> dict[str, tuple[yaml.Node, yaml.Node]]:
 
 
 def _ends(node: yaml.Node) -> Iterator[int]:
-    """Returns the line where the parts of a node end. A block itself ends where the next begins."""
+    """Returns the line where the parts of a node end. A block ends where the next one starts."""
     if isinstance(node, yaml.MappingNode | yaml.SequenceNode) and not node.flow_style:
         for child in node.value:
             for part in child if isinstance(child, tuple) else (child,):
@@ -111,7 +111,7 @@ if TYPE_CHECKING:
 
 @canary.command("status")
 def show_status(as_json: AsJson = False) -> None:
-    """Show what each canary gets, and what it did in the last ten minutes."""
+    """Show each canary's share of requests, and its results in the last ten minutes."""
     from infra.text_table import table, yes_or_no
 
     async def read(canary_store: CanaryStore, catalog: Catalog) -> list[dict[str, Any]]:
@@ -129,7 +129,7 @@ def show_status(as_json: AsJson = False) -> None:
 
 @canary.command("take-back")
 def take_back(name: Name) -> None:
-    """Give a canary no requests any more. Its jobs are done by the other revision."""
+    """Stop sending requests to a canary. The other revision takes over its jobs."""
 
     async def act(canary_store: CanaryStore, catalog: Catalog) -> bool:
         return await canary_store.take_back(_find(catalog, name), f"by {current_user()}")
@@ -139,7 +139,7 @@ def take_back(name: Name) -> None:
 
 @canary.command("resume")
 def resume(name: Name) -> None:
-    """Give a canary that was taken back its share again, and forget what it did."""
+    """Restore the share of a canary that was taken back, and reset its counts."""
 
     async def act(canary_store: CanaryStore, catalog: Catalog) -> None:
         await canary_store.resume(_find(catalog, name))
@@ -152,10 +152,10 @@ def resume(name: Name) -> None:
 def promote_canary(
     name: Name,
     force: Annotated[
-        bool, typer.Option("--force", help="although it was taken back, or nothing is known of it")
+        bool, typer.Option("--force", help="even if it was taken back, or has no results")
     ] = False,
 ) -> None:
-    """Make a canary the revision of its model, in models.yaml. It takes effect when you deploy.
+    """Make a canary its model's revision, in models.yaml. It takes effect when you deploy.
 
     The canary is taken back at once, so that no job is left in its topics when they go.
     """

@@ -19,11 +19,9 @@ if TYPE_CHECKING:
 Done = TypeVar("Done")
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON, for a program")]
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="the model in models.yaml")]
-Ids = Annotated[
-    list[str] | None, typer.Argument(metavar="ID", help="as `dead-letters list` shows them")
-]
-All = Annotated[bool, typer.Option("--all", help="instead of ids")]
-Most = Annotated[int, typer.Option("--limit", min=1, max=10_000, help="how many to look at")]
+Ids = Annotated[list[str] | None, typer.Argument(metavar="ID", help="IDs from `dead-letters list`")]
+All = Annotated[bool, typer.Option("--all", help="all of them, instead of IDs")]
+Most = Annotated[int, typer.Option("--limit", min=1, max=10_000, help="maximum number to read")]
 
 dead_letters = typer.Typer(
     help="Jobs that no worker could finish: show them, run them again, discard them.",
@@ -35,12 +33,12 @@ dead_letters = typer.Typer(
 def list_letters(
     models: Annotated[
         list[str] | None,
-        typer.Argument(metavar="MODEL", help="all of the catalog if none is named"),
+        typer.Argument(metavar="MODEL", help="default: all models in the catalog"),
     ] = None,
     limit: Most = 100,
     as_json: AsJson = False,
 ) -> None:
-    """List the dead letters of models. None is taken away."""
+    """List the dead letters of models, without removing them."""
     from infra.text_table import table, yes_or_no
 
     shown = [fact for facts in _run(_models(models or []), limit, _facts) for fact in facts]
@@ -58,11 +56,11 @@ def show(
     model: Model,
     letter_id: Annotated[str, typer.Argument(metavar="ID")],
     data: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="where to write the body of the message")
+        Path | None, typer.Option(metavar="FILE", help="file for the body of the message")
     ] = None,
     limit: Most = 100,
 ) -> None:
-    """Show a dead letter: its attributes, its size, and whether somebody waits for it."""
+    """Show a dead letter: its attributes, its size, and whether a caller waits for it."""
 
     async def act(held: HeldLetters) -> tuple[dict[str, Any], bytes]:
         letter = held.find(letter_id)
@@ -84,11 +82,11 @@ def replay(
     every: All = False,
     deadline: Annotated[
         float | None,
-        typer.Option(min=1, metavar="SECONDS", help="from now; the model's longest if not set"),
+        typer.Option(min=1, metavar="SECONDS", help="deadline from now; default: the longest"),
     ] = None,
     limit: Most = 1000,
 ) -> None:
-    """Run jobs again whose callers still wait. Each gets one answer, as before.
+    """Run jobs again whose callers still wait. Each caller gets exactly one answer.
 
     With --all, those to whose callers an answer was given stay. A single one of them is refused.
     """
@@ -119,12 +117,10 @@ def discard(
     model: Model,
     ids: Ids = None,
     every: All = False,
-    force: Annotated[
-        bool, typer.Option("--force", help="also those whose callers still wait")
-    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="even if callers still wait")] = False,
     limit: Most = 1000,
 ) -> None:
-    """Take dead letters away for good.
+    """Delete dead letters permanently.
 
     With --all, those whose callers still wait stay unless --force is given.
     """
@@ -171,7 +167,7 @@ def _fact(model: str, letter: Letter) -> dict[str, Any]:
 
 
 def _models(names: Sequence[str]) -> list[str]:
-    """The names that topics have: those given, aliases resolved, or all of the catalog.
+    """Returns the names used in topics: the given ones with aliases resolved, or all models.
 
     Raises:
         UnknownModel: the catalog has no such model.
@@ -188,7 +184,7 @@ def _models(names: Sequence[str]) -> list[str]:
 def _run(
     models: Sequence[str], limit: int, act: Callable[[HeldLetters], Awaitable[Done]]
 ) -> list[Done]:
-    """Holds the dead letters of models and runs `act` with those of each.
+    """Holds the dead letters of models and runs `act` with the letters of each model.
 
     Raises:
         PenstockError: of `act`, or because broker or Redis is unreachable.

@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         type=_number(1, 1024**2),
         default=DEFAULT_STORAGE_BYTES // 1024**2,
         help=(
-            "maximum memory of all messages, in MiB; further publishes are refused (default: "
+            "maximum memory of all messages, in MiB; further publishes are rejected (default: "
             "%(default)s)"
         ),
     )
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         type=_web_url,
         metavar="URL",
         help="URL of a BigQuery without credentials, for BigQuery subscriptions (default: they "
-        "are refused)",
+        "are rejected)",
     )
     options = parser.parse_args(argv)
     try:

@@ -30,18 +30,19 @@ def add_load(app: typer.Typer) -> None:
 
 
 def load(
-    url: Annotated[str, typer.Option(metavar="URL", help="of the API")] = "http://127.0.0.1:8080",
+    url: Annotated[str, typer.Option(metavar="URL", help="API URL")] = "http://127.0.0.1:8080",
     key: Annotated[
-        str, typer.Option(metavar="KEY", help="of every request", envvar="LOAD_KEY")
+        str, typer.Option(metavar="KEY", help="API key of all requests", envvar="LOAD_KEY")
     ] = "",
     keys: Annotated[
         Path | None, typer.Option(metavar="FILE", help="CSV with the columns tenant and key")
     ] = None,
     trace: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="CSV or JSONL, instead of a day")
+        Path | None,
+        typer.Option(metavar="FILE", help="trace to send instead of a day, as CSV or JSONL"),
     ] = None,
     requests: Annotated[
-        int, typer.Option(min=0, help="of the whole day (1,400,000), or the first N of a trace")
+        int, typer.Option(min=0, help="requests per day (1,400,000), or the first N of a trace")
     ] = 0,
     speed: Annotated[
         float, typer.Option(min=0.001, help="seconds of the day or trace per second")
@@ -49,23 +50,30 @@ def load(
     duration: Annotated[
         float, typer.Option(min=0, metavar="SECONDS", help="stop sending after this time")
     ] = 0.0,
-    tenants: Annotated[int, typer.Option(min=0, help="in the day: 20, or all of --keys")] = 0,
+    tenants: Annotated[
+        int, typer.Option(min=0, help="tenants of the day (default: 20, or all in --keys)")
+    ] = 0,
     model: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME[=SHARE]", help=("a model of the day (default: all that are served)")
+            metavar="NAME[=SHARE]", help=("a model of the day (default: all served models)")
         ),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="the same seed sends the same requests")] = 0,
     changes: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="NAME=NUMBER", help="of the day: repeat_share=0.2"),
+        typer.Option(
+            "--set", metavar="NAME=NUMBER", help="a setting of the day, such as repeat_share=0.2"
+        ),
     ] = None,
     max_in_flight: Annotated[
-        int, typer.Option(min=1, max=50_000, help="requests due beyond this limit are not sent")
+        int,
+        typer.Option(
+            min=1, max=50_000, help="maximum requests in flight; excess requests are not sent"
+        ),
     ] = 1000,
     ledger: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="a new file (load-….jsonl)")
+        Path | None, typer.Option(metavar="FILE", help="new file for the ledger (load-….jsonl)")
     ] = None,
     write_trace: Annotated[
         Path | None,

@@ -62,7 +62,7 @@ def plan(
         float | None,
         typer.Option(
             metavar="SECONDS",
-            help="to the broker and back; default: broker_round_trip_s of the rates, or 0.05, "
+            help="broker round-trip time; default: broker_round_trip_s in the rates, or 0.05, "
             "which is within a region",
         ),
     ] = None,
