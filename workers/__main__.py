@@ -159,7 +159,7 @@ async def _prepare(
 
 
 class _Stores(NamedTuple):
-    """What a worker reads and writes beside its rows."""
+    """The stores that a worker reads and writes, except its rows."""
 
     cache: ResultCache
     records: Records
@@ -244,7 +244,7 @@ def _pool(settings: WorkerSettings, hosted: Sequence[HostedModel], layout: Layou
 
 
 def _writer(settings: WorkerSettings, models: Sequence[Model], kind: str, table: str) -> RowWriter:
-    """A writer with the folder of this kind of rows and of workers with these models."""
+    """Returns a writer with a folder for this kind of rows and for workers with these models."""
     return RowWriter(
         sender_of(settings, table),
         spool_dir=settings.spool_dir / _spool_name(kind, models),

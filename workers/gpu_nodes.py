@@ -1,9 +1,9 @@
 """`python -m workers.gpu_nodes`: empties nodes whose GPU has failed, one deployment per cluster.
 
-A device plugin or node-problem-detector says so in a condition of the node. Nobody acts on it:
-GKE's node auto-repair looks at `Ready` and disks only, and a pod that fails is started again on the
-same GPU. So such a node is cordoned and its pods are evicted, as `kubectl drain` does it. Evictions
-keep to the disruption budgets, pods drain and hand back what they hold, and their successors go
+A device plugin or node-problem-detector reports it in a condition of the node. Nothing acts on it:
+GKE's node auto-repair checks only `Ready` and disks, and a pod that fails is restarted on the same
+GPU. So this node is cordoned and its pods are evicted, like `kubectl drain` does. Evictions respect
+the disruption budgets, pods drain and hand back their jobs, and their successors are scheduled
 elsewhere. The cluster autoscaler deletes a node that is empty.
 
 A tenth of all GPU nodes may be cordoned at a time, at least one: a driver that calls every GPU
@@ -33,7 +33,7 @@ CONDITIONS = ("XidCriticalError",)
 (infra/kubernetes/gpu-nodes/gpu-monitor.json).
 """
 ANNOTATION = "penstock.dev/gpu-failed"
-"""On nodes that were cordoned here. What others cordoned is theirs."""
+"""Set on nodes cordoned by this process. Nodes cordoned by others are left alone."""
 SELECTOR = "app.kubernetes.io/name in (penstock-worker,penstock-balloon)"
 GPU = "nvidia.com/gpu"
 MAX_SHARE = 0.1
@@ -51,7 +51,7 @@ class KubernetesApi:
 
     Args:
         token_file: read for each call, since the kubelet renews it.
-        ca_file: of the API server. None: plain HTTP.
+        ca_file: CA certificate of the API server. None: plain HTTP.
     """
 
     def __init__(self, url: str, token_file: Path, ca_file: Path | None) -> None:
@@ -99,7 +99,7 @@ class KubernetesApi:
 
 @dataclass
 class Round:
-    """What one look at the nodes found and did: names of nodes, and of pods."""
+    """Findings and actions of one check of the nodes: names of nodes and pods."""
 
     cordoned: list[str] = field(default_factory=list)
     evicted: list[str] = field(default_factory=list)
@@ -114,7 +114,7 @@ class GpuNodes:
     """Empties nodes whose GPU has failed.
 
     Args:
-        conditions: of nodes, by which a GPU has failed.
+        conditions: node conditions that report a failed GPU.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class GpuNodes:
             try:
                 self._api.call("POST", f"{pods}/{name}/eviction", body)
             except urllib.error.HTTPError as error:
-                if error.code == 429:  # the disruption budget says: not yet
+                if error.code == 429:  # the disruption budget does not permit it yet
                     done.refused.append(name)
                 elif error.code != 404:  # gone meanwhile
                     raise

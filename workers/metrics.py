@@ -1,4 +1,4 @@
-"""What a worker measures of itself: Prometheus metrics, and its utilization.
+"""Measurements of a worker about itself: Prometheus metrics, and its utilization.
 
 Utilization is for the `worker_hours` table and for the autoscaler. `ProcessTimes` measures, so that
 idle GPUs have an owner. `UtilizationReports` writes that every five minutes and at the end. A
@@ -29,15 +29,17 @@ from workers.models.reports import BatchResult, ResidencyReport
 ITEMS = Counter(
     "penstock_worker_items_total", "Items ended, by status and cache level", ["status", "cache"]
 )
-WAITING = Gauge("penstock_worker_items_waiting", "Items that wait for a model process")
+WAITING = Gauge("penstock_worker_items_waiting", "Items waiting for a model process")
 WAIT_SECONDS = Histogram(
     "penstock_worker_wait_seconds",
-    "Seconds an item waits for its batch, by model",
+    "Seconds that an item waits for its batch, by model",
     ["model"],
     buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60),
 )
 ROUND_TRIP = Gauge(
-    "penstock_worker_round_trip_seconds", "Seconds in which the broker answers, smoothed", ["model"]
+    "penstock_worker_round_trip_seconds",
+    "Smoothed round-trip time to the broker in seconds",
+    ["model"],
 )
 HELD_MAX = Gauge(
     "penstock_worker_jobs_held_max",
@@ -45,9 +47,9 @@ HELD_MAX = Gauge(
     ["model", "lane"],
 )
 RESIDENT = Gauge(
-    "penstock_worker_resident_model", "Model processes that hold the model in memory", ["model"]
+    "penstock_worker_resident_model", "Model processes that have the model in memory", ["model"]
 )
-LOADS = Counter("penstock_worker_model_loads_total", "Models brought in for a batch")
+LOADS = Counter("penstock_worker_model_loads_total", "Models loaded for a batch")
 EVICTIONS = Counter("penstock_worker_model_evictions_total", "Models dropped to make room")
 SWITCH_SECONDS = Counter(
     "penstock_worker_switch_seconds_total", "Seconds of model processes spent on switching"
@@ -55,63 +57,68 @@ SWITCH_SECONDS = Counter(
 _ITEMS = (1, 2, 4, 8, 16, 32, 64, 128)
 BATCH_ITEMS = Histogram(
     "penstock_worker_batch_items",
-    "Items in a batch, by model. Where items join and leave between steps, each counts by itself.",
+    "Items in a batch, by model. If items join and leave between steps, each counts separately.",
     ["model"],
     buckets=_ITEMS,
 )
 ITEMS_AT_A_TIME = Histogram(
     "penstock_worker_items_at_a_time",
-    "Items in a batch. Where items join and leave between steps, how many were in on average while "
-    "one was.",
+    "Items in a batch. If items join and leave between steps, the average number while an item "
+    "was computed.",
     buckets=_ITEMS,
 )
 INFERENCE_SECONDS = Histogram(
     "penstock_worker_inference_seconds",
-    "Seconds a batch takes in the model, by model. Where items join and leave between steps, the "
-    "part of one in the time of its steps.",
+    "Seconds that a batch takes in the model, by model. If items join and leave between steps, "
+    "the share of one item in the time of its steps.",
     ["model"],
     buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30),
 )
 SPARE_SECONDS = Counter(
     "penstock_worker_spare_seconds_total",
-    "Of penstock_worker_inference_seconds, what more items could have used for nothing: where "
-    "items join and leave between steps, the part of the free room in the fixed time of the steps.",
+    "Part of penstock_worker_inference_seconds in which more items could have been computed for "
+    "free. If items join and leave between steps, the share of free room in the fixed time of "
+    "the steps.",
     ["model"],
 )
 BUSY_RATIO = Gauge(
     "penstock_worker_busy_ratio",
-    "Part of what the model processes could do in the last minute that they did: the time of "
-    "batches, less what was spare in it. `batch` priority has only what may wait for hours: its "
-    "predictions count as interactive, because they have a deadline.",
+    "Fraction of the model processes' capacity that was used in the last minute: the time of "
+    "batches, minus the spare part of them. `batch` priority includes only work that may wait "
+    "for hours: its predictions count as interactive, because they have a deadline.",
     ["lane"],
 )
 REAL_WORK = Counter(
     "penstock_worker_real_work_total", "Tokens or pixel-steps of the items in all batches"
 )
-PADDED_WORK = Counter("penstock_worker_padded_work_total", "The same as computed, padding included")
+PADDED_WORK = Counter(
+    "penstock_worker_padded_work_total", "The same work as computed, including padding"
+)
 LOST_GPUS = Counter(
     "penstock_worker_lost_gpus_total", "Model processes that ended because their GPU failed"
 )
 HANDED_BACK = Counter(
-    "penstock_worker_jobs_handed_back_total", "Jobs given back to the broker unfinished"
+    "penstock_worker_jobs_handed_back_total", "Unfinished jobs returned to the broker"
 )
 CANARY_COMPARED = Counter(
     "penstock_worker_canary_compared_total",
-    "Outputs of a canary that this worker compared with its own, by whether they were close.",
+    "Outputs of a canary that this worker compared with the other revision, by whether they "
+    "were close.",
     ["within"],
 )
 CANARY_FORWARDED = Counter(
     "penstock_worker_canary_forwarded_total",
     "Jobs of a canary that were handed to the other revision. failed: an item failed. late: half "
-    "of its time had passed. taken_back, drained: the canary gets no requests any more, or has no "
-    "worker.",
+    "of its time had passed. taken_back, drained: the canary no longer receives requests, or has "
+    "no worker.",
     ["reason"],
 )
 UNDECODABLE = Counter(
-    "penstock_worker_undecodable_messages_total", "Messages on the jobs topic that were no job"
+    "penstock_worker_undecodable_messages_total",
+    "Messages on the jobs topic that are not valid jobs",
 )
 REPLIES_REFUSED = Counter(
-    "penstock_worker_replies_refused_total", "Replies whose inbox does not exist any more"
+    "penstock_worker_replies_refused_total", "Replies whose inbox no longer exists"
 )
 MODEL_PROCESS_DEATHS = Counter(
     "penstock_worker_model_process_deaths_total", "Model processes that died or hung"
@@ -143,7 +150,7 @@ class BatchMetrics:
         items = len(done.results)
         self._items.observe(items)
         ITEMS_AT_A_TIME.observe(done.batch_items)
-        # inference_ms is that of all that share the time. Each of them reports it when it ends.
+        # inference_ms covers all items that share the time. Each of them reports it when it ends.
         inference_s = done.inference_ms / 1000 * items / done.batch_items
         self._inference_seconds.observe(inference_s, exemplar)
         self._spare_seconds.inc(done.spare_s)
@@ -210,7 +217,7 @@ class ProcessTimes:
         self._open.items += len(done.results)
         if done.switched is not None:
             seconds = self._open.seconds
-            # What an earlier report counted as busy stays busy.
+            # Time counted as busy in an earlier report stays busy.
             moved_s = min(done.switched.switch_s / len(self._states), seconds["busy"])
             seconds["busy"] -= moved_s
             seconds["loading"] += moved_s
@@ -262,7 +269,7 @@ class UtilizationReports:
     """Writes the time of a worker. An async context manager.
 
     Args:
-        info: of the worker. `device` and what follows from it are not known at first.
+        info: worker facts. `device` and the fields that depend on it are unknown at first.
         every_s: seconds between two reports.
     """
 
@@ -335,13 +342,13 @@ class _State(NamedTuple):
     average: float
 
     def average_at(self, now_s: float) -> float:
-        """The average, with what ran since the last change."""
+        """The average, including the time since the last change."""
         fade = math.exp(-max(0.0, now_s - self.at_s) / FADE_S)
         return self.running + (self.average - self.running) * fade
 
 
 class BusyRatio:
-    """The part of what model processes can do that they do, by priority.
+    """The fraction of the model processes' capacity that is used, by priority.
 
     A running batch counts while it runs. So batches of a minute do not come as a surprise. If
     more items could have joined it for nothing, its process reports afterwards what was spare.

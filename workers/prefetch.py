@@ -30,7 +30,7 @@ HUB = "hf:"
 
 
 def prefetch(catalog: Catalog, to: str, names: Sequence[str], *, again: bool) -> Iterator[str]:
-    """Copies what is not there yet, and says what became of each model.
+    """Copies missing models, and reports the result for each model.
 
     Args:
         catalog: the models, with their adapters. Those with another source than the hub are left
@@ -88,7 +88,7 @@ def _open(to: str) -> ObjectStore:
         bucket, _, prefix = to.removeprefix("gs://").partition("/")
         return open_gcs_bucket(bucket, prefix.strip("/"))
     if "://" in to:
-        raise ConfigurationError(f"--to {to}: it is gs://BUCKET or a folder", field="to")
+        raise ConfigurationError(f"--to {to}: must be gs://BUCKET or a folder", field="to")
     return LocalStore(Path(to).expanduser().resolve(), mkdir=True)
 
 

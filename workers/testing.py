@@ -71,7 +71,7 @@ class WorkerUnderTest:
         """Sends one job with these inputs. Returns what came of each, in order.
 
         Args:
-            inputs: of the model's task, as many as its batches may have.
+            inputs: inputs for the model's task, up to the maximum of its batches.
 
         Raises:
             TimeoutError: no reply came by the deadline.
@@ -102,7 +102,7 @@ class WorkerUnderTest:
         return [_outcome(one.result, one.error) for one in body.outcomes]
 
     async def receive_replies(self) -> None:
-        """Hands each reply to whoever waits for it. Runs until canceled."""
+        """Hands each reply to its waiter. Runs until canceled."""
         async with self.broker.subscribe(direct_id(_INBOX), max_messages=100) as replies:
             async for message in replies:
                 replies.ack(message)
@@ -127,11 +127,11 @@ async def running_worker(
     """Runs a worker of one model until the block is left. Makes the topics that it needs.
 
     Args:
-        broker: shared with everybody who sends it jobs.
+        broker: shared with all senders of its jobs.
         entry: the model's entry in the catalog: its task, its name, and the budget of a batch.
         folder: the model's files. Needed if `preparer` or `model` is left out.
-        preparer: prepares the inputs. By default that of the task.
-        model: makes the model, not yet loaded. By default that of the task, on the CPU.
+        preparer: prepares the inputs. Default: the preparer of the task.
+        model: creates the model, not yet loaded. Default: the model of the task, on the CPU.
         redis_url: keeps records, token streams and results, if there is a Redis.
         objects_url: where large results go. An API must have the same to find them.
         catalog: the models that steps of flows may go to next. By default this one.
@@ -142,7 +142,7 @@ async def running_worker(
         ValueError: there is neither a folder nor both of `preparer` and `model`.
     """
     if folder is None and (preparer is None or model is None):
-        raise ValueError("without a folder, both preparer and model are needed")
+        raise ValueError("without a folder, both preparer and model are required")
     # Not the working directory, which may be large: the sizes of files are added up.
     files = folder or Path(os.devnull)
     preparer = preparer or preparer_for(entry, files)
@@ -237,7 +237,7 @@ class _ModelThread:
         output: asyncio.StreamReader,
         connection: socket.socket,
     ) -> None:
-        """Runs the server. What a process would print when it dies becomes its output."""
+        """Runs the server. Text that a process would print when it dies becomes its output."""
         models = ResidentModels([lambda: next(self._made)], [self._folder])
         printed = b""
         try:
@@ -253,5 +253,5 @@ class _ModelThread:
 def _outcome(result: Result | None, error: ItemError | None) -> Result | PenstockError:
     if result is not None:
         return result
-    assert error is not None, "an outcome has one of both; this is a bug"
+    assert error is not None, "an outcome has neither a result nor an error; this is a bug"
     return error_for_code(error.code, error.message, error.field)

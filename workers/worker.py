@@ -1,9 +1,9 @@
 """The worker's I/O process: pulls the jobs of its models and feeds batches to the model processes.
 
 Guarantees used: Pub/Sub delivers a job at least once and keeps it until its ack. The transport
-extends the lease of every held message, and flow control bounds how many there are. The models
-run in processes of their own (workers/runtime/pool.py), so a busy or broken model interpreter
-delays no lease and no reply.
+extends the lease of every held message, and flow control bounds how many there are. The models run
+in separate processes (workers/runtime/pool.py), so a busy or broken model interpreter delays no
+lease and no reply.
 
 In call order: `run` opens the subscriptions of each model and starts its consumer
 (workers/jobs/consumer.py). `_serve`, one task per model process, asks ModelScheduler which model is
@@ -53,8 +53,9 @@ FAILED_BATCHES_MAX = 20
 LOST_GPUS_MAX = 2
 """After so many model processes in a row that lost their GPU the worker exits.
 
-That is before an item is given up (workers/scheduling/priority_queue.py), so another worker
-computes all that this one held. The first one may have been the fault of what it computed.
+Reached before an item is given up (workers/scheduling/priority_queue.py), so another worker
+computes everything that this one held. The first crash may have been caused by the item being
+computed.
 """
 
 
@@ -65,8 +66,8 @@ class Worker:
         consumers: one for each model, in the order of the pool.
         subscriber: where jobs are pulled from.
         ack_deadline_s: the length of leases, and of their extensions.
-        max_outstanding_bytes: of the held messages in each priority, divided evenly among the
-            models.
+        max_outstanding_bytes: maximum size of the held messages in each priority, divided evenly
+            among the models.
         drain_s: how long held jobs may take to finish after the stop.
         times: adds up what the model processes do.
     """
@@ -372,14 +373,14 @@ class Worker:
             metrics.LOST_GPUS.inc()
             self._lost_gpus += 1
             if self._lost_gpus >= LOST_GPUS_MAX:
-                raise ModelFailed("its GPU fails; another worker may do better")
+                raise ModelFailed("its GPU is failing; another worker may succeed")
 
     def _count_failed(self, *, has_failed: bool) -> None:
         self._failed_batches = self._failed_batches + 1 if has_failed else 0
         self._lost_gpus = self._lost_gpus if has_failed else 0
         if self._failed_batches >= FAILED_BATCHES_MAX:
             raise ModelFailed(
-                f"{self._failed_batches} batches in a row failed; another worker may do better"
+                f"{self._failed_batches} batches in a row failed; another worker may succeed"
             )
 
     async def _listen(self) -> None:

@@ -125,7 +125,7 @@ async def test_what_fails_costs_nothing(redis_url: str, tmp_path: Path) -> None:
         failed = await predict(world, text="abc", mode="fail")
         assert (failed["status"], failed["error"]) == ("failed", "ValueError: no")
         lied = await predict(world, text="abc", mode="lie")
-        assert lied["error"] == "work: returned -5; a whole number from 1 on is needed"
+        assert lied["error"] == "work: returned -5; must return a whole number of at least 1"
         heavy = await predict(world, text="x" * (MOST + 1))
         assert heavy["error"] == "input[0]: it weighs 101, and at most 100 is allowed"
         assert (await world.ledger.check())["one"] == 0.0

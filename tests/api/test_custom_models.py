@@ -149,7 +149,7 @@ async def test_a_caller_never_reads_what_a_process_printed_before_it_died(serve:
     api = await serve(KILLED)
     killed = await predict(api, text="a")
     assert (killed["status"], killed["logs"]) == ("failed", "")
-    assert "model processes died over this item" in killed["error"]
+    assert "model processes died while computing this item" in killed["error"]
     for secret in ("imported", "predict.py", "/"):
         assert secret not in killed["error"], killed["error"]
 

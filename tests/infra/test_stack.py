@@ -198,7 +198,7 @@ def test_startup_limit_comes_from_the_entry_or_the_command(
     models = CATALOG.format(source=MINI) + entry
     with running_up(tmp_path, servers, options, models=models) as up:
         assert "Penstock is up, without mini." in up.said
-        assert "the model process was not ready in 0.01 s" in up.said
+        assert "the model process was not ready within 0.01 s" in up.said
 
 
 def test_up_outside_loopback_asks_for_keys_and_speaks_tls(

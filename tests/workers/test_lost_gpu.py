@@ -66,7 +66,7 @@ async def test_what_a_worker_with_a_broken_gpu_held_is_computed_by_another(
         for name in NAMES:
             await sick.send(name * 3, request_id=name)
         assert sick.running is not None
-        with pytest.raises(ModelFailed, match="its GPU fails"):
+        with pytest.raises(ModelFailed, match="its GPU is failing"):
             await asyncio.wait_for(asyncio.shield(sick.running), WAIT_LIMIT_S)
         assert len(sick.rows) == 0, "nobody got an error"
     assert lost() - before == 2

@@ -153,7 +153,7 @@ async def test_a_hanging_process_is_ended_at_the_limit(
 ) -> None:
     assert process.pid is not None
     os.kill(process.pid, signal.SIGSTOP)
-    with pytest.raises(ModelProcessDied, match=r"not done in 0\.2 s"):
+    with pytest.raises(ModelProcessDied, match=r"did not finish within 0\.2 s"):
         await process.run(texts, timeout_s=0.2)
 
 
@@ -181,7 +181,7 @@ async def test_a_wrong_folder_is_a_configuration_error(entry: Model, tmp_path: P
         ("print('no room left'); raise SystemExit(3)", r"status 3\)(.|\n)*no room left"),
         (
             "import time; print('loading', flush=True); time.sleep(60)",
-            r"not ready in 2 s(.|\n)*loading",
+            r"not ready within 2 s(.|\n)*loading",
         ),
     ],
     ids=["dies", "hangs"],

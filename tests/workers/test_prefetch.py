@@ -183,7 +183,7 @@ def test_a_token_that_may_not_is_said_and_not_shown(hub: Hub, tmp_path: Path) ->
     hub.token = "another"
     done = weights(hub, tmp_path)
     assert done.returncode == 1
-    assert "hf:org/gated: it is gated" in done.stderr
+    assert "hf:org/gated: the repository is gated" in done.stderr
     assert not list((tmp_path / "bucket").rglob("*.json"))
 
 
@@ -192,7 +192,7 @@ def test_a_token_that_may_not_is_said_and_not_shown(hub: Hub, tmp_path: Path) ->
     [
         (["--model", "shipped"], "shipped: its source package:x is not a model of the hub"),
         (["--model", "other"], "model 'other' does not exist"),
-        (["--to", "s3://bucket"], "--to s3://bucket: it is gs://BUCKET or a folder"),
+        (["--to", "s3://bucket"], "--to s3://bucket: must be gs://BUCKET or a folder"),
     ],
 )
 def test_what_can_not_be_copied_is_refused(

@@ -127,7 +127,7 @@ def test_a_file_of_a_bucket_is_copied_once(bucket: MemoryStore, tmp_path: Path) 
     file = resolve_file(source, "3", tmp_path, open_bucket=lambda name: bucket)
     assert file.read_bytes() == b"models/tiny/unet/weights"
     assert resolve_file(source, "3", tmp_path, open_bucket=no_bucket) == file
-    with pytest.raises(ConfigurationError, match="no such object"):
+    with pytest.raises(ConfigurationError, match="the object does not exist"):
         resolve_file("gs://weights/none", "3", tmp_path, open_bucket=lambda name: bucket)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [file]
 

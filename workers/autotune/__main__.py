@@ -33,7 +33,7 @@ def main() -> int:
     parser.add_argument(
         "--digest",
         required=True,
-        help="of the model's files, as workers.models.artifact computes it",
+        help="digest of the model's files, as computed by workers.models.artifact",
     )
     parser.add_argument(
         "--settings", required=True, help="a workers.autotune.choice.TuningSettings as JSON"

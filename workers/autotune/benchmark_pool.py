@@ -266,7 +266,7 @@ class BenchmarkPool:
     def reading(
         self, texts: Sequence[PreparedText], call_cost: int, layout: Layout, seconds: float
     ) -> Timing:
-        """The rate of all processes of `layout` together."""
+        """Returns the total rate of all processes in `layout`."""
         begun = [
             executor.submit(throughput, self._target, texts, call_cost, seconds)
             for executor in self._executors[: layout.processes]

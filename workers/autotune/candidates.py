@@ -49,7 +49,8 @@ def _beyond(variant: Variant, tolerance: float) -> Finding:
         cosine_min=variant.cosine_min,
         cosine_mean=variant.cosine_mean,
         reason=(
-            f"its maker found cosine {variant.cosine_min:.5f} at least, tolerated is {tolerance:g}"
+            f"minimum cosine found during optimization is {variant.cosine_min:.5f}, the "
+            f"tolerance is {tolerance:g}"
         ),
     )
 

@@ -1,4 +1,4 @@
-"""A choice of backend with the figures behind it, as saved on disk."""
+"""A choice of backend with its figures, as saved on disk."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class Finding(msgspec.Struct, kw_only=True):
     """The measurements of one candidate.
 
     Cosines compare it with torch fp32 on the calibration set. The keys of `texts_per_s` are
-    Layout.name. `disturbance` is the largest share of a timing in which other programs had the
-    cores. `reason` says why the candidate is left out, or is empty.
+    Layout.name. `disturbance` is the maximum share of a timing in which other programs had the
+    cores. `reason` is the reason why the candidate is left out, or empty.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Choice(msgspec.Struct, kw_only=True, tag="choice"):
 
 
 class Refusal(msgspec.Struct, kw_only=True, tag="refusal"):
-    """The catalog entry allows no candidate. `message` is that of a ConfigurationError."""
+    """The catalog entry allows no candidate. `message` is the message of a ConfigurationError."""
 
     message: str
 

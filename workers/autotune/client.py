@@ -32,7 +32,7 @@ CHOOSE_LIMIT_S = 180.0
 
 BACKEND_INFO = Gauge(
     "penstock_worker_backend_info",
-    "1 for what computes a model, with the processes and threads of each",
+    "1 for the chosen backend of a model, with its processes and threads",
     ["model", "backend", "precision", "threads", "processes"],
 )
 
@@ -127,7 +127,7 @@ async def _choose(entry: Model, folder: Path, tuning: TuningSettings, digest: st
         async with asyncio.timeout(CHOOSE_LIMIT_S):
             output, _ = await process.communicate()
     except TimeoutError:
-        return _fallback(entry, tuning, f"choosing took longer than {CHOOSE_LIMIT_S:g} s")
+        return _fallback(entry, tuning, f"the choice took longer than {CHOOSE_LIMIT_S:g} s")
     finally:
         # Kills its benchmark processes too, which are in its session. All are gone if it exited
         # normally.

@@ -104,7 +104,7 @@ class Contest:
     def _timed(self, option: Option) -> Timing | None:
         # At least one option is always timed.
         if self.rounds == 1 and self._has_timed and self._spent_s > self._limit_s:
-            option.finding.reason = f"not measured: {self._limit_s:g} s were over"
+            option.finding.reason = f"not measured: exceeded {self._limit_s:g} s"
             return None
         began_s = self._clock()
         try:

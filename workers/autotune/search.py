@@ -2,8 +2,8 @@
 
 It waits until the cores are idle, so that other programs do not distort measurements.
 
-A prior says which backend is likely the fastest on this hardware. It orders the candidates, leaves
-out those that never won, and decides if measurements disagree. Its sources are in
+A prior estimates which backend is likely the fastest on this hardware. It orders the candidates,
+leaves out backends that never won, and decides if measurements disagree. Its sources are in
 docs/measurements/embeddings.md.
 """
 
@@ -234,14 +234,14 @@ def _fitting(
 
 
 def _outdone_by(backend: Backend, fit: Sequence[Backend], spec: SearchSpec) -> str:
-    """Returns why torch in fp32 need not be measured besides `fit`. Empty if it must be."""
+    """Returns why torch in fp32 need not be measured in addition to `fit`. Empty if it must be."""
     if (backend.backend, backend.precision) != ("torch", "fp32"):
         return ""
     if any(one.backend == "torch" for one in fit):  # listed only if they are faster
-        return "not measured: torch computes it faster in fewer bits"
+        return "not measured: torch is faster with fewer bits"
     is_x86_cpu = "avx2" in spec.machine.flags and not spec.is_gpu
     if is_x86_cpu and any((one.backend, one.precision) == ("onnx", "fp32") for one in fit):
-        return "not measured: ONNX Runtime computes fp32 faster on such a CPU"
+        return "not measured: ONNX Runtime computes fp32 faster on this CPU"
     return ""
 
 
@@ -281,11 +281,11 @@ def _decide(
 
 def _by_prior(option: Option, contest: Contest, findings: list[Finding]) -> Choice:
     rounds = contest.disturbed + contest.counted
-    counts = f"{contest.disturbed} of {rounds} rounds were disturbed, no two others agree"
+    counts = f"{contest.disturbed} of {rounds} rounds were disturbed, and no two others agree"
     return Choice(
         backend=option.backend,
         layout=option.layout,
-        reason=f"usual on such hardware, not measured: {counts}",
+        reason=f"default on this hardware, not measured: {counts}",
         is_provisional=True,
         findings=findings,
     )
@@ -303,7 +303,7 @@ class _AccuracyCheck:
         self.mix = _mix_of(self.texts, self.longest)
 
     def prepare(self, form: Layout) -> None:
-        """Computes the reference if the artifact has none."""
+        """Computes the reference if the artifact does not contain it."""
         if self._calibration is None:
             self.pool.open(Backend(), form)
             self._calibration = Calibration(self.texts, self.pool.vectors(self.texts, 1))
@@ -316,7 +316,7 @@ class _AccuracyCheck:
         finding.cosine_min, finding.cosine_mean = float(cosines.min()), float(cosines.mean())
         if not finding.cosine_min >= self._tolerance:
             finding.reason = (
-                f"cosine {finding.cosine_min:.5f} at least, tolerated is {self._tolerance:g}"
+                f"minimum cosine {finding.cosine_min:.5f}, the tolerance is {self._tolerance:g}"
             )
         return not finding.reason
 
@@ -353,12 +353,12 @@ def _without_figures(entry: Model, layout: Layout, findings: list[Finding]) -> C
     """Torch fp32, which is the reference, if the entry allows it."""
     reasons = "; ".join(f"{finding.name}: {finding.reason}" for finding in findings)
     if entry.precision in ("auto", "fp32") and entry.backend != "onnx":
-        reason = f"nothing could be measured, so torch fp32 ({reasons})"
+        reason = f"no backend could be measured, so torch fp32 is used ({reasons})"
         return Choice(
             backend=unmeasured_backend(entry), layout=layout, reason=reason, findings=findings
         )
     raise ConfigurationError(
-        f"{entry.name}: no {entry.backend} backend in {entry.precision} "
-        f"keeps to its tolerance ({reasons})",
+        f"{entry.name}: no {entry.backend} backend in {entry.precision} is within its tolerance "
+        f"({reasons})",
         field="backend",
     )

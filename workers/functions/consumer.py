@@ -1,6 +1,7 @@
 """Takes the functions' messages from RabbitMQ, which pushes to nobody.
 
-It also reports how many messages wait in the queues, as a metric. Pub/Sub has one of its own.
+It also reports how many messages wait in the queues, as a metric. Pub/Sub provides this metric
+itself.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from workers.functions.handler import Handler, handle_message
 EVERY_S = 15.0
 MESSAGES = Gauge(
     "penstock_queue_messages",
-    "Messages in a queue of RabbitMQ that no consumer has in hand",
+    "Messages in a RabbitMQ queue that no consumer is processing",
     ["subscription"],
 )
 
@@ -74,7 +75,7 @@ class QueueDepths:
         try:
             counts = await asyncio.gather(*map(self._admin.waiting_messages, self._subscriptions))
         except PenstockError as error:
-            log.warning("queues could not be looked at", extra={"reason": error.message})
+            log.warning("queues could not be inspected", extra={"reason": error.message})
             MESSAGES.clear()
             return
         for subscription, count in zip(self._subscriptions, counts, strict=True):
@@ -123,7 +124,7 @@ class FunctionConsumer:
 
     @asynccontextmanager
     async def running(self, wanted: list[MessageSource]) -> AsyncIterator[None]:
-        """Takes messages while the block runs. What it holds at its end is finished."""
+        """Takes messages while the block runs. Messages held at its end are finished."""
         async with AsyncExitStack() as stack, asyncio.TaskGroup() as taking:
             self._subscriptions = [
                 await stack.enter_async_context(
@@ -144,7 +145,7 @@ class FunctionConsumer:
                     await subscription.stop()
 
     async def _take(self, subscription: QueueSubscription, function: str) -> None:
-        """Handles messages until the subscription stops, as many at once as it gives."""
+        """Handles messages until the subscription stops, as many at once as it delivers."""
         running: set[asyncio.Task[None]] = set()
         async for message in subscription:
 

@@ -60,8 +60,8 @@ _ATTEMPTS = "cloudpubsubdeadlettersourcedeliverycount"
 
 DEAD_LETTERS = Counter(
     "penstock_functions_dead_letters_total",
-    "Dead letters, by what was left to do: answered, repeated, forwarded (of a canary, to the "
-    "other revision), none",
+    "Dead letters, by action taken: answered, repeated, forwarded (of a canary, to the other "
+    "revision), none",
     ["end"],
 )
 
@@ -75,7 +75,7 @@ class UsageTable(Protocol):
         """Returns once the table has `rows`.
 
         Raises:
-            Unavailable: it can't be said that it has.
+            Unavailable: it is unknown whether the rows were written.
         """
 
 
@@ -103,12 +103,12 @@ class DeadLetters:
 
         Raises:
             UndecodableMessage: it does not identify its job.
-            PenstockError: a step failed and is to be retried.
+            PenstockError: a step failed and should be retried.
         """
         envelope = decode_leniently(message.attributes)
         if envelope is None:
             raise UndecodableMessage(
-                "its attributes do not say whose job it is", field="attributes"
+                "its attributes do not contain the owner of the job", field="attributes"
             )
         facts: Attributes = {
             STAGE: "dead_letter",
@@ -142,7 +142,7 @@ class DeadLetters:
         job = decode_job(message.data, message.attributes)
         end = await self._flows.mark(job, [failure(item, error) for item in items])
         planned = await self._flows.advance(job, end)
-        # Workers know when they pulled an item: the rows of what they ended are theirs.
+        # Workers know when they pulled an item, so they write the rows of items that they ended.
         ours = [one for one in end.outcomes if one.receipt.pulled_at_s is None]
         rows = [self._row_of(envelope, one, time.time()) for one in ours]
         rows += [self._row_of(other, one, time.time()) for _, other, one in planned]
@@ -200,7 +200,7 @@ class DeadLetters:
             body = encode_reply_body(_canceled(ours))
             finish = await self._records.finish(record, "canceled", body)
         if finish is None and envelope.has_record:
-            raise Unavailable("the record could not be ended")
+            raise Unavailable("the record could not be completed")
         if finish is None or finish.is_ours:
             return _canceled(ours) if finish and finish.state == "canceled" else ours, "answered"
         earlier = _answer_of(finish)
@@ -243,7 +243,7 @@ def _refusal_logged(topic_id: str) -> Iterator[None]:
     try:
         yield
     except BadInput as error:
-        log.warning("topic refused a message", extra={"topic": topic_id, "reason": error.message})
+        log.warning("topic rejected a message", extra={"topic": topic_id, "reason": error.message})
 
 
 def _reading(message: ReceivedMessage) -> tuple[list[int], PenstockError]:
@@ -251,7 +251,7 @@ def _reading(message: ReceivedMessage) -> tuple[list[int], PenstockError]:
     attributes = {name.lower(): value for name, value in message.attributes.items()}
     attempts = attributes.get(_ATTEMPTS, "its")
     reason = (
-        attributes.get("penstock_reason") or f"no worker could finish it in {attempts} attempts"
+        attributes.get("penstock_reason") or f"no worker could finish it within {attempts} attempts"
     )
     try:
         return [
@@ -266,7 +266,7 @@ def _reply_of(envelope: Envelope, body: ReplyBody) -> Reply:
 
 
 def _canceled(body: ReplyBody) -> ReplyBody:
-    """The same for somebody who did not want an answer any more."""
+    """Returns the same for a caller who no longer wants an answer."""
     outcomes = [failure(outcome.index, Canceled(), outcome.receipt) for outcome in body.outcomes]
     return msgspec.structs.replace(body, outcomes=outcomes)
 

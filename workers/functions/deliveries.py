@@ -1,7 +1,7 @@
 """Writes a row for each attempt to deliver an event. A delivery never fails for its row.
 
 Redis has the state of deliveries: when output was last sent, and which predictions are done. It
-gives order and rate only. Without it events are delivered, maybe one too many.
+only provides order and rate. Without it, events are still delivered, possibly with a duplicate.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ THROTTLED = frozenset({"output", "logs"})
 
 ERRORS = Counter(
     "penstock_functions_notes_errors_total",
-    "Round trips to Redis about webhooks that failed.",
+    "Failed round trips to Redis about webhooks.",
     ["operation"],
 )
 UP = Gauge("penstock_functions_notes_redis_up", "1 while Redis is being asked about webhooks.")
@@ -48,7 +48,7 @@ all."""
 
 UNWRITTEN = Counter(
     "penstock_functions_deliveries_unwritten_total",
-    "Attempts to deliver an event without a row, because BigQuery did not take it in time",
+    "Attempts to deliver an event whose row is missing, because BigQuery did not accept it in time",
 )
 
 log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class DeliveryState(RedisStore):
         self._commands = self._link.commands("the delivery state of webhooks")
 
     async def admit(self, record: str, event: str) -> DeliveryDecision:
-        """Says if an event is due, too soon after the last of its kind, or later than the end."""
+        """Returns whether an event is due, too soon after the previous one of its kind, or late."""
         sent_key, spare_ms = self._key(record, event), THROTTLE_MS if event in THROTTLED else 0
         answer = None
         with contextlib.suppress(Unavailable):  # better sent twice than not at all
@@ -100,7 +100,7 @@ class DeliveryTable(Protocol):
         """Returns once the table has `rows`.
 
         Raises:
-            Unavailable: it can't be said that it has.
+            Unavailable: it is unknown whether the rows were inserted.
         """
 
 

@@ -133,10 +133,10 @@ class RowTable:
         await self.insert([fields_of(row) for row in rows])
 
     async def insert(self, rows: list[Fields]) -> None:
-        """Returns once `rows` are safe. Those that are refused for good are logged.
+        """Returns once `rows` are safe. Rows that are rejected permanently are logged.
 
         Raises:
-            Unavailable: it can't be said that they are.
+            Unavailable: it is unknown whether the rows are safe.
         """
         group = self._waiting
         group.rows += rows

@@ -37,7 +37,7 @@ from workers.functions.receiver_permits import ReceiverBusy
 _METADATA = "x-goog-pubsub-"
 _CREDENTIALS = frozenset({"authorization", "cookie", "x-serverless-authorization"})
 
-# JSON can say half a character, which neither Redis nor Pub/Sub takes.
+# JSON can contain half a character, which neither Redis nor Pub/Sub accepts.
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 HANDLE_LIMIT_S = 50.0
@@ -49,16 +49,16 @@ LOGGED_CHARACTERS = 128
 
 UNREADABLE = Counter(
     "penstock_functions_unreadable_total",
-    "Messages that a function can not read",
+    "Messages that a function can't decode",
     ["function"],
 )
 FAILED = Counter(
     "penstock_functions_failed_total",
-    "Messages that the broker was asked to bring again",
+    "Messages that the broker was asked to deliver again",
     ["function"],
 )
 REFUSED = Counter(
-    "penstock_functions_refused_total", "Pushes of somebody who may not call", ["function"]
+    "penstock_functions_refused_total", "Pushes from unauthorized callers", ["function"]
 )
 
 FunctionResponse = tuple[str, int]
@@ -75,7 +75,7 @@ def read_push(headers: Mapping[str, str], body: bytes) -> ReceivedMessage:
         body: a push (wrapped or not), or a CloudEvent (binary or structured) as Eventarc sends it.
 
     Raises:
-        UndecodableMessage: it carries none.
+        UndecodableMessage: the push has no envelope.
     """
     if "ce-specversion" in headers or headers.get("content-type", "").startswith(
         "application/cloudevents"
@@ -132,7 +132,7 @@ def _wrapped(envelope: Any) -> ReceivedMessage:
 
 
 def _unwrapped(headers: Mapping[str, str], body: bytes) -> ReceivedMessage:
-    """Metadata and attributes are headers, among those of HTTP.
+    """Metadata and attributes are headers, mixed with HTTP headers.
 
     Readers of an attribute know its name.
     """
@@ -182,7 +182,7 @@ class Request(Protocol):
         """The headers by name, in lower case."""
 
     def stream(self) -> AsyncIterator[bytes]:
-        """The body as it comes."""
+        """The body, in chunks as they arrive."""
 
 
 async def handle_push(

@@ -3,8 +3,8 @@
     functions-framework --source workers/functions/main.py --target dead_letter
 
 In the cloud each is a separate service. On one machine one process has all, since the framework
-takes one target. The first two are HTTP targets that read both CloudEvents and raw pushes
-(handler.py says why).
+takes one target. The first two are HTTP targets that read both CloudEvents and raw pushes (the
+reason is in handler.py).
 
 `reports` handles a call of Cloud Scheduler: it sums up days, or judges the hours of the present
 one. The body is JSON: `{}` for the last days, `{"from": "2026-10-01", "to": "2026-10-31"}` for a
@@ -113,7 +113,7 @@ def _asked(body: bytes) -> dict[str, Any]:
     if not isinstance(asked, dict):
         raise BadInput("the body is not a JSON object", field="body")
     if "only" in asked and asked != {"only": "anomalies"}:
-        raise BadInput("only: is anomalies, with no other field", field="only")
+        raise BadInput("only: must be anomalies, without any other field", field="only")
     return asked
 
 
@@ -174,5 +174,5 @@ async def functions(request: Request) -> FunctionResponse:
     if name == "reports":
         return await handle_scheduled(request, authenticator, settings)
     if name not in handlers:
-        return "there is no such function", 404
+        return "the function does not exist", 404
     return await handle_push(request, name, authenticator, handlers[name])

@@ -1,8 +1,8 @@
 """Authenticates pushes by their OpenID Connect token, before the body is read.
 
-https://cloud.google.com/pubsub/docs/authenticate-push-subscriptions: signature and audience say
-that Google made the token for us, and only the account says that it was our subscription that asked
-for it.
+https://cloud.google.com/pubsub/docs/authenticate-push-subscriptions: signature and audience prove
+that Google created the token for this service, and only the account proves that the request came
+from our subscription.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ISSUERS = frozenset({"accounts.google.com", "https://accounts.google.com"})
 CERTS_KEPT_S = 600.0
 """Google shows a new key days before it signs with it."""
 CLOCK_SKEW_S = 10
-# What Cloud Run puts instead of a signature that it has checked itself.
+# Cloud Run replaces a signature that it has checked itself with this text.
 REMOVED_SIGNATURE = "SIGNATURE_REMOVED_BY_GOOGLE"
 
 
@@ -60,7 +60,7 @@ class PushAuthenticator:
     ) -> None:
         if audience and not account:
             raise ConfigurationError(
-                "PENSTOCK_PUSH_ACCOUNT: an audience needs an account", field="push_account"
+                "PENSTOCK_PUSH_ACCOUNT: is required if an audience is set", field="push_account"
             )
         self._audience = audience
         self._account = account
@@ -79,7 +79,7 @@ class PushAuthenticator:
             return
         scheme, _, token = authorization.partition(" ")
         if scheme.lower() != "bearer" or not token:
-            raise PushRefused("there is no token")
+            raise PushRefused("the token is missing")
         try:
             if self._checked_by == "cloud-run" and token.endswith(f".{REMOVED_SIGNATURE}"):
                 claims = _unsigned_claims(token)
@@ -109,7 +109,7 @@ class PushAuthenticator:
         if not isinstance(expires_s, int | float) or expires_s + CLOCK_SKEW_S < time.time():
             wrong.append("exp")
         if wrong:
-            raise PushRefused(f"the token is not for us: {', '.join(wrong)}")
+            raise PushRefused(f"the token is not meant for this service: {', '.join(wrong)}")
 
 
 def _unsigned_claims(token: str) -> Mapping[str, Any]:
@@ -118,7 +118,7 @@ def _unsigned_claims(token: str) -> Mapping[str, Any]:
     except (IndexError, binascii.Error) as error:
         raise ValueError(str(error)) from error
     if not isinstance(claims, dict):
-        raise ValueError("its claims are not an object")
+        raise ValueError("the token's claims are not an object")
     return claims
 
 

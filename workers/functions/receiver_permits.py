@@ -1,15 +1,17 @@
 """Limits concurrent webhook deliveries: no tenant's receivers hold up another tenant's deliveries.
 
-All tenants share one subscription, and the broker has only so many messages with us at a time. A
-receiver that does not answer keeps its message for 20 s. So of each tenant only some are posted at
-a time, and few to receivers that are not known to answer quickly. A message beyond that is handed
-back at once, and the broker brings it again after its pause. This is not an attempt: no
-row, no entry in the log of webhooks, no step towards giving an event up.
+All tenants share one subscription, and the broker limits how many messages it sends us at a time. A
+receiver that does not answer keeps its message for 20 s. So only some messages of each tenant are
+posted at a time, and few to receivers that are not known to answer quickly. Other messages are
+handed back at once, and the broker delivers them again after its pause. This does not count as an
+attempt: no row, no entry in the webhook log, no progress toward giving up an event.
 
-A receiver that gave no answer is left alone for a while that doubles, and then gets one message at
-a time until it answers. One that is quick again gets all that waits for it as the broker brings it.
+A receiver that did not answer is left alone for a period that doubles, and then receives one
+message at a time until it answers. A receiver that is quick again receives all waiting messages as
+the broker delivers them.
 
-State is that of one process. Nobody else has to know it: it only bounds what this process holds.
+The state belongs to one process. No other process needs it, because it only bounds the messages
+held by this process.
 """
 
 from __future__ import annotations
@@ -30,8 +32,10 @@ MAX_OF_TENANT = 8
 MAX_OF_RECEIVER = 6
 """The maximum of these to one receiver, so that a tenant's other receivers have room."""
 MAX_UNPROVEN = 4
-"""Deliveries of one tenant to receivers that are not known to answer quickly. Half of them for each
-that gave no answer since the last that did, down to one."""
+"""Maximum deliveries of one tenant to receivers that are not known to answer quickly.
+
+Halved for each failure to answer since the last answer, down to one.
+"""
 MAX_WAITING = 8
 """Deliveries of one tenant that wait for a quick receiver."""
 WAIT_LIMIT_S = 0.25
@@ -44,7 +48,7 @@ MAX_PAUSE_S = 60.0
 the
 time."""
 MAX_RECEIVERS = 10_000
-"""Receivers that are remembered. Those that were used longest ago are forgotten."""
+"""Maximum number of remembered receivers. The least recently used receivers are forgotten."""
 
 
 class ReceiverBusy(Overloaded):
@@ -52,7 +56,10 @@ class ReceiverBusy(Overloaded):
 
 
 class ReceiverKey(NamedTuple):
-    """A receiver as one tenant uses it. For others who post to the same host it is another one."""
+    """A receiver as one tenant uses it.
+
+    For other tenants, the same host is a different receiver.
+    """
 
     tenant: str
     origin: str
@@ -137,7 +144,7 @@ class ReceiverPermits:
         """A block that delivers to a tenant's receiver.
 
         Raises:
-            ReceiverBusy: not now. The message is to come again.
+            ReceiverBusy: not now. The broker should deliver the message again.
         """
         key = ReceiverKey(tenant, _origin(url))
         owner, receiver = self._tenants.setdefault(tenant, _Tenant()), self._receiver(key)
@@ -196,6 +203,6 @@ class ReceiverPermits:
 
 
 def _origin(url: str) -> str:
-    """Scheme, host and port. A tenant may have a path of its own for each prediction."""
+    """Returns scheme, host and port. A tenant may use a different path for each prediction."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2].lower()}"

@@ -1,6 +1,6 @@
 """The settings of the functions.
 
-The signing key and the public URL of links are those of the API.
+The signing key and the public URL of links are the same as for the API.
 """
 
 from __future__ import annotations
@@ -31,4 +31,4 @@ class FunctionSettings(ReportSettings):
     health_port: int = Field(8090, ge=0, le=65535)
     """The port on which a process that takes messages from RabbitMQ serves /readyz and /metrics."""
     webhooks_private: bool = False
-    """Whether webhooks may use private addresses and http, for one machine."""
+    """True if webhooks may use private addresses and http, for a single machine."""

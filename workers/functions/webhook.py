@@ -77,7 +77,7 @@ T = TypeVar("T")
 
 WEBHOOKS = Counter(
     "penstock_functions_webhooks_total",
-    "Events of webhooks, by what became of them at this push",
+    "Webhook events, by the result of this push",
     ["event", "end"],
 )
 
@@ -104,7 +104,7 @@ class WebhookClient:
 
     Args:
         allow_private: whether any address and http are allowed, for one machine.
-        resolve: gives all addresses of a host and port.
+        resolve: returns all addresses of a host and port.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class WebhookClient:
         Raises:
             WebhookUrlForbidden: the URL is not one for webhooks, or one of its addresses is not
                 public.
-            Unavailable: no answer in time.
+            Unavailable: the receiver did not answer in time.
         """
         url = parse_webhook_url(self._url, allow_private=self._allow_private)
         reach = ANYWHERE if self._allow_private else PUBLIC
@@ -140,7 +140,7 @@ class WebhookClient:
 
 
 async def _first_words(answer: ClientResponse) -> str:
-    """The start of the body of a failure. Empty after a success."""
+    """Returns the start of a failure's body. Empty after a success."""
     if answer.ok:
         return ""
     try:
@@ -176,7 +176,7 @@ class Webhooks:
 
         Raises:
             UndecodableMessage: the message is not a webhook event.
-            PenstockError: the delivery failed and is to be retried.
+            PenstockError: the delivery failed and should be retried.
         """
         event = decode_webhook_event(message.data)
         facts: Attributes = {
@@ -206,7 +206,7 @@ class Webhooks:
         if not prediction.webhook or event.event not in prediction.webhook_events:
             return "unwanted"
         if event.event == "completed" and not record.is_over:
-            raise Unavailable("the prediction is not over yet")
+            raise Unavailable("the prediction has not ended yet")
         async with self._turns.taken(prediction.tenant, prediction.webhook) as turn:
             return await self._deliver_now(event, message, prediction, record, turn)
 
@@ -257,7 +257,10 @@ class Webhooks:
     async def _logged_post(
         self, prediction: Prediction, record: Record, delivery: WebhookDelivery, turn: Turn
     ) -> WebhookResponse:
-        """Posts, and logs what became of it. What the receiver wrote is in no log of a caller."""
+        """Posts, and logs the result.
+
+        The receiver's answer is not in any log that a caller can read.
+        """
         attempt = WebhookAttempt(
             webhook_id=delivery.delivery_id, event=delivery.event, at_s=time.time(), duration_s=0.0
         )
@@ -294,7 +297,7 @@ def _decoded(decode: Callable[[bytes], T], data: bytes) -> T:
         return decode(data)
     except msgspec.MsgspecError as error:
         raise UndecodableMessage(
-            f"the record has no prediction: {error}", field="document"
+            f"the record does not contain a prediction: {error}", field="document"
         ) from error
 
 
@@ -334,15 +337,15 @@ async def end_of(
 ) -> str:
     """Returns what the response to an event means for its message.
 
-    The hour of a refused event begins with its first refusal. What it waited for its turn before
-    takes nothing from it.
+    The hour of a rejected event starts with its first rejection. Time that it waited for its turn
+    before does not reduce the hour.
 
     Args:
         delivery_id: the same for every attempt.
-        state: remembers the first refusal.
+        state: remembers the first rejection.
 
     Raises:
-        Unavailable: to be tried again.
+        Unavailable: the delivery should be tried again.
     """
     if 200 <= answer.status < 300:
         return "delivered"
@@ -392,7 +395,7 @@ class EventWebhooks:
 
         Raises:
             UndecodableMessage: it has no such event.
-            PenstockError: the delivery failed and is to be retried.
+            PenstockError: the delivery failed and should be retried.
         """
         event: BatchEvent | BudgetEvent
         if "batch" in message.attributes:

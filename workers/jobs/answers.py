@@ -147,7 +147,7 @@ def in_time(pulled: PulledJob, body: ReplyBody, now_s: float) -> ReplyBody:
 
 def without_results(body: ReplyBody) -> ReplyBody:
     """Removes the results: the API instance and the caller's connection are gone."""
-    gone = Unavailable("the API instance that asked is gone")
+    gone = Unavailable("the API instance that sent the request no longer exists")
     outcomes = [
         outcome if outcome.result is None else failure(outcome.index, gone, outcome.receipt)
         for outcome in body.outcomes
@@ -159,9 +159,7 @@ def outcomes_by_item(items: Sequence[Item], answered: ReplyBody) -> list[ItemOut
     """Returns the outcome of each item. If the job failed as a whole, each item has its error."""
     if answered.outcomes:
         return answered.outcomes
-    error = answered.error or ItemError(
-        PenstockError.code, "it ended without a reason; this is a bug"
-    )
+    error = answered.error or ItemError(PenstockError.code, "ended without a reason; this is a bug")
     return [
         failure(item.index, error_for_code(error.code, error.message, error.field))
         for item in items

@@ -1,10 +1,10 @@
-"""Compares outputs of a canary by the workers of both revisions, if only these have the code.
+"""Compares outputs of a canary in the workers of both revisions, if only the workers have the code.
 
-The API compares what it can (api/dispatch/canary_comparison.py). A custom class says itself
-which outputs are close, and all that it computes are predictions, which the API does not wait for.
-So the canary's worker has a share of its items computed once more by the other revision, with its
-own output in the input, and that revision's worker compares the two. As there, this has `batch`
-priority, is for no tenant, and costs nothing.
+The API compares all other outputs (api/dispatch/canary_comparison.py). A custom class decides
+itself which outputs are close, and it only computes predictions, which the API does not wait for.
+So the canary's worker has a share of its items computed again by the other revision, with its
+output in the input, and that revision's worker compares the two. As in the API, this has `batch`
+priority, does not belong to a tenant, and costs nothing.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MAX_FILE_BYTES = 64 * 1024 * 1024
 
 
 class RevisionComparison:
-    """The part of one worker: that of the canary asks, and that of the other revision compares.
+    """One worker's part: the canary's worker asks, and the other revision's worker compares.
 
     Args:
         is_close: compares two outputs. It may block, and raise PenstockError.

@@ -1,8 +1,8 @@
-"""The extra work of workers of a model with a canary: they count for the comparison, and drain.
+"""The extra work of workers whose model has a canary: counting for the comparison, and draining.
 
-Workers of both revisions count what their items did. Those of the canary say that they live. If no
-worker of the canary lives, or if it was taken back, those of the other revision pull the canary's
-subscriptions too and forward what they find, so that no job stays there.
+Workers of both revisions count the results of their items. The canary's workers report that they
+are alive. If none of them is alive, or if the canary was rolled back, the other revision's workers
+also pull the canary's subscriptions and forward the jobs, so that no job stays there.
 
 Jobs of a canary that fail or take too long are handed over to the other revision. So a caller gets
 the other revision's answer, and not the canary's error.
@@ -90,7 +90,7 @@ class CanaryShare:
     """The part of one worker in the comparison of two revisions.
 
     Args:
-        comparison: of outputs that the API can't compare. None: there are none.
+        comparison: compares outputs that the API can't compare. None: there are none.
         refresh_s: pause between two looks at the canary_store.
     """
 
@@ -117,9 +117,9 @@ class CanaryShare:
         self.is_taken_back = False
 
     def count(self, pulled: PulledJob, outcomes: Sequence[ItemOutcome]) -> None:
-        """Counts how the items of a job ended. Only those that this revision computed."""
+        """Counts the results of a job's items. Includes only items that this revision computed."""
         counts = self._counts.canary if self._is_canary else self._counts.stable
-        # How long jobs of `batch` priority wait says nothing.
+        # The waiting time of `batch` jobs is not meaningful.
         took_s = time.time() - pulled.envelope.published_at_s
         timed_s = None if pulled.envelope.priority == "batch" else max(0.0, took_s)
         for outcome in outcomes:
@@ -145,9 +145,10 @@ class CanaryShare:
             self._counts.canary.add(took_s)
 
     def _was_in_a_hurry(self, pulled: PulledJob) -> bool:
-        """True if a caller left less time than callers do who say nothing of it.
+        """Returns True if a caller set a shorter deadline than the default.
 
-        That a revision was late then says nothing of it: a caller may leave less than any needs.
+        If a revision was late in this case, it means nothing, because a caller may set a deadline
+        that no revision can meet.
         """
         left_s = pulled.start_by_s - pulled.envelope.received_at_s
         return left_s < self._canary.deadline.default_s - ROUNDING_S
@@ -172,7 +173,7 @@ class CanaryShare:
                 if not self._is_canary:
                     tasks.create_task(self._drain_when_needed(subscriber))
         finally:
-            # A worker whose batches all fail ends, and what it counted says so.
+            # A worker whose batches all fail ends, and its counts show this.
             with contextlib.suppress(Unavailable, TimeoutError):
                 async with asyncio.timeout(LAST_COUNT_LIMIT_S):
                     await self._send_counts()
@@ -182,8 +183,9 @@ class CanaryShare:
             try:
                 await self._refresh(is_alive=self._is_canary and is_ready())
             except Unavailable as error:
-                # Nothing is known, so nothing changes. The API gives canaries nothing for now.
-                log.debug("canary not looked at", extra={"reason": error.message})
+                # Nothing is known, so nothing changes. The API sends no requests to canaries for
+                # now.
+                log.debug("canary state could not be read", extra={"reason": error.message})
             await asyncio.sleep(self._refresh_s)
 
     async def _refresh(self, *, is_alive: bool) -> None:

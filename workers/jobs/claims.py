@@ -95,8 +95,8 @@ class Claims:
             self._cancellation.on_unwanted()  # the model may have begun before the claim was back
         elif claim.unfinished >= UNFINISHED_MAX and claim.alone >= ALONE_MAX:
             error = ModelFailed(
-                f"{claim.unfinished} workers died while they held this job, "
-                f"{claim.alone} of them while it ran alone"
+                f"{claim.unfinished} workers died while they held this job, {claim.alone} of them "
+                "while it was their only job"
             )
             pulled.dead_letter_reason = error.message
             for item in pulled.items:

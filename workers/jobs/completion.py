@@ -9,10 +9,10 @@ Most jobs end in the same turn of the loop as others, with their batch, and need
 steps. All of them with the same inbox take each step together, in one task (`_finish_together`).
 
 Pure functions turn the outcomes of a job's items into the state of its record, and the record into
-rows. A generation that ends without a result is charged by what its readers got.
+rows. A generation that ends without a result is charged by the tokens that its readers received.
 
-Results that are too large for a message are stored in the object store. Records and the cache carry
-the keys of the largest, replies also those of smaller ones.
+Results that are too large for a message are stored in the object store. Records and the cache
+contain the keys of the largest results, replies also the keys of smaller ones.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class Completion:
         return pulled_jobs
 
     def _is_plain(self, pulled: PulledJob) -> bool:
-        """Returns whether a job has no steps of its own, and no spans to be made of them.
+        """Returns whether a job has no steps and no spans to create from them.
 
         One with a record has some if it did not succeed: its reader may have got a part.
         """
@@ -210,7 +210,7 @@ class Completion:
         self.write_rows(ended)
 
     def _bodies_of(self, jobs: Sequence[PulledJob]) -> list[ReplyBody]:
-        """The answers of jobs that end now, without results for those that are late."""
+        """Returns the answers of jobs that end now, without results for late jobs."""
         now_s, who = time.time(), (self.worker.worker, self.worker.device)
         bodies = (
             ReplyBody([pulled.outcomes[item.index] for item in pulled.items], None, *who, now_s)
@@ -341,7 +341,7 @@ class Completion:
                 break
             left_s = until_s - time.monotonic()
             if left_s <= 0 or not await self._records.wait_up(left_s):
-                raise Unavailable("the record could not be ended")
+                raise Unavailable("the record could not be completed")
         answered, body = answer_of(ours, finish), encode_reply_body(ours)
         if finish.is_ours:
             self._count_toward_slo(pulled.envelope, ours)
@@ -349,7 +349,7 @@ class Completion:
         return answered
 
     async def _try_end(self, pulled: PulledJob, ours: ReplyBody) -> tuple[ReplyBody, Finish | None]:
-        """Ends the record of a prediction. Returns our answer, and None if Redis is away."""
+        """Ends the record of a prediction. Returns our answer, and None if Redis is unreachable."""
         try:
             ours = await with_delivered(self._records.tokens, pulled, ours)
             finish = await self._records.finish(
@@ -402,7 +402,7 @@ class Completion:
             self._rows.write(*rows, on_safe=on_safe)
 
     async def fill_cache(self, answers: Sequence[tuple[PulledJob, ReplyBody]]) -> None:
-        """Keeps the results that are to be cached, and marks again what was not paid for."""
+        """Caches results, and marks unpaid ones again."""
         ttl_s, kept, owed = self.model.cache.ttl_s, dict[str, Result](), dict[str, Owed]()
         finished_at_s = dict[str, float | None]()
         for pulled, answered in answers:
@@ -423,5 +423,5 @@ class Completion:
     def give_up(self, pulled: PulledJob, error: PenstockError) -> None:
         """Hands a job back that could not be ended. It comes again."""
         facts = {"request_id": pulled.envelope.request_id, "reason": error.message}
-        log.warning("job not ended", extra=facts)
+        log.warning("job not completed", extra=facts)
         self.registry.hand_back(pulled)

@@ -154,7 +154,10 @@ class JobConsumer:
             self.cancellation.cancel(record)
 
     async def drain(self) -> None:
-        """Stops pulling, and returns when no job is left. The worker was told to go."""
+        """Stops pulling, and returns once no jobs remain.
+
+        Called when the worker is asked to shut down.
+        """
         await self._registry.leave()
         for subscription in self._subscriptions:
             await subscription.stop()
@@ -216,7 +219,7 @@ class JobConsumer:
             job = decode_job(message.data, message.attributes)
             if job.envelope.model != self.model.name:
                 raise UndecodableMessage(
-                    f"the job is for model {job.envelope.model!r}", field="model"
+                    f"the job is for the model {job.envelope.model!r}", field="model"
                 )
             if job.envelope.flow and not self._completion.has_flows:
                 raise UndecodableMessage("this worker does not run flow steps", field="flow")
@@ -238,7 +241,7 @@ class JobConsumer:
         return None
 
     def _end_withdrawn(self) -> None:
-        """Ends all jobs if the model is withdrawn, also those that run."""
+        """Ends all jobs if the model is withdrawn, including running ones."""
         if self._withdrawals.is_withdrawn(self.model):
             self.cancellation.fail(self._registry.find(), withdrawn_error(self.model))
             self.queue.discard_unwanted()

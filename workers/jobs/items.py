@@ -62,7 +62,7 @@ _NEVER = 1 << 62
 
 
 class ModelQueue:
-    """Queues items, coalesces identical ones, and drops those that are canceled or late.
+    """Queues items, coalesces identical items, and drops canceled and late items.
 
     Args:
         on_queued: called when there is more to take.
@@ -147,7 +147,7 @@ class ModelQueue:
         return self._queue.admit(inside, processes, self._is_wanted, time.time())
 
     def to_preempt(self, inside: Collection[QueuedItem]) -> list[QueuedItem]:
-        """Returns the items of one process that are to be preempted for another item."""
+        """Returns the items of one process to preempt for another item."""
         return self._queue.to_preempt(inside, self._is_wanted)
 
     def item_ended(self, queued: QueuedItem, done: BatchResult) -> None:
@@ -173,7 +173,7 @@ class ModelQueue:
         self._queue.discard_unwanted(self._is_wanted)
 
     def batch_ended(self, batch: list[QueuedItem], done: BatchResult) -> None:
-        """Takes note of a batch that ran, how long, and whether the device had enough memory."""
+        """Records a batch that ran, its duration, and whether the device had enough memory."""
         self._queue.batch_ended(batch)
         self._queue.adjust_budget(was_short=done.out_of_memory)
         if not done.steps_saved and not done.has_failed:
@@ -287,7 +287,7 @@ class BatchResults:
     async def _note(self, pulled: PulledJob, step: int, steps: int) -> bool:
         """Notes how far a prediction is. Returns whether somebody wants previews of it.
 
-        A run of a flow counts its items, as they end.
+        A flow run counts its items when they end.
         """
         noted = (step, steps) if pulled.envelope.has_record else (0, 0)
         return await self._records.progress(pulled.shown_in, *noted)
@@ -297,7 +297,7 @@ class BatchResults:
         progress: Mapping[QueuedItem, tuple[int, int]],
         watch: Callable[[Collection[QueuedItem]], None],
     ) -> None:
-        """Writes the progress of admitted items, each with a step and steps of its own.
+        """Writes the progress of admitted items. Each item has a separate step and step count.
 
         A prediction of several items is as far as the last of them. Calls `watch` with the items
         that somebody wants to see.
@@ -406,8 +406,8 @@ class BatchResults:
         """
         for queued in self._queue.batch_died(batch, was_shared=was_shared):
             deaths = (
-                f"{queued.deaths} model processes died over this item, "
-                f"{queued.deaths_alone} of them with it alone"
+                f"{queued.deaths} model processes died while computing this item, "
+                f"{queued.deaths_alone} of them while it was their only item"
             )
             error = ModelFailed(f"{deaths}; the last: {reason}")
             for number, (pulled, item) in enumerate(queued.open_waiters()):
@@ -427,7 +427,7 @@ def _wait_for(queued: QueuedItem, jobs: Collection[PulledJob]) -> bool:
 
 
 class TokenOutput:
-    """The streams of one model's items. Each reader has a stream of its own."""
+    """The streams of one model's items. Each reader has a separate stream."""
 
     def __init__(self, completion: Completion, streams: TokenStreams) -> None:
         self._completion = completion
@@ -435,7 +435,7 @@ class TokenOutput:
         self._open: dict[QueuedItem, dict[_Reader, int]] = {}
         """The number of tokens in each reader's stream, for each item that is being written."""
         self._held: dict[QueuedItem, deque[_HeldChunk]] = {}
-        """Chunks whose files are being stored, and those behind them."""
+        """Chunks whose files are being stored, and the chunks after them."""
         self._grown: dict[PulledJob, int] = {}
         """Pieces in the output of each prediction whose webhook is being notified of them."""
         self._is_sending = False
@@ -453,7 +453,7 @@ class TokenOutput:
                 self._append(queued, chunk)
 
     async def _store(self, queued: QueuedItem, held: deque[_HeldChunk]) -> None:
-        """Stores the files of chunks, and then appends these, in order."""
+        """Stores the files of chunks, then appends the chunks in order."""
         try:
             while held and self._held.get(queued) is held:
                 chunk, files = held[0]
@@ -481,7 +481,7 @@ class TokenOutput:
             self._completion.registry.spawn(self._send_all())
 
     def ended(self, queued: QueuedItem) -> None:
-        """Forgets an item. What its streams are missing is in the reply."""
+        """Forgets an item. The rest of its streams is in the reply."""
         self._open.pop(queued, None)
         self._held.pop(queued, None)
 
@@ -529,7 +529,7 @@ class TokenOutput:
             self._completion.registry.spawn(self._notify_of_output(pulled))
 
     async def _notify_of_output(self, pulled: PulledJob) -> None:
-        """Publishes events until the output stops growing. The end has an event of its own."""
+        """Publishes events until the output stops growing. The end has a separate event."""
         notified = 0
         while not pulled.is_over and (pieces := self._grown[pulled]) > notified:
             notified = pieces
@@ -542,7 +542,7 @@ class TokenOutput:
     ) -> list[list[Chunk]]:
         """Reads what earlier workers have written of items that are about to be queued.
 
-        Waits only for those that may have been delivered before.
+        Waits only for items that may have been delivered before.
         """
         written: list[list[Chunk]] = [[] for _ in missing]
         wanted = [

@@ -64,7 +64,7 @@ class JobRegistry:
         self.completion = SmoothedDuration()
         """From the outcome of a job's last item to its ack."""
         self.is_leaving = False
-        """True if the worker was told to go. Its end is then no job's fault."""
+        """True if the worker is shutting down. Its end is then not caused by a job."""
 
     def add(self, pulled: PulledJob) -> None:
         """Holds `pulled` until it is acked or handed back."""
@@ -72,9 +72,11 @@ class JobRegistry:
         self._idle.clear()
 
     def find(self, record: str | None = None) -> list[PulledJob]:
-        """All jobs, or those of one record. A repeated delivery can give one record two jobs.
+        """Returns all jobs, or the jobs of one record.
 
-        The record of a flow's run finds those of its steps.
+        After a repeated delivery, one record can have two jobs.
+
+        The record of a flow run finds the jobs of its steps.
         """
         return [pulled for pulled in self._jobs if record in (None, pulled.record, pulled.run)]
 
@@ -96,7 +98,7 @@ class JobRegistry:
         self._remove(pulled)
 
     async def leave(self) -> None:
-        """Releases all claims, as the worker was told to go: it may be killed before it is done."""
+        """Releases all claims, because the worker is shutting down and may be killed early."""
         self.is_leaving = True
         await self.release_claims(self._jobs)
 
@@ -219,7 +221,7 @@ class ReplyPublisher:
     ) -> None:
         """Ends a message that is not a job of this model. Replies if the attributes name an inbox.
 
-        The dead-letter function ends its record and writes its row. Runs as a task of its own.
+        The dead-letter function ends its record and writes its row. Runs as a separate task.
         """
         set_current(read_attributes(message.attributes))
         facts = {"message_id": message.message_id, "reason": error.message}
@@ -234,7 +236,7 @@ class ReplyPublisher:
             await self.publish_dead_letter(message, error.message)
         except PenstockError as failed:
             facts = {"message_id": message.message_id, "reason": failed.message}
-            log.warning("refusal not sent", extra=facts)
+            log.warning("rejection not sent", extra=facts)
             subscription.nack(message)
             return
         subscription.ack(message)
@@ -249,7 +251,7 @@ def _refused(inbox: str, error: BadInput) -> Literal[False]:
 
     Handing their jobs back would repeat them forever.
     """
-    log.warning("inbox refused a reply", extra={"inbox": inbox, "reason": error.message})
+    log.warning("inbox rejected a reply", extra={"inbox": inbox, "reason": error.message})
     metrics.REPLIES_REFUSED.inc()
     return False
 
@@ -269,6 +271,6 @@ def _messages_of(replies: Sequence[EncodedReply]) -> Iterator[list[EncodedReply]
 
 
 def _share(first: Envelope, other: Envelope) -> bool:
-    """Returns whether the replies of two jobs of one inbox may share a message."""
+    """Returns whether the replies of two jobs with the same inbox may share a message."""
     takes_batches = bool(first.inbox and first.replies and other.replies)
     return takes_batches and first.slot == other.slot

@@ -49,7 +49,7 @@ class StepRun:
     Args:
         max_s: time limit per item. None: unlimited.
         processes: how many there are, which share the items that wait.
-        may_admit: True if the process is to stay with this model.
+        may_admit: True if the process should stay with this model.
         busy: counts the process as busy, less the spare time that it reports.
     """
 
@@ -79,7 +79,7 @@ class StepRun:
         self._inside: dict[int, QueuedItem] = {}
         self._dropped: set[int] = set()
         self._preempted: set[int] = set()
-        """Slots that another tenant is to get."""
+        """Slots to hand to another tenant."""
         self._counted: dict[Priority, float] = {}
         self._reported_s = 0.0
         self._timers: dict[int, asyncio.TimerHandle] = {}
@@ -89,8 +89,8 @@ class StepRun:
     async def run(self, batch: Sequence[QueuedItem]) -> str:
         """Runs until no item is left. Returns why the process died, or nothing.
 
-        The items of a process that died, and those that the model failed on together, are queued
-        again in halves.
+        The items of a process that died, and items that failed together, are queued again in
+        halves.
         """
         self._add(0, batch)
         try:

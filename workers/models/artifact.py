@@ -1,8 +1,8 @@
 """An optimized artifact: written by `penstock optimize`, read and checked by workers.
 
 It is the folder `<artifacts_dir>/<model>/<digest>/` with manifest.json, calibration.npz (for
-embedding models) and the graphs that the manifest lists. The digest is that of the source files, so
-an artifact of other weights is never used.
+embedding models) and the graphs that the manifest lists. The digest covers the source files, so an
+artifact made from other weights is never used.
 """
 
 from __future__ import annotations
@@ -99,7 +99,10 @@ class Artifact:
 
     @property
     def digest(self) -> str:
-        """The first 16 hex digits of a hash of the manifest, which has the measured figures."""
+        """The first 16 hex digits of the manifest's hash.
+
+        The manifest contains the measured figures.
+        """
         return hashlib.sha256((self.folder / MANIFEST).read_bytes()).hexdigest()[:16]
 
 
@@ -136,7 +139,7 @@ def read_artifact(folder: Path) -> Artifact:
         )
     if (manifest.model, manifest.source_digest) != (folder.parent.name, folder.name):
         raise ConfigurationError(
-            f"{path}: is of {manifest.model}/{manifest.source_digest}, not of its folder",
+            f"{path}: belongs to {manifest.model}/{manifest.source_digest}, not to its folder",
             field="artifact",
         )
     for variant in manifest.variants:
@@ -154,7 +157,8 @@ def _check_graph(folder: Path, variant: Variant) -> None:
         )
     if not graph.is_file() or graph.stat().st_size != variant.size_bytes:
         raise ConfigurationError(
-            f"{graph}: is not the {variant.size_bytes} bytes of the manifest", field="artifact"
+            f"{graph}: does not have the {variant.size_bytes} bytes specified in the manifest",
+            field="artifact",
         )
 
 
@@ -177,7 +181,7 @@ def read_calibration(artifact: Artifact) -> Calibration:
         raise ConfigurationError(f"{path}: {error}", field="artifact") from error
     flat = ids.size if types is None else types.size
     if vectors.ndim != 2 or len(vectors) != len(lengths) or not ids.size == flat == lengths.sum():
-        raise ConfigurationError(f"{path}: its arrays don't belong together", field="artifact")
+        raise ConfigurationError(f"{path}: its arrays do not belong together", field="artifact")
     ends = np.cumsum(lengths)
     texts = [
         PreparedText(

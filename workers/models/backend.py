@@ -37,9 +37,9 @@ def unmeasured_backend(entry: Model, making_command: str = "") -> Backend:
     """
     if entry.backend == "onnx" or entry.precision == "int8":
         raise ConfigurationError(
-            f"{entry.name}: {entry.backend} {entry.precision} needs an artifact; make it with "
-            f"`{making_command or f'penstock optimize {entry.name}'}`",
+            f"{entry.name}: {entry.backend} {entry.precision} requires an artifact; create it "
+            f"with `{making_command or f'penstock optimize {entry.name}'}`",
             field="backend",
         )
-    assert entry.precision != "int4", "the catalog refuses it for embeddings; this is a bug"
+    assert entry.precision != "int4", "int4 is not supported for embeddings; this is a bug"
     return Backend(precision="fp32" if entry.precision == "auto" else entry.precision)

@@ -66,11 +66,11 @@ class PreparedImage(Prepared, tag="image", omit_defaults=True):
     """One image to draw.
 
     `source`: the image to start from, width x height RGB pixels of 3 bytes, row by row. `mask`:
-    width x height bytes, how much of each pixel is drawn anew. 0: the source's own, 255: nothing
-    of it. `adapter`: the name of one in the catalog, and `adapter_scale` how strongly it counts.
-    Empty: none. Of one by URL, the name is its digest, `adapter_key` is where the object store has
-    it, and `adapter_owner` the digest of its tenant. `ip_adapter`: the name of an IP-Adapter, with
-    its image as RGB pixels of the square that its image encoder reads, and its scale.
+    width x height bytes, how much of each pixel is redrawn. 0: the pixel of the source, 255: a new
+    pixel. `adapter`: the name of an adapter in the catalog, and `adapter_scale` its strength.
+    Empty: none. For an adapter by URL, the name is its digest, `adapter_key` its key in the object
+    store, and `adapter_owner` the digest of its tenant. `ip_adapter`: the name of an IP-Adapter,
+    with its image as RGB pixels of the square that its image encoder reads, and its scale.
     """
 
     prompt: str
@@ -97,20 +97,23 @@ class PreparedImage(Prepared, tag="image", omit_defaults=True):
 
 
 class PreparedPair(Prepared, tag="pair"):
-    """Two texts to compare. `length` is that of both together."""
+    """Two texts to compare. `length` is their total length."""
 
     text: PreparedText
     query: PreparedText
 
 
 class PreparedPrompt(Prepared, tag="prompt", omit_defaults=True):
-    """A prompt to continue. `length` is the most tokens whose keys and values it takes.
+    """A prompt to continue.
 
-    `ids` and `written_ids` are token ids as little-endian uint32. `written_ids` were written before
-    another worker died, or before the text was preempted. The model goes on from there.
-    `written_text` is what readers were shown of them, and `written_cached_tokens` what they were
-    told about the prompt. `json_schema` is what the tokens are held to, and `checked_schema`, if
-    any, what the whole text must match. The other fields are those of GenerationInput.
+    `length` is the maximum number of tokens whose keys and values it takes.
+
+    `ids` and `written_ids` are token IDs as little-endian uint32. `written_ids` were written before
+    another worker died, or before the text was preempted. The model continues from there.
+    `written_text` is the part of them that readers have seen, and `written_cached_tokens` the
+    number of cached prompt tokens reported to them. `json_schema` constrains the tokens, and
+    `checked_schema`, if any, must match the whole text. The other fields have the same meaning as
+    in GenerationInput.
 
     `owner`: only prompts of the same owner share keys and values of equal beginnings, because
     `cached_tokens` reveals them. Empty: it shares nothing.
@@ -189,7 +192,10 @@ class RgbImage(msgspec.Struct, array_like=True):
 
 
 OpenGguf = Callable[[Path, Path], Path]
-"""From a GGUF file and the folder of what is kept to a folder of the model, which may be made."""
+"""Called with a GGUF file and the cache folder.
+
+Returns the folder of the model, which it may have to create.
+"""
 IsClose = Callable[[CustomResult, CustomResult], bool]
 """Returns whether two outputs of one input are close. It may block, and raise PenstockError."""
 
@@ -258,9 +264,9 @@ class StepEnd(msgspec.Struct):
     """The items that a step of a SteppedModel ended, by slot.
 
     `results`: items that are done. `preempted`: items that have to wait and start over, because the
-    device had too little memory for all. `work`: what the step computed of all items, in tokens or
-    pixels. 0: not known. `waiting`: items that are in, and that the step did not compute, as they
-    wait for something else than the device.
+    device had too little memory for all. `work`: total work of the step for all items, in tokens or
+    pixels. 0: not known. `waiting`: admitted items that the step did not compute, because they wait
+    for something other than the device.
     """
 
     results: dict[int, Result | PenstockError] = {}

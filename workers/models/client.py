@@ -1,8 +1,8 @@
 """The interface of a process that computes items, as the pool drives it (workers/runtime/pool.py).
 
-A model process of ours has all models of a worker that share its libraries
-(workers/runtime/client.py). A process that is not ours, such as that of a custom class
-(workers/models/custom/client.py), has one model and a client of its own.
+One of our model processes has all models of a worker that share its libraries
+(workers/runtime/client.py). Any other process, such as the process of a custom class
+(workers/models/custom/client.py), has one model and a separate client.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ OnProgress = Callable[[int, int], None]
 """Called as on_step(step, steps) after some steps of a batch."""
 OnPreviews = Callable[[Previews], None]
 OnStepMessage = Callable[[StepMessage], None]
-"""Called with what comes of the items of a model that computes in steps."""
+"""Called with the results of items of a model that computes in steps."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -52,7 +52,7 @@ class ProcessClient(Protocol):
     """
 
     facts: Ready
-    """How it started."""
+    """Facts about its start."""
     residency: ResidencyReport
     """The models that it holds. A new object after each change."""
 
@@ -97,14 +97,14 @@ class ProcessClient(Protocol):
             on_message: called with each message but the last one.
 
         Raises:
-            ModelProcessDied: the process died, or was killed because it gave no sign of life.
+            ModelProcessDied: the process died, or was killed because it did not respond.
         """
 
     def admit(self, items: Sequence[Prepared]) -> int | None:
         """Adds items to the batch that runs in steps. Returns the slot of the first.
 
-        None: no batch runs. The batch may be over by now, which its end says: then the items have
-        no end of their own.
+        None: no batch runs. The batch may have ended by now, which its end reports: then the items
+        do not have a separate end.
         """
 
     def drop(self, slots: Sequence[int]) -> None:

@@ -1,9 +1,9 @@
 """Sets up the torch device of a model process, and what a CPU computes with: threads and bf16.
 
-A model on a CPU computes with as many threads as cores are free. The threads of one computation
-wait for one another, awake. So a thread without a core holds up the others, and their waiting holds
-up whoever has that core: two workers with two threads each on the same two cores wrote 114 tokens/s
-together, and 364 with one thread each (decision 24).
+A model on a CPU computes with as many threads as there are free cores. The threads of one
+computation wait for one another while spinning. So a thread without a core delays the others, and
+their waiting delays the process that has that core: two workers with two threads each on the same
+two cores wrote 114 tokens/s together, and 364 with one thread each (decision 24).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _WINDOW_S = 0.3
 _FREE = 0.75
 """The least part of its time that a thread has a core, unless there are too many."""
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 4.0, 64.0
-"""Until there may be more threads. It doubles when these are too many again."""
+"""Pause before more threads are tried. It doubles when the new number is too high again."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Device:
             return device, "cpu"
         if device.type != "cuda" or (device.index or 0) >= torch.cuda.device_count():
             raise ConfigurationError(
-                f"device {kind!r}: this machine has no such GPU", field="device"
+                f"device {kind!r}: this machine does not have this GPU", field="device"
             )
         # Torch wants the number wherever it sets something of a GPU.
         device = torch.device("cuda", device.index or 0)
@@ -78,8 +78,8 @@ def memory_errors() -> Iterator[None]:
         torch.cuda.empty_cache()
         raise OutOfMemory(str(error)) from error
     except torch.AcceleratorError as error:
-        # ECC, a GPU that fell off the bus, an illegal address: after any of them the context of
-        # this process computes nothing more, whatever it is asked.
+        # ECC, a GPU that fell off the bus, an illegal address: after any of these errors, the
+        # context of this process can't compute anything.
         raise GpuLost(str(error)) from error
     except RuntimeError as error:
         # The CPU allocator has no error class for this.
@@ -91,7 +91,8 @@ def memory_errors() -> Iterator[None]:
 def idle_s() -> float:
     """Seconds that the cores of this machine had nothing to do, all together (man 5 proc_stat).
 
-    Where the system does not tell, all of them: then more threads are tried after each pause.
+    If the system does not report it, returns the time of all cores: then more threads are tried
+    after each pause.
     """
     try:
         ticks = int(Path("/proc/stat").read_text(encoding="ascii").split(maxsplit=5)[4])
@@ -103,9 +104,9 @@ def idle_s() -> float:
 class CpuThreads:
     """Follows what this process gets of the cores: one thread at first, more where cores are idle.
 
-    There are too many threads where they have less CPU time than cores. One such computation may
-    take seconds, so more are not tried before cores were idle. The most threads are those that
-    torch has: a forked process gets its own number after the fork.
+    There are too many threads if they get less CPU time than cores. One such computation may take
+    seconds, so more threads are not tried before cores were idle. The maximum is torch's number of
+    threads: a forked process gets its own number after the fork.
 
     Args:
         cpu_s: the CPU time of this process.
@@ -128,7 +129,7 @@ class CpuThreads:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Gives torch its threads for one computation, and sees what came of them."""
+        """Assigns torch its threads for one computation, and observes the result."""
         most = torch.get_num_threads()
         if most == 1:
             yield
@@ -140,7 +141,7 @@ class CpuThreads:
         torch.set_num_threads(count)
         try:
             yield
-        finally:  # the number is that of the whole process, with its other models
+        finally:  # the number applies to the whole process, with its other models
             torch.set_num_threads(most)
         self._wall_s += self._now_s() - began_s
         self._used_s += self._cpu_s() - cpu_s
@@ -148,7 +149,7 @@ class CpuThreads:
             self._judge(count, most)
 
     def _judge(self, count: int, most: int) -> None:
-        assert self._watched is not None, "a window has a beginning; this is a bug"
+        assert self._watched is not None, "the window has no start; this is a bug"
         now_s, idle_s = self._now_s(), self._idle_s()
         cores = self._used_s / self._wall_s
         idle = (idle_s - self._watched[1]) / max(now_s - self._watched[0], self._wall_s)

@@ -1,13 +1,13 @@
 """Compiled kernels that outlive their worker: one archive for each model, GPU, driver and torch.
 
-Inductor, Triton and the CUDA driver keep what they compile in folders of their own, of thousands of
+Inductor, Triton and the CUDA driver store compiled kernels in separate folders, as thousands of
 small files that they rename and lock. A mounted bucket is bad at that, and good at one large file.
 So a new worker unpacks the archive before it loads the model, and packs it again if its warm-up has
-compiled more. Another GPU, driver or torch is another archive. Kernels in it are found by what they
-compute, so an old one is useless at worst.
+compiled more. A different GPU, driver or torch version has a different archive. Kernels are looked
+up by their computation, so an old archive is useless at worst.
 
-Who may write the archive can run code in the workers that read it: each model has a folder of its
-own, which only its workers may write (infra/terraform/platform/storage.tf).
+A process that may write the archive can run code in the workers that read it. So each model has a
+separate folder, which only its workers may write (infra/terraform/platform/storage.tf).
 """
 
 from __future__ import annotations
@@ -29,12 +29,17 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 from shared.models.kubernetes_names import slug
 
 MAX_BYTES = 512 * 1024 * 1024
-"""Of the files in an archive. SD 1.5 with four batch sizes compiles to a fraction of it."""
+"""Maximum total size of an archive's files.
+
+SD 1.5 with four batch sizes compiles to a fraction of it.
+"""
 _NOT_KEPT = ("locks", "tmp")
-"""Folders of what is only of one process."""
+"""Folders for files that belong to a single process."""
 _FOLDERS = {"triton": "TRITON_CACHE_DIR", "cuda": "CUDA_CACHE_PATH"}
-"""Folders besides Inductor's, by the variable that says where they are. Triton's is in Inductor's,
-and the driver's is not kept, if the variable is missing.
+"""Folders in addition to Inductor's, by the variable with their path.
+
+If the variable is missing, Triton's folder is inside Inductor's, and the driver's folder is not
+saved.
 """
 
 log = logging.getLogger(__name__)
@@ -56,7 +61,10 @@ def kernel_key(device: torch.device) -> str:
 
 
 def _driver() -> str:
-    """The version of NVIDIA's driver. Where it is not told, kernels are kept by CUDA's version."""
+    """Returns the version of NVIDIA's driver.
+
+    If it is unknown, kernels are stored by CUDA's version.
+    """
     try:
         text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
     except OSError:
@@ -80,7 +88,7 @@ class KernelStore:
     Args:
         folder: where archives are. None: nowhere, so nothing is unpacked or kept.
         device: that its kernels are compiled for.
-        max_bytes: of the files in the archive.
+        max_bytes: maximum total size of the archive's files.
     """
 
     def __init__(
@@ -131,7 +139,7 @@ class KernelStore:
         If all of it is too large, only what this worker compiled is kept.
 
         Returns:
-            Whether an archive was written.
+            Returns True if an archive was written.
         """
         if self._archive is None:
             return False
@@ -142,7 +150,7 @@ class KernelStore:
         for chosen in (files, fresh):
             if sum(path.stat().st_size for path in chosen.values()) <= self._max_bytes:
                 return self._written(self._archive, chosen)
-        log.warning("compiled kernels are too large to keep", extra={"max_bytes": self._max_bytes})
+        log.warning("compiled kernels are too large to save", extra={"max_bytes": self._max_bytes})
         return False
 
     def _written(self, path: Path, files: dict[str, Path]) -> bool:
@@ -155,16 +163,16 @@ class KernelStore:
                     archive.add(file, name, recursive=False)
             part.replace(path)
         except OSError as error:
-            log.warning("compiled kernels can't be kept", extra={"error": str(error)})
+            log.warning("compiled kernels can't be saved", extra={"error": str(error)})
             with contextlib.suppress(OSError):
                 part.unlink(missing_ok=True)
             return False
-        log.info("compiled kernels kept", extra={"files": len(files)})
+        log.info("compiled kernels saved", extra={"files": len(files)})
         return True
 
 
 def _is_below(name: str) -> bool:
-    """Returns whether a path stays in its folder, whatever an archive says."""
+    """Returns whether a path in an archive stays inside its folder."""
     path = PurePosixPath(name)
     return bool(name) and not path.is_absolute() and ".." not in path.parts
 

@@ -58,7 +58,7 @@ def read_facts(path: Path) -> dict[str, str]:
 
 
 def gpu_type_of(device: str) -> GpuTypeName | None:
-    """Returns the GPU type in infra/kubernetes/gpus.yaml, by the name that the driver gives.
+    """Returns the GPU type in infra/kubernetes/gpus.yaml for the name reported by the driver.
 
     The device decides and not the catalog: a larger type may have taken over if one is out of
     stock. None for a CPU, and for types that have no price.

@@ -1,7 +1,7 @@
-"""What the process of a model reports to the I/O process, of batches and of single items.
+"""Messages about batches and single items that a model process sends to the I/O process.
 
-A model process of ours sends these as frames (workers/runtime/protocol.py). A process that is not
-ours, such as that of a custom class, has a client that makes them (workers/models/client.py).
+Our model processes send them as frames (workers/runtime/protocol.py). Any other process, such as
+the process of a custom class, has a client that creates them (workers/models/client.py).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ResidencyReport(msgspec.Struct):
 
 
 class Ready(msgspec.Struct, tag="ready"):
-    """Each model was loaded once. Those that fit the budget are resident and warm."""
+    """Each model was loaded once. Models that fit the budget are resident and warm."""
 
     device_name: str
     load_s: float
@@ -44,7 +44,7 @@ class Ready(msgspec.Struct, tag="ready"):
 
 
 class StepDone(msgspec.Struct, tag="progress"):
-    """Step `step` of `steps` of batch `number` is done."""
+    """Batch `number` has completed `step` out of `steps`."""
 
     number: int
     step: int
@@ -52,7 +52,7 @@ class StepDone(msgspec.Struct, tag="progress"):
 
 
 class Previews(msgspec.Struct, tag="previews"):
-    """Previews of some slots of batch `number` after step `step` of `steps`."""
+    """Previews for some slots of batch `number` after `step` out of `steps`."""
 
     number: int
     step: int
@@ -121,7 +121,7 @@ class BatchResult(msgspec.Struct, tag="done", kw_only=True):
     """The calls that computed items after others had failed, by the index of the item. An item does
     not pay for calls that another one made fail."""
     logs: dict[int, PrintedLogs] = {}
-    """What the model printed, by the index of the item that it computed alone meanwhile."""
+    """Printed output of the model, by the index of the item that it computed alone meanwhile."""
 
     @property
     def batch_items(self) -> int:
@@ -151,16 +151,16 @@ class FileOfPiece(msgspec.Struct, array_like=True):
 
 
 class Chunks(msgspec.Struct, tag="chunks"):
-    """The tokens of slots of batch `number` since the last message of this kind."""
+    """Tokens for some slots of batch `number` since the last such message."""
 
     number: int
     chunks: dict[int, TokenChunk]
 
 
 class Pieces(msgspec.Struct, tag="pieces"):
-    """What a custom class has yielded for slots of batch `number` since the last such message.
+    """Pieces yielded by a custom class for slots of batch `number` since the last such message.
 
-    `files`: those that are too large for the pieces.
+    `files`: the files that are too large for the pieces.
     """
 
     number: int
@@ -169,14 +169,14 @@ class Pieces(msgspec.Struct, tag="pieces"):
 
 
 class ItemsProgress(msgspec.Struct, tag="items_progress"):
-    """The completed and total steps of the slots of batch `number`."""
+    """Completed and total steps for each slot of batch `number`."""
 
     number: int
     progress: dict[int, tuple[int, int]]
 
 
 class ItemLogs(msgspec.Struct, tag="item_logs"):
-    """What the model has printed so far for a slot of batch `number`."""
+    """Output printed so far by the model for a slot of batch `number`."""
 
     number: int
     slot: int
@@ -184,7 +184,7 @@ class ItemLogs(msgspec.Struct, tag="item_logs"):
 
 
 class ItemPreview(msgspec.Struct, tag="item_preview"):
-    """The preview of a slot of batch `number` after step `step` of `steps`."""
+    """The preview for a slot of batch `number` after `step` out of `steps`."""
 
     number: int
     slot: int
@@ -202,7 +202,7 @@ class ItemEnded(msgspec.Struct, tag="ended"):
 
 
 class Spare(msgspec.Struct, tag="spare"):
-    """The spare seconds of the steps of batch `number` since the last message of this kind.
+    """Spare seconds in the steps of batch `number` since the last such message.
 
     More items could have been computed in them for nothing (shared/models/service_rate.py).
     """
@@ -212,10 +212,10 @@ class Spare(msgspec.Struct, tag="spare"):
 
 
 class Preempted(msgspec.Struct, tag="preempted"):
-    """These slots of batch `number` are to wait.
+    """These slots of batch `number` must wait.
 
-    The device had too little memory for them, or they were preempted. Then `chunks` has what
-    they have written since the last Chunks. One that is not streamed had none before.
+    The device had too little memory for them, or they were preempted. Then `chunks` has the tokens
+    written since the last Chunks. An item that is not streamed never sent Chunks.
     """
 
     number: int
@@ -226,7 +226,8 @@ class Preempted(msgspec.Struct, tag="preempted"):
 class StepsEnded(msgspec.Struct, tag="steps_ended"):
     """Batch `number` has no items any more.
 
-    `failure`: why the model failed on those that were in, which have no end. None: it did not.
+    `failure`: the reason why the model failed on the remaining items, which have no end. None: it
+    did not fail.
     """
 
     number: int

@@ -49,7 +49,7 @@ def folder_of(repository: str, revision: str) -> PurePosixPath:
 
 
 def list_of(repository: str, revision: str) -> PurePosixPath:
-    """The path of the list of its files."""
+    """Returns the path of its file list."""
     folder = folder_of(repository, revision)
     return folder.with_name(f"{folder.name}.json")
 
@@ -123,7 +123,6 @@ def resolve(
 
     Raises:
         ConfigurationError: the source does not exist.
-        Unavailable: the source is unreachable.
     """
     open_gguf = open_gguf or converted
     kind, _, rest = source.partition(":")
@@ -140,7 +139,7 @@ def resolve(
     if source.startswith("gs://"):
         return _from_bucket(source, revision, cache_dir, open_bucket)
     raise ConfigurationError(
-        f"source {source!r} is not one of package:, local:, hf:, gs://", field="source"
+        f"source {source!r} must start with package:, local:, hf: or gs://", field="source"
     )
 
 
@@ -161,7 +160,6 @@ def resolve_file(
 
     Raises:
         ConfigurationError: the file does not exist.
-        Unavailable: the source is unreachable.
     """
     kind, _, rest = source.partition(":")
     if source.startswith("gs://"):
@@ -178,14 +176,10 @@ def resolve_file(
 
 
 def repository_of(source: str) -> tuple[str, str]:
-    """The ORG/NAME and the path of the file of `hf:ORG/NAME/FILE`.
-
-    Raises:
-        ConfigurationError: it has another form.
-    """
+    """Returns the ORG/NAME and the file path in `hf:ORG/NAME/FILE`."""
     parts = source.removeprefix("hf:").split("/", 2)
     if len(parts) < 3 or not all(parts):
-        raise _no_such(source, "it is not hf:ORG/NAME/FILE")
+        raise _no_such(source, "must be hf:ORG/NAME/FILE")
     return f"{parts[0]}/{parts[1]}", parts[2]
 
 
@@ -197,7 +191,7 @@ def _in_package(source: str, rest: str) -> Path:
     except (ImportError, ValueError) as error:
         raise _no_such(source, str(error)) from error
     if spec is None or not spec.submodule_search_locations:
-        raise _no_such(source, f"no package {name!r} is installed")
+        raise _no_such(source, f"package {name!r} is not installed")
     return Path(next(iter(spec.submodule_search_locations))) / below
 
 
@@ -230,13 +224,11 @@ def download_from_hub(repository: str, revision: str, cache_dir: Path | None = N
     The token for a gated repository comes from HF_TOKEN, or from the file that HF_TOKEN_PATH names.
 
     Args:
-        repository: ORG/NAME.
         revision: branch, tag or commit.
         cache_dir: the hub's cache. None: the usual one of this machine.
 
     Raises:
         ConfigurationError: there is no such repository or revision, or it is not open to the token.
-        Unavailable: the hub is unreachable.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
@@ -251,8 +243,8 @@ def download_from_hub(repository: str, revision: str, cache_dir: Path | None = N
     except GatedRepoError as error:
         raise _no_such(
             f"hf:{repository}",
-            "it is gated: accept its terms, and give a token (HF_TOKEN, HF_TOKEN_PATH) that may "
-            "read it",
+            "the repository is gated; accept its terms, and set a token (HF_TOKEN, "
+            "HF_TOKEN_PATH) that may read it",
         ) from error
     except (HFValidationError, RepositoryNotFoundError, RevisionNotFoundError) as error:
         raise _no_such(f"hf:{repository}", str(error)) from error
@@ -300,7 +292,7 @@ def _file_from_bucket(source: str, revision: str, cache_dir: Path, open_bucket: 
                 opened.write(chunk)
         Path(partial).rename(file)
     except FileNotFoundError as error:
-        raise _no_such(source, "there is no such object") from error
+        raise _no_such(source, "the object does not exist") from error
     except (BaseError, OSError) as error:
         raise Unavailable(f"source {source}: {error}", field="source") from error
     finally:

@@ -1,4 +1,4 @@
-"""Divides the time of the steps of a model among the items that they compute."""
+"""Divides the time of a model's steps among the items that they compute."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ class StepRoom:
         self._time = StepTime(share, full_work=self._max_items)
 
     def spare_s(self, rooms: Sequence[int], work: int, seconds: float) -> float:
-        """Takes note of a step. Returns which of its seconds others could have used for nothing.
+        """Records a step.
+
+        Returns the seconds of it in which other items could have been computed for free.
 
         Args:
             rooms: what each item that was in takes of the budget.
@@ -42,7 +44,7 @@ class StepRoom:
 
 @dataclass(slots=True)
 class _Item:
-    """An item that is in the model, and its part of the time of the steps so far."""
+    """An item in the model, and its share of the step time so far."""
 
     started_at_s: float
     room: int
@@ -79,7 +81,7 @@ class StepShares:
         return list(self._items)
 
     def charge(self, step_s: float, work: int = 0, waiting: Collection[int] = ()) -> None:
-        """Gives each item that a step has computed its part of it.
+        """Assigns each item computed by a step its share of the step.
 
         Args:
             step_s: seconds that the step took.
@@ -115,7 +117,7 @@ class StepShares:
         """Removes an item, and returns what it took and what came of it.
 
         Args:
-            slot: of the item. One that never came in took no time.
+            slot: slot of the item. An item that was never admitted took no time.
             memory_bytes: resident memory of the process.
             loaded_at_s: when it loaded the model, in Unix seconds.
             steps_saved: steps that were left out because the item was canceled.

@@ -22,7 +22,7 @@ from workers.models.base import PreparedText, Preparer
 INPUTS = ("input_ids", "attention_mask")
 """The inputs of every transformer. Some also have token_type_ids."""
 _PARAGRAPH = 4
-"""Sentences of a text of medium length: about 60 tokens.
+"""Number of sentences in a text of medium length: about 60 tokens.
 
 A whole line has about 170, one and a half about 250.
 """

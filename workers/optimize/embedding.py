@@ -152,7 +152,8 @@ def fuse_graph(
     """Writes `source` with attention, layer norms and activations fused into single operators.
 
     Args:
-        has_all_heads: True if the graph has as many as `config` says. Attention is fused only then.
+        has_all_heads: True if the graph has as many heads as specified in `config`. Attention is
+            fused only then.
         to_fp16: narrows weights and inner values. The inputs keep their types and the states come
             out in fp32.
 
@@ -161,8 +162,8 @@ def fuse_graph(
     """
     is_known = config.model_type in _BERT_LIKE
     with _quiet():
-        # Its own passes only (level 0): those of ONNX Runtime itself suit one machine, and run when
-        # a graph is loaded.
+        # Its own passes only (level 0): ONNX Runtime's passes depend on the machine, and run when a
+        # graph is loaded.
         heads, width = (config.num_attention_heads, config.hidden_size) if has_all_heads else (0, 0)
         options = FusionOptions("bert")
         # On a CPU it takes eight times as long as an addition and a layer norm (encoder_onnx.py
@@ -184,7 +185,7 @@ def fuse_graph(
             fused.convert_float_to_float16(keep_io_types=True)
         fused.save_model_to_file(str(target))
     if not is_known:
-        return f"not fused: the passes don't know the family {config.model_type}"
+        return f"not fused: the passes do not support the family {config.model_type}"
     counts = [
         f"{count} {name}" for name, count in fused.get_fused_operator_statistics().items() if count
     ]
@@ -205,7 +206,7 @@ def _quiet() -> Iterator[None]:
 
 
 class Baseline:
-    """Torch fp32 of a model, the texts to judge by, and the vectors that it gives them."""
+    """Torch fp32 of a model, the evaluation texts, and the vectors that it computes for them."""
 
     def __init__(
         self, entry: Model, settings: SentenceFolder, texts: Sequence[PreparedText], threads: int
@@ -297,7 +298,7 @@ def make_variants(
     )
     verdicts, original_rate = [], 0.0
     for name in names:
-        say(f"making and judging {name}")
+        say(f"creating and evaluating {name}")
         verdict, rate = _judge(entry, builder, baseline, name, options)
         verdicts.append(verdict)
         original_rate = max(original_rate, rate)
@@ -337,7 +338,6 @@ class _VariantBuilder:
         self._options = options
 
     def clear(self) -> None:
-        """Removes all files except variants."""
         for path in self._target.glob(".*.onnx"):
             path.unlink()
 
@@ -426,7 +426,7 @@ class _VariantBuilder:
 
     @cached_property
     def _feeds(self) -> list[Feed]:
-        # Every other text says as much as all of them.
+        # Every other text is as informative as all of them.
         return [feed_of(text, self._inputs) for text in (*self._texts[::2], *self._lists)]
 
     @cached_property
@@ -451,11 +451,11 @@ def _judge(
         quality, rate, original_rate = baseline.measure(builder.encoder(variant))
     except PenstockError as error:
         missing = Variant(name=f"onnx-{name}", backend="onnx", precision="fp32")
-        return Verdict(missing, refusal=f"could not be made: {error.message}"), 0.0
+        return Verdict(missing, refusal=f"could not be created: {error.message}"), 0.0
     tolerance = tolerance_of(entry, options)
     refusal = ""
     if not quality.cosine_min >= tolerance:
-        refusal = f"least cosine {quality.cosine_min:.5f} is below {tolerance:g}"
+        refusal = f"minimum cosine {quality.cosine_min:.5f} is below {tolerance:g}"
         builder.discard(variant)
     recipe = variant.recipe | {"rank_correlation": quality.rank_correlation, "tolerance": tolerance}
     measured = msgspec.structs.replace(

@@ -222,11 +222,11 @@ def _judge(
     )
     missing = _missing(plan, device)
     if missing:
-        return Verdict(variant, refusal=f"could not be made: {missing}")
+        return Verdict(variant, refusal=f"could not be created: {missing}")
     try:
         studio = _Studio(entry, folder, device, plan)
     except ConfigurationError as error:
-        return Verdict(variant, refusal=f"could not be made: {error.message}")
+        return Verdict(variant, refusal=f"could not be created: {error.message}")
     return _measure(variant, studio, original, features, tolerance_of(entry, options), device)
 
 
@@ -267,7 +267,7 @@ def _measure(
     refusal = (
         ""
         if quality.psnr_db >= tolerance_db
-        else f"least PSNR {quality.psnr_db:.1f} dB is below {tolerance_db:g} dB"
+        else f"minimum PSNR {quality.psnr_db:.1f} dB is below {tolerance_db:g} dB"
     )
     return Verdict(measured, figures, refusal)
 
@@ -281,7 +281,7 @@ def _missing(plan: ImagePlan, device: torch.device) -> str:
         and device.type == "cpu"
         and not (shutil.which("c++") or shutil.which("g++"))
     ):
-        return "there is no C++ compiler"
+        return "a C++ compiler is not installed"
     if plan.is_compiled and device.type == "cuda" and importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     return ""

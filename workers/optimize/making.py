@@ -117,7 +117,7 @@ def _described(artifact: Artifact) -> str:
     names = ", ".join(
         f"{variant.name} ({variant.relative_speed:.2f}x)" for variant in artifact.manifest.variants
     )
-    return f"{artifact.folder} is there: {names}; --force makes it again"
+    return f"{artifact.folder} already exists: {names}; use --force to create it again"
 
 
 def _make(
@@ -149,7 +149,7 @@ def _make(
                 f"{entry.name}: no variant was accepted, nothing was written ({refusals})"
             )
         missed = {} if there is None else dict(there.manifest.refused)
-        # What could not be made at all has no figures, and may be possible next time.
+        # Variants that could not be created have no figures, and may be possible next time.
         missed |= {
             verdict.variant.name: tolerance_of(entry, options)
             for verdict in refused

@@ -19,10 +19,10 @@ Calibration = Literal["minmax", "entropy", "percentile"]
 class OptimizeOptions:
     """The options of the command line.
 
-    `variants`: names that the task knows. Empty: the usual ones. `tolerance`:
-    the least cosine (images: PSNR in dB) instead of the catalog's. `prune_neurons`,
-    `prune_heads`: the part to cut, 0 to 1. `calibration`: how int8-static takes ranges. `threads`:
-    of the reference and of every variant alike.
+    `variants`: names known to the task. Empty: the usual ones. `tolerance`: the minimum cosine
+    (images: PSNR in dB) instead of the catalog's. `prune_neurons`, `prune_heads`: the part to cut,
+    0 to 1. `calibration`: how int8-static chooses ranges. `threads`: for the reference and every
+    variant.
     """
 
     variants: tuple[str, ...] = ()
@@ -44,13 +44,14 @@ def wanted_variants(entry: Model, options: OptimizeOptions) -> tuple[str, ...]:
     unknown = [name for name in options.variants if name not in known]
     if unknown:
         raise ConfigurationError(
-            f"no variant {', '.join(unknown)} of {entry.task} models; "
-            f"there are: {', '.join(known)}",
+            f"{entry.task} models do not have variant {', '.join(unknown)}; use {', '.join(known)}",
             field="variants",
         )
     cuts = options.prune_neurons > 0 or options.prune_heads > 0
     if "pruned" in options.variants and not cuts:
-        raise ConfigurationError("the variant pruned needs --prune or --prune-heads", field="prune")
+        raise ConfigurationError(
+            "the variant pruned requires --prune or --prune-heads", field="prune"
+        )
     wanted = options.variants or _usual(entry, cuts)
     return tuple(name for name in known if name in wanted)
 
@@ -58,7 +59,7 @@ def wanted_variants(entry: Model, options: OptimizeOptions) -> tuple[str, ...]:
 def missing_variants(
     manifest: Manifest, wanted: tuple[str, ...], tolerance: float
 ) -> tuple[str, ...]:
-    """Wanted variants not in an artifact, except those that missed this or a looser tolerance."""
+    """Returns missing variants, except those that failed with this or a looser tolerance."""
     kept = {variant.name for variant in manifest.variants}
     prefix = WORKER_TASKS[manifest.task].variant_prefix
 

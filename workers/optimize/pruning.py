@@ -1,8 +1,8 @@
 """Structured pruning: removes the inner neurons and attention heads that matter least.
 
-What is cut is the input of a linear layer (the consumer) together with the outputs of those that
-fill it (the producers). torch.nn.utils.prune only sets weights to zero: such a matrix costs what it
-did before.
+Pruning cuts the input of a linear layer (the consumer) together with the outputs of the layers that
+fill it (the producers). torch.nn.utils.prune only sets weights to zero, so such a matrix costs as
+much as before.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Cut:
 
 
 def prune(model: Any, texts: Sequence[PreparedText], *, neurons: float, heads: float) -> Pruned:
-    """Cuts a part of each layer of `model`, in place, and refits the following layers.
+    """Cuts a part of each layer in `model`, in place, and refits the following layers.
 
     Args:
         model: a transformer of BERT's build, in fp32.
@@ -67,7 +67,8 @@ def _layers(model: Any) -> Any:
         or not hasattr(layers[0].attention, "self")
     ):
         raise ConfigurationError(
-            f"pruning knows no layers of the family {model.config.model_type}", field="prune"
+            f"pruning does not support layers of the family {model.config.model_type}",
+            field="prune",
         )
     return layers
 
@@ -93,7 +94,7 @@ def _groups(cuts: Sequence[_Cut]) -> int:
 
 
 def _cut_all(model: Any, cuts: Sequence[_Cut], texts: Sequence[PreparedText], part: float) -> int:
-    """Cuts `part` of the groups of each. Returns how many."""
+    """Cuts `part` of the groups in each layer. Returns how many."""
     before = _groups(cuts)
     # All are measured before any is cut: layers cut in turn would be fitted to each other's errors.
     for cut, inputs in zip(cuts, _inputs_of(model, cuts, texts), strict=True):
@@ -134,9 +135,9 @@ def _inputs_of(
 def _cut(cut: _Cut, inputs: torch.Tensor, part: float) -> None:
     """Drops the groups of `inputs` [tokens, features] that contribute least, refits the consumer.
 
-    A feature contributes its deviation from its mean times the length of its column of weights. The
-    mean of what is dropped goes into the bias, and as much of the rest as a ridge regression on the
-    kept features explains.
+    A feature contributes its deviation from its mean times the length of its weight column. The
+    mean of the dropped features goes into the bias, and so does the part of the rest that a ridge
+    regression on the kept features explains.
     """
     weight, mean = cut.consumer.weight, inputs.mean(0)
     around = inputs - mean

@@ -18,8 +18,8 @@ _NO_DIFFERENCE_DB = 100.0
 class VectorQuality:
     """Vectors against the reference's, all from -1 or 0 to 1.
 
-    `neighbors`: the part of each text's ten nearest that it keeps, on average. `rank_correlation`:
-    Spearman's, over the similarities of all pairs of texts.
+    `neighbors`: the average share of each text's ten nearest neighbors that it keeps.
+    `rank_correlation`: Spearman's, over the similarities of all pairs of texts.
     """
 
     cosine_mean: float
@@ -64,10 +64,10 @@ def _nearest(similarities: np.ndarray, count: int) -> np.ndarray:
 
 
 def psnr_db(image: np.ndarray, reference: np.ndarray) -> float:
-    """Peak signal-to-noise ratio, in dB, of images of values from 0 to 1 and any equal shape.
+    """Returns the peak signal-to-noise ratio (dB) of two images with values from 0 to 1.
 
-    10 log10(1 / MSE), as in ITU-T J.340. Two equal images give 100, one that is not finite minus
-    infinity.
+    10 log10(1 / MSE), as in ITU-T J.340. Two equal images return 100, an image that is not finite
+    minus infinity.
     """
     error = float(np.mean((image.astype(np.float64) - reference) ** 2))
     if not np.isfinite(error):

@@ -3,7 +3,7 @@
 Weights are scaled per channel, activations per call or once by calibration.
 
 Static INT8 products are one operator each, with a bias that corrects rounding errors. The
-correction is that of Nagel, van Baalen, Blankevoort and Welling, "Data-Free Quantization Through
+correction follows Nagel, van Baalen, Blankevoort and Welling, "Data-Free Quantization Through
 Weight Equalization and Bias Correction" (2019), with averages over real inputs instead of estimated
 ones.
 
@@ -100,7 +100,7 @@ def weighted_products(model: onnx.ModelProto) -> dict[str, list[onnx.NodeProto]]
 
 
 def _peaks(source: Path, names: Sequence[str], feeds: Sequence[Feed]) -> dict[str, np.ndarray]:
-    """The greatest magnitude of each channel of each activation over all feeds."""
+    """Returns the maximum magnitude of each channel in each activation over all feeds."""
     peaks: dict[str, np.ndarray] = {}
     for values in activations(source, names, feeds):
         for name, value in values.items():
@@ -173,7 +173,7 @@ def fold_products(source: Path, target: Path, feeds: Sequence[Feed]) -> None:
     """Rewrites `target`: conversions, product and corrected bias become one operator.
 
     ONNX Runtime does the same when it loads a graph on a CPU, but leaves the bias out, which then
-    is a pass over memory of its own: a tenth of MiniLM's time.
+    takes a separate pass over memory: a tenth of MiniLM's time.
 
     Args:
         source: the graph in fp32 that `target` was made of.
@@ -294,8 +294,8 @@ def quantize_calibrated(source: Path, target: Path, feeds: Sequence[Feed], metho
         node.name for nodes in weighted_products(onnx.load(source)).values() for node in nodes
     ]
     options = {
-        # What comes out stays fp32: rounding it too cost far more than all the rest (MiniLM: cosine
-        # 0.94, not 0.998).
+        # Outputs stay fp32, because rounding them too reduced quality far more than all the rest
+        # (MiniLM: cosine 0.94, not 0.998).
         "OpTypesToExcludeOutputQuantization": ["MatMul"],
         "CalibPercentile": 99.999,
         **_TYPES,

@@ -106,7 +106,7 @@ class ModelClient:
         """Starts a process and waits until it is ready.
 
         Args:
-            timeout_s: until it is ready.
+            timeout_s: maximum time until it is ready.
 
         Raises:
             PenstockError: it refused (usually ConfigurationError), died, or was not ready in time
@@ -126,7 +126,7 @@ class ModelClient:
         except TimeoutError as error:
             await child._abandon()
             tail = child._output.tail()
-            message = f"the model process was not ready in {timeout_s:g} s{tail}"
+            message = f"the model process was not ready within {timeout_s:g} s{tail}"
             raise ModelFailed(message) from error
         except BaseException:
             await child._abandon()
@@ -188,7 +188,9 @@ class ModelClient:
         pending.on_steps = on_message
         self._writer.write(encode_run(pending.number, list(batch), model, in_steps=True))
         done = await pending.done
-        assert isinstance(done, StepsEnded), "messages are checked as they come; this is a bug"
+        assert isinstance(done, StepsEnded), (
+            "the batch ended with another type of message; this is a bug"
+        )
         return done
 
     async def _begin(
@@ -230,7 +232,7 @@ class ModelClient:
             self._turns.release()
 
     def _start_timer(self, timeout_s: float) -> asyncio.TimerHandle:
-        reason = f"the batch was not done in {timeout_s:g} s"
+        reason = f"the batch did not finish within {timeout_s:g} s"
         return asyncio.get_running_loop().call_later(timeout_s, self.kill, reason)
 
     def admit(self, items: Sequence[Prepared]) -> int | None:
@@ -338,7 +340,7 @@ class ModelClient:
             if pending.on_previews is not None:
                 pending.on_previews(message)
         elif len(message.results) != pending.size:
-            self.kill(f"it gave {len(message.results)} results for {pending.size} items")
+            self.kill(f"it returned {len(message.results)} results for {pending.size} items")
         else:
             self.memory_bytes = message.memory_bytes
             self.residency = message.switched or self.residency
@@ -375,7 +377,7 @@ class ModelClient:
             async with asyncio.timeout(EXIT_LIMIT_S):
                 await self._process.wait()
         except TimeoutError:
-            self.kill("it did not leave")
+            self.kill("it did not exit")
             await self._process.wait()
         await self._output.finish()
 

@@ -61,9 +61,9 @@ from workers.runtime.resident_models import ResidentModels, resident_bytes
 PROGRESS_EVERY_S = 0.1
 PREVIEW_EVERY_S = 0.5
 PREVIEW_SHARE = 0.04
-"""The maximum share of the time of a batch, once it has its first preview."""
+"""Maximum share of a batch's time, once it has its first preview."""
 FIRST_PREVIEW_S = 0.25
-"""A batch that ends sooner has none."""
+"""A batch that ends sooner does not get a preview."""
 WATCH_VALID_S = 2.0
 """The I/O process repeats a Watch every half second while somebody watches."""
 MAX_PREVIEWED = 8
@@ -182,11 +182,7 @@ class StepReporter(BatchSteps):
         self._preview_from_s = self._reported_s + FIRST_PREVIEW_S
 
     def __call__(self, step: int, steps: int) -> None:
-        """Reports `step` of `steps`, and previews if somebody watches and enough time has passed.
-
-        Raises:
-            Canceled: the batch is canceled.
-        """
+        """Reports `step` of `steps`, and previews if requested and enough time has passed."""
         # Checked after the last step too: decoding and encoding take as long as several steps.
         if self._is_canceled():
             self.saved = steps - step
@@ -274,7 +270,7 @@ class BatchExecution:
             results = self._model.predict(group, self.steps)
             if len(results) != len(group):
                 counts = f"{len(results)} results for {len(group)} items"
-                raise ModelFailed(f"the model gave {counts}; this is a bug")
+                raise ModelFailed(f"the model returned {counts}; this is a bug")
         except Canceled:
             raise
         except Exception as error:
@@ -308,7 +304,7 @@ class BatchExecution:
 
 
 class StepPreviews:
-    """Reports the progress of the items of batch `number` to the I/O process between two steps."""
+    """Reports the progress of batch `number`'s items to the I/O process between two steps."""
 
     def __init__(
         self, model: ProgressReporter, number: int, send: Callable[[ServerMessage], None]
@@ -362,7 +358,7 @@ class StepExecution:
     """One batch, until no item is left in the model.
 
     Args:
-        room: of the model in this process.
+        room: room for the model in this process.
     """
 
     def __init__(

@@ -41,10 +41,10 @@ class KeptProcess:
         """The process, which can run a batch.
 
         Raises:
-            ModelProcessDied: it is not up.
+            ModelProcessDied: it is not running.
         """
         if self.client is None or not self._settled.is_set():
-            raise ModelProcessDied("the model process is not up")
+            raise ModelProcessDied("the model process is not running")
         return self.client
 
     async def keep_alive(self) -> None:
@@ -55,9 +55,7 @@ class KeptProcess:
         try:
             await self._keep_alive()
         finally:
-            self._failure = self._failure or ModelFailed(
-                "the model process is not kept alive any more"
-            )
+            self._failure = self._failure or ModelFailed("the model process is no longer restarted")
             self._settled.set()
 
     async def _keep_alive(self) -> None:

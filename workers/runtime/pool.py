@@ -92,14 +92,14 @@ class ProcessPool:
 class ModelPool(ProcessPool):
     """The processes of a worker that compute its models.
 
-    Each place of the pool has all models: those of ours in one model process, and each custom class
-    in a process of its own.
+    Each place of the pool has all models: our models in one model process, and each custom class in
+    a separate process.
 
     Args:
         models: at least one. A model's position here is the number that `run` takes.
         device: as WorkerSettings.device. `auto` and `cuda` spread the places over all GPUs.
         processes: how many places. 0 means one per GPU, or one per core on a CPU (at most 4).
-        threads: of each process on a CPU.
+        threads: threads of each process on a CPU.
         memory_fraction: the part of a GPU's memory each process may take.
         memory_budget_bytes: for all models of a place together. 0 means no limit.
         start_timeout_s: time limit for a process to get ready.
@@ -163,7 +163,7 @@ class _ModelProcesses:
     """The ways to start model processes of one command.
 
     Args:
-        threads: of each on a CPU.
+        threads: threads of each process on a CPU.
         device: for which their template loads ahead.
     """
 
@@ -172,7 +172,7 @@ class _ModelProcesses:
         self._environment = child_environment(threads)
         self._timeout_s = timeout_s
         self.template: Template | None = None
-        """What they are forked from. None: this system can't fork them."""
+        """The template from which they are forked. None: this system can't fork them."""
         if can_fork():
             ahead = (*command, f"--device={device}")
             self.template = Template(ahead, self._environment, timeout_s)

@@ -1,8 +1,8 @@
 """A place of a worker's pool: the processes that take turns on one device.
 
-A worker's models are computed by one model process and, for each custom class, by a process of its
-own. To the worker they are one process that holds some of the models and runs the batches of one at
-a time.
+A worker's models are computed by one model process and, for each custom class, by a separate
+process. To the worker they look like one process that has some of the models and runs the batches
+of one at a time.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class PooledProcess:
     """Processes that take turns on one device.
 
     Args:
-        launches: of the processes. Together they compute all models of the pool.
+        launches: starts of the processes. Together they compute all models of the pool.
         memory_budget_bytes: for the models of all of them together. 0 means no limit.
     """
 
@@ -218,7 +218,7 @@ class PooledProcess:
         return sum(sizes.get(one, 0) for one in taken) > self._budget_bytes
 
     async def _fit(self, host: _Host) -> None:
-        """Evicts what has just been started, if it does not fit beside the others."""
+        """Evicts a model that was just started, if it does not fit alongside the others."""
         last = host.models[-1]
         if self._budget_bytes and self._held_by_others(host.models) and self._is_above_budget(last):
             for model in host.models:
@@ -283,7 +283,10 @@ class PooledProcess:
     def _merge(
         self, reports: Sequence[ResidencyReport], changed: Sequence[bool]
     ) -> ResidencyReport:
-        """One report of all processes. Loads and evictions count of those that have changed."""
+        """Returns one report for all processes.
+
+        Loads and evictions include only processes that changed.
+        """
         whole = ResidencyReport([])
         for host, report, is_new in zip(self._hosts, reports, changed, strict=True):
             part = _renumber(report, host.models)

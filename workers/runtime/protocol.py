@@ -35,7 +35,7 @@ class RunBatch(msgspec.Struct, tag="run"):
     items: list[PreparedItem]
     model: int = 0
     in_steps: bool = False
-    """Whether the model is a SteppedModel."""
+    """True if the model is a SteppedModel."""
 
 
 class Cancel(msgspec.Struct, tag="cancel"):
@@ -60,7 +60,10 @@ class Drop(msgspec.Struct, tag="drop"):
 
 
 class Preempt(msgspec.Struct, tag="preempt"):
-    """Interrupt these slots of batch `number`, which may have ended already. They go on later."""
+    """Interrupt these slots of batch `number`, which may have ended already.
+
+    They continue later.
+    """
 
     number: int
     slots: list[int]
@@ -144,11 +147,7 @@ def _frame(body: bytes) -> bytes:
 
 
 def decode_server_message(body: bytes) -> ServerMessage:
-    """Decodes the body of a frame from a model process.
-
-    Raises:
-        msgspec.MsgspecError: the body is malformed.
-    """
+    """Decodes the body of a frame from a model process."""
     return _server_message_decoder.decode(body)
 
 

@@ -3,7 +3,7 @@
 On a CPU an evicted model is loaded from disk again. On a GPU it moves to pinned host memory if
 possible.
 
-It also measures the memory of the process and of the machine, and returns unused memory.
+It also measures the memory of the process and the machine, and returns unused memory.
 
 Restoring by copy is about twenty times faster than loading from disk. Only models with plain
 parameters can be offloaded. A compiled model or a CUDA graph contains their addresses, and a
@@ -223,7 +223,7 @@ class ResidentModels:
         budget_bytes: for all resident models together. A model above it is resident alone. 0 means
             only the limit of the device, which also leads to evictions.
         loaded: models, by number, that were loaded before this process was forked.
-        more_weights: what models load besides, by number. Part of the estimate.
+        more_weights: additional files loaded by models, by number. Part of the estimate.
     """
 
     def __init__(
@@ -360,7 +360,7 @@ class ResidentModels:
         return sum(self._size_bytes[number] for number in self._resident)
 
     def evict_others(self, keep: int) -> None:
-        """Evicts all models but `keep`, because the device has less memory than the budget says."""
+        """Evicts all models but `keep`, because the device has less memory than the budget."""
         while any(number != keep for number in self._resident):
             if next(iter(self._resident)) == keep:
                 self._resident.move_to_end(keep)

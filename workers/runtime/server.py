@@ -80,7 +80,9 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="workers.runtime.server", description=__doc__)
     parser.add_argument("--fd", type=int, help="the inherited end of the socket pair")
     parser.add_argument(
-        "--template-fd", type=int, help="instead: descriptor for fork requests of a template"
+        "--template-fd",
+        type=int,
+        help="descriptor for fork requests of a template, instead of --fd",
     )
     parser.add_argument(
         "--model", action="append", required=True, help="a catalog entry as JSON; may be repeated"
@@ -90,18 +92,20 @@ def _arguments() -> argparse.Namespace:
         action="append",
         type=Path,
         required=True,
-        help="its files; one for each --model",
+        help="its files; one per --model",
     )
     parser.add_argument(
-        "--memory-budget-bytes", type=int, default=0, help="of all models together; 0: no bound"
+        "--memory-budget-bytes", type=int, default=0, help="for all models together; 0: unlimited"
     )
     parser.add_argument(
-        "--backend", action="append", help="what computes it, as JSON; null or left out: torch"
+        "--backend",
+        action="append",
+        help="backend that computes it, as JSON; null or left out: torch",
     )
     parser.add_argument(
         "--deny-inspection",
         action="store_true",
-        help="let no process of the same user, such as that of a custom class, read its memory",
+        help="prevent processes of the same user, such as custom classes, from reading its memory",
     )
     parser.add_argument("--device", default="auto")
     parser.add_argument("--threads", type=int, default=1)
@@ -152,7 +156,9 @@ def _load_ahead(arguments: argparse.Namespace) -> dict[int, LoadedModel]:
         except Exception:
             # The boundary to the model libraries. The forked process tries again and reports the
             # error.
-            log.debug("model could not be loaded ahead", exc_info=True, extra={"model": number})
+            log.debug(
+                "model could not be loaded in advance", exc_info=True, extra={"model": number}
+            )
     return loaded
 
 

@@ -145,7 +145,7 @@ class Template:
 
     @property
     def memory_bytes(self) -> int:
-        """Resident memory of the template. Most of it is shared with the forked processes."""
+        """Resident memory of the template. The forked processes share most of it."""
         loaded = None if self._running is None else self._running.loaded.result()
         return 0 if loaded is None else loaded.memory_bytes
 
@@ -162,7 +162,7 @@ class Template:
         except TimeoutError as error:
             running.kill()
             raise ModelFailed(
-                f"no model process could be forked in {self._start_timeout_s:g} s"
+                f"no model process could be forked within {self._start_timeout_s:g} s"
             ) from error
 
     async def _up(self) -> _TemplateProcess:
@@ -191,7 +191,7 @@ class Template:
             if not isinstance(error, TimeoutError):
                 raise
             tail = running.output.tail()
-            reason = f"the model process was not ready in {self._start_timeout_s:g} s{tail}"
+            reason = f"the model process was not ready within {self._start_timeout_s:g} s{tail}"
             raise ModelFailed(reason) from error
         if loaded is None:
             await running.close()
@@ -205,7 +205,7 @@ class Template:
         log.info("template of model processes ready", extra=facts | {"models": loaded.models})
         if loaded.other_threads:
             log.warning(
-                "the template has threads, so each model process runs the program again",
+                "the template has threads, so each model process starts the program again",
                 extra={"pid": process.pid, "threads": loaded.other_threads},
             )
         return running
@@ -275,7 +275,7 @@ class _TemplateProcess:
                 pipe.close()
                 raise
         except OSError as error:  # the control socket is closed
-            raise ModelFailed(f"the template of the model processes is gone: {error}") from error
+            raise ModelFailed(f"the template of the model processes has ended: {error}") from error
         finally:
             os.close(their_output)
         child.stdout = protocol.reader

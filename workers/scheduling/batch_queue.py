@@ -1,4 +1,4 @@
-"""Chooses the items of the next batch from those that wait. Pure: no clock, no I/O.
+"""Chooses the items of the next batch from the waiting items. Pure: no clock, no I/O.
 
 A batch has items that wait when a model process becomes idle. It never waits for more items.
 Tenants share the model by work, not by items:
@@ -47,7 +47,7 @@ from typing import Generic, Protocol, TypeAlias, TypeVar
 from shared.tenants.plan import HEAVIEST
 
 STALE_MAX = 16
-"""Places of removed items that a tenant may keep in addition to those of waiting items."""
+"""Maximum number of removed entries that a tenant may keep in addition to its waiting items."""
 
 HeapEntry: TypeAlias = "tuple[float, int, ItemT, TenantQueue[ItemT]]"
 """Deadline, arrival number, item, tenant. It is stale once the item was taken or filed again."""
@@ -94,7 +94,7 @@ class TenantQueue(Generic[ItemT]):
     """A tenant's items: earliest deadline first, within a key and over all keys.
 
     Args:
-        filed: the entries of all items of the queue, which says which entries are stale.
+        filed: all entries of the queue, used to find stale entries.
     """
 
     __slots__ = ("_by_deadline", "_filed", "_stale", "by_key", "name", "quantum", "spent",
@@ -109,7 +109,7 @@ class TenantQueue(Generic[ItemT]):
         self.waiting = 0
         """The number of items that wait."""
         self.work = 0
-        """Their work."""
+        """Total work of the items."""
         self.by_key: dict[str, list[HeapEntry[ItemT]]] = {}
         self._by_deadline: list[HeapEntry[ItemT]] = []  # only while there are several keys
         self._filed = filed
@@ -135,12 +135,12 @@ class TenantQueue(Generic[ItemT]):
         return is_new
 
     def first(self, key: str) -> HeapEntry[ItemT] | None:
-        """The entry of its first item of `key`."""
+        """Returns the entry for its first item of `key`."""
         entries = self.by_key.get(key)
         return self._top(entries) if entries else None
 
     def earliest(self) -> HeapEntry[ItemT] | None:
-        """The entry of its first item of all keys."""
+        """Returns the entry for its first item of any key."""
         if len(self.by_key) == 1:
             (entries,) = self.by_key.values()
             return self._top(entries)
@@ -178,7 +178,7 @@ class TenantQueue(Generic[ItemT]):
         return None
 
     def _live(self) -> list[HeapEntry[ItemT]]:
-        """A heap of the entries of all items."""
+        """Returns a heap of all entries."""
         live = [
             one
             for entries in self.by_key.values()
@@ -284,7 +284,7 @@ class BatchQueue(Generic[ItemT]):
             room: work, in addition to the first item's. The budget is a bound as well.
             spare: how much work may follow the last item of a tenant that is done.
             is_wanted: items that are not wanted are removed without a charge.
-            first: the item that leads, instead of that of the next tenant.
+            first: the item that leads, instead of the next tenant's first item.
         """
         if first is not None and not is_wanted(first):
             self.remove(first)
@@ -317,7 +317,8 @@ class BatchQueue(Generic[ItemT]):
         Args:
             at_most: items.
             room: work, or what `room_of` measures.
-            key: of the running batch. None: any, and the others have the key of the first.
+            key: key of the running batch. None: any, and the other items must have the first item's
+                key.
             is_wanted: items that are not wanted are removed without a charge.
             may_take: tenants whose next item may not be taken lose their turn, and keep the item.
             room_of: the room that an item takes. None: its work.
@@ -341,7 +342,7 @@ class BatchQueue(Generic[ItemT]):
     def fill(
         self, batch: list[ItemT], room: float, is_wanted: Callable[[ItemT], bool] = always
     ) -> None:
-        """Adds items to another queue's `batch`, of its key and of at most `room` work in all."""
+        """Adds items of the same key to another queue's `batch`, up to a total of `room` work."""
         self._advance()
         self._extend(batch, self.max_items, room, inf, is_wanted, 0)
 
@@ -349,7 +350,7 @@ class BatchQueue(Generic[ItemT]):
         """The first item of the tenant whose turn it is."""
         while (tenant := self._advance()) is not None:
             entry = tenant.earliest()
-            assert entry is not None, "a tenant with items has a first; this is a bug"
+            assert entry is not None, "a tenant with items has no first item; this is a bug"
             if is_wanted(entry[2]):
                 return entry[2]
             self.remove(entry[2])
@@ -370,7 +371,7 @@ class BatchQueue(Generic[ItemT]):
         return None
 
     def waiting_of(self, name: str) -> int:
-        """Returns the number of items of a tenant that wait."""
+        """Returns the number of a tenant's waiting items."""
         tenant = self._tenants.get(name)
         return tenant.waiting if tenant is not None else 0
 
@@ -479,7 +480,7 @@ class BatchQueue(Generic[ItemT]):
         return None
 
     def _next_of_key(self, key: str) -> HeapEntry[ItemT] | None:
-        """The first item of `key` of the tenant whose turn it is.
+        """Returns the first item of `key` from the tenant whose turn it is.
 
         Forgets the key if there is none.
         """

@@ -381,7 +381,7 @@ class QueuedItem:
         return outcome
 
     def _outcome(self, pulled: PulledJob, item: Item, cache: str) -> ItemOutcome:
-        assert self.computed is not None, "asked for before the model had run; this is a bug"
+        assert self.computed is not None, "read before the model ran; this is a bug"
         result, batch, call = self.computed.outcome, self.computed.batch, self.computed.call
         if pulled.runs is not None:
             pulled.runs.append(ItemRun(item.index, self.queued_at_s, self.deaths, self.computed))

@@ -3,8 +3,8 @@
 Pure: no clock, no I/O.
 
 - Interactive items go first. Items of `batch` priority fill the room that a batch of interactive
-  items has left, by FILL_S of work at most, so they hardly lengthen it. They get a batch of their
-  own in three cases: no interactive item waits, BATCH_SHARE of the work is owed to them, or the
+  items has left, by FILL_S of work at most, so they hardly lengthen it. They get a separate batch
+  in three cases: no interactive item waits, BATCH_SHARE of the work is owed to them, or the
   deadline of one would pass otherwise. The last case takes at most one batch in URGENT_TURN.
 - A batch of `batch` priority has at most TURN_S of work while interactive items wait or came a
   moment ago. A process can't be interrupted, so this bounds how long an interactive item waits.
@@ -97,15 +97,15 @@ class Placed(Protocol):
 
     @property
     def tenant(self) -> str:
-        """Whose it is."""
+        """The tenant that the item belongs to."""
 
     @property
     def weight(self) -> float:
-        """The weight of that tenant."""
+        """Weight of the item's tenant."""
 
     @property
     def can_go_on(self) -> bool:
-        """True if it can be interrupted, and go on later from where it was."""
+        """True if it can be interrupted and resumed later."""
 
 
 ItemT = TypeVar("ItemT", bound=Placed)
@@ -117,7 +117,7 @@ def to_preempt(
     part_of: Callable[[ItemT], float],
     fits: Callable[[list[ItemT]], bool],
 ) -> list[ItemT]:
-    """The items that are to be preempted for `first`, which waits.
+    """Returns the items to preempt for `first`, which waits.
 
     Args:
         inside: the items that have a slot, in the order in which they came.
@@ -125,8 +125,9 @@ def to_preempt(
         fits: True if `first` has room alongside these items.
 
     Returns:
-        Of the tenants with the most room the items that came last, as they have the least to read
-        again. Empty: it has room, or nobody has too much, or all that is too much is not enough.
+        From the tenants with the most room, the items that arrived last, because they have the
+        fewest tokens to read again. Empty: it has room, or no tenant has too much, or the excess is
+        not enough.
     """
     kept, chosen = list(inside), list[ItemT]()
     while not fits(kept):
@@ -212,7 +213,7 @@ class BatchPriorityPolicy:
         return self._time.more_work_in(FILL_S)
 
     def observe_batch(self, work: int, seconds: float) -> None:
-        """Takes note of how long a process took for a batch."""
+        """Records how long a process took for a batch."""
         self._time.observe(work, seconds)
 
     def observe_interactive(self, now_s: float) -> None:
@@ -226,7 +227,7 @@ class BatchPriorityPolicy:
         return self._time.work_in(TURN_S) if self.is_interactive(now_s) else inf
 
     def is_owed(self, first: int, budget: int) -> bool:
-        """Returns whether `batch` priority is owed a batch of its own.
+        """Returns whether `batch` priority is owed a separate batch.
 
         Args:
             first: the work of an item that waits. A turn has at least one.
@@ -238,7 +239,7 @@ class BatchPriorityPolicy:
         """Returns whether a deadline would pass while a full batch runs, then one with its item.
 
         Args:
-            earliest_s: the earliest deadline of a waiting item of `batch` priority.
+            earliest_s: the earliest deadline among waiting items in `batch` priority.
             budget: the work of a full batch.
         """
         if self._since_urgent < URGENT_TURN - 1:
@@ -254,7 +255,7 @@ class BatchPriorityPolicy:
         """Records a batch of `batch` priority.
 
         Args:
-            work: of its items.
+            work: total work of its items.
             has_delayed: True if interactive items wait.
             is_urgent: True if a deadline called for it.
         """
@@ -370,9 +371,9 @@ class PriorityQueue:
         is_wanted: Callable[[QueuedItem], bool],
         now_s: float,
     ) -> list[QueuedItem]:
-        """Admits items to those which one of `processes` computes step by step.
+        """Adds items to the items that one of `processes` computes step by step.
 
-        Each counts as a batch of its own from now on. Suspects run by themselves: while some wait,
+        Each counts as a separate batch from now on. Suspects run by themselves: while some wait,
         nothing is admitted, until the process has nothing left and takes them.
 
         Args:
@@ -391,9 +392,9 @@ class PriorityQueue:
     def to_preempt(
         self, inside: Collection[QueuedItem], is_wanted: Callable[[QueuedItem], bool]
     ) -> list[QueuedItem]:
-        """Returns the running items that are to be preempted for a waiting interactive item.
+        """Returns the running items to preempt for a waiting interactive item.
 
-        Empty: nothing waits, or no tenant has more than it is to have.
+        Empty: nothing waits, or no tenant has more than its share.
         """
         if self._suspects or any(queued.is_suspect for queued in inside):
             return []
@@ -462,7 +463,7 @@ class PriorityQueue:
         is_wanted: Callable[[QueuedItem], bool],
         may_take: Callable[[QueuedItem], bool],
     ) -> list[QueuedItem]:
-        """Returns items of `queue` that are admitted to those which are here.
+        """Returns items of `queue` to add to the items that are already in the process.
 
         If nothing runs, one is admitted even if it is larger than the budget. It would wait
         forever.
@@ -517,7 +518,7 @@ class PriorityQueue:
     def _choose(
         self, processes: int, is_wanted: Callable[[QueuedItem], bool], now_s: float
     ) -> list[QueuedItem]:
-        """Returns a batch of one priority or of both."""
+        """Returns a batch with one or both priorities."""
         if not len(self._batch):
             return self._take_interactive(processes, is_wanted)
         urgent, budget = None, self._batch.budget
@@ -559,7 +560,7 @@ class PriorityQueue:
         self._policy.observe_interactive_batch(interactive, _work(batch) - interactive)
 
     def _share(self, processes: int, queue: BatchQueue[QueuedItem]) -> int:
-        """Returns how many waiting and running items of `queue` one of `processes` may take."""
+        """Returns how many waiting and running items in `queue` one process may take."""
         running = sum(len(batch) for batch in self._running if self._queue_of(batch[0]) is queue)
         return -(-(len(queue) + running) // processes)
 

@@ -7,8 +7,8 @@ to end. So the last free slot is not for a tenant whose items take long, while o
 - A tenant whose items have all been short (SHORT_S) in the last hour may take all slots: others
   wait for it no longer than that. So may a tenant that is alone (OTHERS_S), so that no capacity is
   left idle. A tenant that has not completed an item yet counts as one with long items.
-- What has started is never interrupted. So the first item of a tenant that comes after a quiet
-  time, or while the items of a tenant become long, may wait for one running item.
+- Started work is never interrupted. So the first item of a tenant that arrives after a quiet time,
+  or while the items of a tenant become long, may wait for one running item.
 
 Pure: no clock, no I/O. Times are seconds of any one clock.
 """
@@ -34,7 +34,7 @@ class _Longest(NamedTuple):
 
 
 class TenantShares:
-    """Decides who may take the last free slot of a worker."""
+    """Decides which tenant may take the last free slot of a worker."""
 
     def __init__(self) -> None:
         self._seen: OrderedDict[str, float] = OrderedDict()
@@ -54,7 +54,7 @@ class TenantShares:
         Args:
             tenant: the tenant whose item has ended.
             took_s: how long it held its slot.
-            is_computed: True if it ran to its end. A canceled item says nothing of how long the
+            is_computed: True if it ran to its end. A canceled item does not predict how long the
                 next one takes, unless it has taken long itself.
         """
         self.arrived(tenant, now_s)

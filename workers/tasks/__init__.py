@@ -17,7 +17,7 @@ WORKER_TASKS: dict[str, WorkerTask] = {
 
 
 def preparer_for(entry: Model, folder: Path) -> Preparer:
-    """The preparer of the inputs of `entry`, whose files are in `folder`.
+    """Returns the preparer for the inputs of `entry`, whose files are in `folder`.
 
     Raises:
         ConfigurationError: the folder is not a model of this task.
@@ -34,7 +34,9 @@ def model_for(
     threads: int = 1,
     memory_fraction: float = 1.0,
 ) -> LoadedModel:
-    """The model of `entry`, not yet loaded. The other arguments are those of Resources.
+    """Returns the model of `entry`, not yet loaded.
+
+    The other arguments are the same as in Resources.
 
     Raises:
         ConfigurationError: the folder is not a model of this task, or the entry needs a backend

@@ -45,7 +45,7 @@ class WorkerTask(ABC):
 
         Args:
             has_gpu: True if there is a GPU here.
-            cuts: True if neurons or heads are to be pruned.
+            cuts: True if neurons or heads will be pruned.
         """
 
     def measures_backends(self, entry: Model) -> bool:
@@ -95,35 +95,40 @@ class WorkerTask(ABC):
         return False
 
     def comparer(self, entry: Model, folder: Path) -> IsClose | None:
-        """What compares two results, if only a worker can: the code for it is the model's own.
+        """Returns a function that compares two results, if only the model has the code for it.
 
         None, the default: the API does (`Task.is_close`), or nobody.
         """
         return None
 
     def provide(self, entry: Model, folder: Path) -> None:  # noqa: B027
-        """Makes what a model needs on this machine besides its folder. It may take minutes.
+        """Creates everything that a model needs on this machine in addition to its folder.
+
+        It may take minutes.
 
         By default: nothing.
 
         Raises:
-            ConfigurationError: it can't be made.
+            ConfigurationError: it can't be created.
         """
 
     def more_weights(self, entry: Model) -> Sequence[Path]:
-        """Folders of weights that a model loads besides its own, on this machine.
+        """Returns folders of weights that a model loads in addition to its own, on this machine.
 
         By default: none.
         """
         return ()
 
     def open_gguf(self, entry: Model) -> OpenGguf | None:
-        """What makes a folder of a source that is a GGUF file. None, the default: one for torch."""
+        """Returns a function that creates a model folder from a GGUF file.
+
+        None, the default: a function for torch.
+        """
         return None
 
     @abstractmethod
     def preparer(self, entry: Model, folder: Path) -> Preparer:
-        """The preparer of the inputs of a model, whose files are in `folder`.
+        """Returns the preparer for a model's inputs, whose files are in `folder`.
 
         Raises:
             ConfigurationError: the folder is not a model of this task.

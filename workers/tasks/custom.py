@@ -1,4 +1,4 @@
-"""Custom models: a class in the interface of Cog, in a process of its own."""
+"""Custom models: a class with Cog's interface, in a separate process."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class CustomWorker(WorkerTask):
         python_for(folder)
 
     def preparer(self, entry: Model, folder: Path) -> Preparer:
-        """Says what inputs weigh, and which may share a batch."""
+        """Computes the work of inputs, and decides which may share a batch."""
         from workers.models.custom.aside import AsideClass
         from workers.models.custom.preparation import CustomPreparer
 
@@ -67,12 +67,8 @@ class CustomWorker(WorkerTask):
         )
 
     def model(self, entry: Model, folder: Path, resources: Resources) -> LoadedModel:
-        """Refuses: a class has a process of its own.
-
-        Raises:
-            ConfigurationError: always.
-        """
-        raise ConfigurationError(f"{entry.name}: a custom class runs in no model process")
+        """Raises an error, because a class runs in a separate process."""
+        raise ConfigurationError(f"{entry.name}: a custom class does not run in a model process")
 
 
 TASK = CustomWorker()

@@ -53,7 +53,7 @@ def check_window(entry: Model, max_length: int) -> None:
         max_length: the maximum number of tokens that it reads of a text.
 
     Raises:
-        ConfigurationError: it reads more.
+        ConfigurationError: the model reads more tokens.
     """
     declared = entry.text.max_input_tokens
     if declared is not None and max_length > declared:
@@ -64,7 +64,7 @@ def check_window(entry: Model, max_length: int) -> None:
 
 
 def encoder_model(entry: Model, folder: Path, resources: Resources) -> EmbeddingModel:
-    """The model that gives the vectors of texts, not yet loaded.
+    """Returns the model that computes the vectors of texts, not yet loaded.
 
     Raises:
         ConfigurationError: the folder is not a sentence encoder, or the entry needs a backend

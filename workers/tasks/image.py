@@ -21,7 +21,7 @@ class ImageWorker(WorkerTask):
         return ("tuned", "bf16", "int8") + (("compiled",) if has_gpu else ())
 
     def computes_steps(self, entry: Model, folder: Path) -> bool:
-        """Pipelines of diffusers, unless the entry says otherwise."""
+        """True for diffusers pipelines, unless the entry specifies otherwise."""
         from workers.models.image.folder_index import read_index
 
         return entry.image.join == "auto" and read_index(folder) is not None

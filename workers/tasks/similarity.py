@@ -1,4 +1,4 @@
-"""Similarity models: encoders, of whose vectors the cosines are taken, and cross-encoders."""
+"""Similarity models: cross-encoders, and encoders whose vectors are compared by their cosine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from workers.tasks.embedding import EmbeddingWorker, check_window, encoder_model
 
 
 class SimilarityWorker(EmbeddingWorker):
-    """Encoders are measured and optimized as those of embedding models are.
+    """Encoders are measured and optimized like embedding models.
 
     Cross-encoders run in torch as they are.
     """

@@ -1,4 +1,4 @@
-"""Text models: causal language models in torch or in an engine of its own, step by step."""
+"""Text models: causal language models in torch or in a separate engine, step by step."""
 
 from __future__ import annotations
 

@@ -190,7 +190,7 @@ async def test_a_choice_is_not_taken_for_another_case(
     write_choice(path, choice)
     entry, other = change(ENTRY, settings)
     if entry.revision != ENTRY.revision:  # its artifact is that of other files
-        with pytest.raises(ConfigurationError, match="needs an artifact"):
+        with pytest.raises(ConfigurationError, match="requires an artifact"):
             await choose_backend(entry, folder, other)
     else:
         assert (await choose_backend(entry, folder, other)).reason != "of another case"
@@ -212,7 +212,7 @@ async def test_onnx_without_an_artifact_names_the_command(
     folder: Path, settings: WorkerSettings
 ) -> None:
     with pytest.raises(
-        ConfigurationError, match=r"make it with `penstock optimize lookup --models-file"
+        ConfigurationError, match=r"create it with `penstock optimize lookup --models-file"
     ):
         await choose_backend(ENTRY, folder, settings)
 
@@ -222,7 +222,7 @@ async def test_an_artifact_outside_the_tolerance_is_refused(
 ) -> None:
     make_artifact(settings, folder)
     entry = ENTRY.model_copy(update={"dimensions": 3})
-    with pytest.raises(ConfigurationError, match="2 dimensions, not 3"):
+    with pytest.raises(ConfigurationError, match="2 dimensions, expected 3"):
         await choose_backend(entry, folder, settings)
     assert kept(settings) == []
 

@@ -192,9 +192,9 @@ def test_the_faster_of_two_within_the_tolerance_is_chosen(
     assert findings["exact"].cosine_min == pytest.approx(1.0, abs=1e-6)
     assert findings["spoiled"].texts_per_s == {}
     assert findings["spoiled"].cosine_min < 0.9999
-    assert "tolerated is 0.9999" in findings["spoiled"].reason
+    assert "the tolerance is 0.9999" in findings["spoiled"].reason
     assert "noise.onnx" in findings["noise"].reason
-    assert "its maker found cosine 0.98000" in findings["coarse"].reason
+    assert "minimum cosine found during optimization is 0.98000" in findings["coarse"].reason
 
 
 def test_a_wider_tolerance_lets_more_in(spec: SearchSpec) -> None:
@@ -334,7 +334,8 @@ def test_all_is_loaded_before_it_is_waited_for_quiet_and_nothing_timed(spec: Sea
 def test_nothing_within_the_tolerance_is_refused(spec: SearchSpec) -> None:
     entry = spec.entry.model_copy(update={"precision": "int8"})
     with pytest.raises(
-        ConfigurationError, match=r"no onnx backend in int8 .*coarse: its maker found cosine 0\.98"
+        ConfigurationError,
+        match=r"no onnx backend in int8 .*coarse: minimum cosine found during optimization is 0\.9",
     ):
         choose(replace(spec, entry=entry))
 
@@ -357,7 +358,7 @@ def test_on_x86_an_exact_graph_spares_measuring_torch_in_fp32(spec: SearchSpec) 
     )
     assert choice.backend.name == "exact"
     reasons = {finding.name: finding.reason for finding in choice.findings}
-    assert reasons["torch-fp32"] == "not measured: ONNX Runtime computes fp32 faster on such a CPU"
+    assert reasons["torch-fp32"] == "not measured: ONNX Runtime computes fp32 faster on this CPU"
 
 
 def test_torch_in_bf16_spares_measuring_it_in_fp32(spec: SearchSpec) -> None:
@@ -367,7 +368,7 @@ def test_torch_in_bf16_spares_measuring_it_in_fp32(spec: SearchSpec) -> None:
     assert 0.99 < narrow.cosine_min < 1 - 1e-6
     assert (wide.name, wide.reason) == (
         "torch-fp32",
-        "not measured: torch computes it faster in fewer bits",
+        "not measured: torch is faster with fewer bits",
     )
 
 
@@ -424,4 +425,4 @@ def test_torch_as_it_is_where_nothing_can_be_measured(spec: SearchSpec) -> None:
     choice = choose(replace(spec, entry=wrong, processes=1, threads=1))
     assert choice.backend == Backend()
     assert choice.layout == Layout(1, 1)
-    assert f"vectors have {WIDTH} dimensions, not {WIDTH + 1}" in choice.reason
+    assert f"vectors have {WIDTH} dimensions, expected {WIDTH + 1}" in choice.reason

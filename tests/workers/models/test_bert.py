@@ -64,7 +64,7 @@ def test_states_are_those_of_the_modules(
     config: Any, has_types: bool, in_bf16: bool, lengths: tuple[int, ...], computed: tuple[int, int]
 ) -> None:
     if in_bf16 and not computes_bf16():
-        pytest.skip("this CPU computes no bf16")
+        pytest.skip("this CPU does not support bf16")
     model = model_of(config)
     draw = torch.Generator().manual_seed(5)
     ids = torch.randint(5, VOCABULARY, (sum(lengths),), generator=draw)
@@ -108,7 +108,7 @@ def test_a_folder_read_directly_computes_the_same_bits(
     tmp_path: Path, config: Any, in_bf16: bool
 ) -> None:
     if in_bf16 and not computes_bf16():
-        pytest.skip("this CPU computes no bf16")
+        pytest.skip("this CPU does not support bf16")
     model = model_of(config)
     model.save_pretrained(tmp_path)
     ids, lengths = torch.arange(5, VOCABULARY), (20, 1, 14)

@@ -340,15 +340,15 @@ BROKEN: dict[str, tuple[Break, str]] = {
     "pickle": (pickled, "not safetensors"),
     "cut": (cut_short, "file not fully covered"),
     "gone": (gone, "missing on this worker"),
-    "rank": (lambda file: rewritten(file, max_rank=3), "of rank 4, and max_rank is 3"),
+    "rank": (lambda file: rewritten(file, max_rank=3), "rank 4, which exceeds max_rank (3)"),
     "digest": (lambda file: rewritten(file, digest=f"sha256:{'0' * 64}"), "the digest"),
     "dora": (with_tensor(f"{DEEP}.lora_magnitude_vector", 4), "DoRA"),
     "lokr": (with_tensor("lora_unet_mid_block.lokr_w1", 4), "LoKr"),
     "kohya": (with_tensor("lora_unet_what.lora_down.weight", 4, 4), "are not known"),
-    "half": (with_tensor(f"{DEEP}.lora_A.weight", 4, 128), "not the two weights"),
-    "elsewhere": (with_tensor("transformer.a.lora_A.weight", 4, 4), "this model has not"),
-    "no such layer": (with_tensor("unet.nowhere.lora_A.weight", 4, 4), "this model has not"),
-    "bias": (with_tensor(f"{DEEP}.lora_B.bias", 4), "not the two weights"),
+    "half": (with_tensor(f"{DEEP}.lora_A.weight", 4, 128), "does not have the two weights"),
+    "elsewhere": (with_tensor("transformer.a.lora_A.weight", 4, 4), "this model does not have"),
+    "no such layer": (with_tensor("unet.nowhere.lora_A.weight", 4, 4), "this model does not have"),
+    "bias": (with_tensor(f"{DEEP}.lora_B.bias", 4), "does not have the two weights"),
 }
 
 
@@ -384,7 +384,7 @@ def test_an_adapter_larger_than_the_budget_is_refused(
     small.model.adapters._resident.clear()
     error = small.run((0, small.with_adapter(ASKED, "a0")))[0]
     assert isinstance(error, ModelFailed)
-    assert "image.adapter_memory_bytes is 1000" in error.public_message
+    assert "image.adapter_memory_bytes (1000)" in error.public_message
 
 
 def test_a_worker_with_another_adapter_of_the_name_refuses(small: Drawer) -> None:

@@ -346,7 +346,7 @@ def wrong_file(name: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.T
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("FaceID", "of FaceID, which needs faces"),
+        ("FaceID", "FaceID is not supported, because it requires faces"),
         ("layers", "trained for another model: 1.to_k_ip.weight"),
         ("encoder", "does not fit"),
         ("projection", "has image_proj"),
@@ -378,7 +378,10 @@ def test_other_models_digests_and_places_are_refused(
     refuses(entry_with(usual, {"style": tmp_path / "none"}), tiny_folder, "is not a folder")
     folder = write(tmp_path / "right", tiny_folder, 1)
     digest = ip_adapter_files.digest_of(folder / WEIGHT_NAME)
-    for given, reason in ((digest, ""), ("sha256:" + "0" * 64, f"its digest is {digest}, not")):
+    for given, reason in (
+        (digest, ""),
+        ("sha256:" + "0" * 64, f"its digest is {digest}, expected"),
+    ):
         one = IpAdapter(source=f"local:{folder}", weight_name=WEIGHT_NAME, digest=given)
         image = usual.image.model_copy(update={"ip_adapters": {"style": one}})
         entry = usual.model_copy(update={"image": image})
@@ -387,12 +390,12 @@ def test_other_models_digests_and_places_are_refused(
         else:
             model_for(entry, tiny_folder, "cpu").setup()
     ip_adapter_files.resized(folder, 0)
-    refuses(entry_with(usual, {"style": folder}), tiny_folder, "image_size 0 is not from 1")
+    refuses(entry_with(usual, {"style": folder}), tiny_folder, "image_size must be from 1")
     (folder / WEIGHT_NAME).write_bytes(b"no tensors")
     ip_adapter_files.resized(folder, 32)
     refuses(entry_with(usual, {"style": folder}), tiny_folder, "it is not safetensors")
     (folder / "image_encoder" / "config.json").unlink()
-    refuses(entry_with(usual, {"style": folder}), tiny_folder, "does not say the image_size")
+    refuses(entry_with(usual, {"style": folder}), tiny_folder, "does not specify the image_size")
 
 
 def test_files_of_ip_adapters_are_weights_of_their_model(

@@ -118,7 +118,7 @@ def test_ids_that_the_tokenizer_lacks_are_refused(
     (refused,) = minilm_preparer.prepare([TokensInput(tokens)])
     assert isinstance(refused, BadInput)
     assert (
-        f"token id {tokens[position]}, at position {position}, is not in the vocabulary,"
+        f"token ID {tokens[position]}, at position {position}, is not in the vocabulary,"
         " which ends at 30521" in refused.message
     )
 

@@ -75,7 +75,7 @@ def test_verdicts_are_printed_as_json(
     verdicts = json.loads(said.out)
     assert [(one["variant"], one["accepted"]) for one in verdicts["made"]] == [("onnx-fp32", True)]
     assert verdicts["folder"] == str(made().folder)
-    assert "making and judging fp32" in said.err
+    assert "creating and evaluating fp32" in said.err
     assert optimize("--variants", "fp32", "--json") == 0
     assert [one["variant"] for one in json.loads(capsys.readouterr().out)["found"]] == ["onnx-fp32"]
 
@@ -175,8 +175,8 @@ def weights(graph: Path) -> int:
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (("--variants", "fp8"), "no variant fp8 of embedding models; there are: fp32, int8"),
-        (("--variants", "pruned"), "the variant pruned needs --prune or --prune-heads"),
+        (("--variants", "fp8"), "embedding models do not have variant fp8; use fp32, int8"),
+        (("--variants", "pruned"), "the variant pruned requires --prune or --prune-heads"),
     ],
     ids=str,
 )
@@ -201,7 +201,7 @@ def making(tiny_bert: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         env=os.environ,
     ) as process:
         assert process.stdout is not None
-        assert any("making and judging" in line for line in process.stdout)
+        assert any("creating and evaluating" in line for line in process.stdout)
         yield process
         process.stdout.read()
 
@@ -218,7 +218,7 @@ def test_who_comes_while_it_is_made_finds_it(
     assert process.returncode == 0
     told = capsys.readouterr().out
     assert "is there: onnx-fp32" in told
-    assert "making and judging" not in told
+    assert "creating and evaluating" not in told
     assert [variant.name for variant in made().manifest.variants] == ["onnx-fp32"]
 
 

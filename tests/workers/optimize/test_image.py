@@ -44,5 +44,5 @@ def test_image_below_the_tolerance_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(tmp_path, "--variants", "bf16", "--tolerance", "90") == 1
-    assert "torch-bf16: least PSNR" in capsys.readouterr().err
+    assert "torch-bf16: minimum PSNR" in capsys.readouterr().err
     assert list((tmp_path / "artifacts" / "small").iterdir()) == []

@@ -1,1 +1,1 @@
-"""Custom models: a class in the interface of Cog, in a process of its own."""
+"""Custom models: a class with Cog's interface, in a separate process."""

@@ -1,9 +1,9 @@
-"""What a class says without computing: what an input weighs, and whether two outputs are close.
+"""Answers of a class outside predictions: the work of an input, and whether outputs are close.
 
 `work(self, input) -> int` is called before an item is queued, and `is_close(self, a, b) -> bool`
-after it was computed, so both in a runner that stands aside: the others compute. It has imported
-the class, and has not set it up. It gets one question at a time and is killed if it does not answer
-in time, so no input holds up those of others for long.
+after it was computed, so both run in a separate runner, because the others compute. It has imported
+the class, but has not set it up. It receives one question at a time and is killed if it does not
+answer in time, so no input delays the others for long.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class AsideClass:
         self._turn = threading.Lock()
 
     def weigh(self, item: PreparedCustom) -> int:
-        """What an input weighs, from 1 to the most that the entry allows. Waits for the runner.
+        """Returns the work of an input, from 1 to the maximum in the entry. Waits for the runner.
 
         Raises:
             BadInput: the class does not take the input, or it weighs too much.
@@ -58,18 +58,18 @@ class AsideClass:
         """
         work = int(self._asked("work", *message_of(0, item)))
         if work < 1:
-            raise ModelFailed(f"work: returned {work}; a whole number from 1 on is needed")
+            raise ModelFailed(f"work: returned {work}; must return a whole number of at least 1")
         if work > self._max_work:
             raise InputTooLarge(
-                f"it weighs {work}, and at most {self._max_work} is allowed", field="input"
+                f"the work of this input is {work}, which exceeds the maximum of {self._max_work}",
+                field="input",
             )
         return work
 
     def is_close(self, ours: CustomResult, theirs: CustomResult) -> bool:
-        """Whether two outputs of one input are close, by the class. Waits for the runner.
+        """Returns whether two outputs of one input are close, as decided by the class.
 
-        Raises:
-            ModelFailed: the class can't say.
+        Waits for the runner.
         """
         both = (ours.unpacked(), theirs.unpacked())
         files = [
@@ -120,7 +120,7 @@ class AsideClass:
             raise ModelFailed(f"{function}: {self._reason(runner, frames, INSPECTION_LIMIT_S)}")
         if "ready" not in frames[0].message:
             runner.close()
-            reason = str(frames[0].message.get("failed", "it did not begin"))
+            reason = str(frames[0].message.get("failed", "it did not start"))
             raise ModelFailed(f"{function}: {self._paths.remove(reason)}")
         self._runner = runner
         return runner
@@ -129,7 +129,7 @@ class AsideClass:
         try:
             return runner.receive(limit_s)
         except ValueError as error:
-            runner.kill(f"it sent something else than an answer: {error}")
+            runner.kill(f"it sent an invalid answer: {error}")
             return None
 
     def _reason(self, runner: RunnerProcess, frames: list[Frame] | None, limit_s: float) -> str:
@@ -138,7 +138,7 @@ class AsideClass:
         if frames is not None:
             runner.kill("it took too long")
             runner.close()
-            return f"no answer in {limit_s:g} s"
+            return f"no answer within {limit_s:g} s"
         status = runner.close()
         reason = f"was ended: {runner.killed_for}" if runner.killed_for else end_of(status)
         return f"the process of the class {reason}"
@@ -147,5 +147,5 @@ class AsideClass:
         with self._turn:
             runner, self._runner = self._runner, None
         if runner is not None:
-            runner.kill("it is not needed any more")
+            runner.kill("it is no longer needed")
             runner.close()

@@ -1,8 +1,8 @@
 """A batch of a class with `predict_batch`: it goes to its runner and comes back whole.
 
-What raises, exits or returns the wrong number of outputs fails its batch, which is then computed in
-halves until the cause is alone. A batch whose process the system killed is tried again like that of
-a model process that died (decision 25).
+A call that raises, exits or returns the wrong number of outputs fails its batch, which is then
+computed in halves until the cause is alone. A batch whose process the system killed is tried again
+like that of a model process that died (decision 25).
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class ClassBatch:
         """Takes an answer of the process.
 
         Raises:
-            WrongAnswer: nobody asked for it.
+            WrongAnswer: no prediction is waiting for the frame.
         """
         if "batch_error" in frame.message:
             self._error = frame
@@ -104,7 +104,7 @@ class ClassBatch:
             number = frame.message.get("id", BATCH)
             if number not in self._numbers or number in self._answers:
                 # So what it sends later is never taken for the answer of another batch.
-                raise WrongAnswer("it sent an answer to something else")
+                raise WrongAnswer("it sent an answer to another request")
             self._answers[number] = frame
         self._changed.set()
 
@@ -167,7 +167,6 @@ class ClassBatch:
         Raises:
             Canceled: nobody waits for the batch any more.
             ModelFailed: the class failed on all of them.
-            ModelProcessDied: its process was killed.
         """
         process = self._process
         items = [self._items[slot] for slot in slots]
@@ -184,7 +183,7 @@ class ClassBatch:
             async with asyncio.timeout(timeout_s):
                 await self._wait_answers(slots)
         except TimeoutError as error:
-            reason = f"the batch was not done in {timeout_s:g} s"
+            reason = f"the batch did not finish within {timeout_s:g} s"
             await process.end(reason)
             raise ModelProcessDied(reason) from error
         process.ended(BATCH)
@@ -223,7 +222,7 @@ class ClassBatch:
                 await self._changed.wait()
 
     def _note_logs(self, slots: Sequence[int], printed: PrintedLogs) -> None:
-        """Keeps the output of a call of one item; otherwise its owner is unknown."""
+        """Keeps the output of a call with one item. With more items, its owner is unknown."""
         if len(slots) == 1:
             self._logs[slots[0]] = PublicLogs(self._process.paths).add(printed, is_all=True)
         else:

@@ -47,13 +47,13 @@ class Inspected(NamedTuple):
 
 
 def inspect_folder(folder: Path) -> Inspected:
-    """Imports the class of a folder in a process of its own, without `setup`, and inspects it.
+    """Imports the class of a folder in a separate process, without `setup`, and inspects it.
 
     It gets the variables of its entry, if the catalog has one.
 
     Raises:
-        ConfigurationError: the folder has no class that can be served. The message says why, with
-            what its module printed.
+        ConfigurationError: the folder does not contain a class that can be served. The message has
+            the reason and the output of its module.
     """
     folder = _checked_folder(folder)
     sources = read_sources(folder)
@@ -72,11 +72,11 @@ def inspect_folder(folder: Path) -> Inspected:
     limits = _limits_of_view(folder, runner)
     status = runner.close()
     if not frames or "ready" not in frames[0].message:
-        reason = f"its module was not imported in {INSPECTION_LIMIT_S:g} s"
+        reason = f"its module was not imported within {INSPECTION_LIMIT_S:g} s"
         if frames is None:
             reason = f"its process {end_of(status)} before it was inspected"
         elif frames:
-            reason = frames[0].message.get("failed", "it did not begin")
+            reason = frames[0].message.get("failed", "it did not start")
         raise ConfigurationError(
             f"{folder}: {reason}" + (f"\n{printed}" if printed else ""), field="source"
         )
@@ -92,18 +92,18 @@ def inspect_folder(folder: Path) -> Inspected:
 
 
 def _limits_of_view(folder: Path, runner: RunnerProcess) -> list[str]:
-    """What a class of this folder can't do on this system, in words."""
+    """Returns what a class in this folder can't do on this system, in words."""
     notes = []
     if linked := runner.read_only_files():
         more = f" (and {len(linked) - 1} more)" if len(linked) > 1 else ""
         notes.append(
-            f"{linked[0]}{more}: the class can read it, and can't write it on this system, which "
-            "copies files up to 8 MiB only"
+            f"{linked[0]}{more}: the class can read it but can't write it on this system, which "
+            "copies only files of up to 8 MiB"
         )
     if runner.view != SRC and (place := place_of(folder, f"{SRC}/")):
         notes.append(
-            f"{place}: there is no {SRC} here: this system gives no namespace of mounts to the "
-            "class; use the folder of __file__, or relative paths"
+            f"{place}: {SRC} does not exist here, because this system does not support a mount "
+            "namespace for the class; use the folder of __file__, or relative paths"
         )
     return notes
 
@@ -129,7 +129,7 @@ def read_notes(folder: Path) -> list[str]:
     """Returns what cog.yaml asks for without effect here, in words, without importing the class.
 
     Raises:
-        ConfigurationError: cog.yaml is not valid.
+        ConfigurationError: cog.yaml is invalid.
     """
     return [*find_without_effect(folder), *unmet(folder)]
 
@@ -144,12 +144,12 @@ def _checked_folder(folder: Path) -> Path:
 def _check_size(folder: Path, interface: ModelInterface) -> None:
     if (count := len(interface.properties)) > MAX_INPUTS:
         raise ConfigurationError(
-            f"{folder}: {count} inputs; at most {MAX_INPUTS} are allowed", field="source"
+            f"{folder}: must have at most {MAX_INPUTS} inputs, got {count}", field="source"
         )
     if (size := len(interface.as_json.encode())) > MAX_BYTES:
         raise ConfigurationError(
-            f"{folder}: {INTERFACE_FILE.name} would have {size} bytes; at most {MAX_BYTES} are "
-            "allowed",
+            f"{folder}: {INTERFACE_FILE.name} would have {size} bytes, which exceeds the maximum "
+            f"of {MAX_BYTES}",
             field="source",
         )
 
@@ -199,10 +199,10 @@ def _describe_capacity(folder: Path, interface: ModelInterface) -> str:
     count = "batches, by default of up to 64 items" if interface.batches else many
     if not interface.batches and interface.concurrency == 1:
         return "each process computes one prediction at a time"
-    memory = f"to find out how much memory this takes: penstock models measure {folder}"
+    memory = f"to measure how much memory this takes: penstock models measure {folder}"
     with contextlib.suppress(ConfigurationError):
         measured = read_measurement(MEASUREMENT_FILE.find(folder))
         if measured.sources_sha256 == interface.sources_sha256:
             peak_mib = measured.peak_memory_bytes / 2**20
-            memory = f"with {max(measured.batches)} at a time it took {peak_mib:,.0f} MiB of memory"
+            memory = f"{max(measured.batches)} at a time took {peak_mib:,.0f} MiB of memory"
     return f"each process computes {count}; batch.max_items in the entry changes that; {memory}"

@@ -37,31 +37,35 @@ FIRST_PAUSE_S, MAX_PAUSE_S = 2.0, 60.0
 """Before the next start of a class whose `setup` fails after it had been set up once. The pause
 doubles with each failure."""
 GPU_LOST = "AcceleratorError: CUDA error: "
-"""How an error of torch begins after which its process computes nothing more on the GPU. No input
-of a caller can make an error begin like this."""
+"""Start of an error after which its process can't compute on the GPU any more.
+
+No caller's input can cause an error that starts like this.
+"""
 MAX_LAST_READS = 8
-"""Of a megabyte each, of a process that has ended. What it sent itself fits into its socket; a
-child that it left may send without end."""
-USED_UP = "nobody is to fail for what earlier predictions left in memory or on disk"
+"""Reads of one megabyte each from a process that has ended.
+
+Its own data fits into the socket, but a child that is still running may send data forever.
+"""
+USED_UP = "memory or disk space left over from earlier predictions must not fail this one"
 
 log = logging.getLogger(__name__)
 
 
 class NotSetUp(ModelFailed):
-    """The class could not be set up again. No item is to blame."""
+    """The class could not be set up again. No item caused this."""
 
 
 class Ended(NamedTuple):
-    """How a process of the class that had been set up has ended."""
+    """The end of a class process that had been set up."""
 
     status: int
     """Its exit status, or the negative number of the signal that killed it."""
     killed_for: str
     """Why we killed it. Empty: we did not."""
     is_at_fault: bool
-    """Whether we killed it for what the class did."""
+    """True if we killed it because of the class's behavior."""
     printed: PrintedOutput
-    """What it printed, as far as it was not taken."""
+    """Printed output that was not taken yet."""
     computing: int
     """The predictions that it computed, dropped ones included."""
 
@@ -69,11 +73,11 @@ class Ended(NamedTuple):
 class ClassProcess:
     """The process of a class.
 
-    All methods belong to the event loop. What may block runs on threads.
+    All methods belong to the event loop. Blocking work runs in threads.
 
     Args:
         device: `cpu`, `cuda`, `cuda:N` or `auto`.
-        make_room: frees the device, if the class can't be set up beside other models.
+        make_room: frees the device, if the class can't be set up alongside other models.
         on_change: called when the class is set up, could not be set up, or has ended.
     """
 
@@ -112,11 +116,11 @@ class ClassProcess:
         self._sources_of_runner: Sources
         self._ended: Ended | None = None
         self._is_gone = False
-        """Whether a process has ended before it was ready."""
+        """True if a process has ended before it was ready."""
         self.paths = PathRemover(None, ())
-        """Removes the paths of this machine from what callers read."""
+        """Removes the paths of this machine from text that callers read."""
         self.shows_tracebacks = True
-        """Whether callers read the tracebacks of the class."""
+        """True if callers read the tracebacks of the class."""
         self.is_ready = False
         self.computing: set[int] = set()
         """The numbers of the predictions that it computes, dropped ones included."""
@@ -130,7 +134,7 @@ class ClassProcess:
     @property
     def runner(self) -> RunnerProcess:
         """The process, while it is ready."""
-        assert self._runner is not None, "asked for while it is ready; this is a bug"
+        assert self._runner is not None, "the process is not ready; this is a bug"
         return self._runner
 
     @property
@@ -147,8 +151,8 @@ class ClassProcess:
         """Starts it for the first time, and waits until the class is set up.
 
         Raises:
-            ConfigurationError: the folder has no class that can be served, or it is not as the
-                interface says. The message names the field.
+            ConfigurationError: the folder does not contain a class that can be served, or the class
+                does not match the interface. The message names the field.
             ModelFailed: its module or its `setup` failed. A later try may succeed.
         """
         try:
@@ -165,7 +169,7 @@ class ClassProcess:
             await self.end(NO_ANSWER)
             raise ModelFailed(f"{self._folder}: {NO_ANSWER}") from error
         if difference := self._interface.difference(loaded):
-            await self.end("its class is another one")
+            await self.end("its class has changed")
             raise ConfigurationError(
                 f"{self._folder}: {difference}; if the code is right: "
                 f"penstock models check {self._folder}",
@@ -216,7 +220,7 @@ class ClassProcess:
         self._on_change()
 
     async def _set_up(self, limit_s: float) -> Frame:
-        """Starts a process and waits until the class is set up. Returns what it says of itself."""
+        """Starts a process and waits until the class is set up. Returns its report about itself."""
         began_s = time.monotonic()
         runner, sources = await self._start_runner()
         self._runner, self._answer = runner, asyncio.get_running_loop().create_future()
@@ -235,7 +239,7 @@ class ClassProcess:
         if frame is None:
             raise await self._explain(runner, "")
         if "ready" not in frame.message:
-            reason = str(frame.message.get("failed", "it did not begin"))
+            reason = str(frame.message.get("failed", "it did not start"))
             raise await self._explain(runner, reason, is_final=bool(frame.message.get("is_final")))
         await asyncio.to_thread(runner.printed.end_showing)
         await asyncio.to_thread(runner.look)
@@ -252,10 +256,10 @@ class ClassProcess:
         except asyncio.CancelledError:
             with contextlib.suppress(PenstockError, OSError):
                 runner, _ = await starting
-                await asyncio.to_thread(_end, runner, "the model is not needed any more")
+                await asyncio.to_thread(_end, runner, "the model is no longer needed")
             raise
         except OSError as error:
-            raise ModelFailed(f"{self._folder}: it could not be started: {error}") from error
+            raise ModelFailed(f"{self._folder}: could not be started: {error}") from error
 
     def _make_runner(self) -> tuple[RunnerProcess, Sources]:
         variables = variables_of(
@@ -287,7 +291,7 @@ class ClassProcess:
     async def _explain(
         self, runner: RunnerProcess, reason: str, *, is_final: bool = False
     ) -> PenstockError:
-        """Ends a process that was not set up. Returns the error, with what it printed."""
+        """Ends a process that was not set up. Returns the error, with the printed output."""
         printed = runner.printed.take().after(0).strip()
         status = await self._finish(runner, reason or runner.killed_for)
         if not reason:
@@ -347,7 +351,7 @@ class ClassProcess:
         if self._runner is not runner:
             return
         self._unwatch(runner)
-        if not self.is_ready:  # whoever sets it up ends it
+        if not self.is_ready:  # the task that sets it up ends it
             self._is_gone = True
             if self._answer is not None and not self._answer.done():
                 self._answer.set_result(None)
@@ -423,7 +427,7 @@ class ClassProcess:
         """
         runner = self.runner
         limit_s = max(KILL_AFTER_S, self.setup_s)
-        reason = "it did not stop when it was canceled"
+        reason = "it did not stop after it was canceled"
         loop = asyncio.get_running_loop()
         self._kills[number] = loop.call_later(limit_s, self._kill, runner, reason)
         runner.cancel(number)
@@ -459,7 +463,7 @@ class ClassProcess:
         return PrintedLogs(logs.text + self.paths.remove(traceback), logs.left_out)
 
     def has_lost_gpu(self, frame: Frame) -> bool:
-        """Returns whether an answer says that the process can't use its GPU any more."""
+        """Returns whether an answer reports that the process can't use its GPU any more."""
         said = str(frame.message.get("error", "")) or str(frame.message.get("batch_error", ""))
         return self._device.startswith("cuda") and said.startswith(GPU_LOST)
 

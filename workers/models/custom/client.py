@@ -36,7 +36,7 @@ class ClassClient:
 
     Args:
         device: `cpu`, `cuda`, `cuda:N` or `auto`.
-        make_room: frees the device, if the class can't be set up beside other models.
+        make_room: frees the device, if the class can't be set up alongside other models.
     """
 
     def __init__(
@@ -67,8 +67,8 @@ class ClassClient:
         """Starts the process of a class and waits until the class is set up.
 
         Raises:
-            ConfigurationError: the folder has no class that can be served, or it is not as the
-                interface says. The message names the field.
+            ConfigurationError: the folder does not contain a class that can be served, or the class
+                does not match the interface. The message names the field.
             ModelFailed: its module or its `setup` failed. A later try may succeed.
         """
         client = cls(entry, folder, device, threads, make_room)
@@ -129,7 +129,7 @@ class ClassClient:
         on_message: OnStepMessage,
         model: int = 0,
     ) -> StepsEnded:
-        """As ProcessClient, without a limit: a class may compute for as long as its entry says."""
+        """Like ProcessClient, but without a limit, because the catalog entry has one."""
         async with self._turn:
             self._run = run = ClassSteps(self._process, self._interface, self._room, on_message)
             try:
@@ -149,9 +149,9 @@ class ClassClient:
 
         The boundary to the code of the class: what it makes us do wrong never ends the worker.
         """
-        log.error("a class could not be driven", exc_info=error)
-        await self._process.end("the worker failed on its answers")
-        return ModelProcessDied(f"the class could not be driven: {type(error).__name__}")
+        log.error("a class could not be operated", exc_info=error)
+        await self._process.end("the worker failed to process its answers")
+        return ModelProcessDied(f"the class could not be operated: {type(error).__name__}")
 
     def admit(self, items: Sequence[Prepared]) -> int | None:
         return self._run.admit(items) if isinstance(self._run, ClassSteps) else None
@@ -161,7 +161,7 @@ class ClassClient:
             self._run.drop(slots)
 
     def preempt(self, slots: Sequence[int]) -> None:
-        """Nothing: a prediction can't be interrupted and go on."""
+        """Does nothing, because a prediction can't be interrupted and resumed."""
 
     def watch(self, slots: Sequence[int]) -> None:
         """Nothing: a class draws no previews."""
@@ -181,10 +181,10 @@ class ClassClient:
         finally:
             on_end()
             await self.close()
-        raise AssertionError("it waits for ever; this is a bug")
+        raise AssertionError("an endless wait has ended; this is a bug")
 
     async def close(self) -> None:
-        await self._process.end("the model is not needed any more")
+        await self._process.end("the model is no longer needed")
 
     def _on_frame(self, frame: Frame) -> None:
         """Hands on an answer.
@@ -204,7 +204,7 @@ class ClassClient:
         if self._run is not None:
             self._run.notice()
         else:
-            self._process.take_failure()  # nobody waits who could fail for it
+            self._process.take_failure()  # no item is waiting that could fail because of it
 
     def _note_residency(self) -> None:
         """Reports the class as resident, if it was set up since the last report."""

@@ -1,10 +1,11 @@
-"""The virtual environments of classes that bring packages of their own.
+"""The virtual environments of classes with custom packages.
 
-uv makes one of the class's requirements and cog, and nothing of ours. It is kept by a digest of
-what decides its content: the requirements, the interpreter and the version of cog. So models with
-equal requirements share one, and a change of a requirement makes another one. An environment is
-made beside its place and renamed, so one that is there is complete. Those of a worker's image are
-made when the image is built, by the same function (infra/docker/worker.Dockerfile).
+uv creates an environment from the class's requirements and cog, without any of our packages. Its
+name is a digest of everything that determines its content: the requirements, the interpreter and
+the version of cog. So models with equal requirements share one, and a changed requirement creates a
+new one. An environment is created next to its final location and then renamed, so an existing one
+is complete. Environments in a worker's image are created when the image is built, by the same
+function (infra/docker/worker.Dockerfile).
 
 A package that is built from source runs its own code. It runs as the class would: without our
 variables, without capabilities, and it writes nowhere but into the environment and uv's cache.
@@ -72,7 +73,8 @@ def python_for(folder: Path) -> str:
     That may take minutes. A class that brings no packages runs with ours.
 
     Raises:
-        ConfigurationError: its requirements can't be installed. The message ends with what uv said.
+        ConfigurationError: its requirements can't be installed. The message ends with the output of
+            uv.
     """
     folder = folder.resolve()  # uv runs elsewhere
     asked = asked_packages(folder)
@@ -86,7 +88,7 @@ def python_for(folder: Path) -> str:
 
 
 def unmet(folder: Path) -> list[str]:
-    """What a class asks of its environment that it does not get here, in words."""
+    """Returns the requests of a class about its environment that are not met here, in words."""
     asked = asked_packages(folder)
     return [*_other_cog(asked), *_other_python(asked)]
 
@@ -107,11 +109,11 @@ def _other_python(asked: AskedPackages) -> list[str]:
     if not asked.python_version or _has_version(ours, asked.python_version):
         return []
     if not asked:
-        reason = f"a class without packages of its own runs with the worker's {ours.version}"
+        reason = f"a class without custom packages runs with the worker's {ours.version}"
     elif _has_version(_interpreter(asked.python_version), asked.python_version):
         return []
     else:
-        reason = f"this machine has no such Python; the class runs with {ours.version}"
+        reason = f"this Python is not installed on this machine; the class runs with {ours.version}"
     return [f"cog.yaml: build.python_version {asked.python_version} has no effect here: {reason}"]
 
 
@@ -125,7 +127,7 @@ def _has_version(python: Interpreter, wanted: str) -> bool:
 
 
 def _interpreter(wanted: str) -> Interpreter:
-    """The Python of a version. Ours, if the machine has none."""
+    """Returns the Python of a version, or ours if the machine does not have it."""
     ours = _our_python()
     if not wanted or _has_version(ours, wanted):
         return ours
@@ -155,7 +157,7 @@ def _digest(folder: Path, asked: AskedPackages, base: Interpreter) -> str:
 
 
 def _included(folder: Path, first: Path) -> dict[str, bytes]:
-    """The content of a file of requirements and of those that it includes, by their names."""
+    """Returns the content of a requirements file and of the files it includes, by name."""
     contents: dict[str, bytes] = {}
     waiting = [first]
     while waiting:
@@ -165,14 +167,14 @@ def _included(folder: Path, first: Path) -> dict[str, bytes]:
             continue
         if len(contents) >= MAX_INCLUDED_FILES:
             raise ConfigurationError(
-                f"{first}: it includes more than {MAX_INCLUDED_FILES} files", field="source"
+                f"{first}: must not include more than {MAX_INCLUDED_FILES} files", field="source"
             )
         contents[name] = data = _read(path, first)
         for line in data.decode(errors="replace").splitlines():
             if _LOCAL.match(line):
                 raise ConfigurationError(
-                    f"{path}: {line.strip()[:200]}: a path is not installed; import it from the "
-                    "folder of the class, or give it a version and an index (--find-links)",
+                    f"{path}: {line.strip()[:200]}: paths can't be installed; import it from the "
+                    "folder of the class, or specify a version and an index (--find-links)",
                     field="source",
                 )
             included = _INCLUDED.fullmatch(line.split(" #")[0].rstrip())
@@ -211,8 +213,8 @@ def _make(folder: Path, asked: AskedPackages, base: Interpreter, target: Path) -
     except OSError as error:
         raise ConfigurationError(
             f"{folder}: its packages are not in {target.parent}, and can't be installed there: "
-            f"{error.strerror or error} (PENSTOCK_ENVIRONMENTS_DIR; a worker's image gets them "
-            "when it is built, with --build-context classes=DIR)",
+            f"{error.strerror or error} (PENSTOCK_ENVIRONMENTS_DIR; the image of a worker gets "
+            "them during its build, with --build-context classes=DIR)",
             field="source",
         ) from error
 
@@ -239,7 +241,7 @@ def _locked(path: Path, until_s: float, folder: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def _partial(target: Path) -> Iterator[Path]:
     partial = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    partial.chmod(0o755)  # a worker may run as another user than who builds its image
+    partial.chmod(0o755)  # a worker may run as another user than the builder of its image
     try:
         yield partial
     finally:
@@ -298,7 +300,7 @@ def _run(folder: Path, words: Sequence[str], variables: Mapping[str, str], until
         lines = said.read().decode(errors="replace").strip().splitlines()[-LAST_LINES:]
     ended = f"took longer than {INSTALL_LIMIT_S:g} s" if status is None else "failed"
     raise ConfigurationError(
-        "\n  ".join([f"{folder}: the installation of its packages {ended}; uv says:", *lines]),
+        "\n  ".join([f"{folder}: the installation of its packages {ended}; output of uv:", *lines]),
         field="source",
     )
 

@@ -1,9 +1,8 @@
 """Bounds on a runner and all that it has started: memory, disk, processes. How to end them all.
 
-A limit of the system on addresses (RLIMIT_AS) is no use: CUDA reserves more than the machine has.
-A control group is not ours to make in a container. So a thread looks ten times a second. What a
-process holds alone or shares in memory counts, files that are mapped do not: the system takes their
-pages back.
+A system limit on addresses (RLIMIT_AS) does not help, because CUDA reserves more than the machine
+has. In a container, we can't create a control group. So a thread checks ten times a second. Private
+and shared memory of a process count, but not mapped files: the system takes their pages back.
 
 Disk is counted as well: quotas take rights that a container does not have, and a file system in
 memory would take what is scarcer. The system itself keeps a single file below the bound
@@ -26,13 +25,16 @@ WHOLE_EVERY = 20
 """Of so many looks, one is at all that the runner has started. The others are at itself."""
 MAX_PROCESSES = 512
 DEFAULT_SHARE = 0.8
-"""Of the machine's memory, or of its control group's, if the entry does not say."""
+"""Share of the memory of the machine, or of its control group, if the entry does not specify a
+limit.
+"""
 MAX_ENTRIES = 500_000
 """Files and folders below the scratch folder."""
 MAX_OUTSIDE = 10_000
 """Files outside of it that are remembered."""
 MIN_DISK_BYTES = 16 * 1024 * 1024
-"""The least bound that a full disk gives: a class may write nothing and be served all the same."""
+"""The minimum bound that results from a full disk: a class that writes nothing can still be served.
+"""
 COUNT_SHARE, USUAL_COUNT_SHARE = 0.1, 0.01
 """Maximum share of the time in which files are counted: if the disk fills, and otherwise."""
 MAX_REST_S = 30.0
@@ -45,7 +47,7 @@ _PROC = Path("/proc")
 def usual_memory_bytes(
     group_file: Path = Path("/sys/fs/cgroup/memory.max"), proc: Path = _PROC
 ) -> int:
-    """The memory that a runner may take if its entry does not say it. 0: no bound."""
+    """Returns the memory that a runner may take if its entry does not specify it. 0: unlimited."""
     limits_bytes = []
     with contextlib.suppress(OSError, ValueError):  # `max` means no limit
         limits_bytes.append(int(group_file.read_text(encoding="ascii")))
@@ -57,8 +59,8 @@ def usual_memory_bytes(
 class ProcessFamily:
     """A runner and the processes that it has started.
 
-    Known are those of its session, its descendants, and those in its namespace of mounts, if it
-    has one: they can't leave that.
+    It includes the processes of its session, its descendants, and the processes in its namespace of
+    mounts, if it has one, because they can't leave it.
     """
 
     def __init__(self, pid: int) -> None:
@@ -94,7 +96,7 @@ class ProcessFamily:
         return bool(self._namespace) and _namespace(pid) == self._namespace
 
     def end(self) -> None:
-        """Kills all, and those that they start meanwhile."""
+        """Kills all of them, and the processes that they start meanwhile."""
         until_s = time.monotonic() + END_LIMIT_S
         while (members := self.members()) and time.monotonic() < until_s:
             # Itself first: otherwise it might still answer that what it started has ended.
@@ -105,7 +107,7 @@ class ProcessFamily:
 
     def close(self) -> None:
         held, self._held, self._namespace = self._held, None, ""
-        self._pid = -1  # the system may give it to another process from now on
+        self._pid = -1  # the system may assign it to another process from now on
         if held is not None:
             os.close(held)
 
@@ -144,7 +146,7 @@ def memory_of(pid: int) -> int:
 
 
 def proportional_memory_of(pid: int) -> int:
-    """As memory_of, with what several processes share divided among them. It takes longer."""
+    """Like memory_of, but divides shared memory among the processes that share it. Takes longer."""
     try:
         lines = (_PROC / str(pid) / "smaps_rollup").read_text(errors="replace").splitlines()
         fields = dict(line.split(":", 1) for line in lines[1:] if ":" in line)
@@ -154,24 +156,24 @@ def proportional_memory_of(pid: int) -> int:
 
 
 def resident_bytes_of(pid: int) -> int:
-    """The resident memory of a process, with what it shares. 0: it has ended."""
+    """Returns the resident memory of a process, including shared memory. 0: it has ended."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         return int((_PROC / str(pid) / "statm").read_text().split()[1]) * _PAGE_BYTES
     return 0
 
 
 class DiskUse:
-    """What a runner and its family have on disk, above what was in the scratch folder before.
+    """The disk use of a runner and its family, above the initial content of the scratch folder.
 
-    Counted are the files of its scratch folder, with its `/tmp`, those that it has open and has
-    removed, and those that it was seen to write elsewhere: to the `/tmp` of all, if it has none of
-    its own. Blocks count, not sizes: holes take no disk.
+    It includes the files of its scratch folder, with its `/tmp`, removed files that are still open,
+    and files that it was seen to write elsewhere: in the shared `/tmp`, if it does not have a
+    private one. Blocks count, not sizes, because holes take no disk.
     """
 
     def __init__(self, scratch: Path, most_bytes: int) -> None:
         self._scratch = scratch
         self.devices = {scratch.stat().st_dev}
-        """Of its files: that of its view of the class's folder may be another one."""
+        """Devices of its files: its view of the class's folder may be on another device."""
         self._free_bytes, self._free_files = _free_room(scratch)
         self.limit_bytes = min(most_bytes, max(self._free_bytes // 2, MIN_DISK_BYTES))
         self._outside: dict[str, tuple[int, int]] = {}
@@ -187,7 +189,7 @@ class DiskUse:
         return self.has_lost_much() and self._rested_s() >= self._took_s / COUNT_SHARE
 
     def has_lost_much(self) -> bool:
-        """True if the disk has less room than at the last count by half of what it may yet take.
+        """True if, since the last count, the free space fell by half of the remaining limit.
 
         Room is bytes and files. Some file systems do not count free files (Btrfs).
         """
@@ -225,7 +227,7 @@ class DiskUse:
             self._took_s = self._counted_s - began_s
         if self._bytes > self.limit_bytes:
             return (
-                f"it wrote more than {self.limit_bytes} bytes to disk; no more are allowed "
+                f"it wrote more than the maximum of {self.limit_bytes} bytes to disk "
                 "(resources.disk_bytes)"
             )
         return reason
@@ -258,7 +260,10 @@ class DiskUse:
                     for entry in folder:
                         self._entries += 1
                         if self._entries > MAX_ENTRIES:
-                            return size_bytes, f"it has more than {MAX_ENTRIES} files"
+                            return (
+                                size_bytes,
+                                f"it has more than the maximum of {MAX_ENTRIES} files",
+                            )
                         with contextlib.suppress(FileNotFoundError):
                             status = entry.stat(follow_symlinks=False)
                             size_bytes += _counted_bytes(status, counted)
@@ -271,7 +276,7 @@ class DiskUse:
         return size_bytes, ""
 
     def _open_bytes(self, pid: int, counted: set[tuple[int, int]]) -> int:
-        """What is in files that a process has open for writing and that were not counted."""
+        """Returns the size of uncounted files that a process has open for writing."""
         size_bytes, folder = 0, _PROC / str(pid)
         with contextlib.suppress(OSError):
             for name in os.listdir(folder / "fd"):
@@ -326,10 +331,10 @@ class LimitWatch:
     """Looks at a runner until it has ended or is above a limit.
 
     Args:
-        pid: of the runner, which must not be waited for before `close`.
-        memory_bytes: of all its processes together. 0: no bound.
-        disk: of all its processes together.
-        exceeded: called once, with what is above its limit, in words.
+        pid: ID of the runner process, which must not be waited for before `close`.
+        memory_bytes: limit for all its processes together. 0: unlimited.
+        disk: limit for all its processes together.
+        exceeded: called once, with the resource that exceeds its limit, in words.
     """
 
     def __init__(
@@ -377,14 +382,14 @@ class LimitWatch:
     def _broken(self) -> str:
         family = self._family.members()
         if len(family) > MAX_PROCESSES:
-            return f"it has {len(family)} processes; at most {MAX_PROCESSES} are allowed"
+            return f"it has {len(family)} processes, which exceeds the maximum of {MAX_PROCESSES}"
         self.taken_bytes = sum(map(memory_of, family))
         if self._memory_bytes and self.taken_bytes > self._memory_bytes:
             taken = sum(map(proportional_memory_of, family))
             if taken > self._memory_bytes:
                 return (
-                    f"it takes {taken >> 20} MiB of memory; at most {self._memory_bytes >> 20} MiB "
-                    "are allowed (resources.memory_bytes)"
+                    f"it takes {taken >> 20} MiB of memory, which exceeds the maximum of "
+                    f"{self._memory_bytes >> 20} MiB (resources.memory_bytes)"
                 )
         return self.disk.count(family) if self.disk.is_due() else ""
 

@@ -41,14 +41,14 @@ BATCH_LIMIT_S = 3600.0
 
 
 class Conditions(NamedTuple):
-    """How a class is measured."""
+    """Conditions under which a class is measured."""
 
     repeats: int = 5
-    """Of each batch. The median counts."""
+    """Number of runs per batch. The median counts."""
     threads: int = 1
-    """Of a process on a CPU."""
+    """Threads of a process on a CPU."""
     uses_gpu: bool = True
-    """Whether the class sees the GPUs of this machine."""
+    """True if the class sees the GPUs of this machine."""
 
 
 def measure(
@@ -57,7 +57,7 @@ def measure(
     inputs: Sequence[PreparedCustom],
     conditions: Conditions,
 ) -> ModelMeasurement:
-    """Measures a class in a process of its own, as workers run it.
+    """Measures a class in a separate process, like workers run it.
 
     Each input is computed once first, which is not counted. A class that computes several items at
     a time is measured with 1, 2, 4 and more of them, up to its most.
@@ -67,7 +67,7 @@ def measure(
 
     Raises:
         ConfigurationError: the class can't be set up.
-        PenstockError: it failed on an input. The message says on which one.
+        PenstockError: it failed on an input. The message names the input.
     """
     folder = folder.expanduser().resolve()
     entry = _entry(folder, interface)
@@ -91,11 +91,11 @@ def measure(
 
 
 class _Figures(NamedTuple):
-    """What was measured of the process of a class."""
+    """Measurements of one class process."""
 
     setup_s: float
     results: list[CustomResult]
-    """Of the inputs."""
+    """Results, one per input."""
     batches: dict[int, float]
     """Seconds of a batch, by its number of items."""
     peak_bytes: int
@@ -153,7 +153,7 @@ def _entry(folder: Path, interface: ModelInterface) -> Model:
 
 
 def _work_per_item(entry: Model, folder: Path, inputs: Sequence[PreparedCustom]) -> float:
-    """What the class says that an input weighs, on average."""
+    """Returns the average work per input according to the class."""
     aside = AsideClass(entry, folder)
     try:
         return statistics.fmean(map(aside.weigh, inputs))
@@ -177,7 +177,7 @@ class MeasuredClass:
         self._computes_batches = interface.batches
 
     async def batch_s(self, inputs: Sequence[PreparedCustom], items: int, repeats: int) -> float:
-        """Seconds of a batch of so many items: over all inputs the mean of the medians."""
+        """Returns seconds per batch of this size: the mean, over all inputs, of the medians."""
         medians = []
         for first in range(0, len(inputs), items):
             batch = [inputs[(first + place) % len(inputs)] for place in range(items)]
@@ -197,7 +197,7 @@ class MeasuredClass:
             first: the number of the first one among the inputs, for errors.
 
         Raises:
-            PenstockError: one failed.
+            PenstockError: a prediction failed.
         """
         if self._computes_batches:
             done = await self._client.run(batch, BATCH_LIMIT_S)
@@ -224,7 +224,9 @@ def _checked(
         reason = f"input {number + 1}: {outcome.message}"
         printed = logs.after(0).strip() if logs is not None else ""
         raise type(outcome)(f"{reason}\n{printed}" if printed else reason)
-    assert isinstance(outcome, CustomResult), "a class gives no other results; this is a bug"
+    assert isinstance(outcome, CustomResult), (
+        "the class returned another type of result; this is a bug"
+    )
     return outcome
 
 
@@ -247,7 +249,9 @@ def read_inputs(
     values, files, blobs = read_assignments(interface, chosen)
     missing = [name for name in interface.inputs.get("required", ()) if name not in values]
     if missing:
-        raise BadInput(f"{missing[0]}: give it with -i {missing[0]}=VALUE", field=missing[0])
+        raise BadInput(
+            f"{missing[0]}: is required; set it with -i {missing[0]}=VALUE", field=missing[0]
+        )
     prepared = [
         PreparedFile(where["at"], where["name"], blob)
         for where, blob in zip(files, blobs, strict=True)
@@ -263,7 +267,7 @@ def _simplest(interface: ModelInterface) -> Iterator[str]:
         shape = interface.properties[name]
         element = shape.get("items", {}) if shape.get("type") == "array" else shape
         if element.get("format") == FILE_FORMAT:
-            raise BadInput(f"{name}: give a file with -i {name}=@PATH", field=name)
+            raise BadInput(f"{name}: must be a file; set it with -i {name}=@PATH", field=name)
         yield f"{name}={value if isinstance(value, str) else json.dumps(value)}"
 
 
@@ -274,14 +278,14 @@ def _lines(interface: ModelInterface, path: Path) -> Iterator[PreparedCustom]:
     except (OSError, ValueError) as error:
         raise BadInput(f"--inputs {path}: {error}") from error
     if not objects or not all(isinstance(one, dict) for one in objects):
-        raise BadInput(f"--inputs {path}: expected an object of inputs in each line")
+        raise BadInput(f"--inputs {path}: each line must be an object of inputs")
     for values in objects:
         files: list[PreparedFile] = []
         for name, value in values.items():
             shape = interface.properties.get(name)
             if shape is None:
                 known = ", ".join(interface.properties) or "none"
-                raise BadInput(f"--inputs {path}: {name} is not one of the inputs: {known}")
+                raise BadInput(f"--inputs {path}: {name} is not an input; use one of {known}")
             values[name] = _without_files(path, [name], value, shape, files)
         yield _prepared(values, files, interface)
 
@@ -299,7 +303,9 @@ def _without_files(
     if shape.get("format") != FILE_FORMAT or value is None:
         return value
     if not isinstance(value, str) or not value.startswith("@"):
-        raise BadInput(f"--inputs {path}: {at[0]}: a file is given as @PATH", field=str(at[0]))
+        raise BadInput(
+            f"--inputs {path}: {at[0]}: a file must be written as @PATH", field=str(at[0])
+        )
     file = path.parent / value.removeprefix("@")
     files.append(PreparedFile(at, file.name, read_file(str(at[0]), file)))
     return None
@@ -323,9 +329,9 @@ def _output_bytes(result: CustomResult) -> int:
 
 
 def _peak_bytes(others: set[int]) -> int:
-    """The most that the processes below this one had in memory, each counted at its own most.
+    """Returns the total peak memory of the processes below this one, with each process at its peak.
 
-    Without `others`, which do not belong to the class. 0 where the system does not say.
+    Without `others`, which do not belong to the class. 0 if the system does not report it.
     """
     total = 0
     for pid in set(_below(os.getpid())) - others:
@@ -345,7 +351,7 @@ def _below(pid: int) -> Iterator[int]:
 
 
 def _peak_of_children_bytes() -> int:
-    """The most that one process had in memory that this one has waited for."""
+    """Returns the maximum memory of any process that this one has waited for."""
     unit = 1 if platform.system() == "Darwin" else 1024
     return max(1, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * unit)
 

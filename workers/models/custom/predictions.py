@@ -1,4 +1,4 @@
-"""What a worker sends to the runner of a class, and what it makes of the answers."""
+"""Messages that a worker sends to the runner of a class, and the interpretation of its answers."""
 
 from __future__ import annotations
 
@@ -36,10 +36,13 @@ MALFORMED = (
     RecursionError,
     msgspec.MsgspecError,
 )
-"""What comes of reading an answer that is none: a class may write to its socket."""
-NO_ANSWER = "it sent something else than an answer"
+"""Errors from reading an invalid answer: a class may write to its socket."""
+NO_ANSWER = "it sent an invalid answer"
 MAX_PIECES = 1_000_000
-"""Of one prediction. The runner allows fewer: together they are 1 MiB of JSON."""
+"""Maximum pieces in one prediction.
+
+The runner allows fewer, because their total size is limited to 1 MiB of JSON.
+"""
 _FIRST_WORD = re.compile(r"\w+")
 _MEDIA_TYPE = re.compile(r"[\w.+-]{1,100}/[\w.+-]{1,100}")
 
@@ -64,9 +67,12 @@ class Prediction:
         self.item = item
         self.is_sent = False
         self.is_suspect = False
-        """Whether it was in a runner that ended with several. It runs alone from then on."""
+        """True if it was in a runner that ended while computing several.
+
+        It runs alone from then on.
+        """
         self.logs = PublicLogs(PathRemover(None, ()))
-        """What it printed."""
+        """Its printed output."""
         self._received = self._received_bytes = 0
         """Pieces from the current runner, and the bytes of their files."""
         self._is_text = is_text
@@ -74,7 +80,7 @@ class Prediction:
         self._text = io.StringIO(item.written_text)
         """The text of all pieces, reported or not. The current runner has yielded it up to here."""
         self._texts: list[str] = []
-        """Of the pieces that were not reported."""
+        """Text of the pieces that were not reported."""
         self._differs = False
         self._filed = 0
         """Pieces whose files are in `files`."""
@@ -84,7 +90,7 @@ class Prediction:
         """Those of the pieces that were not reported and are too large for them."""
 
     def start_over(self) -> None:
-        """Notes that the runner has ended and that another one is to compute this."""
+        """Records that the runner has ended and that another one will compute this."""
         self.is_sent, self._received, self._received_bytes = False, 0, 0
         self._text.seek(0)
 
@@ -92,12 +98,12 @@ class Prediction:
         """Takes the next piece from the runner, with its files.
 
         Raises:
-            ValueError: it is no piece, as the others of MALFORMED.
+            ValueError: it is not a valid piece; see MALFORMED for other errors.
         """
         number, self._received = self._received, self._received + 1
         self._received_bytes += sum(map(len, frame.blobs))
         if self._received > MAX_PIECES or self._received_bytes > MAX_BLOBS_BYTES:
-            raise WrongAnswer("it streamed more than is allowed")
+            raise WrongAnswer("it streamed more than the maximum size")
         if number >= self._filed:
             self._filed = self._received
             for where, data in zip(frame.message["files"], frame.blobs, strict=True):
@@ -153,19 +159,19 @@ def outcome_of(
     paths: PathRemover,
     streamed: Sequence[tuple[FilePlace, Blob]] = (),
 ) -> CustomResult | PenstockError:
-    """What the last frame of a prediction says.
+    """Returns the outcome in the last frame of a prediction.
 
     Args:
         paths: removes our paths from an error.
         streamed: the files of its pieces.
 
     Raises:
-        ValueError: the frame is no answer, as the others of MALFORMED.
+        ValueError: the frame is not a valid answer; see MALFORMED for other errors.
     """
     message = frame.message
     if "error" not in message:
         if not isinstance(message["metrics"], dict):
-            raise ValueError("metrics that are no object")
+            raise ValueError("metrics that are not an object")
         if message.get("is_packed"):
             return _packed_result(frame, work)
         places, files = [place for place, _ in streamed], [file for _, file in streamed]
@@ -221,7 +227,7 @@ def _check_place(output: Any, where: dict[str, Any]) -> None:
     for part in where["at"]:
         place = place[part]
     if place is not None:
-        raise ValueError("a file in the place of something else")
+        raise ValueError("a file in place of another value")
 
 
 def _check_file(where: dict[str, Any]) -> None:

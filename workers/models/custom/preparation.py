@@ -25,7 +25,7 @@ class CustomPreparer:
     """Makes PreparedCustom of CustomInput. The API has checked them by the model's interface.
 
     Args:
-        weigher: says what an input weighs. None: 1.
+        weigher: returns the work of an input. None: 1.
     """
 
     def __init__(self, entry: Model, weigher: AsideClass | None = None) -> None:
@@ -39,7 +39,7 @@ class CustomPreparer:
 
     def _prepared(self, value: Input) -> PreparedCustom | BadInput | ModelFailed:
         if not isinstance(value, CustomInput):
-            return BadInput("this model takes inputs as its schema says", field="input")
+            return BadInput("inputs must match the schema of this model", field="input")
         values, files = dict(value.values), []
         for place, file in zip(value.places, value.files, strict=True):
             # Large JSON is read by the class's process, since reading it takes long.
@@ -67,7 +67,7 @@ class CustomPreparer:
         return len(place.at) == 1 and shape.get("format") != FILE_FORMAT
 
     def _key_of(self, values: Mapping[str, Any], files: Sequence[PreparedFile]) -> str:
-        """What the items of a batch have in common: the value of one input, or nothing."""
+        """Returns the value that all items in a batch must share: one input's value, or nothing."""
         if self._key is None:
             return ""
         value = values.get(self._key, self._properties[self._key].get("default"))

@@ -1,4 +1,4 @@
-"""What the process of a class prints: read on a thread, and kept, shown or passed on."""
+"""Output printed by the process of a class: read in a thread, and stored, shown or passed on."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ MAX_LOG_CHARS = 32 * 1024
 MAX_READ_BYTES = 256 * 1024
 """Read at once. A pipe has 64 KiB, so only what never stops printing has more."""
 READ_BYTES_PER_S, MAX_BURST_BYTES = 8 * 1024 * 1024, 16 * 1024 * 1024
-"""Rate and burst of what is read. A class that prints faster waits, and holds up nobody else."""
+"""Rate and burst of the output that is read.
+
+A class that prints faster waits, but delays nobody else.
+"""
 PAUSE_S = 0.002
 """Between two reads. A class that prints short lines would otherwise cause a read for each."""
 MIN_PART_BYTES = 128
@@ -28,7 +31,7 @@ MIN_HIDDEN_CHARS = 6
 """A shorter secret is not looked for in what a class prints: it may be part of other words."""
 HIDDEN = "[secret]"
 SHOWN_BYTES_PER_S, MAX_SHOWN_BYTES = 16 * 1024, 64 * 1024
-"""Rate and burst of the output of `setup` that goes to the operator's log while it runs."""
+"""Rate and burst of `setup` output in the operator's log."""
 
 
 class PrintedOutput:
@@ -53,7 +56,7 @@ class PrintedOutput:
         self._unowned = KeptText(self._hidden, shows)
         self._logs: dict[int, KeptText] = {}
         self._alone = self._unowned
-        """Gets what has no mark."""
+        """Receives output without a mark."""
         self._mark = b""
         self._rest = b""
         """The beginning of a record whose end was not read yet."""
@@ -109,7 +112,7 @@ class PrintedOutput:
             return self._unowned.take_cleared()
 
     def end_showing(self) -> None:
-        """Shows the rest of what was printed so far, and forgets it: it belongs to no prediction.
+        """Shows the remaining output so far, and forgets it, because it belongs to no prediction.
 
         Later output is kept only. Without anyone who shows it, nothing changes.
         """
@@ -119,7 +122,7 @@ class PrintedOutput:
                 self._unowned.shows = None
 
     def close(self) -> None:
-        """Closes the pipe, once the process has ended. What was read can still be taken."""
+        """Closes the pipe once the process has ended. Data that was read can still be taken."""
         self._drain()
         self._is_over.set()
         self._thread.join(timeout=1.0)
@@ -188,7 +191,7 @@ class KeptText:
         self._hidden = hidden
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._held = ""
-        """The end of what came, which may be the beginning of a secret."""
+        """The end of the received output, which may be the start of a secret."""
         self._kept = ""
         self._left_out = 0
 
@@ -253,7 +256,7 @@ class HiddenValues:
 
 
 def _overlap(text: str, value: str) -> int:
-    """The length of the longest end of a text that begins a value."""
+    """Returns the length of the longest suffix of `text` with which `value` starts."""
     at = text.find(value[0], max(0, len(text) - len(value) + 1))
     while at >= 0:
         if value.startswith(text[at:]):
@@ -287,7 +290,7 @@ class BoundedShow:
         shown = text[: int(self._room)]
         self._room -= len(shown)
         if shown and self._left_out:
-            show(f"\n[{self._left_out} characters left out]\n")
+            show(f"\n[{self._left_out} characters omitted]\n")
             self._left_out = 0
         self._left_out += len(text) - len(shown)
         if shown:

@@ -34,9 +34,9 @@ from workers.models.custom.scratch import Scratch
 KILL_AFTER_S = 2.0
 """The time that a canceled prediction has to end by itself."""
 MAX_WAITING_BYTES = 512 * 1024 * 1024
-"""Of what is sent to a process that reads nothing."""
+"""Maximum data waiting to be sent to a process that reads nothing."""
 SAID = frozenset({"error", "failed", "log", "batch_error"})
-"""The fields of messages that have words of the class, or of what it raised."""
+"""Message fields that contain text from the class, or from an exception raised by it."""
 _PASSED_ON = (
     "PATH",
     "LANG",
@@ -106,7 +106,7 @@ def runner_environment(
 def _start_program(
     command: Sequence[str], environment: Mapping[str, str], theirs: socket.socket, folder: Path
 ) -> tuple[subprocess.Popen[bytes], int]:
-    """Starts a program in a session of its own. Returns it, and the pipe of what it prints."""
+    """Starts a program in a new session. Returns it, and the pipe of its output."""
     output, their_output = os.pipe()
     try:
         process = subprocess.Popen(
@@ -130,7 +130,7 @@ class RunnerProcess:
     Args:
         environment: what cog.yaml and the entry set.
         hidden: values of secrets, which are replaced in what it prints and raises.
-        resources: that it may take, with all that it starts. None: as an entry that says nothing.
+        resources: limits for it and everything that it starts. None: like an entry without limits.
         denied_ports: TCP ports to which it may not connect.
         inspects_only: whether it ends when the class is inspected.
         is_aside: whether it calls `work` and `is_close` only, and does not set up the class.
@@ -166,7 +166,7 @@ class RunnerProcess:
         variables = runner_environment(self._scratch.path, python, threads, environment or {})
         self._process, output = self._start(python, options, variables, theirs)
         self.pidfd = -1
-        """Readable once it has ended. -1: this system has none (Linux before 5.3)."""
+        """Readable once it has ended. -1: this system does not support it (Linux before 5.3)."""
         with contextlib.suppress(OSError, AttributeError):
             self.pidfd = os.pidfd_open(self._process.pid)
         self._hidden = HiddenValues(hidden)
@@ -174,13 +174,16 @@ class RunnerProcess:
         self._reader = FrameReader(MAX_ANSWER_JSON_BYTES)
         self._outgoing = bytearray()
         self.killed_for = ""
-        """Why we killed it."""
+        """The reason why we killed it."""
         self.is_at_fault = False
-        """Whether we killed it for what the class did, so that it would do so again."""
+        """True if we killed it because of the class's behavior, so that it would happen again."""
         self.unconfined: list[str] | None = None
-        """What this system has no means for, in words. None: the process has not begun."""
+        """Confinement that this system does not support, in words.
+
+        None: the process has not started.
+        """
         self.view = ""
-        """Where the class sees its folder. Empty: the process has not begun."""
+        """The path at which the class sees its folder. Empty: the process has not started."""
         self._family = ProcessFamily(self._process.pid)
         self._limits = LimitWatch(
             self._process.pid,
@@ -216,7 +219,7 @@ class RunnerProcess:
         None: the process has ended, or has closed its end.
 
         Raises:
-            ValueError: what came is no frame.
+            ValueError: the received data is not a frame.
         """
         until_s = time.monotonic() + timeout_s
         with selectors.DefaultSelector() as selector:
@@ -244,7 +247,7 @@ class RunnerProcess:
         return self._socket.fileno()
 
     def read(self) -> bool:
-        """Reads a part of what is there. Returns whether more may come."""
+        """Reads a part of the available data. Returns whether more may follow."""
         try:
             piece = self._socket.recv(1 << 20)
         except BlockingIOError:
@@ -264,7 +267,7 @@ class RunnerProcess:
         """Returns the frames that were read.
 
         Raises:
-            ValueError: what came is no frame.
+            ValueError: the received data is not a frame.
         """
         frames: list[Frame] = []
         while (frame := self._reader.next()) is not None:
@@ -283,7 +286,7 @@ class RunnerProcess:
     def send(self, message: dict[str, Any], blobs: Sequence[bytes] = ()) -> None:
         """Sends a message, as far as the process reads. `receive` sends the rest.
 
-        A process that has ended does not get it, which `receive` says.
+        A process that has ended does not receive it, and `receive` reports this.
         """
         self.send_all([(message, blobs)])
 
@@ -292,7 +295,7 @@ class RunnerProcess:
             self._outgoing += encode_frame(message, blobs)
         self.flush()
         if len(self._outgoing) > MAX_WAITING_BYTES and not self.killed_for:
-            self.killed_for, self.is_at_fault = "it reads nothing", True
+            self.killed_for, self.is_at_fault = "it does not read its input", True
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._process.pid, signal.SIGKILL)  # `close` ends what it has started
 
@@ -387,10 +390,10 @@ class RunnerProcess:
 
 
 def end_of(status: int) -> str:
-    """How a process ended, in words."""
+    """Returns how a process ended, in words."""
     if status < 0:
         name = ""
-        with contextlib.suppress(ValueError):  # most real-time signals have none
+        with contextlib.suppress(ValueError):  # most real-time signals do not have a name
             name = f" ({signal.Signals(-status).name})"
         return f"was killed by signal {-status}{name}"
     return f"ended with exit status {status}"

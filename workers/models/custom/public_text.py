@@ -1,7 +1,7 @@
 """Removes paths of this machine from the errors and logs that the caller of a class reads.
 
-The author's own words stay as they are: only the folders in which we run the class are removed, and
-those of Python, so a traceback names `predict.py` and `PIL/Image.py`.
+The author's own words stay as they are. Only the folders in which we run the class, and Python's
+folders, are removed, so a traceback names `predict.py` and `PIL/Image.py`.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ _PYTHON = rf"(?<![^{_SEPARATORS}])[^{_SEPARATORS}]*/lib/python\d\.\d+/(?:(?:site
 """Begins at the start of a word, so a long word is read once."""
 _BEGUN = re.compile(rf"(?:^|[{_SEPARATORS}])(/[^{_SEPARATORS}]*)\Z")
 _ENDED = r"(?![\w-]|\.\w)"
-"""Of a folder's name."""
+"""End of a folder's name."""
 
 
 class PathRemover:
     """Removes folders from texts.
 
     Args:
-        scratch: the scratch folder of the class's process, or None if there is none. The folders
-            in it in which a class works, and those of its input files, are removed with it.
-        folders: other folders to remove, such as that of the class.
+        scratch: the scratch folder of the class's process, or None if there is none. The working
+            folders of a class and the folders of its input files, both below it, are removed too.
+        folders: other folders to remove, such as the class's folder.
     """
 
     def __init__(self, scratch: Path | None, folders: Iterable[Path]) -> None:
@@ -52,9 +52,9 @@ class PublicLogs:
     def __init__(self, paths: PathRemover) -> None:
         self._paths = paths
         self._seen = 0
-        """Characters that were taken in, of those that were printed."""
+        """Number of printed characters that were received."""
         self._held = ""
-        """The beginning of what may be a path, until the rest of it is there."""
+        """The start of what may be a path, until the rest has arrived."""
         self.printed = PrintedLogs()
 
     def add(self, printed: PrintedLogs, *, is_all: bool = False) -> PrintedLogs:
@@ -62,7 +62,7 @@ class PublicLogs:
 
         Args:
             printed: all of it so far, or its end if it is long.
-            is_all: whether nothing follows. Otherwise a path that may go on is held back.
+            is_all: True if nothing follows. Otherwise a path that may continue is held back.
         """
         text, left_out = self.printed.text, self.printed.left_out
         if (missing := printed.left_out - self._seen) > 0:

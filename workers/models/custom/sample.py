@@ -56,8 +56,8 @@ def write_sample(name: str, parent: Path) -> Path:
     """
     if not _NAME.fullmatch(name):
         raise ConfigurationError(
-            f"{name[:80]!r} is not a model name: use 3 to 64 letters, digits, '_' and '-', "
-            "beginning with a letter"
+            f"{name[:80]!r} is not a valid model name; use 3 to 64 letters, digits, '_' and '-', "
+            "starting with a letter"
         )
     folder = parent / name
     try:

@@ -1,11 +1,11 @@
 """The scratch folder of a runner: its home, temporary files, and view of the class's folder.
 
-The view has the files of the folder: small ones as copies, and large ones as copies that share
-their blocks (ioctl_ficlone(2)) or, where the file system has none, as links. The class is loaded
-from there. So it reads and writes beside its own file and by relative paths, and what it writes is
-its own, as in a container of Cog's: also an `output.png` that is there from an earlier run. Where
-the system lets it, the runner puts the folder below the view (confinement.py), and then links are
-not needed.
+The view contains the files of the folder: small files as copies, and large files as copies that
+share their blocks (ioctl_ficlone(2)) or, if the file system does not support it, as links. The
+class is loaded from there. So it reads and writes next to its own file and by relative paths, and
+its files are private, like in a container of Cog's, including an `output.png` from an earlier run.
+If the system permits it, the runner mounts the folder below the view (confinement.py), and then
+links are not needed.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ LEFT_AFTER_S = 60.0
 MAX_COPIED_BYTES = 8 * 1024 * 1024
 """Larger files are linked, and can't be written."""
 MAX_COPIES_BYTES = 64 * 1024 * 1024
-"""Of all copies together."""
+"""Maximum size of all copies together."""
 MAX_ENTRIES = 10_000
-"""Above it, folders are linked as a whole, and the class can't write into these."""
+"""Above it, folders are linked as a whole, and the class can't write into the linked folders."""
 MAX_LINKED_ENTRIES = 1000
 """Of a folder to which a link leads, with all below. One with more stays a link."""
 LINKED = frozenset(
@@ -42,8 +42,8 @@ _FICLONE = 0x40049409
 class Scratch:
     """A scratch folder with the files of a class's folder, until it is closed.
 
-    It is locked while this process lives. What a process that was killed has left is removed by the
-    next one that makes a scratch folder on this machine.
+    It is locked while this process lives. After a process was killed, its scratch folder is removed
+    by the next process that creates one on this machine.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -95,13 +95,14 @@ def _locked(path: Path) -> int | None:
 
 def _fill(folder: Path, working_dir: Path) -> None:
     real = folder.resolve()
-    # The last are folders that have this one in them: a link to one of them is no copy.
+    # The last are folders that contain this one: a link to one of them is not copied.
     waiting = deque([(folder, working_dir, {real, *real.parents, *working_dir.resolve().parents})])
     count = copied_bytes = 0
     while waiting:
         source, target, above = waiting.popleft()
         with contextlib.suppress(OSError), os.scandir(source) as entries:
-            # Small files first: sources are among them, and there is an end to what is copied.
+            # Small files first, because they include sources, and the total size of the copies is
+            # limited.
             for entry in sorted(entries, key=_size_of):
                 count += 1
                 place = target / entry.name
@@ -132,7 +133,7 @@ def _is_open(entry: os.DirEntry[str], above: set[Path]) -> bool:
 
 
 def _is_small(folder: Path) -> bool:
-    """Returns whether a folder has few entries, with those of the folders in it."""
+    """Returns whether a folder has few entries, including entries of its subfolders."""
     waiting, count = [folder], 0
     while waiting:
         with contextlib.suppress(OSError), os.scandir(waiting.pop()) as entries:

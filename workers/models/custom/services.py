@@ -1,4 +1,4 @@
-"""The ports of our own services, to which a class's process may not connect."""
+"""The ports of Penstock's services, to which a class's process may not connect."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ from shared.process.loopback import is_loopback
 from shared.settings import Settings
 
 METADATA_PORT = 80
-"""Of the metadata server of a cloud, which gives out tokens of the worker's account to whoever asks
-(https://cloud.google.com/compute/docs/metadata/overview). Other clouds have it there, too."""
+"""Port of a cloud's metadata server, which hands out tokens of the worker's account to any caller
+(https://cloud.google.com/compute/docs/metadata/overview).
+
+Other clouds use the same port.
+"""
 REDIS_PORT, RABBITMQ_PORT, HTTPS_PORT = 6379, 5672, 443
 
 
 def service_ports(settings: Settings) -> list[int]:
     """The TCP ports of Redis, broker and BigQuery, and of the cloud's metadata server.
 
-    The latter is left out if the broker is on this machine, as that of `penstock up`.
+    The latter is left out if the broker is on this machine, such as the broker of `penstock up`.
     """
     ports = {
         urlsplit(url).port or usual

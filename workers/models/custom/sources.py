@@ -32,7 +32,7 @@ _PORT = re.compile(
 """A port of this machine, as sources write it: in an address, an option or an argument."""
 MAX_PORT_NOTES = 3
 _ENVIRONMENT_MARKS = ("pyvenv.cfg", "conda-meta")
-"""The files that are in the folder of an environment of Python, whatever its name."""
+"""Files that mark the folder of a Python environment, whatever its name."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class Sources:
 class AskedPackages:
     """The packages that a class brings.
 
-    `file`: of requirements, as pip reads it. `lines`: requirements in cog.yaml. One of them is
-    empty. `python_version`: as 3.12, if cog.yaml says it.
+    `file`: path of a requirements file, as pip reads it. `lines`: requirements in cog.yaml. One of
+    them is empty. `python_version`: for example 3.12, if specified in cog.yaml.
     """
 
     file: Path | None = None
@@ -83,18 +83,19 @@ def source_files(folder: Path) -> list[Path]:
     """The sources of a folder, in order.
 
     Raises:
-        ConfigurationError: there are too many.
+        ConfigurationError: there are too many files.
     """
     files = sorted(path for path in _walk(folder) if _is_source(path, folder))
     if len(files) > MAX_FILES:
         raise ConfigurationError(
-            f"{folder}: {len(files)} Python files; at most {MAX_FILES} are allowed", field="source"
+            f"{folder}: must have at most {MAX_FILES} Python files, got {len(files)}",
+            field="source",
         )
     return files
 
 
 def fixed_ports(folder: Path) -> list[str]:
-    """Where sources name a port of this machine, in words: two processes can't both listen on it.
+    """Returns places in sources that name a local port, because two processes can't share it.
 
     Raises:
         ConfigurationError: there are too many sources.
@@ -104,8 +105,8 @@ def fixed_ports(folder: Path) -> list[str]:
         for match in _PORT.finditer(line):
             places.setdefault(int(match[match.lastgroup or 0]), place)
     return [
-        f"{place}: port {port}: a worker has several processes of the class, and only one of them "
-        "can listen there; if the class does, give its catalog entry `processes: 1`"
+        f"{place}: port {port}: a worker has several processes of the class, but only one of them "
+        "can listen there; if the class does, set `processes: 1` in its catalog entry"
         for port, place in list(places.items())[:MAX_PORT_NOTES]
     ]
 
@@ -125,7 +126,7 @@ def _code(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def _walk(folder: Path) -> Iterator[Path]:
-    """Yields the files of a folder, without those of environments of Python in it."""
+    """Yields the files of a folder, without the files of Python environments in it."""
     for parent, folders, names in os.walk(folder):
         kept = [one for one in folders if one not in _LEFT_OUT and not one.startswith(".")]
         folders[:] = [one for one in kept if not _is_environment(Path(parent, one))]
@@ -146,7 +147,7 @@ def find_without_effect(folder: Path) -> list[str]:
     """Returns what cog.yaml asks for that has no effect here, in words.
 
     Raises:
-        ConfigurationError: cog.yaml is not valid.
+        ConfigurationError: cog.yaml is invalid.
     """
     settings = _settings(folder)
     build = settings.get("build")
@@ -157,7 +158,10 @@ def find_without_effect(folder: Path) -> list[str]:
 
 
 def _settings(folder: Path) -> dict[str, Any]:
-    """What cog.yaml says. Empty, if there is none. Its runner says what is wrong with its class."""
+    """Returns the content of cog.yaml.
+
+    Empty if the file does not exist. Errors about its class are reported by its runner.
+    """
     file = folder / COG_YAML
     if not file.is_file():
         return {}
@@ -193,14 +197,14 @@ def asked_packages(folder: Path) -> AskedPackages:
     build = _settings(folder).get("build") or {}
     where = folder / COG_YAML
     if not isinstance(build, dict):
-        raise ConfigurationError(f"{where}: build: expected a mapping", field="source")
+        raise ConfigurationError(f"{where}: build: must be a mapping", field="source")
     version = str(build.get("python_version") or "")
     version = "3.10" if version == "3.1" else version  # what YAML makes of it without quotes
     lines = tuple(_lines(folder, build, "python_packages", "requirements", "build."))
     named = build.get("python_requirements")
     if named and lines:
         raise ConfigurationError(
-            f"{where}: build.python_packages and build.python_requirements: give one of them",
+            f"{where}: build.python_packages and build.python_requirements are mutually exclusive",
             field="source",
         )
     if lines:
@@ -208,7 +212,8 @@ def asked_packages(folder: Path) -> AskedPackages:
     file = folder / str(named or REQUIREMENTS)
     if named and (not file.is_file() or folder.resolve() not in file.resolve().parents):
         raise ConfigurationError(
-            f"{where}: build.python_requirements: {named} is no file of the folder", field="source"
+            f"{where}: build.python_requirements: {named} is not a file in the folder",
+            field="source",
         )
     has_some = file.is_file() and any(
         line.strip() and not line.strip().startswith("#")
@@ -223,6 +228,6 @@ def _lines(
     lines = settings.get(name) or []
     if not isinstance(lines, list) or not all(isinstance(one, str) for one in lines):
         raise ConfigurationError(
-            f"{folder / COG_YAML}: {prefix}{name}: expected a list of {form}", field="source"
+            f"{folder / COG_YAML}: {prefix}{name}: must be a list of {form}", field="source"
         )
     return lines

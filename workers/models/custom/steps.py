@@ -36,7 +36,8 @@ class ClassSteps:
     """One run of a class, until no item is left. `interface.concurrency` are computed at a time.
 
     Args:
-        on_message: called with what comes of the items, never within a call of this.
+        on_message: called with the results of the items, never during a call of one of these
+            methods.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class ClassSteps:
         self._changed = asyncio.Event()
         self._has_lost_gpu = False
         self.fault: Exception | None = None
-        """What `on_message` raised. It ends the run."""
+        """The exception raised by `on_message`. It ends the run."""
         self._items: OrderedDict[int, Prediction] = OrderedDict()
         self._slots = 0
         """The items that have been admitted so far."""
@@ -198,7 +199,7 @@ class ClassSteps:
         self._changed.set()
 
     def _on_end(self, ended: Ended) -> None:
-        """The process has ended. What it computed fails, unless it was killed from outside."""
+        """The process has ended. Its items fail, unless it was killed from outside."""
         pass_on(ended.printed.take())
         inside = [one for one in self._items.values() if one.is_sent]
         for prediction in inside:
@@ -208,7 +209,7 @@ class ClassSteps:
             return
         if ended.status == -signal.SIGKILL and inside and not ended.killed_for:
             raise ModelProcessDied(f"the process of the class {end_of(ended.status)}")
-        if ended.computing > 1:  # one of them did it, or a dropped one; the others go on
+        if ended.computing > 1:  # one of them caused it, or a dropped one; the others continue
             for prediction in inside:
                 prediction.is_suspect = True
             return
@@ -235,7 +236,7 @@ class ClassSteps:
         self, slot: int, outcome: CustomResult | PenstockError, logs: PrintedLogs | None = None
     ) -> None:
         if isinstance(outcome, PenstockError):
-            self._report_chunks()  # a result has all pieces, a failure has none
+            self._report_chunks()  # a result has all pieces, a failure does not have any
         self._report_end(slot, outcome, logs)
         del self._items[slot]
 
@@ -264,7 +265,7 @@ class ClassSteps:
         try:
             self._on_message(message)
         except Exception as error:
-            # Whatever it is, it ends the run: nobody else would see it.
+            # Whatever it is, it ends the run, because nothing else would report it.
             self.fault = self.fault or error
             self._changed.set()
 

@@ -29,13 +29,11 @@ def predict(folder: Path, assignments: Sequence[str], out: Path) -> None:
     Args:
         assignments: NAME=VALUE for each input, NAME=@PATH for a file. A list is given as JSON, or
             as several of the same name.
-        out: the folder for files of the output, or the file that gets the output: its first file,
-            or its text or JSON if it has none. Further files get a number in their names.
+        out: folder for files in the output, or the file for the output: its first file, or its text
+            or JSON if it has no files. Further files get a number in their names.
 
     Raises:
-        BadInput: an input is wrong.
         ConfigurationError: the class can't be loaded or set up.
-        ModelFailed: it failed.
     """
     folder = folder.expanduser().resolve()
     interface = show_inspection(folder)
@@ -60,7 +58,7 @@ def predict(folder: Path, assignments: Sequence[str], out: Path) -> None:
         while (frame := next(frames, None)) is not None and "piece" in frame.message:
             count = _show_piece(frame, interface, out, count)
     finally:
-        runner.kill("it is not needed any more")
+        runner.kill("it is no longer needed")
         status = runner.close()
     if frame is None:
         raise ModelFailed(f"the process of the model {end_of(status)}")
@@ -152,7 +150,7 @@ def read_assignments(
         shape = interface.properties.get(name)
         if not equals or shape is None:
             known = ", ".join(interface.properties) or "none"
-            raise BadInput(f"-i {one}: expected NAME=VALUE with one of the inputs: {known}")
+            raise BadInput(f"-i {one}: must be NAME=VALUE with one of the inputs: {known}")
         is_list = shape.get("type") == "array"
         element = shape.get("items", {}) if is_list else shape
         if element.get("format") == FILE_FORMAT:

@@ -32,7 +32,7 @@ MAX_SECRET_BYTES = 64 * 1024
 
 
 class EntryVariables(NamedTuple):
-    """What the entry of a class says of its process."""
+    """Settings of a class's process in its catalog entry."""
 
     environment: Mapping[str, str] = MappingProxyType({})
     secrets: Mapping[str, str] = MappingProxyType({})
@@ -79,7 +79,7 @@ def variables_of(
 
 
 def entry_variables(folder: Path) -> EntryVariables:
-    """What the catalog says of a local class, for commands that run it without a stack.
+    """Returns the catalog's variables of a local class, for commands that run it without a stack.
 
     Nothing if the catalog has no entry with this folder as its `local:` source.
 
@@ -133,7 +133,7 @@ def _read(name: str, text: str) -> str:
         value = os.environ.get(reference.variable)
         if value is None:
             raise ConfigurationError(
-                f"{where}: this worker was not given it; render its manifests again",
+                f"{where}: this worker does not have it; render its manifests again",
                 field="secrets",
             )
         data = value.encode(errors="surrogateescape")
@@ -157,7 +157,7 @@ def _text(where: str, data: bytes) -> str:
         raise ConfigurationError(f"{where}: not UTF-8", field="secrets") from None
     text = text.removesuffix("\n").removesuffix("\r")
     if not text or "\0" in text:
-        reason = "has a null character" if text else "is empty"
+        reason = "must not contain a null character" if text else "is empty"
         raise ConfigurationError(f"{where}: {reason}", field="secrets")
     return text
 
@@ -171,7 +171,7 @@ def read_google_secret(
 
     Args:
         where: the field that names it, for errors.
-        credentials: None: those of this process.
+        credentials: None: the credentials of this process.
 
     Raises:
         ConfigurationError: it is missing, or this process may not read it.
@@ -194,17 +194,17 @@ def read_google_secret(
                 return base64.b64decode(answer.json()["payload"]["data"])
     except google.auth.exceptions.DefaultCredentialsError as error:
         raise ConfigurationError(
-            f"{where}: this worker has no Google credentials", field="secrets"
+            f"{where}: this worker does not have Google credentials", field="secrets"
         ) from error
     except (google.auth.exceptions.GoogleAuthError, requests.RequestException) as error:
         reason = type(error).__name__
-        raise ModelFailed(f"{where}: Secret Manager can't be reached: {reason}") from error
+        raise ModelFailed(f"{where}: Secret Manager is unreachable: {reason}") from error
     except (ValueError, LookupError, TypeError):
-        raise ModelFailed(f"{where}: Secret Manager answered something else") from None
+        raise ModelFailed(f"{where}: Secret Manager returned an invalid answer") from None
     if status in (requests.codes.forbidden, requests.codes.not_found, requests.codes.bad_request):
         raise ConfigurationError(
-            f"{where}: Secret Manager answers {status}: there is no such version, or the worker's "
-            "account may not read it (roles/secretmanager.secretAccessor)",
+            f"{where}: Secret Manager returned {status}: the version does not exist, or the "
+            "worker's account may not read it (roles/secretmanager.secretAccessor)",
             field="secrets",
         )
-    raise ModelFailed(f"{where}: Secret Manager answers {status}")
+    raise ModelFailed(f"{where}: Secret Manager returned {status}")

@@ -48,7 +48,7 @@ class CrossEncoderModel:
         on_cpu = self._device.type == "cpu"
         if on_cpu and (precision == "fp16" or (precision == "bf16" and not computes_bf16())):
             raise ConfigurationError(
-                f"{self._entry.name}: this CPU computes no {precision}", field="precision"
+                f"{self._entry.name}: this CPU does not support {precision}", field="precision"
             )
         transformers_logging.disable_progress_bar()
         try:
@@ -61,8 +61,10 @@ class CrossEncoderModel:
         except (OSError, ValueError, KeyError) as error:
             raise ConfigurationError(f"{self._folder}: {error}", field="source") from error
         if problems["missing_keys"] or model.config.num_labels != 1:
-            reason = "it needs weights of a sequence classification with one label"
-            raise ConfigurationError(f"{self._folder}: no cross-encoder: {reason}", field="source")
+            reason = "it must have the weights of a sequence classification model with one label"
+            raise ConfigurationError(
+                f"{self._folder}: not a cross-encoder: {reason}", field="source"
+            )
         self._model = model.eval().requires_grad_(False).to(self._device)
 
     def warmup(self) -> None:

@@ -76,7 +76,7 @@ class OnnxEncoder:
         self._output = output.name
         if not isinstance(output.shape[-1], int):
             raise ConfigurationError(
-                f"{self._graph}: doesn't state the width of {output.name}", field="backend"
+                f"{self._graph}: does not specify the width of {output.name}", field="backend"
             )
         return output.shape[-1] * len(self._settings.pooling)
 
@@ -89,7 +89,7 @@ class OnnxEncoder:
             return ("CPUExecutionProvider", {}), "cpu"
         if kind != "cuda" or not has_cuda:
             raise ConfigurationError(
-                f"device {wanted!r}: this ONNX Runtime has no such provider", field="device"
+                f"device {wanted!r}: this ONNX Runtime does not have this provider", field="device"
             )
         name, memory_bytes = _ask_gpu(number or "0")
         limit = str(int(memory_bytes * self._memory_fraction))
@@ -175,7 +175,7 @@ def _ask_gpu(number: str) -> tuple[str, int]:
         ).stdout
     except (OSError, subprocess.SubprocessError) as error:
         raise ConfigurationError(
-            f"device cuda:{number}: nvidia-smi doesn't know it ({error})", field="device"
+            f"device cuda:{number}: unknown to nvidia-smi ({error})", field="device"
         ) from error
     name, _, memory_mib = output.strip().rpartition(",")
     return name.strip(), int(memory_mib) * 1024 * 1024
@@ -184,7 +184,7 @@ def _ask_gpu(number: str) -> tuple[str, int]:
 def pool(mode: str, states: np.ndarray, mask: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """States [items, tokens, width] to [items, width], by one of model_folder.POOLING_MODES.
 
-    `mask` is [items, tokens], and `lengths` [items]. The formulas are those of
+    `mask` is [items, tokens], and `lengths` [items]. The formulas are the same as in
     sentence-transformers.
     """
     if mode == "cls":

@@ -2,7 +2,7 @@
 
 On a CPU, BERT and related models are computed operator by operator, without the modules of
 transformers. The overhead of modules, keywords, and three casts of the same rows took 40 % of the
-CPU time of a single text of 12 tokens in bf16. For linear layers in bf16, oneDNN lays out the
+CPU time for a single text with 12 tokens in bf16. For linear layers in bf16, oneDNN lays out the
 weights once. F.linear does so at each call.
 
 Texts are concatenated, so a CPU computes no padding. All parts of an encoder except attention work
@@ -11,8 +11,8 @@ its own text, and attention is computed text by text. transformers lets us repla
 name, and passes it the keywords that the model is called with. A trial finds whether a model
 supports this (see `runs_unpadded`).
 
-transformers takes two seconds and 170 MiB to import, so whoever computes a plain BERT on a CPU
-imports it not (see `read_bert_folder`).
+transformers takes two seconds and 170 MiB to import, so a process that computes a plain BERT on a
+CPU does not import it (see `read_bert_folder`).
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def run_unpadded(
         ids: token ids of all texts in a row, int64 [tokens].
         types: token type ids in the same form. None means all 0.
         lengths: tokens of each text.
-        first_position: as `runs_unpadded` says.
+        first_position: as returned by `runs_unpadded`.
     """
     positions = torch.cat(
         [torch.arange(first_position, first_position + length) for length in lengths]
@@ -195,7 +195,7 @@ def _attend(
         or any(one is not None for one in narrowing)
     ):
         raise ValueError(
-            "only plain attention, to all tokens of a text, can be computed text by text"
+            "only plain attention to all tokens of a text can be computed text by text"
         )
     return attend_text_by_text(query, key, value, lengths, scaling).transpose(1, 2), None
 
@@ -246,9 +246,9 @@ class _Layer(NamedTuple):
 
 
 class BertWeights(NamedTuple):
-    """What BERT and related models compute with, in fp32.
+    """The weights and settings of BERT and related models, in fp32.
 
-    `tensors` has the names of transformers' BertModel. `epsilon` is that of all layer norms.
+    `tensors` has the names of transformers' BertModel. `epsilon` applies to all layer norms.
     """
 
     tensors: Mapping[str, torch.Tensor]
@@ -264,18 +264,18 @@ class BertWeights(NamedTuple):
         )
 
     def dense(self, *names: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weight and bias of the linear layers of these names as one, outputs in this order."""
+        """Returns the named linear layers joined into one: weight and bias, in this order."""
         parts = [[self.tensors[f"{name}.{part}"] for name in names] for part in ("weight", "bias")]
         weight, bias = (part[0] if len(part) == 1 else torch.cat(part) for part in parts)
         return weight, bias
 
 
 class BertEncoder:
-    """The encoder of a model of FAMILIES.
+    """The encoder of any model in FAMILIES.
 
     Args:
-        weights: of the model. They can be dropped afterwards.
-        first_position: the position of the first token of a text.
+        weights: weights of the model. They can be dropped afterwards.
+        first_position: the position of a text's first token.
         in_bf16: whether to compute products and attention in bf16. The rest is fp32.
     """
 
@@ -368,12 +368,11 @@ def bert_encoder(model: Any, *, in_bf16: bool) -> BertEncoder | None:
 
 
 def read_bert_folder(folder: Path, *, in_bf16: bool) -> BertEncoder | None:
-    """The encoder of a folder of transformers, without importing that.
+    """Returns the encoder in a folder of transformers, without importing transformers.
 
-    None unless the folder says in full that it is a plain model of FAMILIES: config.json has the
-    usual settings, and model.safetensors has just the weights of BertModel, under its names. In all
-    other cases, also if something is wrong with a file, transformers is to read it, or to say why
-    it can't.
+    None unless the folder fully specifies a plain model in FAMILIES: config.json has the usual
+    settings, and model.safetensors has only the weights of BertModel, under its names. In all other
+    cases, including invalid files, transformers must read it, or report why it can't.
     """
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -406,7 +405,7 @@ def _is_usual(config: dict[str, Any]) -> bool:
 
 
 def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The names and the shapes of the weights of BertModel, as config.json has it."""
+    """Returns the names and the shapes of BertModel's weights, according to config.json."""
     width, wide = config["hidden_size"], config["intermediate_size"]
     shapes: dict[str, tuple[int, ...]] = {
         "embeddings.word_embeddings.weight": (config["vocab_size"], width),
@@ -507,17 +506,18 @@ class TorchEncoder:
     def _check_precision(self) -> None:
         if self._precision not in DTYPES:
             raise ConfigurationError(
-                f"torch computes no embeddings in {self._precision}", field="precision"
+                f"torch does not compute embeddings in {self._precision}", field="precision"
             )
         if self._precision == "fp16" and self._device.type == "cpu":
             raise ConfigurationError(
-                "fp16 needs a GPU; on a CPU take bf16 or fp32", field="precision"
+                "fp16 requires a GPU; use bf16 or fp32 on a CPU", field="precision"
             )
         if self._precision == "bf16" and self._device.type == "cuda":
             with torch.cuda.device(self._device):
                 if not torch.cuda.is_bf16_supported(including_emulation=False):
                     raise ConfigurationError(
-                        f"{self.device_name} has no bf16; take fp16 or fp32", field="precision"
+                        f"{self.device_name} does not support bf16; use fp16 or fp32",
+                        field="precision",
                     )
 
     def computed_tokens(self, lengths: Sequence[int]) -> int:
@@ -558,7 +558,7 @@ class TorchEncoder:
             states = self._bert.states(real_ids, real_types, counts)
         else:
             assert self._first_position is not None, (
-                "found when it was opened, else it pads; this is a bug"
+                "the position of the first token is unknown; this is a bug"
             )
             states = run_unpadded(self._model, real_ids, real_types, counts, self._first_position)
         return torch.cat(

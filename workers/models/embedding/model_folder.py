@@ -33,7 +33,7 @@ class SentenceFolder:
     transformer: Path
     """The folder of config.json, the weights and tokenizer.json."""
     max_length: int
-    """The maximum number of tokens of a text, special tokens included."""
+    """Maximum number of tokens per text, including special tokens."""
     lower_case: bool
     prompt: str
     """A prefix for every text, usually empty."""

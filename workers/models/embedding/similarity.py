@@ -1,6 +1,7 @@
 """Pairs of texts: their preparation, and the cosines of an encoder's vectors.
 
-Apart from the task, which every worker imports, so that those of other models go without numpy.
+Separate from the task, which every worker imports, so that workers of other models do not need
+numpy.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class PairPreparer:
         self, value: Input, prepared: dict[_CutText, PreparedOutcome]
     ) -> PreparedPair | BadInput:
         if not isinstance(value, SimilarityInput):
-            return BadInput("a similarity model takes pairs of texts", field="input")
+            return BadInput("the input of a similarity model must be pairs of texts", field="input")
         text, query = (prepared[one] for one in _texts_of(value))
         for one in (text, query):
             if isinstance(one, BadInput):
@@ -82,7 +83,7 @@ class CrossPreparer:
         return [
             self._joined(value)
             if isinstance(value, SimilarityInput)
-            else BadInput("a similarity model takes pairs of texts", field="input")
+            else BadInput("the input of a similarity model must be pairs of texts", field="input")
             for value in inputs
         ]
 

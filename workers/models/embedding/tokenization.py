@@ -50,13 +50,13 @@ class TextPreparer:
 
     @property
     def max_length(self) -> int:
-        """The maximum number of tokens of a text, special tokens and prompt included."""
+        """Maximum number of tokens per text, including special tokens and prompt."""
         return self._settings.max_length
 
     def prepare(self, inputs: Sequence[Input]) -> list[PreparedText | TextTokens | BadInput]:
         """One outcome per input, in order.
 
-        A text that is too long is refused or truncated, as the input says.
+        A text that is too long is rejected or truncated, depending on the input.
         """
         texts = [index for index, value in enumerate(inputs) if isinstance(value, TextInput)]
         outcomes: dict[int, PreparedText | TextTokens | BadInput] = dict(
@@ -69,7 +69,7 @@ class TextPreparer:
                 outcomes[index] = self._locate(value.text)
             elif index not in outcomes:
                 outcomes[index] = BadInput(
-                    "an embedding model takes texts or token ids", field="input"
+                    "the input of an embedding model must be texts or token IDs", field="input"
                 )
         return [outcomes[index] for index in range(len(inputs))]
 
@@ -91,7 +91,10 @@ class TextPreparer:
         ]
 
     def _locate(self, text: str) -> TextTokens | BadInput:
-        """Where the tokens of a text begin. A piece of a word that has none of its own is none."""
+        """Returns the start positions of a text's tokens.
+
+        Pieces of a word that have no start position are skipped.
+        """
         try:
             encoding = self._tokenizer.encode(text, add_special_tokens=False)
         except (TypeError, ValueError) as error:
@@ -108,7 +111,7 @@ class TextPreparer:
     def _frame(self, value: TokensInput) -> PreparedText | BadInput:
         for position, token in enumerate(value.tokens):
             if not 0 <= token < self._vocabulary:
-                reason = f"token id {token}, at position {position}, is not in the vocabulary"
+                reason = f"token ID {token}, at position {position}, is not in the vocabulary"
                 last = self._vocabulary - 1
                 return BadInput(f"{reason}, which ends at {last}", field="input")
         ids = [*self._prefix, *self._prompt_ids, *value.tokens, *self._suffix]

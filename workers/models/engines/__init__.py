@@ -1,1 +1,1 @@
-"""Text by standard engines: servers of their own, spoken to over a Unix socket."""
+"""Text by standard engines: separate servers, reached over a Unix socket."""

@@ -43,7 +43,6 @@ class EngineClient:
 
     Args:
         threads: that it computes with on a CPU.
-        timeout_s: until it is ready.
     """
 
     def __init__(self, entry: Model, folder: Path, threads: int, timeout_s: float) -> None:
@@ -83,7 +82,10 @@ class EngineClient:
         return client
 
     async def _open(self) -> tuple[float, float]:
-        """Starts an engine. Returns the seconds of its load, and those of its first token."""
+        """Starts an engine.
+
+        Returns the seconds of its load, and the seconds until its first token.
+        """
         began_s = time.monotonic()
         settings = settings_of(self._entry, self._folder, self._threads)
         key = secrets.token_urlsafe(32)
@@ -99,7 +101,7 @@ class EngineClient:
         most, wanted = await process.context_tokens(), self._entry.generation.context_tokens
         if most < wanted:
             raise ConfigurationError(
-                f"generation.context_tokens: {wanted}, and the model reads {most} tokens at most",
+                f"generation.context_tokens: {wanted}, but the model reads at most {most} tokens",
                 field="generation.context_tokens",
             )
         await self._warm_up(self._engine)
@@ -168,12 +170,12 @@ class EngineClient:
                     return StepsEnded(0, Failure.from_error(error))
                 switched = self.residency
             engine = self._engine
-            assert engine is not None, "it was opened; this is a bug"
+            assert engine is not None, "the engine is not open; this is a bug"
             self._run = EngineSteps(engine, self._room, self.memory_bytes, on_message)
             try:
                 await self._run.run(batch, timeout_s)
             except ModelProcessDied:
-                # Nobody is to use it again before it was started again.
+                # It must not be used again before it was restarted.
                 engine.process.kill()
                 await self._ended.wait()
                 raise
@@ -211,7 +213,7 @@ class EngineClient:
             while True:
                 await self._started.wait()
                 engine = self._engine
-                assert engine is not None, "it has started; this is a bug"
+                assert engine is not None, "the engine has not started; this is a bug"
                 status = await engine.process.wait()
                 if self._engine is engine:
                     lines = engine.process.last_lines()

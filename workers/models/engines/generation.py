@@ -3,10 +3,11 @@
 Its prompt is read in parts, so that no other text waits for more than one of them, and so that a
 caller who has gone costs no more than that. It is then written as a stream.
 
-Some texts are written in pieces instead, each a request of its own: those with log probabilities,
-as a stream leaves out the tokens that end within a character; with penalties, as those of llama.cpp
-count the prompt; and those whose JSON goes on behind what was written before, as a grammar starts
-with its beginning. Of these each token is chosen among those that the schema allows.
+Some texts are written in pieces instead, with a separate request for each: texts with log
+probabilities, because a stream leaves out the tokens that end within a character; texts with
+penalties, because llama.cpp's penalties count the prompt; and texts whose JSON continues after
+earlier output, because a grammar starts at its beginning. In these texts, each token is chosen
+among the tokens that the schema allows.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ class EngineGeneration:
         self._asked_at = 0
         """Tokens that were written before the current request."""
         self._has_lost = False
-        """Whether a stream has left out tokens that can't be told, or broken the schema."""
+        """True if a stream has left out tokens that can't be reconstructed, or violated the schema.
+        """
 
     @property
     def cached_tokens(self) -> int:
@@ -69,7 +71,7 @@ class EngineGeneration:
         return [*self._prompt, *self.writing.ids]
 
     def share_prompt(self) -> None:
-        """Has its prompt count as cached: another text of its owner goes on from it at this time.
+        """Counts its prompt as cached, because another text of its owner continues from it.
 
         Another slot reads it again, which costs nobody.
         """
@@ -98,13 +100,9 @@ class EngineGeneration:
         """Reads the prompt and writes the text. Canceled, it stops.
 
         Args:
-            slots: of the engine, of which one is free.
-            part_tokens: of the prompt that are read at a time.
+            slots: slots of the engine, of which one is free.
+            part_tokens: number of prompt tokens to read at a time.
             on_work: called after each part that was read, and each token.
-
-        Raises:
-            aiohttp.ClientError: the engine has died.
-            PenstockError: it can't be computed.
         """
         ids = self.ids
         place, known = slots.take(self.item.owner, ids)
@@ -203,10 +201,10 @@ class EngineGeneration:
         reply.completion_probabilities = whole
 
     async def _look_up(self, engine: EngineProcess, asked: Asked, token: int) -> Chosen:
-        """The log probability of a token, with those of the likeliest ones.
+        """Returns the log probabilities of a token and of the likeliest tokens.
 
-        The engine is made to choose a token that is a whole character, and tells all the same what
-        it would have liked better.
+        The engine is forced to choose a token that is a whole character, and still reports the
+        tokens that it would have preferred.
         """
         asked = replace(asked, tokens=1, keeps=True, bias={self._vocabulary.plain_token: _FORCING})
         for most in (_LOOKED_UP, self._vocabulary.size):
@@ -221,7 +219,7 @@ class EngineGeneration:
         raise ModelFailed(NO_NUMBERS)
 
     def _bias(self) -> dict[int, float] | None:
-        """What is added to logits for the next token alone. None: nothing beside logit_bias."""
+        """Returns the logit biases for the next token alone. None: only logit_bias."""
         item = self.item
         allowed = self.writing.allowed()
         penalizes = bool(item.frequency_penalty or item.presence_penalty)
@@ -255,7 +253,7 @@ class EngineGeneration:
         """Takes in what was written.
 
         Raises:
-            PenstockError: the text can't go on, or does not match its schema.
+            PenstockError: the text can't continue, or does not match its schema.
         """
         chances = reply.completion_probabilities
         for at, token in enumerate(self._whole(reply)):
@@ -275,10 +273,11 @@ class EngineGeneration:
             self.writing.end()
 
     def _whole(self, reply: Reply) -> list[int]:
-        """The tokens of a reply, with those that a stream has left out before it.
+        """Returns the tokens of a reply, including earlier tokens that a stream left out.
 
-        It leaves out all tokens of a character but the last one. They are told by the text, if the
-        model wrote it as its tokenizer would. If not, it is written again, in pieces.
+        A stream leaves out all tokens of a character except the last one. They are reconstructed
+        from the text, if the model wrote it like its tokenizer would. If not, it is written again,
+        in pieces.
         """
         missing = self._asked_at + reply.tokens_predicted - self._at - len(reply.tokens)
         if missing <= 0 or self._has_lost:

@@ -41,7 +41,7 @@ _FIELDS = (
     *("tokens", "content", "tokens_predicted", "stop", "stop_type", "timings"),
     "completion_probabilities",
 )
-"""Of a whole reply, and of the last event of a stream, which would have the prompt besides."""
+"""Maximum size of a whole reply, and of a stream's last event, which also contains the prompt."""
 _SEEDS = 2**32 - 1
 """The last one of 32 bits means a random seed."""
 _CACHE_STEP = 256
@@ -50,7 +50,7 @@ _FULL = "Context size has been exceeded"
 
 
 def settings_of(entry: Model, folder: Path, threads: int) -> dict[str, Any]:
-    """What workers/models/engines/llama_program.py is started with, but for the socket and the key.
+    """Returns the arguments of workers/models/engines/llama_program.py, except socket and key.
 
     Raises:
         ConfigurationError: the folder has no GGUF file.
@@ -75,7 +75,7 @@ def weights_in(folder: Path) -> Path:
     """The GGUF file of a folder, or the first part of one.
 
     Raises:
-        ConfigurationError: it has none, or several.
+        ConfigurationError: the folder has no GGUF file, or several.
     """
     files = sorted(one for one in folder.glob("*.gguf") if not one.name.startswith("mmproj"))
     firsts = [one for one in files if "-of-" not in one.name or "-00001-of-" in one.name]
@@ -84,19 +84,19 @@ def weights_in(folder: Path) -> Path:
     if firsts:
         names = ", ".join(one.name for one in firsts)
         raise ConfigurationError(
-            f"{folder}: it has {len(firsts)} GGUF files ({names}); name one of them as the source",
+            f"{folder}: has {len(firsts)} GGUF files ({names}); set one of them as the source",
             field="source",
         )
     raise ConfigurationError(
-        f"{folder}: engine llama.cpp reads GGUF files, and there is none; give a GGUF file of this "
-        "model as the source, or leave out engine",
+        f"{folder}: engine llama.cpp requires a GGUF file, but the folder has none; set a GGUF "
+        "file of this model as the source, or leave out engine",
         field="source",
     )
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What is asked of the engine: tokens to read, and how many to write after them.
+    """A request to the engine: tokens to read, and how many to write after them.
 
     `keeps`: whether the slot keeps what it has computed of the same tokens. `bias`: added to the
     logits of tokens. `is_free`: whether the engine does without the grammar.
@@ -168,7 +168,7 @@ class Chance(msgspec.Struct):
 
 
 class Chosen(Chance):
-    """The same with those of the likeliest ones."""
+    """Log probabilities of a token and of the likeliest tokens."""
 
     top_logprobs: list[Chance] = []
 
@@ -185,7 +185,7 @@ class Reply(msgspec.Struct):
     tokens: list[int] = []
     content: str = ""
     tokens_predicted: int = 0
-    """All so far, with those that a stream left out."""
+    """Number of tokens so far, including tokens that a stream left out."""
     stop: bool = False
     stop_type: str = ""
     completion_probabilities: list[Chosen] = []
@@ -195,7 +195,7 @@ class Reply(msgspec.Struct):
 
     @property
     def cached_tokens(self) -> int | None:
-        """Tokens of the prompt that the slot had. None: it does not say."""
+        """Number of prompt tokens that the slot had. None: the engine does not report it."""
         if self.prompt_progress is not None:
             return self.prompt_progress.cache
         return None if self.timings is None else self.timings.cache_n
@@ -208,14 +208,14 @@ def decode_reply(body: bytes | bytearray) -> Reply:
     """Decodes a reply, or the data of an event.
 
     Raises:
-        PenstockError: it says why it has none, or it is malformed.
+        PenstockError: the engine reports why there is no reply, or the reply is malformed.
     """
     try:
         reply = _decoder.decode(body)
     except msgspec.ValidationError as error:  # a NaN is null in its JSON
         raise ModelFailed(NO_NUMBERS) from error
     except msgspec.MsgspecError as error:
-        raise ModelFailed("the engine answered with something else than JSON") from error
+        raise ModelFailed("the engine returned an answer that is not JSON") from error
     if reply.error is not None:
         raise _error_of(reply.error.message)
     return reply
@@ -223,6 +223,6 @@ def decode_reply(body: bytes | bytearray) -> Reply:
 
 def _error_of(message: str) -> PenstockError:
     if _FULL in message:
-        return OutOfMemory("the engine has too little memory for all texts")
+        return OutOfMemory("the engine does not have enough memory for all texts")
     # Its message may have words of the request.
-    return ModelFailed("the engine refused the text, or failed on it")
+    return ModelFailed("the engine rejected the text, or failed on it")

@@ -23,7 +23,6 @@ _QUIET = 1
 
 
 def main() -> None:
-    """Serves until standard input ends."""
     # Others of the same user, such as custom classes, may not read its memory.
     system = ctypes.CDLL(None)
     system.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
@@ -33,7 +32,7 @@ def main() -> None:
     try:
         server = _serve(settings)
     except ImportError as error:
-        print(f"install the extra `text` for it (make text): {error}", flush=True)
+        print(f"install the extra `text` to use it (make text): {error}", flush=True)
         sys.exit(1)
     except (RuntimeError, ValueError) as error:
         print(f"{type(error).__name__}: {error}", flush=True)

@@ -23,7 +23,10 @@ from shared.errors import ConfigurationError, ModelFailed
 from workers.models.engines import llama_program
 
 SOCKETS = "/tmp"
-"""Where custom classes have a folder of their own instead (workers/models/custom/runner)."""
+"""Parent folder of the sockets.
+
+Custom classes have a private folder there instead (workers/models/custom/runner).
+"""
 SPINS = "1000"
 """How often a thread looks for the others of its step before it sleeps. By default it looks for as
 long as the system lets it run: where other programs take the cores too, a token took 8 s instead of
@@ -106,7 +109,7 @@ class EngineProcess:
                         break
                     self._lines.append(line)
         except TimeoutError as error:
-            reason = f"the engine was not ready after {timeout_s:g} s{self.last_lines()}"
+            reason = f"the engine was not ready within {timeout_s:g} s{self.last_lines()}"
             raise ModelFailed(reason) from error
         if not is_ready:
             raise ConfigurationError(
@@ -134,7 +137,7 @@ class EngineProcess:
         return self._process.pid
 
     def last_lines(self) -> str:
-        """What it printed last, for operators."""
+        """Returns the end of its output, for operators."""
         return "".join(f"\n{line}" for line in self._lines)
 
     @asynccontextmanager
@@ -147,10 +150,10 @@ class EngineProcess:
             yield response
 
     async def context_tokens(self) -> int:
-        """The most tokens of a text with its prompt, as the server says.
+        """Returns the maximum tokens of a text including its prompt, as reported by the server.
 
         Raises:
-            ModelFailed: it does not say.
+            ModelFailed: the server does not report it.
         """
         assert self._http is not None, "it is ready; this is a bug"
         try:
@@ -158,7 +161,7 @@ class EngineProcess:
                 props = await response.json()
                 return int(props["default_generation_settings"]["n_ctx"])
         except (aiohttp.ClientError, ValueError, KeyError, TypeError) as error:
-            raise ModelFailed(f"the engine does not say how much it reads: {error!r}") from error
+            raise ModelFailed(f"the engine does not report its context size: {error!r}") from error
 
     async def wait(self) -> int:
         """Waits until it has ended. Returns its exit status."""

@@ -1,8 +1,8 @@
 """The slots of an engine, and which owner may have a part of a prompt read.
 
-An engine keeps the keys and values of what a slot computed last. A generation gets the free slot of
-its owner that begins most like it. A slot that was another owner's starts without them: how long a
-prompt takes would tell what others have asked.
+An engine keeps the keys and values of the last text in each slot. A generation gets the free slot
+of its owner whose text has the longest common start. A slot that was used by another owner starts
+without them, because otherwise the time for a prompt would reveal what others have asked.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class EngineSlots:
         return best, known
 
     def free(self, slot: EngineSlot, ids: Sequence[int]) -> None:
-        """Gives a slot back, which has computed these tokens."""
+        """Returns a slot that has computed these tokens."""
         slot.is_busy, slot.ids, slot.freed = False, ids, next(self._frees)
 
 
@@ -78,8 +78,8 @@ class ReadingPermit:
 class ReadingPermits:
     """Bounds the tokens of prompts that an engine reads at a time, of owners in turns.
 
-    In order of arrival alone a short prompt would wait for all the long ones of another owner, and
-    an engine reads what it has in an order of its own.
+    In order of arrival alone, a short prompt would wait for all the long prompts of another owner,
+    and an engine reads its prompts in a different order.
 
     Args:
         most: tokens at a time.
@@ -105,7 +105,7 @@ class ReadingPermits:
         return permit
 
     def end(self, permit: ReadingPermit) -> None:
-        """Takes note that a part was read, or is not to be read."""
+        """Records that a part was read, or will not be read."""
         if permit in self._waiting:
             self._waiting.remove(permit)
         else:

@@ -28,11 +28,11 @@ SPARE_EVERY_S = 0.5
 
 
 class Engine:
-    """An engine that is ready, with what is known of its slots.
+    """A running engine, and the state of its slots.
 
     Args:
         slots: how many texts it writes at a time.
-        part_tokens: of prompts that it reads at a time.
+        part_tokens: number of prompt tokens that it reads at a time.
         shares_with_all: whether all owners share what was read of equal beginnings.
     """
 
@@ -66,9 +66,10 @@ class EngineSteps:
     """One run of an engine, until no text is left.
 
     Args:
-        room: of the model in this process.
+        room: room for the model in this process.
         memory_bytes: resident memory of the engine.
-        on_message: called with what comes of the items, never within a call of this.
+        on_message: called with the results of the items, never during a call of one of these
+            methods.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class EngineSteps:
         """Computes items until none is left.
 
         Raises:
-            ModelProcessDied: the engine has died, or gave no sign of life for `timeout_s`.
+            ModelProcessDied: the engine has died, or did not respond for `timeout_s`.
         """
         self.admit(batch)
         try:
@@ -122,7 +123,7 @@ class EngineSteps:
         except TimeoutError as error:
             if self._alive_s + timeout_s <= time.monotonic():
                 self._engine.process.kill()
-                reason = f"the engine gave no sign of life for {timeout_s:g} s"
+                reason = f"the engine did not respond for {timeout_s:g} s"
                 raise ModelProcessDied(reason) from error
 
     def admit(self, items: Sequence[Prepared]) -> int:
@@ -167,7 +168,10 @@ class EngineSteps:
                 self._report_end(slot, Canceled())
 
     def preempt(self, slots: Sequence[int]) -> None:
-        """Interrupts items that are still in. They come back with what they have written."""
+        """Interrupts items that are still running.
+
+        They are returned with the tokens written so far.
+        """
         chunks: dict[int, TokenChunk] = {}
         removed = []
         for slot in slots:
@@ -190,12 +194,11 @@ class EngineSteps:
         return generation
 
     def fail(self, reason: str) -> None:
-        """The engine has died."""
         self._fault = self._fault or ModelProcessDied(reason)
         self._changed.set()
 
     def note_work(self, slot: int, tokens: int) -> None:
-        """Takes note of tokens that the engine has read or written of an item.
+        """Records tokens of an item that the engine has read or written.
 
         A step of the engine computes each item once. So the second time that one comes, the step
         before is over.
@@ -229,7 +232,7 @@ class EngineSteps:
             return
         error = task.exception()
         if isinstance(error, aiohttp.ClientError | OSError):
-            self.fail(f"the engine hung up: {type(error).__name__}")
+            self.fail(f"the engine closed the connection: {type(error).__name__}")
             return
         if isinstance(error, OutOfMemory) and len(self._items) > 1:
             self.preempt([slot])
@@ -276,6 +279,6 @@ class EngineSteps:
         try:
             self._on_message(message)
         except Exception as error:
-            # Whatever it is, it ends the run: nobody else would see it.
+            # Whatever it is, it ends the run, because nothing else would report it.
             self._fault = self._fault or error
             self._changed.set()

@@ -1,16 +1,18 @@
 """A decoder of transformers on a device, with the keys and values of several generations.
 
-On a CPU, linear layers may have 4-bit weights, in groups with a scale and an offset each. One text
-at a time is written as fast as its weights come out of memory, so a third of the bytes of bf16 pays
-there. Many generations at a time share what was read, and are written faster in bf16.
+On a CPU, linear layers may have 4-bit weights, in groups with a scale and an offset each. The speed
+of a single text is limited by how fast weights are read from memory, so a third of bf16's bytes
+pays off there. Many generations at a time share the weights that were read, and are written faster
+in bf16.
 
-The groups are those of GGUF's Q4_1, whose weights come out as they were, but for scales in bf16. A
-layer whose shape has no such groups keeps its weights, and so do embeddings. The output layer gets
-8 bits, one scale a row: an error there is an error of the logits.
+The groups are the same as in GGUF's Q4_1, whose weights are reproduced exactly, except for scales
+in bf16. A layer whose shape does not allow such groups keeps its weights, and so do embeddings. The
+output layer gets 8 bits, with one scale per row, because its errors are errors in the logits.
 
 On a CPU, the pass of a Llama has few operators. A small operator takes a microsecond or more
-whatever it computes, and a token of one generation goes through transformers' own modules in about
-two thousand. Here one product gives queries, keys and values, and one gives both halves of the MLP.
+regardless of its work, and a token of one generation goes through transformers' own modules in
+about two thousand. Here one product returns queries, keys and values, and one returns both halves
+of the MLP.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ _JOINT = "joint"
 
 GROUP = 32
 _BLOCK_ROWS = 16
-"""torch's kernel takes a multiple of these."""
+"""torch's kernel takes a multiple of this number."""
 _STEPS = 15
 _MIDDLE = 8
 """The offset that torch's kernel subtracts from a 4-bit number before it scales it."""
@@ -55,9 +57,10 @@ _TINY = 1e-9
 
 _TRIAL_TOKENS = 12
 _TRIAL_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.05}
-"""Maximum distance of logits from those of transformers' own attention, as a part of the largest.
+"""Maximum difference from the logits computed with transformers' own attention, relative to the
+largest logit.
 
-A wrong attention gives other numbers altogether.
+A wrong attention computes completely different numbers.
 """
 _INT4 = "int4"
 _UNLOADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError)
@@ -94,7 +97,10 @@ def _fuse(owner: torch.nn.Module, names: tuple[str, ...]) -> None:
 
 
 class _Part(torch.nn.Module):
-    """Some outputs of the joint layer of `owner`, for transformers. It has no weights itself."""
+    """Part of the outputs from the joint layer of `owner`, for transformers.
+
+    It has no weights itself.
+    """
 
     def __init__(self, owner: torch.nn.Module, outputs: slice) -> None:
         super().__init__()
@@ -153,7 +159,7 @@ class _Norm:
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         if hidden.numel() > self._width:
             return rms_norm(hidden, self._shape, self._weight, self._epsilon)
-        # The root of one token as a number of Python saves five of eight operators.
+        # For a single token, computing the root as a Python number saves five of eight operators.
         length = vector_norm(hidden, dtype=torch.float32).item()
         scale = (length * length / self._width + self._epsilon) ** -0.5
         out: torch.Tensor = (hidden * scale).mul_(self._weight)
@@ -205,7 +211,7 @@ class _Layer:
 
 
 def round_linear_layers(model: torch.nn.Module) -> None:
-    """Replaces Linears of a causal language model of transformers by layers of 4 bits, or 8.
+    """Replaces Linears in a causal language model from transformers with layers of 4 or 8 bits.
 
     Raises:
         ConfigurationError: none of its layers can be replaced.
@@ -223,7 +229,8 @@ def round_linear_layers(model: torch.nn.Module) -> None:
                 replaced += 1
     if not replaced:
         raise ConfigurationError(
-            f"precision int4: no layer of {type(model).__name__} has groups of {GROUP} weights",
+            f"precision int4: {type(model).__name__} does not have layers with groups of "
+            f"{GROUP} weights",
             field="precision",
         )
 
@@ -293,7 +300,7 @@ def choose_dtype(precision: str, device_type: str) -> torch.dtype:
         ConfigurationError: the device does not compute in this precision.
     """
     if precision == _INT4 and device_type != "cpu":
-        raise ConfigurationError("a text model is in int4 on CPUs only", field="precision")
+        raise ConfigurationError("text models support int4 only on CPUs", field="precision")
     if precision not in ("auto", _INT4):
         return DTYPES[precision]
     if device_type == "cuda":
@@ -306,9 +313,8 @@ class Decoder:
     """Computes logits for rows of a cache.
 
     Args:
-        precision: as CatalogEntry.precision.
-        rows: the most generations at a time.
-        capacity: the most tokens of each.
+        rows: maximum number of generations at a time.
+        capacity: maximum number of tokens per generation.
     """
 
     def __init__(
@@ -322,7 +328,7 @@ class Decoder:
         self.device_name = ""
 
     def open(self) -> None:
-        """Loads the weights, and compares a first pass with that of transformers.
+        """Loads the weights, and compares a first pass with transformers' own.
 
         Raises:
             ConfigurationError: the folder is not such a model, or it computes in another way.
@@ -366,7 +372,7 @@ class Decoder:
         return model
 
     def _check(self) -> None:
-        """Compares the logits of a few tokens with those of transformers' own attention."""
+        """Compares the logits for a few tokens with the logits of transformers' own attention."""
         try:
             ids = torch.arange(1, _TRIAL_TOKENS + 1, device=self._device)
             with torch.inference_mode():
@@ -393,7 +399,8 @@ class Decoder:
         computed_in = torch.bfloat16 if self._precision == _INT4 else self._dtype
         if not off < _TRIAL_TOLERANCE[computed_in]:
             raise ConfigurationError(
-                f"{self._folder}: {type(self._model).__name__} computes other logits step by step",
+                f"{self._folder}: {type(self._model).__name__} computes different logits step "
+                "by step",
                 field="source",
             )
 

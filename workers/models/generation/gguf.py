@@ -37,7 +37,7 @@ _ENDS = (
     *("<|endoftext|>", "<|im_end|>", "<|end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"),
     *("<end_of_turn>", "<end_of_utterance>", "<|return|>", "<|call|>", "<EOT>", "<eos>", "</s>"),
 )
-"""Tokens that end a text for llama.cpp, whatever the file says (src/llama-vocab.cpp there)."""
+"""Tokens that end a text for llama.cpp, regardless of the file (src/llama-vocab.cpp there)."""
 _PART = re.compile(r"-\d{5}-of-")
 
 
@@ -62,8 +62,8 @@ def described(path: Path, cache_dir: Path) -> Path:
 def _made(path: Path, cache_dir: Path, form: str) -> Path:
     """The folder of a GGUF file in one of both forms.
 
-    A folder under its own name is whole: it is made under another name and renamed. What a killed
-    process left is removed by the next one.
+    A folder under its own name is complete, because it is created under another name and renamed.
+    The remains of a killed process are removed by the next one.
     """
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()[:16]
@@ -116,7 +116,7 @@ def _remove_abandoned(parent: Path) -> None:
 
 
 def _convert_apart(path: Path, folder: Path, form: str) -> None:
-    """Converts in a process of its own, because the I/O process never imports torch.
+    """Converts in a separate process, because the I/O process never imports torch.
 
     The process ends with this one, also if this one is killed: its standard input ends then.
     """

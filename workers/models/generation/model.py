@@ -11,10 +11,11 @@ others.
 
 The prefill order is round-robin across tenants.
 
-Guesses are prompt-lookup speculative decoding: a generation goes on as it did after the same words
-before, in its prompt or in itself. The model checks a guess in one pass, and what it would not have
-written is dropped. So a generation stays what it is, and one that quotes is written in fewer
-passes. Saxena, Prompt lookup decoding, 2023, https://github.com/apoorvumang/prompt-lookup-decoding.
+Guesses are prompt-lookup speculative decoding: a generation is expected to continue as it did after
+the same words before, in its prompt or its own output. The model checks a guess in one pass, and
+drops tokens that it would not have written. So the text does not change, and a generation that
+quotes is written in fewer passes. Saxena, Prompt lookup decoding, 2023,
+https://github.com/apoorvumang/prompt-lookup-decoding.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _MATCHED_TOKENS = 3
 """That must be equal. Two occur by chance too often, and a wrong guess costs time."""
 _FIRST_GUESS_TOKENS = 4
 _ECHO_TOKENS = 32
-"""Of a prompt whose tokens get log probabilities. Each has logits of 0.2 to 1 MB."""
+"""Number of prompt tokens with log probabilities per pass. Each has logits of 0.2 to 1 MB."""
 
 
 class PromptLookup:
@@ -58,7 +59,7 @@ class PromptLookup:
 
         Args:
             ids: all tokens of the generation so far. Those of the last call, and more.
-            room: the most tokens that are of use.
+            room: maximum number of useful tokens.
         """
         for at in range(self._known, len(ids)):
             self._next[tuple(ids[at - _MATCHED_TOKENS : at])] = at
@@ -67,7 +68,7 @@ class PromptLookup:
         if position is None:
             return []
         period = len(ids) - position
-        # What reaches the end of the generation goes on with itself.
+        # If it reaches the end of the generation, it continues with itself.
         return [ids[position + offset % period] for offset in range(min(self._now, room))]
 
     def learn(self, guessed: int, right: int) -> None:
@@ -96,7 +97,7 @@ class PrefillOrder:
         return [index for _, _, index in sorted(keys)]
 
     def took(self, owner: str) -> None:
-        """Notes that a part of a prompt of this owner was read."""
+        """Records that a part of this owner's prompt was read."""
         self._last[owner] = max(self._last.values(), default=0) + 1
 
 
@@ -129,11 +130,11 @@ class _Generation:
 
     @property
     def echoes_logprobs(self) -> bool:
-        """Whether all tokens of the prompt get log probabilities."""
+        """True if all tokens of the prompt get log probabilities."""
         return self.item.is_echoed and self.item.logprobs >= 0
 
     def chunk_tokens(self, most: int) -> int:
-        """How many tokens of the prompt are read at a time: those of `most` that memory is for."""
+        """Returns how many prompt tokens to read at a time: `most`, or as many as memory allows."""
         return min(most, _ECHO_TOKENS) if self.echoes_logprobs else most
 
     def guess(self, capacity: int) -> list[int]:
@@ -170,7 +171,7 @@ class GenerationModel:
         self._generations: dict[int, _Generation] = {}
         self._turns = PrefillOrder()
         self._others_wait = False
-        """Whether the last step wrote first tokens only."""
+        """True if the last step wrote first tokens only."""
 
     def setup(self) -> None:
         """Loads the model.
@@ -210,7 +211,7 @@ class GenerationModel:
     def _give_row(self, generation: _Generation) -> None:
         """A row that begins as the generation does, if there is one."""
         owner = "*" if self._shares_with_all else generation.item.owner
-        # What is shared is not computed, so it has no log probabilities.
+        # Shared tokens are not computed, so they have no log probabilities.
         known = [] if generation.echoes_logprobs else generation.ids[:-1]
         row, source, shared = self._rows.find(known, owner)
         if source is not None:
@@ -278,7 +279,10 @@ class GenerationModel:
     def _read_part(
         self, generation: _Generation, start: int, part: list[int], *, ends: bool
     ) -> Any:
-        """Reads a part of a prompt. Returns the logits behind it if it ends. None otherwise."""
+        """Reads a part of a prompt.
+
+        Returns the logits after it if the prompt ends there. None otherwise.
+        """
         assert generation.row is not None, "this is a bug"
         if not generation.echoes_logprobs:
             return self._decoder.read(generation.row.number, start, np.array(part), ends=ends)
@@ -322,9 +326,10 @@ class GenerationModel:
             self._add_token(generation, row, end)
 
     def _check_guess(self, generation: _Generation, guessed: list[int], end: StepEnd) -> bool:
-        """Writes tokens as long as they are those that were guessed, and one more.
+        """Writes tokens as long as they match the guess, and one more.
 
-        Returns False if the guess gives no finite numbers. The generation may go on without it.
+        Returns False if the guess produces numbers that are not finite. The generation may continue
+        without it.
         """
         assert generation.row is not None, "this is a bug"
         start = len(generation.row.ids)

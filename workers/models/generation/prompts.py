@@ -1,7 +1,7 @@
 """Converts conversations and prompts to token ids, in the I/O process.
 
-The chat template of a model folder is code by strangers, so it is bounded and runs in a sandbox.
-Its environment is that of transformers' apply_chat_template, without its import of 60 MB.
+The chat template of a model folder is untrusted code, so it is bounded and runs in a sandbox. Its
+environment is the same as in transformers' apply_chat_template, without its import of 60 MB.
 """
 
 from __future__ import annotations
@@ -104,11 +104,11 @@ class ChatTemplate:
 
 
 class _Refused(TemplateError):
-    """The template said why it does not take the messages."""
+    """The template reported why it does not accept the messages."""
 
 
 class _Generation(Extension):
-    """The tag around what the assistant said, which matters in training only."""
+    """The tag around text written by the assistant, which matters only in training."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -142,9 +142,9 @@ class _Environment(ImmutableSandboxedEnvironment):
     def check(self, length: int) -> None:
         """Fails if a text is too long, or the time is over."""
         if length > MAX_TEXT_CHARS:
-            raise SecurityError(f"it makes more than {MAX_TEXT_CHARS} characters")
+            raise SecurityError(f"it produces more than the maximum of {MAX_TEXT_CHARS} characters")
         if self._clock() > self._until_s:
-            raise SecurityError(f"it takes more than {MAX_S:g} s")
+            raise SecurityError(f"it takes more than the maximum of {MAX_S:g} s")
 
     def _tick(self) -> str:
         self.check(0)
@@ -256,23 +256,25 @@ class PromptPreparer:
 
     def _prepare(self, value: Input) -> PreparedPrompt:
         if not isinstance(value, GenerationInput):
-            raise BadInput("a text model takes messages or a prompt", field="messages")
+            raise BadInput(
+                "the input of a text model must be messages or a prompt", field="messages"
+            )
         ids = self._read_messages(value) if value.messages else self._read_prompt(value.prompt)
         if not ids:
-            raise BadInput("the prompt has no tokens", field=value.field)
+            raise BadInput("the prompt must have at least one token", field=value.field)
         max_tokens = value.room(len(ids), self._context_tokens)
         schema = self._read_schema(value)
         if value.json_schema and value.messages and value.messages[-1].get("role") == "assistant":
             raise BadInput(
-                f"{value.schema_field}: a prefilled assistant message cannot be continued as JSON "
+                f"{value.schema_field}: a prefilled assistant message can't be continued as JSON "
                 "that follows a schema; end with a user message",
                 field=value.schema_field,
             )
         self._check_vocabulary(value.logit_bias, "logit_bias")
         if value.is_echoed and value.logprobs >= 0 and self._engine != "auto":
             raise BadInput(
-                f"echo: engine {self._engine} of this model tells no log probabilities of prompts; "
-                "leave out echo or logprobs",
+                f"echo: engine {self._engine} of this model does not return log probabilities of "
+                "prompts; leave out echo or logprobs",
                 field="echo",
             )
         return PreparedPrompt(
@@ -312,16 +314,18 @@ class PromptPreparer:
         last = self._vocabulary.size - 1
         for position, token in enumerate(ids):
             if not 0 <= token <= last:
-                reason = f"token id {token}, at position {position}, is not in the vocabulary"
+                reason = f"token ID {token}, at position {position}, is not in the vocabulary"
                 raise BadInput(f"{field}: {reason}, which ends at {last}", field=field)
 
     def _read_messages(self, value: GenerationInput | PromptToCount) -> list[int]:
         if self._template is None:
-            raise BadInput("this model has no chat template; send a prompt", field="messages")
+            raise BadInput(
+                "this model does not have a chat template; send a prompt", field="messages"
+            )
         if value.tools and not self._template.takes_tools:
             raise BadInput(
-                "tools: this model's chat template does not support tools; remove them, or "
-                "choose a model that was trained to use tools",
+                "tools: this model's chat template does not support tools; leave them out, or "
+                "use a model that was trained to use tools",
                 field="tools",
             )
         marks = _Marks(list(self._vocabulary.special.values()))
@@ -366,8 +370,8 @@ class PromptPreparer:
         start, *others = text.split(marks.end)
         if len(others) != 1:
             raise ValueError(
-                "messages: this model's chat template cannot continue an assistant message; "
-                "end with a user message"
+                "messages: this model's chat template can't continue an assistant message; end "
+                "with a user message"
             )
         return start
 
@@ -380,7 +384,7 @@ class PromptPreparer:
         return ids
 
     def _encode_plain(self, text: str, field: str, *, special: bool) -> list[int]:
-        """A text without control tokens, but for those that the model puts around each text."""
+        """Encodes text without control tokens, except those that the model puts around it."""
         try:
             ids: list[int] = self._vocabulary.plain_tokenizer.encode(
                 text, add_special_tokens=special
@@ -414,12 +418,12 @@ class _Marks:
     def __init__(self, texts: Sequence[str]) -> None:
         self._texts = sorted(texts, key=len, reverse=True)
         self._nonce = secrets.token_hex(8)
-        """Nobody can write marks of their own."""
+        """Prevents callers from forging these marks."""
         self.end = f"\ue000{self._nonce}\ue001"
         """Marks the end of a message that is continued."""
 
     def hide(self, value: Any) -> Any:
-        """The same messages with marks in place of texts of control tokens."""
+        """Returns the same messages, with marks in place of text that spells control tokens."""
         if isinstance(value, str):
             for number, text in enumerate(self._texts):
                 if text in value:

@@ -1,8 +1,9 @@
 """JSON schemas of callers: what the tokens of a text are held to, and what only a whole text shows.
 
-A grammar decides token by token, so it follows most of a schema, but not that the items of a list
-differ, or that one of several forms matches and no other. Such a schema is taken all the same. What
-the grammar leaves out is checked when the text has ended, and a text that breaks it fails.
+A grammar decides token by token, so it follows most of a schema, but it can't ensure, for example,
+that the items of a list differ, or that exactly one of several forms matches. Such schemas are
+accepted anyway. The rest of the schema is checked when the text has ended, and a text that violates
+it fails.
 
 The size of a schema is bounded, because all texts of a batch pay for it at each token. So is the
 work of the check, for which they wait: parts that refer to others twice, level after level, make a
@@ -51,7 +52,10 @@ _CALL = {"whitespace_pattern": " ?"}
 _JOINS = frozenset({"allOf", "anyOf", "oneOf", "$ref", "$dynamicRef", "$recursiveRef"})
 """With one of these several numbers may hold for one value."""
 
-_TOO_MANY = f"comparing a text with it takes more than {MAX_EVALUATIONS} evaluations of its parts"
+_TOO_MANY = (
+    f"comparing text with it takes more than the maximum of {MAX_EVALUATIONS} evaluations of its "
+    "parts"
+)
 
 _SAME_LISTS, _SAME_NAMED = ("allOf", "anyOf", "oneOf"), ("dependentSchemas", "dependencies")
 _SAME = ("not", "if", "then", "else")
@@ -64,21 +68,22 @@ _UNEVALUATED = frozenset({"unevaluatedProperties", "unevaluatedItems"})
 _WORDS = (
     (
         r"Resource '(.*?)' is not present",
-        "$ref: {0} is not in the schema; only references within it work, such as #/$defs/name",
+        "$ref: {0} is not in the schema; only references within the schema are supported, "
+        "such as #/$defs/name",
     ),
-    (r"Anchor '(.*?)' does not exist", "$ref: the schema has no $anchor {0}"),
-    (r"Pointer '(.*?)' does not exist", "$ref: the schema has no {0}"),
+    (r"Anchor '(.*?)' does not exist", "$ref: the schema does not have the $anchor {0}"),
+    (r"Pointer '(.*?)' does not exist", "$ref: the schema does not have {0}"),
     (r"Unsatisfiable schema", "no JSON matches it"),
     (
         r"patternProperty regexes (.*?) are not disjoint",
-        "patternProperties: a name may match {0}; use patterns of which a name matches one",
+        "patternProperties: a name may match {0}; use patterns that do not match the same name",
     ),
     (
         r"Value for 'multipleOf' has too many digits",
-        "multipleOf: it has too many digits; use fewer",
+        "multipleOf: the number has too many digits; use fewer",
     ),
 )
-"""Errors of llguidance, and what a caller is told."""
+"""Errors of llguidance, and the messages shown to callers."""
 _REGEX_ERROR = re.compile(r"regex parse error:\s*(.*?)\n.*error: (.*)", re.DOTALL)
 _WITHOUT = re.compile(r"\s*while processing .*", re.DOTALL)
 
@@ -92,23 +97,23 @@ def check_size(json_schema: str) -> None:
     """
     size_bytes = len(json_schema.encode())
     if size_bytes > MAX_BYTES:
-        raise ValueError(f"it has {size_bytes} bytes, and at most {MAX_BYTES} are supported")
+        raise ValueError(f"must have at most {MAX_BYTES} bytes, got {size_bytes}")
     # Before it is read: how deep Python's own parser goes depends on the version and the stack.
     depth = _depth(json_schema)
     if depth > MAX_DEPTH:
-        raise ValueError(f"it is nested {depth} levels deep, and at most {MAX_DEPTH} are supported")
+        raise ValueError(f"must be nested at most {MAX_DEPTH} levels deep, got {depth}")
     schema = json.loads(json_schema)
     _check_multiples(schema)
     longest = max(map(_json_length, _matched_texts(schema)), default=0)
     if longest > MAX_CHARACTERS:
         raise ValueError(
-            f"a constant, pattern or name in it has {longest} characters as JSON, and "
-            f"at most {MAX_CHARACTERS} are supported"
+            f"a constant, pattern or name in it has {longest} characters as JSON, which exceeds "
+            f"the maximum of {MAX_CHARACTERS}"
         )
 
 
 def _depth(text: str) -> int:
-    """The most objects and lists within each other in JSON, which is not parsed for it."""
+    """Returns the nesting depth of objects and lists in JSON, without parsing it."""
     levels = itertools.accumulate(_BRACKETS.get(letter, 0) for letter in _STRING.sub("", text))
     return max(levels, default=0)
 
@@ -118,7 +123,7 @@ def _json_length(text: str) -> int:
 
 
 def _matched_texts(schema: Any) -> Iterator[str]:
-    """All texts of a schema but those that only explain it."""
+    """Returns all texts of a schema, except annotations."""
     waiting = [schema]
     while waiting:
         part = waiting.pop()
@@ -153,15 +158,15 @@ def read_schema(source: str, vocabulary: Vocabulary, *, is_call: bool) -> Gramma
     """Finds out how a schema can be followed.
 
     Args:
-        is_call: whether it is that of a call of a tool.
+        is_call: True for the schema of a tool call.
 
     Raises:
-        ValueError: it can't be used.
+        ValueError: the schema can't be used.
     """
     check_size(source)
     schema = json.loads(source, parse_float=_number)
     if not isinstance(schema, dict):
-        raise ValueError("it is not a JSON object")
+        raise ValueError("must be a JSON object")
     options = dict(_CALL) if is_call else {}
     schema.pop(_GRAMMAR_OPTIONS, None)
     plain = json.dumps(schema)
@@ -178,13 +183,13 @@ def read_schema(source: str, vocabulary: Vocabulary, *, is_call: bool) -> Gramma
     # Of any text, each part is evaluated once at least. Its own parts may multiply it.
     evaluations = _Evaluations(json.loads(plain))
     if any(evaluations.of(one, None) > MAX_EVALUATIONS for one in evaluations.schemas):
-        raise ValueError(f"{_TOO_MANY}; let fewer of its parts refer to the same ones")
+        raise ValueError(f"{_TOO_MANY}; use fewer parts that refer to the same part")
     _validator(plain)
     return GrammarSchema(lenient, plain)
 
 
 def _check_multiples(schema: Any) -> None:
-    """Checks the numbers that others are to be multiples of.
+    """Checks the divisors in `multipleOf`.
 
     Raises:
         ValueError: they are too large.
@@ -200,8 +205,8 @@ def _check_multiples(schema: Any) -> None:
         total = max(total, math.lcm(*whole))
     if total > MAX_MULTIPLES:
         raise ValueError(
-            "multipleOf: it has too many digits; without decimal points its numbers come to "
-            f"{min(total, 10**30):.3g}, and at most {MAX_MULTIPLES} are supported"
+            "multipleOf: the numbers have too many digits; without decimal points they amount to "
+            f"{min(total, 10**30):.3g}, which exceeds the maximum of {MAX_MULTIPLES}"
         )
 
 
@@ -228,7 +233,7 @@ def why_not_matched(text: str, schema: str) -> str:
         path = "".join(f"/{part}" for part in error.schema_path)
         return f"{error.message[:200]} (#{path} of the schema)"
     except RecursionError:
-        return "it is nested too deep"
+        return "it is nested too deeply"
     except ValueError as error:
         return str(error)
     return ""
@@ -289,7 +294,7 @@ class _Evaluations:
 
     def _parts(self, part: _Part) -> Iterator[_Part]:
         schema, value, _ = part
-        # What is left to the unevaluated is found by another evaluation.
+        # Properties and items for "unevaluated" keywords are found by another evaluation.
         times = 1 if _UNEVALUATED.isdisjoint(schema) else 2
         same = [schema.get(keyword) for keyword in _SAME]
         for keyword in _SAME_LISTS:

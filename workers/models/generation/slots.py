@@ -51,8 +51,8 @@ class KvRows:
         """A free row for a generation that begins with `ids`.
 
         Returns:
-            The row, the row to copy its first tokens from (None: it has them), and how many these
-            are.
+            Returns the row, the row to copy its first tokens from (None: it has them), and their
+            number.
         """
         free = [row for row in self.all if not row.is_taken]
         assert free, "no row is free; this is a bug"
@@ -72,7 +72,7 @@ class KvRows:
         return target, (None if target is best else best), shared
 
     def take(self, row: KvRow, ids: list[int], owner: str) -> None:
-        """Gives a free row to a generation whose first tokens it has."""
+        """Assigns a free row to a generation whose first tokens it has."""
         row.ids, row.owner, row.is_taken = list(ids), owner, True
 
     def free(self, row: KvRow) -> None:
@@ -83,7 +83,7 @@ class KvRows:
     def gather(self, rows: Sequence[KvRow]) -> Iterator[tuple[int, int, int]]:
         """Makes `rows` the first ones. Yields exchanges of two rows: numbers, and tokens of them.
 
-        Each exchange is to be done at once.
+        Each exchange must be done at once.
         """
         wanted = set(map(id, rows))
         targets = [target for target in range(len(rows)) if id(self.all[target]) not in wanted]
@@ -110,7 +110,7 @@ def _common(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 class ForwardPass:
-    """One forward pass: which rows get new tokens, and what these may look at.
+    """One forward pass: the rows that get new tokens, and the tokens visible to them.
 
     Either one row gets several tokens (a part of a prompt), or the first rows get one token each.
 
@@ -118,7 +118,7 @@ class ForwardPass:
         rows: the number of the first row, and of the one behind the last.
         starts: how many tokens each row has before, int64 [rows].
         tokens: how many tokens each row gets.
-        capacity: the most tokens of a row.
+        capacity: maximum number of tokens in a row.
     """
 
     def __init__(
@@ -164,8 +164,8 @@ class SlotCache(Cache):  # type: ignore[misc]
     """A transformers cache whose rows are filled by different generations, to different lengths.
 
     Args:
-        rows: the most generations.
-        capacity: the most tokens of each.
+        rows: maximum number of generations.
+        capacity: maximum number of tokens per generation.
     """
 
     def __init__(self, rows: int, capacity: int) -> None:
@@ -187,13 +187,13 @@ class SlotCache(Cache):  # type: ignore[misc]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Adds keys and values [rows, heads, tokens, width] of a layer.
 
-        Returns those of all tokens so far, [rows, heads, length, width].
+        Returns the states of all tokens so far, [rows, heads, length, width].
         """
         if layer_idx == len(self._keys):
             self._keys.append(self._room(key_states))
             self._values.append(self._room(value_states))
         reading = self.reading
-        assert reading is not None, "there is no pass; this is a bug"
+        assert reading is not None, "no pass is running; this is a bug"
         keys = self._keys[layer_idx][reading.first : reading.end]
         values = self._values[layer_idx][reading.first : reading.end]
         if reading.single:
@@ -207,7 +207,7 @@ class SlotCache(Cache):  # type: ignore[misc]
         return keys[:, :, : reading.length], values[:, :, : reading.length]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Not used: all callers say the positions."""
+        """Not used, because all callers specify positions."""
         return 0
 
     def _room(self, states: torch.Tensor) -> torch.Tensor:
@@ -254,7 +254,7 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """The attention of one layer for transformers: [rows, heads, tokens, width] in.
 
-    [rows, tokens, heads, width] out. The mask is that of the pass in `slots`.
+    Returns [rows, tokens, heads, width]. The mask is the mask of the pass in `slots`.
     """
     if options.get("s_aux") is not None or slots is None or slots.reading is None:
         raise ConfigurationError("this model's attention is not supported", field="source")

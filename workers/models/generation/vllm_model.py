@@ -1,7 +1,8 @@
 """A language model that vLLM computes, step by step.
 
-vLLM schedules, keeps keys and values in pages, chooses tokens and follows JSON schemas. What a
-generation is, where it stops and what its readers get is decided here, as for every language model.
+vLLM schedules, keeps keys and values in pages, chooses tokens and follows JSON schemas. The meaning
+of a generation, its stop conditions and the data for its readers are decided here, as for every
+language model.
 
 The engine is `LLMEngine`, in this process: one call of its `step` is one of ours. Its options
 follow from the catalog entry and the device.
@@ -46,8 +47,8 @@ _DTYPES = {"auto": "auto", "fp32": "float32", "bf16": "bfloat16", "fp16": "float
 _COMPILE_LIMIT_S = 10.0
 _LOOK_EVERY_S = 0.001
 _SEED_STEP = 0x9E3779B97F4A7C15
-"""Another worker goes on with a generation with other random numbers, not with the first ones
-again.
+"""Another worker resumes a generation with other random numbers, instead of repeating the first
+ones.
 """
 
 
@@ -65,7 +66,7 @@ def import_vllm() -> Any:
         import vllm.sampling_params
     except ImportError as error:
         raise ConfigurationError(
-            f"backend vllm needs vLLM in the environment of the worker: {error}", field="backend"
+            f"backend vllm requires vLLM in the environment of the worker: {error}", field="backend"
         ) from error
     return vllm
 
@@ -149,12 +150,12 @@ class _Generation:
         self._has_begun = False
 
     def take(self, output: Any) -> int:
-        """Takes in the tokens that a step gave. Returns how many it read and wrote.
+        """Processes the tokens returned by a step. Returns how many it read and wrote.
 
         vLLM reports a prompt when it was read. Of one that took several steps, that is the last.
 
         Raises:
-            ModelFailed: vLLM ended the generation for a reason of its own.
+            ModelFailed: vLLM ended the generation for another reason.
         """
         is_first = not self._has_begun
         self._has_begun = True
@@ -181,7 +182,7 @@ class _Generation:
 
 
 def _chances(logprobs: Any) -> dict[int, float] | None:
-    """Log probabilities as vLLM tells them."""
+    """Returns log probabilities in our form."""
     return None if logprobs is None else {token: one.logprob for token, one in logprobs.items()}
 
 
@@ -274,7 +275,7 @@ class VllmModel:
                     "the JSON schema can't be used: it is too complex for the engine of this model"
                 )
                 raise BadInput(reason, field=item.schema_field) from error
-            raise ModelFailed(f"vLLM refused the generation: {error}") from error
+            raise ModelFailed(f"vLLM rejected the generation: {error}") from error
 
     def _follow(self, key: str, written: list[int]) -> None:
         """Moves a generation's schema behind the tokens that another worker wrote.
@@ -283,7 +284,7 @@ class VllmModel:
         but the engine runs in this process.
 
         Args:
-            key: of the request inside vLLM.
+            key: key of the request inside vLLM.
             written: those tokens.
 
         Raises:
@@ -295,12 +296,12 @@ class VllmModel:
         until_s = time.monotonic() + _COMPILE_LIMIT_S
         while not asked.is_grammar_ready:  # a thread of vLLM compiles it
             if time.monotonic() > until_s:
-                raise ValueError(f"it was not compiled in {_COMPILE_LIMIT_S:g} s")
+                raise ValueError(f"it was not compiled within {_COMPILE_LIMIT_S:g} s")
             time.sleep(_LOOK_EVERY_S)
         if isinstance(asked.grammar, Exception):
             raise ValueError(str(asked.grammar)) from asked.grammar
         if not asked.grammar.accept_tokens(key, written):
-            raise ModelFailed("the JSON schema does not allow what another worker wrote")
+            raise ModelFailed("the JSON schema does not allow the text written by another worker")
 
     def _parameters(self, item: PreparedPrompt, written: int) -> Any:
         parameters = self._vllm.sampling_params

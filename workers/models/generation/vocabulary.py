@@ -40,7 +40,6 @@ class Vocabulary:
         self.special = {token: one.content for token, one in added.items() if one.special}
         """Control tokens, with their texts."""
         self.ends = frozenset(self._read_ends())
-        """Tokens that end a text."""
         self._making = threading.Lock()
         self._matchers: dict[str, LLMatcher] = {}
 
@@ -58,7 +57,7 @@ class Vocabulary:
         except (OSError, ValueError) as error:
             raise ConfigurationError(f"{path}: {error}", field="source") from error
         if not isinstance(document, dict):
-            raise ConfigurationError(f"{path}: is not a JSON object", field="source")
+            raise ConfigurationError(f"{path}: must be a JSON object", field="source")
         return document
 
     def _read_ends(self) -> list[int]:
@@ -71,7 +70,9 @@ class Vocabulary:
             text.get("content", "") if isinstance(text, dict) else text or ""
         )
         if token_id is None:
-            raise ConfigurationError(f"{self.folder}: names no eos_token_id", field="source")
+            raise ConfigurationError(
+                f"{self.folder}: does not specify eos_token_id", field="source"
+            )
         return [token_id]
 
     @cached_property
@@ -93,7 +94,7 @@ class Vocabulary:
         return max(self.size, self.tokenizer.get_vocab_size())
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes of a token's text. A control token has none."""
+        """Returns the bytes of a token's text. A control token does not have any."""
         if token in self.special or token in self.ends or token >= self._grammar_tokens.vocab_size:
             return b""
         data: bytes = self._grammar_tokens.decode_bytes([token])

@@ -3,8 +3,8 @@
 It finds where a text stops, and how much of it readers may see before that is known. It also bounds
 the length of a number at the end of unfinished JSON.
 
-Randomness is a function of the item's seed and of the position of the token alone. So an item gets
-the same numbers alone, in company, and on the worker that goes on with it.
+Randomness depends only on the item's seed and the token's position. So an item gets the same
+numbers alone, together with others, and on the worker that resumes it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MIN_LOGPROB = -9999.0
 """In place of minus infinity, which JSON does not have. OpenAI's API shows the same number:
 https://platform.openai.com/docs/api-reference/chat/object
 """
-NO_NUMBERS = "the model computed no numbers for this text"
+NO_NUMBERS = "the model did not compute valid numbers for this text"
 MAX_DIGITS = 20
 """A double holds 17. A model that repeats itself would write a longer one until its tokens end."""
 _IN_NUMBERS = frozenset("+-.eE")
@@ -86,8 +86,8 @@ def adjust(logits: Row, written: Sequence[int], prompt: IdArray, item: PreparedP
 def choose(logits: Row, item: PreparedPrompt, position: int) -> int:
     """The token for `position`. Tokens that are not allowed have logits of -inf.
 
-    top_k is applied first, then top_p to what it leaves, then min_p, as transformers does. (vLLM
-    applies min_p first.)
+    top_k is applied first, then top_p to the rest, then min_p, as transformers does. (vLLM applies
+    min_p first.)
     """
     if item.temperature == 0 or item.top_k == 1:
         return int(np.argmax(logits))
@@ -102,7 +102,7 @@ def choose(logits: Row, item: PreparedPrompt, position: int) -> int:
     if item.min_p > 0:
         weights = np.where(weights >= item.min_p * weights.max(), weights, 0.0)
     sums = np.cumsum(weights)
-    # A token without weight is never chosen: its sum does not exceed that of the one before.
+    # A token without weight is never chosen, because its sum does not exceed the previous one.
     at = int(np.searchsorted(sums, uniform(item.seed, position) * sums[-1], side="right"))
     at = min(at, int(np.flatnonzero(weights)[-1]))
     return at if tokens is None else int(tokens[at])
@@ -116,7 +116,10 @@ def _top_k(scaled: npt.NDArray[np.float64], top_k: int) -> npt.NDArray[np.int64]
 
 
 def _top_p(weights: npt.NDArray[np.float64], top_p: float) -> npt.NDArray[np.int64]:
-    """The fewest positions whose weights are `top_p` of all, in order. At least one."""
+    """Returns the smallest set of positions whose weights add up to `top_p` of the total, in order.
+
+    At least one.
+    """
     wanted = top_p * float(weights.sum())
     count = min(_FIRST_TRY, len(weights))
     while True:
@@ -245,7 +248,7 @@ class Writing:
                 self.add(token)
         except BadInput as error:
             raise ModelFailed(error.message) from error
-        # What the readers of another worker have seen.
+        # Tokens that readers on another worker have seen.
         self._reported_ids = len(self.ids)
         self._reported_text = len(item.written_text)
         self._reported_logprobs = len(self._logprobs)
@@ -279,10 +282,11 @@ class Writing:
             self._prompt_logprobs.append(self._logprob_in(chances, token))
 
     def echo_chosen(self, chances: Sequence[dict[int, float] | None]) -> None:
-        """Takes in log probabilities of the prompt, as an engine gives them.
+        """Processes log probabilities of the prompt from an engine.
 
         Args:
-            chances: for each token those of the likeliest ones and of itself. The first has none.
+            chances: for each token, the log probabilities of the likeliest tokens and of itself.
+                The first token has none.
         """
         for token, row in zip(self._prompt_ids, chances, strict=False):
             if row is not None:
@@ -322,7 +326,7 @@ class Writing:
 
     @property
     def must_end_number(self) -> bool:
-        """Whether the JSON ends with a number that is too long, which a grammar does not know."""
+        """Returns whether the JSON ends with a too long number, which a grammar can't detect."""
         return self._matcher is not None and self._number.is_full
 
     def allows(self, token: int) -> bool:
@@ -350,8 +354,8 @@ class Writing:
     def _cannot_follow(self) -> BadInput:
         """It contradicts itself, or takes more work than a token may: llguidance has limits."""
         return BadInput(
-            "the JSON schema can't be followed: no text goes on from here, or finding one takes "
-            "too long; make the schema simpler",
+            "the JSON schema can't be followed: no text can continue from here, or finding one "
+            "takes too long; simplify the schema",
             field=self._item.schema_field,
         )
 
@@ -397,8 +401,8 @@ class Writing:
         reason = why_not_matched(self._text, self._item.checked_schema)
         if reason:
             raise SchemaNotMatched(
-                f"the model wrote a text that does not match the JSON schema: {reason}. Ask again, "
-                "or with another seed"
+                f"the model wrote text that does not match the JSON schema: {reason}. Try again, "
+                "or use another seed"
             )
 
     def take_chunk(self) -> TokenChunk | None:

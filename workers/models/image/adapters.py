@@ -1,7 +1,7 @@
 """Reads the adapters (LoRA) of image models: files of safetensors, checked before they are used.
 
-Names of layers may be those of diffusers, of PEFT or of kohya's scripts. diffusers converts them,
-as for its `load_lora_weights`. The factor alpha / rank of a layer is multiplied into its second
+Layer names may be the names used by diffusers, PEFT or kohya's scripts. diffusers converts them, as
+for its `load_lora_weights`. The factor alpha / rank of a layer is multiplied into its second
 projection.
 """
 
@@ -37,11 +37,14 @@ MAX_PATTERNS = 4096
 MAX_SETTINGS_CHARS = 1024 * 1024
 """Characters of the PEFT settings. Each pattern is copied once for each layer."""
 MAX_DIMENSIONS = 8
-"""Dimensions of a tensor. Weights have at most four; torch stops at 64 with an error of its own."""
+"""Maximum dimensions per tensor.
+
+Weights have at most four. Torch itself raises an error above 64.
+"""
 MAX_ALPHA = sys.float_info.max
 """JSON has integers that no float can hold."""
 _METADATA = "lora_adapter_metadata"
-"""Where diffusers keeps the settings of PEFT in a file."""
+"""Key of the PEFT settings in a file saved by diffusers."""
 _REFUSED = {
     "dora_scale": "DoRA",
     "lora_magnitude_vector": "DoRA",
@@ -50,10 +53,10 @@ _REFUSED = {
     "lora_mid": "a core tensor (CP decomposition)",
     ".diff": "whole differences of weights",
 }
-"""Parts of names that are no plain low-rank layers, and what they are."""
+"""Parts of names that do not belong to plain low-rank layers, with their kind."""
 
 
-_FORMAT = "its file is not safetensors, the only format that is read"
+_FORMAT = "its file is not safetensors, which is the only supported format"
 _MAX_REASON_CHARS = 200
 _TYPES = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "I64", "I32", "I16", "I8", "U8")
 """Types of numbers that are read, by their names in headers. Others have no dtype in torch, or no
@@ -70,11 +73,11 @@ _UNET_LAYERS = {
     "to_v_lora": "to_v",
     "to_out_lora": "to_out.0",
 }
-"""What an older form calls the layers of text encoders, and of attention in UNets."""
+"""Older names for the layers of text encoders, and for attention in UNets."""
 
 
 class WrongAdapter(Exception):
-    """The file can't be used. The message says why, after the name of the adapter."""
+    """The file can't be used. The message has the adapter's name and the reason."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,8 +103,9 @@ class LoadedAdapter:
 class AdapterFile:
     """The file of an adapter, and what it has to be.
 
-    `name`: in the catalog, or its digest. `find`: gives the file, which is downloaded first if
-    necessary. `digest`: of it. None: any. `is_callers`: whether a caller named it by URL.
+    `name`: in the catalog, or its digest. `find`: returns the file, which is downloaded first if
+    necessary. `digest`: expected digest of the file. None: any. `is_callers`: True if a caller
+    named it by URL.
     """
 
     name: str
@@ -131,9 +135,9 @@ def read_adapter(
     """Reads an adapter into memory, in the type of the UNet. It may take long.
 
     Args:
-        pipeline: of diffusers, whose class knows the formats.
+        pipeline: diffusers pipeline, whose class knows the formats.
         modules: the parts of the pipeline that have layers, by their names.
-        limit_bytes: the most that its layers may take.
+        limit_bytes: maximum size of its layers.
 
     Raises:
         ModelFailed: the file is missing or can't be used. It names the adapter and the reason.
@@ -145,7 +149,7 @@ def read_adapter(
         reason = "its weights are missing on this worker"
         raise adapter.failed(reason, error.message) from error
     except Unavailable as error:
-        raise adapter.failed("its weights are out of reach; try again", error.message) from error
+        raise adapter.failed("its weights are unreachable; try again", error.message) from error
     unet = pipeline.unet
     try:
         with file.open("rb") as opened:
@@ -154,8 +158,8 @@ def read_adapter(
             numbers, metadata = _read_header(opened, modules)
             if (taken := numbers * unet.dtype.itemsize) > limit_bytes:
                 raise WrongAdapter(
-                    f"it takes {taken} bytes in memory, and image.adapter_memory_bytes is "
-                    f"{limit_bytes}"
+                    f"it takes {taken} bytes in memory, which exceeds image.adapter_memory_bytes "
+                    f"({limit_bytes})"
                 )
             tensors = _tensors(opened, adapter)
         state, alphas = _converted(tensors, pipeline)
@@ -173,7 +177,7 @@ def _check_copy(file: BinaryIO, adapter: AdapterFile) -> None:
     if f"sha256:{hashlib.sha256(file.read()).hexdigest()}" != adapter.digest:
         # The next try makes a new one.
         Path(file.name).unlink(missing_ok=True)
-        raise adapter.failed("its copy on this worker is broken; try again")
+        raise adapter.failed("its copy on this worker is damaged; try again")
     file.seek(0)
 
 
@@ -209,7 +213,9 @@ def _count_numbers(name: str, tensor: Any) -> int:
     """Returns how many numbers a tensor has whose shape the library has checked."""
     shape, kind = tensor.get_shape(), tensor.get_dtype()
     if len(shape) > MAX_DIMENSIONS:
-        raise WrongAdapter(f"{name} has {len(shape)} dimensions; at most {MAX_DIMENSIONS} are read")
+        raise WrongAdapter(
+            f"{name} has {len(shape)} dimensions, which exceeds the maximum of {MAX_DIMENSIONS}"
+        )
     if kind not in _TYPES:
         raise WrongAdapter(f"{name} has numbers of the type {kind}; expected {', '.join(_TYPES)}")
     return math.prod(shape)
@@ -222,7 +228,7 @@ def _tensors(file: BinaryIO, adapter: AdapterFile) -> dict[str, torch.Tensor]:
     if adapter.digest is not None:
         digest = f"sha256:{hashlib.sha256(data).hexdigest()}"
         if digest != adapter.digest:
-            raise WrongAdapter(f"the digest of its file is {digest}, not {adapter.digest}")
+            raise WrongAdapter(f"the digest of its file is {digest}, expected {adapter.digest}")
     return load(data)
 
 
@@ -231,8 +237,8 @@ def _read_settings(metadata: Mapping[str, str]) -> dict[str, Any]:
     text = metadata.get(_METADATA, "{}")
     if len(text) > MAX_SETTINGS_CHARS:
         raise WrongAdapter(
-            f"{_METADATA} of its file has {len(text)} characters; at most {MAX_SETTINGS_CHARS} "
-            "are read"
+            f"{_METADATA} of its file has {len(text)} characters, which exceeds the maximum of "
+            f"{MAX_SETTINGS_CHARS}"
         )
     try:
         known = json.loads(text)
@@ -249,12 +255,12 @@ def _converted(tensors: State, pipeline: Any) -> tuple[State, Mapping[str, float
     for name in tensors:
         for part, kind in _REFUSED.items():
             if part in name:
-                raise WrongAdapter(f"it has {kind} ({name}), and only plain LoRA is applied")
+                raise WrongAdapter(f"it has {kind} ({name}), but only plain LoRA is supported")
     try:
         state, alphas = pipeline.lora_state_dict(tensors, unet_config=pipeline.unet.config)
     except Exception as error:
         # The boundary to diffusers, which raises all kinds for names that it does not know.
-        raise WrongAdapter(f"its names of layers are not known: {str(error)[:200]}") from error
+        raise WrongAdapter(f"its layer names are unknown: {str(error)[:200]}") from error
     return state, alphas or {}
 
 
@@ -267,7 +273,7 @@ def _layers(
 ) -> dict[str, dict[str, LowRankPair]]:
     left = [name for name in state if not name.startswith(tuple(f"{part}." for part in modules))]
     if left:
-        raise WrongAdapter(f"it has {left[0]}, which this model has not")
+        raise WrongAdapter(f"it has {left[0]}, which this model does not have")
     layers = {}
     for part, module in modules.items():
         own = {
@@ -279,7 +285,7 @@ def _layers(
             factor = _Scaling(part, alphas, settings)
             layers[part] = dict(_layers_of(part, own, module, factor, max_rank))
     if not layers:
-        raise WrongAdapter("it has no layer")
+        raise WrongAdapter("it does not have any layers")
     return layers
 
 
@@ -291,14 +297,14 @@ def _layers_of(
         down, up = (own.pop(f"{name}.lora_{side}.weight", None) for side in "AB")
         layer = module.layers.get(name)
         if layer is None:
-            raise WrongAdapter(f"it changes {part}.{name}, which this model has not")
+            raise WrongAdapter(f"it changes {part}.{name}, which this model does not have")
         if down is None or up is None:
-            raise WrongAdapter(f"{part}.{name} has not the two weights of a low-rank layer")
+            raise WrongAdapter(f"{part}.{name} does not have the two weights of a low-rank layer")
         _check_shapes(f"{part}.{name}", layer, down, up, max_rank)
         rank = len(down)
         yield name, LowRankPair(down, up.reshape(len(up), rank).float() * factor.of(name, rank))
     if own:
-        raise WrongAdapter(f"{part}.{next(iter(own))} is no weight of a low-rank layer")
+        raise WrongAdapter(f"{part}.{next(iter(own))} is not a weight of a low-rank layer")
 
 
 def _as_peft(part: str, own: State, module: LowRankModule) -> State:
@@ -314,7 +320,7 @@ def _as_peft(part: str, own: State, module: LowRankModule) -> State:
         own = formats.convert_state_dict_to_peft(own)
     except Exception as error:
         # As above.
-        raise WrongAdapter(f"its names of layers of {part} are not known: {error}") from error
+        raise WrongAdapter(f"the layer names of its {part} are unknown: {error}") from error
     # CLIPTextModel has lost this level in transformers 5. That with a projection has it.
     if not any(name.startswith("text_model.") for name in module.layers):
         return {name.removeprefix("text_model."): tensor for name, tensor in own.items()}
@@ -338,17 +344,17 @@ def _check_shapes(
         expected = [(rank, *kernel), (layer.out_channels, rank, 1, 1)]
     shapes = [tuple(down.shape), tuple(up.shape)]
     if not rank or shapes != expected or getattr(layer, "groups", 1) != 1:
-        raise WrongAdapter(f"{name} has weights of {shapes}, and this model needs {expected}")
+        raise WrongAdapter(f"{name} has weights of {shapes}, but this model requires {expected}")
     if rank > max_rank:
-        raise WrongAdapter(f"{name} is of rank {rank}, and max_rank is {max_rank}")
+        raise WrongAdapter(f"{name} has rank {rank}, which exceeds max_rank ({max_rank})")
 
 
 class _Scaling:
-    """The factors alpha / rank of the layers of a part.
+    """The factors alpha / rank for the layers in one part.
 
     Args:
-        alphas: those of kohya's files, by PART.LAYER.alpha.
-        settings: those of PEFT, by PART.NAME.
+        alphas: values in kohya's files, by PART.LAYER.alpha.
+        settings: settings of PEFT, by PART.NAME.
     """
 
     def __init__(self, part: str, alphas: Mapping[str, float], settings: Mapping[str, Any]) -> None:
@@ -361,10 +367,10 @@ class _Scaling:
         }
         for name in ("use_dora", "lora_bias", "alora_invocation_tokens", "layer_replication"):
             if self._settings.get(name):
-                raise WrongAdapter(f"it has {name}, and only plain LoRA is applied")
+                raise WrongAdapter(f"it has {name}, but only plain LoRA is supported")
 
     def of(self, name: str, rank: int) -> float:
-        """The factor of a layer. 1 if the file has none."""
+        """Returns the factor of a layer. 1 if the file does not contain it."""
         plain = name.removeprefix("text_model.")
         alpha: Any = self._alphas.get(plain, float(rank))
         if self._settings:
@@ -372,13 +378,14 @@ class _Scaling:
             patterns = self._settings.get("alpha_pattern") or {}
             if not isinstance(patterns, Mapping) or len(patterns) > MAX_PATTERNS:
                 raise WrongAdapter(
-                    f"alpha_pattern of its settings is no object of at most {MAX_PATTERNS} patterns"
+                    "alpha_pattern of its settings must be an object of at most "
+                    f"{MAX_PATTERNS} patterns"
                 )
             for pattern, other in patterns.items():
                 if f".{name}".endswith(f".{pattern.removeprefix('^')}"):
                     alpha = other
         if not isinstance(alpha, int | float) or not abs(alpha) <= MAX_ALPHA:
-            raise WrongAdapter(f"{name} has no finite alpha")
+            raise WrongAdapter(f"{name} does not have a finite alpha")
         root = math.sqrt(rank) if self._settings.get("use_rslora") else rank
         return float(alpha) / root
 
@@ -399,9 +406,9 @@ def _packed(layers: Mapping[str, Layers], dtype: torch.dtype) -> LoadedAdapter:
     ]
     flat = torch.empty(sum(tensor.numel() for tensor in every), dtype=dtype)
     torch.cat([tensor.reshape(-1).to(dtype) for tensor in every], out=flat)
-    # An image with such a number is black, or breaks the rows beside it.
+    # An image with such a number is black, or breaks other rows of its batch.
     if not torch.isfinite(flat).all():
-        raise WrongAdapter(f"it has numbers that are not finite as {dtype}")
+        raise WrongAdapter(f"it has numbers that are not finite in {dtype}")
     if torch.cuda.is_available():
         flat = flat.pin_memory()
     return LoadedAdapter(flat, _views(flat, layers))

@@ -1,7 +1,7 @@
 """Calls of shared modules: what two of them need to share a batch, how they are joined and split.
 
-A tensor whose first dimension is the number of rows of its call is joined along it. Everything else
-must be equal in all calls of a batch. A timestep of one element becomes one per row, because
+A tensor whose first dimension is the number of rows in its call is joined along it. Everything else
+must be equal in all calls of a batch. A timestep with one element becomes one per row, because
 schedulers differ in its type and shape, and otherwise would not share batches.
 """
 
@@ -68,9 +68,11 @@ class Part:
         self.compute = compute
         self.is_denoiser = is_denoiser
         self.constants: set[str] = set()
-        """Where calls have had tensors whose first dimension was not the number of rows. If it is
-        in another call, that is by chance."""
-        # A compiled module has a `forward` of its own, which does not name its parameters.
+        """Places where calls had tensors whose first dimension was not the number of rows.
+
+        If they match in another call, it is a coincidence.
+        """
+        # A compiled module has its own `forward`, which does not name its parameters.
         called = type(module).forward if isinstance(compute, torch.nn.Module) else compute
         parameters = inspect.signature(called).parameters.values()
         named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -80,7 +82,7 @@ class Part:
         }
 
     def values(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the arguments of a call by name, without those that have their default."""
+        """Returns a call's arguments by name, without arguments that have their default value."""
         values = dict(zip(self._names, args, strict=False))
         values.update(kwargs)
         defaults = self._defaults
@@ -116,7 +118,8 @@ class Call:
         self._fixed: set[int] = set()
         """The ids of tensors that are constants, although they are as long as there are rows."""
         self.is_halved = False
-        """Whether the row of the negative prompt is left out, and gets the result of the other."""
+        """True if the row of the negative prompt is left out, and gets the result of the other row.
+        """
         self.added: Sequence[torch.Tensor] = ()
         """Residuals of ControlNets for its rows: of each block down, then of the middle."""
         self.values = part.values(args, kwargs)
@@ -124,7 +127,8 @@ class Call:
             (one for one in self.values.values() if isinstance(one, torch.Tensor | list)), None
         )
         self.is_listed = isinstance(first, list)
-        """Whether the denoiser takes lists of one tensor per row, as that of Z-Image does."""
+        """True if the denoiser takes lists with one tensor per row, like the denoiser of Z-Image.
+        """
         is_scalar = isinstance(first, torch.Tensor) and not first.dim()
         self.rows = 1 if first is None or is_scalar else len(first)
         for name in _TIMES & self.values.keys():
@@ -139,7 +143,7 @@ class Call:
         )
 
     def _kind(self, value: Any, place: str, digests: Digests) -> Hashable:
-        """What must be equal in two values for them to be joined."""
+        """Returns the properties that must be equal in two values to join them."""
         if isinstance(value, torch.Tensor):
             if not value.dim() or value.shape[0] != self.rows:
                 if value.dim():
@@ -165,7 +169,7 @@ class Call:
         return type(value), id(value)
 
     def has_rows(self, value: torch.Tensor) -> bool:
-        """Returns whether a tensor of the call has a row for each of its own."""
+        """Returns whether a tensor of the call has one row per row of the call."""
         return value.dim() > 0 and value.shape[0] == self.rows and id(value) not in self._fixed
 
     def is_row_list(self, value: Any) -> bool:
@@ -267,10 +271,10 @@ def _joined(values: Sequence[Any], first: Call) -> Any:
 
 
 def split(output: Any, batch: Batch) -> list[Any]:
-    """Returns the results of each call of a batch, from those of all rows.
+    """Returns the results for each call in a batch, from the results for all rows.
 
     Raises:
-        UnsplittableError: they have something else than rows, such as a cache of one's own.
+        UnsplittableError: they contain something other than rows, such as a custom cache.
     """
     if len(batch.calls) == 1 and batch.rows == batch.calls[0].rows:
         return [output]

@@ -51,7 +51,7 @@ def check_model(name: str, device: str) -> Iterator[str]:
     yield from describe_interface(interface, written.as_model(interface))
     yield from describe_drawing(model)
     if written.interface_file is None:
-        yield f"to tell the API, name a file in the entry, as in image.interface: {name}.json"
+        yield f"to tell the API about it, set a file in the entry: image.interface: {name}.json"
         return
     try:
         written.interface_file.write_text(interface.as_json, encoding="utf-8")
@@ -66,7 +66,7 @@ def describe_interface(interface: ImageInterface, entry: Model) -> Iterator[str]
     usual = entry.image
     yield f"{entry.name}: {interface.pipeline}"
     yield f"tasks: {', '.join(interface.tasks)}"
-    yield f"fields: {', '.join(interface.fields) or 'none'}, besides those that all models accept"
+    yield f"fields: {', '.join(interface.fields) or 'none'}, plus the fields that all models accept"
     yield f"schedulers: {', '.join(interface.schedulers)}"
     yield (
         f"sizes: {usual.width} x {usual.height} by default, multiples of {usual.multiple}, "
@@ -77,11 +77,17 @@ def describe_interface(interface: ImageInterface, entry: Model) -> Iterator[str]
 def describe_drawing(model: ImageModel) -> Iterator[str]:
     """Draws one image. Yields how it is drawn, the memory and the time."""
     if model.runs_alone:
-        yield "images are drawn one at a time: the pipeline changes shared modules while it draws"
+        yield (
+            "images are drawn one at a time, because the pipeline changes shared modules while it "
+            "draws"
+        )
     for pipeline, reason in model.left_out.items():
         yield f"left out: {pipeline} can't draw: {reason}"
     if not model.has_callback:
-        yield "no previews and no progress: the pipeline has no callback between steps"
+        yield (
+            "no previews and no progress, because the pipeline does not have a callback between "
+            "steps"
+        )
     item = model.usual_item()
     item = msgspec.structs.replace(item, steps=model.entry.image.steps, prompt=_PROMPT)
     began_s = time.monotonic()
@@ -91,8 +97,8 @@ def describe_drawing(model: ImageModel) -> Iterator[str]:
         raise result
     yield f"weights: {model.weights_bytes / 2**20:,.0f} MiB"
     if torch.cuda.is_available():
-        yield f"memory: {torch.cuda.max_memory_allocated() / 2**20:,.0f} MiB of the GPU at most"
+        yield f"memory: up to {torch.cuda.max_memory_allocated() / 2**20:,.0f} MiB of the GPU"
     else:
         peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        yield f"memory: {peak_kib / 2**10:,.0f} MiB of the process at most"
+        yield f"memory: up to {peak_kib / 2**10:,.0f} MiB of the process"
     yield f"one image of {item.steps} steps on {model.device_name}: {took_s:.2f} s"

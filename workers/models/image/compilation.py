@@ -26,7 +26,7 @@ def cheapest_cover(count: int, seconds: Mapping[int, float]) -> list[int]:
 
     Args:
         count: at least 1.
-        seconds: the cost of a call of each size.
+        seconds: the cost of a call, by its number of rows.
 
     Returns:
         The number of images in each call, largest first. They add up to `count`.

@@ -25,7 +25,7 @@ class DeepCache:
     """Computes the outer layers of a UNet around features that it had at an earlier step.
 
     Args:
-        pipeline: of Stable Diffusion or Stable Diffusion XL.
+        pipeline: pipeline for Stable Diffusion or Stable Diffusion XL.
 
     Raises:
         ConfigurationError: the pipeline has no such UNet, or its last block has fewer layers.
@@ -35,7 +35,7 @@ class DeepCache:
         unet = getattr(pipeline, "unet", None)
         if not isinstance(unet, UNet2DConditionModel) or len(unet.up_blocks) < 2:
             raise ConfigurationError(
-                f"{FIELD}: it needs a UNet of Stable Diffusion or Stable Diffusion XL", field=FIELD
+                f"{FIELD}: requires a UNet of Stable Diffusion or Stable Diffusion XL", field=FIELD
             )
         parts: Any = unet
         self._first, self._last = parts.down_blocks[0], parts.up_blocks[-1]
@@ -43,7 +43,7 @@ class DeepCache:
         if settings.cache_branch_id > most:
             field = f"{FIELD}.cache_branch_id"
             raise ConfigurationError(
-                f"{field}: {settings.cache_branch_id} is above {most}, which this UNet has",
+                f"{field}: must be at most {most} for this UNet, got {settings.cache_branch_id}",
                 field=field,
             )
         self._unet = parts
@@ -60,7 +60,7 @@ class DeepCache:
     def take_features(self) -> torch.Tensor:
         """Returns the features of the last whole call, [rows, channels, height, width]."""
         features, self._features = self._features, None
-        assert features is not None, "the UNet was called before; this is a bug"
+        assert features is not None, "the UNet was not called before; this is a bug"
         return features
 
     def predict(
@@ -70,8 +70,9 @@ class DeepCache:
 
         Args:
             values: the arguments of the UNet.
-            features: those of an earlier step, of all rows.
-            added: what ControlNets add to the whole UNet. Its outer part gets that of its layers.
+            features: features of an earlier step, for all rows.
+            added: sums of ControlNets for the whole UNet. Its outer part uses the sums for its
+                layers.
 
         Returns:
             As the UNet, [rows, channels, height, width].
@@ -92,7 +93,7 @@ class DeepCache:
         return noise
 
     def _keep(self, resnet: Any, inputs: tuple[torch.Tensor, ...]) -> None:
-        """Keeps what comes from below: all channels but those of a first layer, which are last."""
+        """Saves the input from below: all channels except the last, which are a first layer's."""
         if not self._is_within:
             self._features = inputs[0][:, : -self._unet.config.block_out_channels[0]]
 
@@ -118,7 +119,7 @@ class DeepCache:
     def _first_layers(
         self, sample: torch.Tensor, time: torch.Tensor, prompt: torch.Tensor
     ) -> list[torch.Tensor]:
-        """What goes beside to the last layers, the first of it last."""
+        """Returns the skip connections to the last layers, with the first layer's at the end."""
         hidden = self._unet.conv_in(
             2 * sample - 1.0 if self._unet.config.center_input_sample else sample
         )
@@ -143,7 +144,7 @@ class DeepCache:
 def _computed(
     block: Any, layer: int, hidden: torch.Tensor, time: torch.Tensor, prompt: torch.Tensor
 ) -> torch.Tensor:
-    """The output of a layer of a block: its resnet, and its attention if it has some."""
+    """Returns the output of one layer in a block: its resnet, and its attention if it has one."""
     hidden = block.resnets[layer](hidden, time)
     if getattr(block, "has_cross_attention", False):
         hidden = block.attentions[layer](hidden, encoder_hidden_states=prompt, return_dict=False)[0]

@@ -115,7 +115,7 @@ class Drawing:
                 # masked source for nothing, and takes random numbers for it.
                 size = item.height // scale, item.width // scale
                 arguments["masked_image_latents"] = torch.zeros(1, _FOUR_CHANNELS, *size)
-        # What a pipeline lacks and an item asks for is refused before.
+        # An option that an item requests and the pipeline does not support was rejected before.
         return {name: value for name, value in arguments.items() if name in known}
 
 

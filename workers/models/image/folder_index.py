@@ -1,4 +1,4 @@
-"""What the folder of a pipeline says of itself.
+"""Reads the description of a pipeline in its folder.
 
 It imports no model library, because the I/O process asks it too.
 """
@@ -11,17 +11,19 @@ from typing import NamedTuple
 
 
 class FolderIndex(NamedTuple):
-    """What `model_index.json` says."""
+    """The content of `model_index.json`."""
 
     class_name: str
     """Of the pipeline, in diffusers."""
     rounds_up: bool
-    """Whether image-to-image runs a part of a step as a whole one, as diffusers' transformers do.
-    Its UNets drop it."""
+    """True if image-to-image rounds a fraction of a step up, like diffusers' transformers.
+
+    Its UNets round it down.
+    """
 
 
 def read_index(folder: Path) -> FolderIndex | None:
-    """Returns what a folder says. None if it is not that of a pipeline."""
+    """Returns the description in a folder. None if the folder does not contain a pipeline."""
     try:
         index = json.loads((folder / "model_index.json").read_text("utf-8"))
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""What an image model loads beside its own weights, on this machine: ControlNets, IP-Adapters."""
+"""Folders that an image model loads in addition to its weights: ControlNets, IP-Adapters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shared.settings import ModelSettings, read_settings
 from workers.models.source import resolve
 
 MAX_SIDE_PX = 1024
-"""Of an image encoder. Those of IP-Adapters read 224 x 224 or 336 x 336."""
+"""Maximum side of an image encoder's input. Encoders of IP-Adapters read 224 x 224 or 336 x 336."""
 
 
 class IpAdapterFiles(NamedTuple):
@@ -34,7 +34,6 @@ def control_folders(entry: Model) -> dict[str, Path]:
 
     Raises:
         ConfigurationError: a source does not exist.
-        Unavailable: a source is unreachable.
     """
     return _folders(entry.image.controls, "image.controls")
 
@@ -44,7 +43,6 @@ def ip_adapter_files(entry: Model) -> dict[str, IpAdapterFiles]:
 
     Raises:
         ConfigurationError: a source does not exist, or has no such files.
-        Unavailable: a source is unreachable.
     """
     folders = _folders(entry.image.ip_adapters, "image.ip_adapters")
     return {
@@ -83,9 +81,9 @@ def _files(entry: IpAdapter, folder: Path, field: str) -> IpAdapterFiles:
     try:
         side_px = json.loads(config.read_text("utf-8"))["image_size"]
     except (OSError, ValueError, TypeError, KeyError) as error:
-        reason = f"{config} does not say the image_size of an image encoder"
+        reason = f"{config} does not specify the image_size of an image encoder"
         raise ConfigurationError(f"{field}: {reason}", field=field) from error
     if not isinstance(side_px, int) or not 0 < side_px <= MAX_SIDE_PX:
-        reason = f"image_size {side_px!r} is not from 1 to {MAX_SIDE_PX}"
+        reason = f"image_size must be from 1 to {MAX_SIDE_PX}, got {side_px!r}"
         raise ConfigurationError(f"{field}: {config}: {reason}", field=field)
     return IpAdapterFiles(weights, encoder, entry.digest, side_px)

@@ -1,16 +1,16 @@
-"""What guides the UNet beside the prompt: ControlNets and IP-Adapters.
+"""Guides for the UNet in addition to the prompt: ControlNets and IP-Adapters.
 
 A ControlNet adds to the UNet the contents of a map, such as edges or depths (Zhang et al. 2023,
 https://arxiv.org/abs/2302.05543). Before each call of the UNet, an image calls its ControlNets
 through the hub, which joins the calls of all images. Their results are multiplied by their scales
 and added up. Images without a ControlNet get zeros in a call of the UNet with others.
 
-An IP-Adapter is an image beside the prompt, to which each cross-attention of the UNet attends too
+An IP-Adapter adds an image to the prompt, and each cross-attention of the UNet attends to it too
 (Ye et al. 2023, https://arxiv.org/abs/2308.06721). The image is encoded once, to a few tokens. Each
-layer attends to them with keys and values of the adapter, and adds `scale` times the result to what
-it has of the prompt. A call of the UNet computes images with and without one, with several ones,
-and with several reference images. Hooks beside the layers add to the rows that have some. Others
-get what they got before, to the last bit.
+layer attends to them with keys and values of the adapter, and adds `scale` times the result to its
+result for the prompt. A call of the UNet computes images with and without an adapter, with several
+adapters, and with several reference images. Hooks on the layers add to the rows with an adapter.
+The results of other rows do not change, to the last bit.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class ControlStart:
 def add_up(
     controls: Sequence[ControlStart], values: Mapping[str, Any], step: int, steps: int
 ) -> Sequence[torch.Tensor]:
-    """Computes the sum of what ControlNets add to a call of the UNet, as ControlStart.compute does.
+    """Computes the sum of all ControlNets for a call of the UNet, like ControlStart.compute.
 
     Returns:
         Empty if none of them adds anything.
@@ -115,7 +115,7 @@ class Controls:
     """The ControlNets of a pipeline, by their names in the catalog.
 
     Args:
-        folders: of each, as diffusers' ControlNetModel is saved.
+        folders: one folder per ControlNet, as saved by diffusers' ControlNetModel.
         pipeline: the one that they were trained for.
         interception: makes stand-ins, whose calls go to the hub.
 
@@ -132,7 +132,8 @@ class Controls:
     ) -> None:
         if folders and getattr(pipeline, "unet", None) is None:
             raise ConfigurationError(
-                "image.controls: only models of Stable Diffusion and Stable Diffusion XL have some",
+                "image.controls: only models of Stable Diffusion and Stable Diffusion XL "
+                "support it",
                 field="image.controls",
             )
         self._nets = {
@@ -200,7 +201,7 @@ class _IpAdapter(torch.nn.Module):
         self.requires_grad_(False)
 
     def tokens(self, pixels: torch.Tensor) -> torch.Tensor:
-        """The tokens without an image and those of the image, [2, tokens, width].
+        """Returns the tokens without an image and the tokens of the image, [2, tokens, width].
 
         `pixels`: as CLIP takes them, [1, 3, side, side].
         """
@@ -216,11 +217,11 @@ class _IpAdapter(torch.nn.Module):
 
 @dataclass(slots=True, eq=False)
 class IpAdapterStart:
-    """What the steps of an item need of its IP-Adapter."""
+    """The data about an IP-Adapter that the steps of an item need."""
 
     name: str
     tokens: torch.Tensor
-    """Those of the negative prompt, then those of the prompt, [2, tokens, width]."""
+    """Tokens for the negative prompt, then tokens for the prompt, [2, tokens, width]."""
     scale: float
 
 
@@ -249,8 +250,8 @@ class IpAdapters:
             return
         if getattr(pipeline, "unet", None) is None:
             raise ConfigurationError(
-                "image.ip_adapters: only models of Stable Diffusion and Stable Diffusion XL have "
-                "some",
+                "image.ip_adapters: only models of Stable Diffusion and Stable Diffusion XL "
+                "support it",
                 field="image.ip_adapters",
             )
         loader = _Loader(pipeline.unet, device, plan.dtype)
@@ -280,7 +281,7 @@ class IpAdapters:
         """Within it the UNet computes rows of these reference images.
 
         Args:
-            starts: of each row, and which of its two sets of tokens it gets.
+            starts: one per row, and which of its two sets of tokens the row gets.
         """
         groups: dict[str, list[tuple[int, IpAdapterStart, int]]] = {}
         for row, chosen in enumerate(starts):
@@ -335,8 +336,8 @@ class _Batch:
     """Of the layer that is being computed, [rows, pixels, inner]."""
 
     def added(self, number: int, heads: int, attended: torch.Tensor) -> torch.Tensor:
-        """What a layer attended to, with the reference images added, [rows, pixels, inner]."""
-        assert self.queries is not None, "the layer has computed them before; this is a bug"
+        """Returns a layer's attention output plus the reference images', [rows, pixels, inner]."""
+        assert self.queries is not None, "the layer has no queries; this is a bug"
         for one in self.rows:
             keys = linear(one.tokens, one.adapter.keys[number])
             values = linear(one.tokens, one.adapter.values[number])
@@ -358,7 +359,7 @@ def _by_head(tokens: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def _as_clip_takes(seen: bytes, side_px: int) -> torch.Tensor:
-    """The pixels of a square as CLIP's image processor gives them, [1, 3, side, side]."""
+    """Returns the pixels of a square like CLIP's image processor, [1, 3, side, side]."""
     pixels = torch.frombuffer(bytearray(seen), dtype=torch.uint8)
     shaped = pixels.view(1, side_px, side_px, 3).permute(0, 3, 1, 2).float() / 255
     mean, std = torch.tensor(OPENAI_CLIP_MEAN), torch.tensor(OPENAI_CLIP_STD)
@@ -372,7 +373,7 @@ def _cross_attentions(unet: Any) -> list[Any]:
 
 
 class _WrongFileError(Exception):
-    """The file of an IP-Adapter can't be used. The message says why."""
+    """The file of an IP-Adapter can't be used. The message has the reason."""
 
 
 class _Loader:
@@ -397,11 +398,11 @@ class _Loader:
                 tokens = adapter.tokens(pixels.to(self._device, self._dtype))
             width, wanted = tokens.shape[-1], adapter.keys[0].shape[1]
             if width != wanted:
-                raise _WrongFileError(f"its tokens have {width} numbers instead of {wanted}")
+                raise _WrongFileError(f"its tokens have {width} numbers, expected {wanted}")
         except _WrongFileError as error:
             raise ConfigurationError(f"{reason}: {error}", field=field) from error
         except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
-            # What diffusers and transformers raise for parts that do not fit.
+            # diffusers and transformers raise these for parts that do not fit.
             reason = f"{reason} does not fit {files.encoder}: {str(error)[:300]}"
             raise ConfigurationError(reason, field=field) from error
         return adapter
@@ -426,11 +427,11 @@ Tensors = dict[str, torch.Tensor]
 
 
 def _read(files: IpAdapterFiles) -> tuple[Tensors, Tensors]:
-    """The tensors of the projection and those of the layers."""
+    """Returns the tensors of the projection and the tensors of the layers."""
     with files.weights.open("rb") as opened:
         digest = f"sha256:{hashlib.file_digest(opened, 'sha256').hexdigest()}"
     if files.digest not in (None, digest):
-        raise _WrongFileError(f"its digest is {digest}, not {files.digest}")
+        raise _WrongFileError(f"its digest is {digest}, expected {files.digest}")
     try:
         tensors = load_file(files.weights)
     except SafetensorError as error:
@@ -441,12 +442,16 @@ def _read(files: IpAdapterFiles) -> tuple[Tensors, Tensors]:
     ]
     projection, own = parts
     if not projection or not own or len(projection) + len(own) < len(tensors):
-        raise _WrongFileError(f"an IP-Adapter has {_PROJECTION}… and {_LAYERS}…, and no more")
+        raise _WrongFileError(
+            f"an IP-Adapter must have {_PROJECTION}… and {_LAYERS}…, and nothing else"
+        )
     is_of_images = "proj.weight" in projection or "proj.3.weight" in projection
     if "perceiver_resampler.proj_in.weight" in projection or (
         "norm.weight" in projection and not is_of_images
     ):
-        raise _WrongFileError("it is of FaceID, which needs faces found in the image")
+        raise _WrongFileError(
+            "FaceID is not supported, because it requires faces found in the image"
+        )
     return projection, own
 
 
@@ -464,6 +469,6 @@ def _by_layer(own: Tensors, layers: Sequence[Any]) -> tuple[list[torch.Tensor], 
         for kind in (_KEY, _VALUE):
             if (shape := tuple(own[name + kind].shape)) != wanted:
                 raise _WrongFileError(
-                    f"it was trained for another model: {name}{kind} is {shape} instead of {wanted}"
+                    f"it was trained for another model: {name}{kind} is {shape}, expected {wanted}"
                 )
     return [own[name + _KEY] for name in names], [own[name + _VALUE] for name in names]

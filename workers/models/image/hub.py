@@ -49,7 +49,7 @@ class StuckError(Exception):
     """A pipeline was interrupted, because it computed too long between two calls."""
 
     def __str__(self) -> str:
-        return "the pipeline computed too long between two steps"
+        return "the pipeline took too long between two steps"
 
 
 class Batching:
@@ -63,7 +63,10 @@ class Batching:
         return call.key
 
     def cover(self, calls: Sequence[Call]) -> Sequence[int]:
-        """Returns how many of these calls of one key are computed at a time. They add up."""
+        """Returns how many of these calls to compute at a time.
+
+        All have the same key. The numbers add up to all calls.
+        """
         return [len(calls)]
 
     def compute(self, calls: Sequence[Call]) -> Sequence[Any]:
@@ -80,7 +83,7 @@ class Run:
     """A pipeline that runs.
 
     Args:
-        draw: runs the pipeline. Its result is that of the item.
+        draw: runs the pipeline. Its result is the result of the item.
         owner: what its calls have as their owner.
     """
 
@@ -137,7 +140,7 @@ class Hub:
         self._limits = _RowLimits()
         self._watchdog = _Watchdog(python_limit_s)
         self.work: list[tuple[Any, int]] = []
-        """The owners of calls of the denoiser in the last step, and how many rows each had."""
+        """The owners of the denoiser calls in the last step, and the number of rows of each."""
 
     def __len__(self) -> int:
         return len(self._runs)
@@ -185,7 +188,7 @@ class Hub:
         return ended
 
     def ask(self, part: Part, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Called by pipelines instead of a part. Returns the results of their own rows."""
+        """Called by pipelines instead of a part. Returns the results for the caller's rows."""
         run: Run | None = getattr(greenlet.getcurrent(), "image_run", None)
         if run is None or run.hub is not self:
             return Batching().compute([Call(part, args, kwargs, Digests())])[0]
@@ -240,7 +243,7 @@ class Hub:
         call = runs[0].call
         assert call is not None
         if isinstance(error, OutOfMemory):
-            log.warning("memory is short", extra={"part": call.part.name, "items": len(runs)})
+            log.warning("memory is low", extra={"part": call.part.name, "items": len(runs)})
             if len(runs) > 1:
                 self._limits.lower([run.call for run in runs if run.call])
             elif self._batching.spare_memory(call.part):
@@ -259,7 +262,7 @@ class Hub:
         self._compute(runs[middle:])
 
     def _resume(self, run: Run, value: Any = None, *, error: Exception | None = None) -> None:
-        """Lets a run go on to its next call, or to its end."""
+        """Lets a run continue to its next call, or to its end."""
         outcome: Any
         _set_autocast(run.autocast)
         self._watchdog.begin()
@@ -286,7 +289,7 @@ class Hub:
         _set_autocast(run.autocast)
         self._watchdog.begin()
         try:
-            # A pipeline that goes on in spite of it is left where it is.
+            # A pipeline that continues anyway is abandoned.
             with contextlib.suppress(Exception, SystemExit):
                 run.greenlet.throw()
         finally:
@@ -304,7 +307,7 @@ def _autocast(autocast: _Autocast) -> Iterator[None]:
 
 
 class _RowLimits:
-    """The most rows of a kind of call that fit into memory."""
+    """The maximum number of rows, per kind of call, that fit into memory."""
 
     def __init__(self) -> None:
         self._rows: dict[Hashable, int] = {}
@@ -379,7 +382,7 @@ class _Watchdog:
                 _interrupt(self._thread_id, None)
 
     def _watch(self) -> None:
-        """Looks a few times per limit, and ends when no pipeline goes on any more."""
+        """Checks a few times per limit, and ends when no pipeline is running any more."""
         idle = 0
         while idle < _IDLE_LOOKS:
             time.sleep(self._limit_s / _LOOKS)

@@ -1,4 +1,4 @@
-"""Low-rank layers (LoRA) beside a module's own, another for each row of a batch.
+"""Low-rank layers (LoRA) alongside a module's layers, with one adapter per row of a batch.
 
 A row's output of a layer W is W x + s B (A x), with the down projection A and the up projection B
 of the row's adapter, and the row's scale s (https://arxiv.org/abs/2106.09685). The rows of all
@@ -6,7 +6,7 @@ adapters are computed in the same few products, as in S-LoRA (https://arxiv.org/
 a batch of many adapters costs little more than one of a single adapter.
 
 A forward hook of the layer adds it. So the layer itself is not replaced, may be quantized, and
-gives rows without an adapter what it gave before, to the last bit.
+returns the same results as before for rows without an adapter, to the last bit.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class LowRankPair:
 Layers = Mapping[str, LowRankPair]
 """Those of one module, by the names of its layers."""
 Row = tuple[Layers, float] | None
-"""What a row of the batch gets, and its scale. None: nothing."""
+"""The layers and the scale for one row of the batch. None: no adapter."""
 
 
 class LowRankModule:
-    """A module whose layers may get low-rank ones beside them.
+    """A module whose layers may have low-rank layers alongside them.
 
     Args:
-        module: of any class. Its layers are those of `torch.nn.Linear` and `torch.nn.Conv2d`.
+        module: any module. Its layers are the instances of `torch.nn.Linear` and `torch.nn.Conv2d`.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -57,7 +57,7 @@ class LowRankModule:
         """Lets the layers of these names take low-rank ones. It takes no time worth mentioning."""
         for name in set(names) - self._hooked:
             self._hooked.add(name)
-            # First of its hooks, so that others see the layer with what is added.
+            # First of its hooks, so that other hooks see the sum.
             self.layers[name].register_forward_hook(self._hook(name), prepend=True)
 
     @contextmanager
@@ -87,9 +87,9 @@ class _Batch:
     def add(
         self, name: str, layer: Any, inputs: torch.Tensor, output: torch.Tensor
     ) -> torch.Tensor:
-        """The output of a layer with what the rows' adapters have for it, [rows, …]."""
+        """Returns the output of a layer plus the contribution of the rows' adapters, [rows, …]."""
         rows = self.rows if len(self.rows) > 1 else [*self.rows] * len(inputs)
-        assert len(rows) == len(inputs), "a module got another batch than was said; this is a bug"
+        assert len(rows) == len(inputs), "a module received a batch of another size; this is a bug"
         slots = tuple(slot for slot, row in enumerate(rows) if row is not None and row[0].get(name))
         if not slots:
             return output

@@ -57,7 +57,7 @@ from workers.models.image.row_batching import CompiledSizes, RowBatching
 from workers.models.image.vae import HostCopy, copy_to_host, draw_preview, encode
 from workers.models.kernel_store import KernelStore
 
-_NEEDS_UNET = "adapters need a pipeline of Stable Diffusion or Stable Diffusion XL"
+_NEEDS_UNET = "adapters require a pipeline of Stable Diffusion or Stable Diffusion XL"
 WARMUP_LIMIT_S = 100.0
 """No further size is started after this.
 
@@ -69,8 +69,10 @@ _ENCODED_AT_ONCE = 128 * 128
 _PNG_THREADS = 4
 
 _ALONE: dict[type, bool] = {}
-"""Whether the pipelines of a class change shared modules around their calls, as those of PAG do.
-Found out when a model warms up, which on a CPU it does only once."""
+"""True if the pipelines of a class change shared modules around their calls, like PAG pipelines.
+
+Determined when a model warms up, which on a CPU happens only once.
+"""
 
 _BROKEN: dict[Path, dict[type, str]] = {}
 """Classes of pipelines for images or masks that could not draw, with the reason, by the folder of
@@ -129,7 +131,7 @@ class ImageModel:
         self._pipelines = loaded.with_images_of(self._can_draw)
 
     def use(self, entry: Model, *, is_trial: bool = False) -> None:
-        """Prepares to draw as an entry says, which has the same source.
+        """Prepares to draw as specified in an entry, which has the same source.
 
         Args:
             is_trial: the warm-up leaves out tasks of the interface that fail.
@@ -159,10 +161,10 @@ class ImageModel:
             raise ConfigurationError(reason, field=f"image.{refusal.field}")
 
     def _pipelines_for(self, interface: ImageInterface | None) -> LoadedPipelines:
-        """The pipelines for the tasks of an interface, or for those that need none.
+        """Returns the pipelines for an interface's tasks, or for tasks without an interface.
 
         Raises:
-            ConfigurationError: it is not that of the pipeline, or it is needed.
+            ConfigurationError: the interface does not match the pipeline, or it is missing.
         """
         hint = f"run penstock models check {self.entry.name}"
         field = "image.interface"
@@ -174,7 +176,7 @@ class ImageModel:
         pipelines = self._pipelines.without_edits()
         if not pipelines.by_mode:
             kind = type(self._main).__name__
-            reason = f"{kind} takes no strength, which the API has to know; {hint}"
+            reason = f"{kind} does not support strength, and the API must know this; {hint}"
             raise ConfigurationError(f"{field}: {reason}", field=field)
         return pipelines
 
@@ -192,13 +194,13 @@ class ImageModel:
 
     @property
     def has_callback(self) -> bool:
-        """Whether its pipelines report their steps, so that there are progress and previews."""
+        """True if its pipelines report their steps, so that progress and previews are available."""
         pipelines = self._pipelines.by_mode.values()
         return all("callback_on_step_end" in parameters_of(one) for one in pipelines)
 
     @property
     def weights_bytes(self) -> int:
-        """Size in memory of the weights of all parts."""
+        """Total size in memory of all parts' weights."""
         parts = self._main.components.values()
         modules = [one for one in parts if isinstance(one, torch.nn.Module)]
         return sum(weight.nbytes for one in modules for weight in one.parameters())
@@ -209,7 +211,7 @@ class ImageModel:
 
     @property
     def runs_alone(self) -> bool:
-        """Whether items are drawn one at a time."""
+        """True if items are drawn one at a time."""
         return _ALONE.get(type(self._main), False)
 
     def _set_up_hub(self) -> None:
@@ -289,12 +291,13 @@ class ImageModel:
         _ALONE[type(pipeline)] = changes
         if changes:
             log.warning(
-                "images are drawn one at a time: the pipeline changes modules while it draws",
+                "images are drawn one at a time, because the pipeline changes modules while "
+                "it draws",
                 extra={"pipeline": type(pipeline).__name__},
             )
 
     def usual_item(self, mode: ImageMode | None = None) -> PreparedImage:
-        """An item of a task, or of the first task of the model, with the defaults of the entry."""
+        """Returns an item for a task (default: the model's first), with the entry's defaults."""
         usual = self.entry.image
         mode = mode or next(iter(self._pipelines.by_mode))
         pixels = usual.width * usual.height
@@ -326,7 +329,6 @@ class ImageModel:
         return [list(range(len(batch)))]
 
     def computed_work(self, lengths: Sequence[int]) -> int:
-        """In pixel-steps. See workers.models.base.InferenceModel."""
         return sum(lengths)
 
     def predict(
@@ -346,7 +348,9 @@ class ImageModel:
                 end = self.step()
                 outcomes |= end.results
                 if end.preempted:
-                    raise OutOfMemory("the device has too little memory for all images of a batch")
+                    raise OutOfMemory(
+                        "the device does not have enough memory for all images of a batch"
+                    )
                 done = min((one.done for one in drawings), default=0)
                 if done not in (0, reported):
                     reported = done
@@ -361,7 +365,7 @@ class ImageModel:
 
     def admit(self, slot: int, item: PreparedItem) -> None:
         """Takes an item in. It begins at the next step, or once its adapter is read."""
-        assert isinstance(item, PreparedImage), "the preparer of images makes them; this is a bug"
+        assert isinstance(item, PreparedImage), "the item is not an image; this is a bug"
         if (refusal := self._options.refusal(item)) is not None:
             raise refusal
         if self.adapters.holds_back(slot, item):
@@ -513,7 +517,7 @@ class ImageModel:
         self._hub.add(slot, drawing.draw, drawing)
 
     def _advance(self) -> dict[int, Result | PenstockError]:
-        """Computes a step of each item. Returns the outcomes of those that ended."""
+        """Computes one step of each item. Returns the outcomes of items that ended."""
         outcomes: dict[int, Result | PenstockError] = {}
         for slot, outcome in self._hub.step().items():
             drawing = self._drawings.pop(slot)

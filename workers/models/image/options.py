@@ -1,4 +1,4 @@
-"""Which options of items a loaded model takes, by what its pipelines can be called with."""
+"""Item options supported by a loaded model, according to the arguments of its pipelines."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class OptionCheck:
     """Checks the options of items against the pipelines of a model.
 
     Args:
-        usual_guidance: the `guidance_scale` of requests that have none.
+        usual_guidance: the `guidance_scale` of requests that do not set it.
     """
 
     def __init__(self, pipelines: LoadedPipelines, usual_guidance: float) -> None:
@@ -55,7 +55,7 @@ class OptionCheck:
     def _refusal_of_option(self, item: PreparedImage) -> BadInput | None:
         if item.scheduler not in self._schedulers:
             known = " or ".join(map(repr, self._schedulers))
-            return BadInput(f"this model takes only scheduler {known}", field="scheduler")
+            return BadInput(f"scheduler must be {known} for this model", field="scheduler")
         uses = {
             "negative_prompt": bool(item.negative_prompt),
             "clip_skip": bool(item.clip_skip),
@@ -64,9 +64,9 @@ class OptionCheck:
         }
         for name, is_used in uses.items():
             if is_used and name not in self._fields:
-                return BadInput(f"{name}: this model takes none; leave it out", field=name)
+                return BadInput(f"{name}: is not supported by this model; leave it out", field=name)
         if item.clip_skip and item.clip_skip > (most := _max_clip_skip(self._pipelines.main)):
-            reason = f"clip_skip {item.clip_skip} is above {most}, the most of this model"
+            reason = f"clip_skip must be at most {most} for this model, got {item.clip_skip}"
             return BadInput(reason, field="clip_skip")
         return None
 
@@ -76,16 +76,16 @@ class OptionCheck:
         for name in ("width", "height"):
             side = getattr(item, name)
             if side % multiple:
-                reason = f"{name} {side} is not a multiple of {multiple}, as this model needs"
+                reason = f"{name} must be a multiple of {multiple} for this model, got {side}"
                 return BadInput(reason, field=name)
             if largest is not None and side > largest:
-                reason = f"{name} {side} is above {largest}, the most of this model"
+                reason = f"{name} must be at most {largest} for this model, got {side}"
                 return BadInput(reason, field=name)
         return None
 
 
 def fields_of(pipelines: LoadedPipelines) -> tuple[str, ...]:
-    """Returns those of OPTIONS that have an effect in a model."""
+    """Returns the names in OPTIONS that have an effect in a model."""
     known = parameters_of(pipelines.main)
     fields = [name for name in ("clip_skip", "guidance_rescale") if name in known]
     guidance, true_scale = guidance_name(pipelines.main), known.get("true_cfg_scale")

@@ -31,7 +31,7 @@ class Shared:
 
     Args:
         parts: what is intercepted, by method. Empty: the call itself.
-        settings: what its `config` says instead of the module's own.
+        settings: values in its `config` that differ from the module's own.
         shift: what is added to the latents that it decodes.
     """
 
@@ -71,7 +71,7 @@ class Shared:
 
     def _ask_vae(self, part: Part, images: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(images, torch.Tensor) and images.is_floating_point():
-            # A VAE may be in fp32 beside a denoiser in 16 bits.
+            # A VAE may use fp32 while its denoiser uses 16 bits.
             images = images.to(self.dtype)
             if self._shift and part.name.endswith(".decode"):
                 images = images + self._shift
@@ -82,7 +82,7 @@ class Shared:
             return lambda *args, **kwargs: self
         module = self.__dict__["_module"]
         if name == "text_model" and not hasattr(module, name):
-            # What diffusers 0.42 looks for in CLIP, where transformers 5 has left out this level.
+            # diffusers 0.42 looks for this level in CLIP, but transformers 5 has left it out.
             return module
         return getattr(module, name)
 
@@ -143,7 +143,7 @@ class Interception:
         """Returns a copy of a pipeline for one item.
 
         Args:
-            scheduler: of the item. None: a new one with the settings of the pipeline's.
+            scheduler: scheduler of the item. None: a new one with the settings of the pipeline's.
         """
         mine = copy.copy(pipeline)
         object.__setattr__(mine, "_own_device", pipeline.device)
@@ -183,10 +183,10 @@ def _parts_of(name: str, module: Any) -> dict[str, Part]:
 
 
 def _corrections(pipeline: Any, name: str, module: Any) -> dict[str, Any]:
-    """What the stand-in for a component says or does otherwise, for a class of pipelines."""
+    """Returns how a component's stand-in differs from it, for a class of pipelines."""
     kind = type(pipeline).__name__
     if kind in _OF_FOUR_CHANNELS and name == "unet":
-        # They draw with latents of any number of channels, but look for four.
+        # They support latents with any number of channels, but look for four.
         channels = pipeline.vae.config.latent_channels
         return {"settings": {"in_channels": 4}} if module.config.in_channels == channels else {}
     if kind == "StableDiffusion3InpaintPipeline" and name == "vae":

@@ -1,4 +1,4 @@
-"""Loads a diffusers pipeline as its plan says: precision, layout, INT8, compilation."""
+"""Loads a diffusers pipeline according to its plan: precision, layout, INT8, compilation."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class LoadedPipelines:
         return replace(self, by_mode=kept)
 
     def without_edits(self) -> LoadedPipelines:
-        """The same without those that draw from an image as a whole, whatever its strength."""
+        """Returns the same without pipelines that ignore the strength and redraw whole images."""
         return self.with_images_of(lambda pipeline: "strength" in parameters_of(pipeline))
 
     def only(self, tasks: Collection[ImageMode]) -> LoadedPipelines:
@@ -89,7 +89,8 @@ def load_pipelines(folder: Path, device: torch.device, plan: ImagePlan) -> Loade
         config = diffusers.DiffusionPipeline.load_config(folder, local_files_only=True)
         kind = _class_of(folder, config)
         _check_parts(folder, config)
-        # What a folder leaves out, such as the T5 of Stable Diffusion 3, must be said.
+        # Parts that a folder leaves out, such as the T5 of Stable Diffusion 3, must be passed
+        # explicitly.
         without: dict[str, Any] = dict.fromkeys(_null_parts(folder, config, kind))
         if "safety_checker" in config:
             without |= {"safety_checker": None, "requires_safety_checker": False}
@@ -130,11 +131,7 @@ def _class_of(folder: Path, config: Mapping[str, Any]) -> Any:
 
 
 def _check_parts(folder: Path, config: Mapping[str, Any]) -> None:
-    """Validates that each part has a folder. Otherwise diffusers looks into the pipeline's folder.
-
-    Raises:
-        ConfigurationError: one is missing.
-    """
+    """Checks that each part has a folder. Otherwise diffusers looks into the pipeline's folder."""
     for name, place in config.items():
         is_part = isinstance(place, list | tuple) and len(place) == 2 and isinstance(place[0], str)
         if is_part and name != "safety_checker" and not (folder / name).is_dir():
@@ -165,9 +162,9 @@ def _null_parts(folder: Path, config: Mapping[str, Any], kind: Any) -> list[str]
 
 
 def _pipelines_of(pipeline: Any, *, refines: bool) -> dict[ImageMode, Any]:
-    """The pipelines with these parts, by what they draw from.
+    """Returns the pipelines with these parts, by their task.
 
-    `refines`: the parts are those of a refiner, which draws from images only.
+    `refines`: True for the parts of a refiner, which draws from images only.
     """
     known = parameters_of(pipeline)
     takes_image, takes_mask = "image" in known, "mask_image" in known
@@ -211,7 +208,7 @@ def _counterpart(pipeline: Any, auto: Any, ending: str, *, refines: bool) -> Any
 
 
 def parameters_of(pipeline: Any) -> Mapping[str, inspect.Parameter]:
-    """What a pipeline can be called with, by name."""
+    """Returns the parameters of a pipeline's call, by name."""
     return signature_of(type(pipeline).__call__).parameters
 
 

@@ -66,7 +66,7 @@ def plan_for(entry: Model, capability: Capability) -> ImagePlan:
     is_int8 = entry.precision == "int8"
     if is_int8 and not capability.has_torchao:
         raise ConfigurationError(
-            f"{entry.name}: INT8 images need torchao; install penstock[gpu]", field="precision"
+            f"{entry.name}: INT8 images require torchao; install penstock[gpu]", field="precision"
         )
     asked = entry.image.compile_mode
     can_compile = capability.has_triton and capability.compute >= _VOLTA

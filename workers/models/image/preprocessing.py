@@ -41,13 +41,13 @@ _MAX_RESIZED = 8
 def edges(pixels: npt.NDArray[np.uint8], low: int, high: int) -> npt.NDArray[np.uint8]:
     """Returns 255 on edges and 0 elsewhere, [height, width].
 
-    As in J. Canny, A Computational Approach to Edge Detection, 1986. Gradients are Sobel's, of the
-    channel with the largest one. What is largest across its edge is kept if it is above `high`, or
-    above `low` and connected to such a pixel.
+    As in J. Canny, A Computational Approach to Edge Detection, 1986. Gradients are Sobel's, from
+    the channel with the largest one. A gradient that is the largest across its edge is kept if it
+    is above `high`, or above `low` and connected to such a pixel.
 
     Args:
-        pixels: [height, width, channels].
-        low: of |dx| + |dy|, in levels: 0 to 2040.
+        pixels: image as [height, width, channels].
+        low: threshold for |dx| + |dy|, in levels: 0 to 2040.
         high: as `low`.
     """
     values = np.pad(pixels.astype(np.int32), ((1, 1), (1, 1), (0, 0)), "edge")
@@ -69,7 +69,7 @@ def edges(pixels: npt.NDArray[np.uint8], low: int, high: int) -> npt.NDArray[np.
 def _is_largest(
     x: npt.NDArray[np.int32], y: npt.NDArray[np.int32], padded: npt.NDArray[np.int32]
 ) -> npt.NDArray[np.bool_]:
-    """Whether a gradient is the largest along its direction, rounded to 45 degrees."""
+    """Returns whether a gradient is the largest along its direction, rounded to 45 degrees."""
     height, width = x.shape
 
     def beside(down: int, right: int) -> npt.NDArray[np.int32]:
@@ -105,11 +105,11 @@ def prepare_control(
     entry = known.get(control.name)
     if entry is None:
         names = ", ".join(known) or "none"
-        raise BadInput(f"control {control.name!r} is unknown; known: {names}", field="control")
+        raise BadInput(f"control {control.name!r} is unknown; use one of {names}", field="control")
     if not 0 <= control.start < control.end <= 1:
         raise BadInput(
-            f"control_guidance_start {control.start} and control_guidance_end {control.end} are "
-            "not in order from 0 to 1",
+            f"control_guidance_start ({control.start}) and control_guidance_end ({control.end}) "
+            "must be in order and from 0 to 1",
             field="control_guidance_start",
         )
     pixels = _read_source(control.image, width, height, "control_image")
@@ -135,7 +135,8 @@ class ImagePreparer:
     Args:
         is_stepped: whether images of any size, steps and scheduler are computed together.
         rounds_up: whether image-to-image runs a part of a step as a whole one.
-        sides_px: of the squares that the image encoders of IP-Adapters read, by their names.
+        sides_px: sides of the squares that the image encoders of IP-Adapters read, by the adapters'
+            names.
     """
 
     def __init__(
@@ -158,7 +159,9 @@ class ImagePreparer:
     def _outcome(self, value: Input) -> PreparedImage | BadInput | ModelFailed:
         try:
             if not isinstance(value, ImageInput):
-                raise BadInput("an image model takes image requests", field="input")
+                raise BadInput(
+                    "the input of an image model must be an image request", field="input"
+                )
             self._check(value)
             item = self._prepared(value)
             known = self._bounds.controls
@@ -177,7 +180,9 @@ class ImagePreparer:
         if self._bounds.accepts("strength"):
             return DEFAULT_STRENGTH if value.strength is None else value.strength
         if value.strength is not None:
-            raise BadInput("strength: this model takes none; leave it out", field="strength")
+            raise BadInput(
+                "strength: is not supported by this model; leave it out", field="strength"
+            )
         return None
 
     def _check_adapter(self, value: ImageInput) -> None:
@@ -198,7 +203,7 @@ class ImagePreparer:
             raise _other_catalog("IP-Adapter", chosen.name, "ip_adapter")
         if not 0 <= chosen.scale <= MAX_IP_ADAPTER_SCALE:
             raise BadInput(
-                f"ip_adapter_scale {chosen.scale} is not from 0 to {MAX_IP_ADAPTER_SCALE:g}",
+                f"ip_adapter_scale must be from 0 to {MAX_IP_ADAPTER_SCALE:g}, got {chosen.scale}",
                 field="ip_adapter_scale",
             )
         image = _decoded(chosen.image, "RGB", "ip_adapter_image")
@@ -215,11 +220,13 @@ class ImagePreparer:
             side = getattr(value, name)
             if side < bounds.multiple or side % bounds.multiple:
                 raise BadInput(
-                    f"{name} {side} is not a positive multiple of {bounds.multiple}", field=name
+                    f"{name} must be a positive multiple of {bounds.multiple}, got {side}",
+                    field=name,
                 )
         if value.width * value.height > bounds.largest_pixels:
             raise InputTooLarge(
-                f"{value.width} x {value.height} is above {bounds.largest_pixels} pixels",
+                f"{value.width} x {value.height} exceeds the maximum of "
+                f"{bounds.largest_pixels} pixels",
                 field="width",
             )
         self._check_adapter(value)
@@ -227,12 +234,12 @@ class ImagePreparer:
         if value.scheduler not in SCHEDULER_NAMES:
             known = ", ".join(SCHEDULER_NAMES)
             raise BadInput(
-                f"scheduler {value.scheduler!r} is unknown; known: {known}", field="scheduler"
+                f"scheduler {value.scheduler!r} is unknown; use one of {known}", field="scheduler"
             )
         choice = SCHEDULERS.get(value.scheduler)
         if choice is not None and choice.steps_max is not None and value.steps > choice.steps_max:
             raise BadInput(
-                f"scheduler {value.scheduler!r} takes at most {choice.steps_max} steps",
+                f"scheduler {value.scheduler!r} supports at most {choice.steps_max} steps",
                 field="steps",
             )
 
@@ -251,7 +258,8 @@ class ImagePreparer:
             # A whole batch ends with its longest image.
             key="" if self._is_stepped else f"{value.width}x{value.height}/{steps_run}",
             length=pixel_steps,
-            # Each has its steps to itself, so only its pixels are next to those of others.
+            # Each image has its steps to itself, so only its pixels share batches with other
+            # images.
             room=value.width * value.height * self._bounds.steps if self._is_stepped else 0,
             prompt=value.prompt,
             negative_prompt=value.negative_prompt,
@@ -274,9 +282,9 @@ class ImagePreparer:
 
 
 def _other_catalog(noun: str, name: str, field: str) -> ModelFailed:
-    # The result would be cached as that of the one which the API's catalog has.
+    # The result would be cached as a result of the file in the API's catalog.
     return ModelFailed(
-        f"{noun} {name!r}: this worker's catalog has another one than the API's; try again later",
+        f"{noun} {name!r} differs between the catalogs of this worker and the API; try again later",
         field=field,
     )
 
@@ -299,28 +307,28 @@ def _middle(image: Image.Image, width: int, height: int) -> Image.Image:
 def _check_numbers(value: ImageInput, bounds: ImageDefaults) -> None:
     if not 1 <= value.steps <= bounds.longest_steps:
         raise BadInput(
-            f"steps {value.steps} is not from 1 to {bounds.longest_steps}", field="steps"
+            f"steps must be from 1 to {bounds.longest_steps}, got {value.steps}", field="steps"
         )
     if not (math.isfinite(value.guidance_scale) and value.guidance_scale >= 0):
         raise BadInput(
-            f"guidance_scale {value.guidance_scale} is not 0 or more", field="guidance_scale"
+            f"guidance_scale must be at least 0, got {value.guidance_scale}", field="guidance_scale"
         )
     if not 0 <= value.guidance_rescale <= 1:
         raise BadInput(
-            f"guidance_rescale {value.guidance_rescale} is not from 0 to 1",
+            f"guidance_rescale must be from 0 to 1, got {value.guidance_rescale}",
             field="guidance_rescale",
         )
     if value.clip_skip is not None and value.clip_skip < 0:
-        raise BadInput(f"clip_skip {value.clip_skip} is not 0 or more", field="clip_skip")
+        raise BadInput(f"clip_skip must be at least 0, got {value.clip_skip}", field="clip_skip")
     if not 0 <= value.seed < SEED_LIMIT:
-        raise BadInput(f"seed {value.seed} is not from 0 to 2^63 - 1", field="seed")
+        raise BadInput(f"seed must be from 0 to 2^63 - 1, got {value.seed}", field="seed")
 
 
 def image_to_image_steps(steps: int, strength: float, *, rounds_up: bool = False) -> int:
     """The steps that image-to-image runs: a share of `strength`.
 
     Args:
-        steps: those of an image from text.
+        steps: number of steps for an image from text.
         strength: above 0 and at most 1.
         rounds_up: a part of a step is a whole one, as diffusers counts for pipelines that match
             flows. It drops it for others.
@@ -329,7 +337,7 @@ def image_to_image_steps(steps: int, strength: float, *, rounds_up: bool = False
         BadInput: strength is not above 0 and at most 1, or so low that no step is left.
     """
     if not 0 < strength <= 1:
-        raise BadInput(f"strength {strength} is not above 0 and at most 1", field="strength")
+        raise BadInput(f"strength must be above 0 and at most 1, got {strength}", field="strength")
     run = steps - int(max(steps - steps * strength, 0)) if rounds_up else int(steps * strength)
     if run < 1:
         raise BadInput(f"strength {strength} leaves none of {steps} steps", field="strength")
@@ -337,7 +345,7 @@ def image_to_image_steps(steps: int, strength: float, *, rounds_up: bool = False
 
 
 def _read_source(blob: Blob, width: int, height: int, field: str = "image") -> bytes:
-    """A source image as width x height RGB pixels, rotated as its EXIF data says."""
+    """Returns a source image as width x height RGB pixels, rotated according to its EXIF data."""
     upright = _decoded(blob, "RGB", field)
     if upright.size != (width, height):
         upright = upright.resize((width, height), Image.Resampling.LANCZOS)
@@ -347,17 +355,20 @@ def _read_source(blob: Blob, width: int, height: int, field: str = "image") -> b
 def _read_mask(value: ImageInput) -> bytes:
     """The mask of an input as width x height bytes."""
     if value.image is None or value.mask is None:
-        raise BadInput("a mask needs an image", field="mask")
+        raise BadInput("a mask requires an image", field="mask")
     mask = _decoded(value.mask, "L", "mask")
     if mask.size != (value.width, value.height):
-        raise BadInput("the mask has another size than the image", field="mask")
+        raise BadInput("the mask and the image must have the same size", field="mask")
     if mask.getbbox() is None:
         raise BadInput("the mask leaves nothing to draw", field="mask")
     return mask.tobytes()
 
 
 def _decoded(blob: Blob, mode: str, field: str) -> Image.Image:
-    """The image in a mode of Pillow's, rotated as its EXIF data says. Errors name the field."""
+    """Returns the image in a Pillow mode, rotated according to its EXIF data.
+
+    Errors name the field.
+    """
     if not blob.data:
         raise BadInput(f"the {field} has no data", field=field)
     try:
@@ -367,12 +378,12 @@ def _decoded(blob: Blob, mode: str, field: str) -> Image.Image:
             return ImageOps.exif_transpose(image).convert(mode)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise InputTooLarge(
-            f"the {field} has more than {SOURCE_MAX_PIXELS} pixels", field=field
+            f"the {field} has more than the maximum of {SOURCE_MAX_PIXELS} pixels", field=field
         ) from error
     except UnidentifiedImageError as error:
         raise BadInput(
-            f"the {field} is not one of {', '.join(SOURCE_FORMATS)}", field=field
+            f"the {field} must have one of the formats {', '.join(SOURCE_FORMATS)}", field=field
         ) from error
     except (OSError, SyntaxError, ValueError, EOFError) as error:
-        # What Pillow's decoders raise for broken files: which one depends on where the file breaks.
+        # Pillow's decoders raise these for damaged files, depending on where the file is damaged.
         raise BadInput(f"the {field} can't be decoded: {error}", field=field) from error

@@ -23,12 +23,14 @@ _METHOD = "encode_prompt"
 class LostTokens:
     """Counts the tokens that the text encoders of a pipeline do not read.
 
-    Each text counts by the encoder that reads the most tokens.
+    Each text is counted by the encoder that reads the most tokens.
     """
 
     def __init__(self) -> None:
         self.by_text: dict[str, tuple[int, int]] = {}
-        """Of each text: the most tokens of that encoder, and how many are lost, negated."""
+        """For each text: the maximum tokens of that encoder, and the number of lost tokens,
+        negated.
+        """
 
     @property
     def count(self) -> int | None:
@@ -90,7 +92,7 @@ class Prompts:
                 nothing.
 
         Returns:
-            What its prompts lose, once they are encoded.
+            Counts the tokens that its prompts lose when they are encoded.
         """
         lost = LostTokens()
         for name in signature_of(type(pipeline).__init__).parameters:

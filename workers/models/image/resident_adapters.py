@@ -1,11 +1,11 @@
 """The adapters that are in the memory of a model process, and the images that wait for others.
 
-An adapter is read on a thread, while steps go on, and put into memory between two of them. The
-least recently used ones make room for it. One that an image is being drawn with stays.
+An adapter is read in a thread, while steps continue, and put into memory between two of them. The
+least recently used adapters make room for it. An adapter in use by an image stays.
 
-Files of adapters that callers named by URL are on the disk of a worker. The API has fetched them
-into the object store. Here each is kept below the digest of its tenant, so that tenants share
-nothing, and what one of them brings takes no room from those that have less.
+Adapter files that callers named by URL are on the disk of a worker. The API has fetched them into
+the object store. Each file is stored below the digest of its tenant, so that tenants share nothing,
+and one tenant's files do not take room from tenants that have less.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class FetchedAdapters:
 
     Args:
         urls: the bounds of the catalog.
-        folder: where they are kept.
+        folder: the folder for the files.
     """
 
     def __init__(self, urls: AdapterUrls, folder: Path, objects: ObjectStore) -> None:
@@ -70,13 +70,13 @@ class FetchedAdapters:
         """Returns the file of an adapter, which is copied from the object store if it is not here.
 
         Args:
-            digest: of the file, as `sha256:…`. Who reads it checks that.
-            key: of the object.
+            digest: digest of the file, as `sha256:…`. The reader checks it.
+            key: key of the object.
             owner: the digest of its tenant.
 
         Raises:
             BadInput: the object is gone, or larger than the catalog allows.
-            Unavailable: the object store or the disk is out of reach.
+            Unavailable: the object store or the disk is unreachable.
         """
         file = self._folder / owner / f"{digest.removeprefix('sha256:')}{ENDING}"
         with contextlib.suppress(FileNotFoundError):
@@ -114,7 +114,7 @@ class FetchedAdapters:
         while taken and sum(taken.values()) + size_bytes > self.urls.disk_bytes:
             most = max(taken, key=lambda owner: taken[owner])
             oldest = by_owner[most].pop()
-            # Whoever reads it still has it open.
+            # A reader still has it open.
             oldest.file.unlink(missing_ok=True)
             taken[most] -= oldest.size_bytes
             if not by_owner[most]:
@@ -122,7 +122,7 @@ class FetchedAdapters:
 
 
 Applied = tuple[LoadedAdapter, float] | None
-"""The adapter of an image and its scale. None: it has none."""
+"""The adapter of an image and its scale. None: no adapter."""
 
 
 class ResidentAdapters:
@@ -158,7 +158,7 @@ class ResidentAdapters:
 
     @property
     def resident_names(self) -> list[str]:
-        """Those that are in, the least recently used first."""
+        """Names of the adapters in memory, the least recently used first."""
         return list(self._resident)
 
     @property
@@ -167,9 +167,11 @@ class ResidentAdapters:
         return list(self._waiting)
 
     def holds_back(self, slot: int, item: PreparedImage) -> bool:
-        """Returns whether an image has to wait. Then `take_ready` gives it as soon as it can go on.
+        """Returns whether an image has to wait.
 
-        While one waits for room, those that came later wait too. So it gets the room at last.
+        Then `take_ready` returns it as soon as it can continue.
+
+        While one waits for room, later images wait too. So it gets the room eventually.
         """
         if not item.adapter or (item.adapter in self._resident and not self._lacks_room):
             return False
@@ -256,7 +258,7 @@ class ResidentAdapters:
         return True
 
     def _forget_unwanted(self) -> None:
-        """Lets go of what was read for images that were canceled meanwhile."""
+        """Discards adapters that were read for images that were canceled meanwhile."""
         wanted = {item.adapter for item in self._waiting.values()}
         for name, read in list(self._reads.items()):
             if read.done() and name not in wanted:
@@ -274,7 +276,7 @@ class ResidentAdapters:
         return True
 
     def _begin_read(self, item: PreparedImage) -> Future[LoadedAdapter]:
-        """The read of an adapter, which goes on after the image that it is for is canceled."""
+        """Starts to read an adapter. The read continues after its image is canceled."""
         name = item.adapter
         if (read := self._reads.get(name)) is None:
             read = self._reads[name] = Future()
@@ -288,7 +290,7 @@ class ResidentAdapters:
     def _file_of(self, item: PreparedImage) -> AdapterFile:
         name, places = item.adapter, self._settings
         if item.adapter_key:
-            assert self._fetched is not None, "the preparer refuses it; this is a bug"
+            assert self._fetched is not None, "adapters by URL are disabled; this is a bug"
             find = partial(self._fetched.find, name, item.adapter_key, item.adapter_owner)
             return AdapterFile(name, find, name, self._fetched.urls.max_rank, is_callers=True)
         entry = self._image.adapters[name]
@@ -311,7 +313,7 @@ class ResidentAdapters:
                 read.set_exception(error)
                 return
             except Exception as error:
-                # The boundary to the libraries that read it. Whoever waits gets an answer.
+                # The boundary to the libraries that read it. All waiting images get an answer.
                 log.warning("adapter not read", exc_info=True, extra={"adapter": name})
                 read.set_exception(file.failed("it could not be read", str(error)))
                 return

@@ -40,7 +40,7 @@ class CompiledSizes:
     """Empty: none is."""
 
     def have(self, drawing: Drawing) -> bool:
-        """Returns whether there are any of the size of an image."""
+        """Returns whether there are sizes for an image."""
         size = drawing.item.width, drawing.item.height
         return bool(self.seconds) and size == (self.width, self.height)
 
@@ -49,7 +49,7 @@ class RowBatching(Batching):
     """The batching of images. The owner of a call is a Drawing.
 
     Args:
-        adapters: those that are in memory.
+        adapters: the adapters in memory.
         deep_cache: None: every step computes the whole UNet.
         guidance_stop: the part of the steps after which the negative prompt guides no longer.
         sizes: the batches that are compiled.
@@ -90,7 +90,7 @@ class RowBatching(Batching):
         if not call.part.is_denoiser:
             return call.key
         is_whole = self._deep_cache is None or self._deep_cache.is_whole(drawing.calls)
-        # A compiled graph is of one number of rows.
+        # A compiled graph is specific to one number of rows.
         return call.key, is_whole, call.rows if self._sizes.have(drawing) else 0
 
     def cover(self, calls: Sequence[Call]) -> Sequence[int]:

@@ -128,9 +128,9 @@ def draw_preview(pipeline: Any, latents: torch.Tensor, width: int, height: int) 
     Neither the latents nor any generator of random numbers is changed.
 
     Args:
-        latents: of one image, as the pipeline has them.
-        width: of the image, in pixels.
-        height: of the image, in pixels.
+        latents: latents of one image, in the pipeline's form.
+        width: width of the image, in pixels.
+        height: height of the image, in pixels.
     """
     vae = getattr(pipeline, "vae", None)
     if latents.ndim == 3 and hasattr(pipeline, "_unpack_latents"):

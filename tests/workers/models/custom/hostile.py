@@ -247,7 +247,7 @@ class Predictor(BasePredictor):
 
 ENDED = "the process of the model was ended while it computed this: "
 DISK_BYTES = 310 * 1024 * 1024
-FILLED = f"{ENDED}it wrote more than {DISK_BYTES} bytes to disk"
+FILLED = f"{ENDED}it wrote more than the maximum of {DISK_BYTES} bytes to disk"
 ENDINGS: dict[str, tuple[str, object]] = {
     "leak": ("failed", f"{ENDED}it takes "),
     "leak_in_a_child": ("failed", f"{ENDED}it takes "),
@@ -260,9 +260,12 @@ ENDINGS: dict[str, tuple[str, object]] = {
     "fill_tmp_by_open_files": ("failed", FILLED),
     "fill_by_a_child": ("failed", FILLED),
     "fill_what_is_removed": ("failed", FILLED),
-    "fill_one_file": ("failed", f"it wrote more than the {DISK_BYTES} bytes allowed to a file"),
-    "large_file": ("failed", "output: the file large.bin is too large; at most 67108864 bytes"),
-    "large_files": ("failed", "output: its files together have more than"),
+    "fill_one_file": ("failed", f"it wrote more than the maximum of {DISK_BYTES} bytes to a file"),
+    "large_file": (
+        "failed",
+        "output: the file large.bin is too large; the maximum is 67108864 bytes",
+    ),
+    "large_files": ("failed", "output: the files exceed the maximum of"),
     "wrong_type": ("failed", "output: a value of type object can't be sent as JSON"),
     "look_around": ("succeeded", []),
     "secrets": ("succeeded", []),
@@ -271,9 +274,9 @@ ENDINGS: dict[str, tuple[str, object]] = {
     "kill_parent": ("failed", "PermissionError: [Errno 1] Operation not permitted"),
     "close_socket": ("failed", f"{ENDED}it closed its connection to the worker"),
     "close_socket_and_go_on": ("failed", "the process of the model ended with exit status 1"),
-    "write_garbage": ("failed", f"{ENDED}it sent something else than an answer"),
-    "write_frames": ("failed", f"{ENDED}it sent something else than an answer"),
-    "place_files": ("failed", f"{ENDED}it sent something else than an answer"),
+    "write_garbage": ("failed", f"{ENDED}it sent an invalid answer"),
+    "write_frames": ("failed", f"{ENDED}it sent an invalid answer"),
+    "place_files": ("failed", f"{ENDED}it sent an invalid answer"),
 }
 """By what it does: the status of the prediction, and its output or the beginning of its error."""
 ENDLESS = ("loop", "stop_itself", "print_on")

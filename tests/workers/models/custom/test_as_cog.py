@@ -140,12 +140,12 @@ PASSED = (
 )
 REFUSED = {
     "instance without fields": "output: a value of type object can't be sent as JSON",
-    "not a number": "output[1]: JSON has no NaN",
-    "infinite": "output.rate: JSON has no NaN",
+    "not a number": "output[1]: JSON does not support NaN",
+    "infinite": "output.rate: JSON does not support NaN",
     "half of a pair": "output.text: half of a surrogate pair",
     "bytes": "output: a value of type bytes can't be sent as JSON",
     "complex number": "output: a value of type complex can't be sent as JSON",
-    "key that is a tuple": "output: a value of type tuple can't be the name of a field",
+    "key that is a tuple": "output: a value of type tuple can't be a field name",
     "nested too deeply": "nested deeper than",
     "contains itself": "nested deeper than",
 }

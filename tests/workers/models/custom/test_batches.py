@@ -303,13 +303,22 @@ def test_what_one_alone_printed_and_recorded_is_its_own(started: Start, kind: st
 
 
 WRONG_FORMS = [
-    ("def predict_batch(self, inputs: list[Given]) -> list[int]: yield", "yields; a list with"),
-    ("async def predict_batch(self, inputs: list[Given]) -> list[int]: yield", "yields; a list"),
+    (
+        "def predict_batch(self, inputs: list[Given]) -> list[int]: yield",
+        "yields; it must return a list with",
+    ),
+    (
+        "async def predict_batch(self, inputs: list[Given]) -> list[int]: yield",
+        "yields; it must return a list",
+    ),
     (
         "def predict_batch(self, inputs) -> list[int]: ...",
-        "the argument inputs needs the type list",
+        "the argument inputs must have the type list",
     ),
-    ("def predict_batch(self, inputs: list[Given]): ...", "the return value needs the type list"),
+    (
+        "def predict_batch(self, inputs: list[Given]): ...",
+        "the return value must have the type list",
+    ),
     ("def predict_batch(self, inputs: list[int]) -> list[int]: ...", "whose fields are the inputs"),
     (
         "def predict_batch(self, inputs: list[Given], b: int) -> list[int]: ...",
@@ -445,5 +454,5 @@ def test_an_answer_that_the_class_makes_up_is_not_given_to_others(
     model = started(body)
     assert compute(model, {"a": 5}) == [5]
     (wrong,) = compute(model, {"a": 1})
-    assert "it sent an answer to something else" in wrong.message
+    assert "it sent an answer to another request" in wrong.message
     assert compute(model, {"a": 6}, {"a": 9}) == [6, 9]

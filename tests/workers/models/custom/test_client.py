@@ -186,7 +186,7 @@ async def test_what_a_worker_raises_ends_the_run(client: ClassClient) -> None:
     [
         ("leave a child that sends without end", "ended with exit status 3"),
         ("die of a signal without a name", "was killed by signal 40"),
-        ("send wrong metrics", "it sent something else than an answer"),
+        ("send wrong metrics", "it sent an invalid answer"),
     ],
 )
 async def test_what_a_class_does_fails_its_prediction_alone(

@@ -187,16 +187,16 @@ setup(name="slow", version="1.0", py_modules=["slow"])
     ("requirements", "cog_yaml", "reason"),
     [
         ("idna==0.0.999\n", "", "no version of idna==0.0.999"),
-        ("-e ./lib\n", "", "a path is not installed"),
-        ("../elsewhere\n", "", "a path is not installed"),
-        ("told @ file:///tmp/x\n", "", "a path is not installed"),
+        ("-e ./lib\n", "", "paths can't be installed"),
+        ("../elsewhere\n", "", "paths can't be installed"),
+        ("told @ file:///tmp/x\n", "", "paths can't be installed"),
         ("-r missing.txt\n", "", "missing.txt: No such file"),
-        ("", "build:\n  python_requirements: ../all.txt\n", "is no file of the folder"),
-        ("", "build:\n  python_packages: told\n", "build.python_packages: expected a list"),
+        ("", "build:\n  python_requirements: ../all.txt\n", "is not a file in the folder"),
+        ("", "build:\n  python_packages: told\n", "build.python_packages: must be a list"),
         (
             "",
             "build:\n  python_packages: [told]\n  python_requirements: r.txt\n",
-            "give one of them",
+            "mutually exclusive",
         ),
     ],
 )

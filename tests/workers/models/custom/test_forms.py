@@ -191,7 +191,7 @@ def test_files_of_an_output_have_a_bound_together(tmp_path: Path, start_class: S
     model = start_class(write_class(tmp_path, body))
     failed = compute(model, {"a": 4}).results[0]
     assert isinstance(failed, ModelFailed)
-    assert failed.message.startswith("output: its files together have more than")
+    assert failed.message.startswith("output: the files exceed the maximum of")
 
 
 def test_metrics_and_what_was_printed(tmp_path: Path, start_class: StartClass) -> None:
@@ -251,7 +251,7 @@ def test_wrong_names_of_metrics_are_refused_with_their_reason(name: str, reason:
         ("def predict(self, a: int) -> int: return 2**65", "output: an integer of more than 64"),
         ("def predict(self, a: int) -> Path: return Path('/none')", "there is no file none"),
         ("def predict(self, a: int) -> dict: return {'a': object()}", "can't be sent as JSON"),
-        ("def predict(self, a: int) -> float: return float('nan')", "JSON has no NaN"),
+        ("def predict(self, a: int) -> float: return float('nan')", "JSON does not support NaN"),
         ("def predict(self, a: int) -> str: return 'x' * 2**24", "at most 16777216 bytes"),
         ("def predict(self, a: int) -> str: raise KeyError('secret')", "KeyError: 'secret'"),
         ("def predict(self, a: int) -> str: raise Silent", "Silent"),

@@ -125,5 +125,5 @@ def test_disk_is_bounded_without_a_namespace_of_mounts(tmp_path: Path, mode: str
 def test_processes_are_bounded(hostile: StartedClass) -> None:
     found = compute(hostile, {"mode": "fork_on"}).results[0]
     assert isinstance(found, ModelFailed)
-    assert "processes; at most 512 are allowed" in found.message
+    assert "processes, which exceeds the maximum of 512" in found.message
     assert output_of(compute(hostile, {"mode": "behave"})) == "well"

@@ -60,7 +60,7 @@ def scratch(tmp_path: Path) -> Path:
 
 def written(disk: DiskUse, *family: int) -> bool:
     """True if more than the bound is on disk."""
-    return "it wrote more than 4194304 bytes to disk" in disk.count(set(family))
+    return "it wrote more than the maximum of 4194304 bytes to disk" in disk.count(set(family))
 
 
 def test_files_on_disk_are_counted_once_and_without_holes(scratch: Path) -> None:
@@ -160,4 +160,4 @@ def test_files_are_bounded_by_their_number(scratch: Path, monkeypatch: pytest.Mo
     assert disk.count(set()) == ""
     for number in range(5, 10):
         (scratch / str(number)).touch()
-    assert disk.count(set()) == "it has more than 8 files"
+    assert disk.count(set()) == "it has more than the maximum of 8 files"

@@ -199,7 +199,7 @@ def test_check_prints_how_many_run_at_a_time_and_their_memory(
     assert f"how much memory this takes: penstock models measure {folder}\n" in said
     assert penstock("models", "measure", str(folder), "-i", "a=1", "--repeats", "1", "--cpu") == 0
     assert penstock("models", "check", str(folder)) == 0
-    assert re.search(r"with 3 at a time it took [1-9]\d* MiB of memory\n", capfd.readouterr().out)
+    assert re.search(r"3 at a time took [1-9]\d* MiB of memory\n", capfd.readouterr().out)
 
 
 def test_a_setup_that_fails_later_names_no_path_to_the_caller(

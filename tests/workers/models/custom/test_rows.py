@@ -177,7 +177,7 @@ def test_a_batch_that_takes_too_long_is_killed_and_the_next_is_computed(
             return [one.a for one in inputs]
     """
     model = start_class(write_class(tmp_path, body))
-    with pytest.raises(ModelProcessDied, match=r"not done in 1\.5 s"):
+    with pytest.raises(ModelProcessDied, match=r"did not finish within 1\.5 s"):
         model.run(prepared({"a": -1}), prepared({"a": 2}), timeout_s=1.5)
     done: list[Any] = model.run(prepared({"a": 1}), prepared({"a": 2})).outcomes
     assert [one.output for one in done] == [1, 2]

@@ -186,7 +186,7 @@ def test_a_secret_that_is_missing_is_named(folder: Path, tmp_path: Path) -> None
         f"local:{tmp_path}/none": "No such file",
         f"local:{tmp_path}/empty": "is empty",
         f"local:{tmp_path}/binary": "not UTF-8",
-        "kubernetes:tokens/hub": "was not given it",
+        "kubernetes:tokens/hub": "does not have it",
     }
     for place, reason in places.items():
         entry = entry_of(folder, secrets={"TOKEN": place})
@@ -306,10 +306,10 @@ def test_versions_of_secret_manager(secret_manager: str) -> None:
         return read_google_secret(version, "secrets.TOKEN", url, AnonymousCredentials())
 
     assert read("there/versions/2") == TOKEN.encode()
-    with pytest.raises(ConfigurationError, match="answers 404: there is no such version"):
+    with pytest.raises(ConfigurationError, match="returned 404: the version does not exist"):
         read("there/versions/3")
     for name in ("fails/versions/1", "other/versions/1"):
-        with pytest.raises(ModelFailed, match=r"secrets\.TOKEN: Secret Manager answer"):
+        with pytest.raises(ModelFailed, match=r"secrets\.TOKEN: Secret Manager returned"):
             read(name)
     with pytest.raises(ModelFailed, match="can't be reached"):
         read("there/versions/2", "http://127.0.0.1:1")

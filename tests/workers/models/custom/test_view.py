@@ -129,7 +129,7 @@ def test_large_files_never_change(folder: Path, large: Path) -> None:
 
 def test_a_class_is_at_src_where_cog_has_it(folder: Path) -> None:
     """Unless the system has no namespaces of mounts. Then check says so."""
-    has_none = any("there is no /src here" in note for note in notes_of(folder))
+    has_none = any("/src does not exist here" in note for note in notes_of(folder))
     here = run_once(folder, [])["here"]
     assert (here != "/src") == has_none
     if has_none:

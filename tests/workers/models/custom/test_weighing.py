@@ -80,11 +80,11 @@ def test_an_item_weighs_what_the_class_says(tmp_path: Path, preparing: Any, body
 
 
 WRONG_WEIGHTS: list[tuple[str, type[PenstockError], str]] = [
-    ("minus", ModelFailed, "work: returned -5; a whole number from 1 on is needed"),
-    ("none", ModelFailed, "work: returned None; a whole number is needed"),
-    ("text", ModelFailed, "work: returned 'x'; a whole number is needed"),
-    ("float", ModelFailed, "work: returned 1.5; a whole number is needed"),
-    ("huge", InputTooLarge, "and at most 4194304 is allowed"),
+    ("minus", ModelFailed, "work: returned -5; must return a whole number of at least 1"),
+    ("none", ModelFailed, "work: returned None; must return a whole number"),
+    ("text", ModelFailed, "work: returned 'x'; must return a whole number"),
+    ("float", ModelFailed, "work: returned 1.5; must return a whole number"),
+    ("huge", InputTooLarge, "which exceeds the maximum of 4194304"),
     ("raise", ModelFailed, "work: KeyError: 'gone'"),
     ("exit", ModelFailed, "work: the process of the class ended with exit status 3"),
 ]
@@ -113,7 +113,7 @@ def test_a_loop_is_killed_and_others_are_weighed(
     inputs = [CustomInput({"mode": one}) for one in ("pid", "loop", "pid")]
     before, looped, after = preparing(write_class(tmp_path, ONE), *inputs)
     assert isinstance(looped, ModelFailed)
-    assert "no answer in 1 s" in looped.message
+    assert "no answer within 1 s" in looped.message
     assert before.length != after.length, "the process is another one"
     with pytest.raises(ProcessLookupError):
         os.kill(before.length, 0)
@@ -259,7 +259,7 @@ def test_a_comparison_that_loops_is_killed(tmp_path: Path, monkeypatch: pytest.M
     """
     folder = write_class(tmp_path, body)
     aside = AsideClass(entry_of(folder), folder)
-    with pytest.raises(ModelFailed, match="is_close: no answer in 1 s"):
+    with pytest.raises(ModelFailed, match="is_close: no answer within 1 s"):
         aside.is_close(CustomResult(1), CustomResult(1))
     assert aside.is_close(CustomResult(2), CustomResult(2))
     assert not aside.is_close(CustomResult(2), CustomResult(3))

@@ -107,16 +107,18 @@ def test_no_text_of_a_caller_becomes_a_control_token(
 
 OPTIONAL = {f"p{number}": {"type": "integer"} for number in range(700)}
 LARGE_SCHEMAS = {
-    json.dumps({"const": "a" * 33_000}): "it has 33013 bytes, and at most 32768",
-    json.dumps({"const": "a" * 4097}): "in it has 4097 characters as JSON, and at most 4096",
+    json.dumps({"const": "a" * 33_000}): "must have at most 32768 bytes, got 33013",
+    json.dumps(
+        {"const": "a" * 4097}
+    ): "in it has 4097 characters as JSON, which exceeds the maximum of 4096",
     json.dumps({"const": "\0" * 1000}): "in it has 6000 characters as JSON",
     json.dumps({"enum": ["a", "b" * 5000]}): "in it has 5000 characters",
     json.dumps({"type": "string", "pattern": "c" * 5000}): "in it has 5000 characters",
     json.dumps({"type": "object", "properties": {"d" * 5000: {}}}): "in it has 5000 characters",
     json.dumps({"properties": {"description": {"const": "e" * 5000}}}): "has 5000 characters",
-    '{"items":' * 3000 + "{}" + "}" * 3000: "it is nested 3001 levels deep, and at most 100 are",
-    '{"items":' * 110 + "{}" + "}" * 110: "it is nested 111 levels deep, and at most 100 are",
-    '{"anyOf":[' * 50 + "{}" + "]}" * 50: "it is nested 101 levels deep",
+    '{"items":' * 3000 + "{}" + "}" * 3000: "must be nested at most 100 levels deep, got 3001",
+    '{"items":' * 110 + "{}" + "}" * 110: "must be nested at most 100 levels deep, got 111",
+    '{"anyOf":[' * 50 + "{}" + "]}" * 50: "levels deep, got 101",
     json.dumps({"type": "object", "properties": OPTIONAL, "additionalProperties": False}): "max is",
 }
 
@@ -124,9 +126,9 @@ LARGE_SCHEMAS = {
 @pytest.mark.parametrize(
     ("fields", "field", "reason"),
     [
-        ({"prompt": [5, 100_000]}, "prompt", "token id 100000, at position 1"),
+        ({"prompt": [5, 100_000]}, "prompt", "token ID 100000, at position 1"),
         ({"prompt": [-1]}, "prompt", "token id -1, at position 0"),
-        ({"prompt": "a", "logit_bias": {400: 1.0}}, "logit_bias", "token id 400, at position 0"),
+        ({"prompt": "a", "logit_bias": {400: 1.0}}, "logit_bias", "token ID 400, at position 0"),
         ({"prompt": ""}, "prompt", "no tokens"),
         ({"prompt": "a\ud800"}, "prompt", "can't be tokenized"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages", "can't be tokenized"),
@@ -247,7 +249,7 @@ def test_a_model_without_a_template_takes_prompts_only(folder: Path, tmp_path: P
     (tmp_path / "chat_template.jinja").unlink()
     preparer = PromptPreparer(tiny.entry(), tmp_path)
     prepare(preparer, prompt="a")
-    with pytest.raises(BadInput, match="no chat template"):
+    with pytest.raises(BadInput, match="does not have a chat template"):
         prepare(preparer, messages=[USER])
 
 
@@ -393,12 +395,12 @@ USERS_ONLY = tiny.TEMPLATE.replace("in messages", "in messages if message.role =
 @pytest.mark.parametrize(
     ("source", "last", "fields", "words"),
     [
-        (USERS_ONLY, BEGUN, {}, "cannot continue an assistant message"),
+        (USERS_ONLY, BEGUN, {}, "can't continue an assistant message"),
         (
             tiny.TEMPLATE,
             BEGUN,
             {"json_schema": '{"type": "object"}'},
-            "cannot be continued as JSON",
+            "can't be continued as JSON",
         ),
         (tiny.TEMPLATE, BEGUN | {"tool_calls": [{"id": "1"}]}, {}, "send the results"),
     ],

@@ -230,7 +230,7 @@ def test_a_stream_of_json_goes_on_where_another_worker_stopped(model: VllmModel)
 
 def test_what_a_schema_does_not_allow_is_not_gone_on_with(model: VllmModel) -> None:
     item = tiny.prompt([4], json_schema=json.dumps(FLAG), written_ids=tiny.packed([5]))
-    with pytest.raises(ModelFailed, match="does not allow what another worker wrote"):
+    with pytest.raises(ModelFailed, match="does not allow the text written by another worker"):
         model.admit(0, item)
     assert model.step().results == {}
 
@@ -247,7 +247,7 @@ def test_a_missing_vllm_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(sys, "path", [one for one in sys.path if one != str(STAND_IN)])
     monkeypatch.delitem(sys.modules, "vllm", raising=False)
     model = VllmModel(tiny.entry(backend="vllm"), folder, Device("cpu", 1, 1.0))
-    with pytest.raises(ConfigurationError, match="backend vllm needs vLLM"):
+    with pytest.raises(ConfigurationError, match="backend vllm requires vLLM"):
         model.setup()
 
 

@@ -30,7 +30,7 @@ _CONSTRAINTS = {
     "max_length": "max_length",
     "pattern": "regex",
 }
-"""Constraints of pydantic's `Field` by their names, with those of Cog's `Input`."""
+"""Constraints of pydantic's `Field` by name, with the names in Cog's `Input`."""
 
 
 class BatchForm(NamedTuple):
@@ -52,10 +52,10 @@ def read_batch_form(target: Any) -> BatchForm:
     """
     method = getattr(target, METHOD)
     if inspect.isgeneratorfunction(method) or inspect.isasyncgenfunction(method):
-        raise ValueError(f"{METHOD} yields; a list with an output for each input is needed")
+        raise ValueError(f"{METHOD} yields; it must return a list with one output per input")
     spec = inspect.getfullargspec(method)
     if len(spec.args) != 2 or spec.varargs or spec.varkw or spec.kwonlyargs:
-        raise ValueError(f"{METHOD} takes self and one list of inputs, and nothing else")
+        raise ValueError(f"{METHOD} must take self and one list of inputs, and nothing else")
     hints = typing.get_type_hints(method, include_extras=True)
     element = _element_of(hints.get(spec.args[1]), f"the argument {spec.args[1]}")
     output = _without_errors(_element_of(hints.get("return"), "the return value"))
@@ -68,12 +68,15 @@ def read_batch_form(target: Any) -> BatchForm:
 
 def _element_of(hint: Any, part: str) -> Any:
     if typing.get_origin(hint) is not list:
-        raise ValueError(f"{METHOD}: {part} needs the type list[...]")
+        raise ValueError(f"{METHOD}: {part} must have the type list[...]")
     return typing.get_args(hint)[0]
 
 
 def _without_errors(output: Any) -> Any:
-    """The type of an output: `Output | Exception` is written by who returns errors of items."""
+    """Returns the type of an output.
+
+    `Output | Exception` is used by methods that return errors for single items.
+    """
     if typing.get_origin(output) not in (typing.Union, UnionType):
         return output
     kept = [
@@ -97,7 +100,7 @@ def _fields_of(element: Any) -> dict[str, tuple[Any, FieldInfo]]:
                 for one in dataclasses.fields(element)
             }
     raise ValueError(
-        f"{METHOD}: the elements of its argument are of a pydantic model, a cog.BaseModel or a "
+        f"{METHOD}: the elements of its argument must be a pydantic model, a cog.BaseModel or a "
         "dataclass, whose fields are the inputs"
     )
 

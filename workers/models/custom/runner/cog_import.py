@@ -22,7 +22,7 @@ from typing import Any
 
 
 class _Requests(ModuleType):
-    """What `cog.types` has as `requests`: the package, imported at its first use."""
+    """The `requests` attribute of `cog.types`: the package, imported at its first use."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(importlib.import_module("requests"), name)
@@ -37,7 +37,7 @@ def _submodule_of_urllib(name: str) -> Any:
 
 @contextlib.contextmanager
 def _stood_in_for(*modules: ModuleType) -> Iterator[None]:
-    """Lets imports find these modules, but for those that are imported already."""
+    """Lets imports find these modules, except modules that are already imported."""
     added = [one for one in modules if one.__name__ not in sys.modules]
     sys.modules.update({one.__name__: one for one in added})
     try:

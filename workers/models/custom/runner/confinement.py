@@ -1,18 +1,21 @@
-"""What the runner gives up before it runs the code of a class. Linux only, as far as it goes.
+"""Drops privileges of the runner before it runs the code of a class.
 
-It ends with its parent. It is the first that the system kills if memory is short. It has no
-capability, so it can't look into other processes even if it runs as root: the system lets a process
-read `/proc/<pid>/environ` and the memory only of those that have no more capabilities than itself
-(ptrace(2), "Ptrace access mode checking"). Its `/tmp` is its own, and it writes nowhere but there
-and below its scratch folder.
+Linux only, as far as possible.
 
-- Landlock (landlock(7)) takes writing anywhere else. Reading is not restricted. A process that is
-  restricted can't look into processes outside, so it reads no `/proc/<pid>/environ` and no memory
-  of theirs, whoever owns them. From ABI 6 on (Linux 6.12) it sends them no signal, and has no
-  abstract Unix socket of theirs. What it starts inherits this, and nothing takes it back.
-- A mount namespace (mount_namespaces(7)) makes `/tmp` a folder of its own, which ends with it:
-  classes write to `/tmp/out.png` by name. It takes the capability for it, or user namespaces, which
-  not all systems give to everyone (user_namespaces(7)).
+It ends with its parent. It is the first process that the system kills if memory is short. It has no
+capabilities, so it can't look into other processes even if it runs as root: the system lets a
+process read `/proc/<pid>/environ` and the memory only of processes that have no more capabilities
+than itself (ptrace(2), "Ptrace access mode checking"). Its `/tmp` is private, and it can write only
+there and below its scratch folder.
+
+- Landlock (landlock(7)) prevents writing anywhere else. Reading is not restricted. A restricted
+  process can't look into processes outside, so it can't read their `/proc/<pid>/environ` or their
+  memory, no matter which user owns them. From ABI 6 on (Linux 6.12), it can't send them signals or
+  connect to their abstract Unix sockets. Processes that it starts inherit this, and it can't be
+  undone.
+- A mount namespace (mount_namespaces(7)) makes `/tmp` a private folder, which ends with it, because
+  classes write to `/tmp/out.png` by name. This requires the capability for it, or user namespaces,
+  which not all systems grant to everyone (user_namespaces(7)).
 
 - In such a namespace the class's folder is below the view that it has of it (overlayfs, from Linux
   5.11 on for everyone), so that it may change every file, and what it changes is in its scratch
@@ -46,8 +49,10 @@ DEVICES = "/dev"
 allowed (LANDLOCK_ACCESS_FS_IOCTL_DEV is not handled), and none about reading: CUDA reads
 /proc/driver/nvidia and /sys."""
 OWN_THREADS = "/proc/self/task"
-"""CUDA names its threads there, and does not start if it can't (CUDA_ERROR_OPERATING_SYSTEM). These
-are the threads of the process itself, not of those that it starts."""
+"""CUDA names its threads there, and does not start if it can't (CUDA_ERROR_OPERATING_SYSTEM).
+
+The folder contains only the threads of the process itself, not of the processes that it starts.
+"""
 
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 """Numbers of the system calls, equal on all architectures."""
@@ -76,15 +81,15 @@ _ST_RELATIME, _RELATIME = 1 << 12, 1 << 21
 
 
 VIEW = "src"
-"""The folder in the scratch folder with the class's view of its own folder."""
+"""The folder in the scratch folder with the class's private view of its folder."""
 SRC = "/src"
-"""Where a container of Cog's has the class."""
+"""Path of the class in a container of Cog's."""
 _DETACH = 1 << 1
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 
 
 class Confined(NamedTuple):
-    """What became of this process.
+    """The result of confining this process.
 
     Attributes:
         missing: what this system has no means for, in words.
@@ -137,14 +142,14 @@ def confine(
     Args:
         scratch: the folder below which it writes. It has the view.
         read_only: folders that it reads, which stay where they are if they are below `/tmp`.
-        followed: more such folders. What their symbolic links lead to stays where it is as well.
+        followed: more such folders. The targets of their symbolic links stay in place as well.
         denied_ports: TCP ports to which it does not connect.
         max_file_bytes: the largest file that it writes. 0: no bound.
-        folder: of the class, which is put below the view. Empty: it has none.
+        folder: folder of the class, which is mounted below the view. Empty: no folder.
     """
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash is to fill no disk
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash must not fill the disk
     if max_file_bytes:
         _, allowed = resource.getrlimit(resource.RLIMIT_FSIZE)
         most = max_file_bytes if allowed < 0 else min(max_file_bytes, allowed)
@@ -155,7 +160,7 @@ def confine(
     view = str(Path(scratch, VIEW))
     kept = find_places([scratch, *read_only], followed)
     if not take_private_tmp(Path(scratch, "tmp"), kept):
-        missing.append("no namespace of mounts: it shares /tmp with others, and has no /src")
+        missing.append("no mount namespace: it shares /tmp with others, and has no /src")
     elif folder:
         lay_below(Path(view), Path(folder), Path(scratch, "work"))
         view = SRC if show_at_src(Path(view), Path(scratch, "root")) else view
@@ -180,9 +185,12 @@ def _give_up(writable: Sequence[str]) -> list[str]:
         ctypes.CDLL(None).capset(ctypes.byref(_Header(_CAPABILITY_VERSION_3, 0)), (_Sets * 2)())
     abi = restrict_writes(writable, files_of=[DEVICES, OWN_THREADS])
     if not abi:
-        return ["no Landlock: it writes what its user may write, and sees others of its user"]
+        return [
+            "no Landlock: it can write everything that its user may write, and can see other "
+            "processes of its user"
+        ]
     if not scopes_signals(abi):
-        return [f"Landlock {abi} (Linux before 6.12): it can end processes of its user"]
+        return [f"Landlock {abi} (Linux before 6.12): it can kill processes of its user"]
     return []
 
 
@@ -203,8 +211,8 @@ def restrict_writes(folders: Sequence[str], files_of: Sequence[str] = ()) -> int
 
     Args:
         folders: all below may be written, made and removed. One that is missing is left out.
-        files_of: folders whose files may be written, but not made or removed. They stay open: a
-            rule is about an inode, and one of /proc is made anew once nobody has it open.
+        files_of: folders whose files may be written, but not created or removed. They stay open: a
+            rule is about an inode, and an inode of /proc is created again once nobody has it open.
 
     Returns:
         The version of Landlock, or 0 if nothing was restricted.
@@ -233,12 +241,12 @@ def restrict_writes(folders: Sequence[str], files_of: Sequence[str] = ()) -> int
 def deny_tcp(ports: Sequence[int]) -> bool:
     """Keeps this process from connecting to these TCP ports, on any machine.
 
-    Landlock has lists of what is allowed only, so all others are allowed one by one: 0.2 s. It also
-    refuses to move a file from one folder to another (EXDEV) by every rule set that does not allow
-    it, even one about ports alone, so this one allows it everywhere.
+    Landlock only has lists of allowed ports, so all others are allowed one by one, which takes 0.2
+    s. Every rule set also prevents moving a file from one folder to another (EXDEV) unless it
+    allows it, even a rule set about ports alone, so this one allows it everywhere.
 
     Returns:
-        Whether it was done: from ABI 4 on (Linux 6.7).
+        Returns True if it succeeded: from ABI 4 on (Linux 6.7).
     """
     if abi_version() < _NET_FROM_ABI:
         return False
@@ -257,7 +265,7 @@ def deny_tcp(ports: Sequence[int]) -> bool:
 def _allow_tcp(ruleset: int, ports: Iterable[int]) -> None:
     rule = _NetPort(_CONNECT_TCP, 0)
     call = _syscall()
-    # Made once: with them made anew for each port, this takes three times as long.
+    # Created once: creating them again for each port takes three times as long.
     numbers = [ctypes.c_long(one) for one in (_ADD_RULE, ruleset, _NET_PORT)]
     reference, flags = ctypes.byref(rule), ctypes.c_long(0)
     for port in ports:
@@ -284,7 +292,7 @@ def _allow(ruleset: int, folder: str, access: int, *, stays_open: bool = False) 
 
 
 def _call(number: int, *arguments: object) -> int:
-    """A system call. -1 if it fails, or if this is no Linux."""
+    """Makes a system call. Returns -1 if it fails, or if this is not Linux."""
     syscall = _syscall()
     if syscall is None:
         return -1
@@ -385,7 +393,7 @@ def take_private_tmp(folder: Path, kept: KeptPlaces) -> bool:
         kept: places that stay at their paths if they are below `/tmp`.
 
     Returns:
-        Whether it was done. If not, `/tmp` is as it was.
+        Returns True if it succeeded. If not, `/tmp` is unchanged.
     """
     folder.mkdir(mode=0o1777, exist_ok=True)
     writable, *read_only = kept.paths
@@ -443,7 +451,7 @@ def lay_below(view: Path, folder: Path, work: Path) -> bool:
         work: a folder that the system needs, on the disk of the view. It is made.
 
     Returns:
-        Whether it was done. If not, the view is as it was.
+        Returns True if it succeeded. If not, the view is unchanged.
     """
     folder = folder.resolve()
     if any(set(str(place)) & set(",:\\") for place in (folder, view, work)):
@@ -456,7 +464,7 @@ def lay_below(view: Path, folder: Path, work: Path) -> bool:
         for link in targets:
             link.unlink()  # before: a link that is removed later hides what is below
         _mount("overlay", str(view), 0, kind="overlay", options=options)
-        # Its content belongs to the system. Whoever counts the disk reads all folders.
+        # Its content belongs to the system. Counting the disk use reads all folders.
         (work / "work").chmod(0o700)
     except OSError:
         for link, target in targets.items():
@@ -478,7 +486,7 @@ def show_at_src(view: Path, root: Path) -> bool:
         root: becomes the new root folder, with all that the old one has. It is made.
 
     Returns:
-        Whether it was done. If not, everything is as it was.
+        Returns True if it succeeded. If not, nothing is changed.
     """
     try:
         if Path(SRC).is_dir():
@@ -493,7 +501,7 @@ def show_at_src(view: Path, root: Path) -> bool:
 def _take_root(view: Path, root: Path) -> None:
     number = _PIVOT_ROOT.get(os.uname().machine)
     if number is None:
-        raise OSError("an unknown machine")
+        raise OSError("unknown machine type")
     root.mkdir()
     _mount(str(root), str(root), _BIND)
     with os.scandir("/") as entries:

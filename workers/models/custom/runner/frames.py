@@ -1,4 +1,4 @@
-"""The messages between a worker and the runner of a class: JSON, with bytes behind it.
+"""The messages between a worker and the runner of a class: JSON, followed by bytes.
 
 A frame is the length of its JSON in bytes (unsigned 32-bit, little-endian), the JSON, and then the
 bytes of its blobs one after another. `blobs` in the JSON has their lengths.
@@ -23,7 +23,7 @@ MAX_OUTPUT_BYTES = 16 * 1024 * 1024
 """Maximum size of an output as JSON, without its files. A large one is stored as a file."""
 MAX_BLOBS_BYTES = 256 * 1024 * 1024
 MAX_BLOBS = 16_384
-"""The files of two outputs of the maximum size, and those of any input, are fewer."""
+"""More than the files of two outputs of the maximum size, or the files of any input."""
 BATCH = -1
 """The number by which a batch is canceled."""
 
@@ -45,7 +45,9 @@ def encode_frame(message: dict[str, Any], blobs: Sequence[bytes] = ()) -> bytes:
     whole = message | {"blobs": [len(one) for one in blobs]}
     encoded = encode_json(whole)
     if len(encoded) > MAX_JSON_BYTES:
-        raise ValueError(f"a message of {len(encoded)} bytes; at most {MAX_JSON_BYTES} are allowed")
+        raise ValueError(
+            f"a message of {len(encoded)} bytes, which exceeds the maximum of {MAX_JSON_BYTES}"
+        )
     return b"".join((HEADER.pack(len(encoded)), encoded, *blobs))
 
 
@@ -59,7 +61,7 @@ def encode_json(value: Any) -> bytes:
 
 
 class FrameReader:
-    """Puts frames together from the pieces that a socket gives."""
+    """Assembles frames from the pieces received from a socket."""
 
     def __init__(self, max_json_bytes: int = MAX_JSON_BYTES) -> None:
         self._max_json_bytes = max_json_bytes
@@ -74,7 +76,7 @@ class FrameReader:
         """Returns the next frame that is whole, or None.
 
         Raises:
-            ValueError: what came is no frame, or is above the bounds.
+            ValueError: the received data is not a frame, or exceeds the bounds.
         """
         if self._begun is None:
             self._begun = self._read_message()

@@ -40,17 +40,20 @@ class Loaded(NamedTuple):
     signature: Signature
     concurrency: int
     notes: list[str]
-    """Which of its methods are not called here, and why."""
+    """Methods that are not called here, with the reasons."""
     element: Callable[..., Any] | None = None
-    """Makes an element of the list that `predict_batch` takes. None: it has none."""
+    """Creates an element of the list that `predict_batch` takes.
+
+    None: the class does not have it.
+    """
     weigh: Callable[[Any], Any] | None = None
-    """Its `work`, bound. None: it has none."""
+    """Its `work`, bound. None: the class does not have it."""
     is_close: Callable[[Any, Any], Any] | None = None
-    """Its `is_close`, bound. None: it has none."""
+    """Its `is_close`, bound. None: the class does not have it."""
 
 
 class NotLoadable(Exception):
-    """The folder has no class that can be served. The message says why."""
+    """The folder does not contain a class that can be served. The message has the reason."""
 
 
 def load(folder: Path) -> Loaded:
@@ -66,14 +69,14 @@ def load(folder: Path) -> Loaded:
     settings = _settings(folder)
     reference = settings.get("run") or settings.get("predict") or _usual_file(folder)
     if not isinstance(reference, str):
-        raise NotLoadable(f"cog.yaml: predict: {reference!r} is not of the form predict.py:Name")
+        raise NotLoadable(f"cog.yaml: predict: {reference!r} must have the form predict.py:Name")
     name, _, wanted = reference.partition(":")
     module = _module(folder, name)
     wanted = wanted or next((one for one in USUAL_CLASSES if hasattr(module, one)), "")
     if not wanted or not hasattr(module, wanted):
         raise NotLoadable(
-            f"{name} has no {wanted or 'class Runner or Predictor'}; cog.yaml names another one "
-            "as predict: FILE.py:NAME"
+            f"{name} has no {wanted or 'class Runner or Predictor'}; set predict: FILE.py:NAME in "
+            "cog.yaml to use another name"
         )
     return _load_target(getattr(module, wanted), wanted, module, settings)
 
@@ -98,7 +101,7 @@ def _load_target(target: Any, name: str, module: ModuleType, settings: dict[str,
         )
     if callable(getattr(target, "healthcheck", None)):
         notes.append(
-            "healthcheck is not called: nothing asks for its answer; a class that exits is "
+            "healthcheck is not called: nothing reads its answer; a class that exits is "
             "set up again"
         )
     weigh = _method(predictor, "work", 1, int, notes)
@@ -108,7 +111,10 @@ def _load_target(target: Any, name: str, module: ModuleType, settings: dict[str,
 
 
 def _find_batch_form(target: Any, notes: list[str]) -> BatchForm | None:
-    """The form of `predict_batch`. None: the class has none, or one of its own beside `predict`."""
+    """Returns the form of `predict_batch`.
+
+    None: the class does not have it, or uses another form alongside `predict`.
+    """
     if not has_batches(target):
         return None
     try:
@@ -138,7 +144,7 @@ def _select(target: Any, name: str) -> tuple[str, Callable[..., Any]]:
 
 @contextlib.contextmanager
 def _report_as_not_loadable() -> Iterator[None]:
-    """Turns what Cog's inspector raises into an error that says why a class can't be served."""
+    """Turns exceptions from Cog's inspector into the reason why a class can't be served."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
@@ -152,7 +158,7 @@ def _method(
 ) -> Callable[..., Any] | None:
     """A method that is called if it has our form: a class written for Cog may have one so named.
 
-    Otherwise None, and `notes` says it.
+    Otherwise returns None, and adds a line to `notes`.
     """
     kind = type(predictor)
     if inspect.isfunction(predictor) or not hasattr(kind, name):
@@ -187,14 +193,14 @@ def _settings(folder: Path) -> dict[str, Any]:
     file = folder / "cog.yaml"
     if not file.is_file():
         return {}
-    import yaml  # a tenth of the start of a class without the file
+    import yaml  # a tenth of the start time of a class that has no such file
 
     try:
         settings = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise NotLoadable(f"cog.yaml: {error}") from error
     if not isinstance(settings, dict):
-        raise NotLoadable("cog.yaml: not a mapping")
+        raise NotLoadable("cog.yaml: must be a mapping")
     return settings
 
 
@@ -208,7 +214,7 @@ def _usual_file(folder: Path) -> str:
 def _module(folder: Path, name: str) -> ModuleType:
     file = Path(os.path.normpath(folder / name))
     if file.suffix != ".py" or not file.is_file() or folder not in file.parents:
-        raise NotLoadable(f"cog.yaml: {name} is no Python file of the folder")
+        raise NotLoadable(f"cog.yaml: {name} is not a Python file in the folder")
     folders = dict.fromkeys([str(folder), str(file.parent)])
     if any(_hides_a_module(Path(one)) for one in folders):
         import_all()
@@ -223,7 +229,7 @@ def _module(folder: Path, name: str) -> ModuleType:
 
 
 def _hides_a_module(folder: Path) -> bool:
-    """Whether a file or package has a name of the standard library, or of Cog's HTTP client."""
+    """Returns whether a file or package hides a standard module, or Cog's HTTP client."""
     return any(
         one.stem in _NAMES and (one.suffix == ".py" or one.is_dir()) for one in folder.iterdir()
     )
@@ -234,18 +240,20 @@ def is_async(compute: Callable[..., Any]) -> bool:
 
 
 def _concurrency(settings: dict[str, Any], compute: Callable[..., Any]) -> int:
-    """The predictions that run at a time: `@cog.concurrent(max=…)`, or what cog.yaml says."""
+    """Returns the number of concurrent predictions, from `@cog.concurrent(max=…)` or cog.yaml."""
     asked = settings.get("concurrency") or {}
     most = getattr(compute, "__cog_concurrent_max__", None) or asked.get("max", 1)
     if isinstance(most, bool) or not isinstance(most, int) or most < 1:
-        raise NotLoadable(f"cog.yaml: concurrency.max: {most!r} is not a whole number from 1 on")
+        raise NotLoadable(
+            f"cog.yaml: concurrency.max: must be a whole number of at least 1, got {most!r}"
+        )
     if most > 1 and not is_async(compute):
-        raise NotLoadable("cog.yaml: concurrency.max above 1 needs an async predict")
+        raise NotLoadable("cog.yaml: concurrency.max above 1 requires an async predict")
     return most
 
 
 def interface_of(loaded: Loaded) -> dict[str, Any]:
-    """What a class takes and returns: penstock.schema.json without the digest of its sources."""
+    """Returns the inputs and outputs of a class: penstock.schema.json without the digest."""
     fields = loaded.signature.inputs.values()
     output = loaded.signature.output
     return {
@@ -270,7 +278,7 @@ def _is_required(field: adt.InputField) -> bool:
 
 
 def _property(field: adt.InputField) -> dict[str, Any]:
-    """One input in JSON Schema. The constraints of a list are those of its elements."""
+    """Returns one input as JSON Schema. The constraints of a list apply to its elements."""
     shape: dict[str, Any] = field.type.json_type()
     optional = {adt.Repetition.OPTIONAL, adt.Repetition.OPTIONAL_REPEATED}
     element = shape["items"] if shape.get("type") == "array" else shape
@@ -305,7 +313,7 @@ def _whole(bound: float | None) -> float | None:
 
 
 def _plain_default(default: Any) -> Any:
-    """A default as JSON shows it. A secret has none."""
+    """Returns a default as shown in JSON. The default of a secret is not shown."""
     if isinstance(default, dataclasses.Field):
         factory = default.default_factory
         default = factory() if callable(factory) else default.default

@@ -66,7 +66,7 @@ INVALID_INPUT = "InvalidInput"
 """The name of an exception class, of any module, that blames the caller's input."""
 DISK_SETTING = "resources.disk_bytes"
 MAX_WORK = 2**53
-"""What is far beyond any bound is as wrong as this."""
+"""A value far above any bound is as wrong as this."""
 
 
 class WrongInput(Exception):
@@ -89,7 +89,7 @@ def main(
         scratch: the folder below which it writes, with its view of the class's folder. That becomes
             the working directory.
         denied_ports: TCP ports to which it does not connect.
-        disk_bytes: the most that it writes to one file. 0: no bound.
+        disk_bytes: maximum size of one file that it writes. 0: unlimited.
         inspects_only: whether to end when the class is inspected.
         is_aside: whether to call `work` and `is_close` instead of computing.
     """
@@ -137,7 +137,7 @@ def _load(connection: socket.socket, view: Path, *, sets_up: bool) -> loading.Lo
             if inspect.isawaitable(done):
                 _event_loop().run_until_complete(_awaited(done))
     except BaseException as error:
-        # The boundary to the code of the class: whatever it raises, the other end is told.
+        # The boundary to the code of the class: all exceptions are reported to the other end.
         is_final = isinstance(error, loading.NotLoadable)
         if not is_final:
             traceback.print_exc()
@@ -167,7 +167,10 @@ def _serve(connection: socket.socket, loaded: loading.Loaded, *, is_aside: bool)
 
 @cache
 def _event_loop() -> asyncio.AbstractEventLoop:
-    """The loop of this process. A synchronous class has none, and starts sooner without asyncio."""
+    """Returns the event loop of this process.
+
+    A synchronous class does not have one, and starts sooner without asyncio.
+    """
     import asyncio
 
     loop = asyncio.new_event_loop()
@@ -186,7 +189,7 @@ def words_of(error: BaseException) -> str:
         return f"the model called sys.exit({error.code!r})"
     if isinstance(error, OSError) and error.errno == errno.EFBIG:
         most, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-        return f"it wrote more than the {most} bytes allowed to a file ({DISK_SETTING})"
+        return f"it wrote more than the maximum of {most} bytes to a file ({DISK_SETTING})"
     kind, text = type(error).__name__, text_of(error)
     if isinstance(error, WrongInput | WrongOutput | loading.NotLoadable):
         return text
@@ -204,7 +207,7 @@ def text_of(error: BaseException) -> str:
 
 
 def encodable(text: str) -> str:
-    """A text as UTF-8 can carry it: a question mark in place of half of a surrogate pair."""
+    """Returns a text that UTF-8 can encode: a question mark replaces half of a surrogate pair."""
     return text.encode(errors="replace").decode()
 
 
@@ -256,7 +259,7 @@ class _Prediction:
         for number, (where, data) in enumerate(self._received()):
             if where.get("is_json"):
                 continue
-            assert self._folder is not None, "made above; this is a bug"
+            assert self._folder is not None, "the folder for files is missing; this is a bug"
             path = self._folder / str(number) / (Path(where["name"]).name or "file")
             path.parent.mkdir()
             path.write_bytes(data)
@@ -284,7 +287,7 @@ class _Prediction:
         self._size_bytes += len(repr(encoded))
         if self._size_bytes > MAX_STREAMED_BYTES:
             raise WrongOutput(
-                f"output: at most {MAX_STREAMED_BYTES} bytes of JSON are allowed in a stream"
+                f"output: a stream may have at most {MAX_STREAMED_BYTES} bytes of JSON"
             )
         self.pieces.append(encoded)
         files, blobs = self.encoder.take_files()
@@ -307,7 +310,7 @@ class _Prediction:
         try:
             written = encode_json(output)
             if len(written) > MAX_OUTPUT_BYTES:
-                raise WrongOutput(f"output: at most {MAX_OUTPUT_BYTES} bytes of JSON are allowed")
+                raise WrongOutput(f"output: must have at most {MAX_OUTPUT_BYTES} bytes of JSON")
             if len(written) > MAX_INLINE_BYTES and not self._signature.output.streams:
                 message |= {"output": None, "is_packed": True}
                 blobs = [written, *blobs]
@@ -316,7 +319,7 @@ class _Prediction:
             raise WrongOutput(f"output: {error}") from error
 
     def failure(self, error: BaseException) -> bytes:
-        """Encodes an error, with the traceback of what the class raised.
+        """Encodes an error, with the traceback of the exception raised by the class.
 
         The traceback is not printed: others may run in this process, and its author may keep it
         from callers.
@@ -357,14 +360,17 @@ def _put(values: Any, at: list[str | int], file: Any) -> None:
 def _kind_of(error: BaseException) -> str:
     if isinstance(error, WrongInput):
         return "input"
-    # What raises that of asyncio has imported it.
+    # Code that raises asyncio's exception has imported it.
     of_tasks = getattr(sys.modules.get("asyncio"), "CancelledError", ())
     is_canceled = isinstance(error, (cog.CancelationException, of_tasks))
     return "canceled" if is_canceled else "model"
 
 
 def _traceback_of(error: BaseException) -> str:
-    """The traceback of what the code of a class raised. Empty, if it did not raise it."""
+    """Returns the traceback of an exception raised by the code of a class.
+
+    Empty if other code raised it.
+    """
     if _kind_of(error) != "model" or isinstance(error, WrongOutput):
         return ""
     # Without our own frames: the first ones are of this file.
@@ -429,7 +435,7 @@ class SyncRunner:
         failure: Callable[[BaseException], bytes],
         predictions: Sequence[_Prediction],
     ) -> None:
-        """Computes predictions and sends the answer, or that of what the class raised.
+        """Computes predictions and sends the answer, or the failure if the class raises.
 
         Args:
             answer: computes them, and returns the frames of the answer.
@@ -478,22 +484,22 @@ class SyncRunner:
 
 
 class AsideRunner(SyncRunner):
-    """Says what inputs weigh and which outputs are close, and computes nothing."""
+    """Reports the work of inputs and which outputs are close, and computes nothing."""
 
     def _answer(self, prediction: _Prediction) -> bytes:
         if (outputs := prediction.outputs()) is not None:
-            assert self._loaded.is_close is not None, "the interface says so; this is a bug"
+            assert self._loaded.is_close is not None, "specified in the interface; this is a bug"
             return encode_frame(
                 {"id": prediction.id, "close": bool(self._loaded.is_close(*outputs))}
             )
-        assert self._loaded.weigh is not None, "the interface says that it weighs; this is a bug"
+        assert self._loaded.weigh is not None, "specified in the interface; this is a bug"
         arguments = prediction.arguments()
         element = self._loaded.element or SimpleNamespace
         value = self._loaded.weigh(_made(element, arguments))
         try:
             work = operator.index(value)
         except TypeError as error:
-            reason = f"returned {repr(value)[:MAX_SHOWN_CHARS]}; a whole number is needed"
+            reason = f"returned {repr(value)[:MAX_SHOWN_CHARS]}; must return a whole number"
             raise WrongOutput(reason) from error
         return encode_frame({"id": prediction.id, "work": max(-MAX_WORK, min(work, MAX_WORK))})
 
@@ -560,8 +566,8 @@ class _Batch:
         """
         if not isinstance(outputs, list | tuple) or len(outputs) != len(self.inputs):
             raise WrongOutput(
-                f"output: {METHOD} returned {_counted(outputs)} for {len(self.inputs)} inputs; "
-                "a list with an output for each is needed"
+                f"output: {METHOD} returned {_counted(outputs)} for {len(self.inputs)} inputs; it "
+                "must return a list with one output per input"
             )
         if len(self._predictions) == 1:
             self._predictions[0].scope = self._recorded
@@ -582,7 +588,10 @@ def _made(element: Callable[..., Any], arguments: dict[str, Any]) -> Any:
 
 
 def _answered_alone(prediction: _Prediction, output: Any) -> bytes:
-    """The frame of one output of a batch. An exception in its place fails its prediction."""
+    """Returns the frame for one output of a batch.
+
+    An exception in its place fails its prediction.
+    """
     if isinstance(output, BaseException):
         return prediction.failure(output)
     try:
@@ -593,7 +602,10 @@ def _answered_alone(prediction: _Prediction, output: Any) -> bytes:
 
 
 def _batch_failure(predictions: Sequence[_Prediction], error: BaseException) -> bytes:
-    """The frame of an error of a whole batch. The input of a batch of one may be to blame."""
+    """Returns the frame for an error in a whole batch.
+
+    The input of a batch of one may have caused it.
+    """
     if len(predictions) == 1 and isinstance(predictions[0].blamed(error), WrongInput):
         return predictions[0].failure(error)
     log = _traceback_of(error)[-MAX_LOG_CHARS:]
@@ -606,7 +618,7 @@ def _counted(outputs: Any) -> str:
 
 
 def _first_mistake(error: Exception) -> str:
-    """What a pydantic model or a dataclass says of a wrong field, which comes first."""
+    """Returns the first error that a pydantic model or a dataclass reports about a field."""
     mistakes = getattr(error, "errors", None)
     if not callable(mistakes):
         return text_of(error)
@@ -707,7 +719,7 @@ class AsyncListRunner(AsyncRunner):
         self._element = element
         self._frames: list[Frame] = []
         self._missing = 0
-        """Frames of the batch that are to come."""
+        """Number of the batch's frames that are still missing."""
 
     def _handle(self, frame: Frame) -> None:
         if "batch" in frame.message:

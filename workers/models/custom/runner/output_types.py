@@ -50,7 +50,7 @@ class Output(NamedTuple):
 
     @property
     def piece(self) -> dict[str, Any]:
-        """The schema of what the class returns or yields at a time."""
+        """The schema of one value that the class returns or yields."""
         shape: dict[str, Any] = self.schema["items"] if self.streams else self.schema
         return shape
 
@@ -59,8 +59,8 @@ def read_output(hint: Any, *, yields: bool) -> Output:
     """Reads a return type.
 
     Args:
-        hint: the annotation, evaluated.
-        yields: True if the function is a generator, so its output is streamed whatever `hint` says.
+        hint: the annotation, already evaluated to a type.
+        yields: True if the function is a generator, so its output is streamed regardless of `hint`.
 
     Raises:
         ValueError: the class declares a concatenation of something other than texts.
@@ -173,7 +173,7 @@ def _model_schema(fields: dict[str, Any], inside: tuple[type, ...]) -> dict[str,
 
 
 def _fields(kind: type) -> dict[str, Any] | None:
-    """The type of each field of a model or dataclass, by its name. None: it has no fields."""
+    """Returns the type of each field in a model or dataclass, by name. None: it has no fields."""
     known = getattr(kind, "model_fields", None)  # of pydantic, if the class uses it
     if not isinstance(known, Mapping):
         known = getattr(kind, "__fields__", None)  # of its first version

@@ -23,9 +23,9 @@ from workers.models.custom.runner.output_types import Output, is_file
 
 MAX_FILE_BYTES = 64 * 1024 * 1024
 MAX_FILES = 512
-"""Maximum files in one output, for example windows of hours of sound."""
+"""Maximum number of files in one output, for example windows of an hour-long recording."""
 MAX_FILES_BYTES = 192 * 1024 * 1024
-"""Maximum size of all files of an output together."""
+"""Maximum total size of an output's files."""
 MAX_STREAMED_BYTES = 1024 * 1024
 """Maximum size of a streamed output as JSON. Its readers get it from Redis."""
 MAX_DEPTH = 120
@@ -35,7 +35,7 @@ MAX_INTEGER_BITS = 64
 """Larger integers lose digits in most JSON readers, and our messages can't carry them."""
 ANY_BYTES = "application/octet-stream"
 Place = tuple[str | int, ...]
-"""The path to a value in an output: names of fields and numbers of elements."""
+"""The path to a value in an output: field names and element numbers."""
 
 
 class WrongOutput(Exception):
@@ -56,7 +56,7 @@ class OutputEncoder:
         self._size_bytes = 0
 
     def take_files(self) -> tuple[list[dict[str, Any]], list[bytes]]:
-        """Returns the files and blobs of what was encoded since the last call."""
+        """Returns the files and blobs encoded since the last call."""
         taken = self.files, self.blobs
         self.files, self.blobs = [], []
         return taken
@@ -69,15 +69,15 @@ class OutputEncoder:
             at: the place of the piece in the whole output.
 
         Raises:
-            WrongOutput: it can't be sent.
+            WrongOutput: the value can't be sent.
         """
         count = self._count
         try:
             plain = self._plain(_find_paths(value, self._output.piece), at)
         except RecursionError as error:
-            raise WrongOutput(f"{_name_place(at)}: it contains itself") from error
+            raise WrongOutput(f"{_name_place(at)}: must not contain itself") from error
         if self._output.streams == "text" and self._count > count:
-            raise WrongOutput(f"{_name_place(at)}: a file can't be part of a text")
+            raise WrongOutput(f"{_name_place(at)}: a file can't be part of text")
         return plain
 
     def shown_in_stream(self, piece: Any) -> Any:
@@ -91,7 +91,9 @@ class OutputEncoder:
 
     def _plain(self, value: Any, at: Place) -> Any:
         if len(at) > MAX_DEPTH:
-            raise WrongOutput(f"{_name_place(at)}: nested deeper than {MAX_DEPTH} levels")
+            raise WrongOutput(
+                f"{_name_place(at)}: must not be nested deeper than {MAX_DEPTH} levels"
+            )
         if isinstance(value, enum.Enum):
             return self._plain(value.value, at)
         if isinstance(value, str):
@@ -118,21 +120,21 @@ class OutputEncoder:
 
     def _add_file(self, value: io.IOBase | os.PathLike[str], at: Place) -> None:
         if self._count >= MAX_FILES:
-            raise WrongOutput(f"output: at most {MAX_FILES} files are allowed")
+            raise WrongOutput(f"output: must have at most {MAX_FILES} files")
         if isinstance(value, io.IOBase):
             name, data = str(getattr(value, "name", "file")), _read_open(value)
         else:
             name, data = os.fspath(value), _read(Path(value), at)
         if len(data) > MAX_FILE_BYTES:
             raise WrongOutput(
-                f"{_name_place(at)}: the file {Path(name).name} is too large; at most "
-                f"{MAX_FILE_BYTES} bytes are allowed"
+                f"{_name_place(at)}: the file {Path(name).name} is too large; the maximum is "
+                f"{MAX_FILE_BYTES} bytes"
             )
         self._count += 1
         self._size_bytes += len(data)
         if self._size_bytes > MAX_FILES_BYTES:
             raise WrongOutput(
-                f"output: its files together have more than the {MAX_FILES_BYTES} bytes allowed"
+                f"output: the files exceed the maximum of {MAX_FILES_BYTES} bytes in total"
             )
         media_type = mimetypes.guess_type(name)[0] or ANY_BYTES
         shown = Path(name).name.encode(errors="replace").decode()  # it may not be UTF-8
@@ -161,7 +163,7 @@ def _is_existing(path: str) -> bool:
 
 def _read(path: Path, at: Place) -> bytes:
     if not path.is_file():
-        raise WrongOutput(f"{_name_place(at)}: there is no file {path.name}")
+        raise WrongOutput(f"{_name_place(at)}: file {path.name} does not exist")
     with path.open("rb") as file:
         return file.read(MAX_FILE_BYTES + 1)
 
@@ -181,7 +183,7 @@ def _check_text(text: str, at: Place) -> str:
     except UnicodeEncodeError as error:
         raise WrongOutput(
             f"{_name_place(at)}: half of a surrogate pair at character {error.start}, which JSON "
-            "can't carry"
+            "does not support"
         ) from None
     return text
 
@@ -190,7 +192,7 @@ def _check_number(value: Any, at: Place) -> Any:
     """A number as JSON has it."""
     if isinstance(value, float):
         if not math.isfinite(value):
-            raise WrongOutput(f"{_name_place(at)}: JSON has no NaN and no infinite numbers")
+            raise WrongOutput(f"{_name_place(at)}: JSON does not support NaN or infinite numbers")
         return float(value)
     is_large = type(value) is not bool and isinstance(value, int)
     if is_large and value.bit_length() > MAX_INTEGER_BITS - (value < 0):
@@ -199,24 +201,24 @@ def _check_number(value: Any, at: Place) -> Any:
 
 
 def _write_key(name: Any, at: Place) -> str:
-    """The name of a field. Those that are numbers are written as JSON writes them."""
+    """Returns the name of a field. Names that are numbers are written like JSON writes numbers."""
     if isinstance(name, str):
         return _check_text(name, at)
     if name is None or isinstance(name, bool):
         return {None: "null", True: "true", False: "false"}[name]
     if isinstance(name, int | float):
         return str(_check_number(name, at))
-    raise WrongOutput(f"{_name_place(at)}: {_describe(name)} can't be the name of a field in JSON")
+    raise WrongOutput(f"{_name_place(at)}: {_describe(name)} can't be a field name in JSON")
 
 
 def _simplify(value: Any) -> Any:
     """A value of another type in a simpler one.
 
     Raises:
-        TypeError: there is none.
+        TypeError: the value has no JSON form.
     """
     if isinstance(value, cog.Secret):
-        raise TypeError("a Secret can't be an output")
+        raise TypeError("a Secret can't be part of an output")
     coder = cog.coder.Coder.lookup(type(value))
     if coder is not None:
         return coder.encode(value)

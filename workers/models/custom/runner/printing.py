@@ -29,7 +29,7 @@ MARK_BEGIN = b"\xff"
 HEADER = struct.Struct("<QH")
 """The number of the prediction, and the length of what follows in bytes."""
 NOBODY = 0
-"""The number of no prediction."""
+"""The number used outside of predictions."""
 MAX_DATA_BYTES = select.PIPE_BUF - MARK_BYTES - HEADER.size
 
 _number: contextvars.ContextVar[int | None] = contextvars.ContextVar("number", default=None)
@@ -41,7 +41,7 @@ def mark_with(number: int) -> None:
 
 
 class MarkedStream(io.BufferedIOBase):
-    """The binary part of a stream of `sys`.
+    """The binary part of a standard stream in `sys`.
 
     Args:
         name: file name, as libraries may read it.
@@ -76,7 +76,10 @@ class MarkedStream(io.BufferedIOBase):
 
 
 class MarkedText(io.TextIOWrapper):
-    """A stream of `sys`. It has no buffer of its own, which would mix several predictions."""
+    """A stream of `sys`.
+
+    It does not have a buffer, because a buffer would mix several predictions.
+    """
 
     def write(self, text: str, /) -> int:
         """Writes text at once, in UTF-8."""
@@ -114,7 +117,7 @@ def _open(name: str, descriptor: int, pipe: int, mark: bytes) -> MarkedText:
 
 
 def log_apart(loop: AbstractEventLoop) -> None:
-    """Keeps errors of abandoned tasks out of all logs: any prediction may notice them.
+    """Keeps errors from abandoned tasks out of all logs, because any prediction may trigger them.
 
     `install` does the same with errors of destructors.
     """

@@ -39,14 +39,16 @@ class RecordedMetrics:
             self.delete(key)
             return
         if not isinstance(value, _PLAIN):
-            raise TypeError(f"metric {key}: {type(value).__name__} is no type of JSON")
+            raise TypeError(f"metric {key}: {type(value).__name__} is not a JSON type")
         new = self._combined(key, value, mode or "replace")
         try:
             written = json.dumps(self._values | {key: new}, ensure_ascii=False).encode()
         except UnicodeEncodeError:
             raise ValueError(f"metric {key}: it has half of a surrogate pair") from None
         if len(written) > MAX_BYTES:
-            raise ValueError(f"metric {key}: all metrics together have at most {MAX_BYTES} bytes")
+            raise ValueError(
+                f"metric {key}: all metrics together must have at most {MAX_BYTES} bytes"
+            )
         self._values[key] = new
 
     def _combined(self, key: str, value: Any, mode: str) -> Any:
@@ -58,7 +60,7 @@ class RecordedMetrics:
         if mode == "incr":
             return value if before is None else before + value
         if mode != "replace":
-            raise ValueError(f"metric {key}: mode {mode!r} is not replace, incr or append")
+            raise ValueError(f"metric {key}: mode must be replace, incr or append, got {mode!r}")
         return value
 
     def delete(self, key: str) -> None:
@@ -81,7 +83,7 @@ class RecordedMetrics:
 
 
 class Scope:
-    """What `current_scope()` gives."""
+    """The return value of `current_scope()`."""
 
     def __init__(self) -> None:
         self.metrics = RecordedMetrics()
@@ -99,7 +101,10 @@ def enter_scope() -> Scope:
 
 
 def install() -> None:
-    """Makes `cog.current_scope()` give ours. Outside of a prediction it records for nobody."""
+    """Makes `cog.current_scope()` return our scope.
+
+    Outside of a prediction, its records are discarded.
+    """
     sdk: Any = coglet._sdk
     sdk.current_scope = lambda: _current.get() or Scope()
 

@@ -87,7 +87,7 @@ def read_inputs(
 
     Args:
         fields: the type of each, and its default or what `cog.Input` returned. None: no default.
-        optional: names of inputs that may be None although their types do not say so.
+        optional: names of inputs that may be None although their types do not allow it.
 
     Raises:
         ValueError: Cog knows no such input. The message names it.
@@ -129,9 +129,9 @@ def _read_choices(hint: Any) -> tuple[Any, list[Any]]:
 
 
 def _simplify_default(default: Any) -> Any:
-    """A default, or what `cog.Input` returned, with the value in place of a member of an Enum.
+    """Returns a default, or the result of `cog.Input`, with plain values for Enum members.
 
-    Values that callers give are plain, too. Cog passes the member.
+    Values sent by callers are plain, too. Cog passes the member.
     """
     if isinstance(default, FieldInfo):
         return dataclasses.replace(default, default=_simplify_default(default.default))
@@ -204,7 +204,7 @@ def _find_optional_inputs(function: Callable[..., Any]) -> set[str]:
 
 
 def _list_defaults(arguments: ast.arguments) -> list[tuple[str, ast.expr | None]]:
-    """The name and the default of each argument, as they are written."""
+    """Returns the name and the default of each argument, as written in the source."""
     places = [*arguments.posonlyargs, *arguments.args]
     by_place = [None] * (len(places) - len(arguments.defaults)) + list(arguments.defaults)
     both = [*zip(places, by_place, strict=True)]
