@@ -103,7 +103,7 @@ def test_options_of_a_key(operator: Operator) -> None:
     assert made["limits"]["requests_per_min"] == 5
     for wrong, reason in {
         ("--scope", "foo"): "'foo' is not one of",
-        ("--expires-in", "soon"): "is not a time",
+        ("--expires-in", "soon"): "must be a duration",
         ("--limit", "x"): "is not FIELD=VALUE",
         ("--model", "gpt-9"): "models[0]: model 'gpt-9' is not in the catalog; it has ",
         ("--limit", "weight=2"): "unknown field weight; accepted fields: budget_usd_per_month, ",
