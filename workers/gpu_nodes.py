@@ -99,7 +99,7 @@ class KubernetesApi:
 
 @dataclass
 class Round:
-    """Findings and actions of one check of the nodes: names of nodes and pods."""
+    """Results of one check, as names of nodes and pods."""
 
     cordoned: list[str] = field(default_factory=list)
     evicted: list[str] = field(default_factory=list)

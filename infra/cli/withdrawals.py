@@ -49,7 +49,7 @@ def withdraw(
 def list_withdrawn(
     as_json: Annotated[bool, typer.Option("--json", help="print JSON, for a program")] = False,
 ) -> None:
-    """List withdrawn revisions."""
+    """List the withdrawn revisions of all models."""
     import msgspec
 
     from infra.text_table import table

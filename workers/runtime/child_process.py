@@ -35,7 +35,7 @@ class ChildProcess(Protocol):
         """The exit status. None if the process runs, or if the status is unknown."""
 
     def kill(self) -> None:
-        """Kills the process."""
+        """Sends SIGKILL to the process."""
 
     async def wait(self) -> int | None:
         """Waits until the process ends. Returns its exit status."""

@@ -201,7 +201,7 @@ class EngineGeneration:
         reply.completion_probabilities = whole
 
     async def _look_up(self, engine: EngineProcess, asked: Asked, token: int) -> Chosen:
-        """Returns the log probabilities of a token and of the likeliest tokens.
+        """Returns the log probabilities for a token and for the likeliest tokens.
 
         The engine is forced to choose a token that is a whole character, and still reports the
         tokens that it would have preferred.

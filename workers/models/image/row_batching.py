@@ -49,7 +49,6 @@ class RowBatching(Batching):
     """The batching of images. The owner of a call is a Drawing.
 
     Args:
-        adapters: the adapters in memory.
         deep_cache: None: every step computes the whole UNet.
         guidance_stop: the part of the steps after which the negative prompt guides no longer.
         sizes: the batches that are compiled.
