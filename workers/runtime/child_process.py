@@ -35,7 +35,7 @@ class ChildProcess(Protocol):
         """The exit status. None if the process runs, or if the status is unknown."""
 
     def kill(self) -> None:
-        """Sends SIGKILL to the process."""
+        """Sends SIGKILL, which the process can't handle."""
 
     async def wait(self) -> int | None:
         """Waits until the process ends. Returns its exit status."""

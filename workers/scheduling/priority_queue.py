@@ -125,8 +125,8 @@ def to_preempt(
         fits: True if `first` has room alongside these items.
 
     Returns:
-        From the tenants with the most room, the items that arrived last, because they have the
-        fewest tokens to read again. Empty: it has room, or no tenant has too much, or the excess is
+        From the tenants with the most room, the items that arrived last, because rereading
+            them costs least. Empty: it has room, or no tenant has too much, or the excess is
         not enough.
     """
     kept, chosen = list(inside), list[ItemT]()
