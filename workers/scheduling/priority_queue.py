@@ -126,7 +126,7 @@ def to_preempt(
 
     Returns:
         From the tenants with the most room, the items that arrived last, because rereading
-            them costs least. Empty: it has room, or no tenant has too much, or the excess is
+        them costs least. Empty: it has room, or no tenant has too much, or the excess is
         not enough.
     """
     kept, chosen = list(inside), list[ItemT]()
