@@ -44,12 +44,12 @@ from api.errors import (
     to_bad_input,
 )
 from api.http.call import ModelCall
-from api.http.connection import while_connected
 from api.http.encode_json import encode_json
 from api.http.inference import Inference
 from api.http.middleware import context_of
 from api.http.recording import Recording
 from api.http.router import Router
+from api.http.streaming import answer_events, begin_events
 from api.openai.chat_replies import ChatChoice
 from api.openai.generation import (
     answer_id,
@@ -62,12 +62,10 @@ from api.openai.generation import (
 )
 from api.openai.token_counts import count_chat
 from api.predictions.creation import digest_of
-from api.predictions.event_stream import HeldResponse
 from api.predictions.generation_stream import (
     GenerationStreams,
     PromptSize,
     StreamPosition,
-    find_return,
 )
 from api.problem_details import ErrorRoute
 from api.tasks.base import Inputs
@@ -75,11 +73,9 @@ from shared.errors import BadInput, PenstockError, error_for_code
 from shared.messages import ItemOutcome
 from shared.models.catalog import Catalog, Model
 from shared.models.tasks.text import GenerationResult, TokenLogprob
-from shared.predictions import EVENTS_TYPE
 
 PATH = "/v1/messages"
 MESSAGE = "msg_"
-_HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -359,13 +355,10 @@ async def _stream(
 ) -> Response:
     with ExitStack() as held:
         held.enter_context(streams.reserved(call.tenant))
-        async with recording.create(call, new, waits=False) as creation:
-            pass
-        message_id = answer_id(MESSAGE, creation.snapshot.prediction.id)
-        events = MessageEvents(chat, message_id, new.model)
-        returns = find_return(call.options.idempotency_key, has_positions=False)
-        beginning = streams.begin(
-            creation.snapshot, events, [StreamPosition()], call.check_key, returns, has_ids=False
+        snapshot = await recording.start(call, new)
+        message_id = answer_id(MESSAGE, snapshot.prediction.id)
+        shape = MessageEvents(chat, message_id, new.model)
+        events = await begin_events(
+            call, streams, snapshot, shape, [StreamPosition()], has_ids=False
         )
-        sse = await while_connected(call.http.receive, beginning)
-        return HeldResponse(sse, held.pop_all(), headers=_HEADERS, media_type=EVENTS_TYPE)
+        return answer_events(events, held)

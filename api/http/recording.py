@@ -118,6 +118,15 @@ class Recording:
                 if creation.is_new and (reply := creation.snapshot.record.reply) is not None:
                     limited.settle(request.price, reply.outcomes)
 
+    async def start(self, call: ModelCall, request: InferenceRequest) -> PredictionSnapshot:
+        """Creates a prediction, or finds it, without waiting for its end.
+
+        Raises:
+            PenstockError: as raised by `create`.
+        """
+        async with self.create(call, request, waits=False) as creation:
+            return creation.snapshot
+
     async def run_flow(
         self,
         call: ModelCall,

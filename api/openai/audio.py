@@ -43,6 +43,7 @@ from api.http.openapi import (
 from api.http.recording import Recording
 from api.http.request_options import wants_event_ids
 from api.http.router import Router
+from api.http.streaming import answer_events, begin_events
 from api.http.upload_form import MAX_EDIT_FIELDS, closed_form, form_asks_for_stream
 from api.inputs.source_images import ImageCaller, SourceImages
 from api.inputs.storage import Storage
@@ -65,7 +66,6 @@ from api.openai.audio_schemas import (
 )
 from api.openai.chat import failure_event
 from api.predictions.creation import PredictionSnapshot, digest_of
-from api.predictions.event_stream import HeldResponse
 from api.predictions.generation_stream import (
     HEARTBEAT,
     HEARTBEAT_BESIDE_IDS,
@@ -94,7 +94,6 @@ from shared.models.tasks.custom import (
     read_elements,
 )
 from shared.models.tasks.text import TokenLogprob
-from shared.predictions import EVENTS_TYPE
 
 TRANSCRIPTIONS, TRANSLATIONS = "/v1/audio/transcriptions", "/v1/audio/translations"
 MAX_FIELD_BYTES = 64 * 1024
@@ -103,7 +102,6 @@ RUN_POLL_S = 0.5
 _WINDOW_ID = re.compile(r"\d{1,9}")
 _SUFFIX = re.compile(r"\.[a-z0-9]{1,8}")
 _ANY_BYTES = "application/octet-stream"
-_HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 _FORM_LIMITS = {"max_files": 4, "max_fields": MAX_EDIT_FIELDS, "max_part_size": MAX_FIELD_BYTES}
 _NAMES = {"task": "model", "word_timestamps": "timestamp_granularities"}
 """Form fields by the class inputs that have other names."""
@@ -668,30 +666,33 @@ class _TranscriptStream:
         seen = [] if is_flow else seen_from_id(self._last_id, 1)
         with ExitStack() as held:
             held.enter_context(self._streams.reserved(call.tenant))
-            async with self._recording.create(call, new, waits=False) as creation:
-                pass
+            snapshot = await self._recording.start(call, new)
             if isinstance(model, Flow):
-                events = self._flow_events(creation.snapshot, model)
+                events = self._flow_events(snapshot, model)
                 opening = await while_connected(call.http.receive, anext(events, b""))
                 sse = behind(opening, events)
             else:
-                sse = await self._events(creation.snapshot, seen)
-            headers = {**_HEADERS, "location": f"/v1/predictions/{creation.snapshot.prediction.id}"}
-            return HeldResponse(sse, held.pop_all(), headers=headers, media_type=EVENTS_TYPE)
+                sse = await self._events(snapshot, seen)
+            return answer_events(sse, held, f"/v1/predictions/{snapshot.prediction.id}")
 
     async def _events(
         self, snapshot: PredictionSnapshot, seen: Sequence[StreamPosition]
     ) -> AsyncGenerator[bytes]:
         """Returns the events of a transcriber: one per segment."""
-        call, streams = self._call, self._streams
-        options: dict[str, Any] = {"has_elements": True, "has_ids": self._has_ids}
-        if self._last_id:
-            return streams.follow(
-                snapshot, self._shape, seen, call.check_key, stays=False, **options
+        call, streams, has_ids = self._call, self._streams, self._has_ids
+        if not self._last_id:
+            return await begin_events(
+                call, streams, snapshot, self._shape, seen, has_ids=has_ids, has_elements=True
             )
-        returns = find_return(call.options.idempotency_key, has_positions=self._has_ids)
-        beginning = streams.begin(snapshot, self._shape, seen, call.check_key, returns, **options)
-        return await while_connected(call.http.receive, beginning)
+        return streams.follow(
+            snapshot,
+            self._shape,
+            seen,
+            call.check_key,
+            stays=False,
+            has_ids=has_ids,
+            has_elements=True,
+        )
 
     async def _flow_events(self, snapshot: PredictionSnapshot, flow: Flow) -> AsyncGenerator[bytes]:
         """Yields the events of a flow: one per window in order, as soon as it is transcribed.

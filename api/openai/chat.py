@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack
 from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 
@@ -20,13 +20,13 @@ from api.chat_bodies import ChatBody, CompletionBody
 from api.dispatch.request import InferenceRequest, InferenceResponse
 from api.errors import encode_error, error_body
 from api.http.call import Call, ModelCall
-from api.http.connection import while_connected
 from api.http.encode_json import encode_json
 from api.http.fast_route import IS_HEAD, StreamedRoute
 from api.http.inference import Inference
 from api.http.recording import Recording
 from api.http.request_options import wants_event_ids
 from api.http.router import Router
+from api.http.streaming import answer_events, answer_head, begin_events
 from api.openai.chat_replies import (
     ChatChunk,
     ChatChunkChoice,
@@ -57,12 +57,10 @@ from api.openai.generation import (
 )
 from api.openai.stored import find_stored
 from api.predictions.creation import PredictionSnapshot, digest_of
-from api.predictions.event_stream import HeldResponse
 from api.predictions.generation_stream import (
     GenerationStreams,
     PromptSize,
     StreamShape,
-    find_return,
     seen_from_id,
 )
 from api.predictions.service import PredictionNotOver, Predictions
@@ -71,13 +69,11 @@ from shared.errors import PenstockError
 from shared.messages import ItemOutcome
 from shared.models.catalog import Catalog, Model
 from shared.models.tasks.text import GenerationResult, TokenLogprob
-from shared.predictions import EVENTS_TYPE
 
 DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.Encoder().encode
 
 B = TypeVar("B", ChatBody, CompletionBody)
-_HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 StartingAfter = Annotated[
     str, Query(description="Like `Last-Event-ID`: sends only events after this one.")
 ]
@@ -403,12 +399,11 @@ class _NewAnswer(Generic[B]):
         new = self.request(recording)
         with ExitStack() as held:
             held.enter_context(streams.reserved(call.tenant))
-            async with recording.create(call, new, waits=False) as creation:
-                pass
-            events = _EventAnswer(call, endpoint, body, creation.snapshot, catalog)
+            snapshot = await recording.start(call, new)
+            events = _EventAnswer(call, endpoint, body, snapshot, catalog)
             if last_id:
                 return events.follow(last_id, streams, held)
-            return await events.begin(call.options.idempotency_key, streams, held)
+            return await events.begin(call, streams, held)
 
 
 def dumped(body: ChatBody | CompletionBody) -> dict[str, Any]:
@@ -431,28 +426,21 @@ class _EventAnswer(Generic[B]):
         self._call = call
         self._snapshot = snapshot
         self._items = _items_of(body)
-        self._made = answer_id(endpoint.id_prefix, prediction.id)
-        self._shape = endpoint.events(body, self._made, prediction.created_at_s, model)
-        self._is_chat = endpoint.path == CHAT.path
+        answer = answer_id(endpoint.id_prefix, prediction.id)
+        self._shape = endpoint.events(body, answer, prediction.created_at_s, model)
+        self._location = f"{CHAT.path}/{answer}" if endpoint.path == CHAT.path else ""
 
-    async def begin(
-        self, idempotency_key: str, streams: GenerationStreams, held: ExitStack
-    ) -> Response:
+    async def begin(self, call: ModelCall, streams: GenerationStreams, held: ExitStack) -> Response:
         """Answers with all events of a new prediction. Takes over `held`, until the last of them.
 
         Raises:
             PenstockError: the prediction failed before its first event.
         """
-        has_ids = wants_event_ids(self._call.http.headers)
-        beginning = streams.begin(
-            self._snapshot,
-            self._shape,
-            seen_from_id("", self._items),
-            self._call.check_key,
-            find_return(idempotency_key, has_positions=has_ids),
-            has_ids=has_ids,
+        seen, has_ids = seen_from_id("", self._items), wants_event_ids(call.http.headers)
+        events = await begin_events(
+            call, streams, self._snapshot, self._shape, seen, has_ids=has_ids
         )
-        return self._answer(await while_connected(self._call.http.receive, beginning), held)
+        return answer_events(events, held, self._location)
 
     def follow(self, last_id: str, streams: GenerationStreams, held: ExitStack) -> Response:
         """Answers with the events after `last_id`. Takes over `held`, until the last of them.
@@ -462,17 +450,11 @@ class _EventAnswer(Generic[B]):
         """
         seen = seen_from_id(last_id, self._items)
         if IS_HEAD in self._call.http.scope:
-            return Response(headers=_HEADERS, media_type=EVENTS_TYPE)
-        sse = streams.follow(
+            return answer_head()
+        events = streams.follow(
             self._snapshot, self._shape, seen, self._call.check_key, stays=False, has_ids=True
         )
-        return self._answer(sse, held)
-
-    def _answer(self, sse: AsyncGenerator[bytes], held: ExitStack) -> Response:
-        headers = dict(_HEADERS)
-        if self._is_chat:
-            headers["location"] = f"{CHAT.path}/{self._made}"
-        return HeldResponse(sse, held.pop_all(), headers=headers, media_type=EVENTS_TYPE)
+        return answer_events(events, held, self._location)
 
 
 def _items_of(body: ChatBody | CompletionBody) -> int:

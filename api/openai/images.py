@@ -32,6 +32,7 @@ from api.http.injection import injectable
 from api.http.openapi import TRUNCATED_HEADER
 from api.http.recording import Recording
 from api.http.router import Router
+from api.http.streaming import answer_events
 from api.http.upload_form import MAX_EDIT_FIELDS, form_asks_for_stream
 from api.inputs.guides import (
     CONTROL_IMAGE,
@@ -48,7 +49,7 @@ from api.inputs.source_images import SourceImages
 from api.inputs.storage import Storage
 from api.openai.image_stream import ImagePosition, ImageStream
 from api.predictions.creation import digest_of
-from api.predictions.event_stream import EventStreams, HeldResponse
+from api.predictions.event_stream import EventStreams
 from api.predictions.generation_stream import GenerationStreams, behind
 from api.predictions.service import Predictions
 from api.tasks.base import Inputs
@@ -59,7 +60,7 @@ from shared.models.blob import Blob
 from shared.models.catalog import Catalog, Model
 from shared.models.tasks import Input
 from shared.models.tasks.image import ImageInput, ImageResult, ImagesInput, ImagesResult
-from shared.predictions import EVENTS_TYPE, MEDIA_TYPES
+from shared.predictions import MEDIA_TYPES
 from shared.stores.objects import ObjectStore, UrlSigner, object_key
 from shared.stores.record_state import Preview
 
@@ -73,7 +74,6 @@ OWN_HEADERS = ("X-Penstock-Seed", "X-Penstock-Truncated-Tokens", "X-Penstock-Wit
 
 WITHHELD_HEADER = "x-penstock-withheld"
 """Header with the number of images withheld by the safety check."""
-_HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 
 
 class ImageItem(msgspec.Struct, omit_defaults=True):
@@ -405,8 +405,7 @@ class ImageAnswer:
             held.enter_context(event_streams.reserved(call.tenant))
             inputs, is_repeatable = consecutive(first, first.seed, body.n), body.seed is not None
             new = await self._record(inputs, is_repeatable=is_repeatable)
-            async with self.recording.create(call, new, waits=False) as creation:
-                snapshot = creation.snapshot
+            snapshot = await self.recording.start(call, new)
             deadline_s, size = snapshot.prediction.deadline_s, size_after(body, first)
 
             async def encode(result: ImageResult) -> bytes:
@@ -431,9 +430,8 @@ class ImageAnswer:
             )
             events = stream.events(snapshot, self.model)
             opening = await while_connected(call.http.receive, anext(events, b""))
-            headers = {**_HEADERS, "location": f"/v1/predictions/{snapshot.prediction.id}"}
-            sse = behind(opening, events)
-            return HeldResponse(sse, held.pop_all(), headers=headers, media_type=EVENTS_TYPE)
+            location = f"/v1/predictions/{snapshot.prediction.id}"
+            return answer_events(behind(opening, events), held, location)
 
     async def _run(self, new: InferenceRequest) -> list[ImageResult]:
         """Returns the images of a request with steps after each image, except withheld ones.

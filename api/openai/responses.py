@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Annotated, Any, NamedTuple
@@ -23,12 +23,12 @@ from api.chat_bodies import ChatBody
 from api.dispatch.request import InferenceRequest
 from api.errors import NotFound, NotNow, PreviousResponseNotFound, describe, to_bad_input
 from api.http.call import Call, ModelCall
-from api.http.connection import while_connected
 from api.http.encode_json import encode_json
 from api.http.fast_route import IS_HEAD, StreamedRoute
 from api.http.inference import Inference
 from api.http.recording import Recording
 from api.http.router import Router
+from api.http.streaming import answer_events, answer_head, begin_events
 from api.openai.conversations import CallerConversations, add_to, as_stored
 from api.openai.generation import RESPONSE_PREFIX, answer_id, inputs_of, is_repeatable, model_of
 from api.openai.item_pages import After, ItemsPage, Limit, Order, page_of
@@ -44,20 +44,17 @@ from api.openai.stored import (
 )
 from api.predictions.conversations import Conversations
 from api.predictions.creation import PredictionSnapshot, digest_of
-from api.predictions.event_stream import HeldResponse
-from api.predictions.generation_stream import GenerationStreams, StreamPosition, find_return
+from api.predictions.generation_stream import GenerationStreams, StreamPosition
 from api.predictions.service import PredictionNotOver, Predictions
 from api.tasks.base import Inputs
 from shared.errors import BadInput, InputTooLarge, Overloaded, PenstockError, Unavailable
 from shared.messages import ItemOutcome
 from shared.models.catalog import Catalog, Model
 from shared.models.tasks.text import GenerationInput
-from shared.predictions import EVENTS_TYPE
 
 PATH = PATH_OF_RESPONSES
 UNSTORED_KEEP_S = 120
 """Seconds for which an unstored stream can be resumed after its end."""
-_HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 StartingAfter = Annotated[
     int, Query(ge=-1, le=2**31, description="Only events with a greater `sequence_number`.")
 ]
@@ -348,7 +345,7 @@ class _NewResponse:
                 events = _EventAnswer(call, creation.snapshot, catalog, streams)
                 if body.background:
                     return events.follow(-1, held)
-                return await events.begin(call.options.idempotency_key, held)
+                return await events.begin(call, held)
         return encode_json(state_of(call, creation.snapshot, catalog))
 
     async def keep(
@@ -419,26 +416,26 @@ class _EventAnswer:
         self._snapshot = snapshot
         self._catalog = catalog
         self._streams = streams
+        self._location = f"{PATH}/{answer_id(RESPONSE_PREFIX, snapshot.prediction.id)}"
 
-    async def begin(self, idempotency_key: str, held: ExitStack) -> Response:
+    async def begin(self, call: ModelCall, held: ExitStack) -> Response:
         """Answers with all events of a new response. Takes over `held`, until the last of them.
 
         Raises:
             PenstockError: the prediction failed before its first event.
         """
-        _, events = response_of(self._call, self._snapshot, self._catalog)
-        seen = [StreamPosition(*events.seen)]
-        returns = find_return(idempotency_key, has_positions=True)
-        beginning = self._streams.begin(
-            self._snapshot, events, seen, self._call.check_key, returns, has_ids=False
+        _, shape = response_of(call, self._snapshot, self._catalog)
+        seen = [StreamPosition(*shape.seen)]
+        events = await begin_events(
+            call, self._streams, self._snapshot, shape, seen, has_ids=False, has_numbers=True
         )
-        return self._answer(await while_connected(self._call.http.receive, beginning), held)
+        return answer_events(events, held, self._location)
 
     def follow(self, after: int, held: ExitStack) -> Response:
         """Answers with the events after number `after`. Takes over `held`, until the last."""
         body, events = response_of(self._call, self._snapshot, self._catalog, after)
         if IS_HEAD in self._call.http.scope:
-            return Response(headers=_HEADERS, media_type=EVENTS_TYPE)
+            return answer_head()
         sse = self._streams.follow(
             self._snapshot,
             events,
@@ -447,9 +444,4 @@ class _EventAnswer:
             stays=bool(body.background or not body.stream),
             has_ids=False,
         )
-        return self._answer(sse, held)
-
-    def _answer(self, sse: AsyncGenerator[bytes], held: ExitStack) -> Response:
-        response_id = answer_id(RESPONSE_PREFIX, self._snapshot.prediction.id)
-        headers = {**_HEADERS, "location": f"{PATH}/{response_id}"}
-        return HeldResponse(sse, held.pop_all(), headers=headers, media_type=EVENTS_TYPE)
+        return answer_events(sse, held, self._location)

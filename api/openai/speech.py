@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import ExitStack
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 from starlette.requests import Request
@@ -20,22 +20,20 @@ from starlette.responses import Response
 from api.bodies import strip_mark
 from api.dispatch.request import InferenceRequest
 from api.http.call import ModelCall
-from api.http.connection import while_connected
 from api.http.fast_route import StreamedRoute
 from api.http.inference import Inference
 from api.http.openapi import binary
 from api.http.recording import Recording
 from api.http.request_options import wants_event_ids
 from api.http.router import Router
+from api.http.streaming import answer_events, begin_events
 from api.openai.audio_schemas import SpeechBody
 from api.openai.chat import failure_event
 from api.openai.images import read_blob
 from api.predictions.creation import digest_of
-from api.predictions.event_stream import HeldResponse
 from api.predictions.generation_stream import (
     GenerationStreams,
     StreamShape,
-    find_return,
     seen_from_id,
 )
 from api.tasks.base import Inputs, check_results
@@ -51,7 +49,6 @@ from shared.models.tasks.custom import (
     streamed_key,
 )
 from shared.models.tasks.text import TokenLogprob
-from shared.predictions import EVENTS_TYPE
 from shared.stores.objects import ObjectStore
 
 SPEECH = "/v1/audio/speech"
@@ -66,7 +63,6 @@ SPEECH_TYPES = {
 """Media type by `response_format`. Opus uses an Ogg file."""
 MAX_PIECE_BYTES = 64 * 1024 * 1024
 _ANY_BYTES = "application/octet-stream"
-_HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 _STORED = re.compile(rb'"audio":"","key":"([^"]+)"')
 _encode = msgspec.json.Encoder().encode
 
@@ -262,27 +258,25 @@ class _SpeechStream:
         new = self._request(body, one)
         with ExitStack() as held:
             held.enter_context(self._streams.reserved(call.tenant))
-            async with self._recording.create(call, new, waits=False) as creation:
-                pass
-            shape = SpeechEvents(creation.snapshot.prediction.record, self._names)
-            options: dict[str, Any] = {
-                "has_elements": True,
-                "has_ids": wants_event_ids(call.http.headers),
-            }
+            snapshot = await self._recording.start(call, new)
+            shape = SpeechEvents(snapshot.prediction.record, self._names)
+            has_ids = wants_event_ids(call.http.headers)
             if last_id:
-                sse = self._streams.follow(
-                    creation.snapshot, shape, seen, call.check_key, stays=False, **options
+                events = self._streams.follow(
+                    snapshot,
+                    shape,
+                    seen,
+                    call.check_key,
+                    stays=False,
+                    has_ids=has_ids,
+                    has_elements=True,
                 )
             else:
-                key, has_ids = call.options.idempotency_key, options["has_ids"]
-                returns = find_return(key, has_positions=has_ids)
-                beginning = self._streams.begin(
-                    creation.snapshot, shape, seen, call.check_key, returns, **options
+                events = await begin_events(
+                    call, self._streams, snapshot, shape, seen, has_ids=has_ids, has_elements=True
                 )
-                sse = await while_connected(call.http.receive, beginning)
-            headers = {**_HEADERS, "location": f"/v1/predictions/{creation.snapshot.prediction.id}"}
-            sound = _with_sound(sse, self._objects)
-            return HeldResponse(sound, held.pop_all(), headers=headers, media_type=EVENTS_TYPE)
+            location = f"/v1/predictions/{snapshot.prediction.id}"
+            return answer_events(_with_sound(events, self._objects), held, location)
 
     def _request(self, body: SpeechBody, one: CustomInput) -> InferenceRequest:
         """Returns the request for the prediction described by a body."""

@@ -26,19 +26,17 @@ import asyncio
 import base64
 import re
 import time
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, aclosing, contextmanager
-from typing import Any, NamedTuple
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from contextlib import aclosing
+from typing import NamedTuple
 
 import msgspec
-from starlette.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
 
-from api.fair_room import FairRoom, OneItem
 from api.predictions.creation import POLL_S, PredictionSnapshot
 from api.predictions.generation_stream import StreamShape
 from api.predictions.service import Predictions
-from shared.errors import Canceled, Overloaded, PenstockError
+from api.predictions.stream_room import StreamRoom
+from shared.errors import Canceled, PenstockError
 from shared.messages import ItemOutcome
 from shared.models.flow_plan import MAX_STEP_ITEMS, MAX_STEPS
 from shared.models.tasks.custom import CustomResult, StreamedFile, read_elements, streamed_key
@@ -110,24 +108,7 @@ class EventStreams:
     def __init__(self, predictions: Predictions, url_signer: UrlSigner) -> None:
         self._predictions = predictions
         self._url_signer = url_signer
-        self._room = FairRoom(MAX_STREAMS)
-
-    @contextmanager
-    def reserved(self, tenant: str) -> Iterator[None]:
-        """Holds room for a stream of this tenant.
-
-        Raises:
-            Overloaded: the room is full.
-        """
-        stream = OneItem(tenant)
-        if self._room.turns_to_wait(stream):
-            reason = f"{self._room.held_by(tenant)} of your event streams are open, and there is"
-            raise Overloaded(f"{reason} no room for more; poll the prediction, or try again later")
-        self._room.take(stream)
-        try:
-            yield
-        finally:
-            self._room.release(stream)
+        self.reserved = StreamRoom(MAX_STREAMS, "event streams", "poll the prediction").reserved
 
     async def follow(
         self,
@@ -202,18 +183,6 @@ class EventStreams:
         ]
         others = events_of(snapshot, self._url_signer, seen)
         return sorted([*others, *steps], key=lambda event: event[:2]) if steps else others
-
-
-class HeldResponse(StreamingResponse):
-    """A stream that holds resources until it ends, however it ends."""
-
-    def __init__(self, content: AsyncIterable[bytes], held: ExitStack, **options: Any) -> None:
-        super().__init__(content, **options)
-        self._held = held
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._held:
-            await super().__call__(scope, receive, send)
 
 
 def events_of(

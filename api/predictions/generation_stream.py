@@ -20,16 +20,15 @@ import logging
 import re
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal, NamedTuple, Protocol, Self, TypeAlias, runtime_checkable
 
 from api.errors import log_reason
-from api.fair_room import FairRoom, OneItem
 from api.predictions.creation import PredictionSnapshot
 from api.predictions.service import GRACE_S, Predictions
-from shared.errors import BadInput, DeadlineExceeded, Overloaded, PenstockError
+from api.predictions.stream_room import StreamRoom
+from shared.errors import BadInput, DeadlineExceeded, PenstockError
 from shared.messages import ItemOutcome
 from shared.models.tasks.custom import CustomResult, PieceChunk
 from shared.models.tasks.text import GenerationResult, TokenChunk, TokenLogprob
@@ -230,7 +229,7 @@ class GenerationStreams:
         self._predictions = predictions
         self._streams = streams
         self._reader = TokenReader(streams)
-        self._room = FairRoom(MAX_STREAMS)
+        self.reserved = StreamRoom(MAX_STREAMS, "streams", "read one to its end").reserved
         self._leaving: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
@@ -243,26 +242,6 @@ class GenerationStreams:
             task.cancel()
         if ending:
             await asyncio.wait(ending, timeout=CLOSE_LIMIT_S)
-
-    @contextmanager
-    def reserved(self, tenant: str) -> Iterator[None]:
-        """Holds room for a stream of this tenant.
-
-        Raises:
-            Overloaded: the room is full.
-        """
-        stream = OneItem(tenant)
-        if self._room.turns_to_wait(stream):
-            held = self._room.held_by(tenant)
-            raise Overloaded(
-                f"{held} of your streams are open, and there is no room for more; read one to its "
-                "end, or try again later"
-            )
-        self._room.take(stream)
-        try:
-            yield
-        finally:
-            self._room.release(stream)
 
     def follow(
         self,

@@ -17,12 +17,12 @@ from api.http.middleware import context_of
 from api.http.openapi import AUTHENTICATED_OR_LINKED, NOT_OVER, empty, event_stream
 from api.http.recording import Recording
 from api.http.router import Router
+from api.http.streaming import answer_events, answer_head
 from api.predictions.event_stream import (
     EXTRA_KINDS,
     KINDS,
     ElementEvents,
     EventStreams,
-    HeldResponse,
     OutputEvents,
 )
 from api.predictions.generation_stream import (
@@ -140,7 +140,6 @@ async def stream(
         snapshot, check = await recording.find(call, prediction_id), call.check_key
     extra = _extra_kinds(events)
     last_id, prediction = request.headers.get("last-event-id", ""), snapshot.prediction
-    headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
     with ExitStack() as held:
         if kind := _streamed(catalog, prediction):
             seen = seen_from_id(last_id, 1)
@@ -162,8 +161,8 @@ async def stream(
             held.enter_context(event_streams.reserved(prediction.tenant))
             sse = event_streams.follow(snapshot, last_id, check, extra)
         if IS_HEAD in request.scope:
-            return Response(headers=headers, media_type=EVENTS_TYPE)
-        return HeldResponse(sse, held.pop_all(), headers=headers, media_type=EVENTS_TYPE)
+            return answer_head()
+        return answer_events(sse, held)
 
 
 def _streamed(catalog: Catalog, prediction: Prediction) -> StreamKind:

@@ -1,0 +1,84 @@
+"""Answers with the events of a prediction, from its begin or from where a reader left off."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from api.http.call import ModelCall
+from api.http.connection import while_connected
+from api.predictions.creation import PredictionSnapshot
+from api.predictions.generation_stream import (
+    GenerationStreams,
+    StreamPosition,
+    StreamShape,
+    find_return,
+)
+from shared.predictions import EVENTS_TYPE
+
+_HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
+
+
+class HeldResponse(StreamingResponse):
+    """A stream that holds resources until it ends, however it ends."""
+
+    def __init__(self, content: AsyncIterable[bytes], held: ExitStack, **options: Any) -> None:
+        super().__init__(content, **options)
+        self._held = held
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._held:
+            await super().__call__(scope, receive, send)
+
+
+def answer_events(
+    events: AsyncGenerator[bytes], held: ExitStack, location: str = ""
+) -> HeldResponse:
+    """Returns a response with these events. Takes over `held` until the last of them.
+
+    Args:
+        location: URL for reading the stream again, if there is one.
+    """
+    headers = _HEADERS | ({"location": location} if location else {})
+    return HeldResponse(events, held.pop_all(), headers=headers, media_type=EVENTS_TYPE)
+
+
+def answer_head() -> Response:
+    """Returns the response to a HEAD request for events, which would never end."""
+    return Response(headers=_HEADERS, media_type=EVENTS_TYPE)
+
+
+async def begin_events(
+    call: ModelCall,
+    streams: GenerationStreams,
+    snapshot: PredictionSnapshot,
+    shape: StreamShape,
+    seen: Sequence[StreamPosition],
+    *,
+    has_ids: bool,
+    has_numbers: bool = False,
+    has_elements: bool = False,
+) -> AsyncGenerator[bytes]:
+    """Returns the events of a new prediction as soon as the first one is known.
+
+    Args:
+        has_numbers: True if readers can resume after the number of an event.
+
+    Raises:
+        PenstockError: the prediction failed before its first event. ClientGone: the caller hung up.
+    """
+    returns = find_return(call.options.idempotency_key, has_positions=has_ids or has_numbers)
+    beginning = streams.begin(
+        snapshot,
+        shape,
+        seen,
+        call.check_key,
+        returns,
+        has_ids=has_ids,
+        has_elements=has_elements,
+    )
+    return await while_connected(call.http.receive, beginning)

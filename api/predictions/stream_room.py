@@ -1,0 +1,43 @@
+"""Room for the streams of one instance, shared fairly between tenants."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from api.fair_room import FairRoom, OneItem
+from shared.errors import Overloaded
+
+
+class StreamRoom:
+    """Room for a number of streams.
+
+    Args:
+        bound: maximum number of streams.
+        noun: kind of stream, for error messages.
+        advice: an alternative for a reader without room.
+    """
+
+    def __init__(self, bound: int, noun: str, advice: str) -> None:
+        self._room = FairRoom(bound)
+        self._noun = noun
+        self._advice = advice
+
+    @contextmanager
+    def reserved(self, tenant: str) -> Iterator[None]:
+        """Holds room for a stream of this tenant.
+
+        Raises:
+            Overloaded: the room is full.
+        """
+        stream = OneItem(tenant)
+        if self._room.turns_to_wait(stream):
+            raise Overloaded(
+                f"{self._room.held_by(tenant)} of your {self._noun} are open, and there is no room "
+                f"for more; {self._advice}, or try again later"
+            )
+        self._room.take(stream)
+        try:
+            yield
+        finally:
+            self._room.release(stream)
