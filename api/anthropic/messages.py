@@ -354,7 +354,7 @@ async def _stream(
     streams: GenerationStreams,
 ) -> Response:
     with ExitStack() as held:
-        held.enter_context(streams.reserved(call.tenant))
+        held.enter_context(streams.room.reserve(call.tenant))
         snapshot = await recording.start(call, new)
         message_id = answer_id(MESSAGE, snapshot.prediction.id)
         shape = MessageEvents(chat, message_id, new.model)

@@ -665,7 +665,7 @@ class _TranscriptStream:
             )
         seen = [] if is_flow else seen_from_id(self._last_id, 1)
         with ExitStack() as held:
-            held.enter_context(self._streams.reserved(call.tenant))
+            held.enter_context(self._streams.room.reserve(call.tenant))
             snapshot = await self._recording.start(call, new)
             if isinstance(model, Flow):
                 events = self._flow_events(snapshot, model)

@@ -331,7 +331,7 @@ async def read_chat(
         return encode_json(stored_chat(call, snapshot, catalog))
     last_id = call.http.headers.get("last-event-id", "") or starting_after
     with ExitStack() as held:
-        held.enter_context(generation_streams.reserved(call.tenant))
+        held.enter_context(generation_streams.room.reserve(call.tenant))
         events = _EventAnswer(call, CHAT, body, snapshot, catalog)
         return events.follow(last_id, generation_streams, held)
 
@@ -398,7 +398,7 @@ class _NewAnswer(Generic[B]):
         seen_from_id(last_id, len(self._inputs))
         new = self.request(recording)
         with ExitStack() as held:
-            held.enter_context(streams.reserved(call.tenant))
+            held.enter_context(streams.room.reserve(call.tenant))
             snapshot = await recording.start(call, new)
             events = _EventAnswer(call, endpoint, body, snapshot, catalog)
             if last_id:

@@ -402,7 +402,7 @@ class ImageAnswer:
         call, body, first = self.call, self.body, self.first
         position = ImagePosition.from_id(call.http.headers.get("last-event-id", ""), body.n)
         with ExitStack() as held:
-            held.enter_context(event_streams.reserved(call.tenant))
+            held.enter_context(event_streams.room.reserve(call.tenant))
             inputs, is_repeatable = consecutive(first, first.seed, body.n), body.seed is not None
             new = await self._record(inputs, is_repeatable=is_repeatable)
             snapshot = await self.recording.start(call, new)

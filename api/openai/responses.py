@@ -138,7 +138,7 @@ async def read_response(
     if not stream:
         return encode_json(state_of(call, snapshot, catalog))
     with ExitStack() as held:
-        held.enter_context(generation_streams.reserved(call.tenant))
+        held.enter_context(generation_streams.room.reserve(call.tenant))
         events = _EventAnswer(call, snapshot, catalog, generation_streams)
         return events.follow(starting_after, held)
 
@@ -336,7 +336,7 @@ class _NewResponse:
             new = replace(new, record=replace(new.new_record, keep_s=UNSTORED_KEEP_S))
         with ExitStack() as held:
             if body.stream:
-                held.enter_context(streams.reserved(call.tenant))
+                held.enter_context(streams.room.reserve(call.tenant))
             async with self._recording.create(call, new, waits=False) as creation:
                 if creation.is_new and asked.conversation:
                     prediction = new.new_record.prediction.id

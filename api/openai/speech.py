@@ -257,7 +257,7 @@ class _SpeechStream:
         seen = seen_from_id(last_id, 1)
         new = self._request(body, one)
         with ExitStack() as held:
-            held.enter_context(self._streams.reserved(call.tenant))
+            held.enter_context(self._streams.room.reserve(call.tenant))
             snapshot = await self._recording.start(call, new)
             shape = SpeechEvents(snapshot.prediction.record, self._names)
             has_ids = wants_event_ids(call.http.headers)

@@ -108,7 +108,7 @@ class EventStreams:
     def __init__(self, predictions: Predictions, url_signer: UrlSigner) -> None:
         self._predictions = predictions
         self._url_signer = url_signer
-        self.reserved = StreamRoom(MAX_STREAMS, "event streams", "poll the prediction").reserved
+        self.room = StreamRoom(MAX_STREAMS, "event streams", "poll the prediction")
 
     async def follow(
         self,

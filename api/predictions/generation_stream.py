@@ -229,7 +229,7 @@ class GenerationStreams:
         self._predictions = predictions
         self._streams = streams
         self._reader = TokenReader(streams)
-        self.reserved = StreamRoom(MAX_STREAMS, "streams", "read one to its end").reserved
+        self.room = StreamRoom(MAX_STREAMS, "streams", "read one to its end")
         self._leaving: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:

@@ -13,7 +13,7 @@ class StreamRoom:
     """Room for a number of streams.
 
     Args:
-        bound: maximum number of streams.
+        bound: maximum number of streams at the same time.
         noun: kind of stream, for error messages.
         advice: an alternative for a reader without room.
     """
@@ -24,7 +24,7 @@ class StreamRoom:
         self._advice = advice
 
     @contextmanager
-    def reserved(self, tenant: str) -> Iterator[None]:
+    def reserve(self, tenant: str) -> Iterator[None]:
         """Holds room for a stream of this tenant.
 
         Raises:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator, Callable
 from contextlib import ExitStack, suppress
 from typing import Annotated
 
@@ -12,12 +13,13 @@ from starlette.responses import Response
 from api.http.call import Call
 from api.http.encode_json import encode_json
 from api.http.fast_route import IS_HEAD
-from api.http.injection import authenticate
+from api.http.injection import authenticate, injectable
 from api.http.middleware import context_of
 from api.http.openapi import AUTHENTICATED_OR_LINKED, NOT_OVER, empty, event_stream
 from api.http.recording import Recording
 from api.http.router import Router
 from api.http.streaming import answer_events, answer_head
+from api.predictions.creation import PredictionSnapshot
 from api.predictions.event_stream import (
     EXTRA_KINDS,
     KINDS,
@@ -101,6 +103,71 @@ async def replay_webhook(
     return Response(status_code=202)
 
 
+@injectable
+class PredictionStreams:
+    """Streams of predictions, from their records or while their output is generated."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        recording: Recording,
+        predictions: Predictions,
+        event_streams: EventStreams,
+        generation_streams: GenerationStreams,
+        url_signer: UrlSigner,
+    ) -> None:
+        self.recording = recording
+        self._catalog = catalog
+        self._predictions = predictions
+        self._event_streams = event_streams
+        self._generation_streams = generation_streams
+        self._url_signer = url_signer
+
+    async def find_linked(
+        self, prediction_id: str, record: str, expires: int, signature: str
+    ) -> PredictionSnapshot:
+        """Returns the prediction of a signed link.
+
+        Raises:
+            Forbidden: the signature is wrong, or the link has expired.
+            NotFound: the prediction has expired.
+        """
+        self._url_signer.check(stream_key(record), EVENTS_TYPE, expires, signature)
+        return await self._predictions.read_linked(record, prediction_id)
+
+    def follow(
+        self,
+        snapshot: PredictionSnapshot,
+        last_id: str,
+        check: Callable[[], object],
+        extra: set[str],
+        held: ExitStack,
+    ) -> AsyncGenerator[bytes]:
+        """Returns the events after `last_id`, and holds room for them in `held`.
+
+        Raises:
+            BadInput: the ID does not belong to this stream.
+            Overloaded: there is no room.
+        """
+        prediction = snapshot.prediction
+        kind = _streamed(self._catalog, prediction)
+        if not kind:
+            held.enter_context(self._event_streams.room.reserve(prediction.tenant))
+            return self._event_streams.follow(snapshot, last_id, check, extra)
+        seen, is_list = seen_from_id(last_id, 1), kind == "items"
+        held.enter_context(self._generation_streams.room.reserve(prediction.tenant))
+        return self._generation_streams.follow(
+            snapshot,
+            ElementEvents(prediction, self._url_signer) if is_list else OutputEvents(),
+            seen,
+            check,
+            stays=True,
+            has_ids=True,
+            has_elements=is_list,
+            logs_seen=logs_seen_from_id(last_id) if _prints(self._catalog, prediction) else None,
+        )
+
+
 @router.get(
     "/predictions/{prediction_id}/stream",
     summary="Stream a prediction",
@@ -112,12 +179,7 @@ async def replay_webhook(
 )
 async def stream(
     request: Request,
-    catalog: Catalog,
-    recording: Recording,
-    predictions: Predictions,
-    event_streams: EventStreams,
-    generation_streams: GenerationStreams,
-    url_signer: UrlSigner,
+    streams: PredictionStreams,
     prediction_id: str,
     events: ExtraEvents = "",
     record: str = "",
@@ -132,37 +194,16 @@ async def stream(
     has neither previews nor queue positions.
     """
     if signature and not _sends_key(request):
-        url_signer.check(stream_key(record), EVENTS_TYPE, expires, signature)
-        snapshot = await predictions.read_linked(record, prediction_id)
+        snapshot = await streams.find_linked(prediction_id, record, expires, signature)
         context_of(request).facts.tenant, check = snapshot.prediction.tenant, _stays_valid
     else:
         call = authenticate(request)
-        snapshot, check = await recording.find(call, prediction_id), call.check_key
+        snapshot, check = await streams.recording.find(call, prediction_id), call.check_key
     extra = _extra_kinds(events)
-    last_id, prediction = request.headers.get("last-event-id", ""), snapshot.prediction
+    last_id = request.headers.get("last-event-id", "")
     with ExitStack() as held:
-        if kind := _streamed(catalog, prediction):
-            seen = seen_from_id(last_id, 1)
-            held.enter_context(generation_streams.reserved(prediction.tenant))
-            is_list = kind == "items"
-            shape = ElementEvents(prediction, url_signer) if is_list else OutputEvents()
-            logs = logs_seen_from_id(last_id) if _prints(catalog, prediction) else None
-            sse = generation_streams.follow(
-                snapshot,
-                shape,
-                seen,
-                check,
-                stays=True,
-                has_ids=True,
-                has_elements=is_list,
-                logs_seen=logs,
-            )
-        else:
-            held.enter_context(event_streams.reserved(prediction.tenant))
-            sse = event_streams.follow(snapshot, last_id, check, extra)
-        if IS_HEAD in request.scope:
-            return answer_head()
-        return answer_events(sse, held)
+        sse = streams.follow(snapshot, last_id, check, extra, held)
+        return answer_head() if IS_HEAD in request.scope else answer_events(sse, held)
 
 
 def _streamed(catalog: Catalog, prediction: Prediction) -> StreamKind:

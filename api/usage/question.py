@@ -61,21 +61,10 @@ def read_question(
         BadInput: a value is missing or invalid. `field` names it.
     """
     _check_filters(params, is_of_costs)
-    now = int(time.time())
-    width = params.get("bucket_width", "1d")
-    if width not in WIDTHS_S:
-        raise BadInput(
-            f"bucket_width: must be 1m, 1h or 1d, got {width[:40]!r}", field="bucket_width"
-        )
-    width_s = WIDTHS_S[width]
-    start_s = _moment(params, "start_time", now)
-    if start_s is None:
-        raise BadInput("start_time: is required, in Unix seconds", field="start_time")
-    end_s = _moment(params, "end_time", now) or now + 1
-    if end_s <= start_s:
-        raise BadInput("end_time: must be after start_time", field="end_time")
-    start_s -= start_s % width_s
-    limit = _limit(params, *(COST_LIMITS if is_of_costs else LIMITS)[width])
+    start_s, end_s, width_s = _read_span(params)
+    limit = _limit(
+        params, *(COST_LIMITS if is_of_costs else LIMITS)[params.get("bucket_width", "1d")]
+    )
     if page := params.get("page"):
         match = _PAGE.fullmatch(page)
         if match is None or not start_s <= int(match[1]) < end_s or int(match[1]) % width_s:
@@ -96,6 +85,23 @@ def read_question(
         by_key="by_key" in groups,
     )
     return Question(query, f"page_{page_ends_s}" if page_ends_s < end_s else None)
+
+
+def _read_span(params: QueryParams) -> tuple[int, int, int]:
+    """Returns the start of the first bucket, the end of the last, and their width, in seconds."""
+    now, width = int(time.time()), params.get("bucket_width", "1d")
+    if width not in WIDTHS_S:
+        raise BadInput(
+            f"bucket_width: must be 1m, 1h or 1d, got {width[:40]!r}", field="bucket_width"
+        )
+    width_s = WIDTHS_S[width]
+    start_s = _moment(params, "start_time", now)
+    if start_s is None:
+        raise BadInput("start_time: is required, in Unix seconds", field="start_time")
+    end_s = _moment(params, "end_time", now) or now + 1
+    if end_s <= start_s:
+        raise BadInput("end_time: must be after start_time", field="end_time")
+    return start_s - start_s % width_s, end_s, width_s
 
 
 def read_range(params: QueryParams, now_s: float) -> tuple[int, int] | None:
