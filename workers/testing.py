@@ -134,7 +134,7 @@ async def running_worker(
         model: creates the model, not yet loaded. Default: the model of the task, on the CPU.
         redis_url: keeps records, token streams and results, if there is a Redis.
         objects_url: where large results go. An API must have the same to find them.
-        catalog: the models that steps of flows may go to next. By default this one.
+        catalog: the models that flow steps may go to next. Default: only this model.
 
     Raises:
         ConfigurationError: the model refuses its folder or its entry.

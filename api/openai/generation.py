@@ -226,7 +226,7 @@ def shown_of(text: str) -> str:
 def read_cut_call(
     text: str, names: Collection[str], id_seed: str, *, is_whole: bool
 ) -> tuple[str, CalledTool | None]:
-    """Splits a text that was cut off into the part before the call at its end, and this call.
+    """Splits a truncated text into the part before its last call, and the call itself.
 
     Args:
         text: the text that `read_tool_calls` returned.

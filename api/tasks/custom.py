@@ -144,8 +144,8 @@ async def store_large_values(
 
     Args:
         caller: owner of the files in `shown`.
-        shown: the input as shown to its caller. Each value is replaced by a link, and then
-            kept. None if it is not shown.
+        shown: the input as shown to its caller, in which each stored value is replaced by a link.
+            None if callers can't read the input.
 
     Raises:
         InputTooLarge: a secret does not fit into a message. Secrets are never stored.

@@ -120,7 +120,7 @@ def run(command: Sequence[str]) -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise CommandFailed(f"{command[0]}: {error}") from error
     if done.returncode:
-        # After the words of what ran in a pod, kubectl says that it failed.
+        # kubectl adds a line about the exit status to the output of the command.
         lines = [
             line
             for line in done.stderr.splitlines()

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Schemas and policies of what Kustomize renders and of the Terraform code: kubernetes-validate, KEDA's models, checkov.
-# They live in an environment of their own below var/ (some 400 MB), made at the first run; nothing goes into .venv.
+# They live in a separate environment below var/ (some 400 MB), made at the first run; nothing goes into .venv.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 work=var/deploy-check

@@ -117,7 +117,7 @@ _SERVERS = f'not (and ({OF_GOOGLE}) (eq .Values.rows.kind "google"))'
 """The condition of SelfHostedSite.has_servers."""
 
 Block = Callable[[str], str]
-"""Puts template lines in the place of a value, with its key or the dash before it.
+"""Puts template lines in place of a value, with its key or the dash before it.
 
 `INDENT` in them becomes the number of spaces before that line.
 """

@@ -14,7 +14,7 @@ terraform fmt -check -diff -recursive .
 
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-# A copy, in which terraform may leave its files; whatever else is read lies beside it as in the repository.
+# A copy, in which terraform may leave its files; whatever else is read lies alongside it as in the repository.
 root=$(cd ../.. && pwd)
 mkdir "$work/infra"
 ln -s "$root/models.yaml" "$work/"

@@ -418,7 +418,7 @@ class Records(RedisStore):
     async def read_again(self, record: str, document: bytes) -> Record | None:
         """Like `read`, for a caller that already has the document, which never changes.
 
-        So following a prediction is cheap, however large its request.
+        So following a prediction is cheap, no matter how large its request.
 
         Args:
             document: document as read or created.

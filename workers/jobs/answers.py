@@ -120,7 +120,7 @@ def answer_of(ours: ReplyBody, finish: Finish | None) -> ReplyBody:
 def answer_after_reply(ours: ReplyBody, finish: Finish | None, *, is_sent: bool) -> ReplyBody:
     """Returns the answer in the record, without results if its inbox is gone.
 
-    The API writes separate rows for results that came too late. The broker's confirmation of a
+    The API writes separate rows for results that arrived too late. The broker's confirmation of a
     reply does not show whether it came in time.
     """
     answered = answer_of(ours, finish)

@@ -140,7 +140,7 @@ class JobConsumer:
             self._on_unwanted()
 
     def noted(self, batch: Sequence[QueuedItem]) -> AbstractAsyncContextManager[None]:
-        """Notes that a suspect is computed by itself, until the end of the context."""
+        """Records that a suspect is computed by itself, until the end of the context."""
         is_alone = len(batch) == 1 and batch[0].is_suspect
         return self._claims.mark_alone(
             [pulled for pulled, _ in batch[0].open_waiters()] if is_alone else ()

@@ -165,7 +165,7 @@ class ModelQueue:
         self._queue.add(queued)
 
     def left_over(self, queued: QueuedItem) -> None:
-        """Queues an item again that came too late to be admitted, or was preempted."""
+        """Queues an item again that arrived too late to be admitted, or was preempted."""
         self._queue.batch_ended([queued])
         self._queue.add(queued)
 
@@ -490,7 +490,7 @@ class TokenOutput:
         try:
             while self._has_more:
                 self._has_more = False
-                # A preempted one may lose its readers while it waits.
+                # A preempted item may lose its readers while it waits.
                 self._open = {one: sent for one, sent in self._open.items() if _readers(one)}
                 await self._send()
         finally:

@@ -247,7 +247,7 @@ def _shortened(reason: str) -> str:
 
 
 def _refused(inbox: str, error: BadInput) -> Literal[False]:
-    """Notes that an API instance and its inbox are gone.
+    """Records that an API instance and its inbox are gone.
 
     Handing their jobs back would repeat them forever.
     """

@@ -109,7 +109,7 @@ class StepRun:
             self._count()
         if ended.failure is not None:
             self._fail(ended.failure)
-        for queued in self._inside.values():  # they came too late to be admitted
+        for queued in self._inside.values():  # they arrived too late to be admitted
             self._queue.left_over(queued)
         self._inside.clear()
         return ""

@@ -232,7 +232,7 @@ class InferenceModel(LoadedModel, Protocol):
     """Runs batches."""
 
     pads: bool
-    """True if an item costs as much as the longest one of its call. Known after setup."""
+    """True if each item costs as much as the longest item in its call. Known after setup."""
 
     def groups(self, batch: Sequence[PreparedItem]) -> list[list[int]]:
         """Splits a batch into groups of indices. Each group is one call of `predict`."""
@@ -348,6 +348,6 @@ class OutOfMemory(ModelFailed):
 class GpuLost(BaseException):
     """The process can't use its GPU any more. Not an error of the items: others can compute them.
 
-    Not an Exception, as these fail the items at the boundary to the model libraries. It ends the
-    process, so that the items are tried again.
+    Not an Exception, because exceptions fail the items at the boundary to the model libraries. It
+    ends the process, so that the items are tried again.
     """

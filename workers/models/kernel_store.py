@@ -126,7 +126,7 @@ class KernelStore:
                 continue
             path = folders[top] / rest
             path.parent.mkdir(parents=True, exist_ok=True)
-            # By hand, as tarfile takes no filter before Python 3.11.4, which Debian 12 lacks.
+            # By hand, because tarfile has no filters before Python 3.11.4, and Debian 12 is older.
             with archive.extractfile(member) or io.BytesIO() as packed, path.open("wb") as file:
                 shutil.copyfileobj(packed, file)
             path.chmod(0o755 if member.mode & 0o100 else 0o644)

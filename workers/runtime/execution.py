@@ -1,9 +1,9 @@
 """Runs batches in a model process: whole ones, or one to which items come between two steps.
 
 Groups of a whole batch that fail are halved, and it stops when it is canceled. Batches of a model
-that computes asynchronously overlap (workers/runtime/overlap.py). For a SteppedModel
-it is measured how much of the process the items take, step by step. Callers see their progress, and
-previews if they watch.
+that computes asynchronously overlap (workers/runtime/overlap.py). For a SteppedModel, each step
+measures the share of the process that its items take. Callers see their progress, and previews if
+they watch.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ class StepReporter(BatchSteps):
         if (now_s := time.monotonic()) - self._reported_s >= PROGRESS_EVERY_S:
             self._reported_s = now_s
             self._connection.sendall(encode_server_message(StepDone(self._number, step, steps)))
-        # After the last step the image itself comes.
+        # The image itself follows the last step.
         is_watched = bool(self._watched) and now_s < self._watched_until_s
         if is_watched and step < steps and now_s >= self._preview_from_s:
             self._preview(step, steps, now_s)

@@ -25,9 +25,9 @@ interactive work. `BatchTime` estimates how long a model process takes for a bat
 seconds of one clock, durations are in seconds.
 
 Preemption interrupts running texts and images for another tenant. They stay in their process until
-they end, which can take minutes. So a tenant that took all slots while nobody else asked would keep
-the others out until then. A text continues later from the tokens that it has. An image waits in
-its process, and continues with its next step. What is compared is the room that tenants have in the
+they end, which can take minutes. So a tenant that took all slots while they were free would block
+the other tenants until then. A text continues later from the tokens that it has. An image waits in
+its process, and continues with its next step. The comparison uses the room that tenants have in the
 process, by their weights. The owner of the slot keeps at least as much as the newcomer gets. So
 slots never go back and forth.
 """

@@ -2,7 +2,8 @@
 
 A custom class without `predict_batch` computes an item from its start to its end, which may take
 minutes. If one tenant had all slots of all processes, others would wait for the first of its items
-to end. So the last free slot is not for a tenant whose items take long, while others use the model.
+to end. So the last free slot is not for a tenant whose items take a long time, while others use the
+model.
 
 - A tenant whose items have all been short (SHORT_S) in the last hour may take all slots: others
   wait for it no longer than that. So may a tenant that is alone (OTHERS_S), so that no capacity is

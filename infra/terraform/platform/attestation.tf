@@ -5,7 +5,7 @@
 
 locals {
   _attested = module.options.nodes.binary_authorization ? { release = true } : {}
-  # What a node runs besides ours and what Google's own policy admits.
+  # What a node runs in addition to ours and what Google's own policy admits.
   _others_images = [
     "ghcr.io/kedacore/**",
     "registry.k8s.io/**",
@@ -37,7 +37,7 @@ resource "google_kms_crypto_key" "release" {
   }
 
   # checkov:skip=CKV_GCP_43: Google rotates no key that signs; a new version is made and named by hand
-  # checkov:skip=CKV_GCP_82: a lost key ends no image that runs; attestations are made anew
+  # checkov:skip=CKV_GCP_82: a lost key ends no image that runs; attestations are made again
 }
 
 data "google_kms_crypto_key_version" "release" {

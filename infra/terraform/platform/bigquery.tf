@@ -1,11 +1,11 @@
-# The rows and the tables beside them: schemas, options and views are the files in
+# The rows and the tables alongside them: schemas, options and views are the files in
 # infra/bigquery, which the embedded BigQuery of a laptop reads too.
 
 locals {
   _bigquery     = "${path.module}/../../bigquery"
   table_options = jsondecode(file("${local._bigquery}/rows.table.json"))
 
-  # Who adds rows to each table besides the rows. Days are replaced, see reports.tf.
+  # Who adds rows to each table in addition to the rows. Days are replaced, see reports.tf.
   writers_of = {
     anomalies   = {}
     daily_usage = {}

@@ -1,4 +1,4 @@
-# Who acts. Rights stand beside what they are rights to: modules/model,
+# Who acts. Rights stand alongside what they are rights to: modules/model,
 # modules/inbox, storage.tf, bigquery.tf, secrets.tf.
 
 resource "google_service_account" "api" {

@@ -6,7 +6,7 @@ locals {
   _keys_exports = module.options.api.keys_in_redis && module.options.api.image != null ? { export = module.options.api.image } : {}
 }
 
-# One account adds; each export has a name of its own, and nobody may write over one.
+# One account adds; each export has a separate name, and nobody may write over one.
 module "keys" {
   source   = "../modules/bucket"
   for_each = module.options.api.keys_in_redis ? { export = true } : {}

@@ -1,6 +1,6 @@
 # Rows outlive who wrote them: API, workers and functions put them into a bucket
 # at once, and one process takes them from there into Parquet files and into
-# BigQuery. A pod may go while BigQuery is away, and its rows stay
+# BigQuery. A pod may go while BigQuery is unreachable, and its rows stay
 # (docs/decisions/0096-rows-on-google.md).
 
 locals {
@@ -43,7 +43,7 @@ module "rows" {
   aborts_uploads      = true
   soft_delete_days    = 7 # what was deleted by mistake can be brought back
 
-  # As long as BigQuery keeps them. A day's files are written anew when it is merged.
+  # As long as BigQuery keeps them. A day's files are written again when it is merged.
   deleted = [{
     days    = tonumber(local.table_options.timePartitioning.expirationMs) / 86400000 + 3
     folders = ["archive", "rejected"]

@@ -1,8 +1,8 @@
 """A batch of a class with `predict_batch`: it goes to its runner and comes back whole.
 
 A call that raises, exits or returns the wrong number of outputs fails its batch, which is then
-computed in halves until the cause is alone. A batch whose process the system killed is tried again
-like that of a model process that died (decision 25).
+computed in halves until the cause is alone. If the system killed its process, a batch is tried
+again, like after the death of a model process (decision 25).
 """
 
 from __future__ import annotations

@@ -342,7 +342,7 @@ class RunnerProcess:
 
     @property
     def may_be_used_up(self) -> bool:
-        """True if it is worth asking `is_used_up`, which may take long."""
+        """True if it is worth asking `is_used_up`, which may be slow."""
         return self._limits.is_above_memory() or self._limits.disk.may_be_half_full()
 
     @property
@@ -350,7 +350,7 @@ class RunnerProcess:
         return self._process.pid
 
     def look(self) -> None:
-        """Measures what it takes, before it computes anything. It may take long."""
+        """Measures what it takes, before it computes anything. It may be slow."""
         self._limits.look()
         self._limits.disk.is_half_full()
 

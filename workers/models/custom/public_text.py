@@ -47,7 +47,7 @@ class PathRemover:
 
 
 class PublicLogs:
-    """What one prediction printed, as its caller may read it. Positions count what is left."""
+    """The output of one prediction, as its caller may read it, with positions in that text."""
 
     def __init__(self, paths: PathRemover) -> None:
         self._paths = paths

@@ -322,7 +322,7 @@ class VllmModel:
             prompt_logprobs=item.logprobs if item.is_echoed and item.logprobs >= 0 else None,
             logprobs=None if item.logprobs < 0 else item.logprobs,
             structured_outputs=schema,
-            # Ends and stops are looked for in `Writing`.
+            # `Writing` detects end tokens and stop strings.
             ignore_eos=True,
             stop_token_ids=sorted(self._vocabulary.ends),
             detokenize=False,

@@ -132,7 +132,7 @@ def read_adapter(
     modules: Mapping[str, LowRankModule],
     limit_bytes: int,
 ) -> LoadedAdapter:
-    """Reads an adapter into memory, in the type of the UNet. It may take long.
+    """Reads an adapter into memory, in the type of the UNet. It may take a long time.
 
     Args:
         pipeline: diffusers pipeline, whose class knows the formats.

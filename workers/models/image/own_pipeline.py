@@ -52,7 +52,7 @@ class Shared:
             **{name: partial(self._ask_vae, part) for name, part in parts.items() if name},
         )
         for name in ("config", "device", "dtype"):
-            # Modules take long to find them: they look at each of their parts.
+            # Finding them through modules is slow, because they search all their parts.
             if hasattr(module, name):
                 self.__dict__[name] = getattr(module, name)
         if settings:

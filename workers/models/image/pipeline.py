@@ -214,7 +214,7 @@ def parameters_of(pipeline: Any) -> Mapping[str, inspect.Parameter]:
 
 @lru_cache(maxsize=512)
 def signature_of(function: Any) -> inspect.Signature:
-    """Returns a signature, which takes long to make and does not change."""
+    """Returns a signature, which is slow to create and does not change."""
     return inspect.signature(function)
 
 

@@ -397,7 +397,7 @@ class SyncRunner:
     def run(self) -> None:
         with contextlib.suppress(ConnectionError):
             while (frame := self._read_frame()) is not None:
-                if "id" in frame.message:  # otherwise a cancellation, which came too late
+                if "id" in frame.message:  # otherwise a cancellation, which arrived too late
                     self._compute(frame)
 
     def _read_frame(self) -> Frame | None:
@@ -604,7 +604,7 @@ def _answered_alone(prediction: _Prediction, output: Any) -> bytes:
 def _batch_failure(predictions: Sequence[_Prediction], error: BaseException) -> bytes:
     """Returns the frame for an error in a whole batch.
 
-    The input of a batch of one may have caused it.
+    If the batch has one input, it may be the cause.
     """
     if len(predictions) == 1 and isinstance(predictions[0].blamed(error), WrongInput):
         return predictions[0].failure(error)

@@ -1,8 +1,8 @@
 """FARM_FINGERPRINT: `Fingerprint64` of FarmHash.
 
-The wheels of PyPI's bindings are for x86-64 and each version of Python anew; this is the whole of
-what is needed. Source: https://github.com/google/farmhash, `farmhashna::Hash64`. The names are its
-own.
+PyPI's bindings only have wheels for x86-64 and single Python versions, so this module implements
+the one function we need. Source: https://github.com/google/farmhash, `farmhashna::Hash64`, with the
+same names.
 """
 
 from __future__ import annotations

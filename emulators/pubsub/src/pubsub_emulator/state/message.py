@@ -17,7 +17,7 @@ DELIVERY_COST_BYTES = 700
 class Storage:
     """Counts the memory that all messages take in this process.
 
-    The bytes of a message count once, however many subscriptions hold it.
+    The bytes of a message count once, no matter how many subscriptions hold it.
 
     Args:
         limit_bytes: maximum memory in bytes.

@@ -52,7 +52,7 @@ class CommitThread:
                 self._loop.call_soon_threadsafe(_fail, done, error)
             else:
                 self._loop.call_soon_threadsafe(_finish, done, result)
-            # The written data may be large, and the next call may come late.
+            # The written data may be large, and the next call may arrive late.
             del job, act, done
 
 

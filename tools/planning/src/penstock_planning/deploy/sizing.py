@@ -117,7 +117,7 @@ class Workers:
     held_jobs: int
     """Maximum jobs of a priority that one process holds (shared/models/service_rate.py)."""
     most_busy: float
-    """Share of its time in which it can compute, however much work there is.
+    """Share of its time in which it can compute, no matter how much work there is.
 
     Below 1 if it would have to hold more jobs than allowed because the broker is too far away.
     """
