@@ -76,6 +76,22 @@ _ABOUT = (
     "`-total-ms`) and the cost\n(`x-penstock-cost-usd`, `x-penstock-device-ms`)."
 )
 
+_GROUPS = {
+    "text": "Chats, responses and messages, as in OpenAI's and Anthropic's APIs.",
+    "embeddings": "Vectors of texts, and rerank.",
+    "images": "Draw and edit images, as in OpenAI's API.",
+    "audio": "Transcribe recordings and read texts aloud.",
+    "ocr": "Read documents, as in Mistral's API.",
+    "predictions": "Any model, as in Replicate's API: poll, stream, cancel, webhooks.",
+    "models": "Models that the key may use, with their prices.",
+    "files": "Uploads for batches and inputs.",
+    "batches": "Many requests in one file, at a lower price.",
+    "usage": "Usage, costs, reports and invoices.",
+    "admin": "Keys, plans and budgets. Requires the `admin` scope.",
+    "health": "Readiness, and how busy each model is.",
+}
+"""Groups of endpoints on the page /docs, in order."""
+
 
 def describe(app: FastAPI, catalog: Catalog) -> None:
     """Adds the schemas that the routes refer to to the OpenAPI document of `app`.
@@ -93,7 +109,11 @@ def describe(app: FastAPI, catalog: Catalog) -> None:
 
 def _document(app: FastAPI, catalog: Catalog) -> Described:
     page = get_openapi(
-        title=app.title, version=app.version, description=app.description, routes=app.routes
+        title=app.title,
+        version=app.version,
+        description=app.description,
+        routes=app.routes,
+        tags=[{"name": name, "description": about} for name, about in _GROUPS.items()],
     )
     components = page["components"] = describe_components()
     schemas = components["schemas"]

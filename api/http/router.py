@@ -99,6 +99,7 @@ class Router(APIRouter):
     Args:
         scope: scope that keys need for its endpoints. None: they are public.
         route_class: its `error_reply` is the format of errors, which is OpenAI's by default.
+        tags: groups on the page /docs. Default: its scope.
     """
 
     def __init__(
@@ -109,7 +110,8 @@ class Router(APIRouter):
         prefix: str = "",
         tags: list[str] | None = None,
     ) -> None:
-        super().__init__(prefix=prefix, tags=[*tags] if tags else None, route_class=route_class)
+        groups = tags or ([scope] if scope else [])
+        super().__init__(prefix=prefix, tags=[*groups], route_class=route_class)
         self._scope = scope
         self._error: type[msgspec.Struct] = getattr(route_class, "error_reply", ErrorReply)
         self.scopes: dict[tuple[str, str], KeyScope] = {}

@@ -26,7 +26,7 @@ Seconds = Annotated[float, msgspec.Meta(ge=0)]
 STEPS_S = (0.0, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0)
 """Steps to which a wait is rounded up. Longer waits are shown as the last step."""
 
-router = Router()
+router = Router(tags=["health"])
 
 
 @router.get("/livez", summary="Liveness", reply=HealthReply, reply_text="The process is running.")

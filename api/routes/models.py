@@ -62,7 +62,7 @@ class ModelsReply(msgspec.Struct):
     object: Literal["list"] = "list"
 
 
-router = Router(scope="any")
+router = Router(scope="any", tags=["models"])
 
 _LISTED: Responses = {
     200: {

@@ -39,3 +39,14 @@ async def test_only_its_folder_is_served(api: ApiUnderTest, path: str) -> None:
     response = await api.http.get(f"/docs/assets/{path}")
     assert response.status_code in (404, 405)
     assert "create_app" not in response.text
+
+
+async def test_every_endpoint_is_in_one_described_group(api: ApiUnderTest) -> None:
+    document = (await api.http.get("/openapi.json")).json()
+    groups = {group["name"] for group in document["tags"] if group["description"]}
+    used = set[str]()
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            assert len(operation["tags"]) == 1, path
+            used.update(operation["tags"])
+    assert used == groups

@@ -5,10 +5,12 @@ try.
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Literal
 from urllib.parse import urlsplit
 
 import openai
 import pytest
+from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, expect
 
 from infra.local.stack import Stack
@@ -234,3 +236,26 @@ def test_the_keyboard_is_enough(page: Page) -> None:
     page.keyboard.press("Enter")
     expect(page.get_by_role("heading", name="Result")).to_be_visible()
     expect(page.get_by_role("status")).to_have_text("The prediction succeeded.")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1440])
+def test_no_view_has_serious_barriers(
+    browser: Browser, stack: Stack, width: int, scheme: Literal["light", "dark"]
+) -> None:
+    """axe-core checks contrast, names, roles and focus of each view."""
+    context = browser.new_context(
+        viewport={"width": width, "height": 900}, color_scheme=scheme, reduced_motion="reduce"
+    )
+    page = context.new_page()
+    page.goto(f"{stack.api_url}/console")
+    log_in(page)
+    for view in ("Try", "Predictions", "Batches", "Usage", "Reports", "Invoices", "Keys", "Live"):
+        page.get_by_role("link", name=view, exact=True).click()
+        name = "Try a model" if view == "Try" else view
+        expect(page.get_by_role("heading", name=name, exact=True)).to_be_visible()
+        page.wait_for_load_state("networkidle")
+        violations = Axe().run(page).response["violations"]
+        serious = [rule["id"] for rule in violations if rule["impact"] in ("serious", "critical")]
+        assert serious == [], view
+    context.close()

@@ -71,7 +71,7 @@ export function table(caption, heads, rows) {
   const head = h(
     "tr",
     {},
-    heads.map((text) => h("th", { scope: "col" }, text)),
+    heads.map((text) => h("th", { scope: "col" }, text || h("span", { class: "hidden" }, "Actions"))),
   );
   const body = rows.map((cells) =>
     h(
