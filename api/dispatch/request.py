@@ -30,7 +30,7 @@ from shared.errors import (
     error_for_code,
 )
 from shared.messages import Item, ItemOutcome, Receipt, RequestFacts, failure, reason_of
-from shared.models.catalog import Model
+from shared.models.catalog import Model, Revision
 from shared.models.entry import Deadline
 from shared.models.tasks import Input
 from shared.money.amounts import plain
@@ -178,7 +178,7 @@ class InferenceRequest:
             self.facts.weight,
             self.facts.priority,
             # A full canary never rejects a caller, because the other revision takes the items.
-            self.counts_toward_slo and not self.model.is_canary,
+            self.counts_toward_slo and not isinstance(self.model, Revision),
         )
 
     @property

@@ -108,7 +108,7 @@ class Model(CatalogEntry):
             )
         if (
             self.canary
-            and not self.is_canary
+            and model_of_canary(self.name) is None
             and (self.canary.revision, self.canary.source or self.source)
             == (
                 self.revision,
@@ -150,11 +150,6 @@ class Model(CatalogEntry):
                 raise ValueError(
                     f"{name}: {self.definition.noun} does not support it; leave it out"
                 )
-
-    @property
-    def is_canary(self) -> bool:
-        """True for the canary of a model, False for a model in the catalog."""
-        return model_of_canary(self.name) is not None
 
     @property
     def public_name(self) -> str:

@@ -14,22 +14,23 @@ from shared.models.tasks.text import TokenChunk
 Chunk = TokenChunk | PieceChunk
 
 
-class _StoredChunk(TokenChunk, omit_defaults=True):
-    """A chunk of either kind. Release 0.1.0 knows pieces only as tokens, without their lengths."""
+class _StoredPieces(PieceChunk, omit_defaults=True):
+    """Pieces as stored. Release 0.1.0 reads them as tokens, and stored them without lengths."""
 
-    lengths: list[int] = msgspec.field(default_factory=list)
+    ids: list[int] = msgspec.field(default_factory=list)
+    """Checksums."""
 
 
-_decoder = msgspec.msgpack.Decoder(_StoredChunk)
 _encoder = msgspec.msgpack.Encoder()
+_token_decoder = msgspec.msgpack.Decoder(TokenChunk)
+_piece_decoder = msgspec.msgpack.Decoder(PieceChunk)
 
 
 def encode_chunk(chunk: Chunk) -> bytes:
     """Encodes a chunk as MessagePack, readable by release 0.1.0."""
-    if isinstance(chunk, TokenChunk):
-        return _encoder.encode(chunk)
-    tokens = _as_tokens(chunk)
-    return _encoder.encode(_StoredChunk(chunk.first, tokens.ids, chunk.text, lengths=chunk.lengths))
+    if isinstance(chunk, PieceChunk):
+        chunk = _StoredPieces(chunk.first, chunk.text, chunk.lengths, _as_tokens(chunk).ids)
+    return _encoder.encode(chunk)
 
 
 def decode_chunk(data: bytes) -> Chunk:
@@ -38,17 +39,8 @@ def decode_chunk(data: bytes) -> Chunk:
     Raises:
         msgspec.MsgspecError: the data is not a chunk.
     """
-    stored = _decoder.decode(data)
-    if stored.lengths:
-        return PieceChunk(stored.first, stored.text, stored.lengths)
-    return TokenChunk(
-        stored.first,
-        stored.ids,
-        stored.text,
-        stored.logprobs,
-        stored.input_tokens,
-        stored.cached_tokens,
-    )
+    pieces = _piece_decoder.decode(data)
+    return pieces if pieces.lengths else _token_decoder.decode(data)
 
 
 def merge_chunks(written: Sequence[Chunk], first: int) -> Chunk | None:

@@ -16,7 +16,7 @@ from shared.canary.store import CanaryState
 from shared.canary.verdict import CanaryCounts
 from shared.errors import ModelWithdrawn, Unavailable
 from shared.messages import RequestFacts
-from shared.models.catalog import Catalog, Model
+from shared.models.catalog import Catalog, Model, Revision
 from shared.models.entry import Canary
 from shared.models.tasks.embedding import TextInput
 from shared.stores.withdrawals import LiveWithdrawals, Withdrawal, WithdrawalStore
@@ -82,7 +82,7 @@ def routed(router: CanaryRouter, inputs: list[TextInput], **given: str) -> bool:
         RequestOptions(),
         is_repeatable=bool(inputs),
     )
-    return router.routed(request).model.is_canary
+    return isinstance(router.routed(request).model, Revision)
 
 
 @pytest.mark.parametrize("share", [0.05, 0.3])

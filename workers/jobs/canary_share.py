@@ -105,7 +105,7 @@ class CanaryShare:
         refresh_s: float = REFRESH_S,
     ) -> None:
         self._comparison = comparison
-        self._is_canary = model.is_canary
+        self._is_canary = isinstance(model, Revision)
         self._canary = canary
         self._canary_store = canary_store
         self._publisher = publisher

@@ -33,7 +33,6 @@ from workers.jobs.completion import Completion
 from workers.jobs.deadlines import Clock, Deadlines, SystemClock
 from workers.jobs.items import BatchResults, ModelQueue, TokenOutput
 from workers.jobs.preprocessor import Preprocessor
-from workers.jobs.registry import JobRegistry
 from workers.models.base import Preparer, WithoutModel
 from workers.scheduling.job import TOLERATED_CRASHES, ItemRun, PulledJob, QueuedItem
 from workers.tasks import WORKER_TASKS
@@ -88,7 +87,8 @@ class JobConsumer:
             if self._forwarding is None
             else Deadlines(self._forward_unstarted, self._forward_late, clock, CANARY_PART)
         )
-        self._registry = completion.registry
+        self.registry = completion.registry
+        """The jobs that this consumer holds."""
         self._arrived: asyncio.Queue[tuple[ReceivedMessage, Subscription]] = asyncio.Queue(
             ADMIT_MESSAGES_MAX
         )
@@ -96,11 +96,6 @@ class JobConsumer:
         self._pulling: list[asyncio.Task[None]] = []
         self._on_queued: Callable[[], None] | None = None
         self._on_unwanted: Callable[[], None] | None = None
-
-    @property
-    def registry(self) -> JobRegistry:
-        """The jobs that this consumer holds."""
-        return self._registry
 
     @property
     def canary(self) -> CanaryShare | None:
@@ -158,17 +153,17 @@ class JobConsumer:
 
         Called when the worker is asked to shut down.
         """
-        await self._registry.leave()
+        await self.registry.leave()
         for subscription in self._subscriptions:
             await subscription.stop()
         await asyncio.gather(*self._pulling)
         await self._arrived.join()
-        await self._registry.wait_idle()
+        await self.registry.wait_idle()
 
     async def hand_back_all(self) -> None:
         """Hands back the jobs that are left, at the end of the worker."""
         self._subscriptions = ()
-        await self._registry.hand_back_all()
+        await self.registry.hand_back_all()
 
     async def _pull(self, subscription: Subscription) -> None:
         async for message in subscription:
@@ -224,13 +219,13 @@ class JobConsumer:
             if job.envelope.flow and not self._completion.has_flows:
                 raise UndecodableMessage("this worker does not run flow steps", field="flow")
         except UndecodableMessage as error:
-            self._registry.spawn(self._completion.replies.refuse(message, error, subscription))
+            self.registry.spawn(self._completion.replies.refuse(message, error, subscription))
             return None
         job.envelope.attempt = max(job.envelope.attempt, message.delivery_attempt)
         trace = job.envelope.trace
         runs = list[ItemRun]() if is_recorded(trace) else None
         pulled = PulledJob(job, message, subscription, now_s, trace=trace, runs=runs)
-        self._registry.add(pulled)
+        self.registry.add(pulled)
         if pulled.start_by_s > now_s:
             self._deadlines.watch(pulled)
             if self._withdrawals.is_withdrawn(self.model):
@@ -243,7 +238,7 @@ class JobConsumer:
     def _end_withdrawn(self) -> None:
         """Ends all jobs if the model is withdrawn, including running ones."""
         if self._withdrawals.is_withdrawn(self.model):
-            self.cancellation.fail(self._registry.find(), withdrawn_error(self.model))
+            self.cancellation.fail(self.registry.find(), withdrawn_error(self.model))
             self.queue.discard_unwanted()
             self.cancellation.on_unwanted()
 

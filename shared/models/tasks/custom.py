@@ -578,11 +578,7 @@ def _check_work(entry: CatalogEntry, interface: ModelInterface) -> None:
 
 
 def check_flow_api(api: ServedApi, interface: ModelInterface) -> None:
-    """Checks that an endpoint can call a flow, and read its output.
-
-    Raises:
-        ValueError: it can't.
-    """
+    """Raises ValueError if an endpoint can't call a flow or read its output."""
     _check_inputs(api, interface)
     output = interface.output
     if api == "ocr" and _gives_pages_apart(output):
@@ -593,11 +589,7 @@ def check_flow_api(api: ServedApi, interface: ModelInterface) -> None:
 
 
 def _check_api(api: ServedApi, interface: ModelInterface) -> None:
-    """Checks that an endpoint can call a class, and read its output.
-
-    Raises:
-        ValueError: it can't.
-    """
+    """Raises ValueError if an endpoint can't call a class or read its output."""
     _check_inputs(api, interface)
     element = interface.output.get("items", {})
     if api in _ELEMENTS and (interface.streams, _kind(element)) != ("items", "object"):

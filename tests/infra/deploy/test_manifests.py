@@ -15,6 +15,7 @@ from infra.kubernetes.deployment import Deployment, GpuType, read_gpu_types
 from infra.kubernetes.overlay import write_overlay
 from infra.kubernetes.placement import SHARED_MEMORY
 from shared.errors import ConfigurationError
+from shared.models.catalog import Revision
 from shared.models.catalog_file import read_catalog
 from shared.models.entry import MAX_SHARES, GpuTypeName
 from shared.models.kubernetes_names import slug
@@ -88,7 +89,8 @@ def test_canary_has_workers_and_an_autoscaler_of_its_own(tmp_path: Path) -> None
         if f"{name}-canary" in key and "models.yaml" in data
     ]
     (tmp_path / "own.yaml").write_text(read)
-    assert read_catalog(tmp_path / "own.yaml").find_deployed(settings["PENSTOCK_MODEL"]).is_canary
+    own = read_catalog(tmp_path / "own.yaml")
+    assert isinstance(own.find_deployed(settings["PENSTOCK_MODEL"]), Revision)
 
 
 def test_replicas_are_the_autoscalers(objects: Objects) -> None:

@@ -440,7 +440,7 @@ def _notes(
 def _memory_notes(catalog: Catalog, rates: DemandRates, gpus: dict[str, GpuType]) -> Iterator[str]:
     """Yields the workers whose custom models used more memory than the workers have."""
     for group in catalog.worker_groups:
-        if group.models[0].is_canary:
+        if isinstance(group.models[0], Revision):
             continue
         peak = sum(_rate_of(model, rates).peak_memory_bytes or 0 for model in group.models)
         processes = processes_of(group.models)

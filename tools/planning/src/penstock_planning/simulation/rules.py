@@ -22,7 +22,7 @@ from infra.kubernetes.overlay import write_overlay
 from penstock_planning.item_load import check_work
 from penstock_planning.simulation.scenario import Scenario
 from shared.errors import ConfigurationError
-from shared.models.catalog import Catalog, WorkerGroup
+from shared.models.catalog import Catalog, Revision, WorkerGroup
 from shared.models.catalog_file import read_catalog
 from shared.models.kubernetes_names import slug
 
@@ -158,7 +158,7 @@ def read_rules(
         return {
             group.name: _worker_rules(group, out / f"worker-{slug(group.name)}")
             for group in catalog.worker_groups
-            if not group.models[0].is_canary
+            if not isinstance(group.models[0], Revision)
             and (deployment.models is None or group.models[0].name in deployment.models)
         }
 
