@@ -1,14 +1,18 @@
 """Tokens of texts over a real Redis: each is there once, whoever writes and reads."""
 
 import itertools
+import zlib
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from shared.models.tasks.custom import PieceChunk
 from shared.models.tasks.text import TokenChunk
 from shared.stores.records import Records
 from shared.stores.redis_client import NO_REDIS
+from shared.stores.stream_chunks import decode_chunk, encode_chunk, merge_chunks
 from shared.stores.token_streams import MAX_ITEMS, Delivered, Written
 from tests.deleting import delete_ended
 from tests.limits import WAIT_LIMIT_S
@@ -20,6 +24,16 @@ NUMBERS = itertools.count()
 
 def chunk(first: int, *ids: int) -> TokenChunk:
     return TokenChunk(first, list(ids), "".join(f"{one} " for one in ids))
+
+
+def test_release_0_1_0_reads_pieces_as_tokens() -> None:
+    pieces = PieceChunk(2, "a cat", [2, 3])
+    data = encode_chunk(pieces)
+    tokens = msgspec.msgpack.decode(data, type=TokenChunk)
+    assert tokens == TokenChunk(2, [zlib.crc32(b"a "), zlib.crc32(b"cat")], "a cat")
+    assert decode_chunk(data) == pieces
+    stored = TokenChunk(0, [7, 8], "I see ")  # pieces, as 0.1.0 stored them
+    assert merge_chunks([stored, pieces], 0) == TokenChunk(0, [7, 8, *tokens.ids], "I see a cat")
 
 
 async def claimed(records: Records, times: int = 1) -> str:
