@@ -12,7 +12,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from workers.models.device import computes_bf16
-from workers.models.embedding.encoder_torch import bert_encoder, read_bert_folder
+from workers.models.embedding.bert_weights import read_bert_folder
+from workers.models.embedding.encoder_torch import BertEncoder, find_bert
 
 pytestmark = pytest.mark.slow
 
@@ -70,8 +71,9 @@ def test_states_are_those_of_the_modules(
     ids = torch.randint(5, VOCABULARY, (sum(lengths),), generator=draw)
     types = torch.randint(0, 2, (sum(lengths),), generator=draw) if has_types else None
     with torch.inference_mode():
-        encoder = bert_encoder(model, in_bf16=in_bf16)
-        assert encoder is not None
+        bert = find_bert(model, in_bf16=in_bf16)
+        assert bert is not None
+        encoder = BertEncoder(*bert, in_bf16=in_bf16)
         assert encoder.computed_tokens(lengths) == computed[in_bf16]
         together = encoder.states(ids, types, lengths)
         start = 0
@@ -99,7 +101,7 @@ def test_states_are_those_of_the_modules(
 )
 def test_what_computes_otherwise_is_left_alone(config: Any) -> None:
     with torch.inference_mode():
-        assert bert_encoder(model_of(config), in_bf16=False) is None
+        assert find_bert(model_of(config), in_bf16=False) is None
 
 
 @CONFIGS
@@ -114,11 +116,11 @@ def test_a_folder_read_directly_computes_the_same_bits(
     ids, lengths = torch.arange(5, VOCABULARY), (20, 1, 14)
     types = torch.arange(len(ids)) % 2
     with torch.inference_mode():
-        wanted = bert_encoder(model, in_bf16=in_bf16)
-        read = read_bert_folder(tmp_path, in_bf16=in_bf16)
-        assert wanted is not None
-        assert read is not None
-        assert read.width == SIZES["hidden_size"]
+        known, bert = find_bert(model, in_bf16=in_bf16), read_bert_folder(tmp_path)
+        assert known is not None
+        assert bert is not None
+        assert bert.width == SIZES["hidden_size"]
+        wanted, read = (BertEncoder(*loaded, in_bf16=in_bf16) for loaded in (known, bert))
         for some_types in (None, types):
             assert torch.equal(
                 read.states(ids, some_types, lengths), wanted.states(ids, some_types, lengths)
@@ -145,10 +147,10 @@ def test_settings_that_are_not_usual_are_left_to_transformers(
     tmp_path: Path, settings: dict[str, Any]
 ) -> None:
     model_of(transformers.BertConfig(**SIZES)).save_pretrained(tmp_path)
-    assert read_bert_folder(tmp_path, in_bf16=False) is not None
+    assert read_bert_folder(tmp_path) is not None
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | settings))
-    assert read_bert_folder(tmp_path, in_bf16=False) is None
+    assert read_bert_folder(tmp_path) is None
 
 
 @pytest.mark.parametrize("name", ["encoder.layer.0.adapter.weight", "bert.pooler.dense.weight"])
@@ -156,7 +158,7 @@ def test_weights_beyond_those_of_bert_are_left_to_transformers(tmp_path: Path, n
     model_of(transformers.BertConfig(**SIZES)).save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"
     save_file(load_file(path) | {name: torch.zeros(3)}, path)
-    assert read_bert_folder(tmp_path, in_bf16=False) is None
+    assert read_bert_folder(tmp_path) is None
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
@@ -168,10 +170,10 @@ def test_files_that_cannot_be_read_are_left_to_transformers(
     (tmp_path / name).unlink()
     if content is not None:
         (tmp_path / name).write_bytes(content)
-    assert read_bert_folder(tmp_path, in_bf16=False) is None
+    assert read_bert_folder(tmp_path) is None
 
 
 def test_an_adapter_is_left_to_transformers(tmp_path: Path) -> None:
     model_of(transformers.BertConfig(**SIZES)).save_pretrained(tmp_path)
     (tmp_path / "adapter_config.json").write_text("{}")
-    assert read_bert_folder(tmp_path, in_bf16=False) is None
+    assert read_bert_folder(tmp_path) is None

@@ -11,22 +11,23 @@ its own text, and attention is computed text by text. transformers lets us repla
 name, and passes it the keywords that the model is called with. A trial finds whether a model
 supports this (see `runs_unpadded`).
 
-transformers takes two seconds and 170 MiB to import, so a process that computes a plain BERT on a
-CPU does not import it (see `read_bert_folder`).
+transformers takes two seconds and 170 MiB to import, so a plain BERT is read without it (see
+bert_weights.py).
+
+On a GPU, BERT and related models in 16 bits compute packed texts (see packed_bert.py). Other models
+compute padded batches.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
-from torch.nn.functional import embedding, gelu, layer_norm, linear, pad, relu
+from torch.nn.functional import embedding, linear, pad
 
 from shared.errors import ConfigurationError
 from workers.models.device import (
@@ -38,7 +39,16 @@ from workers.models.device import (
     pack_linear_layers,
     packed_product,
 )
+from workers.models.embedding.bert_weights import (
+    FAMILIES,
+    BertWeights,
+    LoadedBert,
+    read_bert_folder,
+)
 from workers.models.embedding.model_folder import SentenceFolder
+
+if TYPE_CHECKING:
+    from workers.models.embedding.packed_bert import PackedBert
 
 ATTENTION = "penstock_text_by_text"
 """The name of our attention in the registry of transformers."""
@@ -55,9 +65,6 @@ _TRIED_APART = 0.02
 A model that mixes up texts is much further off.
 """
 
-FAMILIES = frozenset({"bert", "camembert", "roberta", "xlm-roberta"})
-"""Families whose weights have the names that are used here."""
-
 _STEP_TOKENS = 16
 """In bf16 the number of rows is filled up to a multiple of this.
 
@@ -70,18 +77,6 @@ _ANY_COUNT_TOKENS = 64
 
 With seven more rows a single text of nine tokens took 4.2 ms instead of 3.4.
 """
-
-_ACTIVATIONS: Mapping[str, Product] = {"gelu": gelu, "relu": relu}
-_UNUSED = frozenset({"embeddings.position_ids", "pooler.dense.weight", "pooler.dense.bias"})
-"""Weights that no state depends on."""
-_USUAL = {
-    "add_cross_attention": False,
-    "auto_map": None,
-    "is_decoder": False,
-    "position_embedding_type": "absolute",
-    "quantization_config": None,
-}
-"""Settings in config.json, with the only values that are computed here."""
 
 
 class Trial:
@@ -245,31 +240,6 @@ class _Layer(NamedTuple):
     norm: Product
 
 
-class BertWeights(NamedTuple):
-    """The weights and settings of BERT and related models, in fp32.
-
-    `tensors` has the names of transformers' BertModel. `epsilon` applies to all layer norms.
-    """
-
-    tensors: Mapping[str, torch.Tensor]
-    layers: int
-    heads: int
-    epsilon: float
-    activate: Product
-
-    def norm(self, name: str) -> Product:
-        weight, bias = self.tensors[f"{name}.weight"], self.tensors[f"{name}.bias"]
-        return partial(
-            layer_norm, normalized_shape=weight.shape, weight=weight, bias=bias, eps=self.epsilon
-        )
-
-    def dense(self, *names: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the named linear layers joined into one: weight and bias, in this order."""
-        parts = [[self.tensors[f"{name}.{part}"] for name in names] for part in ("weight", "bias")]
-        weight, bias = (part[0] if len(part) == 1 else torch.cat(part) for part in parts)
-        return weight, bias
-
-
 class BertEncoder:
     """The encoder of any model in FAMILIES.
 
@@ -341,8 +311,8 @@ class BertEncoder:
         return rows[:tokens]
 
 
-def bert_encoder(model: Any, *, in_bf16: bool) -> BertEncoder | None:
-    """The encoder of `model` (of transformers, fp32, on a CPU). It can be dropped afterwards.
+def find_bert(model: Any, *, in_bf16: bool) -> LoadedBert | None:
+    """The weights of `model` (of transformers, fp32, on a CPU).
 
     None if it is not of these families, or if a trial shows that it computes something else.
     """
@@ -363,67 +333,8 @@ def bert_encoder(model: Any, *, in_bf16: bool) -> BertEncoder | None:
         except (KeyError, RuntimeError, IndexError):
             continue  # unexpected weights, or too few positions
         if trial.is_right(states):
-            return encoder
+            return LoadedBert(weights, first_position)
     return None
-
-
-def read_bert_folder(folder: Path, *, in_bf16: bool) -> BertEncoder | None:
-    """Returns the encoder in a folder of transformers, without importing transformers.
-
-    None unless the folder fully specifies a plain model in FAMILIES: config.json has the usual
-    settings, and model.safetensors has only the weights of BertModel, under its names. In all other
-    cases, including invalid files, transformers must read it, or report why it can't.
-    """
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        if not _is_usual(config) or (folder / "adapter_config.json").exists():
-            return None
-        # BERT counts from 0, RoBERTa from the id of its padding token plus 1.
-        first_position = 0 if config["model_type"] == "bert" else 1 + config["pad_token_id"]
-        shapes = _shapes(config)
-        with safe_open(folder / "model.safetensors", "pt") as file:
-            if set(file.keys()) - _UNUSED != shapes.keys():
-                return None
-            tensors = {name: file.get_tensor(name).float() for name in shapes}
-        layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
-        epsilon, activate = float(config["layer_norm_eps"]), _ACTIVATIONS[config["hidden_act"]]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError):
-        return None
-    if any(tensors[name].shape != shape for name, shape in shapes.items()):
-        return None
-    weights = BertWeights(tensors, layers, heads, epsilon, activate)
-    return BertEncoder(weights, first_position, in_bf16=in_bf16)
-
-
-def _is_usual(config: dict[str, Any]) -> bool:
-    return (
-        config["model_type"] in FAMILIES
-        and config["hidden_act"] in _ACTIVATIONS
-        and config["hidden_size"] % config["num_attention_heads"] == 0
-        and all(config.get(name, usual) == usual for name, usual in _USUAL.items())
-    )
-
-
-def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Returns the names and the shapes of BertModel's weights, according to config.json."""
-    width, wide = config["hidden_size"], config["intermediate_size"]
-    shapes: dict[str, tuple[int, ...]] = {
-        "embeddings.word_embeddings.weight": (config["vocab_size"], width),
-        "embeddings.position_embeddings.weight": (config["max_position_embeddings"], width),
-        "embeddings.token_type_embeddings.weight": (config["type_vocab_size"], width),
-    }
-    sizes: dict[str, tuple[int, ...]] = {"embeddings.LayerNorm": (width,)}
-    for number in range(config["num_hidden_layers"]):
-        name = f"encoder.layer.{number}"
-        for part in ("self.query", "self.key", "self.value", "output.dense"):
-            sizes[f"{name}.attention.{part}"] = (width, width)
-        sizes[f"{name}.intermediate.dense"] = (wide, width)
-        sizes[f"{name}.output.dense"] = (width, wide)
-        sizes[f"{name}.attention.output.LayerNorm"] = (width,)
-        sizes[f"{name}.output.LayerNorm"] = (width,)
-    for name, size in sizes.items():
-        shapes |= {f"{name}.weight": size, f"{name}.bias": size[:1]}
-    return shapes
 
 
 def _layer(
@@ -466,6 +377,7 @@ class TorchEncoder:
         self._requested_device = device
         self._precision = precision
         self._bert: BertEncoder | None = None
+        self._packed: PackedBert | None = None
         self._first_position: int | None = None
 
     def open(self) -> int:
@@ -478,20 +390,42 @@ class TorchEncoder:
         self._device, self.device_name = self._requested_device.open()
         self._check_precision()
         in_bf16 = (self._precision, self._device.type) == ("bf16", "cpu") and computes_bf16()
-        reads_bert = self._device.type == "cpu" and (in_bf16 or self._precision == "fp32")
-        if reads_bert:
-            self._bert = read_bert_folder(self._settings.transformer, in_bf16=in_bf16)
-        if self._bert is not None:
-            self.pads, width = False, self._bert.width
-            return width * len(self._settings.pooling)
+        on_cpu = self._device.type == "cpu"
+        # Packed texts on a GPU need 16 bits.
+        reads_bert = in_bf16 or (self._precision == "fp32") == on_cpu
+        bert = read_bert_folder(self._settings.transformer) if reads_bert else None
+        if bert is not None and self._take(bert, in_bf16=in_bf16):
+            return bert.width * len(self._settings.pooling)
         model = _load_modules(self._settings.transformer)
-        if reads_bert:
+        if reads_bert and bert is None:
             with torch.inference_mode():
-                self._bert = bert_encoder(model, in_bf16=in_bf16)
-        if self._bert is None:
-            self._keep_model(model, in_bf16=in_bf16)
-        self.pads = self._bert is None and self._first_position is None
+                bert = find_bert(model, in_bf16=in_bf16)
+            if bert is not None and self._take(bert, in_bf16=in_bf16):
+                return bert.width * len(self._settings.pooling)
+        self._keep_model(model, in_bf16=in_bf16)
+        self.pads = self._first_position is None
         return int(model.config.hidden_size) * len(self._settings.pooling)
+
+    def _take(self, bert: LoadedBert, *, in_bf16: bool) -> bool:
+        """Sets up an encoder that bypasses the modules of transformers, if this device has one."""
+        if self._device.type == "cpu":
+            self._bert = BertEncoder(*bert, in_bf16=in_bf16)
+        else:
+            # A CPU does not need attention for packed texts, which takes time to import.
+            from workers.models.embedding.packed_bert import PackedBert, can_pack
+
+            if not can_pack(bert.weights, self._device):
+                return False
+            self._packed = PackedBert(
+                *bert,
+                self._settings.pooling,
+                normalize=self._settings.normalize,
+                device=self._device,
+                dtype=DTYPES[self._precision],
+            )
+            self.overlaps = True
+        self.pads = False
+        return True
 
     def _keep_model(self, model: torch.nn.Module, *, in_bf16: bool) -> None:
         """Sets up the modules of transformers, for models other than BERT and on GPUs."""
@@ -500,7 +434,7 @@ class TorchEncoder:
         elif self._precision != "fp32":
             _narrow_linear_layers(model, DTYPES[self._precision])
         self._model = model.to(self._device)
-        # On a GPU a padded batch is one kernel. Separate texts are many.
+        # On a GPU a padded batch takes few kernels, and separate texts take many.
         self._first_position = runs_unpadded(self._model) if self._device.type == "cpu" else None
 
     def _check_precision(self) -> None:
@@ -528,6 +462,8 @@ class TorchEncoder:
     def encode(self, ids: np.ndarray, types: np.ndarray | None, lengths: np.ndarray) -> np.ndarray:
         """Token ids [items, longest] to float32 [items, dimensions]. As Encoder in model.py."""
         with torch.inference_mode(), memory_errors():
+            if self._packed is not None:
+                return self._packed.encode(ids, types, lengths)
             vectors = (self._padded if self.pads else self._unpadded)(ids, types, lengths)
             if self._settings.normalize:
                 vectors = torch.nn.functional.normalize(vectors, p=2.0, dim=1)
