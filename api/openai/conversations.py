@@ -15,6 +15,7 @@ from api.errors import NotFound
 from api.http.auth import check_model
 from api.http.call import Call
 from api.http.encode_json import encode_json
+from api.http.injection import injectable
 from api.http.openapi import any_object
 from api.http.recording import Recording
 from api.http.router import Router
@@ -37,6 +38,7 @@ PATH = "/v1/conversations"
 router = Router(scope="text")
 
 
+@injectable
 class CallerConversations:
     """The conversations of a caller, with the output of all finished responses."""
 
@@ -76,6 +78,17 @@ class CallerConversations:
                 for one in outputs.get(entry.prediction, [entry])
             ]
 
+        return await self.change(conversation_id, change)
+
+    async def change(
+        self, conversation_id: str, change: Callable[[Conversation], None]
+    ) -> Conversation:
+        """Changes a conversation, and returns it.
+
+        Raises:
+            NotFound: the tenant does not have a conversation with this ID, or it has expired.
+            ConversationBusy: it is constantly being changed by other requests.
+        """
         return await _change(self._call, conversation_id, change, self._conversations)
 
     async def read_complete(self, conversation_id: str) -> Conversation:
@@ -203,18 +216,14 @@ async def delete_conversation(
     errors=(400, 429),
 )
 async def list_items(
-    call: Call,
-    catalog: Catalog,
-    predictions: Predictions,
-    conversations: Conversations,
+    conversations: CallerConversations,
     conversation_id: str,
     limit: Limit = 20,
     order: Order = "desc",
     after: After = "",
 ) -> Response:
     """Lists all items, including the output of finished responses."""
-    of_caller = CallerConversations(call, catalog, predictions, conversations)
-    conversation = await of_caller.read(conversation_id)
+    conversation = await conversations.read(conversation_id)
     return encode_json(page_of(conversation.items, limit, order, after))
 
 
@@ -246,15 +255,9 @@ async def add_items(
     errors=(429,),
 )
 async def read_item(
-    call: Call,
-    catalog: Catalog,
-    predictions: Predictions,
-    conversations: Conversations,
-    conversation_id: str,
-    item_id: str,
+    conversations: CallerConversations, conversation_id: str, item_id: str
 ) -> Response:
-    of_caller = CallerConversations(call, catalog, predictions, conversations)
-    conversation = await of_caller.read(conversation_id)
+    conversation = await conversations.read(conversation_id)
     item = next((one for one in conversation.items if one["id"] == item_id), None)
     if item is None:
         raise _no_item(item_id)
@@ -268,15 +271,10 @@ async def read_item(
     errors=(400, 429),
 )
 async def delete_item(
-    call: Call,
-    catalog: Catalog,
-    predictions: Predictions,
-    conversations: Conversations,
-    conversation_id: str,
-    item_id: str,
+    conversations: CallerConversations, conversation_id: str, item_id: str
 ) -> Response:
     """Removes an item. Returns the conversation."""
-    await CallerConversations(call, catalog, predictions, conversations).read(conversation_id)
+    await conversations.read(conversation_id)
 
     def change(conversation: Conversation) -> None:
         left = [entry for entry in conversation.entries if entry.item.get("id") != item_id]
@@ -284,7 +282,7 @@ async def delete_item(
             raise _no_item(item_id)
         conversation.entries = left
 
-    return _reply(await _change(call, conversation_id, change, conversations))
+    return _reply(await conversations.change(conversation_id, change))
 
 
 async def add_to(
