@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shared.errors import ConfigurationError
 from workers.models.base import GpuLost, OutOfMemory
@@ -67,6 +68,23 @@ class Device:
         device = torch.device("cuda", device.index or 0)
         torch.cuda.set_per_process_memory_fraction(self.memory_fraction, device)
         return device, torch.cuda.get_device_name(device)
+
+
+@contextmanager
+def attention_without_plans(device: torch.device) -> Iterator[None]:
+    """Turns off cuDNN's attention on a GPU, for calls whose shapes keep changing.
+
+    torch prefers it on GPUs of compute capability 9 and 10. It builds a plan for each new number
+    and length of texts, which made a step take ten times as long in modelscope/FunASR#3704. The
+    environment variable TORCH_CUDNN_SDPA_DEPRIORITIZED=1 would also apply to the image models of
+    this process, whose shapes rarely change.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    with sdpa_kernel(backends):
+        yield
 
 
 @contextmanager

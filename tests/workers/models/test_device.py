@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shared.errors import ConfigurationError
-from workers.models.device import Device
+from workers.models.device import Device, attention_without_plans
 
 pytestmark = pytest.mark.slow(about_s=3)
 
@@ -49,3 +49,22 @@ def test_a_device_that_is_not_there(requested: str, shares: dict[int, float]) ->
         Device(requested, threads=1, memory_fraction=1.0).open()
     assert refusal.value.field == "device"
     assert not shares
+
+
+@pytest.mark.parametrize("kind", ["cuda:1", "cpu"])
+def test_attention_of_changing_shapes_does_not_use_cudnn_on_a_gpu(kind: str) -> None:
+    allowed = torch.backends.cuda
+    states: list[tuple[bool, bool, bool]] = []
+
+    def note() -> None:
+        flags = ("cudnn_sdp_enabled", "flash_sdp_enabled", "mem_efficient_sdp_enabled")
+        cudnn, flash, efficient = (bool(getattr(allowed, flag)()) for flag in flags)
+        states.append((cudnn, flash, efficient))
+
+    note()
+    with attention_without_plans(torch.device(kind)):
+        note()
+    note()
+    before, within, after = states
+    assert before == after == (True, True, True)
+    assert within == (kind == "cpu", True, True)

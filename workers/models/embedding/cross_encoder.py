@@ -15,7 +15,13 @@ from shared.models.catalog import Model
 from shared.models.tasks import Result
 from shared.models.tasks.similarity import SimilarityResult
 from workers.models.base import OnStep, PreparedItem, PreparedText
-from workers.models.device import DTYPES, Device, computes_bf16, memory_errors
+from workers.models.device import (
+    DTYPES,
+    Device,
+    attention_without_plans,
+    computes_bf16,
+    memory_errors,
+)
 from workers.models.embedding.model import USUAL_CALL_TOKENS, cut_by_length
 
 _WARMUP_LENGTHS = (16, 128)
@@ -101,7 +107,8 @@ class CrossEncoderModel:
             inputs["token_type_ids"] = types
         with torch.inference_mode(), memory_errors():
             on_device = {name: one.to(self._device) for name, one in inputs.items()}
-            logits = self._model(**on_device).logits[:, 0].float()
+            with attention_without_plans(self._device):
+                logits = self._model(**on_device).logits[:, 0].float()
             # An overflow would look like the best or the worst score.
             checked = logits.masked_fill(~logits.isfinite(), torch.nan)
             scores = checked.sigmoid().cpu().tolist()

@@ -34,6 +34,7 @@ from workers.models.device import (
     DTYPES,
     Device,
     Product,
+    attention_without_plans,
     computes_bf16,
     memory_errors,
     pack_linear_layers,
@@ -478,9 +479,10 @@ class TorchEncoder:
         arguments = {"input_ids": torch.from_numpy(ids).to(self._device)}
         if types is not None:
             arguments["token_type_ids"] = torch.from_numpy(types).to(self._device)
-        states = self._model(
-            **arguments, attention_mask=None if mask is None else mask.long()
-        ).last_hidden_state
+        with attention_without_plans(self._device):
+            states = self._model(
+                **arguments, attention_mask=None if mask is None else mask.long()
+            ).last_hidden_state
         return self._pooled(states.float(), mask)
 
     def _unpadded(
