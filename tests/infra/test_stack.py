@@ -1,5 +1,6 @@
 """The stack as `penstock up` runs it; what flows through it is tested in tests/end_to_end."""
 
+import re
 import signal
 import socket
 import ssl
@@ -198,6 +199,7 @@ def test_startup_limit_comes_from_the_entry_or_the_command(
     models = CATALOG.format(source=MINI) + entry
     with running_up(tmp_path, servers, options, models=models) as up:
         assert "Penstock is up, without mini." in up.said
+        assert re.search(r"^  console +http://127\.0\.0\.1:\d+/console ", up.said, re.MULTILINE)
         assert "the model process was not ready within 0.01 s" in up.said
 
 

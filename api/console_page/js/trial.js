@@ -20,7 +20,8 @@ export async function show(place, [wanted], signal) {
     place.append(h("p", { class: "note" }, "This key may use no model."));
     return;
   }
-  const model = models.find(({ id }) => id === wanted) ?? models[0];
+  // A chat explains itself, so it comes first.
+  const model = models.find(({ id }) => id === wanted) ?? models.find(({ task }) => task === "text") ?? models[0];
   const name = encodeURIComponent(model.id);
   const [version] = (await call(`v1/models/penstock/${name}/versions`, { signal })).results;
   const schema = version.openapi_schema.components.schemas.Input;
