@@ -9,7 +9,7 @@ output "api_keys_secret" {
 }
 
 output "api_urls" {
-  description = "Where the API answers, by region; all the same with a domain."
+  description = "URLs of the API by region; all the same with a domain."
   value = {
     for name, region in module.region :
     name => var.domain == null ? region.api.uri : "https://${var.domain}"
@@ -17,7 +17,7 @@ output "api_urls" {
 }
 
 output "attestor" {
-  description = "Who says that an image was approved (nodes.binary_authorization); null: nodes ask for nobody."
+  description = "The attestor that approves images (nodes.binary_authorization); null: nodes do not require an attestation."
   value       = one([for attestor in google_binary_authorization_attestor.release : attestor.id])
 }
 
@@ -57,7 +57,7 @@ output "deployments" {
 }
 
 output "outside" {
-  description = "The same for each cluster outside Google, with what its workers' tokens are made for."
+  description = "The same for each cluster outside Google, with the audience of its workers' tokens."
   value = {
     for name, cluster in module.options.outside : name => {
       audience        = "//${local.outside_pools[name]}/providers/${google_iam_workload_identity_pool_provider.outside[name].workload_identity_pool_provider_id}"
@@ -80,7 +80,7 @@ output "outside" {
 }
 
 output "registry" {
-  description = "Where images are pushed to."
+  description = "Registry for images."
   value       = "${google_artifact_registry_repository.default.location}-docker.pkg.dev/${var.project_id}/${google_artifact_registry_repository.default.repository_id}"
 }
 

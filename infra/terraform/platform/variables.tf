@@ -1,5 +1,5 @@
 variable "alert_tokens" {
-  description = "What alerts.slack and alerts.pagerduty are told with: Slack's OAuth token, and the integration key of each PagerDuty service. In no plan and no state: an apply that makes a channel, or raises alerts.tokens_version, needs them."
+  description = "Tokens for alerts.slack and alerts.pagerduty: Slack's OAuth token, and the integration key of each PagerDuty service. Never stored in a plan or state: an apply that creates a channel, or raises alerts.tokens_version, needs them."
   type        = any
   default     = {}
   ephemeral   = true
@@ -17,14 +17,14 @@ variable "alert_tokens" {
 }
 
 variable "alerts" {
-  description = "Who is told: emails and Slack channels of everything, PagerDuty services of what is critical. And where the runbook can be read (a URL of docs/how-to/troubleshoot.md; null: notifications name its part only). oldest_job_s: the age at which a waiting job is told of."
+  description = "Recipients: emails and Slack channels get all alerts, PagerDuty services only critical ones. And where the runbook can be read (a URL of docs/how-to/troubleshoot.md; null: notifications name its part only). oldest_job_s: the age at which a waiting job is told of."
   type        = any
   default     = {}
   nullable    = false
 }
 
 variable "analysts" {
-  description = "Who may read the rows of a tenant in BigQuery: by the tenant's name, members such as group:analysts@example.com. Each tenant has a data set of views, DATASET_tenant_NAME."
+  description = "Members who may read a tenant's rows in BigQuery, by tenant name, such as group:analysts@example.com. Each tenant has a data set of views, DATASET_tenant_NAME."
   type        = any
   default     = {}
   nullable    = false
@@ -45,7 +45,7 @@ variable "armor" {
 }
 
 variable "batches" {
-  description = "Who runs batches (/v1/batches): instances of a Cloud Run worker pool. With none, batches wait until they expire, unless a runner stands elsewhere. Each has an inbox of the home region."
+  description = "Batch runners (/v1/batches): instances of a Cloud Run worker pool. With none, batches wait until they expire, unless a runner is elsewhere. Each has an inbox of the home region."
   type        = any
   default     = {}
   nullable    = false
@@ -89,7 +89,7 @@ variable "dataset_location" {
 }
 
 variable "deletion_protection" {
-  description = "Whether services, caches, clusters and the table refuse to be deleted, and buckets and dataset to be emptied."
+  description = "True to protect services, caches, clusters and the table from deletion, and buckets and dataset from being emptied."
   type        = bool
   default     = true
   nullable    = false
@@ -140,7 +140,7 @@ variable "inboxes" {
 }
 
 variable "keep_messages_in_regions" {
-  description = "Whether Pub/Sub may store messages in the regions of `regions` only."
+  description = "True if Pub/Sub may store messages only in the regions in `regions`."
   type        = bool
   default     = false
   nullable    = false

@@ -1,11 +1,11 @@
 output "namespace" {
-  description = "Where the workers run."
+  description = "Namespace of the workers."
   value       = local.namespace
   depends_on  = [helm_release.workers]
 }
 
 output "objects" {
-  description = "Names of what was applied, by kind."
+  description = "Names of the applied objects, by kind."
   value       = local.kinds
 }
 

@@ -43,7 +43,7 @@ variable "models_file" {
 }
 
 variable "objects_file" {
-  description = "What `kubectl kustomize` rendered from the region's overlay."
+  description = "Objects rendered by `kubectl kustomize` from the region's overlay."
   type        = string
   nullable    = false
 
@@ -76,7 +76,7 @@ variable "region" {
 }
 
 variable "wait_for_workers" {
-  description = "Whether an apply waits until every worker is warm."
+  description = "True if an apply waits until every worker is warm."
   type        = bool
   default     = false
   nullable    = false

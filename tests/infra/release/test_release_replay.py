@@ -267,7 +267,7 @@ def test_state_by_hand_elsewhere_is_found(replay: Replay) -> None:
         built(replay, without=CHECKS)
 
 
-COMPARES = "Terraform compares what is with what should be, by providers of its own"
+COMPARES = "Terraform's own providers read it for the plan"
 UNUSED = {
     BUILD: {
         "roles/bigquery.metadataViewer": COMPARES,
@@ -280,7 +280,9 @@ UNUSED = {
         "roles/monitoring.viewer": COMPARES,
         "roles/pubsub.viewer": COMPARES,
         "roles/secretmanager.viewer": f"{COMPARES}; it reads no version",
-        f"projects/{PROJECT}/roles/penstock_planner": f"{COMPARES}: policies, and what has no role",
+        f"projects/{PROJECT}/roles/penstock_planner": (
+            f"{COMPARES}: policies, and resources without a role"
+        ),
         "roles/logging.logWriter": "Cloud Logging has the build's output",
         "roles/serviceusage.serviceUsageConsumer": "Terraform names the project of a budget",
     },
@@ -346,7 +348,7 @@ def table_of_accounts(cloud: Cloud) -> str:
                 if role in UNUSED[account]:
                     said = f"not used: {UNUSED[account][role]}"
                 elif not used and role in by_terraform:
-                    said = "not used: Terraform makes with it what is in the state"
+                    said = "not used: Terraform creates resources in the state with it"
                 else:
                     said = ", ".join(used)
                 name = role.removeprefix("roles/").rpartition("/")[2]
