@@ -20,7 +20,7 @@ from bench.timed_worker import BrokerSite, servers
 
 CALL_S = 0.005
 LOADS = (
-    FarLoad("8 items", CALL_S, job_items=4, jobs=48, max_items=8),
+    FarLoad("8 items", CALL_S, job_items=8, jobs=32, max_items=8),
     FarLoad("16 items", CALL_S, job_items=16, jobs=16, max_items=16),
 )
 LEAD_S, SECONDS, ROUNDS = 2.0, 4.0, 2
