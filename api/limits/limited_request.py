@@ -251,7 +251,7 @@ class LimitedRequest:
 
     def _highest_cost_of_steps_usd(self) -> float:
         """Returns the maximum that a flow's steps can cost, with the maximum items in each."""
-        steps = zip(self._model.find_step_bounds(self._inputs), self._step_prices(), strict=True)
+        steps = zip(self._model.find_bounds(self._inputs), self._step_prices(), strict=True)
         return sum(
             highest_cost_usd(price, model.definition.unit, bound, self._longest_s)
             for (model, bounds), price in steps

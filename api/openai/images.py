@@ -53,7 +53,7 @@ from api.predictions.event_stream import EventStreams
 from api.predictions.generation_stream import GenerationStreams, behind
 from api.predictions.service import Predictions
 from api.tasks.base import Inputs
-from api.tasks.image import images_in, is_run, plan_images, results_of
+from api.tasks.image import images_in, plan_images, results_of
 from shared.errors import BadInput, PenstockError, Unavailable
 from shared.messages import ItemOutcome
 from shared.models.blob import Blob
@@ -372,7 +372,7 @@ class ImageAnswer:
         # A random seed never occurs again, so its image is not worth caching.
         is_repeatable = body.seed is not None or key_seed is not None
         headers = call.context.headers
-        if is_run(model, body.upscale):
+        if body.upscale is not None or model.image.safety is not None:
             new = await self._record(inputs, is_repeatable=is_repeatable)
             images = await self._run(new)
             if len(images) < body.n:

@@ -246,11 +246,6 @@ def images_in(reply: ReplyBody, model: Model) -> list[ImageResult | None]:
     return [*results_of(reply.outcomes, model)]
 
 
-def is_run(model: Model, upscale: int | None) -> bool:
-    """Returns whether a request for images is a flow, or is rejected because it can't be one."""
-    return upscale is not None or model.image.safety is not None
-
-
 def plan_images(read: Inputs, model: Model, catalog: Catalog) -> tuple[Model, Inputs]:
     """Returns the model and the inputs to compute: a flow, if steps follow the images.
 

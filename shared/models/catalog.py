@@ -184,9 +184,7 @@ class Model(CatalogEntry):
         """The steps of a flow, each with its model. Empty for a model."""
         return ()
 
-    def find_step_bounds(
-        self, inputs: Sequence[Input]
-    ) -> Iterable[tuple[Model, Sequence[WorkBound]]]:
+    def find_bounds(self, inputs: Sequence[Input]) -> Iterable[tuple[Model, Sequence[WorkBound]]]:
         """Returns the models of its steps, each with the maximum work of its items."""
         return ()
 
@@ -229,9 +227,7 @@ class Flow(Model):
     def steps(self) -> Sequence[tuple[FlowStep, Model]]:
         return tuple(zip(self.plan.steps, self.step_models, strict=True))
 
-    def find_step_bounds(
-        self, inputs: Sequence[Input]
-    ) -> Iterable[tuple[Model, Sequence[WorkBound]]]:
+    def find_bounds(self, inputs: Sequence[Input]) -> Iterable[tuple[Model, Sequence[WorkBound]]]:
         for step, model in self.steps:
             count = 1 if step.for_each is None else step.max_items
             yield model, [model.definition.step_bound(model)] * count
@@ -244,9 +240,7 @@ class ImageRun(Flow):
     def requested(self) -> Model:
         return self.step_models[0]
 
-    def find_step_bounds(
-        self, inputs: Sequence[Input]
-    ) -> Iterable[tuple[Model, Sequence[WorkBound]]]:
+    def find_bounds(self, inputs: Sequence[Input]) -> Iterable[tuple[Model, Sequence[WorkBound]]]:
         (run,) = inputs
         assert isinstance(run, ImagesInput), "only the images of a request are drawn; this is a bug"
         drawing, *others = self.step_models

@@ -78,7 +78,7 @@ def test_a_budget_reserves_as_many_items_of_each_step_as_images(tmp_path: Path) 
     run = catalog.image_run(catalog.find("draw"), upscales=True)
     assert run is not None
     drawing = ImageInput("a cat", 8, 16, 5, 7.5, 1, "ddim")
-    bounds = run.find_step_bounds([ImagesInput(drawing, [1, 2, 3], is_repeatable=True)])
+    bounds = run.find_bounds([ImagesInput(drawing, [1, 2, 3], is_repeatable=True)])
     assert [(model.name, [bound.work for bound in works]) for model, works in bounds] == [
         ("draw", [8 * 16 * 5] * 3),
         ("judge", [1] * 3),
