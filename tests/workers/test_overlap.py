@@ -201,7 +201,9 @@ async def test_a_poison_item_is_found_among_two_batches(redis_url: str, tmp_path
         assert failed == ["poison"]
         error = outcomes[names.index("poison")].error
         assert error is not None
-        assert re.match(r"\d model processes died over this item, [23] of them", error.message)
+        assert re.match(
+            r"\d model processes died while computing this item, [23] of them", error.message
+        )
 
 
 async def test_an_item_that_the_model_fails_on_fails_alone(redis_url: str, tmp_path: Path) -> None:
