@@ -251,7 +251,7 @@ async def test_a_process_that_hangs_fails_both_at_the_limit_of_the_first(tmp_pat
         os.kill(pid, signal.SIGSTOP)
         first, second = await start(pool, 0.2), await start(pool)
         for batch in (first, second):
-            with pytest.raises(ModelProcessDied, match=r"not done in 0\.2 s"):
+            with pytest.raises(ModelProcessDied, match=r"did not finish within 0\.2 s"):
                 await batch.done
 
 
