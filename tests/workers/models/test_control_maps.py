@@ -107,8 +107,12 @@ def test_preparer_fits_the_picture_to_the_image() -> None:
 @pytest.mark.parametrize(
     ("control", "field", "reason"),
     [
-        (ControlInput("pose", "", png(), 1.0), "control", "known: edges"),
-        (ControlInput("edges", "", Blob("image/png", b"x"), 1.0), "control_image", "not one of"),
+        (ControlInput("pose", "", png(), 1.0), "control", "use one of edges"),
+        (
+            ControlInput("edges", "", Blob("image/png", b"x"), 1.0),
+            "control_image",
+            "one of the formats",
+        ),
         (ControlInput("edges", "", png(), 1.0, 0.5, 0.5), "control_guidance_start", "in order"),
     ],
     ids=["name", "image", "part"],
