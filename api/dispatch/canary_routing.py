@@ -132,7 +132,7 @@ class CanaryRouter:
             key = (facts.request_id,)
             # results must be equal each time, so one revision serves them all
             if request.is_repeatable:
-                key = (facts.tenant, *(one.cache_form() for one in request.inputs))
+                key = (facts.tenant, *(task_input.cache_form() for task_input in request.inputs))
         return canary if _part_of(canary, key) < canary.canary.share else model
 
     def is_serving(self, canary: Revision) -> bool:

@@ -148,9 +148,9 @@ class Dispatcher:
         """
         state = RequestState(self.canaries.routed(request))
         await self._recall_replies(state)
-        left = [state.items[index] for index in state.pending()]
-        hits = await self._look_up([item.cache_key for item in left if item.cache_key])
-        for item in left:
+        pending_items = [state.items[index] for index in state.pending()]
+        hits = await self._look_up([item.cache_key for item in pending_items if item.cache_key])
+        for item in pending_items:
             if item.cache_key in hits:
                 hit = cache_hit(item, hits[item.cache_key])
                 hits[item.cache_key] = hits[item.cache_key].repeated
@@ -167,8 +167,8 @@ class Dispatcher:
             ended = await self._records.read(record)
             # None: no worker has claimed it yet, but one may
             if ended is None or not ended.is_over:
-                left = await self._records.cancel(record, state.request.deadline_s)
-                if left != "canceled":  # it ended in the meantime
+                status = await self._records.cancel(record, state.request.deadline_s)
+                if status != "canceled":  # it ended in the meantime
                     ended = await self._records.read(record)
             for outcome in () if ended is None or ended.reply is None else ended.reply.outcomes:
                 if outcome.result is not None:
@@ -217,7 +217,11 @@ class Dispatcher:
         led = [in_flight for _, in_flight, is_leader in coalesced if is_leader]
         try:
             await self._start(state, led)
-            if open_items := {one.completed for _, one, _ in coalesced if not one.completed.done()}:
+            if open_items := {
+                in_flight.completed
+                for _, in_flight, _ in coalesced
+                if not in_flight.completed.done()
+            }:
                 timeout_s = state.remaining_s() + (LATE_LOOK_S if led else 0.0)
                 await _completed(open_items, timeout_s)
             for index, in_flight, is_leader in coalesced:
@@ -256,7 +260,7 @@ class Dispatcher:
 
     async def _complete_cache_hits(self, led: Sequence[InFlightItem]) -> list[InFlightItem]:
         """Completes items found in the cache, and returns the others."""
-        keys = [one.item.cache_key for one in led if one.item.cache_key]
+        keys = [in_flight.item.cache_key for in_flight in led if in_flight.item.cache_key]
         hits = await self._look_up(keys) if keys else {}
         missing = []
         for in_flight in led:
@@ -285,8 +289,10 @@ class Dispatcher:
         except PenstockError as error:
             log_reason(error, request.facts.request_id)
             return [
-                failure(one.item.index, error, receipt_without_answer(one, request.model))
-                for one in job.items
+                failure(
+                    in_flight.item.index, error, receipt_without_answer(in_flight, request.model)
+                )
+                for in_flight in job.items
             ]
 
     def _end_job(
@@ -365,7 +371,7 @@ class Dispatcher:
         elif time.time() >= job.deadline_s:
             return
         if job.is_sent and not self._is_closing:
-            keys = {one.item.index: one.item.cache_key for one in job.items}
+            keys = {in_flight.item.index: in_flight.item.cache_key for in_flight in job.items}
             canceling = asyncio.create_task(
                 self._cancel_record(request, job.index, job.deadline_s, keys)
             )
@@ -414,7 +420,11 @@ class Dispatcher:
 
     def _mark_abandoned(self, request: InferenceRequest, items: Sequence[InFlightItem]) -> None:
         """Marks results as unpaid once all callers who would have paid for them have left."""
-        owed = {one.item.cache_key: one.owed for one in items if one.item.cache_key}
+        owed = {
+            in_flight.item.cache_key: in_flight.owed
+            for in_flight in items
+            if in_flight.item.cache_key
+        }
         self._mark_unpaid(request, {key: mark for key, mark in owed.items() if mark is not None})
 
     def _mark_unpaid(self, request: InferenceRequest, owed: Mapping[str, Owed]) -> None:
@@ -439,10 +449,13 @@ class Dispatcher:
         """Writes the rows of the items that no worker writes."""
         request = state.request
         ours = [
-            one.outcome
-            for one in state.completions
-            if one is not None
-            and (not one.by_worker or (one.outcome.result is not None and not is_delivered))
+            completion.outcome
+            for completion in state.completions
+            if completion is not None
+            and (
+                not completion.by_worker
+                or (completion.outcome.result is not None and not is_delivered)
+            )
         ]
         if not ours:
             return
@@ -459,7 +472,7 @@ class Dispatcher:
 def _count_items(state: RequestState) -> None:
     """Counts the items of a request by outcome."""
     request = state.request
-    ended = [one.outcome for one in state.completions if one is not None]
+    ended = [completion.outcome for completion in state.completions if completion is not None]
     counts = Counter((outcome.receipt.cache, outcome.status) for outcome in ended)
     counts_toward_slo = request.counts_toward_slo
     for (cache, status), count in counts.items():
@@ -478,19 +491,19 @@ async def _completed(
     """
     loop = asyncio.get_running_loop()
     end_s = loop.time() + timeout_s
-    for one in items:
-        if one.done():
+    for future in items:
+        if future.done():
             continue
         woken: asyncio.Future[None] = loop.create_future()
         wake = partial(_wake, woken)
         timer = loop.call_at(end_s, wake)
-        one.add_done_callback(wake)
+        future.add_done_callback(wake)
         try:
             await woken
         finally:
             timer.cancel()
-            one.remove_done_callback(wake)
-        if not one.done():
+            future.remove_done_callback(wake)
+        if not future.done():
             return
 
 

@@ -223,7 +223,7 @@ class JobSender:
                 return _outcomes(items, (await waiter.reply(min(left_s, LOOK_EVERY_S))).body)
             except DeadlineExceeded:
                 if (
-                    recorded := await self._recorded_reply(
+                    recorded := await self._read_recorded_reply(
                         record_id(request.facts.request_id, job.index)
                     )
                 ) is not None:
@@ -231,7 +231,7 @@ class JobSender:
                 if left_s <= LOOK_EVERY_S:
                     raise request.too_late() from None
 
-    async def _recorded_reply(self, record: str) -> ReplyBody | None:
+    async def _read_recorded_reply(self, record: str) -> ReplyBody | None:
         """Returns the reply from the job's record.
 
         None if there is no reply or Redis is unreachable.

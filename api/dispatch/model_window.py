@@ -193,7 +193,8 @@ class ModelWindow:
     def items_by_tenant(self) -> Iterator[tuple[str, float, int]]:
         """Digest, weight and items of each tenant here."""
         return (
-            (one.digest, one.weight, one.published + one.held) for one in self._tenants.values()
+            (tenant.digest, tenant.weight, tenant.published + tenant.held)
+            for tenant in self._tenants.values()
         )
 
     def update(self, elsewhere: Elsewhere) -> None:
@@ -221,8 +222,8 @@ class ModelWindow:
         if not tenant.waiting and self._fits(tenant, demand.items):
             self._leave(tenant, demand.items)
             return
-        left = asyncio.get_running_loop().create_future()
-        waiting = _Waiting(until_s, next(self._numbers), demand.items, left)
+        turn = asyncio.get_running_loop().create_future()
+        waiting = _Waiting(until_s, next(self._numbers), demand.items, turn)
         insort(tenant.waiting, waiting)
         self._queues[tenant.name] = tenant
         self._let_leave()
@@ -265,7 +266,7 @@ class ModelWindow:
             for tenant in self._queues.values()
             if self._fits(tenant, tenant.waiting[0].items)
         ]:
-            tenant = min(fitting, key=lambda one: one.published / one.weight)
+            tenant = min(fitting, key=lambda candidate: candidate.published / candidate.weight)
             first = tenant.waiting.pop(0)
             if not tenant.waiting:
                 del self._queues[tenant.name]
@@ -444,7 +445,7 @@ class WindowExchange:
             if key in self._reported or not window.is_idle
         ]
         # Concurrent calls share a round trip.
-        heard = await asyncio.gather(*(self._exchange_one(*one) for one in windows))
+        heard = await asyncio.gather(*(self._exchange_one(*entry) for entry in windows))
         if heard:
             self._instances = max(heard)
 
@@ -479,7 +480,7 @@ class WindowExchange:
 def report_of(window: ModelWindow) -> WindowReport:
     """Returns the state that is shared with other instances."""
     tenants = list(window.items_by_tenant())
-    largest = heapq.nlargest(MAX_TENANTS, tenants, key=lambda one: one[2])
+    largest = heapq.nlargest(MAX_TENANTS, tenants, key=lambda entry: entry[2])
     others = sum(weight for _, weight, _ in tenants) - sum(weight for _, weight, _ in largest)
     return WindowReport(window.size, window.published, largest, max(0.0, others))
 
@@ -488,10 +489,10 @@ def combined(reports: Iterable[WindowReport]) -> Elsewhere:
     """Returns the combined state of all other instances."""
     tenants: dict[str, tuple[float, int]] = {}
     size, published, other_weights, instances = 0.0, 0, 0.0, 0
-    for one in reports:
-        size, published = size + one.size, published + one.published
-        other_weights, instances = other_weights + one.other_weights, instances + 1
-        for digest, weight, items in one.tenants:
+    for report in reports:
+        size, published = size + report.size, published + report.published
+        other_weights, instances = other_weights + report.other_weights, instances + 1
+        for digest, weight, items in report.tenants:
             _, before = tenants.get(digest, (0.0, 0))
             tenants[digest] = (weight, before + items)
     return Elsewhere(instances, size, published, tenants, other_weights)

@@ -370,8 +370,8 @@ class OpenInbox:
         """
         with _unreadable_counted(message):
             if is_reply_batch(message.attributes):
-                for one in decode_reply_batch(message.data, message.attributes):
-                    self._deliver_batched(message, one)
+                for reply in decode_reply_batch(message.data, message.attributes):
+                    self._deliver_batched(message, reply)
             elif pending := self._find(
                 message.attributes.get("request_id", ""), message.attributes.get("part", "")
             ):

@@ -162,8 +162,8 @@ class InferenceRequest:
         """
         is_kept = self.is_repeatable and self.options.cache_write and self.model.cache.ttl_s > 0
         return [
-            Item(index, one, self._cache_key(one) if is_kept else None)
-            for index, one in enumerate(self.inputs)
+            Item(index, task_input, self._cache_key(task_input) if is_kept else None)
+            for index, task_input in enumerate(self.inputs)
         ]
 
     def _cache_key(self, one: Input) -> str:
@@ -478,7 +478,7 @@ class RequestState:
         if self.request.facts.batch_id and len(items) < len(self.items):
             # A line may be repeated when more of its items are cached. The job for the remaining
             # items must not find the record of a job for other items.
-            index = zlib.crc32(repr([one.item.index for one in items]).encode())
+            index = zlib.crc32(repr([in_flight.item.index for in_flight in items]).encode())
         job = InFlightJob(list(items), index, self.request.deadline_s, demand)
         for in_flight in items:
             in_flight.job = job

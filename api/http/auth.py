@@ -319,12 +319,12 @@ class ApiKeys:
             Unauthorized: the key is missing or invalid, or two different keys were sent.
             Unavailable: the keys are not known yet.
         """
-        sent = _sent_keys(headers)
+        sent = _read_keys(headers)
         if len(sent) != 1:
-            raise _denied("ambiguous" if sent else "missing", _REASONS[bool(sent)])
+            raise _count_denial("ambiguous" if sent else "missing", _REASONS[bool(sent)])
         key = parse_key(sent.pop())
         if key is None:
-            raise _denied("malformed", _NOT_VALID)
+            raise _count_denial("malformed", _NOT_VALID)
         directory = self.directory.current()
         if directory is None:
             raise Unavailable(public="API keys can't be checked right now; try again")
@@ -333,14 +333,14 @@ class ApiKeys:
         if state == "valid":
             self.directory.uses[key.id] = int(now_s)
             return caller
-        raise _denied(state, _REFUSED.get(state) or f"the API key is {state}")
+        raise _count_denial(state, _REFUSED.get(state) or f"the API key is {state}")
 
     async def meet(self, headers: RawHeaders) -> None:
         """Looks up the key in these headers if it is not known yet, for a limited time.
 
         It may have been created, or its secret rotated, a moment ago.
         """
-        sent, directory = _sent_keys(headers), self.directory.current()
+        sent, directory = _read_keys(headers), self.directory.current()
         key = parse_key(sent.pop()) if len(sent) == 1 else None
         if key is None or directory is None:
             return
@@ -365,7 +365,7 @@ class ApiKeys:
         await self.directory.refresh()
 
 
-def _sent_keys(headers: RawHeaders) -> set[str]:
+def _read_keys(headers: RawHeaders) -> set[str]:
     """Returns all keys in the headers. A key with non-ASCII bytes matches no caller."""
     sent = set[str]()
     for name, value in headers:
@@ -382,6 +382,6 @@ def _sent_keys(headers: RawHeaders) -> set[str]:
     return sent
 
 
-def _denied(reason: str, message: str) -> Unauthorized:
+def _count_denial(reason: str, message: str) -> Unauthorized:
     DENIED.labels(reason).inc()
     return Unauthorized(message)

@@ -155,9 +155,9 @@ def _response(stored: StoredResponse, context: RequestContext, *, is_replayed: b
 
 def _of_replay(stored: StoredResponse) -> dict[str, str]:
     """Returns a replay's headers. A replay is not charged and does not count toward limits."""
-    kept = {
+    headers = {
         name: value for name, value in stored.headers.items() if not name.startswith(LIMITS_PREFIX)
     }
-    if COST_HEADER in kept:
-        kept |= {COST_HEADER: "0", DEVICE_HEADER: "0.000"}
-    return kept | {REPLAYED: "true"}
+    if COST_HEADER in headers:
+        headers |= {COST_HEADER: "0", DEVICE_HEADER: "0.000"}
+    return headers | {REPLAYED: "true"}

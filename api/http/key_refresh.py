@@ -204,10 +204,10 @@ class LiveDirectory:
             log.info("no copy of API keys", extra={"reason": str(error)})
 
     async def _read_copy(self, copy: KeyCopy) -> None:
-        kept = await copy.read()
-        if kept is None:
+        contents = await copy.read()
+        if contents is None:
             return
-        document, at_s = kept
+        document, at_s = contents
         self._directory = await asyncio.to_thread(self._decode, document)
         self._version, self._stored = document.version, document
         self._current_s = self._clock() - max(0.0, time.time() - at_s)

@@ -337,14 +337,14 @@ class _Exchange:
         if self._body_ended:
             self._release_connection()
         elif self._arriving is None:
-            asked = OneItem(self._holder)
-            if self._bodies.arriving.turns_to_wait(asked):
+            item = OneItem(self._holder)
+            if self._bodies.arriving.turns_to_wait(item):
                 raise Overloaded(
                     "too many of your requests are still being received; try again later",
                     retry_after_s=FULL_RETRY_S,
                 )
-            self._bodies.arriving.take(asked)
-            self._arriving = asked
+            self._bodies.arriving.take(item)
+            self._arriving = item
 
     def _release_connection(self) -> None:
         if self._arriving is not None:

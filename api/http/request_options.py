@@ -92,8 +92,8 @@ def wants_event_ids(headers: Mapping[str, str]) -> bool:
 
     OpenAI's events do not, and some readers only know `data:`.
     """
-    asked = headers.get(EVENT_IDS_HEADER, "").strip().lower()
-    return asked == "true" or (not asked and IDEMPOTENCY_HEADER in headers)
+    value = headers.get(EVENT_IDS_HEADER, "").strip().lower()
+    return value == "true" or (not value and IDEMPOTENCY_HEADER in headers)
 
 
 def read_options(headers: Iterable[tuple[bytes, bytes]], facts: RequestFacts) -> RequestOptions:
@@ -178,13 +178,13 @@ def _cache_control(text: str) -> dict[str, Any]:
 
 def _prefer(text: str) -> dict[str, Any]:
     """Parses `Prefer` (RFC 7240). Unknown preferences are ignored, and the first one counts."""
-    for match in filter(None, (_WAIT.fullmatch(one.strip()) for one in text.split(","))):
-        asked = match[1]
+    for match in filter(None, (_WAIT.fullmatch(part.strip()) for part in text.split(","))):
+        seconds = match[1]
         # Check the number of digits before parsing, because there may be any number of them.
         return {
             "wait_s": MAX_WAIT_S
-            if asked is None or len(asked) > 4
-            else min(float(asked), MAX_WAIT_S)
+            if seconds is None or len(seconds) > 4
+            else min(float(seconds), MAX_WAIT_S)
         }
     return {}
 
@@ -194,8 +194,8 @@ def _user_agent(text: str) -> dict[str, Any]:
 
 
 def _refusal(header: str, text: str, wanted: str) -> BadInput:
-    shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
-    return BadInput(f"{header}: {shown!r} is not {wanted}", field=header)
+    excerpt = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+    return BadInput(f"{header}: {excerpt!r} is not {wanted}", field=header)
 
 
 _READERS = {

@@ -101,8 +101,10 @@ def check_charset(content_type: str) -> None:
     _, parameters = parse_options_header(content_type)
     charset = parameters.get(b"charset", b"utf-8").lower()
     if charset not in (b"utf-8", b"utf8"):
-        shown = charset[:40].decode("latin-1")
-        raise BadInput(f"content-type: forms must use UTF-8, got {shown!r}", field="content-type")
+        charset_name = charset[:40].decode("latin-1")
+        raise BadInput(
+            f"content-type: forms must use UTF-8, got {charset_name!r}", field="content-type"
+        )
 
 
 @asynccontextmanager
@@ -259,10 +261,10 @@ async def first_field(request: Request) -> tuple[str, Request]:
     while name is None and not is_all:
         message = await request.receive()
         read.append(message)
-        head = b"".join(one.get("body", b"") for one in read)
+        head = b"".join(message.get("body", b"") for message in read)
         is_all = not message.get("more_body") or len(head) > _PEEK_BYTES
         name = _first_name(head[:_PEEK_BYTES], is_all=is_all)
-    replayed = Request(request.scope, _replayed(read, request.receive))
+    replayed = Request(request.scope, _create_replay(read, request.receive))
     return (name or b"").decode("utf-8", "replace"), replayed
 
 
@@ -276,7 +278,7 @@ def _first_name(head: bytes, *, is_all: bool) -> bytes | None:
     return options.get(b"name", b"")
 
 
-def _replayed(read: list[Message], receive: Receive) -> Receive:
+def _create_replay(read: list[Message], receive: Receive) -> Receive:
     messages = _messages(read, receive)
 
     async def replay() -> Message:
@@ -296,5 +298,5 @@ async def form_asks_for_stream(request: Request, **limits: int) -> bool:
     """Returns whether a form sets `stream` to true. The form can be read again afterwards."""
     await request.body()  # both then read the buffered body
     async with closed_form(request, **limits) as form:
-        asked = form.get("stream", "")
-        return isinstance(asked, str) and asked.lower() in _TRUE
+        stream = form.get("stream", "")
+        return isinstance(stream, str) and stream.lower() in _TRUE
