@@ -110,7 +110,9 @@ class _Queue:
 
     def put_back(self, delivery: _Delivery) -> None:
         """Puts a delivery back into the backlog, before messages published later."""
-        later = (index for index, one in enumerate(self.waiting) if one.number > delivery.number)
+        later = (
+            index for index, waiting in enumerate(self.waiting) if waiting.number > delivery.number
+        )
         self.waiting.insert(next(later, len(self.waiting)), delivery)
 
     def key_of(self, delivery: _Delivery) -> str:
@@ -119,7 +121,11 @@ class _Queue:
 
     def _next_for(self, puller: InMemorySubscription) -> _Delivery | None:
         return next(
-            (one for one in self.waiting if self.holders.get(self.key_of(one), puller) is puller),
+            (
+                delivery
+                for delivery in self.waiting
+                if self.holders.get(self.key_of(delivery), puller) is puller
+            ),
             None,
         )
 
@@ -254,7 +260,7 @@ class InMemorySubscription:
         behind = [
             held
             for held in self._held.values()
-            if any(self._is_behind(held.delivery, one.delivery) for one in returned)
+            if any(self._is_behind(held.delivery, other.delivery) for other in returned)
         ]
         for held in behind:
             del self._held[held.message.ack_id]
@@ -269,8 +275,8 @@ class InMemorySubscription:
         return bool(key) and key == other.ordering_key and delivery.number > other.number
 
     def _lose(self, held: list[_Held]) -> None:
-        for one in held:
-            one.message.lost = True
+        for held_delivery in held:
+            held_delivery.message.lost = True
         self.lost += len(held)
 
     def _free(self, key: str) -> None:

@@ -126,7 +126,7 @@ class RedisLevel:
         return [cast("bytes | None", _checked(answer)) for answer in answers]
 
     async def _send_writes(self, writes: list[_Write]) -> list[bool]:
-        commands = [("SET", one.key, one.value, "EX", one.ttl_s) for one in writes]
+        commands = [("SET", write.key, write.value, "EX", write.ttl_s) for write in writes]
         return [bool(_checked(answer)) for answer in await self._link.exchange(commands)]
 
 
@@ -317,9 +317,9 @@ class ResultCache(RedisStore):
         """Returns results in memory that are known to be paid."""
         now_s, hits = self._clock(), dict[str, Hit]()
         for key in keys:
-            kept = self._memory.get(key, now_s)
-            if kept is not None and kept.state == "paid":
-                hits[key] = Hit(kept.entry.result, "memory")
+            cached = self._memory.get(key, now_s)
+            if cached is not None and cached.state == "paid":
+                hits[key] = Hit(cached.entry.result, "memory")
         _IN_MEMORY.inc(len(hits))
         return hits
 
@@ -335,24 +335,24 @@ class ResultCache(RedisStore):
         if values is None:
             kept_here = ((key, self._memory.get(key, now_s)) for key in keys)
             return {
-                key: Hit(kept.entry.result, "memory")
-                for key, kept in kept_here
-                if kept is not None and kept.state == "unknown"
+                key: Hit(cached.entry.result, "memory")
+                for key, cached in kept_here
+                if cached is not None and cached.state == "unknown"
             }
         entries, marked = dict[str, _Kept](), dict[str, _Kept]()
         for key, value, mark in zip(keys, values, values[len(keys) :], strict=False):
-            kept = self._decoded(value, now_s) or self._memory.get(key, now_s)
-            if kept is not None:
-                entries[key] = kept
-                if (owed_for := self._decoded_mark(mark)) and owed_for.is_of(kept.entry):
-                    marked[key] = kept
+            cached = self._decoded(value, now_s) or self._memory.get(key, now_s)
+            if cached is not None:
+                entries[key] = cached
+                if (owed_for := self._decode_mark(mark)) and owed_for.is_of(cached.entry):
+                    marked[key] = cached
         owed = await self._take_marks(marked) if marked else {}
         if owed is None:  # unknown whether they are paid, so they are computed again
-            entries, owed = {key: kept for key, kept in entries.items() if key not in marked}, {}
-        for key, kept in entries.items():
-            self._memory.put(key, kept._replace(state="paid"))
+            entries, owed = {key: item for key, item in entries.items() if key not in marked}, {}
+        for key, cached in entries.items():
+            self._memory.put(key, cached._replace(state="paid"))
         return {
-            key: Hit(kept.entry.result, "redis", owed.get(key)) for key, kept in entries.items()
+            key: Hit(cached.entry.result, "redis", owed.get(key)) for key, cached in entries.items()
         }
 
     def _decoded(self, value: bytes | None, now_s: float) -> _Kept | None:
@@ -365,7 +365,7 @@ class ResultCache(RedisStore):
             return None
         return _Kept(entry, len(value)) if entry.expires_at_s > now_s else None
 
-    def _decoded_mark(self, value: bytes | None) -> Owed | None:
+    def _decode_mark(self, value: bytes | None) -> Owed | None:
         if value is None:
             return None
         try:
@@ -389,7 +389,7 @@ class ResultCache(RedisStore):
         try:
             return await asyncio.shield(taking)
         except asyncio.CancelledError:
-            left_s = max(kept.entry.expires_at_s for kept in marked.values()) - self._clock()
+            left_s = max(cached.entry.expires_at_s for cached in marked.values()) - self._clock()
             giving_back = asyncio.create_task(self._give_back(taking, max(1, math.ceil(left_s))))
             self.await_marks(marked, giving_back)
             raise
@@ -398,7 +398,7 @@ class ResultCache(RedisStore):
         values = await self._redis.take([self._unpaid_prefix + key for key in keys])
         if values is None:
             return None
-        taken = zip(keys, map(self._decoded_mark, values), strict=True)
+        taken = zip(keys, map(self._decode_mark, values), strict=True)
         return {key: mark for key, mark in taken if mark is not None}
 
     async def _give_back(self, taking: asyncio.Task[dict[str, Owed] | None], ttl_s: int) -> None:
@@ -431,7 +431,7 @@ class ResultCache(RedisStore):
         marks = {
             name: msgspec.msgpack.encode(mark)
             for name, mark, old in zip(names, owed.values(), there, strict=True)
-            if not mark.is_older(self._decoded_mark(old))
+            if not mark.is_older(self._decode_mark(old))
         }
         await self._redis.put(marks, ttl_s)
 
@@ -507,14 +507,14 @@ class _Memory:
         self._entries: OrderedDict[str, _Kept] = OrderedDict()
 
     def get(self, key: str, now_s: float) -> _Kept | None:
-        kept = self._entries.get(key)
-        if kept is None:
+        cached = self._entries.get(key)
+        if cached is None:
             return None
-        if kept.entry.expires_at_s <= now_s:
+        if cached.entry.expires_at_s <= now_s:
             self._drop(key)
             return None
         self._entries.move_to_end(key)
-        return kept
+        return cached
 
     def put(self, key: str, kept: _Kept) -> None:
         self._drop(key)
@@ -527,11 +527,11 @@ class _Memory:
             self._drop(next(iter(self._entries)))
 
     def mark_unpaid(self, key: str, mark: Owed) -> None:
-        kept = self._entries.get(key)
-        if kept is not None and mark.is_of(kept.entry):
-            self._entries[key] = kept._replace(state="unpaid")
+        cached = self._entries.get(key)
+        if cached is not None and mark.is_of(cached.entry):
+            self._entries[key] = cached._replace(state="unpaid")
 
     def _drop(self, key: str) -> None:
-        kept = self._entries.pop(key, None)
-        if kept is not None:
-            self._used_bytes -= kept.value_bytes + MEMORY_OVERHEAD_BYTES
+        cached = self._entries.pop(key, None)
+        if cached is not None:
+            self._used_bytes -= cached.value_bytes + MEMORY_OVERHEAD_BYTES

@@ -164,10 +164,10 @@ class FlowRuns:
         pairs = [part for index, outcome in outcomes.items() for part in (index, outcome)]
         args = (step, WINDOW_JOBS, min(outcomes), *pairs)
         answer = await self._commands.run_script(MARK, (*self._keys(run), self._store), *args)
-        is_open, items, done, first, end, is_repeated, is_published, *kept = answer
+        is_open, items, done, first, end, is_repeated, is_published, *known_outcomes = answer
         counting = [
             None if known == b"-" else known or ours
-            for known, ours in zip(kept, outcomes.values(), strict=True)
+            for known, ours in zip(known_outcomes, outcomes.values(), strict=True)
         ]
         facts = (range(first, end), bool(is_repeated), bool(is_published))
         return Marked(bool(is_open), items, done, *facts, counting)

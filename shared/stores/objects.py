@@ -306,9 +306,9 @@ class ObjectStore:
                 folder, partial(obstore.list, self._store, f"{folder}/", chunk_size=LIST_CHUNK)
             )
             while chunk := await self._work(folder, partial(next, chunks, [])):
-                for one in map(_stored, chunk):
-                    if one.modified_at_s < before_s:
-                        yield one
+                for stored_object in map(_stored, chunk):
+                    if stored_object.modified_at_s < before_s:
+                        yield stored_object
 
     async def folders(self, folder: str) -> list[str]:
         """Returns the names of the folders directly below a folder, in order."""

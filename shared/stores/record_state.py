@@ -131,8 +131,10 @@ class Record(msgspec.Struct, kw_only=True):
 
 def receipts_of(reply: ReplyBody) -> bytes:
     """Returns the receipts that a deleted prediction was charged by, without its results."""
-    left = [ItemOutcome(one.index, one.status, one.receipt) for one in reply.outcomes]
-    return encode_reply_body(ReplyBody(left))
+    outcomes = [
+        ItemOutcome(outcome.index, outcome.status, outcome.receipt) for outcome in reply.outcomes
+    ]
+    return encode_reply_body(ReplyBody(outcomes))
 
 
 def record_from_fields(fields: Mapping[str, bytes]) -> Record:
@@ -186,8 +188,8 @@ class WaitingLines:
         reply = await self._commands.run_script(_POSITION, keys, time.time(), deadline_s)
         if not reply:
             return None
-        position, left, seconds = int(reply[0]), float(reply[1]), float(reply[2])
-        estimated_s = round(position * seconds / left, 3) if left >= MIN_LEFT else None
+        position, departures, seconds = int(reply[0]), float(reply[1]), float(reply[2])
+        estimated_s = round(position * seconds / departures, 3) if departures >= MIN_LEFT else None
         return QueuePosition(position, estimated_s)
 
 

@@ -169,9 +169,9 @@ class Holds:
 
     async def are_held(self, record_ids: Sequence[str]) -> list[bool]:
         """Returns whether the records have unsettled holds."""
-        names = [self._record_prefix + one for one in record_ids]
+        names = [self._record_prefix + record_id for record_id in record_ids]
         scores = await self._commands.run("ZMSCORE", self._keys[1], *names)
-        return [one is not None for one in scores]
+        return [score is not None for score in scores]
 
     async def was_created(self, record_id: str, data: bytes) -> bool:
         """Returns whether a record was created with this hold, which may be settled by now.
@@ -328,11 +328,13 @@ class Records(RedisStore):
         """
         keys = (self._key(record), self._store, self._of_tenant(tenant))
         about = (time.time(), created_at_s, keep_s, tenant, record, document, reply)
-        kept, dropped = await self._commands.run_script(KEEP, keys, *about, LISTED, self._max_bytes)
+        outcome, dropped = await self._commands.run_script(
+            KEEP, keys, *about, LISTED, self._max_bytes
+        )
         DROPPED.inc(dropped)
-        if kept < 0:
+        if outcome < 0:
             raise Overloaded("unfinished predictions leave no room to store the answer.")
-        return bool(kept)
+        return bool(outcome)
 
     async def put_document(
         self,
@@ -441,13 +443,13 @@ class Records(RedisStore):
         newest = "+inf" if before_s is None else f"({before_s!r}"
         words = ("ZREVRANGEBYSCORE", self._of_tenant(tenant), newest, "-inf", "LIMIT", 0, limit)
         reply = await self._commands.run(*words)
-        return [one.decode() for one in reply]
+        return [record.decode() for record in reply]
 
     async def sizes(self, records: Sequence[str]) -> list[int]:
         """Returns the sizes of predictions in bytes, as counted by their budget. 0: deleted."""
         keys = map(self._key, records)
         counts = await self._commands.run("HMGET", f"{self._store}:counted", *keys)
-        return [0 if one is None else int(one.partition(b" ")[0]) for one in counts]
+        return [0 if count is None else int(count.partition(b" ")[0]) for count in counts]
 
     # For workers. Jobs are done with or without Redis, so these never raise, and return None if it
     # did not answer.
@@ -471,9 +473,11 @@ class Records(RedisStore):
 
     async def release(self, released: Sequence[ReleasedClaim]) -> None:
         """Releases claims: if their worker dies now, the jobs are not the cause."""
-        args = [part for one in released for part in (one.claims, one.alone, int(one.is_back))]
+        args = [
+            part for claim in released for part in (claim.claims, claim.alone, int(claim.is_back))
+        ]
         with contextlib.suppress(Unavailable):
-            keys = [self._key(one.record) for one in released]
+            keys = [self._key(claim.record) for claim in released]
             await self._commands.run_script(RELEASE, keys, *args)
 
     async def note_alone(self, record: str, *, begins: bool) -> bool:

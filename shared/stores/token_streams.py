@@ -106,19 +106,19 @@ class TokenStreams:
         """
         keys = [
             key
-            for one in written
+            for write in written
             for key in (
-                f"{self._prefix}record:{one.record}",
-                self._key(one.record, one.item),
+                f"{self._prefix}record:{write.record}",
+                self._key(write.record, write.item),
             )
         ]
         args: list[str | bytes | float] = [KEPT_S]
-        for one in written:
-            chunk = one.chunk
+        for write in written:
+            chunk = write.chunk
             prompt = "0 0"
             if isinstance(chunk, TokenChunk):
                 prompt = f"{chunk.input_tokens} {chunk.cached_tokens}"
-            args += [one.attempt, chunk.first, chunk.end, encode_chunk(chunk), prompt]
+            args += [write.attempt, chunk.first, chunk.end, encode_chunk(chunk), prompt]
         with contextlib.suppress(Unavailable):
             ends = await self._commands.run_script(_APPEND, keys, *args)
             return [None if end < 0 else end for end in ends]
@@ -166,7 +166,7 @@ class TokenStreams:
         reply = await self._commands.run_script(
             _DELIVERED, [f"{self._prefix}record:{record}"], *items
         )
-        return [_delivered(read, prompt) for read, prompt in reply]
+        return [_parse_delivery(read, prompt) for read, prompt in reply]
 
     async def mark_read(self, record: str) -> None:
         """Marks a stream as read for READER_S."""
@@ -180,7 +180,7 @@ class TokenStreams:
         return f"{self._prefix}reader:{record}"
 
 
-def _delivered(read: int, prompt: bytes) -> Delivered | None:
+def _parse_delivery(read: int, prompt: bytes) -> Delivered | None:
     """Returns None if nothing was read. The pieces of a custom model do not have a prompt."""
     if not read:
         return None
@@ -285,7 +285,11 @@ class TokenReader:
     async def _read_all(self) -> None:
         while self._readers:
             began_s = time.monotonic()
-            due = [one for one in self._readers if not one.tokens and one.pace.is_due(began_s)]
+            due = [
+                reader
+                for reader in self._readers
+                if not reader.tokens and reader.pace.is_due(began_s)
+            ]
             for first in range(0, len(due), MAX_IN_A_ROUND_TRIP):
                 await self._read(due[first : first + MAX_IN_A_ROUND_TRIP])
             await asyncio.sleep(max(0.0, began_s + READ_EVERY_S - time.monotonic()))
@@ -293,7 +297,9 @@ class TokenReader:
     async def _read(self, due: list[_Reader]) -> None:
         try:
             await self._mark({reader.record for reader in due})
-            read = await self._streams.read([(one.record, one.item, one.end) for one in due])
+            read = await self._streams.read(
+                [(reader.record, reader.item, reader.end) for reader in due]
+            )
         except Unavailable as error:
             log.debug("tokens could not be read", extra={"reason": error.message})
             return
@@ -308,9 +314,13 @@ class TokenReader:
     async def _mark(self, records: set[str]) -> None:
         """Marks the records as being read, at intervals."""
         now_s = time.monotonic()
-        due = [one for one in records if now_s - self._marked_s.get(one, 0.0) > READER_S / 3]
+        due = [
+            record for record in records if now_s - self._marked_s.get(record, 0.0) > READER_S / 3
+        ]
         await asyncio.gather(*map(self._streams.mark_read, due))  # in one round trip
         self._marked_s |= dict.fromkeys(due, now_s)
         if len(self._marked_s) > 2 * len(self._readers) + MAX_IN_A_ROUND_TRIP:
             current = {reader.record for reader in self._readers}
-            self._marked_s = {one: at for one, at in self._marked_s.items() if one in current}
+            self._marked_s = {
+                record: at for record, at in self._marked_s.items() if record in current
+            }

@@ -92,8 +92,8 @@ class WithdrawalStore(RedisStore):
         try:
             for name, value in fields.items():
                 if name.startswith(_WITHDRAWN):
-                    one = msgspec.json.decode(value, type=Withdrawal)
-                    withdrawn[name.removeprefix(_WITHDRAWN).decode()] = one
+                    withdrawal = msgspec.json.decode(value, type=Withdrawal)
+                    withdrawn[name.removeprefix(_WITHDRAWN).decode()] = withdrawal
                 else:
                     purges[name.removeprefix(_PURGES).decode()] = int(value)
         except (msgspec.MsgspecError, ValueError) as error:

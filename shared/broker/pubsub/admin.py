@@ -127,15 +127,15 @@ class PubSubAdmin:
         Settings that a subscription does not report have their default values.
         """
         return {
-            one.name.rpartition("/")[2]: SubscriptionSettings(
-                one.topic.rpartition("/")[2],
-                filter=one.filter,
-                ack_deadline_s=one.ack_deadline_seconds,
-                retention_s=one.message_retention_duration.seconds,
-                dead_letter_topic_id=one.dead_letter_policy.dead_letter_topic.rpartition("/")[2],
-                push_endpoint=one.push_config.push_endpoint,
+            proto.name.rpartition("/")[2]: SubscriptionSettings(
+                proto.topic.rpartition("/")[2],
+                filter=proto.filter,
+                ack_deadline_s=proto.ack_deadline_seconds,
+                retention_s=proto.message_retention_duration.seconds,
+                dead_letter_topic_id=proto.dead_letter_policy.dead_letter_topic.rpartition("/")[2],
+                push_endpoint=proto.push_config.push_endpoint,
             )
-            for one in await self._list("Subscriber", "Subscriptions", "subscriptions")
+            for proto in await self._list("Subscriber", "Subscriptions", "subscriptions")
         }
 
     async def _create(self, path: str, response: Any, request: RawMessage) -> bool:

@@ -206,11 +206,11 @@ class _TopicQueue:
             if batch:
                 task = asyncio.create_task(self._send(batch))
                 self.tasks.add(task)
-                task.add_done_callback(self._returned)
+                task.add_done_callback(self._finish_task)
         if not self.tasks:
             self._on_empty(self)
 
-    def _returned(self, task: asyncio.Task[None]) -> None:
+    def _finish_task(self, task: asyncio.Task[None]) -> None:
         self.tasks.discard(task)
         self._flush()
 
