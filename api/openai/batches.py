@@ -156,7 +156,7 @@ class BatchesPage(msgspec.Struct):
 def shown_batch(state: BatchState) -> BatchObject:
     """Returns the response body for a batch."""
     created, plan, counts = state.created, state.plan, state.counts or Counts()
-    shown = BatchObject(
+    batch = BatchObject(
         id=created.id,
         endpoint=created.endpoint,
         input_file_id=created.input_file_id,
@@ -169,13 +169,13 @@ def shown_batch(state: BatchState) -> BatchObject:
         cancelling_at=_second(state.cancelling_at_s),
     )
     if state.ended is not None:
-        return _with_end(shown, state.ended)
+        return _with_end(batch, state.ended)
     if plan is not None:
-        shown.request_counts.total = plan.total
-        shown.model, shown.in_progress_at = plan.model, _second(plan.in_progress_at_s)
+        batch.request_counts.total = plan.total
+        batch.model, batch.in_progress_at = plan.model, _second(plan.in_progress_at_s)
     if state.finalizing is not None:
-        shown.finalizing_at = _second(state.finalizing.at_s)
-    return shown
+        batch.finalizing_at = _second(state.finalizing.at_s)
+    return batch
 
 
 def _usage(counts: Counts) -> BatchUsage | None:
@@ -193,7 +193,9 @@ def _usage(counts: Counts) -> BatchUsage | None:
 
 def _with_end(shown: BatchObject, ended: BatchEnded) -> BatchObject:
     shown.request_counts.total = ended.total
-    errors = [BatchErrorItem(one.code, one.message, one.line, one.param) for one in ended.errors]
+    errors = [
+        BatchErrorItem(error.code, error.message, error.line, error.param) for error in ended.errors
+    ]
     return msgspec.structs.replace(
         shown,
         model=ended.plan_model or None,
@@ -233,7 +235,7 @@ async def create_batch(call: Call, settings: ApiSettings, batches: Batches) -> R
         except WebhookUrlForbidden as error:
             raise BadInput(f"webhook: {error.message}", field="webhook") from error
     keep = body.output_expires_after
-    asked = NewBatch(
+    new_batch = NewBatch(
         endpoint=body.endpoint,
         input_file_id=body.input_file_id,
         metadata=body.metadata,
@@ -241,7 +243,7 @@ async def create_batch(call: Call, settings: ApiSettings, batches: Batches) -> R
         webhook=body.webhook or "",
         base_url=call.base_url,
     )
-    return encode_json(shown_batch(await batches.create(call.caller, asked)))
+    return encode_json(shown_batch(await batches.create(call.caller, new_batch)))
 
 
 @router.get("/v1/batches", summary="List batches", reply=BatchesPage, errors=(400,))

@@ -375,14 +375,14 @@ class _NewAnswer(Generic[B]):
 
     def request(self, recording: Recording) -> InferenceRequest:
         """Returns the request for a prediction that stores the answer."""
-        shown, path = dumped(self._body), self._endpoint.path
+        request_fields, path = dumped(self._body), self._endpoint.path
         read = Inputs(
             self._inputs,
-            shown,
+            request_fields,
             is_list=len(self._inputs) > 1,
             is_repeatable=self._is_repeatable,
         )
-        digest = digest_of(json.dumps([self._model.name, path, shown], sort_keys=True))
+        digest = digest_of(json.dumps([self._model.name, path, request_fields], sort_keys=True))
         return recording.request(self._call, self._model, read, digest=digest, endpoint=path)
 
     async def stream(

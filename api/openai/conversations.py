@@ -73,9 +73,9 @@ class CallerConversations:
 
         def change(conversation: Conversation) -> None:
             conversation.entries = [
-                one
+                new_entry
                 for entry in conversation.entries
-                for one in outputs.get(entry.prediction, [entry])
+                for new_entry in outputs.get(entry.prediction, [entry])
             ]
 
         return await self.change(conversation_id, change)
@@ -258,7 +258,7 @@ async def read_item(
     conversations: CallerConversations, conversation_id: str, item_id: str
 ) -> Response:
     conversation = await conversations.read(conversation_id)
-    item = next((one for one in conversation.items if one["id"] == item_id), None)
+    item = next((item for item in conversation.items if item["id"] == item_id), None)
     if item is None:
         raise _no_item(item_id)
     return encode_json(item)
@@ -277,10 +277,10 @@ async def delete_item(
     await conversations.read(conversation_id)
 
     def change(conversation: Conversation) -> None:
-        left = [entry for entry in conversation.entries if entry.item.get("id") != item_id]
-        if len(left) == len(conversation.entries):
+        remaining = [entry for entry in conversation.entries if entry.item.get("id") != item_id]
+        if len(remaining) == len(conversation.entries):
             raise _no_item(item_id)
-        conversation.entries = left
+        conversation.entries = remaining
 
     return _reply(await conversations.change(conversation_id, change))
 

@@ -138,10 +138,14 @@ def _closed(parameters: dict[str, Any] | None) -> dict[str, Any]:
     if "properties" in schema:
         schema.setdefault("type", "object")
     schemas = list(_schemas_in(schema))
-    if not any(_is_mixed(one, is_branch=is_branch) for one, is_branch in schemas):
-        for one, is_branch in schemas:
-            if "properties" in one and not is_branch and not one.keys() & (_OPEN | _BRANCHES):
-                one["additionalProperties"] = False
+    if not any(_is_mixed(subschema, is_branch=is_branch) for subschema, is_branch in schemas):
+        for subschema, is_branch in schemas:
+            if (
+                "properties" in subschema
+                and not is_branch
+                and not subschema.keys() & (_OPEN | _BRANCHES)
+            ):
+                subschema["additionalProperties"] = False
     return schema
 
 
@@ -155,18 +159,18 @@ def _schemas_in(schema: Any) -> Iterator[tuple[dict[str, Any], bool]]:
     """Yields all schemas in a schema, and whether each is a branch of one with properties."""
     waiting = [(schema, False)]
     while waiting:
-        one, is_branch = waiting.pop()
-        if not isinstance(one, dict):
+        subschema, is_branch = waiting.pop()
+        if not isinstance(subschema, dict):
             continue
-        yield one, is_branch
+        yield subschema, is_branch
         for keyword in _BY_NAME:
-            if isinstance(named := one.get(keyword), dict):
+            if isinstance(named := subschema.get(keyword), dict):
                 waiting += [(part, False) for part in named.values()]
         for keyword in _JOINED:
-            if isinstance(joined := one.get(keyword), list):
-                waiting += [(part, is_branch or "properties" in one) for part in joined]
+            if isinstance(joined := subschema.get(keyword), list):
+                waiting += [(part, is_branch or "properties" in subschema) for part in joined]
         for keyword in _OF_PARTS:
-            parts = one.get(keyword)
+            parts = subschema.get(keyword)
             waiting += [(part, False) for part in (parts if isinstance(parts, list) else [parts])]
 
 
@@ -266,7 +270,7 @@ def begun_call(text: str) -> BegunCall | None:
     The arguments of a longer text begin with the arguments of a shorter one.
     """
     start = _WHOLE_CALL.match(text)
-    return _begun_at(text, start.end()) if start else None
+    return _parse_begun_call(text, start.end()) if start else None
 
 
 def first_call(begun: BegunCall, id_seed: str) -> CalledTool:
@@ -275,7 +279,7 @@ def first_call(begun: BegunCall, id_seed: str) -> CalledTool:
     return CalledTool(_id_of(f"{id_seed}:0"), function)
 
 
-def _begun_at(text: str, at: int) -> BegunCall | None:
+def _parse_begun_call(text: str, at: int) -> BegunCall | None:
     call = _CUT_CALL.match(text, at)
     if call is None:
         return None
@@ -302,10 +306,10 @@ def _find_within(text: str, names: Collection[str]) -> list[tuple[int, _Found]]:
     for sign in _SIGN.finditer(text):
         if sign.start() < end:
             continue
-        one = _calls_at(text, sign.end(), names)
-        if one is not None:
-            calls.append((sign.start(), one))
-            end = one.end
+        group = _calls_at(text, sign.end(), names)
+        if group is not None:
+            calls.append((sign.start(), group))
+            end = group.end
     return calls
 
 
@@ -320,11 +324,11 @@ def _calls_at(text: str, at: int, names: Collection[str]) -> _Found | None:
     except (ValueError, RecursionError):
         return None
     listed = value if isinstance(value, list) else [value]
-    if not listed or not all(_is_call(one, names) for one in listed):
+    if not listed or not all(_is_call(element, names) for element in listed):
         return None
     closing = _CLOSING.match(text, end)
-    calls = [_call_of(one) for one in listed]
-    begun = _begun_at(text, at)
+    calls = [_call_of(element) for element in listed]
+    begun = _parse_begun_call(text, at)
     if begun is not None and begun.arguments and begun.name == calls[0].function.name:
         calls[0].function.arguments = begun.arguments  # exactly as in a stream
     return _Found(calls, closing.end() if closing else end)
@@ -442,25 +446,25 @@ def inputs_of(body: TextBody, model: Model, default_seed: int) -> list[Generatio
         for prompt in prompts
         for number in range(body.n or 1)
     ]
-    for one in inputs:
-        one.check_length(model.generation.context_tokens)
+    for generation_input in inputs:
+        generation_input.check_length(model.generation.context_tokens)
     return inputs
 
 
 def _first_of(body: TextBody, model: Model) -> GenerationInput:
     limits = model.generation
-    asked = body.max_tokens
+    tokens = body.max_tokens
     if isinstance(body, ChatBody):
-        asked = asked or body.max_completion_tokens
-    if asked is not None and asked > limits.longest_tokens:
+        tokens = tokens or body.max_completion_tokens
+    if tokens is not None and tokens > limits.longest_tokens:
         raise BadInput(
-            f"max_tokens: must be at most {limits.longest_tokens} for {model.name}, got {asked}",
+            f"max_tokens: must be at most {limits.longest_tokens} for {model.name}, got {tokens}",
             field="max_tokens",
         )
     prompt = GenerationInput(
-        max_tokens=asked or limits.default_tokens,
+        max_tokens=tokens or limits.default_tokens,
         seed=0,
-        ends_with_context=asked is None,
+        ends_with_context=tokens is None,
         temperature=1.0 if body.temperature is None else body.temperature,
         top_p=1.0 if body.top_p is None else body.top_p,
         top_k=body.top_k or 0,
@@ -557,12 +561,12 @@ def chat_logprobs(tokens: Sequence[TokenLogprob]) -> ChatLogprobs:
     return ChatLogprobs(
         [
             ShownTokenLogprob(
-                one.token,
-                one.logprob,
-                list(one.data),
-                [ShownLogprob(top.token, top.logprob, list(top.data)) for top in one.top],
+                token.token,
+                token.logprob,
+                list(token.data),
+                [ShownLogprob(top.token, top.logprob, list(top.data)) for top in token.top],
             )
-            for one in tokens
+            for token in tokens
         ]
     )
 
@@ -614,11 +618,13 @@ def completion_logprobs(tokens: Sequence[TokenLogprob], offset: int) -> Completi
     as bytes, as is a token with the same text as another.
     """
     reader = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    ends = itertools.accumulate((len(reader.decode(one.data)) for one in tokens), initial=offset)
+    ends = itertools.accumulate(
+        (len(reader.decode(token.data)) for token in tokens), initial=offset
+    )
     return CompletionLogprobs(
-        [_shown(one) for one in tokens],
-        [one.logprob for one in tokens],
-        [_alternatives(one) for one in tokens],
+        [_shown(token) for token in tokens],
+        [token.logprob for token in tokens],
+        [_alternatives(token) for token in tokens],
         list(ends)[:-1],
     )
 
@@ -626,14 +632,14 @@ def completion_logprobs(tokens: Sequence[TokenLogprob], offset: int) -> Completi
 def _alternatives(token: TokenLogprob) -> dict[str, float] | None:
     logprobs = {_shown(token): token.logprob}
     is_left_out = True  # the token itself, which may or may not be among the most likely
-    for one in token.top:
-        if is_left_out and (one.data, one.logprob) == (token.data, token.logprob):
+    for alternative in token.top:
+        if is_left_out and (alternative.data, alternative.logprob) == (token.data, token.logprob):
             is_left_out = False
             continue
-        name = _shown(one)
+        name = _shown(alternative)
         while name in logprobs:
-            name = _by_bytes(one.data) if name == one.token else f"{name} "
-        logprobs[name] = one.logprob
+            name = _by_bytes(alternative.data) if name == alternative.token else f"{name} "
+        logprobs[name] = alternative.logprob
     return dict(sorted(logprobs.items(), key=lambda named: -named[1]))
 
 
@@ -645,4 +651,4 @@ def _shown(token: TokenLogprob) -> str:
 
 
 def _by_bytes(data: bytes) -> str:
-    return "bytes:" + "".join(f"\\x{one:02x}" for one in data)
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)

@@ -87,13 +87,13 @@ class ImagePosition(NamedTuple):
         if not last_id:
             return cls("", 0, (0,) * count)
         match = _EVENT_ID.fullmatch(last_id)
-        shown = tuple(int(part) for part in match[3].split(".")) if match else ()
-        if match is None or len(shown) != count:
+        preview_counts = tuple(int(part) for part in match[3].split(".")) if match else ()
+        if match is None or len(preview_counts) != count:
             raise BadInput(
                 f"Last-Event-ID: {last_id[:40]!r} is not an event ID of this stream",
                 field="last-event-id",
             )
-        return cls(match[1], int(match[2]), shown)
+        return cls(match[1], int(match[2]), preview_counts)
 
     def to_id(self) -> str:
         """Returns the ID of an event after which a reader has this position."""
@@ -101,9 +101,9 @@ class ImagePosition(NamedTuple):
 
     def showing(self, preview: Preview) -> Self:
         """Returns the position after a preview was shown."""
-        shown = [*self.shown]
-        shown[preview.index] += 1
-        return self._replace(shown=tuple(shown))
+        preview_counts = [*self.shown]
+        preview_counts[preview.index] += 1
+        return self._replace(shown=tuple(preview_counts))
 
 
 class ImageStream:

@@ -135,14 +135,14 @@ class ImageBody(ImageFields):
         cls, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
         """Returns the schema, in which extensions of OpenAI's API are marked."""
-        shown = handler(schema)
-        fields = handler.resolve_ref_schema(shown)["properties"]
+        json_schema = handler(schema)
+        fields = handler.resolve_ref_schema(json_schema)["properties"]
         for name in ImageFields.model_fields.keys() & fields.keys() - {"prompt"}:
             said = fields[name].get("description", "")
             fields[name]["description"] = (
                 f"Extension: {said[0].lower()}{said[1:]}" if said else "Extension."
             )
-        return shown
+        return json_schema
 
     @model_validator(mode="after")
     def _is_streamed_as_base64(self) -> ImageBody:
@@ -449,18 +449,18 @@ class ImageAnswer:
         body, model, path = self.body, self.model, self.call.route
         elsewhere: dict[str, Any] = dict.fromkeys(("images", "mask", *GUIDE_IMAGES), True)
         elsewhere[MORE_CONTROLS] = {"__all__": {CONTROL_IMAGE}}
-        shown = body.model_dump(mode="json", exclude_unset=True, exclude=elsewhere)
-        asked: list[object] = [path, model.name, shown]
+        fields = body.model_dump(mode="json", exclude_unset=True, exclude=elsewhere)
+        digest_parts: list[object] = [path, model.name, fields]
         if inputs[0].sources:
             sources = [await self.source_images.stored(source) for source in inputs[0].sources]
             inputs = [image.with_sources(sources) for image in inputs]
-            asked += [
+            digest_parts += [
                 source.object_key or hashlib.sha256(source.data or b"").hexdigest()
                 for source in sources
             ]
-        read = Inputs(inputs, shown, True, is_repeatable, body.output_format, body.upscale)
+        read = Inputs(inputs, fields, True, is_repeatable, body.output_format, body.upscale)
         model, read = plan_images(read, model, self.catalog)
-        digest = digest_of(json.dumps(asked, sort_keys=True))
+        digest = digest_of(json.dumps(digest_parts, sort_keys=True))
         return self.recording.request(self.call, model, read, digest=digest, endpoint=path)
 
 

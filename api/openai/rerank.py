@@ -100,7 +100,9 @@ class RerankBody(Body):
     user: Option | None = None
 
     def texts(self) -> list[str]:
-        return [one if isinstance(one, str) else one.text for one in self.documents]
+        return [
+            document if isinstance(document, str) else document.text for document in self.documents
+        ]
 
 
 class RerankResult(msgspec.Struct, omit_defaults=True):
@@ -214,8 +216,8 @@ def _reply(
     best = [RerankResult(index, scores[index]) for index in order]
     if body.return_documents:
         texts = body.texts()
-        for one in best:
-            one.document = {"text": texts[one.index]}
+        for ranked in best:
+            ranked.document = {"text": texts[ranked.index]}
     counted = RerankTokens(tokens)
     meta = RerankMeta(RerankVersion(version), billed_units=counted, tokens=counted)
     usage = Usage(tokens, tokens)

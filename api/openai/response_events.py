@@ -179,17 +179,17 @@ class ResponseEvents:
         at: tuple[int, int],
     ) -> bytes | None:
         """Returns the event for new text. Text that may start a tool call is held back."""
-        shown, now = self._shown(before), self._shown(before + text)
-        if now == shown:
+        visible_before, now = self._shown(before), self._shown(before + text)
+        if now == visible_before:
             return None
         encoded = self._logprobs(logprobs)
         tokens, ended = at
         number = self._first_end + ended - 1 if ended else _PART + tokens
-        begin = [] if shown else self._begin(_ITEM, _PART)
-        return self._joined(*begin, self._delta(number, now[len(shown) :], encoded))
+        begin = [] if visible_before else self._begin(_ITEM, _PART)
+        return self._joined(*begin, self._delta(number, now[len(visible_before) :], encoded))
 
     def _logprobs(self, tokens: Sequence[TokenLogprob]) -> list[LogprobOfText]:
-        return [_shown_logprob(one) for one in tokens] if self._body.has_logprobs else []
+        return [_format_logprob(token) for token in tokens] if self._body.has_logprobs else []
 
     def _shown(self, text: str) -> str:
         return shown_of(text) if self._has_tools else text
@@ -213,10 +213,10 @@ class ResponseEvents:
     def ending(self, index: int, result: GenerationResult) -> list[bytes]:
         """Returns the text held back and the ends of items, numbered from the previous piece."""
         events: list[tuple[str, dict[str, Any]]] = []
-        shown = self._shown(result.text)
+        visible_text = self._shown(result.text)
         for at, item in enumerate(self._output(result)):
             if isinstance(item, OutputMessage):
-                events += self._message_end(item, shown)
+                events += self._message_end(item, visible_text)
             else:
                 events += _call_events(item, at)
         first = self._first_end + 1
@@ -270,7 +270,7 @@ class ResponseEvents:
         return b"".join(events) or None
 
 
-def _shown_logprob(one: TokenLogprob) -> LogprobOfText:
+def _format_logprob(one: TokenLogprob) -> LogprobOfText:
     tops = [LogprobOfText(top.token, top.logprob, list(top.data)) for top in one.top]
     return LogprobOfText(one.token, one.logprob, list(one.data), tops)
 

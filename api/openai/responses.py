@@ -95,8 +95,8 @@ async def create_response(
     Responses can be read again and continued unless `store` is false.
     """
     preceding = PrecedingItems(call, catalog, recording, predictions, conversations)
-    asked = await preceding.complete(await call.read_json(ResponseBody))
-    body = asked.body
+    full_request = await preceding.complete(await call.read_json(ResponseBody))
+    body = full_request.body
     chat = _chat_of(body)
     model = model_of(chat, catalog)
     call.use(model)
@@ -109,7 +109,7 @@ async def create_response(
     seed = call.context.key_seed
     with words_of_responses():
         inputs = inputs_of(chat, model, secrets.randbelow(2**53) if seed is None else seed)
-        new = _NewResponse(call, asked, model, inputs, recording, conversations)
+        new = _NewResponse(call, full_request, model, inputs, recording, conversations)
         if body.stream or body.background:
             return await new.start(catalog, generation_streams)
         repeats = is_repeatable(chat) or seed is not None
@@ -263,16 +263,16 @@ class PrecedingItems:
             InputTooLarge: the conversation is full.
         """
         try:
-            kept = await self._conversations.read_complete(conversation)
+            contents = await self._conversations.read_complete(conversation)
         except NotFound as error:
             raise NotFound(error.message, field="conversation") from error
-        if kept.room <= new:
+        if contents.room <= new:
             raise InputTooLarge(
-                f"conversation: has room for only {kept.room} more items, which is too few for "
+                f"conversation: has room for only {contents.room} more items, which is too few for "
                 "input and output; start a new conversation",
                 field="conversation",
             )
-        return kept.items
+        return contents.items
 
     async def _items_before(self, previous: str) -> list[dict[str, Any]]:
         """Returns the input and output of a previous response."""
@@ -328,19 +328,19 @@ class _NewResponse:
 
     async def start(self, catalog: Catalog, streams: GenerationStreams) -> Response:
         """Creates a prediction. Answers with its state or, if requested, with its events."""
-        call, asked, body = self._call, self._asked, self._asked.body
+        call, full_request, body = self._call, self._asked, self._asked.body
         # Event numbers depend on the maximum number of tokens, so it is stored now.
-        shown = _dumped(body) | {"max_output_tokens": self._inputs[0].max_tokens}
-        new = self._request(shown)
-        if not body.is_kept and not asked.conversation:
+        fields = _dumped(body) | {"max_output_tokens": self._inputs[0].max_tokens}
+        new = self._request(fields)
+        if not body.is_kept and not full_request.conversation:
             new = replace(new, record=replace(new.new_record, keep_s=UNSTORED_KEEP_S))
         with ExitStack() as held:
             if body.stream:
                 held.enter_context(streams.room.reserve(call.tenant))
             async with self._recording.create(call, new, waits=False) as creation:
-                if creation.is_new and asked.conversation:
+                if creation.is_new and full_request.conversation:
                     prediction = new.new_record.prediction.id
-                    await self._append(as_stored(asked.own), prediction=prediction)
+                    await self._append(as_stored(full_request.own), prediction=prediction)
             if body.stream:
                 events = _EventAnswer(call, creation.snapshot, catalog, streams)
                 if body.background:
@@ -358,13 +358,13 @@ class _NewResponse:
         returned, marked as not stored, unless the request explicitly asks to store it and has no
         conversation.
         """
-        asked, body = self._asked, self._asked.body
+        full_request, body = self._asked, self._asked.body
         prediction = self._request(_dumped(body)).new_record.prediction
         response_id = answer_id(RESPONSE_PREFIX, prediction.id)
         events = ResponseEvents(body, response_id, prediction.created_at_s, self._model)
         reply = events.whole(outcomes, time.time())
-        if asked.conversation:
-            await self._append([*as_stored(asked.own), *msgspec.to_builtins(reply.output)])
+        if full_request.conversation:
+            await self._append([*as_stored(full_request.own), *msgspec.to_builtins(reply.output)])
         if not body.is_kept:
             return reply
         try:
@@ -372,7 +372,7 @@ class _NewResponse:
             await predictions.keep(prediction, outcomes, keep_s)
         except PenstockError as error:
             has_no_room = isinstance(error, Overloaded | Unavailable)
-            if not asked.conversation and (body.store or not has_no_room):
+            if not full_request.conversation and (body.store or not has_no_room):
                 raise
             reply.store = False
         return reply

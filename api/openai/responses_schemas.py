@@ -513,8 +513,8 @@ class ResponseBody(Body):
     @property
     def has_logprobs(self) -> bool:
         """Returns whether the answer has log probabilities."""
-        asked = "message.output_text.logprobs" in (self.include or ())
-        return asked or self.top_logprobs is not None
+        includes_logprobs = "message.output_text.logprobs" in (self.include or ())
+        return includes_logprobs or self.top_logprobs is not None
 
     @property
     def items(self) -> list[StoredItem]:
@@ -533,8 +533,8 @@ class ResponseBody(Body):
         """Returns a copy with references replaced by the items."""
         fields = self.model_dump(mode="json", exclude_unset=True, by_alias=True)
         fields["input"] = [
-            referenced[item.id] if isinstance(item, ItemReference) else shown
-            for item, shown in zip(self.input, fields["input"], strict=True)
+            referenced[item.id] if isinstance(item, ItemReference) else item_fields
+            for item, item_fields in zip(self.input, fields["input"], strict=True)
         ]
         return ResponseBody.model_validate(fields)
 

@@ -111,7 +111,7 @@ class SpeechEvents(StreamShape):
         at: tuple[int, int],
     ) -> bytes | None:
         """Returns the events for the parts in `text`, which has one line of JSON per part."""
-        files = [file for one in read_elements(text) for file in one.files]
+        files = [file for element in read_elements(text) for file in element.files]
         return b"".join(
             _delta(file.uri.partition(",")[2])
             if file.uri
@@ -158,10 +158,10 @@ class SpeechRoute(StreamedRoute):
 
     async def asks_for_stream(self, request: Request) -> bool:
         try:
-            asked = _asked_decoder.decode(strip_mark(await request.body()))
+            body = _asked_decoder.decode(strip_mark(await request.body()))
         except (msgspec.MsgspecError, UnicodeError, RecursionError):
             return False
-        return asked.stream_format == "sse"
+        return body.stream_format == "sse"
 
 
 router = Router(scope="audio", route_class=SpeechRoute)
@@ -198,16 +198,16 @@ async def create_speech(
         raise BadInput(f"stream_format: {reason}", field="stream_format")
     if is_streamed and "stream" in known.properties:
         values["stream"] = True
-    one, _ = input_of_fields(values, model, {})
-    one.is_streamed = is_streamed
+    speech_input, _ = input_of_fields(values, model, {})
+    speech_input.is_streamed = is_streamed
     names = FieldNames(model, "input", "characters", {"stream": "stream_format"})
     with names.used():
         if is_streamed:
             inference.check_room(call, model, 1)
             stream = _SpeechStream(call, names, recording, generation_streams, objects)
-            return await stream.answer(body, one)
+            return await stream.answer(body, speech_input)
         async with inference.compute(
-            call, model, [one], is_repeatable=model.deterministic
+            call, model, [speech_input], is_repeatable=model.deterministic
         ) as response:
             data = await _sound_of(response.outcomes, objects)
     file_format = body.response_format or known.properties.get("response_format", {}).get(
@@ -221,7 +221,7 @@ async def _sound_of(outcomes: Sequence[ItemOutcome], objects: ObjectStore) -> by
     (outcome,) = outcomes
     if outcome.result is None or not outcome.result.blobs:
         raise ModelFailed("the model did not return an audio file")
-    return b"".join([await read_blob(objects, one, "sound") for one in outcome.result.blobs])
+    return b"".join([await read_blob(objects, blob, "sound") for blob in outcome.result.blobs])
 
 
 class _SpeechStream:
@@ -281,7 +281,7 @@ class _SpeechStream:
     def _request(self, body: SpeechBody, one: CustomInput) -> InferenceRequest:
         """Returns the request for the prediction described by a body."""
         model = self._names.model
-        shown = body.model_dump(mode="json", exclude_unset=True)
-        read = Inputs([one], shown, is_list=False, is_repeatable=model.deterministic)
+        fields = body.model_dump(mode="json", exclude_unset=True)
+        read = Inputs([one], fields, is_list=False, is_repeatable=model.deterministic)
         digest = digest_of(json.dumps([model.name, SPEECH, repr(one.cache_form())]))
         return self._recording.request(self._call, model, read, digest=digest, endpoint=SPEECH)

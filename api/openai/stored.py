@@ -135,12 +135,12 @@ def _no_item(name: str) -> NotFound:
 
 def shown_items(items: Sequence[dict[str, Any]], digits: str) -> list[dict[str, Any]]:
     """Returns items in the format of item lists. Items without an ID get one."""
-    return [_shown_item(item, f"{digits}_in{number}") for number, item in enumerate(items)]
+    return [_format_item(item, f"{digits}_in{number}") for number, item in enumerate(items)]
 
 
-def _shown_item(item: dict[str, Any], suffix: str) -> dict[str, Any]:
+def _format_item(item: dict[str, Any], suffix: str) -> dict[str, Any]:
     kind = item.get("type") or "message"
-    shown = {
+    base_fields = {
         "id": item.get("id") or f"{_PREFIXES.get(kind, 'msg')}_{suffix}",
         "type": kind,
         "status": item.get("status") or "completed",
@@ -150,7 +150,7 @@ def _shown_item(item: dict[str, Any], suffix: str) -> dict[str, Any]:
         rest["content"] = _parts(item["content"], is_said=item["role"] == "assistant")
     if kind == "reasoning":
         rest.setdefault("summary", [])
-    return rest | shown
+    return rest | base_fields
 
 
 def _parts(content: Any, *, is_said: bool) -> list[dict[str, Any]]:

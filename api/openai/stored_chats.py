@@ -76,19 +76,23 @@ async def list_chats(
         for name, value in call.http.query_params.items()
         if name.startswith("metadata[") and name.endswith("]")
     }
-    served = {one.name for one in call.visible_models(catalog) if model in ("", one.name)}
+    served = {
+        candidate.name
+        for candidate in call.visible_models(catalog)
+        if model in ("", candidate.name)
+    }
     # Reads only one item more than the page has, however many there are.
-    shown: list[dict[str, Any]] = []
+    chats: list[dict[str, Any]] = []
     every = _all(call.tenant, after, predictions, is_ascending=order == "asc")
     async with aclosing(every) as snapshots:
-        async for one in snapshots:
-            has_all = wanted.items() <= (one.prediction.input.get("metadata") or {}).items()
-            is_shown = one.prediction.model in served and has_all and _is_stored(one)
-            if is_shown and recording.is_visible(call, one):
-                shown.append(msgspec.to_builtins(stored_chat(call, one, catalog)))
-            if len(shown) > limit:
+        async for snapshot in snapshots:
+            has_all = wanted.items() <= (snapshot.prediction.input.get("metadata") or {}).items()
+            is_shown = snapshot.prediction.model in served and has_all and _is_stored(snapshot)
+            if is_shown and recording.is_visible(call, snapshot):
+                chats.append(msgspec.to_builtins(stored_chat(call, snapshot, catalog)))
+            if len(chats) > limit:
                 break
-    return encode_json(first_page_of(shown, limit))
+    return encode_json(first_page_of(chats, limit))
 
 
 async def _all(
@@ -106,8 +110,8 @@ async def _all(
     every = predictions.all(tenant, after=record, is_ascending=is_ascending)
     async with aclosing(every) as snapshots:
         try:
-            async for one in snapshots:
-                yield one
+            async for snapshot in snapshots:
+                yield snapshot
         except NotFound:
             raise no_such_item() from None
 

@@ -210,7 +210,7 @@ async def get_usage(call: Call, usage: UsageService) -> Response:
     now = datetime.fromtimestamp(now_s, UTC)
     day = now.replace(hour=0, minute=0, second=0, microsecond=0)
     today_s, month_s = int(day.timestamp()), int(day.replace(day=1).timestamp())
-    asked = read_range(call.http.query_params, now_s)
+    time_range = read_range(call.http.query_params, now_s)
     # The end of the day, so that the same query is sent all day.
     month = UsageQuery(month_s, today_s + DAY_S, DAY_S, tenants=(call.tenant,), by_model=True)
     of_month = await usage.read(month, call.tenant)
@@ -222,7 +222,7 @@ async def get_usage(call: Call, usage: UsageService) -> Response:
             today_s, month.end_s, [line for line in of_month.lines if line.bucket == of_today]
         ),
         month=_span(month_s, month.end_s, of_month.lines),
-        range=None if asked is None else await _range(call, *asked, usage),
+        range=None if time_range is None else await _range(call, *time_range, usage),
         budget_usd_per_month=call.caller.plan.budget_usd_per_month,
     )
     return _encode_with_age(reply, of_month)
