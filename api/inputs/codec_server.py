@@ -187,10 +187,10 @@ def run_command(
     try:
         if isinstance(command, PrepareSource):
             source, file_size = _prepared(data, command, reserve)
-            png = _saved(source, "png", compress_level=1)
+            png = _save(source, "png", compress_level=1)
             return SourcePrepared(*source.size, file_size), png
         if isinstance(command, PrepareMask):
-            return MaskPrepared(), _saved(_mask(data, command, reserve), "png")
+            return MaskPrepared(), _save(_mask(data, command, reserve), "png")
         if isinstance(command, CompareImages):
             return ImagesCompared(_psnr_db(data, command.first_bytes, reserve)), b""
         with _opened(data, ("PNG", "WEBP")) as image:
@@ -199,7 +199,7 @@ def run_command(
             if command.size is not None:
                 drawn = drawn.resize(command.size, Image.Resampling.BICUBIC)
             options = {} if command.output_format == "png" else {"quality": command.quality}
-            return ImageEncoded(), _saved(drawn, command.output_format, **options)
+            return ImageEncoded(), _save(drawn, command.output_format, **options)
     except (_TooLargeError, MemoryError) as error:
         reason = str(error) or "the image takes more memory to decode than is available"
         return CodecError("input_too_large", reason, getattr(error, "field", None)), b""
@@ -244,13 +244,15 @@ def _why_not(data: bytes) -> str:
 def _psnr_db(data: bytes, first_bytes: int, reserve: Callable[[int], None]) -> float:
     """Returns the PSNR of two PNGs in dB, 10 log10(255^2 / MSE) as in ITU-T J.340."""
     with (
-        _opened(data[:first_bytes], ("PNG",)) as one,
+        _opened(data[:first_bytes], ("PNG",)) as first,
         _opened(data[first_bytes:], ("PNG",)) as other,
     ):
-        reserve(_cost_bytes(one, one.size) + _cost_bytes(other, other.size))
-        if one.size != other.size:
+        reserve(_cost_bytes(first, first.size) + _cost_bytes(other, other.size))
+        if first.size != other.size:
             return 0.0
-        difference = ImageStat.Stat(ImageChops.difference(one.convert("RGB"), other.convert("RGB")))
+        difference = ImageStat.Stat(
+            ImageChops.difference(first.convert("RGB"), other.convert("RGB"))
+        )
     error = sum(difference.sum2) / sum(difference.count)
     return EQUAL_DB if error == 0 else min(EQUAL_DB, 10 * math.log10(255**2 / error))
 
@@ -269,21 +271,23 @@ def _prepared(
         target = _inner(command) or size_like(*shape, command.limits)
         if isinstance(image, JpegImageFile):
             target = _target(image, shape, command)
-            width, height = _unturned(target, image)
+            width, height = _swap_if_sideways(target, image)
             # The decoder skips detail that the target does not need.
             image.draft(None, (2 * width, 2 * height))
         # If the image is rotated later, the other side may be the longer one.
-        padded_bytes = max(_padded_bytes(one, command.padding) for one in (target, target[::-1]))
+        padded_bytes = max(
+            _compute_padded_bytes(size, command.padding) for size in (target, target[::-1])
+        )
         reserve(_cost_bytes(image, shape, target) + padded_bytes)
         image.load()
         if image.format == "TIFF":  # Pillow has already rotated it
             shape = image.size
         target = _target(image, shape, command)
         _check_padded(target, command)
-        drawn = _in_srgb(_reduced(image, _unturned(target, image)), image)
+        drawn = _in_srgb(_reduce(image, _swap_if_sideways(target, image)), image)
         turn = _TURNS.get(_orientation(image))
         upright = drawn if turn is None else drawn.transpose(turn)
-        return _with_edges(upright, command.padding), _unturned(shape, image)
+        return _with_edges(upright, command.padding), _swap_if_sideways(shape, image)
 
 
 def _inner(command: PrepareSource | PrepareMask) -> tuple[int, int] | None:
@@ -294,7 +298,7 @@ def _inner(command: PrepareSource | PrepareMask) -> tuple[int, int] | None:
     return command.size[0] - left - right, command.size[1] - above - below
 
 
-def _padded_bytes(size: tuple[int, int], padding: Padding) -> int:
+def _compute_padded_bytes(size: tuple[int, int], padding: Padding) -> int:
     """Returns the memory of an image including its padding."""
     if padding == UNPADDED:
         return 0
@@ -343,7 +347,7 @@ def _mask(data: bytes, command: PrepareMask, reserve: Callable[[int], None]) -> 
             draw.
     """
     inner = _inner(command) or command.size
-    border = _padded_bytes(inner, command.padding)
+    border = _compute_padded_bytes(inner, command.padding)
     if data:
         mask = _mask_in(data, command, inner, lambda cost_bytes: reserve(cost_bytes + border))
     else:
@@ -352,7 +356,7 @@ def _mask(data: bytes, command: PrepareMask, reserve: Callable[[int], None]) -> 
     mask = ImageOps.expand(mask, command.padding, fill=255)
     if mask.getbbox() is None:
         raise _NotDrawnError(f"nothing in it is {command.redraws}, so there is nothing to draw")
-    return _blurred_inwards(mask, command.blur)
+    return _blur_inward(mask, command.blur)
 
 
 def _mask_in(
@@ -366,7 +370,7 @@ def _mask_in(
         _scale_transparent_color(image)
         reserve(_cost_bytes(image, image.size, size) + image.width * image.height)
         image.load()
-        have = _unturned(image.size, image)
+        have = _swap_if_sideways(image.size, image)
         if have != command.file_size:
             raise _NotDrawnError(
                 f"the mask has {have[0]}x{have[1]} pixels and the image has "
@@ -374,7 +378,7 @@ def _mask_in(
             )
         levels = _levels(image, command.redraws)
         # Resize the share of each pixel, so that full pixels stay full.
-        mask = levels.resize(_unturned(size, image), Image.Resampling.BOX)
+        mask = levels.resize(_swap_if_sideways(size, image), Image.Resampling.BOX)
         turn = _TURNS.get(_orientation(image))
         return mask if turn is None else mask.transpose(turn)
 
@@ -402,7 +406,7 @@ def _white(strip: Image.Image) -> Image.Image:
     return _flat(strip).convert("L")
 
 
-def _blurred_inwards(mask: Image.Image, radius: float) -> Image.Image:
+def _blur_inward(mask: Image.Image, radius: float) -> Image.Image:
     """Returns the mask with soft edges. Pixels that were 0 stay 0.
 
     Half of a Gaussian edge lies inside. It is stretched so that a straight edge is 0 at the
@@ -432,11 +436,11 @@ def size_like(width: int, height: int, limits: SourceLimits) -> tuple[int, int]:
         scale = min(scale, 1.0)
     step, most = limits.multiple, limits.largest_pixels
 
-    def fitted(length: int, longest: int) -> int:
+    def fit(length: int, longest: int) -> int:
         return max(step, min(round(length * scale), longest) // step * step)
 
-    fitted_width = fitted(width, most // step)
-    return fitted_width, fitted(height, most // fitted_width)
+    fitted_width = fit(width, most // step)
+    return fitted_width, fit(height, most // fitted_width)
 
 
 def _opened(data: bytes, formats: tuple[str, ...]) -> Image.Image:
@@ -456,18 +460,18 @@ def _without_metadata(data: bytes) -> bytes:
     """
     if not data.startswith(_PNG_SIGNATURE):
         return data
-    kept: list[bytes | memoryview] = [_PNG_SIGNATURE]
+    parts: list[bytes | memoryview] = [_PNG_SIGNATURE]
     at, is_shorter = len(_PNG_SIGNATURE), False
     while at + 12 <= len(data):
         size_bytes, kind = struct.unpack_from(">I4s", data, at)
         end = at + 12 + size_bytes
         is_kept = kind[:1].isupper() or kind in _PNG_CHUNKS
         if is_kept and (kind != b"iCCP" or _is_profile(data[at + 8 : end - 4])):
-            kept.append(memoryview(data)[at:end])
+            parts.append(memoryview(data)[at:end])
         else:
             is_shorter = True
         at = end
-    return b"".join(kept) if is_shorter else data
+    return b"".join(parts) if is_shorter else data
 
 
 def _is_profile(chunk: bytes) -> bool:
@@ -518,11 +522,11 @@ def _orientation(image: Image.Image) -> int:
 
 def _target(image: Image.Image, shape: tuple[int, int], command: PrepareSource) -> tuple[int, int]:
     """Returns the output width and height, in the displayed orientation."""
-    width, height = _unturned(shape, image)
+    width, height = _swap_if_sideways(shape, image)
     return _inner(command) or size_like(width, height, command.limits)
 
 
-def _unturned(size: tuple[int, int], image: Image.Image) -> tuple[int, int]:
+def _swap_if_sideways(size: tuple[int, int], image: Image.Image) -> tuple[int, int]:
     """Converts `size` between the display and file orientations, in both directions."""
     return (size[1], size[0]) if _orientation(image) in _SIDEWAYS else size
 
@@ -545,12 +549,14 @@ def _cost_bytes(
         loading += 8 * shape[0] * shape[1]
     # The orientation may come after the pixels, so both are possible.
     targets = [target, target[::-1]] if target else []
-    resized_bytes = max([_reduced_bytes(image.size, one) for one in targets], default=4 * pixels)
+    resized_bytes = max(
+        [_compute_reduced_bytes(image.size, size) for size in targets], default=4 * pixels
+    )
     return WORKING_BYTES + max(loading, decoded + resized_bytes)
 
 
-def _reduced_bytes(have: tuple[int, int], want: tuple[int, int]) -> int:
-    """Returns the memory of `_reduced`: averaged, resampled in both directions, and rotated."""
+def _compute_reduced_bytes(have: tuple[int, int], want: tuple[int, int]) -> int:
+    """Returns the memory of `_reduce`: averaged, resampled in both directions, and rotated."""
     across, down = _factors(have, want)
     height = math.ceil(have[1] / down)
     return 4 * (math.ceil(have[0] / across) * height + want[0] * height + 2 * want[0] * want[1])
@@ -563,7 +569,7 @@ def _factors(have: tuple[int, int], want: tuple[int, int]) -> tuple[int, int]:
     )
 
 
-def _reduced(image: Image.Image, size: tuple[int, int]) -> Image.Image:
+def _reduce(image: Image.Image, size: tuple[int, int]) -> Image.Image:
     """Returns the image without alpha in `size`: in RGB, or in CMYK if it has a profile.
 
     Works in strips to avoid a second full copy in memory.
@@ -634,7 +640,7 @@ def _with_8_bits(image: Image.Image) -> Image.Image:
     return Image.merge("LA", (gray, alpha))
 
 
-def _saved(image: Image.Image, output_format: str, **options: int) -> bytes:
+def _save(image: Image.Image, output_format: str, **options: int) -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, output_format, **options)
     return buffer.getvalue()
@@ -664,18 +670,18 @@ def _serve_one(connection: socket.socket) -> None:
         if not isinstance(_read(connection)[0], Proceed):
             raise RuntimeError("expected Proceed after HeaderRead; this is a bug")
         if is_of_caller:
-            _bound_memory(cost_bytes)
+            _limit_memory(cost_bytes)
 
     command, data = _read(connection)
     if isinstance(command, Proceed):
         raise RuntimeError("Proceed is only valid after HeaderRead; this is a bug")
     is_of_caller = isinstance(command, PrepareSource | PrepareMask)
-    _bound_memory(ADDRESS_SPACE_BYTES)
+    _limit_memory(ADDRESS_SPACE_BYTES)
     _bound_cpu_time(CPU_LIMIT_S if is_of_caller else RESULT_CPU_LIMIT_S)
     _send(connection, *run_command(command, data, reserve))
 
 
-def _bound_memory(more_bytes: int) -> None:
+def _limit_memory(more_bytes: int) -> None:
     """Limits this process to `more_bytes` of additional address space.
 
     The total is limited to ADDRESS_SPACE_BYTES.

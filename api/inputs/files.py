@@ -137,7 +137,7 @@ class Files:
         else:
             await reservation.cover(size_bytes)
             await self._write(file, data, encoded)
-        await self._objects.put(_listed_key(file), b"", "application/json")
+        await self._objects.put(_build_listing_key(file), b"", "application/json")
         return file
 
     def receiving(
@@ -161,8 +161,8 @@ class Files:
     async def newest(self, tenant: str) -> list[File]:
         """Returns the files of this tenant, newest first, up to MAX_LISTED."""
         listed = await self._objects.listing(_folder_of(tenant), MAX_LISTED)
-        ids = [one.key.rpartition("_")[2] for one in listed]
-        files = await asyncio.gather(*(self._found(tenant, f"file_{one}") for one in ids))
+        ids = [stored_object.key.rpartition("_")[2] for stored_object in listed]
+        files = await asyncio.gather(*(self._found(tenant, f"file_{digits}") for digits in ids))
         return [file for file in files if file is not None]
 
     async def _found(self, tenant: str, file_id: str) -> File | None:
@@ -172,7 +172,7 @@ class Files:
             return None
 
     async def delete(self, file: File) -> None:
-        await self._objects.delete(_listed_key(file))
+        await self._objects.delete(_build_listing_key(file))
         await self._objects.delete(_document_key(file))
         await self._objects.delete(file.key)
 
@@ -207,7 +207,7 @@ def _place_of(tenant: str, file_id: str) -> str:
     return f"{KEPT_FILES}/{owner_of(tenant)}/{file_id}"
 
 
-def _listed_key(file: File) -> str:
+def _build_listing_key(file: File) -> str:
     """Listings start with the smallest key, so newer files have smaller keys."""
     left_s = LATEST_S - int(file.created_at_s)
     return f"{_folder_of(file.tenant)}/{left_s:010d}_{file.id.removeprefix('file_')}"

@@ -335,7 +335,7 @@ def show_guides(schema: dict[str, Any], models: Iterable[Model]) -> dict[str, An
                 own["control"] = _named(own["control"], names)
                 properties[MORE_CONTROLS] = more
         else:
-            properties = {name: one for name, one in properties.items() if name not in fields}
+            properties = {name: field for name, field in properties.items() if name not in fields}
     for name in [*properties]:
         if known and not any(model.image.accepts(name) for model in known):
             del properties[name]

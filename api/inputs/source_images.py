@@ -282,14 +282,14 @@ class SourceImages:
             StorageFull: the tenant's storage quota is used up.
             Unavailable: the object store is unreachable.
         """
-        kept = await self._files.add(
+        stored_file = await self._files.add(
             caller.quota._replace(field=name),
             file.data,
             name=name,
             content_type=file.media_type,
             keep_s=caller.keep_s,
         )
-        return f"{caller.base_url}/v1/files/{kept.id}"
+        return f"{caller.base_url}/v1/files/{stored_file.id}"
 
     async def stored(self, source: Blob) -> Blob:
         """Returns the source for a message. A large one is moved to the object store."""

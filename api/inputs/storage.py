@@ -171,10 +171,14 @@ class Storage:
         """Returns the storage currently used by a tenant, without the reservation `except_key`."""
         stored, reserved, elsewhere_bytes = await self._listed(owner_of(tenant))
         now_s = self.clock()
-        names = [one.key.rpartition("/")[2] for one in reserved if one.key != except_key]
+        names = [
+            reservation.key.rpartition("/")[2]
+            for reservation in reserved
+            if reservation.key != except_key
+        ]
         held = [int(name.split("_")[1]) for name in names if not _is_left_behind(name, now_s)]
-        files = len({one.key.rpartition("/")[0] for one in stored}) + len(held)
-        stored_bytes = sum(one.size_bytes for one in stored) + elsewhere_bytes
+        files = len({stored_object.key.rpartition("/")[0] for stored_object in stored}) + len(held)
+        stored_bytes = sum(stored_object.size_bytes for stored_object in stored) + elsewhere_bytes
         return StorageUse(files, stored_bytes + sum(held))
 
     async def check(self, quota: StorageQuota) -> None:
@@ -276,7 +280,7 @@ class Storage:
         """Removes the expired files of all tenants. Returns the number of objects removed."""
         removed = 0
         folders = (BATCH_FILES, KEPT_FILES, LISTED, RESERVED, HELD)
-        owners = {one for folder in folders for one in await self.objects.folders(folder)}
+        owners = {owner for folder in folders for owner in await self.objects.folders(folder)}
         for owner in sorted(owners):
             removed += await self.remove_expired(owner)
         return removed
@@ -285,8 +289,10 @@ class Storage:
         """Removes objects older than OLDEST_S, except on Google. Returns the number removed."""
         removed = 0
         for folder in () if self.objects.is_on_google else FOLDERS_BY_AGE:
-            async for one in self.objects.modified_before(folder, self.clock() - OLDEST_S):
-                removed += await self._remove(folder, [one.key])
+            async for stored_object in self.objects.modified_before(
+                folder, self.clock() - OLDEST_S
+            ):
+                removed += await self._remove(folder, [stored_object.key])
         return removed
 
     async def _make_room(self, owner: str) -> bool:
@@ -319,15 +325,15 @@ class Storage:
         next_s = now_s + LOOK_AGAIN_S
         for folder in (BATCH_FILES, KEPT_FILES):
             files: dict[str, list[StoredObject]] = {}
-            for one in await self.objects.listing(f"{folder}/{owner}", 2 * MAX_FILES):
-                files.setdefault(one.key.rpartition("/")[0], []).append(one)
+            for stored_object in await self.objects.listing(f"{folder}/{owner}", 2 * MAX_FILES):
+                files.setdefault(stored_object.key.rpartition("/")[0], []).append(stored_object)
             for parts in files.values():
                 expires_s = await self._expires_s(parts)
                 if expires_s > now_s:
                     next_s = min(next_s, expires_s)
                     continue
                 # The document goes first, so that no caller finds an incomplete file.
-                keys = sorted((one.key for one in parts), reverse=True)
+                keys = sorted((part.key for part in parts), reverse=True)
                 removed += await self._remove(folder, keys)
         for folder, is_over in (
             (LISTED, _is_listed_no_more),
@@ -335,15 +341,19 @@ class Storage:
             (HELD, _is_left_behind),
         ):
             listed = await self.objects.listing(f"{folder}/{owner}", 4 * MAX_FILES)
-            keys = [one.key for one in listed if is_over(one.key.rpartition("/")[2], now_s)]
+            keys = [
+                stored_object.key
+                for stored_object in listed
+                if is_over(stored_object.key.rpartition("/")[2], now_s)
+            ]
             removed += await self._remove(folder, keys)
         return _Removal(removed, next_s)
 
     async def _expires_s(self, parts: Iterable[StoredObject]) -> float:
         """Returns when a file expires (Unix time)."""
-        document = next((one.key for one in parts if one.key.endswith("/file.json")), None)
+        document = next((part.key for part in parts if part.key.endswith("/file.json")), None)
         if document is None:
-            return max(one.modified_at_s for one in parts) + ABANDONED_S
+            return max(part.modified_at_s for part in parts) + ABANDONED_S
         try:
             data = await self.objects.get(document, _DOCUMENT_MAX_BYTES)
             return _decoder.decode(data).expires_at_s

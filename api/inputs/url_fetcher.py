@@ -176,7 +176,7 @@ class UrlFetcher:
         if self._hosts.names:
             import aiohttp  # noqa: F401  at the start, so that no request waits for it
         networks = filter(None, map(str.strip, settings.fetch_networks.split(",")))
-        self._reach = Reach(networks=tuple(ip_network(one) for one in networks))
+        self._reach = Reach(networks=tuple(ip_network(network) for network in networks))
         self._limit_s = settings.fetch_limit_s
         self._tls = _authorities(settings.fetch_ca)
         self._storage = storage
@@ -236,7 +236,7 @@ class UrlFetcher:
             if shared is not None:
                 end = "shared"
                 return shared
-            fetched, end = await self._downloaded(download, until_s, keep_until_s)
+            fetched, end = await self._download_once(download, until_s, keep_until_s)
             return fetched
         except (FetchFailed, Overloaded, Unavailable) as error:
             raise _of_field(error, field) from error
@@ -264,7 +264,7 @@ class UrlFetcher:
                 return outcome
         return None
 
-    async def _downloaded(
+    async def _download_once(
         self, download: _Download, until_s: float, keep_until_s: float
     ) -> tuple[FetchedInput, str]:
         """Returns the file, and whether it was `fetched` or is `unchanged`.
@@ -293,7 +293,7 @@ class UrlFetcher:
         place = _Place(self._storage, quota, keep_until_s)
         fetch = _Fetch(self._hosts, self._reach, self._tls, self._resolve, rules, place)
         fetch.check_url(url)
-        async with self._permitted(tenant, until_s):
+        async with self._hold_permit(tenant, until_s):
             known = await self._fetched_urls.find(tenant, url)
             if known is not None and not fetch.accepts(known):
                 known = None
@@ -314,7 +314,7 @@ class UrlFetcher:
         return _OutOfTime(f"the download did not finish within {self._limit_s:g} s")
 
     @asynccontextmanager
-    async def _permitted(self, tenant: str, until_s: float) -> AsyncIterator[None]:
+    async def _hold_permit(self, tenant: str, until_s: float) -> AsyncIterator[None]:
         try:
             async with asyncio.timeout(max(0.0, until_s - time.time())):
                 await self._permits.take(tenant)
@@ -431,7 +431,7 @@ class _Fetch:
                 session.get(url, headers=headers, allow_redirects=False) as answer,
             ):
                 if answer.status in _REDIRECTS:
-                    return _redirected(url, answer)
+                    return _resolve_redirect(url, answer)
                 if answer.status == 304 and tag:
                     raise _Unchanged
                 self._check(answer)
@@ -460,7 +460,10 @@ class _Fetch:
         if accepted and not media_type.startswith(accepted):
             raise BadInput(
                 f"its content-type is {media_type}; expected one of "
-                + ", ".join(one + "*" if one.endswith("/") else one for one in accepted)
+                + ", ".join(
+                    accepted_type + "*" if accepted_type.endswith("/") else accepted_type
+                    for accepted_type in accepted
+                )
             )
         if (answer.content_length or 0) > self.rules.max_bytes:
             raise _too_large(self.rules)
@@ -490,7 +493,7 @@ def _reason_of(error: Exception) -> str:
     )
 
 
-def _redirected(url: URL, answer: ClientResponse) -> str:
+def _resolve_redirect(url: URL, answer: ClientResponse) -> str:
     try:
         return str(url.join(URL(answer.headers.get("location", ""))))
     except ValueError as error:

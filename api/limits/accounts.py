@@ -155,13 +155,13 @@ class Accounts:
 
     def forget(self, since_s: float) -> None:
         """Forgets counters that hold nothing and were not used since then."""
-        kept = {
+        recent_counters = {
             key: counter
             for key, counter in self._counters.items()
             if counter.touched_s >= since_s or not counter.is_idle
         }
-        if len(kept) < len(self._counters):
-            self._counters = kept
+        if len(recent_counters) < len(self._counters):
+            self._counters = recent_counters
             self._accounts.clear()
 
     def _made(self, caller: Caller, model: str, unit: Unit, month: float) -> Account:
@@ -181,7 +181,7 @@ class Accounts:
         for counter in counters:
             if isinstance(counter, MonthCounter):
                 counter.is_open = plan.on_limit_store_outage == "allow"
-        units = {one.unit for one in counters}
+        units = {counter.unit for counter in counters}
         return Account(
             tenant, plan, caller.key_limits, counters, unit in units, BUDGET_UNIT in units
         )
@@ -519,7 +519,7 @@ class LimitStore(RedisStore):
         Raises:
             Unavailable: Redis did not answer, but may have recorded the warning.
         """
-        field = _warned(period, share)
+        field = _format_warning_field(period, share)
         return bool(await self._commands.run("HSETNX", f"{self._prefix}month:{key}", field, "1"))
 
     async def unclaim_warning(self, key: str, period: float, share: float) -> None:
@@ -528,8 +528,10 @@ class LimitStore(RedisStore):
         Raises:
             Unavailable: Redis did not answer. The warning is never sent.
         """
-        await self._commands.run("HDEL", f"{self._prefix}month:{key}", _warned(period, share))
+        await self._commands.run(
+            "HDEL", f"{self._prefix}month:{key}", _format_warning_field(period, share)
+        )
 
 
-def _warned(period: float, share: float) -> str:
+def _format_warning_field(period: float, share: float) -> str:
     return f"warned:{period:.0f}:{share}"

@@ -121,7 +121,7 @@ class BudgetMarks:
             budgets = self._budgets() if is_locked else None
             if budgets is None:
                 return False
-            await self._check({budget_name(one): one for one in budgets})
+            await self._check({budget_name(budget): budget for budget in budgets})
         finally:
             if is_locked:
                 # Must not replace the error that ended this check, especially a cancellation.
@@ -146,7 +146,9 @@ class BudgetMarks:
     async def _marked(self, names: Sequence[str], now_s: float) -> dict[str, Mark]:
         """Returns marks of the current moment, which are due at once."""
         month = int(month_of(now_s))
-        asks = [RowsAsk(name, one) for name in names for one in (month, month - 1)]
+        asks = [
+            RowsAsk(name, compared_month) for name in names for compared_month in (month, month - 1)
+        ]
         readings = await self._compare(asks)
         return {name: _mark(own, due_s=now_s, checks=0) for name, own in readings.items()}
 
@@ -168,7 +170,9 @@ class BudgetMarks:
         except Unavailable as error:
             log.warning("budgets not compared with their rows", extra={"reason": error.message})
             later_s = now_s + RETRY_S
-            return {name: msgspec.structs.replace(one, due_s=later_s) for name, one in due.items()}
+            return {
+                name: msgspec.structs.replace(mark, due_s=later_s) for name, mark in due.items()
+            }
         asks = [
             RowsAsk(name, month - back, usd, mark.seen[month - back])
             for (name, mark), spent in zip(due.items(), sums, strict=True)
@@ -176,7 +180,7 @@ class BudgetMarks:
             if month - back in mark.seen
         ]
         readings = await self._compare(asks)
-        added_usd = sum(one.added for own in readings.values() for one in own.values())
+        added_usd = sum(reading.added for own in readings.values() for reading in own.values())
         log.info("budgets compared", extra={"budgets": len(due), "added_usd": added_usd})
         return {name: _next_mark(mark, readings[name], now_s) for name, mark in due.items()}
 
@@ -186,8 +190,8 @@ class BudgetMarks:
 
 
 def _mark(readings: Mapping[int, BudgetReading], *, due_s: float, checks: int) -> Mark:
-    at_s = min((one.at_ms for one in readings.values()), default=0.0) / 1000
-    seen = {month: one.used - one.raised for month, one in readings.items()}
+    at_s = min((reading.at_ms for reading in readings.values()), default=0.0) / 1000
+    seen = {month: reading.used - reading.raised for month, reading in readings.items()}
     return Mark(at_s, seen, due_s, checks)
 
 
@@ -195,6 +199,6 @@ def _next_mark(mark: Mark, readings: Mapping[int, BudgetReading], now_s: float) 
     """Returns the mark after a check. It moves to now if none of the budget is reserved."""
     is_last = mark.checks >= len(CHECKS_AFTER_S)
     due_s = 0.0 if is_last else now_s + CHECKS_AFTER_S[mark.checks]
-    if any(one.held > 0 for one in readings.values()):
+    if any(reading.held > 0 for reading in readings.values()):
         return msgspec.structs.replace(mark, due_s=due_s, checks=mark.checks + 1)
     return _mark(readings, due_s=due_s, checks=mark.checks + 1)

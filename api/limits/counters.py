@@ -374,7 +374,7 @@ class MonthCounter(LeasedCounter):
         held = self._reserved + self._asking + need
         ask = msgspec.structs.replace(super().ask(need, now_s), month=self.month, held=held)
         self._asking += ask.need + ask.extra
-        if _told_alone(ask):
+        if _get_alone(ask):
             self._telling.append(ask)
         return ask
 
@@ -430,7 +430,7 @@ class MonthCounter(LeasedCounter):
             self._asking = 0.0
 
     def _has_told(self, ask: Ask) -> None:
-        self._telling = [one for one in self._telling if one is not ask]
+        self._telling = [other for other in self._telling if other is not ask]
 
     def is_due(self, now_s: float) -> bool:
         """Returns whether to return an amount, or report that less may be returned than assumed."""
@@ -450,9 +450,9 @@ class MonthCounter(LeasedCounter):
 
         Takes nothing if the remaining amount is unknown and the plan does not allow it.
         """
-        spent = -self._returns.get(ALONE, 0.0) - sum(map(_told_alone, self._telling))
-        left = (self.limit - self.used) / standing.instances - spent
-        if need > max(0.0, left) + ROUNDING_USD or not self.may_spend_alone:
+        spent = -self._returns.get(ALONE, 0.0) - sum(map(_get_alone, self._telling))
+        available = (self.limit - self.used) / standing.instances - spent
+        if need > max(0.0, available) + ROUNDING_USD or not self.may_spend_alone:
             self._room_at_s = now_s
             return None
         self._return(ALONE, -need)
@@ -467,7 +467,7 @@ class MonthCounter(LeasedCounter):
         self._return(ALONE, amount)
 
 
-def _told_alone(ask: Ask) -> float:
+def _get_alone(ask: Ask) -> float:
     return dict(ask.returns).get(ALONE, 0.0)
 
 

@@ -56,7 +56,9 @@ class HeldLimits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
         The work counts as reserved. It costs nothing, because nothing was delivered.
         """
-        work = max((one.amount for one in self.takings if one.unit == self.unit), default=0.0)
+        work = max(
+            (taking.amount for taking in self.takings if taking.unit == self.unit), default=0.0
+        )
         return RequestDemand(self.unit, items=0, work=work, cost_usd=0.0)
 
 
@@ -180,7 +182,7 @@ class LimitedRequest:
         """
         if self._account is None:
             return None
-        kept = HeldLimits(
+        held_limits = HeldLimits(
             prediction_id=prediction.id,
             deadline_s=prediction.deadline_s,
             unit=self._model.limited_unit,
@@ -188,7 +190,7 @@ class LimitedRequest:
             takings=self._reservation.takings(),
             step_prices=self._step_prices(),
         )
-        self._hold = Hold(prediction.record, kept)
+        self._hold = Hold(prediction.record, held_limits)
         self._follow = follow
         return self._hold
 
@@ -241,11 +243,13 @@ class LimitedRequest:
         unit = self._model.limited_unit
         work, usd = 0, 0.0
         if account.counts_work:
-            work = sum(one.estimate_work(self._model.requested) for one in self._inputs)
+            work = sum(
+                task_input.estimate_work(self._model.requested) for task_input in self._inputs
+            )
         if account.has_budget:
             price = price_of(self._model, self._received_at_s, self._price_share)
-            bounds = (one.bound_work(self._model) for one in self._inputs)
-            usd = sum(highest_cost_usd(price, unit, one, self._longest_s) for one in bounds)
+            bounds = (task_input.bound_work(self._model) for task_input in self._inputs)
+            usd = sum(highest_cost_usd(price, unit, bound, self._longest_s) for bound in bounds)
             usd += self._highest_cost_of_steps_usd()
         return RequestDemand(unit, items=len(self._inputs), work=work, cost_usd=usd)
 
@@ -288,16 +292,16 @@ def used_by(
     """
     delivered = outcomes if charged is None else charged
     if step_prices:
-        priced = [(step_prices[step_of(one.index)], one) for one in delivered]
+        priced = [(step_prices[step_of(outcome.index)], outcome) for outcome in delivered]
         if unit == "work":  # the models of a flow have different units, so each item counts as one
-            work = float(sum(_is_computed(one) for one in outcomes))
+            work = float(sum(_is_computed(outcome) for outcome in outcomes))
         else:  # for image requests, only the work of items that draw counts
-            own = [(step_prices[0], one) for one in outcomes if step_of(one.index) == 0]
-            work = sum(counted_work(terms, one) for terms, one in own)
+            own = [(step_prices[0], outcome) for outcome in outcomes if step_of(outcome.index) == 0]
+            work = sum(counted_work(terms, outcome) for terms, outcome in own)
     else:
-        priced = [(price, one) for one in delivered]
+        priced = [(price, outcome) for outcome in delivered]
         work = sum(counted_work(price, outcome) for outcome in outcomes)
-    usd = sum(cost_usd(terms, one) for terms, one in priced)
+    usd = sum(cost_usd(terms, outcome) for terms, outcome in priced)
     return RequestDemand(unit, items=len(outcomes), work=work, cost_usd=usd)
 
 

@@ -239,7 +239,7 @@ class Limiter:
                 missing.append(need)
             else:
                 reservation.note(need, period)
-        if hopeless := [one for one in missing if one.counter.is_blocked(one.amount, now_s)]:
+        if hopeless := [need for need in missing if need.counter.is_blocked(need.amount, now_s)]:
             raise refusal(hopeless, now_s)
         return missing
 
@@ -357,17 +357,17 @@ class Limiter:
             await asyncio.gather(*(self._resolve_call(call) for call in calls))
 
     async def _resolve_call(self, call: int) -> None:
-        asked = self._lost.pop(call, None)
-        if asked is None:
+        lost_asks = self._lost.pop(call, None)
+        if lost_asks is None:
             return
         try:
-            answers = await self.store.resolve(call, [ask for _, ask in asked])
+            answers = await self.store.resolve(call, [ask for _, ask in lost_asks])
         except BaseException:
-            self._lost[call] = asked
+            self._lost[call] = lost_asks
             raise
-        for (counter, ask), answer in zip(asked, answers, strict=True):
+        for (counter, ask), answer in zip(lost_asks, answers, strict=True):
             counter.resolve(ask, answer, self._clock())
-        self.touch(counter for counter, _ in asked)
+        self.touch(counter for counter, _ in lost_asks)
 
     def _take_alone(self, reservation: Reservation, missing: Sequence[Need]) -> None:
         now_s = self._clock()
@@ -390,7 +390,9 @@ class Limiter:
         Args:
             used: actual usage. None: unknown, so it counts as reserved.
         """
-        asks = [] if used is None else [one.settled(used.amount(one.unit)) for one in takings]
+        asks = (
+            [] if used is None else [taking.settled(used.amount(taking.unit)) for taking in takings]
+        )
         sent_s = self._clock()
         answers = await self.store.settle(record_id, asks)
         for ask, answer in zip(asks, answers, strict=True):
@@ -442,7 +444,7 @@ class Limiter:
             True if a request of this instance finished.
         """
         woken = asyncio.get_running_loop().create_future()
-        keys = [one.key for one in account.counters if isinstance(one, MonthCounter)]
+        keys = [counter.key for counter in account.counters if isinstance(counter, MonthCounter)]
         for key in keys:
             self._waiting.setdefault(key, deque()).append(woken)
         try:
@@ -452,9 +454,11 @@ class Limiter:
             return False
         finally:
             for key in keys:
-                left = deque(one for one in self._waiting.pop(key, ()) if one is not woken)
-                if left:
-                    self._waiting[key] = left
+                waiters = deque(
+                    waiter for waiter in self._waiting.pop(key, ()) if waiter is not woken
+                )
+                if waiters:
+                    self._waiting[key] = waiters
         return True
 
     def wake_next(self, key: str) -> None:
@@ -490,7 +494,7 @@ class Limiter:
             Unavailable: Redis did not answer. The amounts are kept for the next attempt.
         """
         await self._resolve()
-        self._touched = dict.fromkeys(one for one in self._touched if not one.is_idle)
+        self._touched = dict.fromkeys(counter for counter in self._touched if not counter.is_idle)
         due = [counter for counter in self._touched if counter.is_due(now_s)]
         for start in range(0, len(due), MAX_ASKS):
             part = due[start : start + MAX_ASKS]
@@ -546,7 +550,7 @@ class Reservation:
             return None
         return Need(counter, missing)
 
-    def _used_beyond(self, counter: Counter, used: RequestDemand) -> float:
+    def _measure_excess(self, counter: Counter, used: RequestDemand) -> float:
         """Returns how much of `used` exceeds the amount taken by the preparation."""
         amount, _ = self._before.get(counter, (0.0, 0.0))
         return max(0.0, used.of(counter) - amount)
@@ -569,9 +573,11 @@ class Reservation:
                 ask = counter.settling(amount, period, used.of(counter), operation)
                 budgets.append((counter, ask))
                 continue
-            left = amount - (0 if counter.unit == "items" else self._used_beyond(counter, used))
-            if left:
-                self._limiter.give_back_to(counter, left, period)
+            surplus = amount - (
+                0 if counter.unit == "items" else self._measure_excess(counter, used)
+            )
+            if surplus:
+                self._limiter.give_back_to(counter, surplus, period)
         if budgets:
             self._limiter.settle_operation(budgets)
         self._end()

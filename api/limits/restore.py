@@ -70,12 +70,12 @@ async def restore(
         Unavailable: Redis or BigQuery did not answer. Earlier changes remain.
     """
     month = int(month_of(time.time() if now_s is None else now_s))
-    places = [(budget_name(one), of) for one in holders for of in (month, month - 1)]
+    places = [(budget_name(holder), of) for holder in holders for of in (month, month - 1)]
     before = await store.compare([RowsAsk(*place) for place in places])
-    at_s = min((one.at_ms for one in before), default=0.0) / 1000
-    questions = [SpentQuestion(one, at_s) for one in holders]
+    at_s = min((reading.at_ms for reading in before), default=0.0) / 1000
+    questions = [SpentQuestion(holder, at_s) for holder in holders]
     sums = await asyncio.to_thread(spent.read, month, questions)
-    rows = [usd for one in sums for usd in one]
+    rows = [usd for amounts in sums for usd in amounts]
     if writes:
         await store.compare(
             [
@@ -87,7 +87,9 @@ async def restore(
         _restored(*place, usd, reading, lowers=lowers)
         for place, usd, reading in zip(places, rows, before, strict=True)
     ]
-    return sorted(one for one in restored if abs(one.rows_usd - one.counted_usd) > ROUNDING_USD)
+    return sorted(
+        entry for entry in restored if abs(entry.rows_usd - entry.counted_usd) > ROUNDING_USD
+    )
 
 
 def _restored(

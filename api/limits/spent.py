@@ -98,12 +98,12 @@ def _parameters(month: int, questions: Sequence[SpentQuestion]) -> list[Any]:
     from google.cloud.bigquery import ArrayQueryParameter, ScalarQueryParameter
 
     since = datetime((month - 1) // 12, (month - 1) % 12 + 1, 1, tzinfo=UTC)
-    holders = [one.holder for one in questions]
-    end_times = [datetime.fromtimestamp(one.before_s, UTC) for one in questions]
+    holders = [question.holder for question in questions]
+    end_times = [datetime.fromtimestamp(question.before_s, UTC) for question in questions]
     return [
         ScalarQueryParameter("since", "TIMESTAMP", since),
-        ArrayQueryParameter("tenants", "STRING", sorted({one.tenant for one in holders})),
-        ArrayQueryParameter("budget_tenants", "STRING", [one.tenant for one in holders]),
-        ArrayQueryParameter("keys", "STRING", [one.key_id for one in holders]),
+        ArrayQueryParameter("tenants", "STRING", sorted({holder.tenant for holder in holders})),
+        ArrayQueryParameter("budget_tenants", "STRING", [holder.tenant for holder in holders]),
+        ArrayQueryParameter("keys", "STRING", [holder.key_id for holder in holders]),
         ArrayQueryParameter("end_times", "TIMESTAMP", end_times),
     ]
