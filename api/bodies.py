@@ -241,9 +241,9 @@ def _check_depth(value: object) -> None:
     for _ in range(MAX_NESTED):
         level = [
             inner
-            for one in level
-            if isinstance(one, dict | list)
-            for inner in (one.values() if isinstance(one, dict) else one)
+            for container in level
+            if isinstance(container, dict | list)
+            for inner in (container.values() if isinstance(container, dict) else container)
         ]
         if not level:
             return

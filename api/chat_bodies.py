@@ -116,7 +116,7 @@ def allowed_tools(tools: list[Tool] | None, choice: AnyToolChoice | None) -> lis
         return []
     if not isinstance(choice, AllowedToolChoice):
         return tools
-    names = {one.function.name for one in choice.allowed_tools.tools}
+    names = {tool.function.name for tool in choice.allowed_tools.tools}
     return [tool for tool in tools if tool.function.name in names]
 
 
@@ -132,7 +132,7 @@ def forced_tools(
         return None
     functions = [tool.function for tool in allowed_tools(tools, choice)]
     if isinstance(choice, ToolChoice):
-        functions = [one for one in functions if one.name == choice.function.name]
+        functions = [function for function in functions if function.name == choice.function.name]
     if not functions:
         raise WrongField("tool_choice", _no_such_tool(tools, choice))
     if isinstance(choice, AllowedToolChoice) and choice.allowed_tools.mode == "auto":
@@ -479,7 +479,7 @@ class CompletionBody(_SampledBody):
         """The prompts, as text or as token IDs."""
         if isinstance(self.prompt, str):
             return [self.prompt]
-        if tokens := [one for one in self.prompt if isinstance(one, int)]:
+        if tokens := [token for token in self.prompt if isinstance(token, int)]:
             return [tokens]
         return self.prompt  # type: ignore[return-value] # a list of one kind, as was checked
 

@@ -95,7 +95,7 @@ def allowed_methods(routes: Iterable[BaseRoute], scope: Scope) -> list[str]:
     A path that is a route as it stands, such as /v1/responses/input_tokens, is not an id as well.
     """
     known = list(routes)
-    known = [one for one in known if getattr(one, "path", "") == scope["path"]] or known
+    known = [route for route in known if getattr(route, "path", "") == scope["path"]] or known
     taken = [method for method in _METHODS if _is_taken(known, dict(scope, method=method))]
     return [*taken[:1], "HEAD", *taken[1:], "OPTIONS"] if "GET" in taken else [*taken, "OPTIONS"]
 

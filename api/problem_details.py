@@ -59,7 +59,7 @@ class InvalidFields(BadInput):
     """Some fields of the request are invalid."""
 
     def __init__(self, fields: list[InvalidField]) -> None:
-        super().__init__("\n".join(f"- {one.field}: {one.description}" for one in fields))
+        super().__init__("\n".join(f"- {field.field}: {field.description}" for field in fields))
         self.fields = fields
 
 
@@ -74,13 +74,13 @@ class ErrorRoute(APIRoute):
         """Returns the handler, with errors mapped to responses."""
         handle = super().get_route_handler()
 
-        async def handled(request: Request) -> Response:
+        async def handle_errors(request: Request) -> Response:
             try:
                 return await handle(request)
             except EXPECTED_ERRORS as error:
                 return self.respond(request, error)
 
-        return handled
+        return handle_errors
 
 
 class ProblemRoute(ErrorRoute):
@@ -159,7 +159,9 @@ def _fields(
     error: ValidationError | RequestValidationError, prefix: str = ""
 ) -> list[InvalidField]:
     fields = []
-    for one in error.errors()[:MAX_FIELDS]:
-        where, reason = describe(one)
-        fields.append(InvalidField(one["type"], f"{prefix}{where}".rstrip(".") or "body", reason))
+    for detail in error.errors()[:MAX_FIELDS]:
+        where, reason = describe(detail)
+        fields.append(
+            InvalidField(detail["type"], f"{prefix}{where}".rstrip(".") or "body", reason)
+        )
     return fields

@@ -191,21 +191,23 @@ class MessageEvents:
         at: tuple[int, int],
     ) -> bytes | None:
         """Returns the event for new text. Text that may start a tool call is held back."""
-        shown, now = self._shown(before), self._shown(before + text)
-        if now == shown:
+        visible_before, now = self._shown(before), self._shown(before + text)
+        if now == visible_before:
             return None
-        return (b"" if shown else _begin(0, ShownText(""))) + _text_delta(now[len(shown) :])
+        return (b"" if visible_before else _begin(0, ShownText(""))) + _text_delta(
+            now[len(visible_before) :]
+        )
 
     def ending(self, index: int, result: GenerationResult) -> list[bytes]:
         """Returns events for text held back, tool calls, the stop reason and usage."""
-        shown = self._shown(result.text)
+        visible_text = self._shown(result.text)
         choice = chat_choice(self._chat, self._made, index, result)
         blocks, events = _blocks(choice), []
         text = blocks[0].text if blocks and isinstance(blocks[0], ShownText) else ""
-        if text or shown:
-            if not shown:
+        if text or visible_text:
+            if not visible_text:
                 events.append(_begin(0, ShownText("")))
-            if rest := text[len(shown) :]:
+            if rest := text[len(visible_text) :]:
                 events.append(_text_delta(rest))
             events.append(_event("content_block_stop", index=0))
         for at, block in enumerate(blocks):
@@ -312,9 +314,9 @@ async def create_message(
         inputs = inputs_of(chat, model, secrets.randbelow(2**53))
         repeats = is_repeatable(chat)
         if body.stream:
-            shown = body.model_dump(mode="json", exclude_unset=True, by_alias=True)
-            read = Inputs(inputs, shown, is_list=False, is_repeatable=repeats)
-            digest = digest_of(json.dumps([model.name, PATH, shown], sort_keys=True))
+            fields = body.model_dump(mode="json", exclude_unset=True, by_alias=True)
+            read = Inputs(inputs, fields, is_list=False, is_repeatable=repeats)
+            digest = digest_of(json.dumps([model.name, PATH, fields], sort_keys=True))
             new = recording.request(call, model, read, digest=digest, endpoint=PATH)
             return await _stream(call, chat, new, recording, generation_streams)
         if call.options.idempotency_key:

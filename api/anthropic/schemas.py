@@ -128,13 +128,13 @@ class AnthropicInputMessage(Body):
                 yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
         text = "".join(block.text for block in blocks if isinstance(block, TextBlock))
         calls = [_call_of(block) for block in blocks if isinstance(block, ToolUseBlock)]
-        thought = "".join(one.thinking for one in blocks if isinstance(one, ThinkingBlock))
+        thought = "".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock))
         message: dict[str, Any] = {"role": self.role, "content": text}
         if calls:
             message |= {"tool_calls": calls, "content": text or None}
         if thought:
             message["reasoning_content"] = thought
-        if text or calls or not any(isinstance(one, ToolResultBlock) for one in blocks):
+        if text or calls or not any(isinstance(block, ToolResultBlock) for block in blocks):
             yield message
 
 

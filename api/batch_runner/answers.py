@@ -111,11 +111,11 @@ class AnswerLog:
             number, holder = next(self._numbers), self._holder
             key = await self._store.log_answers(*self._batch, number, holder, self.counts, new)
             # Some may have been forgotten in the meantime because their segment was written.
-            left = [number for number in numbers if number in self._new]
-            self._new.difference_update(left)
-            self._new_bytes -= sum(len(new[number].data) for number in left)
-            self._logged |= dict.fromkeys(left, key)
-            self._open_lines[key] = len(left)
+            remaining = [number for number in numbers if number in self._new]
+            self._new.difference_update(remaining)
+            self._new_bytes -= sum(len(new[number].data) for number in remaining)
+            self._logged |= dict.fromkeys(remaining, key)
+            self._open_lines[key] = len(remaining)
             self._drop_logged()
 
     def _drop_logged(self) -> None:

@@ -216,7 +216,7 @@ class LineExecutor:
     ) -> bytes:
         """Returns the answer to a line. Sets the outcomes of `this`, even without an answer."""
         if request.record is None:
-            response = await self._dispatched(request, limited)
+            response = await self._dispatch(request, limited)
             this.outcomes = this.answered = response.outcomes
             return await self._reply(batch, line, response, limited)
         try:
@@ -246,13 +246,13 @@ class LineExecutor:
         if record.state != "succeeded" or reply is None or reply.output is None:
             with endpoint.words(line.request):
                 raise endpoint.failure(line.request, run)
-        shown = metrics_of(prediction, record)
+        run_metrics = metrics_of(prediction, record)
         tools = ReplyTools(
             self.objects,
             self.image_codec,
             time.time() + REPLY_LIMIT_S,
             request.price,
-            {name: shown[name] for name in METRICS_OF_RUN if name in shown},
+            {name: run_metrics[name] for name in METRICS_OF_RUN if name in run_metrics},
         )
         # Its outcomes are the outcomes of its steps. There are none if all steps were skipped.
         whole = ItemOutcome(0, "succeeded", Receipt(), reply.output)
@@ -388,7 +388,7 @@ class LineExecutor:
             operation=operation,
         )
 
-    async def _dispatched(
+    async def _dispatch(
         self, request: InferenceRequest, limited: LimitedRequest
     ) -> InferenceResponse:
         try:

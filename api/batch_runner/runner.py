@@ -154,17 +154,17 @@ class BatchRunner:
     async def _take_turns(self) -> None:
         opened = await self._tools.store.open()
         OPEN.set(len(opened))
-        self._forget({one.id for one in opened}, {one.owner for one in opened})
-        for one in opened:
-            held = self._held.get(one.owner)
-            if one.is_cancelled and held is not None and held.id == one.id:
+        self._forget({batch.id for batch in opened}, {batch.owner for batch in opened})
+        for batch in opened:
+            held = self._held.get(batch.owner)
+            if batch.is_cancelled and held is not None and held.id == batch.id:
                 held.cancel()
-        due = [one for one in opened if self._is_due(one)]
-        waiting = _oldest_of_each(one for one in due if one.owner not in self._held)
-        waiting.sort(key=lambda one: self._served_s.get(one.owner, 0.0))
+        due = [batch for batch in opened if self._is_due(batch)]
+        waiting = _oldest_of_each(batch for batch in due if batch.owner not in self._held)
+        waiting.sort(key=lambda batch: self._served_s.get(batch.owner, 0.0))
         free = MAX_AT_ONCE - len(self._held)
-        for one in waiting[:free]:
-            self._start(one)
+        for batch in waiting[:free]:
+            self._start(batch)
         self._report_waiting(due, is_contended=len(waiting) > free)
 
     def _is_due(self, one: OpenBatch) -> bool:
@@ -176,13 +176,15 @@ class BatchRunner:
     def _report_waiting(self, due: list[OpenBatch], *, is_contended: bool) -> None:
         """Informs running batches about other batches that wait for a turn."""
         others: dict[str, list[str]] = {}
-        for one in due:
-            held = self._held.get(one.owner)
-            if held is not None and held.id != one.id:
-                others.setdefault(one.owner, []).append(one.id)
+        for batch in due:
+            held = self._held.get(batch.owner)
+            if held is not None and held.id != batch.id:
+                others.setdefault(batch.owner, []).append(batch.id)
         for owner, held in self._held.items():
             # IDs count down, so the oldest batch has the largest.
-            held.is_next_due = is_contended or any(one > held.id for one in others.get(owner, ()))
+            held.is_next_due = is_contended or any(
+                batch_id > held.id for batch_id in others.get(owner, ())
+            )
             held.is_any_waiting = is_contended or owner in others
 
     def _start(self, one: OpenBatch) -> None:
@@ -268,14 +270,20 @@ class BatchRunner:
             await self._webhooks.publish_batch(event)
 
     def _forget(self, batches: set[str], owners: set[str]) -> None:
-        self._patience = {one: value for one, value in self._patience.items() if one in batches}
-        self._attempts = {one: value for one, value in self._attempts.items() if one in batches}
-        self._served_s = {one: value for one, value in self._served_s.items() if one in owners}
+        self._patience = {
+            batch_id: value for batch_id, value in self._patience.items() if batch_id in batches
+        }
+        self._attempts = {
+            batch_id: value for batch_id, value in self._attempts.items() if batch_id in batches
+        }
+        self._served_s = {
+            owner: value for owner, value in self._served_s.items() if owner in owners
+        }
 
 
 def _oldest_of_each(opened: Iterable[OpenBatch]) -> list[OpenBatch]:
     """Returns one batch of each owner. The newest come first, so the last one wins."""
-    return list({one.owner: one for one in opened}.values())
+    return list({batch.owner: batch for batch in opened}.values())
 
 
 class _StoredResults:

@@ -199,7 +199,7 @@ class SegmentRun:
         answers = AnswerLog(store, *names, counts)
         earlier = await store.half_segment(*names, self._next)
         await answers.open(earlier, segments[self._next].first_line)
-        async with _flushed_often(answers):
+        async with _flush_often(answers):
             await self._run_lines(answers, progress)
             if self._stop.end is not None:
                 await self._end_rest(answers, progress.attempts)
@@ -261,11 +261,11 @@ class SegmentRun:
         if index >= self._begun:
             await self._tools.store.begin_segment(self._owner, self._batch.id, index)
         lines = await self._source.read(index)
-        left = [line for line in lines if line.number not in answers]
+        unanswered = [line for line in lines if line.number not in answers]
         numbers = [line.number for line in lines]
-        self._open[index] = _OpenSegment(numbers, {line.number for line in left})
+        self._open[index] = _OpenSegment(numbers, {line.number for line in unanswered})
         self._moved.set()
-        return left
+        return unanswered
 
     async def _start(
         self, index: int, line: Line, answers: AnswerLog, caller: Caller, progress: TurnProgress
@@ -359,12 +359,12 @@ class SegmentRun:
             lines = await self._source.read(index)
             if (known := self._open.get(index)) is not None:
                 started = known.started
-            left = [line for line in lines if line.number not in answers]
+            unanswered = [line for line in lines if line.number not in answers]
             self._open[index] = _OpenSegment(
-                [line.number for line in lines], {line.number for line in left}
+                [line.number for line in lines], {line.number for line in unanswered}
             )
-            for at in range(0, len(left), RECOVERED_AT_ONCE):
-                some = left[at : at + RECOVERED_AT_ONCE]
+            for at in range(0, len(unanswered), RECOVERED_AT_ONCE):
+                some = unanswered[at : at + RECOVERED_AT_ONCE]
                 ends = [
                     self._end_undone(line, index, attempts, is_started=line.number in started)
                     for line in some
@@ -402,7 +402,7 @@ class SegmentRun:
 
 async def _all_of(ends: Sequence[Coroutine[None, None, LineAnswer]]) -> list[LineAnswer]:
     """Waits for all of them. If one fails, cancels the others before returning."""
-    tasks = [asyncio.ensure_future(one) for one in ends]
+    tasks = [asyncio.ensure_future(end) for end in ends]
     try:
         return await asyncio.gather(*tasks)
     finally:
@@ -412,7 +412,7 @@ async def _all_of(ends: Sequence[Coroutine[None, None, LineAnswer]]) -> list[Lin
 
 
 @asynccontextmanager
-async def _flushed_often(answers: AnswerLog) -> AsyncIterator[None]:
+async def _flush_often(answers: AnswerLog) -> AsyncIterator[None]:
     """Logs new answers every FLUSH_S while the block runs, and once more if the block fails."""
 
     async def flush_often() -> None:

@@ -107,7 +107,7 @@ class Admissions:
             admitted = _ids.decode(await self._objects.get(listed[0].key, _MAX_BYTES))
         except BadInput:  # so old that the store deleted it
             return number, sorted(marked)
-        return number, [one for one in admitted if one in marked]
+        return number, [batch_id for batch_id in admitted if batch_id in marked]
 
 
 def _key(owner: str, number: int) -> str:

@@ -265,7 +265,7 @@ def encode_segment(counts: Counts, answers: Sequence[LineAnswer]) -> bytes:
     """Returns the bytes of a segment. `counts` covers all lines up to its end."""
     outputs = [answer.data for answer in answers if answer.end == "completed"]
     errors = [answer.data for answer in answers if answer.end != "completed"]
-    output, error = (b"".join(one + b"\n" for one in lines) for lines in (outputs, errors))
+    output, error = (b"".join(line + b"\n" for line in lines) for lines in (outputs, errors))
     return _padded(SegmentHeader(counts, len(output), len(error))) + output + error
 
 

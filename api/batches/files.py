@@ -166,12 +166,16 @@ class BatchFiles:
 
         ids = sorted(stored, reverse=is_ascending)
         if after:
-            ids = [one for one in ids if (one < after if is_ascending else one > after)]
+            ids = [
+                file_id for file_id in ids if (file_id < after if is_ascending else file_id > after)
+            ]
         files: list[BatchFile] = []
         wanted = window = min(limit, PAGE) + 1
         while ids and len(files) < wanted:
             some, ids, window = ids[:window], ids[window:], max(window, PAGE)
-            files += await self._listed(tenant, {one: stored[one] for one in some}, is_listed)
+            files += await self._listed(
+                tenant, {file_id: stored[file_id] for file_id in some}, is_listed
+            )
         return FilePage(files[: wanted - 1], len(files) >= wanted)
 
     async def _listed(
@@ -184,9 +188,9 @@ class BatchFiles:
 
         Other files are read only once.
         """
-        known = {one: self._left_out.get(document) for one, document in documents.items()}
-        ids = [one for one, facts in known.items() if facts is None or is_listed(facts)]
-        read = await asyncio.gather(*(self._read_document(tenant, one) for one in ids))
+        known = {file_id: self._left_out.get(document) for file_id, document in documents.items()}
+        ids = [file_id for file_id, facts in known.items() if facts is None or is_listed(facts)]
+        read = await asyncio.gather(*(self._read_document(tenant, file_id) for file_id in ids))
         files = [file for file in read if file is not None]
         for file in files:
             if not is_listed(file):
@@ -340,4 +344,8 @@ def _document_key(tenant: str, file_id: str) -> str:
 
 def _documents_of(stored: Sequence[StoredObject]) -> dict[str, StoredObject]:
     """Returns file documents by file ID."""
-    return {one.key.split("/")[3]: one for one in stored if one.key.endswith("/file.json")}
+    return {
+        stored_object.key.split("/")[3]: stored_object
+        for stored_object in stored
+        if stored_object.key.endswith("/file.json")
+    }

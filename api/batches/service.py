@@ -122,13 +122,13 @@ class Batches:
         Raises:
             Unavailable: the object store is unreachable.
         """
-        ids = [one for one in await self._store.ids(tenant) if one > after]
+        ids = [batch_id for batch_id in await self._store.ids(tenant) if batch_id > after]
         owner, batches = owner_of(tenant), list[BatchState]()
         window = limit + 1
         while ids and len(batches) <= limit:
             some, ids, window = ids[:window], ids[window:], max(window, PAGE)
-            read = await asyncio.gather(*(self._store.state(owner, one) for one in some))
-            batches += [one for one in read if one is not None and is_of(models, one.model)]
+            read = await asyncio.gather(*(self._store.state(owner, batch_id) for batch_id in some))
+            batches += [state for state in read if state is not None and is_of(models, state.model)]
         return BatchPage(batches[:limit], len(batches) > limit)
 
     async def cancel(self, tenant: str, batch_id: str) -> BatchState:
@@ -155,11 +155,11 @@ class Batches:
             Unavailable: the object store is unreachable.
         """
         owner = owner_of(file.tenant)
-        for one in await self._store.open(owner):
-            created = await self._store.read(owner, one.id, "created", BatchCreated)
+        for batch in await self._store.open(owner):
+            created = await self._store.read(owner, batch.id, "created", BatchCreated)
             if created is not None and created.input_file_id == file.id:
                 raise BadInput(
-                    f"file_id: batch {one.id} is reading this file; cancel it or wait for it "
+                    f"file_id: batch {batch.id} is reading this file; cancel it or wait for it "
                     "to finish",
                     field="file_id",
                 )

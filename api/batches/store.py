@@ -152,8 +152,8 @@ class BatchStore:
         """Returns open batches of all owners, or of one, the newest of each owner first."""
         folder = f"{OPEN}/{owner}" if owner else OPEN
         marks: dict[tuple[str, str], set[str]] = {}
-        for one in await self._objects.listing(folder, MAX_OPEN_OF_ALL):
-            *_, of, batch_id, mark = one.key.split("/")
+        for stored_object in await self._objects.listing(folder, MAX_OPEN_OF_ALL):
+            *_, of, batch_id, mark = stored_object.key.split("/")
             marks.setdefault((of, batch_id), set()).add(mark)
         return [
             OpenBatch(of, batch_id, "cancel" in kinds) for (of, batch_id), kinds in marks.items()
@@ -164,9 +164,9 @@ class BatchStore:
         for segment in await self.segments(owner, batch_id):
             await self._objects.delete(segment.key)
         for folder in (_BEGUN, _ANSWERS):
-            kept = await self._objects.listing(f"{RUNS}/{owner}/{batch_id}/{folder}", MAX_LOGS)
-            for one in kept:
-                await self._objects.delete(one.key)
+            logs = await self._objects.listing(f"{RUNS}/{owner}/{batch_id}/{folder}", MAX_LOGS)
+            for stored_object in logs:
+                await self._objects.delete(stored_object.key)
         await self._objects.delete(_half_segment_key(owner, batch_id))
         for mark in ("cancel", "open"):
             await self._objects.delete(f"{OPEN}/{owner}/{batch_id}/{mark}")
@@ -220,8 +220,11 @@ class BatchStore:
         """Returns the answer logs, oldest first."""
         folder = f"{RUNS}/{owner}/{batch_id}/{_ANSWERS}"
         logs = [
-            StoredLog(MAX_LOGS - int(one.key.rpartition("/")[2].partition("-")[0]), one.key)
-            for one in await self._objects.listing(folder, MAX_LOGS)
+            StoredLog(
+                MAX_LOGS - int(stored_object.key.rpartition("/")[2].partition("-")[0]),
+                stored_object.key,
+            )
+            for stored_object in await self._objects.listing(folder, MAX_LOGS)
         ]
         return logs[::-1]
 
@@ -249,7 +252,7 @@ class BatchStore:
         return decode_header(await self._objects.get_range(segment.key, 0, HEADER_BYTES))
 
     async def _marked(self, owner: str) -> set[str]:
-        return {one.id for one in await self.open(owner)}
+        return {batch.id for batch in await self.open(owner)}
 
     async def _counts(self, owner: str, batch_id: str) -> Counts:
         try:
@@ -264,7 +267,7 @@ class BatchStore:
             logged = decode_answers_header(await self._objects.get_range(key, 0, HEADER_BYTES))
         except BadInput:
             return counts
-        return max(counts, logged.counts, key=lambda one: one.ended)
+        return max(counts, logged.counts, key=lambda candidate: candidate.ended)
 
 
 def _half_segment_key(owner: str, batch_id: str) -> str:

@@ -224,11 +224,13 @@ def _number(pages: Sequence[OcrPage], max_images: int | None) -> None:
     Images beyond `max_images` are left out, because a flow applies the limit to each page
     separately.
     """
-    images, tables, left = count(), count(), sys.maxsize if max_images is None else max_images
+    images, tables, room = count(), count(), sys.maxsize if max_images is None else max_images
     for page in pages:
-        names = {one.id: "" for one in page.images[left:]}
-        page.images, left = page.images[:left], left - len(page.images[:left])
-        names |= {one.id: f"img-{next(images)}{PurePath(one.id).suffix}" for one in page.images}
+        names = {image.id: "" for image in page.images[room:]}
+        page.images, room = page.images[:room], room - len(page.images[:room])
+        names |= {
+            image.id: f"img-{next(images)}{PurePath(image.id).suffix}" for image in page.images
+        }
         for table in page.tables or ():
             names[table.id] = f"tbl-{next(tables)}{PurePath(table.id).suffix}"
         if any(name != new for name, new in names.items()):
@@ -242,13 +244,13 @@ def _rename(page: OcrPage, names: Mapping[str, str]) -> None:
     """
     shifts: list[tuple[int, int]] = []
 
-    def renamed(match: re.Match[str]) -> str:
+    def rename_reference(match: re.Match[str]) -> str:
         name = names.get(match[2], match[2])
         reference = f"{match[1]}[{name}]({name})" if name else ""
         shifts.append((match.start(), len(reference) - len(match[0])))
         return reference
 
-    page.markdown = _ID_REFERENCE.sub(renamed, page.markdown)
+    page.markdown = _ID_REFERENCE.sub(rename_reference, page.markdown)
     scores = page.confidence_scores and page.confidence_scores.word_confidence_scores
     before = [0, *accumulate(shift for _, shift in shifts)]
     places = [at for at, _ in shifts]
@@ -259,9 +261,9 @@ def _rename(page: OcrPage, names: Mapping[str, str]) -> None:
     for table in page.tables or ():
         table.id = names[table.id]
     if page.blocks:
-        page.blocks = [one for one in page.blocks if names.get(one.image_id or "") != ""]
+        page.blocks = [block for block in page.blocks if names.get(block.image_id or "") != ""]
     for block in page.blocks or ():
-        block.content = _ID_REFERENCE.sub(renamed, block.content)
+        block.content = _ID_REFERENCE.sub(rename_reference, block.content)
         block.image_id = names.get(block.image_id or "", block.image_id)
         block.table_id = names.get(block.table_id or "", block.table_id)
 
@@ -337,13 +339,13 @@ async def create_ocr(
         quota = storage.quota_of(call.caller, DOCUMENT)
         owner = inference.file_owner(call, model, quota, call.answer_by_s(model))
         loading = _with_document(checked, owner, source_images)
-        one = await while_connected(call.http.receive, loading)
+        ocr_input = await while_connected(call.http.receive, loading)
         if isinstance(model, Flow):
-            output = await _run_flow(call, model, one, body, recording)
+            output = await _run_flow(call, model, ocr_input, body, recording)
             reply = await _reply(output, model, objects, body)
         else:
             async with inference.compute(
-                call, model, [one], is_repeatable=model.deterministic
+                call, model, [ocr_input], is_repeatable=model.deterministic
             ) as response:
                 reply = await _reply(response.outcomes[0].result, model, objects, body)
     return Response(_encode(reply), media_type="application/json")
@@ -354,8 +356,8 @@ async def _run_flow(
 ) -> Result | None:
     """Returns the output of a flow. Errors about a page become errors about the document."""
     fields = body.model_dump(mode="json", exclude_unset=True, exclude={DOCUMENT})
-    shown = fields | {DOCUMENT: {"type": body.document.type}}
-    read = Inputs([one], shown, is_list=False, is_repeatable=flow.deterministic)
+    shown_input = fields | {DOCUMENT: {"type": body.document.type}}
+    read = Inputs([one], shown_input, is_list=False, is_repeatable=flow.deterministic)
     digest = digest_of(json.dumps([flow.name, PATH, repr(one.cache_form())]))
     new = recording.request(call, flow, read, digest=digest, endpoint=PATH)
     return (await recording.run_flow(call, new, partial(_failure_of, body))).output
@@ -389,6 +391,6 @@ def _is_page(step: FlowStep, field: str | None, position: int, plan: FlowPlan) -
     """Returns whether an item's input is a page that a first step created from the document."""
     if step.for_each is None:
         return False
-    first = {one.id for one in plan.steps if not one.depends_on}
-    sources = {one.name for one in step.origins_of(field or "", position)} - {INPUT}
+    first = {candidate.id for candidate in plan.steps if not candidate.depends_on}
+    sources = {origin.name for origin in step.origins_of(field or "", position)} - {INPUT}
     return len(sources) == 1 and sources <= first

@@ -45,8 +45,8 @@ record.
 
 def version_of(model: Model) -> str:
     """Returns a model's version ID: a 256-bit BLAKE2b digest of everything that affects results."""
-    shown = model.requested
-    facts = "\n".join((shown.name, shown.source, shown.revision, shown.precision))
+    requested = model.requested
+    facts = "\n".join((requested.name, requested.source, requested.revision, requested.precision))
     return hashlib.blake2b(facts.encode(), digest_size=32).hexdigest()
 
 

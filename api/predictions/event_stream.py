@@ -98,8 +98,8 @@ class EventPosition(NamedTuple):
 
     def to_id(self) -> str:
         """Returns the ID of an event after which a reader has this position."""
-        kept = f"{max(0, self.kind)}.{max(0, self.number)}"
-        return f"{kept}.{self.preview}" if self.preview else kept
+        base = f"{max(0, self.kind)}.{max(0, self.number)}"
+        return f"{base}.{self.preview}" if self.preview else base
 
 
 class EventStreams:
@@ -145,8 +145,8 @@ class EventStreams:
             if QUEUE in extra:
                 queued = await self._predictions.position(snapshot)
                 if queued is not None and queued != sent:
-                    shown = msgspec.json.encode(queued._asdict()).decode()
-                    yield encode_event(QUEUE, shown, position.to_id())
+                    data = msgspec.json.encode(queued._asdict()).decode()
+                    yield encode_event(QUEUE, data, position.to_id())
                     sent, sent_s = queued, time.monotonic()
             if PREVIEW in extra:
                 for preview in await self._predictions.previews(snapshot, position.preview):
@@ -177,9 +177,9 @@ class EventStreams:
         known = seen.number if seen.kind == 1 else -1 if seen.kind < 1 else OUTPUT_OF_FLOW
         steps = [
             StreamEvent(
-                1, number, _text(step_output_of(snapshot.prediction, one, self._url_signer))
+                1, number, _text(step_output_of(snapshot.prediction, outcome, self._url_signer))
             )
-            for number, one in await self._predictions.step_outcomes(snapshot, known)
+            for number, outcome in await self._predictions.step_outcomes(snapshot, known)
         ]
         others = events_of(snapshot, self._url_signer, seen)
         return sorted([*others, *steps], key=lambda event: event[:2]) if steps else others
@@ -226,13 +226,13 @@ def _text(element: object) -> str:
 
 def _shown(preview: Preview) -> str:
     image = base64.b64encode(preview.image).decode()
-    shown = {
+    fields = {
         "index": preview.index,
         "step": preview.step,
         "steps": preview.steps,
         "image": f"data:image/webp;base64,{image}",
     }
-    return msgspec.json.encode(shown).decode()
+    return msgspec.json.encode(fields).decode()
 
 
 def failure_event(message: str) -> bytes:
@@ -318,5 +318,5 @@ class ElementEvents(OutputEvents):
 
         Events without an ID are resumed after the last one with an ID.
         """
-        elements = [one.shown(self._link) for one in read_elements(text)]
-        return b"".join(encode_event("output", _text(one)) for one in elements) or None
+        elements = [element.shown(self._link) for element in read_elements(text)]
+        return b"".join(encode_event("output", _text(element)) for element in elements) or None

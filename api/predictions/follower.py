@@ -81,8 +81,8 @@ class PredictionFollower:
         """Settles due reservations, and frees the slots of finished predictions."""
         while True:
             due = await self._holds.due(MAX_DUE)
-            for one in due:
-                await self._settle(one)
+            for hold in due:
+                await self._settle(hold)
             if len(due) < MAX_DUE:
                 break
         await self._free_slots()
@@ -99,7 +99,7 @@ class PredictionFollower:
 
     async def _settle(self, due: DueHold) -> None:
         try:
-            kept = _decoder.decode(due.data)
+            held_limits = _decoder.decode(due.data)
         except msgspec.MsgspecError:
             log.exception("a hold can't be read, so its prediction counts as reserved")
             await self._limiter.settle_hold(due.record_id, [], None)
@@ -107,19 +107,24 @@ class PredictionFollower:
         record, used = due.record, None
         if record is not None:
             if not record.is_over:
-                await self._end_if_late(due.record_id, kept)
+                await self._end_if_late(due.record_id, held_limits)
                 return
-            if record.awaits_receipts and kept.step_prices:
+            if record.awaits_receipts and held_limits.step_prices:
                 # The process that canceled the run may have died.
-                await self._end_if_late(due.record_id, kept)
-            if record.reply is None and _may_be_reported(record, kept, time.time()):
+                await self._end_if_late(due.record_id, held_limits)
+            if record.reply is None and _may_be_reported(record, held_limits, time.time()):
                 return
             if record.reply is None and record.attempts:
-                used = kept.used_unreported()
+                used = held_limits.used_unreported()
             else:
                 outcomes = [] if record.reply is None else record.reply.outcomes
-                used = used_by(kept.price, kept.unit, outcomes, step_prices=kept.step_prices)
-        await self._limiter.settle_hold(due.record_id, kept.takings, used)
+                used = used_by(
+                    held_limits.price,
+                    held_limits.unit,
+                    outcomes,
+                    step_prices=held_limits.step_prices,
+                )
+        await self._limiter.settle_hold(due.record_id, held_limits.takings, used)
 
     async def _end_if_late(self, record_id: str, kept: HeldLimits) -> None:
         """Ends a late prediction, and settles a canceled run, by reading it.

@@ -218,8 +218,8 @@ class _Generation:
         """Its part of an event ID."""
         if not self.is_open and not self.seen.is_open:
             return "-"
-        shown, ended = max(self.tokens, self.seen.tokens), max(self.ended, self.seen.ended)
-        return f"{shown}f{ended}" if ended else f"{shown}"
+        tokens, ended = max(self.tokens, self.seen.tokens), max(self.ended, self.seen.ended)
+        return f"{tokens}f{ended}" if ended else f"{tokens}"
 
 
 class GenerationStreams:
@@ -270,7 +270,7 @@ class GenerationStreams:
             logs_seen: number of printed characters that the reader has, if the stream includes
                 printed text.
         """
-        generations = [_Generation(one) for one in seen]
+        generations = [_Generation(position) for position in seen]
         stream = _Stream(
             shape,
             generations,
@@ -300,7 +300,7 @@ class GenerationStreams:
         Raises:
             PenstockError: the prediction failed before its first event.
         """
-        generations = [_Generation(one) for one in seen]
+        generations = [_Generation(position) for position in seen]
         stream = _Stream(
             shape,
             generations,

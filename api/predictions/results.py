@@ -42,8 +42,8 @@ class ResultFetcher:
             return
         if reply is None or snapshot.prediction.is_cached:
             return
-        results = [one.result for one in reply.outcomes if one.result is not None]
-        keys = [one.object_key for result in results for one in result.blobs if one.object_key]
+        results = [outcome.result for outcome in reply.outcomes if outcome.result is not None]
+        keys = [blob.object_key for result in results for blob in result.blobs if blob.object_key]
         for key in [*keys, *partial_objects_of(*snapshot)]:
             await self._objects.delete(key)
 

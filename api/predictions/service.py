@@ -269,11 +269,11 @@ class Predictions:
         Large predictions reduce this number: a page has at most READ_BYTES in total, but at least
         one prediction.
         """
-        left = ids = await self._records.latest(tenant, PAGE, before_s)
+        remaining = ids = await self._records.latest(tenant, PAGE, before_s)
         snapshots: list[PredictionSnapshot] = []
-        while left and not snapshots:
-            snapshots, left = await self._read_some(left)
-        has_more = bool(snapshots) and (bool(left) or len(ids) == PAGE)
+        while remaining and not snapshots:
+            snapshots, remaining = await self._read_some(remaining)
+        has_more = bool(snapshots) and (bool(remaining) or len(ids) == PAGE)
         return snapshots, snapshots[-1].record.created_at_s if has_more else None
 
     async def all(
@@ -298,8 +298,8 @@ class Predictions:
                 raise _not_found(after)
             ids = ids[ids.index(after) + 1 :]
         while ids:
-            snapshots, left = await self._read_some(ids[:PAGE])
-            ids = [*left, *ids[PAGE:]]
+            snapshots, remaining = await self._read_some(ids[:PAGE])
+            ids = [*remaining, *ids[PAGE:]]
             for snapshot in snapshots:
                 yield snapshot
 
@@ -313,7 +313,7 @@ class Predictions:
             for record in records
             if record is not None and record.document
         ]
-        return [await self._end_if_late(one) for one in snapshots], ids[count:]
+        return [await self._end_if_late(snapshot) for snapshot in snapshots], ids[count:]
 
     async def replace_input(
         self, snapshot: PredictionSnapshot, stored_input: dict[str, Any]
@@ -432,7 +432,9 @@ class Predictions:
         if not prediction.webhook or "completed" not in prediction.webhook_events:
             return False
         attempts = await self._records.webhook_log.read(prediction.record)
-        return not any(one.event == "completed" and _is_final(one.status) for one in attempts)
+        return not any(
+            attempt.event == "completed" and _is_final(attempt.status) for attempt in attempts
+        )
 
     async def webhook_attempts(self, tenant: str, prediction_id: str) -> list[WebhookAttempt]:
         """Returns delivery attempts of a prediction's webhooks, oldest first.
@@ -511,7 +513,7 @@ class Predictions:
     ) -> list[tuple[int, ItemOutcome]]:
         """Returns flow items completed after item `seen`, numbered in order.
 
-        None while Redis does not answer.
+        Returns an empty list while Redis does not answer.
         """
         prediction, record = snapshot
         # A step may have images that will be withheld.
@@ -525,7 +527,7 @@ class Predictions:
                 seen,
                 is_over=record.is_over,
             )
-            return [one async for one in reading]
+            return [numbered_outcome async for numbered_outcome in reading]
         return []
 
     async def objects_of_steps(self, prediction: Prediction) -> list[str]:
@@ -535,7 +537,7 @@ class Predictions:
     async def previews(self, snapshot: PredictionSnapshot, cursor: str) -> list[Preview]:
         """Returns the previews after `cursor`, and requests more for the next few seconds.
 
-        None while Redis does not answer.
+        Returns an empty list while Redis does not answer.
         """
         if snapshot.prediction.is_checked:  # a preview may show an image that will be withheld
             return []

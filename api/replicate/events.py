@@ -69,15 +69,15 @@ async def list_webhooks(
     attempts = await predictions.webhook_attempts(call.tenant, prediction_id)
     results = [
         WebhookAttemptReply(
-            webhook_id=one.webhook_id,
-            event=one.event,
-            attempt=one.attempt,
-            created_at=iso(one.at_s),
-            duration_ms=round(one.duration_s * 1000, 3),
-            status=one.status,
-            error=one.error,
+            webhook_id=attempt.webhook_id,
+            event=attempt.event,
+            attempt=attempt.attempt,
+            created_at=iso(attempt.at_s),
+            duration_ms=round(attempt.duration_s * 1000, 3),
+            status=attempt.status,
+            error=attempt.error,
         )
-        for one in attempts
+        for attempt in attempts
     ]
     return encode_json(WebhookAttempts(results))
 

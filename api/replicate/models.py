@@ -116,7 +116,7 @@ async def list_models(
         raise BadInput("cursor: is invalid; use the one in `next` of a page", field="cursor")
     base_url, first = call.base_url, int(cursor or 0)
     models, following = call.visible_models(catalog), first + PAGE
-    shown = models[first:following]
+    page = models[first:following]
     pages = {"previous": max(0, first - PAGE) if first else None, "next": None}
     if following < len(models):
         pages["next"] = following
@@ -124,7 +124,7 @@ async def list_models(
         name: None if at is None else f"{base_url}/v1/models?cursor={at}"
         for name, at in pages.items()
     }
-    results = [model_body(model, OWNER, base_url, started_at_s) for model in shown]
+    results = [model_body(model, OWNER, base_url, started_at_s) for model in page]
     return encode_json({**links, "results": results})
 
 

@@ -102,12 +102,12 @@ class PredictionsEndpoint(Endpoint):
         (result,) = check_results([outcome.result], CustomResult, request.model)
         files: list[Blob] = []
         for blob in result.blobs:
-            left_bytes = MAX_OUTPUT_FILES_BYTES - sum(len(one.data or b"") for one in files)
+            left_bytes = MAX_OUTPUT_FILES_BYTES - sum(len(file.data or b"") for file in files)
             files.append(await _loaded(blob, left_bytes, tools))
         took_ms = outcome.receipt.inference_ms
         times = {} if took_ms is None else {"predict_time": round(took_ms / 1000, 6)}
         own = {**times, "cost_usd": cost_usd(tools.price, outcome)}
-        shown = {
+        reply_fields = {
             "model": f"{OWNER}/{request.model.name}",
             "version": version_of(request.model),
             "status": "succeeded",
@@ -116,7 +116,7 @@ class PredictionsEndpoint(Endpoint):
             "error": None,
             "metrics": {**result.recorded_metrics, **(tools.run_metrics or own)},
         }
-        return msgspec.json.encode(shown)
+        return msgspec.json.encode(reply_fields)
 
 
 async def _loaded(blob: Blob, left_bytes: int, tools: ReplyTools) -> Blob:

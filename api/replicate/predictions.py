@@ -101,7 +101,7 @@ class PredictionBody(Body):
     )
 
     @model_validator(mode="after")
-    def _one_webhook(self) -> PredictionBody:
+    def _check_webhooks(self) -> PredictionBody:
         if self.webhook and self.webhook_completed:
             raise ValueError("webhook and webhook_completed are mutually exclusive")
         return self
@@ -220,9 +220,9 @@ class PredictionCreator:
         caller = self._inference.file_owner(call, model, quota, stops_at_s, keep_s=keep_s + left_s)
         reading = read_inputs(body.input, model, caller, self._source_images)
         read = await while_connected(call.http.receive, reading)
-        for one in read.inputs:
-            if isinstance(one, CustomInput):
-                one.context = body.context or {}
+        for task_input in read.inputs:
+            if isinstance(task_input, CustomInput):
+                task_input.context = body.context or {}
         return plan_images(read, model, self._catalog)
 
 
@@ -267,8 +267,8 @@ def creation_responses() -> Responses:
         201: success("The new prediction.", PredictionReply, "Location", *OF_LIMITS),
     }
     refused = problems(*CREATION_ERRORS)
-    for one in refused.values():
-        one["headers"] |= references(*OF_LIMITS)
+    for response in refused.values():
+        response["headers"] |= references(*OF_LIMITS)
     return answers | refused
 
 

@@ -226,8 +226,8 @@ class KeyAdmin:
             raise BadInput(f"the body is not valid JSON: {error}") from error
 
     async def answer_issued(self, issued: IssuedKey) -> Response:
-        shown = msgspec.structs.asdict(_key(issued.stored, None))
-        return await self.answer_changed(IssuedKeyObject(**shown, value=issued.key.text))
+        fields = msgspec.structs.asdict(_key(issued.stored, None))
+        return await self.answer_changed(IssuedKeyObject(**fields, value=issued.key.text))
 
     async def answer_changed(self, reply: msgspec.Struct) -> Response:
         """Returns the answer to a change, after this instance has read the new directory."""
@@ -362,7 +362,7 @@ async def list_tenants(admin: KeyAdmin) -> Response:
     document = await admin.acts.read()
     names = sorted(document.tenants.keys() | {key.tenant for key in document.keys})
     stored = [(name, document.tenants.get(name, StoredTenant())) for name in names]
-    data = [TenantObject(name, one.plan or None, one.frozen_s) for name, one in stored]
+    data = [TenantObject(name, tenant.plan or None, tenant.frozen_s) for name, tenant in stored]
     return _encode_uncached(TenantsReply(data))
 
 

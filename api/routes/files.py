@@ -310,7 +310,7 @@ async def delete_file(
 async def get_content(call: Call, batch_files: BatchFiles, file_id: str) -> Response:
     """Streams a file's data, or the part selected by `Range: bytes=first-last`."""
     file = await _found(call, batch_files, file_id)
-    start, end = _asked_range(call.http.headers.get("range", ""), file.size_bytes)
+    start, end = _parse_range(call.http.headers.get("range", ""), file.size_bytes)
     is_part = (start, end) != (0, file.size_bytes)
     headers = {"accept-ranges": "bytes", "x-content-type-options": "nosniff"}
     if is_part:
@@ -328,7 +328,7 @@ async def _found(call: Call, batch_files: BatchFiles, file_id: str) -> BatchFile
     return file
 
 
-def _asked_range(header: str, size_bytes: int) -> tuple[int, int]:
+def _parse_range(header: str, size_bytes: int) -> tuple[int, int]:
     """Returns the first byte and the one after the last. For unknown formats, the whole file.
 
     RFC 9110, 14.2 allows a server to ignore `Range`.

@@ -139,8 +139,8 @@ async def get_report(
         max_days=ROWS_KEPT_DAYS,
     )
     budgets_usd = await _budgets(call, report, settings)
-    shown = _reply(await service.run(report, question, call.tenant, budgets_usd))
-    return encode_json(shown, headers=NO_STORE)
+    reply = _reply(await service.run(report, question, call.tenant, budgets_usd))
+    return encode_json(reply, headers=NO_STORE)
 
 
 def _is_admin(call: Call) -> bool:
@@ -166,7 +166,7 @@ def tenants_for(call: Call, asked: list[str]) -> tuple[str, ...] | None:
 
 
 async def _budgets(call: Call, report: Report, settings: ApiSettings) -> dict[str, float]:
-    if not any(one.default is None for one in report.parameters):
+    if not any(parameter.default is None for parameter in report.parameters):
         return {}
     if _is_admin(call):
         return await read_budgets(settings.keys_url)
@@ -182,7 +182,7 @@ def _entry(report: Report) -> ReportEntry:
         owner=report.owner,
         audience=report.audience,
         days=report.days,
-        filters=cast(Any, [one for one, name in filters.items() if name not in report.without]),
+        filters=cast(Any, [field for field, name in filters.items() if name not in report.without]),
     )
 
 
@@ -208,13 +208,13 @@ def _reply(result: ReportResult) -> ReportReply:
         rows=[[_cell(value) for value in row] for row in result.rows],
         plots=[
             ReportPlot(
-                kind=one.kind,
-                title=one.title,
-                unit=one.unit,
-                stacked=one.stacked,
-                series=[ReportSeries(name=of.name, x=of.x, y=of.y) for of in one.series],
+                kind=plot.kind,
+                title=plot.title,
+                unit=plot.unit,
+                stacked=plot.stacked,
+                series=[ReportSeries(name=of.name, x=of.x, y=of.y) for of in plot.series],
             )
-            for one in drawings(result)
+            for plot in drawings(result)
         ],
     )
 

@@ -68,14 +68,14 @@ class CustomApi(ApiTask):
     ) -> Inputs:
         """Returns one item, because a class computes one prediction at a time."""
         custom_input, files = checked_input(raw_input, model, max_values_bytes(model))
-        shown = dict(raw_input)
+        shown_input = dict(raw_input)
         if files:
-            await add_files(custom_input, files, caller, images, shown)
-        await store_large_values(custom_input, model, images, caller, shown)
+            await add_files(custom_input, files, caller, images, shown_input)
+        await store_large_values(custom_input, model, images, caller, shown_input)
         for name, shape in interface_of(model).properties.items():
-            if shape.get("format") == SECRET_FORMAT and shown.get(name) is not None:
-                shown[name] = SHOWN_SECRET
-        return Inputs([custom_input], shown, is_list=False, is_repeatable=model.deterministic)
+            if shape.get("format") == SECRET_FORMAT and shown_input.get(name) is not None:
+                shown_input[name] = SHOWN_SECRET
+        return Inputs([custom_input], shown_input, is_list=False, is_repeatable=model.deterministic)
 
 
 def checked_input(
@@ -296,17 +296,17 @@ def _files(values: dict[str, Any], interface: ModelInterface) -> Iterator[FileIn
         if _is_file(shape):
             yield [name], values[name]
         elif _is_file(shape.get("items", {})):
-            for number, one in enumerate(values[name]):
-                yield [name, number], one
+            for number, value in enumerate(values[name]):
+                yield [name, number], value
 
 
 def _without_files(values: dict[str, Any], files: Sequence[FileInput]) -> dict[str, Any]:
     """Returns the input with null in place of each file."""
-    kept = dict(values)
+    stripped_values = dict(values)
     for at, _ in files:
         name = str(at[0])
-        kept[name] = None if len(at) == 1 else [None] * len(values[name])
-    return kept
+        stripped_values[name] = None if len(at) == 1 else [None] * len(values[name])
+    return stripped_values
 
 
 @lru_cache(maxsize=256)
@@ -327,8 +327,8 @@ def _type_of(shape: dict[str, Any]) -> Any:
         return Literal[tuple(shape["enum"])]
     if "anyOf" in shape:
         union: Any = _type_of(shape["anyOf"][0])
-        for one in shape["anyOf"][1:]:
-            union = union | _type_of(one)
+        for alternative in shape["anyOf"][1:]:
+            union = union | _type_of(alternative)
         return union
     kind = shape.get("type")
     if kind == "array":

@@ -89,9 +89,13 @@ def text_inputs(
     if tokenizer is not None or not isinstance(listed[0], str):
         _check_tokenizer(tokenizer, model)
     inputs: list[TextInput | TokensInput] = []
-    for index, one in enumerate(listed):
-        is_text = isinstance(one, str)
-        size_bytes = len(one.encode()) if isinstance(one, str) else TOKEN_BYTES * len(one)
+    for index, text_or_tokens in enumerate(listed):
+        is_text = isinstance(text_or_tokens, str)
+        size_bytes = (
+            len(text_or_tokens.encode())
+            if isinstance(text_or_tokens, str)
+            else TOKEN_BYTES * len(text_or_tokens)
+        )
         if size_bytes > model.text.max_input_bytes:
             limit = (
                 model.text.max_input_bytes if is_text else model.text.max_input_bytes // TOKEN_BYTES
@@ -99,7 +103,9 @@ def text_inputs(
             unit = "bytes" if is_text else "tokens"
             raise InputTooLarge(f"input[{index}]: must have at most {limit} {unit}", field="input")
         inputs.append(
-            TextInput(one, truncate) if isinstance(one, str) else TokensInput(one, truncate)
+            TextInput(text_or_tokens, truncate)
+            if isinstance(text_or_tokens, str)
+            else TokensInput(text_or_tokens, truncate)
         )
     return inputs
 
@@ -190,13 +196,13 @@ def windows_of(
     offsets = np.cumsum([0, *lengths[:-1]])
     starts = np.concatenate(
         [
-            np.frombuffer(one.starts, "<u4").astype(np.int64) + offset
-            for one, offset in zip(sections, offsets, strict=True)
+            np.frombuffer(section.starts, "<u4").astype(np.int64) + offset
+            for section, offset in zip(sections, offsets, strict=True)
         ]
     )
     if not len(starts):
         return [Window(0, len(text), True)]
-    begins = np.frombuffer(b"".join(one.begins_word for one in sections), np.uint8) == 1
+    begins = np.frombuffer(b"".join(section.begins_word for section in sections), np.uint8) == 1
     characters = np.flatnonzero(np.diff(starts, prepend=-1) > 0)
     words = np.flatnonzero(begins)
     units = [words, characters]
@@ -256,7 +262,7 @@ class TextsInput(Body):
 
     @model_validator(mode="after")
     def _exactly_one(self) -> TextsInput:
-        if sum(one is not None for one in (self.text, self.texts, self.input)) != 1:
+        if sum(value is not None for value in (self.text, self.texts, self.input)) != 1:
             raise ValueError("exactly one of text, texts and input is required")
         return self
 

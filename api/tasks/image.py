@@ -88,7 +88,7 @@ class ImagePredictionInput(ImageFields):
     output_format: Literal["png", "jpg", "jpeg", "webp"] = "png"
 
     @model_validator(mode="after")
-    def _said_once(self) -> ImagePredictionInput:
+    def _check_conflicts(self) -> ImagePredictionInput:
         if self.size and (self.width or self.height):
             raise ValueError("size can't be combined with width and height")
         if self.strength and self.prompt_strength:
@@ -192,17 +192,19 @@ class ImageApi(ApiTask):
         parsed = ImagePredictionInput.model_validate(raw_input, strict=True)
         check_guides(parsed, model)
         check_accepted(parsed, model, parsed.mode)
-        size, files, shown = _size(parsed, model), parsed.files, raw_input
+        size, files, shown_input = _size(parsed, model), parsed.files, raw_input
         _check_padding(parsed.sides, size, model)
         draft = ImageDraft(parsed, model, size, caller, images)
         await draft.fetch(files)
         first = await draft.first(parsed.source)
         if files:
             first = await draft.store(first)
-            shown = show_files(raw_input, await draft.keep_inline())
+            shown_input = show_files(raw_input, await draft.keep_inline())
         inputs = consecutive(first, first.seed, parsed.num_outputs)
         is_repeatable = parsed.seed is not None
-        return Inputs(inputs, shown, True, is_repeatable, parsed.output_format, parsed.upscale)
+        return Inputs(
+            inputs, shown_input, True, is_repeatable, parsed.output_format, parsed.upscale
+        )
 
 
 def _check_padding(sides: Padding, size: tuple[int, int] | None, model: Model) -> None:

@@ -114,16 +114,16 @@ class UsageService:
             BadInput: the result has too many groups.
             Overloaded: too many queries are running.
         """
-        kept = self._kept.get(query)
-        if kept is None or not self._is_fresh(kept):
+        task = self._kept.get(query)
+        if task is None or not self._is_fresh(task):
             self._turns.claim(tenant)
-            kept = asyncio.create_task(self._read(query, tenant))
+            task = asyncio.create_task(self._read(query, tenant))
             self._kept.pop(query, None)
-            self._kept[query] = kept
+            self._kept[query] = task
             if len(self._kept) > MAX_KEPT:
                 del self._kept[next(iter(self._kept))]
         # The answer is shared with other callers, so a caller who hangs up does not stop it.
-        return await asyncio.shield(kept)
+        return await asyncio.shield(task)
 
     def _is_fresh(self, kept: asyncio.Task[UsageRead]) -> bool:
         if not kept.done():
