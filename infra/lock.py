@@ -56,10 +56,10 @@ def unmet(project_file: Path = PROJECT, lock: Path = LOCK) -> list[str]:
     versions = {name: locked.version for name, locked in read_lock(lock).items()}
     versions |= dict(map(_name_and_version, members))
     lines = []
-    for asked in (asked for member in members for asked in _asked(member)):
-        pin = _PIN.match(asked)
+    for requirement in (requirement for member in members for requirement in _asked(member)):
+        pin = _PIN.match(requirement)
         if pin is None or versions.get(normalized(pin["name"])) != pin["version"]:
-            lines.append(asked)
+            lines.append(requirement)
     return lines
 
 
@@ -70,7 +70,7 @@ def uncovered(installed: str, allowed: list[str]) -> list[str]:
         allowed: packages that need not be in the lock, as `name`, `name==version` or `name*`.
     """
     versions = {name: locked.version for name, locked in read_lock().items()}
-    patterns = [normalized(one.partition("==")[0]) for one in allowed]
+    patterns = [normalized(requirement.partition("==")[0]) for requirement in allowed]
     lines = []
     for line in filter(None, installed.splitlines()):
         name, _, version = line.partition("==")
@@ -104,7 +104,7 @@ def _asked(project_file: Path) -> list[str]:
     document = tomllib.loads(project_file.read_text(encoding="utf-8"))
     project = document["project"]
     groups = project.get("optional-dependencies", {})
-    extras = (asked for extra in groups.values() for asked in extra)
+    extras = (requirement for extra in groups.values() for requirement in extra)
     return [*document["build-system"]["requires"], *project["dependencies"], *extras]
 
 
@@ -115,7 +115,7 @@ def main(words: list[str]) -> int:
         return 0
     if words[:1] == ["only"] and len(words) == 2:
         locked = read_lock()[normalized(words[1])]
-        print(f"{words[1]}=={locked.version}", *(f"--hash={one}" for one in locked.hashes))
+        print(f"{words[1]}=={locked.version}", *(f"--hash={digest}" for digest in locked.hashes))
         return 0
     if words[:1] == ["covers"] and len(words) > 1:
         lines = uncovered(Path(words[1]).read_text(encoding="utf-8"), words[2:])

@@ -120,5 +120,5 @@ def _put(client: bigquery.Client, name: str, resource: dict[str, Any], fields: l
         if "schema" in fields:
             known = {field.name for field in table.schema}
             stored = client.get_table(table.reference).schema
-            table.schema = [*table.schema, *(one for one in stored if one.name not in known)]
+            table.schema = [*table.schema, *(field for field in stored if field.name not in known)]
         client.update_table(table, fields)

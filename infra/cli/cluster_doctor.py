@@ -226,7 +226,7 @@ class ClusterDoctor:
     @cached_property
     def _wanted(self) -> dict[str, set[str]]:
         """The names of the Secrets and ConfigMaps that pods can't start without, by kind."""
-        references = [_references(_pod_spec(one)) for one in self._deployments]
+        references = [_references(_pod_spec(deployment)) for deployment in self._deployments]
         return {kind: set().union(*(names[kind] for names in references)) for kind in KINDS}
 
     @cached_property
@@ -242,7 +242,9 @@ class ClusterDoctor:
             for name in KEDA_CRDS
             if f"customresourcedefinition.apiextensions.k8s.io/{name}" not in crds
         ]
-        if missing and any(MODEL_LABEL in one["metadata"].get("labels", {}) for one in scaled):
+        if missing and any(
+            MODEL_LABEL in scaled_object["metadata"].get("labels", {}) for scaled_object in scaled
+        ):
             yield Diagnosis("autoscaler", "the cluster's own (HPA), without KEDA")
             return
         if missing and not self._is_on_gke():
@@ -258,8 +260,8 @@ class ClusterDoctor:
             )
             return
         yield self._metrics_api()
-        for one in self.kubectl.items("scaledobjects"):
-            yield from self._scaled_object(one)
+        for scaled_object in self.kubectl.items("scaledobjects"):
+            yield from self._scaled_object(scaled_object)
 
     def _is_on_gke(self) -> bool:
         return any(
@@ -329,9 +331,11 @@ class ClusterDoctor:
 
     def _plugin(self) -> Iterator[Diagnosis]:
         plugins = [
-            one
-            for one in self.kubectl.items("daemonsets", "-A")
-            if re.search("nvidia.*device-plugin|device-plugin.*nvidia", one["metadata"]["name"])
+            daemon_set
+            for daemon_set in self.kubectl.items("daemonsets", "-A")
+            if re.search(
+                "nvidia.*device-plugin|device-plugin.*nvidia", daemon_set["metadata"]["name"]
+            )
         ]
         wants_gpu = any(
             GPU in container.get("resources", {}).get("limits", {})
@@ -344,11 +348,11 @@ class ClusterDoctor:
                 f"none runs, so no node offers {GPU}",
                 "install NVIDIA's: docs/how-to/self-hosting.md, Workers that share a GPU",
             )
-        for one in plugins:
-            name, status = one["metadata"]["name"], one["status"]
+        for plugin in plugins:
+            name, status = plugin["metadata"]["name"], plugin["status"]
             ready, wanted = status.get("numberReady", 0), status.get("desiredNumberScheduled", 0)
             facts = f"{name}: {ready} of {wanted} pods are ready"
-            namespace = one["metadata"]["namespace"]
+            namespace = plugin["metadata"]["namespace"]
             show = self.kubectl.shown_outside(f"-n {namespace} describe daemonset {name}")
             yield Diagnosis("device plugin", facts, show if ready < wanted else "")
 
@@ -535,7 +539,7 @@ def _pod_spec(deployment: Manifest) -> Manifest:
 
 def _condition(manifest: Manifest, kind: str) -> Mapping[str, str]:
     conditions: Iterable[Mapping[str, str]] = manifest.get("status", {}).get("conditions", ())
-    return next((one for one in conditions if one["type"] == kind), {})
+    return next((condition for condition in conditions if condition["type"] == kind), {})
 
 
 def _references(pod: Manifest) -> dict[str, set[str]]:

@@ -110,7 +110,7 @@ def create_key(
     request = KeyRequest(
         tenant,
         name,
-        tuple(one for one in SCOPES if one in (scope or ("all",))),
+        tuple(allowed_scope for allowed_scope in SCOPES if allowed_scope in (scope or ("all",))),
         tuple(model) if model else None,
         _struct(Limits, limit) if limit else None,
         _seconds(expires_in, "expires-in") if expires_in else None,
@@ -202,12 +202,12 @@ def list_tenants(as_json: AsJson = False) -> None:
     names = sorted(document.tenants.keys() | {key.tenant for key in document.keys})
     stored = [document.tenants.get(name, StoredTenant()) for name in names]
     listed = [
-        {"tenant": name, "plan": one.plan or None, "frozen_s": one.frozen_s}
-        for name, one in zip(names, stored, strict=True)
+        {"tenant": name, "plan": tenant.plan or None, "frozen_s": tenant.frozen_s}
+        for name, tenant in zip(names, stored, strict=True)
     ]
     rows = [
-        (name, one.plan or "default", _time(one.frozen_s))
-        for name, one in zip(names, stored, strict=True)
+        (name, tenant.plan or "default", _time(tenant.frozen_s))
+        for name, tenant in zip(names, stored, strict=True)
     ]
     _print(listed, ("tenant", "plan", "frozen"), rows, as_json=as_json)
 
@@ -312,10 +312,10 @@ def _struct(kind: type[Made], assignments: Sequence[str]) -> Made:
     import msgspec
 
     fields: dict[str, Any] = {}
-    for one in assignments:
-        name, sign, value = one.partition("=")
+    for assignment in assignments:
+        name, sign, value = assignment.partition("=")
         if not sign:
-            raise BadInput(f"{one!r} is not FIELD=VALUE", field=name)
+            raise BadInput(f"{assignment!r} is not FIELD=VALUE", field=name)
         try:
             fields[name] = json.loads(value)
         except ValueError:

@@ -264,7 +264,9 @@ def kill(
     stack = find_running_stack(STATE_DIR)
     if stack is None:
         raise ConfigurationError(f"penstock up is not running in {STATE_DIR.resolve()}")
-    names = [one for one in stack.processes if one == name or one.startswith(f"{name}-")]
+    names = [
+        process for process in stack.processes if process == name or process.startswith(f"{name}-")
+    ]
     if not names:
         raise BadInput(
             f"name: no process is named {name!r}; processes: {', '.join(stack.processes)}"

@@ -55,11 +55,18 @@ def list_withdrawn(
     from infra.text_table import table
 
     known: Withdrawals | None = _run(lambda store, catalog: store.read())
-    listed = [] if known is None else sorted(known.withdrawn.values(), key=lambda one: one.at_s)
+    listed = (
+        []
+        if known is None
+        else sorted(known.withdrawn.values(), key=lambda withdrawal: withdrawal.at_s)
+    )
     if as_json:
-        print(json.dumps([msgspec.to_builtins(one) for one in listed], indent=2))
+        print(json.dumps([msgspec.to_builtins(withdrawal) for withdrawal in listed], indent=2))
     elif listed:
-        rows = [(one.model, one.revision, _time(one.at_s), one.by) for one in listed]
+        rows = [
+            (withdrawal.model, withdrawal.revision, _time(withdrawal.at_s), withdrawal.by)
+            for withdrawal in listed
+        ]
         print(table(("model", "revision", "since", "by"), rows))
     else:
         typer.echo("no model is withdrawn")

@@ -34,8 +34,8 @@ def model_packages(
     Raises:
         ConfigurationError: a package is in neither, or an entry of `also` is not pinned.
     """
-    named = {normalized(one.partition("==")[0]): one for one in also}
-    if unpinned := [one for one in also if not all(one.partition("=="))]:
+    named = {normalized(requirement.partition("==")[0]): requirement for requirement in also}
+    if unpinned := [requirement for requirement in also if not all(requirement.partition("=="))]:
         raise ConfigurationError(
             f"{unpinned[0]!r} must be pinned, for example name==1.0", field="also"
         )

@@ -24,11 +24,15 @@ def requirements(project_file: Path, extras: list[str]) -> list[str]:
     project, members = document["project"], _members(project_file, document)
     requirements: list[str] = list(project["dependencies"])
     for extra in extras:
-        for asked in project["optional-dependencies"][extra]:
-            name = asked.partition("==")[0]
-            requirements += members.get(name, [asked])
+        for requirement in project["optional-dependencies"][extra]:
+            name = requirement.partition("==")[0]
+            requirements += members.get(name, [requirement])
     of_workspace = document.get("tool", {}).get("uv", {}).get("sources", {})
-    if missing := [one for one in requirements if one.partition("==")[0] in of_workspace]:
+    if missing := [
+        requirement
+        for requirement in requirements
+        if requirement.partition("==")[0] in of_workspace
+    ]:
         raise FileNotFoundError(f"no workspace folder contains {', '.join(missing)}")
     return list(dict.fromkeys(requirements))
 

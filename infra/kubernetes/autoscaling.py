@@ -136,7 +136,7 @@ class TriggerQueries:
 
         Refused items count too. Requests with priority `batch` wait for idle workers.
         """
-        each = [self._asked_of(model) for model in self._models]
+        each = [self._query_arrivals(model) for model in self._models]
         arrived = _added(
             f"({admitted} + {shed}) * ({self._item_s(model)})"
             for model, (admitted, shed) in zip(self._models, each, strict=True)
@@ -145,11 +145,11 @@ class TriggerQueries:
         admitted = " and ".join(admitted for admitted, _ in each)
         return f"({arrived} < {most}) or ({most} and {admitted})"
 
-    def _asked_of(self, model: Model) -> tuple[str, str]:
+    def _query_arrivals(self, model: Model) -> tuple[str, str]:
         """Returns PromQL for items admitted, and items refused, each second."""
-        asked = f'{{{self._items_of(model)},lane="interactive"}}[{ARRIVED}]'
+        selector = f'{{{self._items_of(model)},lane="interactive"}}[{ARRIVED}]'
         admitted, shed = (
-            f"sum(rate(penstock_api_items_{name}_total{asked}))" for name in ("admitted", "shed")
+            f"sum(rate(penstock_api_items_{name}_total{selector}))" for name in ("admitted", "shed")
         )
         return admitted, shed
 
@@ -162,11 +162,11 @@ class TriggerQueries:
         Has no series if metrics of workers are lost. Is 0 without workers if there were no recent
         requests.
         """
-        asked = _added(
+        arrivals = _added(
             f"sum(increase(penstock_api_items_admitted_total{{{self._items_of(model)}}}[{QUIET}]))"
             for model in self._models
         )
-        busy = f"{self._busy_workers()} or ({asked} == 0)"
+        busy = f"{self._busy_workers()} or ({arrivals} == 0)"
         waiting = _added(
             f"({self._waiting(model)}) * ({self._item_s(model)})" for model in self._models
         )
@@ -190,7 +190,7 @@ class TriggerQueries:
         parts = []
         for model in self._models:
             subscriptions = (workers_subscription_id(model.name), batch_subscription_id(model.name))
-            counts = " + ".join(f"({count(one)})" for one in subscriptions)
+            counts = " + ".join(f"({count(subscription)})" for subscription in subscriptions)
             parts.append(f"({counts}) * ({self._item_s(model)})")
         return _added(parts)
 

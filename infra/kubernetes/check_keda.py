@@ -47,8 +47,8 @@ def _refuse_unknown(document: object, known: Any, where: str) -> None:
         for name in document.keys() - newer:
             _refuse_unknown(document[name], known[name], f"{where}.{name}")
     elif isinstance(document, list) and isinstance(known, list):
-        for number, (one, other) in enumerate(zip(document, known, strict=True)):
-            _refuse_unknown(one, other, f"{where}[{number}]")
+        for number, (element, other) in enumerate(zip(document, known, strict=True)):
+            _refuse_unknown(element, other, f"{where}[{number}]")
 
 
 if __name__ == "__main__":

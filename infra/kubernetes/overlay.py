@@ -104,8 +104,10 @@ def weights_of(models: Sequence[Model], deployment: Deployment, disk_mib: int) -
     if not of_hub or deployment.is_outside:
         return NOTHING
     if deployment.weights_bucket:
-        repositories = list(dict.fromkeys(one for model in of_hub for one in _repositories(model)))
-        mounted = _mounted(repositories, deployment.weights_bucket, disk_mib)
+        repositories = list(
+            dict.fromkeys(repository for model in of_hub for repository in _repositories(model))
+        )
+        mounted = _mount(repositories, deployment.weights_bucket, disk_mib)
         if not any(map(_compiles, models)):
             return mounted
         return _with_kernels(mounted, deployment.weights_bucket)
@@ -120,7 +122,7 @@ def _repositories(model: Model) -> list[str]:
     return [source.removeprefix(HUB) for source in sources if source.startswith(HUB)]
 
 
-def _mounted(repositories: Sequence[str], bucket: str, disk_mib: int) -> Weights:
+def _mount(repositories: Sequence[str], bucket: str, disk_mib: int) -> Weights:
     """Returns a volume for each repository. They share the disk for file caches evenly."""
     annotations = {
         "gke-gcsfuse/volumes": "true",
@@ -332,20 +334,20 @@ def write_overlay(out: Path, catalog: Catalog, models_file: Path, deployment: De
 def _chosen(catalog: Catalog, deployment: Deployment) -> list[WorkerGroup]:
     if deployment.models is None:
         return list(catalog.worker_groups)
-    asked = set(deployment.models)
-    if missing := asked - {model.name for model in catalog.deployed}:
+    requested = set(deployment.models)
+    if missing := requested - {model.name for model in catalog.deployed}:
         raise ConfigurationError(
             f"models of {deployment.region} are not in the catalog: {', '.join(sorted(missing))}"
         )
     chosen = []
     for group in catalog.worker_groups:
         names = {model.public_name for model in group.models}
-        if names <= asked:
+        if names <= requested:
             chosen.append(group)
-        elif names & asked:
+        elif names & requested:
             raise ConfigurationError(
                 f"models of {deployment.region}: the workers {group.name!r} need "
-                f"{', '.join(sorted(names - asked))} too"
+                f"{', '.join(sorted(names - requested))} too"
             )
     return chosen
 
@@ -361,7 +363,7 @@ def _entries_of(group: WorkerGroup, catalog: Catalog, document: dict[str, Any]) 
     entries = {"models": [entry for entry in document["models"] if entry["name"] in names]}
     if flows:
         of_flows = {flow.name for flow in flows}
-        entries["flows"] = [one for one in document["flows"] if one["name"] in of_flows]
+        entries["flows"] = [entry for entry in document["flows"] if entry["name"] in of_flows]
     return entries
 
 
@@ -489,7 +491,7 @@ def worker_settings(group: WorkerGroup, deployment: Deployment) -> dict[str, str
     return settings
 
 
-def _sized_volumes(group: WorkerGroup, placement: Placement) -> Iterator[dict[str, Any]]:
+def _size_volumes(group: WorkerGroup, placement: Placement) -> Iterator[dict[str, Any]]:
     """Yields worker volumes whose size differs from infra/kubernetes/worker."""
     if placement.cache_gib is not None:
         yield {"name": "cache", "emptyDir": {"sizeLimit": f"{placement.cache_gib}Gi"}}
@@ -515,11 +517,13 @@ def _secret_variables(group: WorkerGroup) -> dict[str, Any]:
     references = [SecretReference.parse(text) for text in sorted(texts)]
     variables = [
         {
-            "name": one.variable,
-            "valueFrom": {"secretKeyRef": {"name": one.parts["secret"], "key": one.parts["key"]}},
+            "name": reference.variable,
+            "valueFrom": {
+                "secretKeyRef": {"name": reference.parts["secret"], "key": reference.parts["key"]}
+            },
         }
-        for one in references
-        if one.kind == "kubernetes"
+        for reference in references
+        if reference.kind == "kubernetes"
     ]
     return {"env": variables} if variables else {}
 
@@ -542,7 +546,7 @@ def _worker_patch(
         spec["progressDeadlineSeconds"] = BASE_PROGRESS_S + more_s
     if weights.mounts:
         container["volumeMounts"] = list(weights.mounts)
-    volumes = [*weights.volumes, *_sized_volumes(group, placement)]
+    volumes = [*weights.volumes, *_size_volumes(group, placement)]
     pod: dict[str, Any] = {
         "terminationGracePeriodSeconds": placement.grace_s,
         "containers": [container],

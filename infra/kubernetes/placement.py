@@ -71,8 +71,8 @@ class Placement:
     @property
     def disk_mib(self) -> int:
         """The worker's part of the node's disk."""
-        asked = self.resources["requests"]["ephemeral-storage"]
-        return int(asked.removesuffix("Mi"))
+        storage = self.resources["requests"]["ephemeral-storage"]
+        return int(storage.removesuffix("Mi"))
 
 
 def processes_of(models: Sequence[Model]) -> int:
@@ -83,7 +83,9 @@ def processes_of(models: Sequence[Model]) -> int:
     """
     if wanted := [model.processes for model in models if model.processes]:
         return min(wanted)
-    has_one = models[0].gpu.type != "none" or any(one.definition.shares_weights for one in models)
+    has_one = models[0].gpu.type != "none" or any(
+        model.definition.shares_weights for model in models
+    )
     return 1 if has_one else int(CPU_ONLY["cpu"])
 
 
@@ -186,7 +188,7 @@ def check_gpu_memory(group: WorkerGroup, gpu_types: dict[str, GpuType]) -> None:
                 f"the workers {group.name!r} load all their models at the same time",
                 field=field,
             )
-    taken = {one.name: one.resources.gpu_memory_bytes or 0 for one in group.models}
+    taken = {model.name: model.resources.gpu_memory_bytes or 0 for model in group.models}
     has = gpu_memory_bytes(group.gpu, gpu_types)
     if sum(taken.values()) > has:
         each = ", ".join(f"{name} {size / GIB:.2f}" for name, size in taken.items())
@@ -217,11 +219,11 @@ def leave_room(
     resources: dict[str, dict[str, str]], cpu_m: int, memory_mib: int
 ) -> dict[str, dict[str, str]]:
     """Subtracts a sidecar's requests from the worker's, so that as many pods fit on a node."""
-    asked = resources["requests"]
-    cpu = f"{_milli(asked['cpu']) - cpu_m}m"
-    memory = f"{_mib(asked['memory']) - memory_mib}Mi"
+    requests = resources["requests"]
+    cpu = f"{_milli(requests['cpu']) - cpu_m}m"
+    memory = f"{_mib(requests['memory']) - memory_mib}Mi"
     return {
-        "requests": asked | {"cpu": cpu, "memory": memory},
+        "requests": requests | {"cpu": cpu, "memory": memory},
         "limits": resources["limits"] | {"memory": memory},
     }
 
@@ -239,9 +241,9 @@ def _resources(share: dict[str, str], *, gpu: GpuType | None = None) -> dict[str
     # neighbors leave idle. On a shared node a GPU is requested once.
     if gpu is None:
         return {"requests": share, "limits": {"memory": share["memory"]}}
-    one = {"nvidia.com/gpu": "1"}
+    one_gpu = {"nvidia.com/gpu": "1"}
     disk = {"ephemeral-storage": f"{gpu.ephemeral_gib}Gi"}
-    return {"requests": share | one, "limits": {"memory": share["memory"]} | disk | one}
+    return {"requests": share | one_gpu, "limits": {"memory": share["memory"]} | disk | one_gpu}
 
 
 def compute_class(

@@ -462,7 +462,7 @@ def write_self_hosted(out: Path, site: SelfHostedSite, catalog: Catalog, models_
 def _patches_of_all(site: SelfHostedSite) -> list[dict[str, Any]]:
     """Returns patches for every pod that computes or answers: object store, Google credentials."""
     added: list[tuple[str, dict[str, Any]]] = []
-    added += [("envFrom", one) for one in secret_of_broker(site)]
+    added += [("envFrom", source) for source in secret_of_broker(site)]
     if isinstance(site.objects, VolumeObjects):
         claim = {"name": "objects", "persistentVolumeClaim": {"claimName": "objects"}}
         added += [("volumes", claim), ("mount", {"name": "objects", "mountPath": OBJECTS_DIR})]

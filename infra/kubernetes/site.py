@@ -333,7 +333,7 @@ def site_schema() -> dict[str, Any]:
 
 def _conditional(schema: Any) -> Any:
     if isinstance(schema, list):
-        return [_conditional(one) for one in schema]
+        return [_conditional(element) for element in schema]
     if not isinstance(schema, dict):
         return schema
     if "discriminator" in schema:
@@ -347,7 +347,7 @@ def _conditional(schema: Any) -> Any:
     if "patternProperties" in schema:
         # Pydantic refuses other names, but omits that from its schema.
         schema = schema | {"additionalProperties": False}
-    optional = [one for one in schema.get("anyOf", ()) if one != {"type": "null"}]
+    optional = [option for option in schema.get("anyOf", ()) if option != {"type": "null"}]
     if len(optional) == 1 and len(schema["anyOf"]) == 2:
         rest = {key: value for key, value in schema.items() if key != "anyOf"}
         return rest | {"if": {"not": {"type": "null"}}, "then": _conditional(optional[0])}

@@ -276,7 +276,7 @@ def _dump(content: object) -> str:
 
 def _with_expressions(text: str, blocks: Sequence[str]) -> str:
     """Replaces marks with expressions: blocks, whole scalars, names with a hash, labels."""
-    while (expanded := _BLOCK.sub(lambda line: _indented(line, blocks), text)) != text:
+    while (expanded := _BLOCK.sub(lambda line: _indent(line, blocks), text)) != text:
         text = expanded
     for mark, expression in _MARKS.items():
         scalar = rf"(?m)(: |- )'?{re.escape(mark)}'?$"
@@ -287,9 +287,9 @@ def _with_expressions(text: str, blocks: Sequence[str]) -> str:
     return _SETTINGS_NAME.sub(_name_of_settings, text)
 
 
-def _indented(line: re.Match[str], blocks: Sequence[str]) -> str:
+def _indent(line: re.Match[str], blocks: Sequence[str]) -> str:
     text = blocks[int(line[2])].replace("INDENT", str(len(line[1])))
-    return "\n".join(f"{line[1]}{one}" for one in text.splitlines())
+    return "\n".join(f"{line[1]}{block_line}" for block_line in text.splitlines())
 
 
 def _name_of_settings(line: re.Match[str]) -> str:
@@ -351,7 +351,7 @@ def _if(condition: str, lines: str) -> str:
 def _add_to(items: list[Any], definition: str, block: Block) -> None:
     """Replaces the items that this site adds to a list in all Deployments with a block."""
     added = ({"name": "objects"}, {"secretRef": {"name": "zz-broker"}})
-    items[:] = [one for one in items if not any(mark.items() <= one.items() for mark in added)]
+    items[:] = [item for item in items if not any(mark.items() <= item.items() for mark in added)]
     items.append(block(f'{{{{- include "{definition}" . | trim | nindent INDENT }}}}'))
 
 

@@ -230,19 +230,19 @@ class Visitor:
 
     def draw_images(self, demo_dir: Path, prompt: str, edit_prompt: str) -> None:
         size = f"{self._image.image.width}x{self._image.image.height}"
-        asked: dict[str, Any] = {
+        options: dict[str, Any] = {
             "model": self._image.name,
             "size": size,
             "extra_body": {"seed": SEED},
         }
 
         def generate() -> Any:
-            return self._client.images.with_raw_response.generate(prompt=prompt, **asked)
+            return self._client.images.with_raw_response.generate(prompt=prompt, **options)
 
         drawn = self._draw("text to image", generate)
 
         def edit() -> Any:
-            changed = asked | {"extra_body": {"seed": SEED, "strength": STRENGTH}}
+            changed = options | {"extra_body": {"seed": SEED, "strength": STRENGTH}}
             file = ("text-to-image.png", io.BytesIO(drawn), "image/png")
             return self._client.images.with_raw_response.edit(
                 image=file, prompt=edit_prompt, **changed
@@ -259,9 +259,9 @@ class Visitor:
             (demo_dir / name).write_bytes(data)
             _print(f"  {demo_dir / name}  {len(data):,} bytes\n    prompt  {words}")
             if self._image.source == SHAPES:
-                shown = what_it_shows(data)
-                _print(f"    it shows   {shown}")
-                _expect(shown == meant.get(words, shown), f"{name} shows {shown}")
+                subject = what_it_shows(data)
+                _print(f"    it shows   {subject}")
+                _expect(subject == meant.get(words, subject), f"{name} shows {subject}")
 
     def ask_in_words(self) -> None:
         with _translated("chat"):

@@ -159,17 +159,23 @@ def _python() -> Diagnosis:
 
 def _packages() -> Diagnosis:
     try:
-        asked = [one for name in DISTRIBUTIONS for one in importlib.metadata.requires(name) or []]
+        requirements = [
+            requirement
+            for name in DISTRIBUTIONS
+            for requirement in importlib.metadata.requires(name) or []
+        ]
     except importlib.metadata.PackageNotFoundError as error:
         return Diagnosis("packages", f"{error.name} is not installed", INSTALL)
-    pins = [pin for pin in map(_PIN.match, asked) if pin and pin["extra"] in (None, *EXTRAS)]
-    wrong = sorted({pin["name"] for pin in pins if _installed(pin["name"]) != pin["version"]})
+    pins = [pin for pin in map(_PIN.match, requirements) if pin and pin["extra"] in (None, *EXTRAS)]
+    wrong = sorted(
+        {pin["name"] for pin in pins if _find_installed_version(pin["name"]) != pin["version"]}
+    )
     if wrong:
         return Diagnosis("packages", f"missing, or in another version: {', '.join(wrong)}", INSTALL)
     return Diagnosis("packages", f"{len(pins)} at their pinned versions")
 
 
-def _installed(name: str) -> str | None:
+def _find_installed_version(name: str) -> str | None:
     """Returns the installed version without its build suffix (`+cpu`)."""
     try:
         return importlib.metadata.version(name).partition("+")[0]
@@ -251,7 +257,7 @@ def _catalog(settings: Settings) -> Iterator[Diagnosis]:
 
 def _sources(catalog: Catalog) -> Iterator[Diagnosis]:
     """Checks models whose files must be on this machine before a worker starts."""
-    sources = [one for model in catalog.deployed for one in model.sources.items()]
+    sources = [source for model in catalog.deployed for source in model.sources.items()]
     for name, (source, _) in sources:
         kind, _, place = source.partition(":")
         if kind == "local" and not Path(place).expanduser().is_dir():

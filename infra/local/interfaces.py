@@ -79,26 +79,26 @@ def refresh_interfaces(models_file: Path, say: Callable[[str], None]) -> None:
         ConfigurationError: a class can't be served and has no penstock.schema.json from an earlier
         inspection, so the catalog can't be read.
     """
-    for one in local_classes(models_file):
-        inspection = Inspection(one.folder)
+    for local_class in local_classes(models_file):
+        inspection = Inspection(local_class.folder)
         say_at_s = time.monotonic() + QUIET_S
         try:
             while not inspection.has_ended:
                 time.sleep(POLL_S)
                 if time.monotonic() > say_at_s:
                     say_at_s = float("inf")
-                    say(f"{one.model}: inspecting its class and installing its packages")
+                    say(f"{local_class.model}: inspecting its class and installing its packages")
         except BaseException:
             inspection.kill()
             raise
         try:
             notes = inspection.end()
         except ConfigurationError as error:
-            if not INTERFACE_FILE.find(Path(one.folder).expanduser()).is_file():
+            if not INTERFACE_FILE.find(Path(local_class.folder).expanduser()).is_file():
                 raise
             notes = [error.message]
         for line in notes:
-            say(f"{one.model}: {line}")
+            say(f"{local_class.model}: {line}")
 
 
 def local_classes(models_file: Path) -> Iterator[LocalClass]:

@@ -98,19 +98,19 @@ def main(pid: int, mark: str) -> None:
         signal.signal(number, signal.SIG_IGN)
     children = _wait_for_parent(pid)
     kill_at_s = time.monotonic() + GRACE_S
-    asked: set[int] = set()
+    signaled: set[int] = set()
     looks_in_vain = 0
     while looks_in_vain < 2:
         marked = _marked(mark.encode(), excluded=children) | children
-        for one, pidfd in marked.items():
+        for marked_pid, pidfd in marked.items():
             if time.monotonic() > kill_at_s:
                 _send(pidfd, signal.SIGKILL)
-            elif one not in asked:
+            elif marked_pid not in signaled:
                 _send(pidfd, signal.SIGTERM)
                 # A paused process handles SIGTERM only once it continues.
                 _send(pidfd, signal.SIGCONT)
-            asked.add(one)
-            if one not in children:
+            signaled.add(marked_pid)
+            if marked_pid not in children:
                 os.close(pidfd)
         looks_in_vain = 0 if marked else looks_in_vain + 1
         time.sleep(LOOK_AGAIN_S)
@@ -173,7 +173,11 @@ def _has_mark(pid: str, mark: bytes) -> bool:
     except OSError:
         return False
     start = f"{VARIABLE}=".encode()
-    return any(mark in one.partition(b"=")[2].split() for one in variables if one.startswith(start))
+    return any(
+        mark in variable.partition(b"=")[2].split()
+        for variable in variables
+        if variable.startswith(start)
+    )
 
 
 def _send(pidfd: int, number: signal.Signals) -> None:

@@ -38,7 +38,7 @@ def stamp_of(folder: Path) -> Stamp:
     """Returns names, times and sizes of the files that may affect what a class does."""
     files: set[tuple[str, int, int]] = set()
     for place, folders, names in os.walk(folder.expanduser()):
-        folders[:] = [one for one in folders if not one.startswith(".") and one not in LEFT_OUT]
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in LEFT_OUT]
         for path in (Path(place, name) for name in names if Path(name).suffix in SUFFIXES):
             with contextlib.suppress(OSError):  # removed meanwhile
                 status = path.stat()
@@ -59,8 +59,10 @@ class Reloader:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._watched = [
-            _WatchedClass(one, workers[one.model], processes, supervisor, report, clock)
-            for one in classes
+            _WatchedClass(
+                model_class, workers[model_class.model], processes, supervisor, report, clock
+            )
+            for model_class in classes
         ]
         self._clock = clock
         self._next_s = 0.0
@@ -69,12 +71,12 @@ class Reloader:
         """Does whatever is due, without blocking."""
         if self._clock() >= self._next_s:
             self._next_s = self._clock() + LOOK_EVERY_S
-            for one in self._watched:
-                one.look()
+            for watched_class in self._watched:
+                watched_class.look()
 
     def close(self) -> None:
-        for one in self._watched:
-            one.close()
+        for watched_class in self._watched:
+            watched_class.close()
 
 
 class _WatchedClass:

@@ -78,8 +78,8 @@ def kept_secrets(state_dir: Path) -> dict[str, str]:
         with os.fdopen(os.open(part, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "w") as file:
             json.dump(processes, file)
         part.rename(path)
-    kept: dict[str, str] = json.loads(path.read_text())
-    return kept
+    saved_secrets: dict[str, str] = json.loads(path.read_text())
+    return saved_secrets
 
 
 def graph_commands(catalog: Catalog) -> dict[str, list[str]]:

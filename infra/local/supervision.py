@@ -185,14 +185,14 @@ class _Watched:
         if self._start_s is not None:
             return self._start() if self._clock() >= self._start_s else None
         if not process.is_running:
-            return self._died(process.ending)
+            return self._handle_death(process.ending)
         if self._ready_by_s is None:
             return None
         if self._part.is_ready():
             self._on_ready()
         elif self._clock() > self._ready_by_s:
             process.stop()  # first, because output during the stop may contain the reason
-            return self._died(f"was not ready within {self._part.limit_s:g} s")
+            return self._handle_death(f"was not ready within {self._part.limit_s:g} s")
         elif self._clock() >= self._progress_s:
             waited_s = self._clock() - self._since_s
             self._progress_s = self._clock() + max(waited_s, PROGRESS_S)  # 10 s, 20 s, 40 s, …
@@ -213,7 +213,7 @@ class _Watched:
         self._ready_by_s = now_s + self._part.limit_s
         self._progress_s = now_s + PROGRESS_S
 
-    def _died(self, how: str) -> str | None:
+    def _handle_death(self, how: str) -> str | None:
         process, now_s = self._part.process, self._clock()
         death = f"{process.name} {how}{process.last_words()}"
         is_hopeless = process.exit_code == WRONG_CONFIGURATION and self._part.is_optional
@@ -254,6 +254,6 @@ class _Watched:
         try:
             self._part.process.start()
         except Unavailable as error:
-            return self._died(f"did not start: {error.message}")
+            return self._handle_death(f"did not start: {error.message}")
         self._expect_ready()
         return None

@@ -179,7 +179,7 @@ def _announce(announcement: Announcement, stack: Stack) -> None:
 def _usage(stack: Stack, not_ready: Sequence[str]) -> str:
     models = read_catalog(stack.settings.models_file).models
     missing = [model.name for model in models if stack.workers[model.name] in not_ready]
-    model = next((one for one in models if one.name not in missing), models[0])
+    model = next((model for model in models if model.name not in missing), models[0])
     title = f"Penstock is up, without {', '.join(missing)}." if missing else "Penstock is up."
     lines = {
         "console": f"{stack.api_url}/console (try models, see usage and invoices)",

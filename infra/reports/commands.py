@@ -68,21 +68,21 @@ def report(
     chosen = list(reports().values()) if name == ALL else [find_report(name)]
     tenants, models = (tuple(names) if names else None for names in (tenant, model))
     if name == ALL:
-        asked = {field for field, names in (("tenants", tenants), ("models", models)) if names}
-        chosen = [one for one in chosen if not asked & one.without]
+        filters = {field for field, names in (("tenants", tenants), ("models", models)) if names}
+        chosen = [report_ for report_ in chosen if not filters & report_.without]
     values = _numbers(changes or ())
     questions = [
-        ask(since, until, tz, tenants=tenants, models=models, days=days or one.days)
-        for one in chosen
+        ask(since, until, tz, tenants=tenants, models=models, days=days or report_.days)
+        for report_ in chosen
     ]
     results: list[ReportResult] = []
     with _waiting(), configured_runner(int(max_gib * GIB)) as runner:
-        for one, question in zip(chosen, questions, strict=True):
-            own = _own(one, values, is_only=name != ALL)
+        for report_, question in zip(chosen, questions, strict=True):
+            own = _own(report_, values, is_only=name != ALL)
             if dry_run:
-                _say_cost(one, runner.cost(one, question, own))
+                _say_cost(report_, runner.cost(report_, question, own))
             else:
-                results.append(runner.run(one, question, own))
+                results.append(runner.run(report_, question, own))
     if not dry_run:
         _write(results, format_, output)
 
@@ -112,8 +112,8 @@ def invoice(
         sys.stdout.buffer.write(formatted(documents))
         sys.stdout.buffer.flush()
         return
-    for one in documents:
-        _save(output / f"{one.number}.{format_}", formatted([one]))
+    for document in documents:
+        _save(output / f"{document.number}.{format_}", formatted([document]))
     if not documents:
         typer.echo("nothing was used in that month", err=True)
 
@@ -123,7 +123,10 @@ def _list(*, as_json: bool) -> None:
     from shared.reports.definitions import reports
 
     heads = ("report", "owner", "for", "shows")
-    rows = [(one.name, one.owner, one.audience, one.title) for one in reports().values()]
+    rows = [
+        (report_.name, report_.owner, report_.audience, report_.title)
+        for report_ in reports().values()
+    ]
     if as_json:
         print(json.dumps([dict(zip(heads, row, strict=True)) for row in rows], indent=2))
     else:
@@ -154,7 +157,7 @@ def _numbers(changes: Sequence[str]) -> dict[str, float]:
 def _own(report_: Report, values: Mapping[str, float], *, is_only: bool) -> dict[str, float]:
     if is_only:
         return dict(values)
-    own = {one.name for one in report_.parameters}
+    own = {parameter.name for parameter in report_.parameters}
     return {name: value for name, value in values.items() if name in own}
 
 
@@ -220,11 +223,11 @@ def run_daily(
     if hours and (day or since or until):
         raise BadInput("hours are always today's; omit the day", field="hours")
     options = {"from": day or since, "to": day or until}
-    asked = {name: text for name, text in options.items() if text}
+    body = {name: text for name, text in options.items() if text}
     if function:
-        typer.echo(_called(function, {"only": "anomalies"} if hours else asked))
+        typer.echo(_call(function, {"only": "anomalies"} if hours else body))
     else:
-        _run(asked, hours=hours)
+        _run(body, hours=hours)
 
 
 def _run(asked: Mapping[str, str], *, hours: bool) -> None:
@@ -243,7 +246,7 @@ def _run(asked: Mapping[str, str], *, hours: bool) -> None:
     typer.echo(f"{len(result.objects)} objects written, {result.anomalies} new anomalies", err=True)
 
 
-def _called(url: str, asked: Mapping[str, str]) -> str:
+def _call(url: str, asked: Mapping[str, str]) -> str:
     """Calls the function at this URL and returns its response."""
     from urllib.error import HTTPError
     from urllib.request import Request, urlopen

@@ -53,8 +53,8 @@ _CONFIG = {"displaylogo": False, "responsive": True, "displayModeBar": False}
 def as_text(results: Sequence[ReportResult]) -> bytes:
     parts = []
     for result in results:
-        shown = table(result.heads, _written(result)) if result.rows else _nothing(result)
-        parts.append(shown if len(results) == 1 else f"{result.report.title}\n\n{shown}\n")
+        text = table(result.heads, _written(result)) if result.rows else _nothing(result)
+        parts.append(text if len(results) == 1 else f"{result.report.title}\n\n{text}\n")
     return ("\n".join(parts) + "\n").encode()
 
 
@@ -84,10 +84,10 @@ def as_json(results: Sequence[ReportResult]) -> bytes:
 
     Times and decimals, for which JSON has no type, become strings.
     """
-    shown: Any = {result.report.name: result.records() for result in results}
+    content: Any = {result.report.name: result.records() for result in results}
     if len(results) == 1:
-        (shown,) = shown.values()
-    return (json.dumps(shown, indent=2, default=str) + "\n").encode()
+        (content,) = content.values()
+    return (json.dumps(content, indent=2, default=str) + "\n").encode()
 
 
 def as_csv(results: Sequence[ReportResult]) -> bytes:
@@ -196,7 +196,9 @@ def _about(result: ReportResult) -> str:
 def _section(result: ReportResult) -> str:
     report = result.report
     since, until = result.question[:2]
-    plots = "".join(_plot(result, number, one) for number, one in enumerate(drawings(result)))
+    plots = "".join(
+        _plot(result, number, drawing) for number, drawing in enumerate(drawings(result))
+    )
     usd = result.read_bytes / 1024**4 * USD_PER_TIB
     return (
         f'<section id="{report.name}"><h2>{_escaped(_name(result))}</h2>'
@@ -229,13 +231,15 @@ def _traces(drawing: Drawing) -> list[Any]:
 
     series = drawing.series
     if drawing.kind == "heat":
-        names, values = [one.name for one in series], [one.y for one in series]
+        names, values = [points.name for points in series], [points.y for points in series]
         return [go.Heatmap(x=series[0].x, y=names, z=values, colorscale="Viridis")]
     if drawing.kind == "bars":
-        return [go.Bar(x=_safe(one.x), y=one.y, name=_escaped(one.name)) for one in series]
+        return [
+            go.Bar(x=_safe(points.x), y=points.y, name=_escaped(points.name)) for points in series
+        ]
     return [
-        go.Scatter(x=_safe(one.x), y=one.y, name=_escaped(one.name), mode="lines+markers")
-        for one in series
+        go.Scatter(x=_safe(points.x), y=points.y, name=_escaped(points.name), mode="lines+markers")
+        for points in series
     ]
 
 

@@ -48,9 +48,9 @@ def _section(report: Report) -> Iterator[str]:
     yield f"### {report.name}\n"
     yield f"{report.title} For {report.owner}; {_audience(report)}.\n"
     if report.parameters:
-        for one in report.parameters:
-            default = "" if one.default is None else f", {one.default:g} by default"
-            yield f"- `@{one.name}` ({one.type}): {one.about}{default}"
+        for parameter in report.parameters:
+            default = "" if parameter.default is None else f", {parameter.default:g} by default"
+            yield f"- `@{parameter.name}` ({parameter.type}): {parameter.about}{default}"
         yield ""
     yield "| column | |"
     yield "|---|---|"

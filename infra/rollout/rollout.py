@@ -37,8 +37,8 @@ def smoke(url: str, key: str, catalog: Catalog) -> list[str]:
     """
     # Not /healthz: on Cloud Run, Google's front end answers that path itself, with 404.
     _call(f"{url}/readyz", "", None, 10.0)
-    asked = [model for model in catalog.models if model.replicas.min >= 1]
-    return [f"{url} answers"] + [_ask(url, key, model) for model in asked]
+    warm_models = [model for model in catalog.models if model.replicas.min >= 1]
+    return [f"{url} answers"] + [_ask(url, key, model) for model in warm_models]
 
 
 def _ask(url: str, key: str, model: Model) -> str:

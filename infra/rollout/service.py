@@ -63,9 +63,9 @@ class CloudRunService:
             if target.get("percent"):
                 shares[revision] = shares.get(revision, 0) + int(target["percent"])
         urls = [
-            one.get("uri", "")
-            for one in service.get("trafficStatuses", [])
-            if one.get("tag") == CANDIDATE_TAG
+            status.get("uri", "")
+            for status in service.get("trafficStatuses", [])
+            if status.get("tag") == CANDIDATE_TAG
         ]
         return Traffic(
             shares,

@@ -137,7 +137,7 @@ class _Table:
         try:
             while await self._archive.run_once() and not stopped.is_set():
                 pass
-            if (day := _merged_until()) != self._merged:
+            if (day := _compute_merge_day()) != self._merged:
                 await self._days.merge_until(day)
                 self._merged = day
         except Unavailable as error:
@@ -152,7 +152,7 @@ class _Table:
         return False
 
 
-def _merged_until() -> str:
+def _compute_merge_day() -> str:
     return f"{datetime.now(UTC) - MERGED_AFTER:%Y-%m-%d}"
 
 

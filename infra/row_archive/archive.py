@@ -103,10 +103,10 @@ class LineChecker:
 
     def __init__(self, table: str) -> None:
         fields = [
-            (one["name"], _TYPES[one["type"]])
-            if one["mode"] == "REQUIRED"
-            else (one["name"], _TYPES[one["type"]] | None, None)
-            for one in schema(table)
+            (column["name"], _TYPES[column["type"]])
+            if column["mode"] == "REQUIRED"
+            else (column["name"], _TYPES[column["type"]] | None, None)
+            for column in schema(table)
         ]
         known = msgspec.defstruct("Known", fields, kw_only=True)
         strict = msgspec.defstruct("Strict", [], bases=(known,), forbid_unknown_fields=True)
@@ -214,14 +214,18 @@ class RowArchive:
     async def _begun(self) -> _Pass | None:
         """Returns an earlier unfinished pass, or a new one. None without rows."""
         objects = await self._objects.listing(incoming(self._table), PASS_OBJECTS)
-        waiting = [one for one in objects if one.size_bytes <= OBJECT_MAX_BYTES]
+        waiting = [
+            stored_object
+            for stored_object in objects
+            if stored_object.size_bytes <= OBJECT_MAX_BYTES
+        ]
         if len(waiting) < len(objects):
             log.error(
                 "objects are too large for rows", extra={"count": len(objects) - len(waiting)}
             )
         OLDEST.labels(self._table).set(_age_s(waiting[0].key) if waiting else 0.0)
-        if (kept := await self._kept()) is not None or not waiting:
-            return kept
+        if (saved_pass := await self._kept()) is not None or not waiting:
+            return saved_pass
         keys = _up_to(PASS_MAX_BYTES, waiting)
         begun = _Pass(keys, has_more=len(keys) < len(waiting) or len(objects) == PASS_OBJECTS)
         data = msgspec.json.encode(begun)
@@ -310,11 +314,11 @@ class RowArchive:
 def _up_to(max_bytes: int, objects: Sequence[StoredObject]) -> list[str]:
     """Returns the keys of the first objects with up to `max_bytes` in total, but at least one."""
     keys: list[str] = []
-    for one in objects:
-        max_bytes -= one.size_bytes
+    for stored_object in objects:
+        max_bytes -= stored_object.size_bytes
         if max_bytes < 0 and keys:
             break
-        keys.append(one.key)
+        keys.append(stored_object.key)
     return keys
 
 
@@ -360,20 +364,20 @@ class ArchivedDays:
             Unavailable: the store is unreachable.
         """
         merged = 0
-        for one in await self.days():
-            if one <= day:
-                merged += await self._merge(one)
+        for archived_day in await self.days():
+            if archived_day <= day:
+                merged += await self._merge(archived_day)
         return merged
 
     async def _merge(self, day: str) -> int:
-        small = [one for one in await self._files(day) if one.size_bytes <= SMALL_BYTES]
+        small = [file for file in await self._files(day) if file.size_bytes <= SMALL_BYTES]
         parts: list[str] = []
         size_bytes = 0
-        for one in small:
-            if size_bytes + one.size_bytes > MERGED_BYTES:
+        for file in small:
+            if size_bytes + file.size_bytes > MERGED_BYTES:
                 break
-            parts.append(one.key)
-            size_bytes += one.size_bytes
+            parts.append(file.key)
+            size_bytes += file.size_bytes
         if len(parts) < 2:
             return 0
         name = hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
@@ -405,7 +409,7 @@ class ArchivedDays:
         for day in await self.days():
             if not since <= day <= until:
                 continue
-            keys = [one.key for one in await self._files(day)]
+            keys = [file.key for file in await self._files(day)]
             async with self._fetched(keys) as files:
                 if await asyncio.to_thread(different_rows, files) <= there.get(day, 0):
                     continue

@@ -42,7 +42,7 @@ def promote(path: Path, name: str) -> None:
     from shared.models.catalog_file import read_catalog
 
     text = path.read_text(encoding="utf-8")
-    edited = _promoted(text, _entry(path, text, name), path)
+    edited = _promote(text, _entry(path, text, name), path)
     with TemporaryDirectory() as folder:
         tried = Path(folder) / path.name
         tried.write_text(edited, encoding="utf-8")
@@ -64,7 +64,7 @@ def _entry(path: Path, text: str, name: str) -> yaml.MappingNode:
     raise ConfigurationError(f"{path}: model {name!r} not found", field="model")
 
 
-def _promoted(text: str, entry: yaml.MappingNode, path: Path) -> str:
+def _promote(text: str, entry: yaml.MappingNode, path: Path) -> str:
     fields = _fields(entry)
     if "canary" not in fields:
         raise ConfigurationError(
@@ -122,7 +122,7 @@ def show_status(as_json: AsJson = False) -> None:
         print(json.dumps(states, indent=2))
     elif states:
         heads = list(states[0])
-        print(table(heads, [[yes_or_no(one[head]) for head in heads] for one in states]))
+        print(table(heads, [[yes_or_no(state[head]) for head in heads] for state in states]))
     else:
         typer.echo("no model has a canary")
 

@@ -41,12 +41,12 @@ def list_letters(
     """List the dead letters of models, without removing them."""
     from infra.text_table import table, yes_or_no
 
-    shown = [fact for facts in _run(_models(models or []), limit, _facts) for fact in facts]
+    rows = [fact for facts in _run(_models(models or []), limit, _facts) for fact in facts]
     if as_json:
-        print(json.dumps(shown, indent=2))
-    elif shown:
+        print(json.dumps(rows, indent=2))
+    elif rows:
         heads = ("model", "id", "request_id", "tenant", "age_s", "bytes", "awaited", "reason")
-        print(table(heads, [[yes_or_no(one[head]) for head in heads] for one in shown]))
+        print(table(heads, [[yes_or_no(row[head]) for head in heads] for row in rows]))
     else:
         typer.echo("no dead letters")
 
@@ -108,8 +108,8 @@ def replay(
             await held.replay(letter, deadline_s)
         return len(chosen), len(held.letters) - len(chosen)
 
-    ((done, left),) = _run([name], limit, act)
-    typer.echo(f"{model}: {done} run again, {left} left")
+    ((done, remaining),) = _run([name], limit, act)
+    typer.echo(f"{model}: {done} run again, {remaining} left")
 
 
 @dead_letters.command("discard")
@@ -138,14 +138,14 @@ def discard(
             held.discard(letter)
         return len(chosen), len(held.letters) - len(chosen)
 
-    ((done, left),) = _run(_models([model]), limit, act)
-    typer.echo(f"{model}: {done} discarded, {left} left")
+    ((done, remaining),) = _run(_models([model]), limit, act)
+    typer.echo(f"{model}: {done} discarded, {remaining} left")
 
 
 def _chosen(held: HeldLetters, ids: Sequence[str] | None, *, every: bool) -> list[Letter]:
     if bool(ids) == every:
         raise BadInput("name the ids of letters, or --all", field="id")
-    return list(held.letters) if every else [held.find(one) for one in ids or ()]
+    return list(held.letters) if every else [held.find(letter_id) for letter_id in ids or ()]
 
 
 async def _facts(held: HeldLetters) -> list[dict[str, Any]]:
