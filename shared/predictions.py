@@ -264,7 +264,9 @@ def output_of(
     if record.reply is None:
         return None
     if record.state != "succeeded":
-        chunks = [one.partial for one in record.reply.outcomes if one.partial is not None]
+        chunks = [
+            outcome.partial for outcome in record.reply.outcomes if outcome.partial is not None
+        ]
         return partial_output_of(prediction, chunks, url_signer) or None
     output = record.reply.output
     if isinstance(output, ImagesResult):  # each has a separate link
@@ -276,12 +278,12 @@ def output_of(
     if output is not None:
         return _shown(prediction, 0, output, url_signer)
     results = [outcome.result for outcome in record.reply.outcomes]
-    shown = [
+    outputs = [
         _shown(prediction, index, result, url_signer)
         for index, result in enumerate(results)
         if result is not None
     ]
-    return shown if prediction.is_list else shown[0] if shown else None
+    return outputs if prediction.is_list else outputs[0] if outputs else None
 
 
 async def read_partial(
@@ -313,7 +315,7 @@ def partial_output_of(
     pieces = list[Any]()
     for chunk in chunks:
         if prediction.streams == "items":
-            pieces += [one.shown(link_to) for one in read_elements(chunk.text)]
+            pieces += [element.shown(link_to) for element in read_elements(chunk.text)]
         elif isinstance(chunk, PieceChunk):
             pieces += chunk.pieces
         else:  # written by release 0.1.0, so the ends of its pieces are unknown
@@ -351,13 +353,13 @@ def step_output_of(
 ) -> dict[str, Any]:
     """Returns the outcome of a flow step item, as shown in its stream."""
     step = prediction.steps[step_of(outcome.index)]
-    shown: dict[str, Any] = {"step": step["id"]}
+    fields: dict[str, Any] = {"step": step["id"]}
     if step.get("for_each") is not None:
-        shown["item"] = outcome.index % MAX_STEP_ITEMS
+        fields["item"] = outcome.index % MAX_STEP_ITEMS
     if outcome.result is None:
-        return shown | {"error": reason_of(outcome)}
+        return fields | {"error": reason_of(outcome)}
     result = CustomResult(*with_places(outcome.result.step_value()))
-    return shown | {"output": _shown(prediction, 0, result, url_signer)}
+    return fields | {"output": _shown(prediction, 0, result, url_signer)}
 
 
 def error_of(record: Record) -> str | None:
@@ -369,7 +371,8 @@ def error_of(record: Record) -> str | None:
     if record.reply.error is not None:
         return record.reply.error.message
     return next(
-        (reason_of(one) for one in record.reply.outcomes if one.error is not None), "failed"
+        (reason_of(outcome) for outcome in record.reply.outcomes if outcome.error is not None),
+        "failed",
     )
 
 
@@ -414,10 +417,13 @@ def metrics_of(prediction: Prediction, record: Record) -> dict[str, Any]:
     times |= _count_tokens(receipts)
     if record.reply and prediction.price is not None:
         priced = [
-            (prediction.price_of(one) or prediction.price, one) for one in record.reply.outcomes
+            (prediction.price_of(outcome) or prediction.price, outcome)
+            for outcome in record.reply.outcomes
         ]
-        times["device_time"] = round(sum(device_s(price, one.receipt) for price, one in priced), 6)
-        times["cost_usd"] = sum(cost_usd(price, one) for price, one in priced)
+        times["device_time"] = round(
+            sum(device_s(price, outcome.receipt) for price, outcome in priced), 6
+        )
+        times["cost_usd"] = sum(cost_usd(price, outcome) for price, outcome in priced)
         if prediction.steps:
             times["steps"] = _steps_of(prediction, record.reply.outcomes)
     if record.state == "succeeded" and record.reply:
@@ -458,11 +464,11 @@ def _steps_of(prediction: Prediction, outcomes: Sequence[ItemOutcome]) -> list[d
         {"id": step["id"], "model": step["model"], "items": 0, "failed": 0, "cost_usd": 0.0}
         for step in prediction.steps
     ]
-    for outcome, shown in ((one, steps[step_of(one.index)]) for one in outcomes):
-        shown["items"] += 1
-        shown["failed"] += outcome.status != "succeeded"
+    for outcome, step in ((outcome, steps[step_of(outcome.index)]) for outcome in outcomes):
+        step["items"] += 1
+        step["failed"] += outcome.status != "succeeded"
         if (price := prediction.price_of(outcome)) is not None:
-            shown["cost_usd"] += cost_usd(price, outcome)
+            step["cost_usd"] += cost_usd(price, outcome)
     return steps
 
 

@@ -131,9 +131,9 @@ class CanaryStore(RedisStore):
 
 def _fields(counts: CanaryCounts) -> dict[str, int]:
     fields = {"compared": counts.compared, "outside": counts.outside}
-    for side, one in (("stable", counts.stable), ("canary", counts.canary)):
-        fields |= {f"{side}:items": one.items, f"{side}:failed": one.failed}
-        fields |= {f"{side}:{number}": count for number, count in one.bins.items()}
+    for side, side_counts in (("stable", counts.stable), ("canary", counts.canary)):
+        fields |= {f"{side}:items": side_counts.items, f"{side}:failed": side_counts.failed}
+        fields |= {f"{side}:{number}": count for number, count in side_counts.bins.items()}
     return {name: count for name, count in fields.items() if count}
 
 
@@ -144,8 +144,8 @@ def _add(total: CanaryCounts, fields: Mapping[bytes, bytes]) -> None:
         if not measure:
             setattr(total, side, getattr(total, side) + count)
             continue
-        one: RevisionCounts = getattr(total, side)
+        side_counts: RevisionCounts = getattr(total, side)
         if measure.isdigit():
-            one.bins[int(measure)] += count
+            side_counts.bins[int(measure)] += count
         else:
-            setattr(one, measure, getattr(one, measure) + count)
+            setattr(side_counts, measure, getattr(side_counts, measure) + count)

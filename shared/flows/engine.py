@@ -167,16 +167,18 @@ class FlowEngine:
         Raises:
             Unavailable: Redis did not answer, but may have recorded them.
         """
-        encoded = {one.index: msgspec.json.encode(one) for one in outcomes}
+        encoded = {outcome.index: msgspec.json.encode(outcome) for outcome in outcomes}
         step = step_of(outcomes[0].index)
         marked = await self._runs.mark(job.envelope.request_id, step, encoded)
         counting = []
-        for one, kept in zip(outcomes, marked.outcomes, strict=True):
-            if kept is not None:
-                counting.append(_outcomes.decode(kept))
+        for outcome, recorded in zip(outcomes, marked.outcomes, strict=True):
+            if recorded is not None:
+                counting.append(_outcomes.decode(recorded))
             else:  # it was too late
-                is_over = one.status in ("canceled", "expired")
-                counting.append(one if is_over else failure(one.index, Canceled(), one.receipt))
+                is_over = outcome.status in ("canceled", "expired")
+                counting.append(
+                    outcome if is_over else failure(outcome.index, Canceled(), outcome.receipt)
+                )
         return JobEnd(marked, counting)
 
     async def advance(self, job: Job, end: JobEnd) -> list[StepRow]:
@@ -185,7 +187,7 @@ class FlowEngine:
         if marked.is_open and marked.jobs:
             step = step_of(end.outcomes[0].index)
             await self._publish(envelope, step, marked.jobs)
-        has_failed = any(one.error is not None for one in end.outcomes)
+        has_failed = any(outcome.error is not None for outcome in end.outcomes)
         age_s = time.time() - envelope.received_at_s
         is_orphan = marked.is_open and not marked.is_published and age_s > ORPHANED_S
         if marked.is_open and not (marked.is_complete or has_failed or is_orphan):
@@ -229,7 +231,7 @@ class FlowEngine:
             prediction, state = decode_document(record.document), await self._runs.read(run_id)
             if is_repeated:
                 # The process that planned them may have died before their rows were written.
-                rows[:] = self._planned_rows(prediction, state, envelope)
+                rows[:] = self._build_planned_rows(prediction, state, envelope)
             if record.is_over or record.closed:
                 events = prediction.webhook_events
                 await self._settle(run_id, record, events, envelope, again=is_notified)
@@ -244,7 +246,7 @@ class FlowEngine:
             except (BadInput, ModelFailed) as error:
                 await self._runs.close(run_id, msgspec.json.encode(error_item(error)))
 
-    def _planned_rows(
+    def _build_planned_rows(
         self, prediction: Prediction, state: RunState, envelope: Envelope
     ) -> list[StepRow]:
         """Items that no worker ended. A worker would have recorded them when it pulled them."""
@@ -298,10 +300,10 @@ class FlowEngine:
         own = _of_step(envelope, step, model, index_of(number, 0))
         items, done = self._items(number, inputs, model, envelope.tenant, body)
         done |= await self._hits(items, model, body)
-        left = [item for item in items if item.index not in done]
+        pending_items = [item for item in items if item.index not in done]
         jobs = [
             msgspec.structs.replace(body, items=some)
-            for some in jobs_of(left, model.definition.largest_job(model))
+            for some in jobs_of(pending_items, model.definition.largest_job(model))
         ]
         encoded = [msgspec.json.encode(job) for job in jobs]
         ended = {index: msgspec.json.encode(outcome) for index, outcome in done.items()}
@@ -315,7 +317,7 @@ class FlowEngine:
             return noted < 0
         rows += [StepRow(model, own, outcome) for outcome in done.values()]
         await self._publish_first(envelope, number, len(jobs), run)
-        return not jobs or any(one.error is not None for one in done.values())
+        return not jobs or any(outcome.error is not None for outcome in done.values())
 
     def _items(
         self,
@@ -334,10 +336,10 @@ class FlowEngine:
             try:
                 check_values(values, taken)
                 step_input = model.definition.step_input(model, values)
-                one = cast(Input, step_input.input)
+                task_input = cast(Input, step_input.input)
                 is_keyed = is_kept and step_input.is_repeatable
-                key = cache_key(model, one, tenant, purges) if is_keyed else None
-                item = Item(index, one, key)
+                key = cache_key(model, task_input, tenant, purges) if is_keyed else None
+                item = Item(index, task_input, key)
                 if (size := _bytes_of(item)) > MAX_JOB_BYTES:
                     most = f"which exceeds the maximum of {MAX_JOB_BYTES}"
                     raise InputTooLarge(f"the input has {size} bytes as JSON, {most}")
@@ -352,7 +354,7 @@ class FlowEngine:
     ) -> dict[int, ItemOutcome]:
         if self._cache is None or not body.cache_read:
             return {}
-        cached = await self._cache.get_many(one.cache_key for one in items if one.cache_key)
+        cached = await self._cache.get_many(item.cache_key for item in items if item.cache_key)
         hits = {}
         for item in items:
             if item.cache_key in cached:
@@ -461,7 +463,7 @@ class FlowEngine:
                 is_late = error.code == DeadlineExceeded.code
                 self._count_toward_slo(envelope, "expired" if is_late else state)
                 if error.code == ModerationBlocked.code:
-                    drawn = sum(step_of(one.index) == 0 for one in reply.outcomes)
+                    drawn = sum(step_of(outcome.index) == 0 for outcome in reply.outcomes)
                     WITHHELD.labels(envelope.flow).inc(drawn)
         await self._webhooks.publish(run_id, webhook_events, "output")
         await self._webhooks.publish(run_id, webhook_events, "completed")

@@ -52,7 +52,7 @@ class Run:
         self.id = run_id
         self.state = state
         self.plan = plan
-        self.outcomes = {index: _outcomes.decode(one) for index, one in state.outcomes.items()}
+        self.outcomes = {index: _outcomes.decode(data) for index, data in state.outcomes.items()}
         self.scope: dict[str, Any] = {INPUT: self._input()}
         self.ready: list[int] = []
         """Steps that can be planned."""
@@ -159,15 +159,15 @@ async def outcomes_after(
             continue
         known = progress[number]
         is_complete = is_over or (known is not None and known[1] >= known[0])
-        left = known[1] if known is not None else 0
+        remaining = known[1] if known is not None else 0
         position = max(0, first - rank * MAX_STEP_ITEMS)
-        while left > 0 and position < MAX_STEP_ITEMS:
+        while remaining > 0 and position < MAX_STEP_ITEMS:
             page = range(position, min(position + PAGE_ITEMS, MAX_STEP_ITEMS))
-            indexes = [index_of(number, one) for one in page]
-            for one, data in zip(page, await runs.outcomes(run_id, indexes), strict=True):
+            indexes = [index_of(number, item) for item in page]
+            for item, data in zip(page, await runs.outcomes(run_id, indexes), strict=True):
                 if data is not None:
-                    left -= 1
-                    yield rank * MAX_STEP_ITEMS + one, _outcomes.decode(data)
+                    remaining -= 1
+                    yield rank * MAX_STEP_ITEMS + item, _outcomes.decode(data)
                 elif not is_complete:
                     return
             position = page.stop
@@ -180,7 +180,7 @@ async def outcomes_after(
 def receipts_of(state: RunState) -> list[ItemOutcome]:
     """Returns outcomes of a run's items, in order, without their results."""
     outcomes = [_outcomes.decode(state.outcomes[index]) for index in sorted(state.outcomes)]
-    return [msgspec.structs.replace(one, result=None, logs=None) for one in outcomes]
+    return [msgspec.structs.replace(outcome, result=None, logs=None) for outcome in outcomes]
 
 
 def _error_of_step(step: FlowStep, index: int, error: ItemError) -> ItemError:

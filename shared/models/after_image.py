@@ -54,7 +54,7 @@ def images_of(scope: Mapping[str, Any], drawn: Sequence[TaskResult | None]) -> I
         elif enlarged is None:
             images.append(image)
         else:
-            images.append(_enlarged(image, enlarged[number], scale))
+            images.append(_enlarge(image, enlarged[number], scale))
     result = ImagesResult(images)
     if not result.delivered:
         raise ModerationBlocked(blocked_message(len(images)))
@@ -65,7 +65,7 @@ def _is_safe(check: Any) -> bool:
     return isinstance(check, Mapping) and check.get("is_safe") is True
 
 
-def _enlarged(image: ImageResult, file: Any, scale: int) -> ImageResult:
+def _enlarge(image: ImageResult, file: Any, scale: int) -> ImageResult:
     if not isinstance(file, Blob) or file.media_type != _PNG:
         raise ModelFailed(f"step {UPSCALE!r}: the model did not return a PNG file")
     width, height = image.width * scale, image.height * scale

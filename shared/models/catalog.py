@@ -384,7 +384,9 @@ class Catalog:
         return changed
 
     def _replace(self, model: Model) -> None:
-        self.models = tuple(model if one.name == model.name else one for one in self.models)
+        self.models = tuple(
+            model if existing.name == model.name else existing for existing in self.models
+        )
         if isinstance(model, Revision):
             # In place, because other objects refer to it.
             self.canaries[model.public_name] = model
@@ -397,8 +399,8 @@ class Catalog:
         """The maximum over all models, for use before the model is known."""
         every = [model.deadline for model in self.served]
         return Deadline(
-            default_s=max((one.default_s for one in every), default=Deadline().default_s),
-            longest_s=max((one.longest_s for one in every), default=Deadline().longest_s),
+            default_s=max((deadline.default_s for deadline in every), default=Deadline().default_s),
+            longest_s=max((deadline.longest_s for deadline in every), default=Deadline().longest_s),
         )
 
     def of_task(self, task: str) -> list[Model]:
@@ -485,8 +487,8 @@ def image_run_of(model: Model, catalog: Catalog, *, upscales: bool) -> ImageRun 
     check_steps(model, catalog.step_schema)
     deadlines = [catalog.find(step.model).deadline for step in plan.steps]
     deadline = Deadline(
-        default_s=min(MAX_DEADLINE_S, sum(one.default_s for one in deadlines)),
-        longest_s=min(MAX_DEADLINE_S, sum(one.longest_s for one in deadlines)),
+        default_s=min(MAX_DEADLINE_S, sum(deadline.default_s for deadline in deadlines)),
+        longest_s=min(MAX_DEADLINE_S, sum(deadline.longest_s for deadline in deadlines)),
     )
     fields = _fields_of_flow(plan, model.name, {}, catalog)
     fields |= {"deadline": deadline, "max_in_flight": model.max_in_flight}

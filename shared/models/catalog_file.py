@@ -34,7 +34,7 @@ def read_catalog(path: Path) -> Catalog:
         ConfigurationError: the file can't be read or an entry is wrong. The message has file, line
             and reason.
     """
-    root = _composed(path)
+    root = _compose(path)
     entries = _entries(path, root, "models")
     models = tuple(_read_entry(path, node) for node in entries)
     of_flows, of_workers = _entries(path, root, "flows"), _entries(path, root, "workers")
@@ -46,16 +46,18 @@ def read_catalog(path: Path) -> Catalog:
             check_steps(model, catalog.step_schema)
     flows = tuple(_read_flow(path, node, catalog) for node in of_flows)
     nodes = [*entries, *of_flows, *of_workers]
-    names = [(one.name, *one.aliases) for one in (*models, *flows)]
-    names += [(one.name,) for one in workers]
+    names = [(entry.name, *entry.aliases) for entry in (*models, *flows)]
+    names += [(worker.name,) for worker in workers]
     _check_names(path, names, nodes)
-    deployed = [(one.name, canary.name if (canary := one.as_canary()) else "") for one in models]
-    deployed += [(one.name, "") for one in workers]
+    deployed = [
+        (model.name, canary.name if (canary := model.as_canary()) else "") for model in models
+    ]
+    deployed += [(worker.name, "") for worker in workers]
     _check_slugs(path, deployed, [*entries, *of_workers])
     return Catalog(models, flows, workers)
 
 
-def _composed(path: Path) -> yaml.Node | None:
+def _compose(path: Path) -> yaml.Node | None:
     try:
         return yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
     except OSError as error:
@@ -108,7 +110,7 @@ def _read_workers(
             entry = WorkersEntry.model_validate(constructor.construct_document(node))
         for number in range(len(entry.models)):
             if reason := _unshareable(entry, number, models, entries):
-                raise _misplaced(path, node, ("models", number), reason)
+                raise _locate_error(path, node, ("models", number), reason)
         entries.append(entry)
     return tuple(entries)
 
@@ -168,7 +170,7 @@ def inline_interfaces(path: Path) -> dict[str, Any]:
     """
     document: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
     for entry, node in zip(
-        document["models"], _entries(path, _composed(path), "models"), strict=True
+        document["models"], _entries(path, _compose(path), "models"), strict=True
     ):
         with _placed(path, node):
             read = _with_interface(path, entry) if "interface" in entry else entry
@@ -231,16 +233,16 @@ def _placed(path: Path, node: yaml.Node) -> Iterator[yaml.SafeLoader]:
         )
     except ValidationError as error:
         first = error.errors()[0]
-        raise _misplaced(path, node, first["loc"], first["msg"]) from error
+        raise _locate_error(path, node, first["loc"], first["msg"]) from error
     except FlowError as error:
-        raise _misplaced(path, node, error.place, str(error)) from error
+        raise _locate_error(path, node, error.place, str(error)) from error
     except yaml.YAMLError as error:
         raise ConfigurationError(f"{path}:{_line(node)}: {error}") from error
     finally:
         constructor.dispose()
 
 
-def _misplaced(
+def _locate_error(
     path: Path, node: yaml.Node, place: tuple[int | str, ...], reason: str
 ) -> ConfigurationError:
     where = ".".join(str(part) for part in place) or "entry"
@@ -331,7 +333,7 @@ def is_text_entry(path: Path, name: str) -> bool:
 
 def _find_fields(path: Path, name: str) -> dict[str, Any]:
     """The fields of a model's entry, as written. Empty if there is none."""
-    for node in _entries(path, _composed(path), "models"):
+    for node in _entries(path, _compose(path), "models"):
         with _placed(path, node) as constructor:
             entry = constructor.construct_document(node)
         if isinstance(entry, dict) and entry.get("name") == name:

@@ -468,8 +468,8 @@ class CatalogEntry(EntryPart):
         """Source and revision of all its weights. Others are under both names."""
         own = {self.name: (self.source, self.revision)}
         for kind, beside in (("", self.image.controls), ("ip_adapter ", self.image.ip_adapters)):
-            for name, one in beside.items():
-                own[f"{self.name} {kind}{name}"] = (one.source, one.revision)
+            for name, companion in beside.items():
+                own[f"{self.name} {kind}{name}"] = (companion.source, companion.revision)
         return own
 
     @property

@@ -26,11 +26,11 @@ def quoted(noun: str, value: object) -> object:
     return value
 
 
-def _quoted_revision(value: object) -> object:
+def _quote_revision(value: object) -> object:
     return quoted("revision", value)
 
 
-Revision = Annotated[str, Field(pattern=r"^[!-~]{1,200}$"), BeforeValidator(_quoted_revision)]
+Revision = Annotated[str, Field(pattern=r"^[!-~]{1,200}$"), BeforeValidator(_quote_revision)]
 """Revisions appear in headers and Redis keys, so they must be printable ASCII without spaces."""
 
 

@@ -90,7 +90,7 @@ class Reference(NamedTuple):
         if value is MISSING or value is None:
             return value
         if isinstance(value, list):
-            return [self._field(one, field) for one in value]
+            return [self._field(element, field) for element in value]
         if isinstance(value, Mapping) and field in value:
             return value[field]
         raise NoSuchField(self, field)
@@ -118,10 +118,10 @@ class Condition(NamedTuple):
             BadInput: the two values can't be ordered.
         """
         left, right = (
-            one.in_scope(scope) if isinstance(one, Reference) else one
-            for one in (self.left, self.right)
+            operand.in_scope(scope) if isinstance(operand, Reference) else operand
+            for operand in (self.left, self.right)
         )
-        left, right = (None if one is MISSING else one for one in (left, right))
+        left, right = (None if operand is MISSING else operand for operand in (left, right))
         if self.operator in ("==", "!="):
             # In Python, True equals 1.
             same_kind = isinstance(left, bool) == isinstance(right, bool)
@@ -133,15 +133,15 @@ class Condition(NamedTuple):
         return _OPERATORS[self.operator](left, right)
 
     def __str__(self) -> str:
-        shown = (
-            str(one) if isinstance(one, Reference) else json.dumps(one)
-            for one in (self.left, self.right)
+        texts = (
+            str(operand) if isinstance(operand, Reference) else json.dumps(operand)
+            for operand in (self.left, self.right)
         )
-        return f" {self.operator} ".join(shown)
+        return f" {self.operator} ".join(texts)
 
     @property
     def references(self) -> list[Reference]:
-        return [one for one in (self.left, self.right) if isinstance(one, Reference)]
+        return [operand for operand in (self.left, self.right) if isinstance(operand, Reference)]
 
 
 def _have_order(left: Any, right: Any) -> bool:
@@ -206,11 +206,11 @@ def references_in(value: Any) -> Iterator[Reference]:
         if value.startswith("$") and not value.startswith("$$"):
             yield parse_reference(value)
     elif isinstance(value, Mapping):
-        for one in value.values():
-            yield from references_in(one)
+        for element in value.values():
+            yield from references_in(element)
     elif isinstance(value, list | tuple):
-        for one in value:
-            yield from references_in(one)
+        for element in value:
+            yield from references_in(element)
 
 
 def input_named(references: Sequence[Reference]) -> str | None:
@@ -218,9 +218,9 @@ def input_named(references: Sequence[Reference]) -> str | None:
 
     `input`: they refer to several. None: not all of them are inputs of the flow.
     """
-    if not references or any(one.name != INPUT for one in references):
+    if not references or any(reference.name != INPUT for reference in references):
         return None
-    names = {".".join(one.fields) for one in references}
+    names = {".".join(reference.fields) for reference in references}
     return (names.pop() if len(names) == 1 else "") or INPUT
 
 
@@ -244,11 +244,11 @@ def resolved(value: Any, scope: Mapping[str, Any]) -> Any:
             return value[1:]
         return parse_reference(value).in_scope(scope) if value.startswith("$") else value
     if isinstance(value, Mapping):
-        fields = {name: resolved(one, scope) for name, one in value.items()}
-        return MISSING if any(one is MISSING for one in fields.values()) else fields
+        fields = {name: resolved(field, scope) for name, field in value.items()}
+        return MISSING if any(field is MISSING for field in fields.values()) else fields
     if isinstance(value, list | tuple):
-        elements = [resolved(one, scope) for one in value]
-        return MISSING if any(one is MISSING for one in elements) else elements
+        elements = [resolved(element, scope) for element in value]
+        return MISSING if any(element is MISSING for element in elements) else elements
     return value
 
 
@@ -300,8 +300,8 @@ class FlowStep(_Part):
     @field_validator("for_each")
     @classmethod
     def _has_references(cls, value: str | dict[str, str] | None) -> str | dict[str, str] | None:
-        for one in lists_in(value).values():
-            parse_reference(one)
+        for text in lists_in(value).values():
+            parse_reference(text)
         return value
 
     @field_validator("input", "default")
@@ -313,23 +313,27 @@ class FlowStep(_Part):
     @model_validator(mode="after")
     def _items_are_of_lists(self) -> Self:
         if self.for_each is None:
-            if any(one.name == ITEM for one in self.references):
+            if any(reference.name == ITEM for reference in self.references):
                 raise ValueError("$item: is only available in steps with for_each")
             if "max_items" in self.model_fields_set:
                 raise ValueError("max_items: requires for_each; leave it out")
-        elif any(one.name == ITEM for one in self.lists.values()):
+        elif any(reference.name == ITEM for reference in self.lists.values()):
             raise ValueError("for_each: can't refer to $item, which is an element of this list")
         elif isinstance(self.for_each, dict):
-            for one in self.references:
-                if one.name == ITEM and one.fields[:1] not in {(name,) for name in self.for_each}:
+            for reference in self.references:
+                if reference.name == ITEM and reference.fields[:1] not in {
+                    (name,) for name in self.for_each
+                }:
                     known = ", ".join(f"$item.{name}" for name in self.for_each)
-                    raise ValueError(f"{one}: must name an element of one of the lists: {known}")
+                    raise ValueError(
+                        f"{reference}: must name an element of one of the lists: {known}"
+                    )
         return self
 
     @property
     def lists(self) -> dict[str, Reference]:
         """The lists that it has items for, by name. A single list has the name ""."""
-        return {name: parse_reference(one) for name, one in lists_in(self.for_each).items()}
+        return {name: parse_reference(text) for name, text in lists_in(self.for_each).items()}
 
     @property
     def has_default(self) -> bool:
@@ -356,7 +360,7 @@ class FlowStep(_Part):
                 `$input.documents.3`.
         """
         value = self.input.get(name, self.input if name == INPUT else None)
-        return [self.origin_of(one, position) for one in references_in(value)]
+        return [self.origin_of(reference, position) for reference in references_in(value)]
 
     def origin_of(self, reference: Reference, position: int) -> Reference:
         """Returns the list element that `$item` refers to, or the reference itself."""
@@ -371,7 +375,7 @@ class FlowStep(_Part):
     @property
     def depends_on(self) -> frozenset[str]:
         """IDs of steps that must end first."""
-        return frozenset(one.name for one in self.references) - {INPUT, ITEM}
+        return frozenset(reference.name for reference in self.references) - {INPUT, ITEM}
 
 
 class FlowPlan(_Part):
@@ -398,12 +402,14 @@ class FlowPlan(_Part):
         for number, step in enumerate(self.steps):
             if step.id in ids[:number]:
                 raise ValueError(f"steps.{number}.id: {step.id!r} is already used by another step")
-            for one in step.references:
-                if one.name not in (INPUT, ITEM, *ids):
-                    raise ValueError(f"steps.{number}: {one}: step {one.name!r} does not exist")
-        for one in references_in(self.output):
-            if one.name not in (INPUT, *ids):
-                raise ValueError(f"output: {one}: step {one.name!r} does not exist")
+            for reference in step.references:
+                if reference.name not in (INPUT, ITEM, *ids):
+                    raise ValueError(
+                        f"steps.{number}: {reference}: step {reference.name!r} does not exist"
+                    )
+        for reference in references_in(self.output):
+            if reference.name not in (INPUT, *ids):
+                raise ValueError(f"output: {reference}: step {reference.name!r} does not exist")
         self.order()
         return self
 
@@ -416,7 +422,9 @@ class FlowPlan(_Part):
         numbers = {step.id: number for number, step in enumerate(self.steps)}
         graph = {step.id: sorted(step.depends_on, key=numbers.__getitem__) for step in self.steps}
         try:
-            return [numbers[one] for one in graphlib.TopologicalSorter(graph).static_order()]
+            return [
+                numbers[step_id] for step_id in graphlib.TopologicalSorter(graph).static_order()
+            ]
         except graphlib.CycleError as error:
             circle = " -> ".join(reversed(error.args[1]))
             raise ValueError(f"steps: depend on each other in a circle: {circle}") from error
@@ -478,13 +486,13 @@ def plan_step(step: FlowStep, scope: Mapping[str, Any]) -> dict[int, dict[str, A
     inputs = {}
     for position, own_scope in enumerate(_scopes(step, scope)):
         try:
-            one = _item_input(step, own_scope)
+            item_input = _item_input(step, own_scope)
         except NoSuchField as error:
             if (own := input_named([step.origin_of(error.reference, position)])) is None:
                 raise
             raise BadInput(f"{own}: is missing", field=own) from error
-        if one is not None:
-            inputs[position] = one
+        if item_input is not None:
+            inputs[position] = item_input
     return inputs
 
 
@@ -508,11 +516,11 @@ def _scopes(step: FlowStep, scope: Mapping[str, Any]) -> list[Mapping[str, Any]]
             if (own := input_named([reference])) is not None:
                 raise BadInput(f"{own}: {most}", field=own)
             raise BadInput(f"for_each: {reference} has {most}")
-        lists[name] = [MISSING if one is None else one for one in elements]
+        lists[name] = [MISSING if element is None else element for element in elements]
     if len({len(elements) for elements in lists.values()}) > 1:
         raise BadInput("for_each: its lists must have equal lengths")
     if isinstance(step.for_each, str):
-        return [{**scope, ITEM: one} for one in lists[""]]
+        return [{**scope, ITEM: element} for element in lists[""]]
     rows = zip(*lists.values(), strict=True)
     return [{**scope, ITEM: dict(zip(lists, row, strict=True))} for row in rows]
 
@@ -539,7 +547,7 @@ def value_of(step: FlowStep, results: Mapping[int, Any], scope: Mapping[str, Any
         else MISSING
         for position, own_scope in enumerate(_scopes(step, scope))
     ]
-    return values[0] if step.for_each is None else [shown(one) for one in values]
+    return values[0] if step.for_each is None else [shown(value) for value in values]
 
 
 def shown(value: Any) -> Any:
@@ -558,7 +566,7 @@ def output_of(plan: FlowPlan, scope: Mapping[str, Any]) -> Any:
 
 def _with_nulls(value: Any, scope: Mapping[str, Any]) -> Any:
     if isinstance(value, Mapping):
-        return {name: _with_nulls(one, scope) for name, one in value.items()}
+        return {name: _with_nulls(field, scope) for name, field in value.items()}
     if isinstance(value, list | tuple):
-        return [_with_nulls(one, scope) for one in value]
+        return [_with_nulls(element, scope) for element in value]
     return shown(resolved(value, scope))

@@ -78,8 +78,8 @@ def _check_step(step: FlowStep, place: Place, scope: Mapping[str, Schema], find:
     own_scope = dict(scope)
     if step.for_each is not None:
         elements = {
-            name: _element(one, (*place, "for_each", *([name] if name else [])), scope)
-            for name, one in step.lists.items()
+            name: _element(reference, (*place, "for_each", *([name] if name else [])), scope)
+            for name, reference in step.lists.items()
         }
         is_one = isinstance(step.for_each, str)
         own_scope[ITEM] = elements[""] if is_one else {"type": "object", "properties": elements}
@@ -120,10 +120,16 @@ def _check_input(step: FlowStep, place: Place, scope: Mapping[str, Schema], inpu
 
 def _check_condition(condition: Condition, place: Place, scope: Mapping[str, Schema]) -> None:
     left, right = (
-        _plain(_of_reference(one, place, scope) if isinstance(one, Reference) else _literal(one))
-        for one in (condition.left, condition.right)
+        _plain(
+            _of_reference(operand, place, scope)
+            if isinstance(operand, Reference)
+            else _literal(operand)
+        )
+        for operand in (condition.left, condition.right)
     )
-    kinds = {"number" if _kind(one) == "integer" else _kind(one) for one in (left, right)}
+    kinds = {
+        "number" if _kind(operand) == "integer" else _kind(operand) for operand in (left, right)
+    }
     if condition.operator in ("==", "!="):
         if len(kinds - {"any", "null"}) > 1:
             raise FlowError(place, f"{condition}: {_noun(left)} can never equal {_noun(right)}")
@@ -162,11 +168,13 @@ def _type_of(value: Any, place: Place, scope: Mapping[str, Schema]) -> Schema:
     if isinstance(value, str) and value.startswith("$") and not value.startswith("$$"):
         return _of_reference(parse_reference(value), place, scope)
     if isinstance(value, Mapping):
-        fields = {name: _type_of(one, (*place, name), scope) for name, one in value.items()}
+        fields = {name: _type_of(field, (*place, name), scope) for name, field in value.items()}
         return {"type": "object", "properties": fields}
     if isinstance(value, list | tuple):
-        elements = [_type_of(one, (*place, number), scope) for number, one in enumerate(value)]
-        alike = elements and all(_shown(one) == _shown(elements[0]) for one in elements)
+        elements = [
+            _type_of(element, (*place, number), scope) for number, element in enumerate(value)
+        ]
+        alike = elements and all(_shown(element) == _shown(elements[0]) for element in elements)
         return {"type": "array", "items": elements[0] if alike else {}}
     return _literal(value)
 
@@ -181,7 +189,7 @@ def _nullable(schema: Schema) -> Schema:
 
 def _plain(schema: Schema) -> Schema:
     """Returns the type of a value that is not null. Null is never passed on, but skipped."""
-    options = [one for one in schema.get("anyOf", ()) if one.get("type") != "null"]
+    options = [option for option in schema.get("anyOf", ()) if option.get("type") != "null"]
     return _plain(options[0]) if len(options) == 1 else schema
 
 
@@ -219,9 +227,9 @@ def _has_type(value: Any, wanted: Schema) -> bool:
 
     Files and objects are checked where they are used.
     """
-    options = [one for one in wanted.get("anyOf", ()) if one.get("type") != "null"]
+    options = [option for option in wanted.get("anyOf", ()) if option.get("type") != "null"]
     if options:
-        return any(_has_type(value, one) for one in options)
+        return any(_has_type(value, option) for option in options)
     known = _PYTHON_TYPES.get(_kind(wanted))
     if known is None:
         return True
@@ -229,18 +237,18 @@ def _has_type(value: Any, wanted: Schema) -> bool:
         return False
     items = wanted.get("items", {})
     elements = value if isinstance(value, list | tuple) else ()
-    return isinstance(value, known) and all(_has_type(one, items) for one in elements)
+    return isinstance(value, known) and all(_has_type(element, items) for element in elements)
 
 
 def misfit(value: Schema, wanted: Schema) -> str:
     """Returns why a value of one type does not match another. Empty: it may match."""
     value = _plain(value)
-    options = [one for one in wanted.get("anyOf", ()) if one.get("type") != "null"]
+    options = [option for option in wanted.get("anyOf", ()) if option.get("type") != "null"]
     if options:
-        reasons = [misfit(value, one) for one in options]
+        reasons = [misfit(value, option) for option in options]
         return "" if "" in reasons else reasons[0]
     if "anyOf" in value:
-        return next((reason for one in value["anyOf"] if (reason := misfit(one, wanted))), "")
+        return next((reason for option in value["anyOf"] if (reason := misfit(option, wanted))), "")
     ours, theirs = _kind(value), _kind(wanted)
     if "any" in (ours, theirs) and not ("const" in value and "enum" in wanted):
         return ""
@@ -252,29 +260,31 @@ def misfit(value: Schema, wanted: Schema) -> str:
 
 
 def _misfits_of_literal(value: Any, wanted: Schema) -> Iterator[str]:
-    shown = json.dumps(value)[:80]
+    literal = json.dumps(value)[:80]
     if "enum" in wanted and value not in wanted["enum"]:
-        known = ", ".join(json.dumps(one) for one in wanted["enum"])
-        yield f"{shown} must be one of {known}"
+        known = ", ".join(json.dumps(choice) for choice in wanted["enum"])
+        yield f"{literal} must be one of {known}"
     if isinstance(value, int | float) and not isinstance(value, bool):
         if value < wanted.get("minimum", value):
-            yield f"{shown} must be at least {wanted['minimum']}"
+            yield f"{literal} must be at least {wanted['minimum']}"
         if value > wanted.get("maximum", value):
-            yield f"{shown} must be at most {wanted['maximum']}"
+            yield f"{literal} must be at most {wanted['maximum']}"
     if isinstance(value, str):
         if len(value) < wanted.get("minLength", 0):
-            yield f"{shown} must have at least {wanted['minLength']} characters"
+            yield f"{literal} must have at least {wanted['minLength']} characters"
         if len(value) > wanted.get("maxLength", len(value)):
-            yield f"{shown} must have at most {wanted['maxLength']} characters"
+            yield f"{literal} must have at most {wanted['maxLength']} characters"
 
 
 def _shown(schema: Schema) -> Schema:
     """Returns the parts of a type that are shown to callers."""
-    shown = {name: schema[name] for name in _SHOWN if name in schema}
-    if "items" in shown:
-        shown["items"] = _shown(shown["items"])
-    if "anyOf" in shown:
-        shown["anyOf"] = [_shown(one) for one in shown["anyOf"]]
-    if "properties" in shown:
-        shown["properties"] = {name: _shown(one) for name, one in shown["properties"].items()}
-    return shown
+    visible = {name: schema[name] for name in _SHOWN if name in schema}
+    if "items" in visible:
+        visible["items"] = _shown(visible["items"])
+    if "anyOf" in visible:
+        visible["anyOf"] = [_shown(option) for option in visible["anyOf"]]
+    if "properties" in visible:
+        visible["properties"] = {
+            name: _shown(field) for name, field in visible["properties"].items()
+        }
+    return visible

@@ -49,7 +49,7 @@ class ModelMeasurement(BaseModel):
 
     def seconds_per_item(self, max_items: int) -> float:
         """Returns seconds per item in the largest measured batch of at most `max_items`."""
-        items = max((one for one in self.batches if one <= max_items), default=min(self.batches))
+        items = max((size for size in self.batches if size <= max_items), default=min(self.batches))
         return self.batches[items] / items
 
     def is_of(self, gpu_type: str) -> bool:

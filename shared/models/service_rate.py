@@ -221,21 +221,21 @@ class StepTime:
     @property
     def fixed_s(self) -> float:
         """Seconds of a step that do not depend on its work. 0 before the first step."""
-        known = [one for one in self._usual.values() if one.steps >= MIN_STEPS]
+        known = [usual for usual in self._usual.values() if usual.steps >= MIN_STEPS]
         known = known or list(self._usual.values())
         if not known:
             return 0.0
-        least = min(known, key=lambda one: one.work)
+        least = min(known, key=lambda usual: usual.work)
         slopes = [
-            (one.seconds - least.seconds) / (one.work - least.work)
-            for one in known
-            if one.work >= MIN_WORK_RATIO * least.work
+            (usual.seconds - least.seconds) / (usual.work - least.work)
+            for usual in known
+            if usual.work >= MIN_WORK_RATIO * least.work
         ]
         # The steepest line, because a prompt token takes less time than a generated one.
-        fixed_s = least.seconds - max(slopes) * least.work if slopes else self._guessed_s(least)
-        return min([max(0.0, fixed_s), *(one.seconds for one in known)])
+        fixed_s = least.seconds - max(slopes) * least.work if slopes else self._guess_fixed_s(least)
+        return min([max(0.0, fixed_s), *(usual.seconds for usual in known)])
 
-    def _guessed_s(self, usual: _Usual) -> float:
+    def _guess_fixed_s(self, usual: _Usual) -> float:
         fixed = self._fixed_share
         return usual.seconds * fixed / (fixed + (1 - fixed) * usual.work / self._full_work)
 

@@ -38,8 +38,8 @@ def amount(usd: float | Decimal) -> str:
 
 def dollars(usd: float | Decimal) -> str:
     """Returns `amount` with its currency, such as `$1,234.50` or `-$0.0109`."""
-    shown = amount(usd)
-    return f"-${shown[1:]}" if shown.startswith("-") else f"${shown}"
+    text = amount(usd)
+    return f"-${text[1:]}" if text.startswith("-") else f"${text}"
 
 
 def _rounded(usd: float | Decimal, places: int) -> str:

@@ -92,7 +92,7 @@ def step_prices_of(model: Model, at_s: float, price_share: float = 1.0) -> tuple
         at_s: see `price_of`.
         price_share: see `price_of`.
     """
-    return tuple(price_of(one, at_s, price_share) for _, one in model.steps)
+    return tuple(price_of(step_model, at_s, price_share) for _, step_model in model.steps)
 
 
 def device_share_of(model: Model) -> float:
@@ -125,8 +125,8 @@ def as_delivered(outcomes: Sequence[ItemOutcome], *, is_delivered: bool) -> list
     if is_delivered:
         return list(outcomes)
     return [
-        one if one.result is None else failure(one.index, Canceled(), one.receipt)
-        for one in outcomes
+        outcome if outcome.result is None else failure(outcome.index, Canceled(), outcome.receipt)
+        for outcome in outcomes
     ]
 
 

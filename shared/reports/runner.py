@@ -137,7 +137,7 @@ class ReportRunner:
                 retry=retry,
                 max_results=self._most_rows + 1,
             )
-            rows = _all_rows(result)
+            rows = _fetch_rows(result)
             columns = [ReportColumn(field.name, field.field_type) for field in result.schema]
             read_bytes = int(job.total_bytes_processed or 0)
         if len(rows) > self._most_rows:
@@ -183,7 +183,9 @@ class ReportRunner:
     def _own(self, report: Report, values: Mapping[str, float]) -> Iterator[Any]:
         from google.cloud.bigquery import ArrayQueryParameter, ScalarQueryParameter
 
-        settable = [one.name for one in report.parameters if one.default is not None]
+        settable = [
+            parameter.name for parameter in report.parameters if parameter.default is not None
+        ]
         if unknown := set(values) - set(settable):
             raise BadInput(
                 f"set: the report {report.name} does not have the parameter {min(unknown)[:80]!r}",
@@ -191,12 +193,14 @@ class ReportRunner:
             )
         budgets = dict(sorted(self._budgets_usd.items()))
         parameters = {"budget_tenants": list(budgets), "budgets_usd": list(budgets.values())}
-        for one in report.parameters:
-            if one.default is not None:
-                value = values.get(one.name, one.default)
-                yield ScalarQueryParameter(one.name, one.type, value)
+        for parameter in report.parameters:
+            if parameter.default is not None:
+                value = values.get(parameter.name, parameter.default)
+                yield ScalarQueryParameter(parameter.name, parameter.type, value)
             else:
-                yield ArrayQueryParameter(one.name, _item_type(one), parameters[one.name])
+                yield ArrayQueryParameter(
+                    parameter.name, _item_type(parameter), parameters[parameter.name]
+                )
 
 
 def _standard(question: ReportQuestion) -> list[Any]:
@@ -232,7 +236,7 @@ def opened_runner(
         yield ReportRunner(client, dataset, most_bytes, budgets_usd)
 
 
-def _all_rows(result: RowIterator) -> list[tuple[Any, ...]]:
+def _fetch_rows(result: RowIterator) -> list[tuple[Any, ...]]:
     """Returns the rows of all pages. The next page is fetched while one is read."""
     pages = iter(result.pages)
     rows: list[tuple[Any, ...]] = []
@@ -336,15 +340,17 @@ def _cells(result: ReportResult, plot: Plot) -> _Cells:
 def _fewest_colors(
     cells: _Cells,
 ) -> _Cells:
-    kept = _largest(((name, value) for (name, _), value in cells.items()), MAX_SERIES)
+    largest = _largest(((name, value) for (name, _), value in cells.items()), MAX_SERIES)
     return _added(
-        ((name if name in kept else OTHERS, x), value) for (name, x), value in cells.items()
+        ((name if name in largest else OTHERS, x), value) for (name, x), value in cells.items()
     )
 
 
 def _fewest_bars(cells: _Cells) -> _Cells:
-    kept = _largest(((x, value) for (_, x), value in cells.items()), MAX_BARS)
-    return _added(((name, x if x in kept else OTHERS), value) for (name, x), value in cells.items())
+    largest = _largest(((x, value) for (_, x), value in cells.items()), MAX_BARS)
+    return _added(
+        ((name, x if x in largest else OTHERS), value) for (name, x), value in cells.items()
+    )
 
 
 def _largest(values: Iterable[tuple[str, float | None]], most: int) -> set[str]:

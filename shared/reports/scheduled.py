@@ -115,14 +115,16 @@ class ScheduledReports:
 
     async def _judge(self, day: BillingDay, until: datetime, steps: _Steps) -> int:
         limit_s = steps.left_s(f"before the hours of {day.day} were judged")
-        known = {_key(one) for one in await self._anomalies(day, steps)}
+        known = {_key(anomaly) for anomaly in await self._anomalies(day, steps)}
         await asyncio.to_thread(self._tables.write_anomalies, day, until, limit_s)
-        new = [one for one in await self._anomalies(day, steps) if _key(one) not in known]
+        new = [
+            anomaly for anomaly in await self._anomalies(day, steps) if _key(anomaly) not in known
+        ]
         # A backfill of last month is not news.
         if day.until > self._clock() - timedelta(days=AGAIN_DAYS + 2):
-            for one in new:
-                ANOMALIES.labels(one.measure).inc()
-                log.warning("anomaly", extra=_facts(one))
+            for anomaly in new:
+                ANOMALIES.labels(anomaly.measure).inc()
+                log.warning("anomaly", extra=_facts(anomaly))
         return len(new)
 
     async def _anomalies(self, day: BillingDay, steps: _Steps) -> list[Anomaly]:

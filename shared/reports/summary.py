@@ -68,7 +68,7 @@ def _added(
         for figure in _ALL:
             totals[name_of(line)][figure] += line[figure] or 0
     return sorted(
-        totals.items(), key=lambda one: (-one[1]["cost_usd"], -one[1]["requests"], one[0])
+        totals.items(), key=lambda total: (-total[1]["cost_usd"], -total[1]["requests"], total[0])
     )
 
 
@@ -102,12 +102,14 @@ def as_text(summary: Summary) -> str:
 def as_html(summary: Summary) -> str:
     """Returns the summary as HTML for email. Styles are inline, because programs drop others."""
     subject = html.escape(summary.subject)
-    notes = "".join(f'<p style="margin:0 0 8px">{html.escape(one)}</p>' for one in _notes(summary))
+    notes = "".join(
+        f'<p style="margin:0 0 8px">{html.escape(note)}</p>' for note in _notes(summary)
+    )
     tables = "".join(
         _table(title, lines, summary.totals)
         for title, lines in (("Tenants", summary.tenants), ("Models", summary.models))
     )
-    unusual = "".join(f"<li>{html.escape(one)}</li>" for one in _anomalies(summary))
+    unusual = "".join(f"<li>{html.escape(line)}</li>" for line in _anomalies(summary))
     if unusual:
         unusual = f'<h2 style="{_H2}">Outside the usual band of their hour</h2><ul>{unusual}</ul>'
     return (
@@ -156,14 +158,14 @@ def _notes(summary: Summary) -> list[str]:
 def _anomalies(summary: Summary) -> list[str]:
     zone = ZoneInfo(summary.day.tz)
     lines = []
-    for one in summary.anomalies[:MAX_LINES]:
-        is_cost = one.measure == "cost_usd"
-        shown = dollars if is_cost else "{:,.0f}".format
-        label = f"{shown(one.value)} charged" if is_cost else f"{shown(one.value)} errors"
-        who = "all tenants" if one.scope == "all" else one.tenant
+    for anomaly in summary.anomalies[:MAX_LINES]:
+        is_cost = anomaly.measure == "cost_usd"
+        show = dollars if is_cost else "{:,.0f}".format
+        label = f"{show(anomaly.value)} charged" if is_cost else f"{show(anomaly.value)} errors"
+        who = "all tenants" if anomaly.scope == "all" else anomaly.tenant
         lines.append(
-            f"{one.hour.astimezone(zone):%H:%M} {who}: {label}, usually {shown(one.low)} to"
-            f" {shown(one.high)}"
+            f"{anomaly.hour.astimezone(zone):%H:%M} {who}: {label}, usually {show(anomaly.low)} to"
+            f" {show(anomaly.high)}"
         )
     if more := len(summary.anomalies) - MAX_LINES:
         lines += [f"{more} more in the table anomalies"] if more > 0 else []

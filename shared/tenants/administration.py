@@ -173,8 +173,8 @@ class Administration:
         _refuse(key_mistakes(stored, self._served))
 
         def add(document: Document) -> _Change:
-            kept = [one for one in document.keys if not _is_forgotten(one, now_s)]
-            return _Change(_with(document, keys=(*kept, stored)), None, shown(stored))
+            keys = [key for key in document.keys if not _is_forgotten(key, now_s)]
+            return _Change(_with(document, keys=(*keys, stored)), None, shown(stored))
 
         await self._change("key.create", key.id, add)
         return IssuedKey(stored, key)
@@ -194,7 +194,7 @@ class Administration:
         now_s = int(self._clock())
         key: ApiKey | None = None
 
-        def rotated(old: StoredKey) -> StoredKey:
+        def rotate(old: StoredKey) -> StoredKey:
             nonlocal key
             if (state := state_of(old, now_s)) != "valid":
                 raise BadInput(f"key {key_id} is {state}", field="id")
@@ -207,7 +207,7 @@ class Administration:
                 previous_until_s=now_s + overlap_s if overlap_s else 0,
             )
 
-        stored = await self._change_key("key.rotate", key_id, rotated)
+        stored = await self._change_key("key.rotate", key_id, rotate)
         assert key is not None, "a successful change has a key; this is a bug"
         return IssuedKey(stored, key)
 
@@ -224,7 +224,7 @@ class Administration:
         """
         now_s = int(self._clock())
 
-        def revoked(old: StoredKey) -> StoredKey:
+        def revoke(old: StoredKey) -> StoredKey:
             if old.revoked_s is not None:
                 return old
             return msgspec.structs.replace(
@@ -240,7 +240,7 @@ class Administration:
                     field="id",
                 )
 
-        return await self._change_key("key.revoke", key_id, revoked, check)
+        return await self._change_key("key.revoke", key_id, revoke, check)
 
     async def set_plan(self, name: str, plan: Plan | None) -> None:
         """Creates or replaces a plan. None removes it.
@@ -292,7 +292,7 @@ class Administration:
             nonlocal new
             old = document.tenants.get(tenant, StoredTenant())
             new = msgspec.structs.replace(old, plan=plan or "")
-            return _changed_tenant(document, tenant, new)
+            return _change_tenant(document, tenant, new)
 
         await self._change("tenant.set", tenant, change)
         return new
@@ -321,7 +321,7 @@ class Administration:
                 )
             old = old or StoredTenant()
             since_s = (old.frozen_s or now_s) if is_frozen else None
-            return _changed_tenant(document, tenant, msgspec.structs.replace(old, frozen_s=since_s))
+            return _change_tenant(document, tenant, msgspec.structs.replace(old, frozen_s=since_s))
 
         await self._change("tenant.freeze" if is_frozen else "tenant.thaw", tenant, change)
 
@@ -335,7 +335,7 @@ class Administration:
         check_key_id(key_id)
         changed: StoredKey | None = None
 
-        def replaced(document: Document) -> _Change:
+        def replace(document: Document) -> _Change:
             nonlocal changed
             indices = [at for at, key in enumerate(document.keys) if key.id == key_id]
             if not indices:
@@ -345,7 +345,7 @@ class Administration:
             keys[indices[0]] = changed = change(old)
             return _Change(_with(document, keys=tuple(keys)), shown(old), shown(changed))
 
-        await self._change(action, key_id, replaced)
+        await self._change(action, key_id, replace)
         assert changed is not None, "a successful change has a result; this is a bug"
         return changed
 
@@ -390,7 +390,7 @@ class Administration:
         )
 
 
-def _changed_tenant(document: Document, tenant: str, new: StoredTenant) -> _Change:
+def _change_tenant(document: Document, tenant: str, new: StoredTenant) -> _Change:
     """Stores a tenant. Tenants without any settings are not listed."""
     tenants, old = dict(document.tenants), document.tenants.get(tenant)
     tenants.pop(tenant, None)
@@ -472,8 +472,8 @@ def _check_unused(plan: str, document: Document) -> None:
         )
     tenants = sorted(name for name, stored in document.tenants.items() if stored.plan == plan)
     if tenants:
-        shown, more = ", ".join(tenants[:MAX_NAMED]), len(tenants) - MAX_NAMED
-        named = f"{shown} and {more} more" if more > 0 else shown
+        listed, more = ", ".join(tenants[:MAX_NAMED]), len(tenants) - MAX_NAMED
+        named = f"{listed} and {more} more" if more > 0 else listed
         have = "1 tenant uses it" if len(tenants) == 1 else f"{len(tenants)} tenants use it"
         whom = "it" if len(tenants) == 1 else "them"
         raise InUse(

@@ -83,15 +83,15 @@ class Mistake(NamedTuple):
     @property
     def field_path(self) -> str:
         """The path as text, such as `plans['team'].budget_webhook`."""
-        shown = ""
+        text = ""
         for before, step in zip((None, *self.path), self.path, strict=False):
             if isinstance(step, int):
-                shown += f"[{step}]"
+                text += f"[{step}]"
             elif before in _BY_NAME:
-                shown += f"[{step[:80]!r}]"
+                text += f"[{step[:80]!r}]"
             else:
-                shown += f".{step}" if shown else step
-        return shown
+                text += f".{step}" if text else step
+        return text
 
     def below(self, *path: str | int) -> Mistake:
         return Mistake((*path, *self.path), self.reason)
@@ -272,7 +272,9 @@ def _differing(rates: Rates) -> dict[str, object]:
         name: value for name, value in msgspec.to_builtins(rates).items() if value != usual[name]
     }
     if isinstance(rates, Plan) and rates.per_model:
-        fields["per_model"] = {name: _differing(one) for name, one in rates.per_model.items()}
+        fields["per_model"] = {
+            name: _differing(model_rates) for name, model_rates in rates.per_model.items()
+        }
     return fields
 
 
@@ -293,7 +295,7 @@ def decode_document(data: bytes, source: str) -> Document:
         field_path = field_path.rstrip("`")
         # It does not include user-chosen names, so the line is known up to there.
         steps = _STEP.finditer(field_path.partition("[...]")[0])
-        line = line_of(data, tuple(int(one[2]) if one[2] else one[1] for one in steps))
+        line = line_of(data, tuple(int(step[2]) if step[2] else step[1] for step in steps))
         raise _wrong(source, line, field_path.lstrip("."), reason) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         byte = _BYTE.search(str(error))

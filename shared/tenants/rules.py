@@ -20,7 +20,7 @@ MAX_TIME_S = 253_402_300_799
 """The end of the year 9999, as Unix time. Later times are probably milliseconds."""
 MAX_NAMED = 20
 """Maximum number of models named in an error."""
-_RATES_OF_WORK = tuple(one for one in Rates.__struct_fields__ if one != "requests_per_min")
+_RATES_OF_WORK = tuple(name for name in Rates.__struct_fields__ if name != "requests_per_min")
 IS_A_KEY = "has the form of an API key, which must not be stored"
 
 
@@ -42,13 +42,13 @@ def document_mistakes(document: Document, served: Served | None, now_s: float) -
         served: available names. None: not known, so models and webhooks are not checked.
     """
     for name, plan in document.plans.items():
-        yield from (one.below("plans", name) for one in plan_mistakes(plan, served))
+        yield from (mistake.below("plans", name) for mistake in plan_mistakes(plan, served))
     for tenant in document.tenants:
         if holds_key(tenant):
             yield Mistake(("tenants",), f"the name of a tenant {IS_A_KEY}")
     for number, key in enumerate(document.keys):
         if key.revoked_s is None and (key.expires_s is None or key.expires_s > now_s):
-            yield from (one.below("keys", number) for one in key_mistakes(key, served))
+            yield from (mistake.below("keys", number) for mistake in key_mistakes(key, served))
 
 
 def plan_mistakes(plan: Plan, served: Served | None) -> Iterator[Mistake]:
@@ -66,9 +66,9 @@ def plan_mistakes(plan: Plan, served: Served | None) -> Iterator[Mistake]:
             yield Mistake(("per_model",), f"the name of a model {IS_A_KEY}")
             continue
         below = ("per_model", model)
-        yield from (one.below(*below) for one in _count_mistakes(rates))
+        yield from (mistake.below(*below) for mistake in _count_mistakes(rates))
         if served is not None:
-            yield from (one.below(*below) for one in _model_mistakes(model, served, rates))
+            yield from (mistake.below(*below) for mistake in _model_mistakes(model, served, rates))
 
 
 def key_mistakes(key: StoredKey, served: Served | None) -> Iterator[Mistake]:
@@ -83,9 +83,9 @@ def key_mistakes(key: StoredKey, served: Served | None) -> Iterator[Mistake]:
     if key.expires_s is not None and key.expires_s > MAX_TIME_S:
         yield Mistake(("expires_s",), "must be before the year 10000; it is in seconds")
     if key.limits is not None:
-        yield from (one.below("limits") for one in _count_mistakes(key.limits))
+        yield from (mistake.below("limits") for mistake in _count_mistakes(key.limits))
     if key.models is not None:
-        yield from (one.below("models") for one in _models_mistakes(key.models, served))
+        yield from (mistake.below("models") for mistake in _models_mistakes(key.models, served))
 
 
 def _models_mistakes(models: tuple[str, ...], served: Served | None) -> Iterator[Mistake]:
@@ -95,7 +95,7 @@ def _models_mistakes(models: tuple[str, ...], served: Served | None) -> Iterator
         if holds_key(model):
             yield Mistake((number,), IS_A_KEY)
         elif served is not None:
-            yield from (one.below(number) for one in _model_mistakes(model, served))
+            yield from (mistake.below(number) for mistake in _model_mistakes(model, served))
 
 
 def _model_mistakes(name: str, served: Served, rates: Rates | None = None) -> Iterator[Mistake]:

@@ -119,7 +119,7 @@ class OtlpTracer:
             name,
             context=_context_of(parent),
             kind=_KINDS[kind],
-            links=[Link(_span_context(one)) for one in links[:MAX_LINKS]],
+            links=[Link(_span_context(link)) for link in links[:MAX_LINKS]],
             start_time=_nanoseconds(started_s),
         )
         exported, tracestate = span.get_span_context(), parent.tracestate if parent else ""

@@ -117,7 +117,7 @@ def _bounded(tracestate: str) -> str:
     members = [member.strip(" \t") for member in tracestate.split(",", MAX_MEMBERS + 1)]
     members = [member for member in members if member]
     matches = [_MEMBER.fullmatch(member) for member in members]
-    keys = {one[1] for one in matches if one is not None}
+    keys = {match[1] for match in matches if match is not None}
     if len(members) > MAX_MEMBERS or len(keys) < len(members):
         return ""
     while len(text := ",".join(members)) > MAX_TRACESTATE_CHARS:

@@ -168,22 +168,22 @@ class Journal:
 
     def _keep_some_in_memory(self, rows: Sequence[Fields]) -> None:
         """Keeps rows that nobody waits for, as long as there is room."""
-        kept = rows[: max(0, MEMORY_ROWS - len(self._unsaved))]
+        kept_rows = rows[: max(0, MEMORY_ROWS - len(self._unsaved))]
         now_s = time.time()
-        self._unsaved.extend(UnsavedRow(fields, None, None, now_s) for fields in kept)
-        self._lose(len(rows) - len(kept))
+        self._unsaved.extend(UnsavedRow(fields, None, None, now_s) for fields in kept_rows)
+        self._lose(len(rows) - len(kept_rows))
 
     def _keep_in_memory(self, rows: Sequence[Fields], on_safe: Callable[[], None]) -> None:
         """Keeps rows, and calls `on_safe` when all of them are safe."""
         loop, now_s, left = asyncio.get_running_loop(), time.time(), len(rows)
 
-        def one_is_safe() -> None:
+        def mark_safe() -> None:
             nonlocal left
             left -= 1
             if not left:
                 on_safe()
 
-        self._unsaved.extend(UnsavedRow(fields, one_is_safe, loop, now_s) for fields in rows)
+        self._unsaved.extend(UnsavedRow(fields, mark_safe, loop, now_s) for fields in rows)
 
     def _write(self, rows: Sequence[Fields]) -> bool:
         """Returns whether the rows are now on disk."""
@@ -479,9 +479,11 @@ class RowWriter:
     async def __aenter__(self) -> Self:
         await asyncio.to_thread(self._journal.open)
         _open_writers.append(self)
-        PENDING.set_function(lambda: sum(one.pending for one in _open_writers))
-        PENDING_BYTES.set_function(lambda: sum(one.pending_bytes for one in _open_writers))
-        OLDEST.set_function(lambda: max((one.oldest_age_s for one in _open_writers), default=0.0))
+        PENDING.set_function(lambda: sum(writer.pending for writer in _open_writers))
+        PENDING_BYTES.set_function(lambda: sum(writer.pending_bytes for writer in _open_writers))
+        OLDEST.set_function(
+            lambda: max((writer.oldest_age_s for writer in _open_writers), default=0.0)
+        )
         self._thread.start()
         return self
 

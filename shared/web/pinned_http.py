@@ -78,7 +78,7 @@ async def pinned_session(
 
     addresses = await _addresses(url.host or "", url.port or 0, reach, resolve)
     connector = TCPConnector(
-        resolver=_fixed_resolver(addresses),
+        resolver=_create_fixed_resolver(addresses),
         socket_factory=_sockets_for(addresses),
         force_close=True,
         happy_eyeballs_delay=None,
@@ -108,7 +108,7 @@ async def _addresses(host: str, port: int, reach: Reach, resolve: Resolve) -> li
     return list(addresses)
 
 
-def _fixed_resolver(addresses: Sequence[str]) -> AbstractResolver:
+def _create_fixed_resolver(addresses: Sequence[str]) -> AbstractResolver:
     from aiohttp.abc import AbstractResolver
 
     class FixedResolver(AbstractResolver):

@@ -101,7 +101,7 @@ def is_within(url: URL, beginnings: Sequence[str]) -> bool:
         return False
     origin, path = url.origin(), url.raw_path
     return any(
-        origin == (one := URL(beginning)).origin() and path.startswith(one.raw_path)
+        origin == (base := URL(beginning)).origin() and path.startswith(base.raw_path)
         for beginning in beginnings
     )
 

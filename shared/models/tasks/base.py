@@ -133,7 +133,9 @@ class TaskResult(msgspec.Struct, omit_defaults=True):
         Args:
             is_asked: True if the caller chose a side to cut.
         """
-        return sum(getattr(one, "truncated_tokens", 0) for one in results) if is_asked else None
+        return (
+            sum(getattr(result, "truncated_tokens", 0) for result in results) if is_asked else None
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

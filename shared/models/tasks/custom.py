@@ -187,19 +187,19 @@ def find_unsendable(value: Any) -> str:
 
     The values may be deeply nested.
     """
-    left = [value]
-    while left:
-        one = left.pop()
-        if isinstance(one, dict):
-            left += one.keys()
-            left += one.values()
-        elif isinstance(one, list | tuple):
-            left += one
-        elif isinstance(one, float) and not math.isfinite(one):
+    pending = [value]
+    while pending:
+        current = pending.pop()
+        if isinstance(current, dict):
+            pending += current.keys()
+            pending += current.values()
+        elif isinstance(current, list | tuple):
+            pending += current
+        elif isinstance(current, float) and not math.isfinite(current):
             return "NaN or an infinite number, which JSON does not have"
-        elif isinstance(one, str) and not _is_unicode(one):
+        elif isinstance(current, str) and not _is_unicode(current):
             return "half of a surrogate pair, which JSON can't carry"
-        elif isinstance(one, int) and one.bit_length() > MAX_INTEGER_BITS - (one < 0):
+        elif isinstance(current, int) and current.bit_length() > MAX_INTEGER_BITS - (current < 0):
             return f"an integer of more than {MAX_INTEGER_BITS} bits"
     return ""
 
@@ -390,11 +390,12 @@ def _without_files(
         return None
     if isinstance(value, Mapping):
         return {
-            name: _without_files(one, [*at, name], files, places) for name, one in value.items()
+            name: _without_files(field, [*at, name], files, places) for name, field in value.items()
         }
     if isinstance(value, list):
         return [
-            _without_files(one, [*at, number], files, places) for number, one in enumerate(value)
+            _without_files(element, [*at, number], files, places)
+            for number, element in enumerate(value)
         ]
     return value
 
@@ -533,7 +534,7 @@ class CustomTask(Task):
 def are_equal(ours: CustomResult, theirs: CustomResult) -> bool:
     """Returns whether two outputs are equal, including the data of their files."""
     both = (ours.unpacked(), theirs.unpacked())
-    first, second = ((one.output, one.files) for one in both)
+    first, second = ((result.output, result.files) for result in both)
     return first == second
 
 

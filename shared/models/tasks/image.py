@@ -130,11 +130,13 @@ class ImageInput(TaskInput, tag="image"):
 
     def with_sources(self, sources: Sequence[Blob]) -> Self:
         """The same input with its images in other places."""
-        left, moved = iter(sources), dict[str, Any]()
+        remaining_sources, moved = iter(sources), dict[str, Any]()
         for name in ("image", "mask"):
             if getattr(self, name) is not None:
-                moved[name] = next(left)
-        guides = [msgspec.structs.replace(guide, image=next(left)) for guide in self.guides]
+                moved[name] = next(remaining_sources)
+        guides = [
+            msgspec.structs.replace(guide, image=next(remaining_sources)) for guide in self.guides
+        ]
         if self.ip_adapter is not None:
             moved["ip_adapter"] = guides.pop()
         if guides:
@@ -232,7 +234,7 @@ class ImageResult(TaskResult, tag="image"):
     @classmethod
     def count_truncated(cls, results: Sequence[TaskResult], *, is_asked: bool = True) -> int | None:
         """Tokens that the prompts lost. All images of a request have the same prompts."""
-        counts = [one.truncated_tokens for one in results if isinstance(one, ImageResult)]
+        counts = [result.truncated_tokens for result in results if isinstance(result, ImageResult)]
         return max((count for count in counts if count is not None), default=None)
 
 
@@ -256,8 +258,8 @@ class ImagesResult(TaskResult, tag="images"):
 
     def with_blobs(self, blobs: Sequence[Blob]) -> Self:
         """The same images in other places."""
-        left = iter(blobs)
-        images = [image and image.with_blobs([next(left)]) for image in self.images]
+        remaining_blobs = iter(blobs)
+        images = [image and image.with_blobs([next(remaining_blobs)]) for image in self.images]
         return msgspec.structs.replace(self, images=images)
 
     def to_output(self, media_type: str, link_to: LinkTo) -> list[str]:

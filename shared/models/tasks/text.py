@@ -100,11 +100,11 @@ def _common(first: list[str], second: list[str]) -> int:
     for position, word in enumerate(first):
         positions[word] = positions.get(word, 0) | 1 << position
     everywhere = (1 << len(first)) - 1
-    left = everywhere
+    unmatched = everywhere
     for word in second:
-        matched = left & positions.get(word, 0)
-        left = (left + matched | left - matched) & everywhere
-    return len(first) - left.bit_count()
+        matched = unmatched & positions.get(word, 0)
+        unmatched = (unmatched + matched | unmatched - matched) & everywhere
+    return len(first) - unmatched.bit_count()
 
 
 class TokenLogprob(msgspec.Struct, omit_defaults=True):
@@ -211,10 +211,10 @@ class GenerationInput(TaskInput, tag="generation"):
         Raises:
             ContextLengthExceeded: too few remain.
         """
-        left = context_tokens - prompt_tokens
-        if left < (1 if self.ends_with_context else self.max_tokens):
+        remaining_tokens = context_tokens - prompt_tokens
+        if remaining_tokens < (1 if self.ends_with_context else self.max_tokens):
             raise self.too_long(prompt_tokens, context_tokens)
-        return min(self.max_tokens, left)
+        return min(self.max_tokens, remaining_tokens)
 
     def too_long(self, prompt_tokens: int, context_tokens: int) -> ContextLengthExceeded:
         """Returns the error in OpenAI's words, because clients and proxies look for them."""
@@ -297,7 +297,7 @@ class GenerationResult(TaskResult, tag="generation"):
     def find_wrong_number(self) -> str:
         """Returns which log probability is invalid."""
         tokens = (*self.prompt_logprobs, *self.logprobs)
-        logprobs = (one.logprob for token in tokens for one in (token, *token.top))
+        logprobs = (candidate.logprob for token in tokens for candidate in (token, *token.top))
         if all(map(math.isfinite, logprobs)):
             return ""
         return "a log probability that is not a finite number"
