@@ -48,7 +48,7 @@ STEPS = ("demo", "up", "test")
 
 @dataclass(frozen=True)
 class Result:
-    """What came of one step in one environment. `cpu_s` includes all that it started."""
+    """The result of one step in one environment. `cpu_s` includes all child processes."""
 
     environment: str
     step: str

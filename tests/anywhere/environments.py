@@ -36,7 +36,7 @@ class Machine:
         options: options of the launcher for all steps.
         step_options: options of the launcher for all steps but `make setup`.
         busy_loops: number of processes that compute next to the steps, on the same cores.
-        is_in_memory: True if the clone is on a file system of its own, in memory.
+        is_in_memory: True if the clone is on a separate, in-memory file system.
     """
 
     base: Path

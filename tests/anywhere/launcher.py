@@ -44,7 +44,7 @@ _LANDLOCK = (444, 445, 446)
 
 
 class CannotRestrict(Exception):
-    """This machine has no means for it. The message says which."""
+    """This machine does not support the restriction. The message names what is missing."""
 
 
 def check(status: int, what: str) -> None:
@@ -74,7 +74,7 @@ def enter_mounts() -> None:
 
 
 def limit_shared_memory(size_mb: int) -> None:
-    """Replaces /dev/shm by a smaller one, or with 0 replaces /dev by one that has none."""
+    """Mounts a smaller /dev/shm. If `size_mb` is 0, replaces /dev with one that lacks /dev/shm."""
     if size_mb:
         mount("tmpfs", Path("/dev/shm"), "tmpfs", options=f"size={size_mb}m,mode=1777")
         return

@@ -36,7 +36,7 @@ def launched(
     return done
 
 
-@pytest.mark.timeout(2 * TEST_LIMIT_S)  # it downloads and installs everything, beside other tests
+@pytest.mark.timeout(2 * TEST_LIMIT_S)  # downloads and installs everything while other tests run
 def test_setup_and_demo_on_a_company_laptop(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["laptop", "--do", "demo"]) == 0, capsys.readouterr().out
 

@@ -1,4 +1,4 @@
-"""A quiet tenant beside one that does its worst, on a real stack."""
+"""A quiet tenant sharing a real stack with one that does its worst."""
 
 from __future__ import annotations
 
@@ -23,12 +23,15 @@ SECONDS = 4.0
 RECEIVERS = 40
 MODEL = read_catalog(MODELS_FILE).default("embedding")
 GUARANTEED_ITEMS = MODEL.max_in_flight * RESERVE / 2
-"""Of one of two tenants, while the other one's fill the room."""
+"""Items guaranteed to one of two tenants while the other one's items fill the room."""
 RATIO, FLOOR_MS = 30.0, 500.0
-"""What machines that do other work besides allow. Before tenants had turns, it was a hundred times
-as much, or for ever."""
+"""Limits that leave slack for other work on the machine. Before tenants took turns, the ratio was a
+hundred times as large, or the quiet tenant waited forever.
+"""
 MAX_ROUNDS = 3
-"""Other work may begin between what is measured alone and beside. What was wrong shows in all."""
+"""Other work may start between the measurement alone and the one with the bad tenant. A real fault
+shows in every round.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -38,16 +41,16 @@ def stack() -> Iterator[Stack]:
 
 
 def limit_ms(found: Beside) -> float:
-    """The bound on the median beside the bad tenant, from what was measured alone a moment ago."""
+    """The bound on the median next to the bad tenant, derived from the preceding run alone."""
     alone_ms = float(np.median(found.alone.took_ms))
     return max(RATIO * alone_ms, alone_ms + FLOOR_MS) + max(found.batch_ms, found.unit_ms)
 
 
 def has_asked_too_much(found: Beside, surface: Surface) -> bool:
-    """True if the quiet tenant met a stated bound of its own, at its fixed pace.
+    """True if the quiet tenant, at its fixed pace, may have reached a documented limit itself.
 
-    On a slow machine more of its requests are under way within the time that `limit_ms` allows each
-    of them than it may have at once.
+    If the machine is slow, its requests may take as long as `limit_ms` allows, and then more of
+    them are in flight than the limit permits.
     """
     bound = MAX_OF_ONE_TENANT if surface.name == "reports" else GUARANTEED_ITEMS
     return max(found.beside.took_ms) >= bound * surface.every_s * 1e3
@@ -58,13 +61,14 @@ def has_asked_too_much(found: Beside, surface: Surface) -> bool:
 async def test_quiet_tenant_is_served_beside_one_that_does_its_worst(
     stack: Stack, surface: Surface
 ) -> None:
-    # The drive beside the same CPU load is judged by nobody here: one shows that it runs.
+    # This test does not judge the drive under equal CPU load. One surface shows that it runs.
     burns = surface is SURFACES[-1]
     for round_number in range(1, MAX_ROUNDS + 1):
         (found,) = await measure(stack, [[surface]], SECONDS, 1, receivers=RECEIVERS, burns=burns)
         assert bool(found.burned_cores) == burns
         assert not found.lost
-        # Beside load not one of its slow readers may be done. Then they kept the stack busy.
+        # Under load, perhaps none of its slow readers finishes. In that case they kept the stack
+        # busy.
         assert found.statuses.total() or sum(found.cores) > 0, "the bad tenant did nothing"
         refused = found.quiet_refused and not has_asked_too_much(found, surface)
         took_ms = float(np.median(found.beside.took_ms))

@@ -53,8 +53,8 @@ def rate(site: BrokerSite, *, hand: int = 0) -> float:
 def shows(near: float, far: float, small_hand: float) -> bool:
     """True if a far worker is as busy as a near one.
 
-    Unless a small hand is slow in the same round, the distance made no difference in it, and that
-    the far worker was fast says nothing.
+    If a small hand is fast in the same round, the distance had no effect in that round, so a fast
+    far worker proves nothing.
     """
     return far >= KEPT * near and small_hand < KEPT_BEFORE * near
 

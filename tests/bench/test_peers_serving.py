@@ -1,4 +1,4 @@
-"""What is measured as Penstock is what `penstock up` starts; nothing is started here."""
+"""The benchmark measures exactly the stack that `penstock up` starts. These tests start nothing."""
 
 from dataclasses import replace
 from pathlib import Path

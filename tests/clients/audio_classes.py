@@ -1,8 +1,8 @@
-"""Small classes that serve OpenAI's audio endpoints, and what clients are to get of them.
+"""Small classes that serve OpenAI's audio endpoints, and the results that clients must get.
 
-A recording is a text here, of which each line takes a second and a half. So what clients get is
-known exactly, and no weights are needed. examples/transcribe/test_transcribe.py runs the same
-checks against the shipped models.
+A recording is a text here. Each line takes a second and a half, so the exact results are known and
+no weights are needed. examples/transcribe/test_transcribe.py runs the same checks against the
+shipped models.
 """
 
 from __future__ import annotations
@@ -132,18 +132,18 @@ FLOW: dict[str, Any] = {
     ],
     "output": "$join",
 }
-"""A recording by its windows, as those of examples/transcribe."""
+"""Transcribes a recording window by window, like the flows in examples/transcribe."""
 
 
 @dataclass(frozen=True)
 class Audio:
-    """What the checks of clients send, and what they are to get.
+    """The input of the client checks, and the expected results.
 
     Args:
-        hearer, speaker: models of transcriptions and of speech.
-        text: what is said in it.
-        segments, words, seconds: of it.
-        said: a text that is said.
+        hearer, speaker: models for transcription and for speech.
+        text: expected transcript of the recording.
+        segments, words, seconds: segments, word count and duration of the recording.
+        said: a text to convert to speech.
     """
 
     hearer: str
@@ -194,7 +194,9 @@ def write_steps(folder: Path) -> list[dict[str, Any]]:
 
 
 def write_audio(folder: Path) -> str:
-    """Writes a recording for the classes, and what is to come of it. Returns the path of this."""
+    """Writes a recording for the classes and a JSON file with the expected results. Returns the
+    path of the JSON file.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     recording = folder / "day.wav"
     recording.write_text("good day\nhow are <you> & yours")

@@ -18,15 +18,15 @@ NODE = FOLDER / "node"
 
 @dataclass(frozen=True)
 class Client:
-    """One client with an environment of its own.
+    """One client, which runs in its own environment.
 
     Args:
-        name: names the environment, and the file or folder of what is pinned.
+        name: names the environment, and the file or folder of pinned versions.
         package: the package whose version is shown.
         script: the module or file with the checks, without its suffix.
-        class_script: the one with checks of custom classes. Empty: it has none.
-        needs_documents: True if its checks read documents: examples/ocr/test_ocr.py runs these,
-            against the model that is shipped for that.
+        class_script: the module or file with checks of custom classes. Empty: there are none.
+        needs_documents: True if its checks read documents. examples/ocr/test_ocr.py runs those
+            checks against the shipped document model.
     """
 
     name: str

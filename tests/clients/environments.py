@@ -23,11 +23,11 @@ PYTHON_FLOOR = "3.11"
 
 
 class CannotInstall(Exception):
-    """The environment of a client can't be made here. The message says why."""
+    """A client's environment can't be created. The message explains why."""
 
 
 def folder_of(client: Client) -> Path:
-    """Where the environment of a client is, or will be."""
+    """Folder of a client's environment, whether or not it exists yet."""
     return ROOT / client.name
 
 
@@ -67,10 +67,10 @@ def _install_anew(client: Client) -> None:
 
 
 def command_of(client: Client) -> list[str]:
-    """What runs the checks of a client in its environment, from the repository's root."""
+    """Command that runs a client's checks in its environment, from the repository root."""
     if client.language == "python":
         return [str(folder_of(client) / "bin/python"), *module_of(client)]
-    # Node looks for packages beside the script.
+    # Node looks for packages in the script's folder.
     for script in NODE.glob("*.mjs"):
         shutil.copy(script, folder_of(client))
     return [_node_of(client), str(folder_of(client) / f"{client.script}.mjs")]
@@ -82,10 +82,10 @@ def module_of(client: Client) -> list[str]:
 
 
 def lock(client: Client) -> None:
-    """Writes anew what is pinned for a client.
+    """Updates the pinned versions of a client.
 
     Raises:
-        CannotInstall: there is no such set of versions, or the tool failed.
+        CannotInstall: no set of versions satisfies the requirements, or the tool failed.
     """
     if client.language == "node":
         options = ["--package-lock-only", "--omit-lockfile-registry-resolved", "--no-audit"]
@@ -113,7 +113,7 @@ def _check_node(client: Client) -> None:
 
 
 def _stamp(client: Client) -> str:
-    """Changes with what is pinned and with what runs it."""
+    """A stamp that changes with the pinned versions and with the version of Python."""
     digest = hashlib.sha256(client.pinned.read_bytes()).hexdigest()
     return f"{digest} {platform.python_version()}"
 

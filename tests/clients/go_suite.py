@@ -1,8 +1,8 @@
 """`python -m tests.clients.go_suite`: the integration tests of Google's Go client for Pub/Sub.
 
-They are Google's own, as Debian's package golang-google-cloud-dev has them, and are built with the
-system's Go. They run against the embedded Pub/Sub, and beside it against Google's emulator where
-that is installed. Fails if the embedded one fails a test that needs nothing but a server.
+The tests are Google's, as packaged by Debian in golang-google-cloud-dev, and are built with the
+system's Go. They run against the embedded Pub/Sub, and against Google's emulator too if it is
+installed. Fails if the embedded Pub/Sub fails a test that needs nothing but a server.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from tests.limits import TEST_LIMIT_S, WAIT_LIMIT_S
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one check: "passed", "failed" or "skipped", with the reason."""
+    """The outcome of one check: "passed", "failed" or "skipped", with the reason."""
 
     check: str
     outcome: str
@@ -23,17 +23,17 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Service:
-    """Where the clients go.
+    """The service under test.
 
     Args:
         url: without a path, as http://127.0.0.1:8080.
         key: what they send as API key.
         embedder: an embedding model with 64 dimensions at least.
-        writer: a text model. Empty: it has none.
-        bigquery: URL of its embedded BigQuery. Empty where it uses Google's.
-        pubsub: host and port of its embedded Pub/Sub. Empty where it uses Google's.
-        expected: path of a JSON file with what custom classes give, for checks of those.
-        audio: path of a JSON file with what models of speech get and give, for checks of those.
+        writer: a text model. Empty: the service does not have one.
+        bigquery: URL of its embedded BigQuery. Empty if it uses Google's.
+        pubsub: host and port of its embedded Pub/Sub. Empty if it uses Google's.
+        expected: path of a JSON file with the outputs of custom classes, for the checks of classes.
+        audio: path of a JSON file with inputs and outputs of speech models, for the speech checks.
     """
 
     url: str
@@ -48,7 +48,9 @@ class Service:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The same for a script, above what every program needs, and nothing of ours besides."""
+        """Environment variables of a script: this service, plus everything in our environment that
+        does not configure Penstock or a client.
+        """
         given = {name: value for name, value in os.environ.items() if not _is_ours(name)}
         return given | {
             "PENSTOCK_CLIENTS_URL": self.url,
@@ -65,9 +67,9 @@ class Service:
 
 
 def run_checks(command: Sequence[str], service: Service) -> tuple[list[Outcome], float]:
-    """The outcomes of all checks of a script, and the seconds that it took.
+    """The outcomes of all checks in a script, and how many seconds it took.
 
-    A script that ends early has an outcome more, which says how it ended.
+    If the script ends early, one more outcome describes how it ended.
     """
     began_s = time.monotonic()
     try:

@@ -98,7 +98,7 @@ async def compare_fixture(fixture: Fixture) -> list[str]:
     if differing and all(": output:" in one or ": pieces:" in one for one in differing):
         again = await run_with_cog(fixture, python)
         if again != theirs and all(map(_have_equal_shape, theirs, again, ours)):
-            return []  # the class gives another output each time
+            return []  # the output of this class differs from run to run
     return differing
 
 
@@ -192,7 +192,7 @@ def wrong_input(interface: ModelInterface, request: Request) -> str:
 
 
 def show(rows: Sequence[Row]) -> None:
-    """Prints differences, reasons of what was skipped, and totals."""
+    """Prints differences, the reasons for skipped fixtures, and totals."""
     print("\nDifferences (Cog's server / this runner):")
     for row in rows:
         if row.state == "different":

@@ -52,7 +52,7 @@ def _status(outcome: Outcome) -> str:
 
 
 def are_equal(one: Any, other: Any) -> bool:
-    """Compares outputs. Names of files count only if both have one, because data URIs have none."""
+    """Compares outputs. Ignores file names, because data URIs do not have them."""
     if isinstance(one, dict) and isinstance(other, dict):
         if one.keys() == other.keys() == _FILE_KEYS:
             return bool(one["file"] == other["file"])

@@ -71,7 +71,7 @@ class Fixture(NamedTuple):
     """FILE.py:CLASS."""
     requests: Sequence[Request] = ()
     origin: str = ""
-    """Where the inputs are from: script, README or signature."""
+    """Source of the inputs: script, README or signature."""
     skipped: str = ""
     """Why it can't run here. Empty: it can."""
     environment: Mapping[str, str] = {}
@@ -214,7 +214,7 @@ def _is_optional(default: ast.expr | None) -> bool:
 def _read_requests(script: str, folder: Path, signature: Signature) -> Iterator[Request]:
     """Yields the inputs of the commands that are understood."""
     for line in script.replace("\\\n", " ").splitlines():
-        # A refused header says nothing about the input.
+        # If a header is refused, the input may still be valid.
         must_fail = line.startswith("! ") and " -H " not in line
         try:
             words = shlex.split(line.removeprefix("! ").strip().removeprefix("$ "))

@@ -36,14 +36,16 @@ class Request(NamedTuple):
     values: dict[str, Any]
     files: Sequence[RequestFile] = ()
     must_fail: bool = False
-    """True if the fixture says that Cog refuses this input."""
+    """True if the fixture expects Cog to refuse this input."""
     context: Mapping[str, str] = MappingProxyType({})
     """The `context` of Cog's request."""
     cancel_after_s: float | None = None
 
 
 class Outcome(NamedTuple):
-    """How a prediction ended. Files in outputs are `{"file": DIGEST, "bytes": N, "name": NAME}`."""
+    """The outcome of a prediction. Files in outputs are `{"file": DIGEST, "bytes": N, "name":
+    NAME}`.
+    """
 
     status: str
     """succeeded, failed, canceled, refused (invalid input), not loaded, died or too late."""
@@ -61,7 +63,7 @@ class ClassRunner(Protocol):
         """Loads and sets up the class. Returns why that failed, or an empty text."""
 
     async def predict(self, request: Request) -> Outcome:
-        """Computes one prediction, and cancels it after a while if the input says so."""
+        """Computes one prediction, and cancels it after `cancel_after_s` if that is set."""
 
     async def stop(self) -> None:
         """Ends the processes. May be called at any time."""

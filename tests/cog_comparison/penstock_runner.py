@@ -25,7 +25,7 @@ from workers.models.reports import ItemEnded, Pieces, StepMessage
 START_LIMIT_S = 60.0
 PREDICT_LIMIT_S = 30.0
 DIED = "the process of the "
-"""How the error of a prediction begins whose process has ended."""
+"""The start of the error message if a prediction's process died."""
 
 
 class _Running:

@@ -27,7 +27,7 @@ EMBEDDER = "all-MiniLM-L6-v2"
 WORKERS = 2
 KEY = key_for("default")
 REPORTING_KEY = key_for("reporting")
-"""A tenant of its own lets a report be checked to the last item, whatever other tests do."""
+"""A separate tenant, so that a report can be checked to the last item, whatever other tests do."""
 BUSY_KEY = key_for("busy")
 LOAD_KEYS = {"load-1": key_for("load_1"), "load-2": key_for("load_2")}
 """By their tenants, whose rows a test spoils."""
@@ -81,7 +81,7 @@ def rows(stack: Stack) -> Iterator[Rows]:
 
 @pytest.fixture
 def told() -> Iterator[Told]:
-    """What a receiver of webhooks got."""
+    """A receiver of webhooks, and everything it received."""
     with receiver() as made:
         yield made
 

@@ -1,4 +1,4 @@
-"""What the end-to-end tests read back: rows of the usage table, once BigQuery has them."""
+"""Rows of the usage table for the end-to-end tests, once BigQuery has them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ POLL_S = 0.05
 
 
 def eventually(find: Callable[[], T], limit_s: float = WAIT_LIMIT_S) -> T:
-    """What `find` returns as soon as that is something true.
+    """Calls `find` until its result is truthy, and returns it.
 
     Raises:
-        AssertionError: it was not within `limit_s` seconds.
+        AssertionError: the result was still falsy after `limit_s` seconds.
     """
     deadline_s = time.monotonic() + limit_s
     while not (found := find()):

@@ -24,12 +24,13 @@ pytestmark = pytest.mark.slow
 CATALOG = read_catalog(Path("models.yaml"))
 LABELS = {"namespace": "penstock"}
 GAP_S = 90.0
-"""Between two scrapes, as their samples tell the time: arrivals of all of it are counted."""
+"""Time between two scrapes, by their sample timestamps. Arrivals in all of this time are counted.
+"""
 TEXTS = 12
 
 
 class Scrapes:
-    """Reads the processes as `scrape.yaml` of a site says, at times that the test names."""
+    """Scrapes the processes like a site's `scrape.yaml`, at times that the test chooses."""
 
     def __init__(self, stack: Stack) -> None:
         self._stack = stack

@@ -1,7 +1,6 @@
 """The clients of tests/clients against the stack of these tests, which has keys.
 
-Those that are pinned with our own tools run always, the others where `make clients` has installed
-them.
+Clients pinned with our own tools always run. The others run if `make clients` has installed them.
 """
 
 import sys

@@ -26,7 +26,7 @@ MARKER = "<img src=x onerror=\"document.title='owned'\"><script>document.title='
 
 @dataclass
 class Told:
-    """What a browser told of itself that no page of ours may cause."""
+    """Browser errors and requested URLs. Our pages must not cause unexpected ones."""
 
     errors: list[str] = field(default_factory=list)
     urls: list[str] = field(default_factory=list)
@@ -60,7 +60,7 @@ def page(browser: Browser, stack: Stack, seen: Told) -> Iterator[Page]:
     yield page
     foreign = [url for url in seen.urls if not url.startswith(("data:", "blob:", stack.api_url))]
     assert not foreign, {urlsplit(url).netloc for url in foreign}
-    # Chromium tells of each refusal of the API. Those of a missing or a small key are wanted.
+    # Chromium logs each refused API call. A missing key or a missing scope may cause refusals.
     assert [text for text in seen.errors if not REFUSED.search(text)] == []
     context.close()
 

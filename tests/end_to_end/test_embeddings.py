@@ -41,10 +41,9 @@ def vectors(answer: openai.types.CreateEmbeddingResponse) -> NDArray[np.float32]
 
 
 def assert_near(ours: NDArray[np.float32], expected: Sequence[NDArray[np.float32]]) -> None:
-    """Unit vectors within the tolerance that the catalog promises, whatever backend the worker
-    chose.
+    """Asserts unit vectors within the catalog's tolerance, whichever backend the worker chose.
 
-    How near each backend is by itself, 1e-5 in fp32, is tested in tests/workers/models.
+    tests/workers/models tests the precision of each backend: 1e-5 in fp32.
     """
     assert np.linalg.norm(ours, axis=1) == pytest.approx(np.ones(len(ours)), abs=1e-5)
     assert (ours * np.array(expected)).sum(axis=1).min() >= TOLERANCE

@@ -24,7 +24,7 @@ REQUESTS = 60
 
 
 def load(stack: Stack, *words: str) -> tuple[int, dict[str, Any]]:
-    """The status and what it says in JSON."""
+    """The exit status, and the JSON output."""
     command = [sys.executable, "-m", "infra.cli.main", "load", "--json", *words]
     environment = environment_with(stack.environment)
     done = subprocess.run(

@@ -70,7 +70,9 @@ def metric(port: int, name: str) -> float:
 
 @contextmanager
 def replaced_by_a_file(folder: Path) -> Iterator[None]:
-    """The folder is no folder any more: nothing in it can be read or written, by whomever."""
+    """Replaces the folder with a file, so nobody, not even root, can read or write
+    anything in it.
+    """
     kept = folder.with_name(f"{folder.name}.kept")
     was_there = folder.exists()
     if was_there:
@@ -130,7 +132,9 @@ def test_bigquery_is_down_and_all_that_hold_rows_are_killed(
 
 
 def test_broker_hangs(stack: Stack, client: openai.OpenAI, rows: Rows, text: str) -> None:
-    """Who can't wait is told to come again; who can has an answer when it is back."""
+    """Requests that can't wait are refused and may be retried. Patient ones are answered once the
+    broker is back.
+    """
     stack.processes[stack.broker].pause()
     try:
         with ThreadPoolExecutor(8) as threads:

@@ -45,7 +45,7 @@ OPERATION = {"embedding": "embeddings", "image": "generate_content"}
 
 
 class Caller:
-    """Somebody who traces what they do: a trace and the span that asks."""
+    """A caller that traces its work: a trace, and the span that makes the request."""
 
     def __init__(self, flags: str = "01") -> None:
         self.trace_id, self.span_id = secrets.token_hex(16), secrets.token_hex(8)

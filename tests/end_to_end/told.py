@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class Told:
-    """What a receiver of webhooks got: headers and body of each."""
+    """A receiver of webhooks: headers and body of each delivery."""
 
     def __init__(self) -> None:
         self.deliveries: list[tuple[dict[str, str], str]] = []
@@ -26,7 +26,7 @@ class Told:
                 self.end_headers()
 
             def log_message(self, *words: object) -> None:
-                """Says nothing."""
+                """Keeps request logs out of the output."""
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Take)
         self.url = f"http://127.0.0.1:{self.server.server_port}/"

@@ -38,7 +38,7 @@ def client(**options: Any) -> anthropic.Anthropic:
 
 def asked(**options: Any) -> Any:
     given = {"model": needs_text(), "max_tokens": 16, "messages": ASKED}
-    # This version of the client has no temperature of its own.
+    # This version of the client does not have a `temperature` parameter.
     return given | {"extra_body": {"temperature": 0}} | options
 
 

@@ -1,7 +1,6 @@
-"""OpenAI's own client against models of speech: each form, streams, times, batches and errors.
+"""OpenAI's client against speech models: each form, streams, times, batches and errors.
 
-What is sent and what is to come is in the file PENSTOCK_CLIENTS_AUDIO
-(tests/clients/audio_classes.py).
+Inputs and expected results are in the file PENSTOCK_CLIENTS_AUDIO (tests/clients/audio_classes.py).
 """
 
 from __future__ import annotations

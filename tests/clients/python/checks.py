@@ -1,7 +1,7 @@
-"""What every script of a Python client shares: where the service is, what it answers without the
-client, and how the outcome of each check is told.
+"""Shared code for all Python client scripts: URLs, plain HTTP requests for comparison, and reports
+of each check's outcome.
 
-A script runs in the environment of its client, so this module needs the standard library only.
+A script runs in its client's environment, so this module may import only the standard library.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ _checks: list[Callable[[], Any]] = []
 
 
 class Skip(Exception):
-    """A check does not apply here. The message says why."""
+    """A check does not apply here. The message explains why."""
 
 
 def check(function: Callable[[], Any]) -> Callable[[], Any]:
-    """Adds a function, async or not, to what `main` runs. Its name says what is checked."""
+    """Registers a function, async or not, for `main` to run. Its name describes the check."""
     _checks.append(function)
     return function
 
@@ -70,7 +70,7 @@ def main() -> None:
 
 
 def _reason(error: Exception, name: str) -> str:
-    """What went wrong in the check of this name, and in which line of it."""
+    """The error, with the line of the check that raised it."""
     frames = [one for one in traceback.extract_tb(error.__traceback__) if one.name == name]
     where = f"line {frames[-1].lineno}: " if frames else ""
     what = str(error) or (frames[-1].line if frames else "")
@@ -100,7 +100,7 @@ def raises(kind: type[E]) -> Iterator[Raised[E]]:
 
 
 def post(path: str, body: dict[str, Any]) -> Any:
-    """What the service answers without any client, decoded."""
+    """The decoded answer of the service, requested without any client."""
     return json.loads(_answer(path, KEY, json.dumps(body).encode()))
 
 
@@ -121,7 +121,7 @@ def needs_text() -> str:
     """The text model.
 
     Raises:
-        Skip: the service has none.
+        Skip: the service does not have one.
     """
     if not WRITER:
         raise Skip("this service has no text model: the extra `text` is not installed")
@@ -129,7 +129,7 @@ def needs_text() -> str:
 
 
 def bigquery_url() -> str:
-    """Where BigQuery is, for the clients of a reporting team.
+    """URL of BigQuery, for the clients of a reporting team.
 
     Raises:
         Skip: the service runs elsewhere, with Google's BigQuery.
@@ -159,7 +159,7 @@ def _answer(path: str, key: str, body: bytes | None) -> bytes:
 
 @contextmanager
 def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
-    """Runs a server on this machine while the block runs, and gives its URL."""
+    """Runs a server on this machine while the block runs, and yields its URL."""
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
@@ -172,7 +172,7 @@ def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
 
 @contextmanager
 def relay_that_loses_the_first_answer() -> Iterator[str]:
-    """Gives the URL of a relay to the service. It hangs up instead of passing the first answer."""
+    """Yields the URL of a relay to the service. It hangs up instead of sending the first answer."""
     received: list[str] = []
 
     class Relay(BaseHTTPRequestHandler):
@@ -195,7 +195,7 @@ def relay_that_loses_the_first_answer() -> Iterator[str]:
                 self.wfile.write(data)
 
         def log_message(self, format: str, *args: Any) -> None:
-            """Says nothing."""
+            """Keeps request logs out of the output."""
 
     with serving(Relay) as url:
         yield url
@@ -229,14 +229,14 @@ def fresh(count: int = 3) -> list[str]:
 
 
 def assert_png(data: bytes) -> None:
-    """Fails unless these are the bytes of a PNG file."""
+    """Fails unless `data` begins with the signature of a PNG file."""
     assert data.startswith(PNG), data[:20]
 
 
 def half_png(side: int = 64) -> bytes:
     """A square PNG of `side` pixels. Its left half is black, the right one white and transparent.
 
-    As a mask, it gives the right half to the model, whichever of the two the API reads.
+    As a mask, it selects the right half, whether the API reads brightness or transparency.
     """
 
     def chunk(kind: bytes, data: bytes) -> bytes:

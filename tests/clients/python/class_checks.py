@@ -1,7 +1,7 @@
-"""Replicate's own client against custom classes, one for each form of input and output.
+"""Replicate's client against custom classes, one for each form of input and output.
 
-What each class gives if it is called directly is in the file PENSTOCK_CLIENTS_EXPECTED
-(tests/workers/models/custom/forms).
+The expected results come from calling each class directly. They are in the file
+PENSTOCK_CLIENTS_EXPECTED (tests/workers/models/custom/forms).
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def receiving() -> Iterator[tuple[str, queue.Queue[tuple[dict[str, str], str]]]]
             self.end_headers()
 
         def log_message(self, format: str, *args: Any) -> None:
-            """Says nothing."""
+            """Keeps request logs out of the output."""
 
     with serving(Receiver) as url:
         yield url, calls
@@ -161,7 +161,7 @@ def canceled(form: Form) -> None:
     running = client.predictions.create(
         version=form["model"], input=given(form) | {"forever": True}
     )
-    # What a batch prints is shown with its results.
+    # Output printed by a batch is shown with its results.
     logs = "" if "batches" in form["model"] else "begins\n"
     until_s = time.monotonic() + LIMIT_S
     while (running.status, running.logs or "") != ("processing", logs):

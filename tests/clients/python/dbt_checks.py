@@ -22,7 +22,7 @@ FOLDER = Path(tempfile.mkdtemp(prefix="penstock-dbt-")) / "project"
 
 
 def dbt(*arguments: str) -> str:
-    """What dbt prints. Fails where dbt does."""
+    """The output of dbt. Fails if dbt fails."""
     command = [str(Path(sys.executable).parent / "dbt"), "--no-use-colors", *arguments]
     environment = {**os.environ, "BIGQUERY_PROJECT": PROJECT, "HOME": str(FOLDER.parent)}
     ended = subprocess.run(

@@ -57,7 +57,7 @@ OPENAI_MODES: dict[instructor.Mode, dict[str, Any]] = {
     Mode.RESPONSES_TOOLS: {},
     Mode.RESPONSES_TOOLS_WITH_INBUILT_TOOLS: {},
 }
-"""The modes, with what a small model needs besides."""
+"""The modes, with the extra options that a small model needs."""
 ANTHROPIC_MODES: dict[instructor.Mode, dict[str, Any]] = {
     Mode.TOOLS: {},
     Mode.ANTHROPIC_TOOLS: {},
@@ -126,7 +126,9 @@ for one, more in ANTHROPIC_MODES.items():
 
 @check
 def json_mode_with_what_it_sends_itself() -> None:
-    """A small model may write an object without end. That is an error that says so."""
+    """A small model may never close its object. The client must then raise an error with the
+    reason.
+    """
     given = asked(Mode.JSON, response_model=AnyObject, temperature=0, max_tokens=250)
     try:
         made = through_openai(Mode.JSON).create(**given)

@@ -27,7 +27,7 @@ from tests.clients.python.checks import (
 
 
 def embeddings(**options: Any) -> OpenAIEmbeddings:
-    """As docs/how-to/clients.md says: the option sends texts, not token ids."""
+    """Set up as in docs/how-to/clients.md: with this option, it sends texts, not token ids."""
     given = {"check_embedding_ctx_length": False, "api_key": SecretStr(KEY), **options}
     return OpenAIEmbeddings(model=EMBEDDER, base_url=f"{URL}/v1", **given)
 

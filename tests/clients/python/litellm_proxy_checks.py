@@ -62,7 +62,7 @@ at: str
 
 @contextmanager
 def proxy() -> Iterator[str]:
-    """Runs LiteLLM's proxy, as its docs start it, and gives its URL."""
+    """Runs LiteLLM's proxy, started as described in its docs, and yields its URL."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -1,7 +1,7 @@
-"""Mistral's own client against a document model: a report, a scan of one, and errors.
+"""Mistral's client against a document model: a report, a scan of it, and errors.
 
-The documents are in the folder of the file PENSTOCK_CLIENTS_EXPECTED, which says what is in them
-(examples/ocr/test_ocr.py).
+The documents are in the same folder as the file PENSTOCK_CLIENTS_EXPECTED, which describes their
+contents (examples/ocr/test_ocr.py).
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from tests.clients.python.checks import (
 )
 
 MIN_RIGHT = 0.98
-"""Of the characters of a scan."""
+"""Minimum share of a scan's characters that must be read correctly."""
 GIVEN: dict[str, Any] = json.loads(Path(EXPECTED).read_text()) if EXPECTED else {}
 FOLDER = Path(EXPECTED).parent
 MODEL = GIVEN.get("model", "ocr")
 """The class alone, or a flow that reads each page for itself."""
 headers: dict[str, str] = {}
-"""Of the last answer."""
+"""Headers of the last answer."""
 
 
 def _remember(answer: Any) -> None:
@@ -69,18 +69,18 @@ def process(name: str, **fields: Any) -> tuple[Any, float]:
 
 def plain(text: str) -> str:
     """The words of a text, with a space between two."""
-    # A line that ends with a hyphen goes on in the next one.
+    # A line that ends with a hyphen continues in the next one.
     return " ".join(re.sub(r"^#+ ", "", text, flags=re.M).split()).replace("- ", "-")
 
 
 def right_share(read: str, written: str) -> float:
-    """The part of the characters of what is written that was read, in order."""
+    """The share of the characters that were read correctly and in order."""
     blocks = difflib.SequenceMatcher(None, written, read, autojunk=False).get_matching_blocks()
     return sum(block.size for block in blocks) / max(len(written), len(read))
 
 
 def say(text: str) -> None:
-    """Writes down a figure beside the documents."""
+    """Adds a figure to figures.txt in the folder of the documents."""
     with (FOLDER / "figures.txt").open("a") as file:
         file.write(f"{text}\n")
 

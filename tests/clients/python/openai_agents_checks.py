@@ -38,7 +38,7 @@ class Greeting(BaseModel):
 
 
 def agent(name: str, **options: Any) -> Agent[Any]:
-    # Each check has an event loop of its own, and a client belongs to one.
+    # Each check has its own event loop, and a client belongs to one loop.
     client = openai.AsyncOpenAI(base_url=f"{URL}/v1", api_key=KEY, timeout=LIMIT_S)
     set_default_openai_client(client, use_for_tracing=False)
     settings = ModelSettings(max_tokens=250, temperature=0, tool_choice=options.pop("choice", None))
@@ -87,7 +87,7 @@ async def streamed_agent_chains_responses() -> None:
 
 @check
 async def agent_hands_off_to_another() -> None:
-    # A small model goes on and on, and an answer that was cut is an error to this client.
+    # A small model writes on and on, and this client treats a truncated answer as an error.
     other = agent("plain", instructions="Be brief.", output_type=Greeting)
     first = agent("first", handoffs=[handoff(other)], choice="required")
     result = await Runner.run(first, "Say hello.", max_turns=4)

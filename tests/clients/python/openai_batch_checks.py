@@ -127,7 +127,7 @@ def ended(batch_id: str) -> openai.types.Batch | None:
 
 
 def polled(found: Callable[[], Found | None]) -> Found:
-    """What `found` gives once it is not None."""
+    """The first result of `found` that is not None."""
     until_s = time.monotonic() + LIMIT_S
     while time.monotonic() < until_s:
         value = found()

@@ -10,7 +10,7 @@ from uuid import uuid4
 
 from tests.clients.python.checks import bigquery_url, check, main, raises
 
-# pandas-gbq makes clients of its own, which look here.
+# pandas-gbq creates its own clients, which read this variable.
 os.environ["BIGQUERY_EMULATOR_HOST"] = os.environ["PENSTOCK_CLIENTS_BIGQUERY"]
 
 import pandas as pd

@@ -30,7 +30,7 @@ from tests.clients.python.checks import (
     vectors,
 )
 
-# What the module's own functions, such as replicate.run, are told.
+# Settings of the module's own functions, such as replicate.run.
 os.environ |= {"REPLICATE_BASE_URL": URL, "REPLICATE_API_TOKEN": KEY}
 
 import replicate
@@ -170,7 +170,7 @@ def webhook_is_called_and_valid() -> None:
             self.end_headers()
 
         def log_message(self, format: str, *args: Any) -> None:
-            """Says nothing."""
+            """Keeps request logs out of the output."""
 
     with serving(Receiver) as url:
         created = client.predictions.create(

@@ -35,7 +35,7 @@ CAPTIONS = 20
 
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
-    """Of a stack with the shipped image model."""
+    """A client of a stack with the shipped image model."""
     folder = tmp_path_factory.mktemp("adapters")
     catalog = yaml.safe_load(Path("models.yaml").read_text(encoding="utf-8"))
     (entry,) = (one for one in catalog["models"] if one["name"] == MODEL)

@@ -1,5 +1,5 @@
-"""Classes of each form through the whole pipeline, by Replicate's clients for Python and Node: the
-same results as the classes give if they are called directly.
+"""Classes of each form through the whole pipeline, called with Replicate's clients for Python and
+Node. Results must equal the output of a direct call to the class.
 """
 
 from __future__ import annotations

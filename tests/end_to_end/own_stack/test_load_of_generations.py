@@ -35,11 +35,11 @@ TRACE = """at_s,input,size,group,items
 0.5,Which river turns the mill at night?,,e,1
 3,Which river turns the mill at night?,,f,1
 """
-"""The last one has a seed of its own, and a prompt that was read long before."""
+"""The last request has its own seed, and a prompt that was read long before."""
 
 
 def load(world: World, *words: str) -> tuple[int, dict[str, Any]]:
-    """The status and what it says in JSON."""
+    """The exit status, and the JSON output."""
     settings = world.settings
     environment = environment_with(
         {
