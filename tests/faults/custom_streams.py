@@ -1,8 +1,8 @@
-"""Readers of streams of a custom model, while API instances and workers are killed in turn.
+"""Readers of a custom model's streams, while API instances and workers are killed in turn.
 
-A class that is killed starts over. If it gives the same pieces again, a reader gets those that it
-does not have; otherwise its stream ends with `stream_lost`. Readers also hang up in the middle, and
-go on behind the last event that they have, at the other instance.
+A class whose process is killed starts over. If it yields the same pieces again, each reader gets
+only the pieces it lacks; otherwise its stream ends with `stream_lost`. Readers also hang up midway,
+and resume after their last event at the other instance.
 
 In full: `python -m tests.faults.custom_streams`.
 """
@@ -35,9 +35,9 @@ MODEL = "counts"
 AT_A_TIME = 16
 """Predictions that a worker computes at a time."""
 HANG_UP_SHARE = 0.05
-"""Of events: behind them the reader hangs up."""
+"""Share of events after which the reader hangs up."""
 OTHER_SHARE = 0.2
-"""Of streams: their class gives other pieces when it starts over."""
+"""Share of streams whose class yields different pieces when it starts over."""
 BURST = 3
 """Elements that come at once, so that one event carries several."""
 FLAWS_SHOWN = 20
@@ -49,7 +49,7 @@ TURNS = (
     WORKERS[1],
     f"model of {WORKERS[0]}",
 )
-"""Who is killed, one after the other."""
+"""The processes to kill, in this order."""
 CLASS = f"""
 import asyncio, os, time
 from typing import AsyncIterator
@@ -102,7 +102,7 @@ class CustomStream:
     status: str = ""
 
     def flaw(self, items: int) -> str:
-        """What must not be. Empty: nothing."""
+        """The flaw of the stream. Empty if there is none."""
         numbers = [one["item"] for one in self.items]
         if numbers != list(range(len(numbers))):
             return f"items {numbers}: twice, out of order or missing"
@@ -115,7 +115,9 @@ class CustomStream:
         return ""
 
     def _may_fail(self) -> bool:
-        """A stream whose class gives other pieces may be lost. Its prediction is not."""
+        """True if this failure is expected. A stream whose class yields different pieces may be
+        lost, but its prediction must succeed.
+        """
         if self.kind == "other" and self.ended == CHANGED:
             return self.status == "succeeded"
         return self.status == "failed" and CRASHED in self.ended
@@ -127,7 +129,7 @@ CRASHED = "died"
 
 @dataclass
 class CustomFindings:
-    """What came of the streams."""
+    """The results of all streams."""
 
     streams: list[CustomStream]
     kills: list[Kill]
@@ -149,8 +151,8 @@ class CustomReaders:
     """Callers who read streams.
 
     Args:
-        pause_s: between two items, on average.
-        seed: of who hangs up, and of kinds.
+        pause_s: average seconds between two items.
+        seed: decides when readers hang up, and which kind each stream is.
     """
 
     def __init__(
@@ -279,9 +281,9 @@ def run(
 
     Args:
         folder: gets the state and the logs of all parts.
-        streams: at least so many, and more until all kills are done.
-        kills: of API instances and workers, in turn. 0: as many as the streams take.
-        pause_s: between two items, on average.
+        streams: minimum number of streams; readers continue until all kills are done.
+        kills: number of kills, in turn from TURNS. 0: kills until all streams end.
+        pause_s: average seconds between two items.
         say: gets a line for each kill.
     """
     began_s = time.monotonic()

@@ -1,7 +1,7 @@
-"""Runs of a flow of three steps over a hundred items, while each process is killed once.
+"""Runs of a three-step flow over a hundred items, while each process is killed once.
 
-Each item must be in the result once, have one row, and the rows must sum up to what the answer says
-that it costs. In full: `python -m tests.faults.flows`.
+Each item must appear in the result once and have one row, and the rows must add up to the cost in
+the answer. In full: `python -m tests.faults.flows`.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from workers.models.custom.checking import inspect_folder, write_interface
 
 FLOW = "spell"
 TURNS = (WORKERS[0], APIS[0], "redis", WORKERS[1], "broker", APIS[1])
-"""Who is killed, one after the other: every process but that of the rows."""
+"""The processes to kill, in this order: all except the one that stores rows."""
 DEADLINE_S = 2 * START_LIMIT_S
-"""Of a run. On a machine that does other work besides, one may outlast several kills."""
+"""Deadline of a run. On a machine with other work, one run may outlast several kills."""
 RUN_LIMIT_S = DEADLINE_S + WAIT_LIMIT_S
 _HEAD = """
 import time
@@ -102,7 +102,7 @@ class FlowRun:
         return [f"w{self.number}x{item}" for item in range(items)]
 
     def flaw(self, items: int) -> str:
-        """What must not be. Empty: nothing."""
+        """The flaw of the run. Empty if there is none."""
         shown, words = self.prediction, [one.upper() for one in self.words(items)]
         if shown.get("status") != "succeeded":
             return f"{shown.get('status')}: {shown.get('error')}"
@@ -119,7 +119,7 @@ class FlowRun:
 
 @dataclass
 class FlowFindings:
-    """What came of the runs."""
+    """The results of all runs."""
 
     runs: list[FlowRun]
     kills: list[Kill]
@@ -192,7 +192,7 @@ def run(
     Args:
         folder: gets the state and the logs of all parts.
         broker: the embedded Pub/Sub, or a RabbitMQ of this machine.
-        items: of the second step of each run.
+        items: number of items in the second step of each run.
         say: gets a line for each kill.
     """
     served = (",".join(CLASSES), write_models(folder / "models"))

@@ -185,13 +185,13 @@ class Call:
 
 @dataclass
 class HangUps:
-    """What came of the callers at one distance of one broker."""
+    """The results of all callers with one broker at one distance."""
 
     where: str
     calls: dict[str, Call] = field(default_factory=dict)
     """By the id that each caller sent."""
     canceled_at_s: dict[str, float] = field(default_factory=dict)
-    """When Redis was told of a cancel, by the record, or the first record, of the request."""
+    """When Redis received a cancel, by the (first) record of the request."""
     worker_rows: list[dict[str, Any]] = field(default_factory=list)
     counters_off: list[str] = field(default_factory=list)
     took_s: float = 0.0
@@ -304,7 +304,7 @@ class Callers:
 
 
 async def _run(world: World, hang_ups: int, seed: int, found: HangUps) -> None:
-    """Runs callers while it is noted when Redis is told of cancels."""
+    """Runs callers while recording when Redis receives each cancel."""
 
     async def note_cancels(records: Records) -> None:
         async for record in records.canceled():
@@ -348,15 +348,15 @@ def run(
     say: Callable[[str], None],
     seed: int = 1,
 ) -> HangUps:
-    """Lets callers hang up on all tasks, and counts what came of it.
+    """Lets callers hang up on all tasks, and counts the outcomes.
 
     Args:
         folder: gets the state and the logs of all parts.
         hang_ups: how many callers hang up.
         broker: the one that carries the jobs.
-        broker_delay_s: of each way to it.
+        broker_delay_s: delay in each direction between the broker and other parts.
         say: gets lines about the run.
-        seed: of the moments of hang-ups.
+        seed: determines when callers hang up.
     """
     found = HangUps(f"{broker}, {1000 * broker_delay_s:.0f} ms each way")
     environments = {name: {"PENSTOCK_MODEL": models} for name, models in MODELS_OF.items()}

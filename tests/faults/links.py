@@ -1,5 +1,5 @@
-"""Connections that can be far, cut and frozen: a TCP proxy for each link between two parts, all on
-a thread of their own.
+"""Links that can be slow, cut or frozen: a TCP proxy for each pair of parts, all in their own
+thread.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ class Links:
     """The proxies by name; a context manager.
 
     Args:
-        targets: the port that each leads to.
-        delays_s: of each way, for those that are far.
+        targets: the target port of each link.
+        delays_s: delay in each direction, for distant links only.
     """
 
     def __init__(

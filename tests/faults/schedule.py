@@ -1,5 +1,5 @@
-"""What goes wrong, when: faults drawn from a seed, each of every kind in turn, injected while
-traffic runs.
+"""Injects faults while traffic runs. They are drawn from a seed, so that each kind comes up before
+any is repeated.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CALM_S = 1.0
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that goes wrong: `kind` of `target`, for so long."""
+    """One thing that goes wrong: `kind` of `target`, for `lasts_s` seconds."""
 
     kind: str
     target: str

@@ -1,7 +1,7 @@
-"""Readers of streamed texts, each of whom goes on behind the last event that it has.
+"""Readers of streamed texts, each of whom resumes after the last event it received.
 
-API instances and workers are killed in turn meanwhile. Then each text is compared with the same
-text as it was written while nothing was wrong.
+Meanwhile, API instances and workers are killed in turn. Then each text is compared with the same
+text written while nothing was wrong.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SILENCE_LIMIT_S = 25.0
 PAUSE_S = 0.1
 """Between two tries to reach an instance."""
 TURNS = (APIS[0], WORKERS[0], APIS[1], WORKERS[1])
-"""Who is killed, one after the other."""
+"""The processes to kill, in this order."""
 PROCESS_NAMES = {
     "model": MODEL_PROCESS_NAME,
     "class": CLASS_NAME.decode(),
@@ -64,7 +64,7 @@ class Stream:
 
 @dataclass(frozen=True)
 class Kill:
-    """Who was killed, and when (monotonic seconds)."""
+    """The killed process, and the time of the kill (monotonic seconds)."""
 
     target: str
     at_s: float
@@ -72,7 +72,7 @@ class Kill:
 
 @dataclass
 class StreamFindings:
-    """What came of the streams."""
+    """The results of all streams."""
 
     streams: list[Stream]
     kills: list[Kill]
@@ -109,9 +109,9 @@ class StreamReaders:
         self.read: list[Stream] = []
 
     async def run(self, streams: int, goes_on: Callable[[], bool]) -> list[str]:
-        """Reads until `streams` texts were read in all, and while `goes_on`.
+        """Reads at least `streams` texts, and more while `goes_on`.
 
-        Returns those that differ.
+        Returns a message for each text that differs from the expected one.
         """
         timeout = aiohttp.ClientTimeout(sock_connect=5.0, sock_read=SILENCE_LIMIT_S)
         connector = aiohttp.TCPConnector(limit=2 * self._in_flight)
@@ -285,13 +285,13 @@ async def read_while_killing(
     say: Callable[[str], None],
     turns: Sequence[str] = TURNS,
 ) -> StreamFindings:
-    """Reads `streams` texts, and goes on reading until so many kills are done.
+    """Reads at least `streams` texts, and more until all kills are done.
 
     Args:
-        world: what they read from, whose parts are killed.
-        streams: at least so many texts.
-        kills: of API instances and workers, in turn.
-        say: gets a line for each.
+        world: the pipeline under test, whose parts are killed.
+        streams: minimum number of texts to read.
+        kills: number of kills, in turn from `turns`.
+        say: gets a line for each kill.
     """
     await readers.run(0, lambda: False)  # the texts as they must be
     killing = asyncio.create_task(kill_in_turn(world, kills, every_s, say, turns))

@@ -33,7 +33,7 @@ Rows = dict[str, list[dict[str, Any]]]
 
 @dataclass
 class Findings:
-    """What a run of the suite found."""
+    """The findings of one suite run."""
 
     faults: Counter[str]
     tally: Tally
@@ -41,7 +41,7 @@ class Findings:
     rows_double: list[str]
     rows_wrong: list[str]
     costs_wrong: list[str]
-    """Requests whose rows charge something else than their answers said."""
+    """Requests whose rows charge a different amount than their answers reported."""
     counters_off: list[str]
     """Budgets of tenants and keys that are below their rows, or above them by more than kills
     explain."""
@@ -50,7 +50,7 @@ class Findings:
     """The API instances and the workers that did items together."""
 
     def table(self) -> list[tuple[str, int]]:
-        """What must be zero, by name, after what was done."""
+        """First the counts of traffic and faults, then the counts that must be zero, by name."""
         return [
             ("requests", self.tally.sent),
             ("faults", self.faults.total()),
@@ -96,16 +96,16 @@ def run(
     pause_s: float = 0.0,
     environments: Mapping[str, Mapping[str, str]] | None = None,
 ) -> Findings:
-    """Runs traffic and faults side by side and counts what came of it.
+    """Runs traffic and faults side by side and counts the outcomes.
 
     Args:
         folder: gets the state and the logs of all parts.
-        requests: at least so many are sent; more while faults go on.
+        requests: minimum number of requests; more are sent until all faults are done.
         faults_count: how many faults are injected.
         in_flight: callers at the same time.
         say: gets a line for each fault.
-        broker_delay_s: of each way to the broker.
-        pause_s: of each caller between two requests, on average.
+        broker_delay_s: delay in each direction between the broker and other parts.
+        pause_s: average seconds that each caller waits between two requests.
     """
     began_s = time.monotonic()
     with World(
@@ -172,7 +172,7 @@ def read_rows(world: World, expected: Collection[str]) -> tuple[Rows, list[str]]
 
 
 def _check_rows(found: Rows, tally: Tally) -> tuple[list[str], list[str]]:
-    """Ids of requests with two rows, and with one that says something else than their answer."""
+    """Ids of requests with two rows, and of requests whose row contradicts their answer."""
     double = [one for one, rows in found.items() if len(rows) > 1]
     wrong = [
         f"{one}: {found[one][0]['status']}, not {status}"
@@ -183,7 +183,7 @@ def _check_rows(found: Rows, tally: Tally) -> tuple[list[str], list[str]]:
 
 
 def _check_costs(found: Rows, tally: Tally) -> list[str]:
-    """Every answer that said what it costs has rows that charge just that."""
+    """Returns the requests whose rows do not charge exactly the cost in their answer."""
     charged = {one: sum(row["cost_usd"] or 0.0 for row in rows) for one, rows in found.items()}
     return [
         f"{one}: {charged[one]}, not {usd}"
@@ -226,7 +226,7 @@ def check_counters(
 
 
 def _charged(found: Rows) -> dict[str, float]:
-    """What the rows charge, by budget."""
+    """The amount that rows charge to each budget."""
     charged = dict.fromkeys(_budgets(), 0.0)
     for row in itertools.chain.from_iterable(found.values()):
         for name in (f"t:{row['tenant']}", f"k:{row['tenant']}:{row['key_id']}"):

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow(about_s=60)
 FAULTS = 7
 REQUESTS = 500
 PAUSE_S = 0.5
-"""So that other tests get some of the cores. Whatever hangs soon has all callers waiting for it."""
+"""Leaves some of the cores to other tests. If anything hangs, all callers soon wait for it."""
 SEED = 752
 """Its first faults are one of each kind; among them are a killed API, a Pub/Sub that hangs, a
 restarted worker.

@@ -52,14 +52,14 @@ def penstock(world: World, *words: str) -> str:
 
 @dataclass
 class Callers:
-    """Ask for ever new texts, and for one that is always the same and so cached."""
+    """Ask for new texts all the time, and for one constant text, which is therefore cached."""
 
     world: World
     http: aiohttp.ClientSession
     answers: Counter[str] = field(default_factory=Counter)
-    """Answers since the last look, by what they say."""
+    """Answers since the last look, by kind."""
     wrong: list[str] = field(default_factory=list)
-    """What nobody should get while everything runs."""
+    """Answers and errors that no caller should get while everything runs."""
     predictions: list[str] = field(default_factory=list)
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
 
@@ -86,7 +86,7 @@ class Callers:
             self.answers[said] += 1
 
     async def only(self, *said: str) -> None:
-        """Waits until so many answers in a row say nothing else, and have said all of it."""
+        """Waits until ENOUGH answers in a row were of these kinds, each kind at least once."""
         async with asyncio.timeout(WAIT_LIMIT_S):
             while not (self.answers.keys() == set(said) and self.answers.total() >= ENOUGH):
                 if not self.answers.keys() <= set(said):

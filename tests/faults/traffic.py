@@ -30,8 +30,8 @@ DEADLINE_MS = "30000"
 COSINE = 0.9999
 TEXTS = 64
 ALONE = 4
-"""Requests at the end, one after the other: what only a next message would wake is seen with
-nothing behind it.
+"""Requests at the end, one at a time. A job that is stuck until the next message arrives shows
+here, because no message follows.
 """
 PREDICTION_SHARE, CANCEL_SHARE, REPEAT_SHARE, HANG_UP_SHARE = 0.1, 0.1, 0.02, 0.05
 PATIENCE_S = 0.2
@@ -43,7 +43,7 @@ Vector = NDArray[np.float32]
 
 @dataclass
 class Tally:
-    """What came of the requests."""
+    """The outcomes of all requests."""
 
     sent: int = 0
     answered: Counter[str] = field(default_factory=Counter)
@@ -51,13 +51,13 @@ class Tally:
     answered_twice: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     tries: Counter[str] = field(default_factory=Counter)
-    """Failed tries, by what the caller saw."""
+    """Failed tries, by the status or error that the caller got."""
     not_healed: list[str] = field(default_factory=list)
     """Requests after the last fault that waited for their deadline."""
     expected_rows: dict[str, str] = field(default_factory=dict)
     """By request id: the status that its row must have; `any` for canceled ones."""
     told_usd: dict[str, float] = field(default_factory=dict)
-    """By request id: what its answer said that it costs. Replays and lost answers say nothing."""
+    """Cost in each answer, by request id. Replays and lost answers do not report a cost."""
     longest_s: float = 0.0
 
     @property
@@ -77,9 +77,9 @@ class Traffic:
     """A number of callers at once, over several API instances.
 
     Args:
-        urls: of the instances; a caller goes to the next when one fails.
-        seed: of what is asked, in which order.
-        pause_s: of each caller between two requests, on average.
+        urls: one per API instance; a caller moves to the next when one fails.
+        seed: determines the requests and their order.
+        pause_s: average seconds that each caller waits between two requests.
     """
 
     def __init__(
@@ -112,8 +112,8 @@ class Traffic:
         await self._session.close()
 
     async def run(self, goes_on: Callable[[], bool]) -> None:
-        """Sends until all requests are sent and `goes_on` says no; every request that was begun is
-        ended first.
+        """Sends requests until all are sent and `goes_on` returns False. Waits for every request in
+        flight to finish.
         """
         async with asyncio.TaskGroup() as callers:
             for _ in range(self._in_flight):
@@ -158,7 +158,7 @@ class Traffic:
             await asyncio.sleep(self._random.uniform(0.0, 2 * self._pause_s))
 
     async def _hang_up(self, number: int) -> None:
-        """Asks once, and is gone if there is no answer soon. Only the rows say what it cost."""
+        """Sends one request and hangs up if no answer comes soon. Only its rows show the cost."""
         url, limit_s = self._urls[next(self._next_url) % len(self._urls)], PATIENCE_S
         timeout = aiohttp.ClientTimeout(total=self._random.uniform(0.0, limit_s))
         headers = {"Cache-Control": "no-store"} | _key_of(number)
@@ -235,11 +235,10 @@ class Traffic:
         key: str | None,
         headers: dict[str, str],
     ) -> tuple[Any, str, bool] | None:
-        """The answer, its request id and whether it was replayed; None, and counted as lost, where
-        none came in time.
+        """The answer, its request id, and True if it was replayed. If no answer came in time, None,
+        and the request counts as lost.
 
-        A caller that is refused for good is not answered either: nothing here is wrong with what it
-        asks.
+        A permanent refusal does not count as an answer either, because these requests are valid.
         """
         until_s, pause_s, seen = time.monotonic() + ANSWER_LIMIT_S, 0.05, "nothing"
         given = (

@@ -1,5 +1,5 @@
-"""A pipeline to break: two API instances and two workers, each behind links of its own, over
-durable servers.
+"""A pipeline to break: two API instances and two workers, each behind separate links, with durable
+servers.
 """
 
 from __future__ import annotations
@@ -62,20 +62,20 @@ ARCHIVE = "row-archive"
 
 
 class World:
-    """All parts as real processes; entering starts them and returns when they serve, leaving stops
+    """All parts as real processes. Entering starts them and waits until they serve; leaving stops
     them.
 
     Args:
         folder: gets logs, state and spools.
         processes: model processes of each worker.
-        backend: of the model, `onnx` or `torch`; both in fp32.
-        served: another model than that of embeddings: its name and the catalog.
+        backend: `onnx` or `torch`, both in fp32.
+        served: name and catalog of a model to serve instead of the embedding model.
         broker: the embedded Pub/Sub, or a RabbitMQ of this machine.
-        rows: where they go first: to BigQuery, or to the object store.
+        rows: first destination of rows: BigQuery or the object store.
         has_keys: True if callers need a key, and have budgets.
-        broker_delay_s: of each way between the broker and an API instance or a worker.
-        environments: more variables of an API instance or a worker, by its name: those with which
-            it runs the code of another release, say.
+        broker_delay_s: delay in each direction between the broker and an API instance or a worker.
+        environments: extra environment variables of an API instance or a worker, by its name, for
+            example to run the code of another release.
     """
 
     def __init__(
@@ -113,8 +113,8 @@ class World:
         self.links = Links(targets, dict.fromkeys(far, broker_delay_s))
         self.processes: dict[str, Process] = {}
         self.held_usd: dict[str, float] = defaultdict(float)
-        """By budget, what API instances could have given back when one of them was killed."""
-        # What it starts ends with its thread, so it lives as long as the world.
+        """By budget, how much API instances could have refunded when one of them was killed."""
+        # Processes it starts die with its thread, so it lives as long as the world.
         self.healer = ThreadPoolExecutor(1)
         self._undo = ExitStack()
 
@@ -247,7 +247,9 @@ class World:
         return f"http://127.0.0.1:{self._ports[api]}"
 
     def restart(self, name: str) -> None:
-        """Starts a part that was killed or stopped; its log goes on in a file of its own."""
+        """Starts a part that was killed or stopped. It writes a new log file; the old one is
+        renamed.
+        """
         process = self.processes[name]
         process.stop()
         if process.log_path.exists():
@@ -272,11 +274,11 @@ class World:
                         self.held_usd[key.removeprefix(BUDGET_KEY)] += float(value.split()[0])
 
     def kill_model_process(self, worker: str) -> bool:
-        """Kills the process that runs the model; says whether there was one."""
+        """Kills the process that runs the model. Returns False if there was none."""
         return self.kill_below(worker, MODEL_PROCESS_NAME)
 
     def kill_below(self, worker: str, name: str) -> bool:
-        """Kills the first process of this name below a worker; says whether there was one."""
+        """Kills the first process of this name below a worker. Returns False if there was none."""
         pids = processes_below(self.processes[worker].pid, name)
         if pids:
             os.kill(pids[0], signal.SIGKILL)

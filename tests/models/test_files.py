@@ -1,4 +1,6 @@
-"""Each file of models/ is in the table of its README, and in the wheel and the image as it says."""
+"""Each file in models/ has a row in its README's table, which must match the wheel and
+the image.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ def rows() -> list[tuple[list[str], dict[str, bool]]]:
 
 
 def files() -> dict[Path, dict[str, bool]]:
-    """The row of each file of models/."""
+    """The README row for each file in models/."""
     table = rows()
     used: dict[Path, dict[str, bool]] = {}
     for file in (

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 FILES = Path(__file__).parent / "files"
 """One folder for each release, written by `python -m tests.releases.write` at its cut."""
 PARTS = ("api", "infra", "models", "models.yaml", "shared", "workers")
-"""What a release runs."""
+"""The parts of the repository that a release runs."""
 
 
 def releases() -> list[str]:
@@ -37,7 +37,9 @@ def commit_of(release: str) -> str:
 
 
 def tree_at(commit: str, folder: Path) -> Path:
-    """The code as it was at a commit, in a folder of its own. Skips where the history lacks it."""
+    """The code at a commit, extracted into a new folder. Skips the test if the history lacks the
+    commit.
+    """
     tree = folder / f"tree-{commit[:12]}"
     if not has_commit(commit):
         pytest.skip("the repository's history does not go back to the last release")
@@ -61,7 +63,9 @@ def tree_at(commit: str, folder: Path) -> Path:
 
 
 def has_commit(commit: str) -> bool:
-    """True if the history has it. A shallow clone, a package and a build have none."""
+    """True if the history has the commit. Shallow clones, packages and builds do not have a
+    history.
+    """
     if shutil.which("git") is None or not (ROOT / ".git").exists():
         return False
     asked = ["git", "cat-file", "-e", f"{commit}^{{commit}}"]

@@ -1,4 +1,4 @@
-"""What a release keeps in Redis and sends, as JSON: people can read it, and Redis get it back."""
+"""A release's messages and Redis contents as JSON, which people can read and Redis can load."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import redis
 Plain: TypeAlias = str | dict[str, str]
 """Bytes: text as it is, all else as `{"base64": …}`."""
 LEASES_S = 60
-"""What expires sooner is a lease or a mark of a process that was alive."""
+"""Keys that expire sooner are leases or marks of a process that was alive."""
 
 
 def plain(data: bytes) -> Plain:

@@ -1,7 +1,7 @@
-"""What each release left, read by this tree: messages, Redis, cache, rows, files, keys, catalogs.
+"""This tree reads the files of each release: messages, Redis, cache, rows, files, keys, catalogs.
 
-A rollout mixes two releases for minutes, a canary for hours, and what is stored stays for longer.
-A field that gets another name, type or default is lost between them, so it fails here.
+A rollout mixes two releases for minutes, a canary does so for hours, and stored data lives longer.
+A field whose name, type or default changes would lose data between them, so it fails here.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ DIRECTORY = "penstock:keys"
 RESULT = f"penstock:result:{ENTRY_SCHEMA}:"
 RECORD, TOKENS = "penstock:record:", "penstock:tokens:"
 LATER_S = 30.0
-"""After the release wrote its files. What it kept has not expired by then."""
+"""Seconds after the release wrote its files. Its data has not expired by then."""
 _URL = re.compile(r"https?://[^/\s\"]+|[?&](expires|signature|sig|exp)=[^\s\"&]*")
 
 
@@ -132,7 +132,9 @@ async def api(
 
 
 def lacking(old: Any, new: Any, path: str = "") -> list[str]:
-    """What of `old` is missing in `new`, or is another there. What `new` has besides is fine."""
+    """Differences that lose data: parts of `old` that `new` lacks or changes. Additions
+    are fine.
+    """
     if isinstance(old, dict) and isinstance(new, dict):
         gone = [f"{path}.{name} is gone" for name in old if name not in new]
         return gone + [
@@ -151,7 +153,7 @@ def again(
     messages: Sequence[tuple[bytes, dict[str, str]]],
     recode: Callable[[bytes, dict[str, str]], tuple[bytes, dict[str, str]]],
 ) -> list[str]:
-    """What messages lose if they are read and sent again."""
+    """The data that messages lose when they are read and sent again."""
     reasons = []
     for data, attributes in messages:
         data_again, attributes_again = recode(data, attributes)
@@ -364,7 +366,7 @@ def test_shipped_catalog_is_read(release: Release) -> None:
 
 
 def _placed(value: Any) -> Any:
-    """An answer without what depends on the machine and on the time of asking."""
+    """An answer without the parts that depend on the machine or on the time of the request."""
     if isinstance(value, dict):
         return {name: _placed(one) for name, one in value.items()}
     if isinstance(value, list):

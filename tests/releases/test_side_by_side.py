@@ -1,7 +1,7 @@
 """The last release and this tree under traffic at once, as during a rollout: nothing is lost.
 
-One API instance and one worker of each, on the same broker and Redis. Whatever one writes, the
-other reads: jobs and replies, records, cache, answers under a key, streams of tokens, rows.
+Each runs one API instance and one worker, on the same broker and Redis. Each reads the data of the
+other: jobs and replies, records, cache, idempotent answers, token streams, rows.
 """
 
 import asyncio
@@ -35,10 +35,10 @@ def older(tmp_path: Path) -> dict[str, dict[str, str]]:
 
 
 def _wait_for_redis(tree: Path) -> None:
-    """Lets release 0.1.0 wait 30 s for Redis, not 0.1 s, before it counts on its own.
+    """Makes release 0.1.0 wait 30 s for Redis, not 0.1 s, before it counts locally.
 
-    What it counts on its own is partly lost, which later releases mend. A machine that stands still
-    for 0.1 s would fail the test for that.
+    Its local counts are partly lost, which later releases fix. Otherwise, a machine that stalls for
+    0.1 s would make the test fail.
     """
     store = tree / "api" / "limits" / "store.py"
     text = store.read_text()

@@ -1,8 +1,8 @@
 """`penstock up` over the state that the last release left, and back again.
 
-The last release is killed with images in its queue, as by a power cut. This tree draws them, and
-gives again what was kept: predictions, an answer under an Idempotency-Key, a batch and its files.
-Then the last release starts over what this tree left, which is killed in the same way.
+The last release is killed with images in its queue, as if the power had failed. This tree draws
+them, and returns the stored data: predictions, an answer under an Idempotency-Key, a batch and its
+files. Then this tree is killed in the same way, and the last release starts over its state.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Owner:
         return over
 
     def image(self, prediction: dict[str, Any]) -> bytes:
-        """The image of a prediction, by its link of now or out of its data."""
+        """A prediction's image, from its current link or its data."""
         output = prediction["output"]
         link = output[0] if isinstance(output, list) else output
         if link.startswith("data:"):
@@ -128,7 +128,7 @@ def powered(folder: Path, tree: Path, ports: Ports) -> Iterator[tuple[Up, Owner]
 
 
 def hold_worker(up: Up) -> None:
-    """Whatever is asked for from now on stays in the queue."""
+    """Pauses the workers, so that new requests stay in the queue."""
     for process in _all(up):
         if "workers" in process.cmdline():
             process.send_signal(signal.SIGSTOP)
@@ -140,7 +140,7 @@ def _all(up: Up) -> list[psutil.Process]:
 
 
 def as_kept(prediction: dict[str, Any]) -> dict[str, Any]:
-    """What must not change of a prediction."""
+    """The fields of a prediction that must not change."""
     names = ("id", "status", "input", "error", *TIMES)
     return {name: prediction.get(name) for name in names}
 

@@ -52,7 +52,7 @@ PROJECT = "release"
 INBOXES = 2
 """One for the API, and one for the batch runner."""
 QUIET_S = 2.0
-"""When no message came for so long, none is on its way."""
+"""Seconds without a message after which none can be on its way."""
 CLASS = """
 class Predictor(BasePredictor):
     def predict(self, text: str, times: int = 2) -> Iterator[str]:
@@ -76,7 +76,7 @@ def catalog(folder: Path, tree: Path) -> dict[str, Any]:
     """A model of every task that a tree has."""
     texts = folder / WRITER
     texts.mkdir()
-    from tests.workers.models.generation import tiny  # transformers, for whoever writes only
+    from tests.workers.models.generation import tiny  # loads transformers, which only this needs
 
     tiny.write_folder(texts)
     encoder = _ENCODER | {"batch": {"max_tokens": 2048}, "deadline": _DEADLINE}
@@ -169,7 +169,7 @@ REQUESTS: list[tuple[str, str, dict[str, Any]]] = [
         }.items()
     ),
 ]
-"""What is asked for: a name, the path and the body."""
+"""The requests to send: name, path and body."""
 WEBHOOK = {"webhook": "http://127.0.0.1:1/hook", "webhook_events_filter": ["completed"]}
 LINES = [
     {
@@ -309,7 +309,9 @@ class Caller:
         self.reads: list[str] = ["/v1/predictions", "/v1/files", "/v1/batches"]
 
     def ask(self, models: list[str]) -> str:
-        """Asks for all of REQUESTS, a batch, and one answer under a key of its own: the answer."""
+        """Sends all of REQUESTS, a batch, and one request with an idempotency key. Returns its
+        answer.
+        """
         for name, path, body in REQUESTS:
             if body.get("model", body.get("version")) not in models:
                 continue
@@ -327,7 +329,7 @@ class Caller:
         return once.text
 
     def answers(self) -> dict[str, Any]:
-        """What GET answers, by path: text, or JSON."""
+        """The answers to GET, by path: text, or JSON."""
         read = {}
         for path in self.reads:
             response = self._http.get(path)

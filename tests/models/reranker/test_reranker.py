@@ -133,7 +133,7 @@ def test_both_variants_are_trained_and_merged(
     tokens = AutoTokenizer.from_pretrained(merged)("a gate", "a dam", return_tensors="pt")
     score = model(**tokens).logits
     assert score.shape == (1, 1)
-    # The same as with the matrices beside the weights.
+    # The score must be the same with the adapter's matrices kept separate from the weights.
     apart = BertForSequenceClassification.from_pretrained(start, num_labels=1).float()
     train.adapt(apart, train.RANK)
     apart.load_state_dict(

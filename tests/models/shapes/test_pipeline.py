@@ -1,6 +1,4 @@
-"""The folder that travels with the project: how large it is, what is in it, and that its card tells
-its scores.
-"""
+"""The model folder in the repository: its size, its files, and the scores on its card."""
 
 import json
 from pathlib import Path

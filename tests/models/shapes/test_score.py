@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 
 class Painter:
-    """A pipeline in form: it paints the scene that it is told to have been asked for."""
+    """Imitates a pipeline: ignores the captions and paints the given scenes in turn."""
 
     def __init__(self, scenes: list[Scene]) -> None:
         self._scenes = iter(scenes)

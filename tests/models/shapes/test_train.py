@@ -1,5 +1,5 @@
-"""Training at tiny widths and few steps: what comes out loads, and a stopped run goes on as if it
-had not been.
+"""Training with tiny widths and few steps: the results load, and a stopped run resumes as if it had
+never stopped.
 """
 
 from collections.abc import Callable, Iterator
