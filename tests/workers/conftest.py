@@ -1,4 +1,4 @@
-"""What tests of processes that run models share."""
+"""Fixtures for tests of processes that run models."""
 
 import pytest
 

@@ -74,7 +74,7 @@ class _Generation:
     @property
     def result(self) -> GenerationResult:
         text, read = "".join(self.letters), len(self.prompt)
-        # What this process computed, so that a test sees whether the text was started over.
+        # The letters this process computed show a test whether the text was started over.
         return GenerationResult(text, "length", read + len(text), read, len(text), self.computed)
 
 
@@ -95,10 +95,10 @@ class Speller:
         self._is_one_done = False
 
     def setup(self) -> None:
-        """Nothing to load."""
+        """Does nothing, because there are no weights to load."""
 
     def warmup(self) -> None:
-        """Nothing to warm up."""
+        """Does nothing, because there is nothing to compile."""
 
     def admit(self, slot: int, item: PreparedItem) -> None:
         assert isinstance(item, PreparedPrompt)
@@ -146,7 +146,7 @@ def _waits(text: _Generation) -> bool:
 
 
 def main() -> int:
-    """Serves spellers instead of the models of the catalog."""
+    """Runs the model process with spellers instead of the catalog's models."""
     vars(server)["model_for"] = lambda *given, **options: Speller()
     return server.main()
 

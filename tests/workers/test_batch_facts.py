@@ -1,4 +1,4 @@
-"""What rows say of the batch of an item: padding, and whether it waited for the model."""
+"""The facts about an item's batch in its row: padding, and whether it waited for the model."""
 
 from __future__ import annotations
 

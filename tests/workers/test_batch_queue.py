@@ -26,7 +26,7 @@ from workers.scheduling.batch_queue import IDLE_MAX, BatchQueue
 
 BUDGET, LONGEST = 1000, 300
 QUANTUM = BUDGET / HEAVIEST
-"""The quantum of a tenant of weight 1."""
+"""The quantum of a tenant with weight 1."""
 
 
 @dataclass(eq=False)
@@ -69,7 +69,7 @@ def drain(queue: BatchQueue[Entry], at_most: int = 64, spare: float = inf) -> li
 
 
 class Model(RuleBasedStateMachine):
-    """Compares the queue with a list of what waits, over any sequence of calls."""
+    """Compares the queue with a list of waiting items, over any sequence of calls."""
 
     waiting = Bundle("waiting")
 
@@ -272,7 +272,7 @@ def test_no_key_starves(attackers: int) -> None:
 
 
 def test_sending_one_item_at_a_time_gains_nothing() -> None:
-    """What a tenant took too much is remembered while it has no item in the queue."""
+    """A tenant's excess work is remembered while it does not have an item in the queue."""
     queue = queue_of(entries_of("steady", [10] * 2000))
     work = {"steady": 0, "single": 0}
     for turn in range(300):
@@ -284,7 +284,7 @@ def test_sending_one_item_at_a_time_gains_nothing() -> None:
 
 
 def test_idle_tenant_keeps_no_deficit() -> None:
-    """A tenant that was away for long gets its share from now on, and no more."""
+    """A tenant that was idle for a long time gets its share from now on, but not more."""
     queue = queue_of([*entries_of("away", [1]), *entries_of("busy", [10] * 1000)])
     for _ in range(5):
         queue.take(64)

@@ -1,4 +1,4 @@
-"""How long batches take, from those that ran."""
+"""Estimates of how long a batch takes, based on earlier batches."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Deadlines end work wherever it is: waiting, prepared, between two steps, in delivery.
 
-What is late costs nothing.
+Late work is free.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ from workers.runtime.pool import HostedModel, ModelPool
 pytestmark = pytest.mark.anyio
 
 SHORT_S = 0.7 * PATIENCE
-"""A deadline that passes in the test; all that is to happen before it takes a hundredth of it."""
+"""A deadline that passes during the test. Everything that must happen before takes a hundredth of
+it.
+"""
 
 
 async def ended(harness: WorkerHarness) -> tuple[str, ItemOutcome]:

@@ -1,4 +1,4 @@
-"""What a worker holds follows from the distance to the broker and from its rate."""
+"""The number of jobs that a worker holds depends on its distance to the broker and on its rate."""
 
 from __future__ import annotations
 

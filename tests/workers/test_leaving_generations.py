@@ -1,7 +1,7 @@
-"""Texts that are canceled or late leave their batch between two tokens, and the others go on.
+"""Texts that are canceled or late leave their batch between two tokens, and the others continue.
 
-No test waits for time to pass. Deadlines are measured by a clock that the test moves, and the model
-process is told to drop a text after a step of a given number.
+No test waits for time to pass. A clock that the test moves measures deadlines, and the model
+process receives the order to drop a text after a chosen step.
 """
 
 from __future__ import annotations
@@ -149,13 +149,15 @@ class ScriptedModel(GenerationModel):
 def messages_of(
     folder: Path, items: list[PreparedPrompt], frames: dict[int, bytes]
 ) -> list[ServerMessage]:
-    """What a model process tells of a batch. It gets each frame within the step of that number."""
+    """The messages of a model process about a batch. Each frame arrives during the step with its
+    number.
+    """
     model = ScriptedModel(folder)
     model.setup()
     resident = ResidentModels([lambda: model], [folder], loaded={0: model})
     resident.open()
     model.steps = 0
-    # Each step tells of its tokens.
+    # The clock moves so far that each step reports its tokens.
     now_s = itertools.count(0.0, CHUNKS_EVERY_S * 2)
     caller, process = socket.socketpair()
     with caller, process:
@@ -187,7 +189,7 @@ def ends_of(messages: list[ServerMessage]) -> dict[int, GenerationResult | Failu
 
 
 def tokens_of(messages: list[ServerMessage], slot: int) -> list[TokenChunk]:
-    """What readers of a slot were told."""
+    """The chunks sent to readers of a slot."""
     told = [message for message in messages if isinstance(message, Chunks)]
     return [message.chunks[slot] for message in told if slot in message.chunks]
 

@@ -1,7 +1,8 @@
-"""What a lone job waits for in a worker, until its reply is on its way: nothing that is far away.
+"""Until its reply is on its way, a lone job in a worker does not wait for anything far away.
 
-The job comes, and the reply goes. Nothing waits for a confirmation of the broker or for Redis in
-between, so a request takes four ways to the broker and back, and the time of the model.
+The job arrives, and the reply leaves. In between, nothing waits for a confirmation from the broker
+or for Redis, so a request takes four trips between the broker and its clients, plus the time of the
+model.
 """
 
 import asyncio

@@ -1,4 +1,6 @@
-"""Who gives slots away: only those who have more than the newcomer, and never back and forth."""
+"""Only tenants with more slots than the newcomer lose slots, and slots never move back
+and forth.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -62,7 +64,7 @@ def test_a_weight_is_a_right_to_more_slots() -> None:
 def test_as_many_yield_as_a_long_text_needs() -> None:
     held = texts("aaaaa", room=0.2)
     assert chosen(Text("b", room=0.4), held) == [held[4], held[3]]
-    # All of what is too much would not be enough, so nobody is interrupted in vain.
+    # All excess slots together would not be enough, so no text is interrupted in vain.
     assert chosen(Text("b", room=0.9), held) == []
 
 

@@ -62,7 +62,7 @@ def weights(
 
 
 def found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What a worker takes where the store is mounted, without a way to the hub."""
+    """The path that a worker uses if the store is mounted and the hub is unreachable."""
 
     def no_hub(repository: str, revision: str) -> Path:
         raise AssertionError(NOBODY)

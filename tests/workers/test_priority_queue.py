@@ -1,5 +1,5 @@
-"""Interactive work goes before `batch` priority, which never stops. Whoever waits beside an item
-that kills its model process is answered, whatever happens; the item is given up.
+"""Interactive work goes before `batch` priority, which never stops. If an item kills its model
+process, every other item is answered, whatever happens, and that item is given up.
 """
 
 from __future__ import annotations
@@ -232,8 +232,8 @@ def number_of(entry: QueuedItem) -> int:
 
 
 def deaths_at_most(size: int) -> int:
-    """What one poison among `size` items may cost: a death for each halving, and one or two more of
-    it alone.
+    """Maximum deaths caused by one poison among `size` items: one per halving, and one or two more
+    when it runs alone.
     """
     return max(1, ceil(log2(size))) + 2
 
@@ -371,7 +371,7 @@ def test_beside_an_item_larger_than_the_whole_budget_only_small_ones_join() -> N
 
 
 def test_room_and_not_work_decides_who_joins() -> None:
-    """A long item beside others takes no more room than a short one of the same size."""
+    """A long item that runs with others takes no more room than a short one of the same size."""
     queue = PriorityQueue(100, max_items=4)
     items = [text(length, room=40) for length in (90, 90, 5)]
     for queued in items:

@@ -1,7 +1,7 @@
-"""How often a job waits for Redis in a worker, until its reply is published.
+"""How often a job in a worker waits for Redis before its reply is published.
 
-With those that the API waits for (tests/api/test_redis_round_trips.py) they are all that a request
-pays for a Redis that is far away: two at most on the way of an embedding, whose job comes at once.
+Together with the API's round trips (tests/api/test_redis_round_trips.py), this is the full price of
+a distant Redis for a request: at most two trips for an embedding whose job arrives at once.
 """
 
 from pathlib import Path
@@ -15,7 +15,7 @@ from tests.workers.worker_harness import WorkerHarness, running_worker
 
 pytestmark = pytest.mark.anyio
 AGE_S = 20.0
-"""Of a job that waited in the topic: what the API saw in the cache is old."""
+"""Age of a job that waited in the topic: the API's cache lookup is out of date by then."""
 
 
 async def asked(harness: WorkerHarness, text: str, age_s: float) -> Reply:
@@ -43,7 +43,7 @@ async def test_a_job_that_comes_at_once_does_not_wait_for_redis(
             waited.append(gave_up() - before)
             link.open()
             await harness.until(lambda number=number: len(harness.rows) == number)  # type: ignore[misc]
-        # Beside much load, what is told in the background is given up too now and then.
+        # Under heavy load, background writes to Redis are sometimes given up too.
         assert min(waited) == 0
 
 
@@ -55,6 +55,6 @@ async def test_a_job_that_waited_in_the_topic_waits_for_redis_once(
         await harness.until(lambda: len(harness.rows) == 1)
         counted = [await link.trips(asked(harness, text, AGE_S)) for text in ("a", "b", "c", "d")]
         assert {reply.body.outcomes[0].status for _, reply in counted} == {"succeeded"}
-        # What a former job has yet to tell Redis passes too, so the fewest are counted.
+        # Late writes of an earlier job pass the link too, so the minimum counts.
         assert min(trips for trips, _ in counted) == 1
         await harness.until(lambda: len(harness.rows) == 5)

@@ -1,4 +1,4 @@
-"""Where a worker's replies go and how large they are. API instances of any release rely on it."""
+"""Destination and size of a worker's replies. API instances of any release rely on both."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ATTRIBUTES = {
     "attempt": "1",
     "api_instance": "api-1",
 }
-"""Attributes of a job of releases without direct replies, except for the inbox and the slot."""
+"""A job's attributes in releases without direct replies, except for the inbox and the slot."""
 
 
 @pytest.mark.parametrize(

@@ -19,10 +19,11 @@ NAMES = ("a", "b", "c", "d")
 
 
 async def compute_together(harness: WorkerHarness, **of_each: dict[str, str]) -> list[str]:
-    """Lets one batch compute a job for each of NAMES. Returns whose replies came, in order.
+    """Lets one batch compute a job for each of NAMES. Returns the request ids of the replies in
+    order.
 
     Args:
-        of_each: more of the envelope of a job, by its name.
+        of_each: extra envelope fields by job name.
     """
     harness.process.gate.clear()
     await harness.send("first", request_id="first")
@@ -46,7 +47,9 @@ async def until_all_wait(harness: WorkerHarness) -> None:
 
 
 async def go_on(harness: WorkerHarness, canceled: str = "") -> None:
-    """Lets the model go on once all jobs wait. The worker does not hear of one that is canceled."""
+    """Lets the model continue once all jobs wait. The worker does not hear that `canceled` was
+    canceled.
+    """
     await until_all_wait(harness)
     if canceled:
         assert harness.consumer is not None

@@ -1,5 +1,5 @@
-"""Models under a memory budget: which stay, which go, and what is told of it; with models that only
-count.
+"""Models under a memory budget: which stay, which go, and which events are reported. The models
+only count.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from workers.models.base import OnStep, PreparedItem
 from workers.runtime.resident_models import ResidentModels, weights_bytes
 
 BYTES = 100_000_000
-"""Size of the file of each model: far more than this process grows by while a model that only
-counts is loaded.
+"""File size of each model: far more than this process grows while it loads a model that only
+counts.
 """
 
 

@@ -57,7 +57,7 @@ LARGE, SMALL = 0, 1
 LONG_TEXT = "the mill wheel turns " * 60
 """Some ten milliseconds of MiniLM."""
 FREED_BYTES = 20_000_000
-"""Less than MiniLM's layers: those of its weights that every batch reads."""
+"""Less than the size of MiniLM's layers, the weights that every batch reads."""
 
 
 def make_tiny(folder: Path, minilm: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a model process tells to be spare, with a model whose steps take known times."""
+"""The spare time that a model process reports, with a model whose steps take known times."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FULL_S = FIXED_S + SLOTS * EACH_S
 
 
 class TimedModel:
-    """Its steps take FIXED_S, and EACH_S for each text, on a clock of its own."""
+    """Its steps take FIXED_S, plus EACH_S for each text, on a simulated clock."""
 
     device_name = "clock"
 
@@ -44,10 +44,10 @@ class TimedModel:
         return self.now_s
 
     def setup(self) -> None:
-        """Nothing to load."""
+        """Does nothing, because there are no weights to load."""
 
     def warmup(self) -> None:
-        """Nothing to warm up."""
+        """Does nothing, because there is nothing to compile."""
 
     def admit(self, slot: int, item: PreparedItem) -> None:
         assert isinstance(item, PreparedPrompt)
@@ -129,7 +129,9 @@ def test_a_text_takes_as_much_alone_as_in_company(process: Process, company: int
 
 
 def test_nobody_pays_for_steps_in_which_it_waits(process: Process) -> None:
-    """As an image does whose adapter is being read. Those beside it pay for the whole step."""
+    """For example, an image waits while its adapter is read. The others in the batch pay for the
+    whole step.
+    """
     done = ends(process.run(text(50), text(20, waits=100)))
     first, waited = sorted(done, key=lambda one: one.finished_at_s)
     assert seconds(first) == pytest.approx(50 * (FIXED_S + EACH_S))

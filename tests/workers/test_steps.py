@@ -176,7 +176,7 @@ async def test_texts_beside_each_other_share_the_seconds_of_the_worker(
         items, seconds, beside = (now - then for now, then in zip(computed(), before, strict=True))
         assert items == 4
         assert beside > 4
-        # What each text is told of its part of the time, and no more, was of the worker.
+        # The shares reported to the texts add up to exactly the worker's time.
         shares_ms = [one.inference_ms / one.batch_size for one in receipts]  # type: ignore[operator]
         assert seconds == pytest.approx(sum(shares_ms) / 1000)
 
@@ -296,15 +296,15 @@ async def test_a_text_that_gave_its_place_away_goes_on_from_its_tokens(
         for name in names:
             await ask(harness, name, name, tokens, left_s=300, is_streamed=is_streamed)
         await harness.until(lambda: len(running(harness)) == 4)
-        # None of them goes on before this one is done, so one must be preempted.
+        # None of them continues before this one is done, so one must be preempted.
         await ask(harness, "e", "e", 3, tenant="other")
         found = dict([await outcome(harness) for _ in range(5)])
-        if is_streamed:  # then the reply says where it is
+        if is_streamed:  # then the reply only refers to the record
             found |= {name: await _recorded(harness, name) for name in names}
         assert text_of(found.pop("e")) == "eee"
         for name, done in found.items():
             assert text_of(done) == (name * tokens)[:tokens]
-        # A speller tells as cached what its last run computed.
+        # A speller reports the letters of its last run as cached tokens.
         assert sorted(map(_computed, found.values())) == [tokens - FIRST_LETTERS] + [tokens] * 3
 
 

@@ -47,7 +47,7 @@ async def first_message(harness: WorkerHarness, subscription_id: str) -> Receive
 
 
 async def hold_first(harness: WorkerHarness) -> None:
-    """Occupies the model process with a job of its own, `first`."""
+    """Occupies the model process with a separate job, `first`."""
     harness.process.gate.clear()
     await harness.send("first", request_id="first")
     await harness.process.started.wait()
@@ -156,7 +156,7 @@ async def test_job_that_three_workers_died_with_is_given_up(redis_url: str, tmp_
 async def test_jobs_whose_workers_died_with_all_of_them_succeed(
     redis_url: str, tmp_path: Path
 ) -> None:
-    """What five workers died with is not what killed them, if each had twenty jobs in hand."""
+    """Each of the five dead workers had twenty jobs in hand, so no single job gets the blame."""
     names = [f"req{number}" for number in range(20)]
     async with running_worker(redis_url, tmp_path) as harness:
         for _ in range(5):
@@ -194,13 +194,13 @@ async def attempts_of(harness: WorkerHarness, record_id: str) -> int:
 
 
 async def died_twice_with(harness: WorkerHarness, *records: str) -> None:
-    """What two workers leave that die with these jobs."""
+    """Leaves the state of two workers that died with these jobs."""
     for _ in range(2):
         await harness.records.claim(list(records))
 
 
 async def deaths_if_killed_now(harness: WorkerHarness, record: str) -> tuple[int, int]:
-    """What the next worker would know: deaths with the job in hand, and with it alone."""
+    """The counts that the next worker would see: deaths with the job in hand, and with it alone."""
     (claim,) = await harness.records.claim([record])
     assert claim is not None
     return claim.unfinished, claim.alone
@@ -265,7 +265,9 @@ async def test_job_that_kills_its_worker_while_it_is_prepared_counts(
 
 
 async def test_worker_that_was_told_to_go_accuses_no_job(redis_url: str, tmp_path: Path) -> None:
-    """Nodes are killed soon after their workers were told, whether these are done or not."""
+    """A node is killed soon after its workers are asked to stop, whether their jobs are done or
+    not.
+    """
     async with running_worker(redis_url, tmp_path, drain_s=WAIT_LIMIT_S) as harness:
         await died_twice_with(harness, "alone")
         harness.process.gate.clear()
@@ -336,7 +338,7 @@ async def test_job_canceled_before_it_came_is_not_begun(redis_url: str, tmp_path
 async def test_job_canceled_before_it_came_stops_if_the_model_was_faster(
     redis_url: str, tmp_path: Path
 ) -> None:
-    """The model begins a new job before Redis has said that nobody waits for it."""
+    """The model starts a new job before Redis reports that its caller is gone."""
     async with (
         gated_redis(redis_url) as (link, url),
         Records(redis_url) as callers,

@@ -13,7 +13,7 @@ LONG_S = 60.0
 
 
 class Worker:
-    """A worker whose processes compute one item at a time, each for as long as it is told."""
+    """A worker whose processes compute one item at a time, each for as long as the test decides."""
 
     def __init__(self, processes: int = 2) -> None:
         self.queue = PriorityQueue(1, max_items=1, shares=TenantShares())
@@ -28,7 +28,7 @@ class Worker:
         return self.queue.admit((), self.processes, lambda queued: True, self.now_s)
 
     def started(self) -> str:
-        """The tenant of what a free process takes. Empty: it takes nothing."""
+        """The tenants whose items free processes start. Empty: nothing starts."""
         return "".join(queued.tenant for queued in self.start())
 
     def end(self, tenant: str, took_s: float) -> None:

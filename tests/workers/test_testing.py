@@ -191,7 +191,7 @@ async def test_results_are_found_again_with_a_redis(redis_url: str) -> None:
 
 
 def test_example_passes_as_its_page_says() -> None:
-    """In a process of its own, from the folder and with the command that the page names."""
+    """Runs in a separate process, from the folder and with the command on the page."""
     environment = {name: value for name, value in os.environ.items() if "PYTEST" not in name}
     done = subprocess.run(
         [

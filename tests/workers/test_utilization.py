@@ -101,7 +101,7 @@ def test_reports_end_with_the_hour() -> None:
 
 
 class Lifetime(RuleBasedStateMachine):
-    """Whatever happens, the reports cover the lifetime once."""
+    """For any sequence of events, the reports cover the lifetime exactly once."""
 
     @initialize(at_s=st.floats(0, 2 * HOUR_S), processes=st.integers(1, 4))
     def start(self, at_s: float, processes: int) -> None:

@@ -249,8 +249,8 @@ async def test_reply_that_cannot_be_sent_keeps_the_job(redis_url: str, tmp_path:
 async def test_unreadable_job_is_answered_at_once(
     redis_url: str, tmp_path: Path, change: dict[str, str | None], data: bytes
 ) -> None:
-    """Whoever waits is told, in whatever part it can't be read, and the message goes where people
-    look at it.
+    """Whichever part is unreadable, the caller gets an error, and the message goes to the dead
+    letters.
     """
     async with running_worker(redis_url, tmp_path) as harness:
         now = repr(time.time() + 30)
@@ -281,7 +281,7 @@ async def test_unreadable_job_is_answered_at_once(
         ) as dead:
             message: ReceivedMessage = await asyncio.wait_for(anext(aiter(dead)), WAIT_LIMIT_S)
         assert message.data == data
-        # What is wrong with a message of ours is for us, not for the caller.
+        # Details of our faulty message are for operators, not for the caller.
         reason = message.attributes["penstock_reason"]
         assert reason
         assert reason not in reply.body.error.message

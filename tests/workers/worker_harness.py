@@ -123,7 +123,7 @@ class LetterProcess(LoneBatches):
     """Answers with the text itself; `gate` holds it, `deaths` counts how often it dies first.
 
     "!" fails alone, "†" kills it each time, and "short" runs out of memory with company. `is_deaf`:
-    has no steps, so it hears of no cancel.
+    has no steps, so it never hears of cancels.
     """
 
     def __init__(self) -> None:
@@ -280,7 +280,7 @@ class WorkerHarness:
         self.registry: JobRegistry | None = None
 
     async def send_items(self, items: list[Item], *, request_id: str) -> None:
-        """Sends a job of items of any kind."""
+        """Sends a job with items of any kind."""
         now_s = time.time()
         envelope = Envelope(
             request_id=request_id,

@@ -47,8 +47,8 @@ TABLE = np.arange(2 * WORDS, dtype=np.float32).reshape(WORDS, 2) + 1
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The least that is an embedding model: a plain transformer's folder; its graph looks words up
-    in a table.
+    """A minimal embedding model: the folder of a plain transformer, whose graph looks words up in a
+    table.
     """
     made = tmp_path / "model"
     made.mkdir()
@@ -189,7 +189,7 @@ async def test_a_choice_is_not_taken_for_another_case(
     choice.reason = "of another case"
     write_choice(path, choice)
     entry, other = change(ENTRY, settings)
-    if entry.revision != ENTRY.revision:  # its artifact is that of other files
+    if entry.revision != ENTRY.revision:  # the artifact was made from other files
         with pytest.raises(ConfigurationError, match="requires an artifact"):
             await choose_backend(entry, folder, other)
     else:

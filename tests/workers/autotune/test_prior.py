@@ -1,4 +1,4 @@
-"""What the hardware alone says, for every kind of it."""
+"""The order of backends that follows from the hardware alone, for each kind of hardware."""
 
 import pytest
 

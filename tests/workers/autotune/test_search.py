@@ -1,5 +1,5 @@
-"""What is chosen, with real encoders in real probe processes; only the speeds are given, so that no
-timing decides.
+"""Choices made with real encoders in real probe processes. Only the speeds are made up, so that
+timing does not decide.
 """
 
 import multiprocessing
@@ -85,8 +85,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def artifacts_dir(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four variants that all claim to be exact: two are, one has other weights, one is no graph at
-    all.
+    """Four variants that all claim to be exact: two are, one has other weights, and one is not a
+    graph at all.
     """
     artifacts = tmp_path_factory.mktemp("artifacts")
     with new_artifact(artifacts, "tiny", DIGEST) as made:
@@ -232,8 +232,8 @@ def test_a_candidate_whose_process_dies_is_left_out(spec: SearchSpec) -> None:
 
 
 def replayed(*rounds: dict[str, tuple[float, float]]) -> Measure:
-    """A meter that gives texts/s and disturbance by the variant's name, round after round, the last
-    for ever.
+    """A meter that returns texts/s and disturbance by variant name, round by round. The last round
+    repeats forever.
     """
     turns: Counter[str] = Counter()
 

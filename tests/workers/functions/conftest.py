@@ -66,7 +66,7 @@ def functions_port(functions_settings: dict[str, str], functions_folder: Path) -
 
 @pytest.fixture
 def functions_log(functions_folder: Path) -> Path:
-    """What that process has printed and logged."""
+    """The output and logs of the functions process."""
     (found,) = functions_folder.glob("*.log")
     return found
 
@@ -112,7 +112,7 @@ async def world(
     table: bigquery.Client,
     pubsub_endpoint: str,
 ) -> AsyncIterator[World]:
-    """A model of its own, with all that provisioning makes for it."""
+    """A separate model for the test, with everything that provisioning creates for it."""
     redis_url = functions_settings["PENSTOCK_REDIS_URL"]
     async with (
         PubSubAdmin(PROJECT, pubsub_endpoint) as admin,

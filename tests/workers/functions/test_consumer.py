@@ -34,7 +34,7 @@ DELAYS_S = (0.1, 0.2)
 
 
 class Receiver:
-    """Fails for each message as often as it is told to, and knows what it was given."""
+    """Fails for the first `failures` deliveries, and records all of them."""
 
     def __init__(self, failures: int, error: Exception | None = None) -> None:
         self._failures = failures

@@ -125,5 +125,5 @@ async def test_function_asks_who_calls(issuer: Issuer, guarded_url: str) -> None
             )
             for signer in (Issuer(), issuer)
         ]
-    # Its message is of no use, which ends it: only who brings it was in question.
+    # The message is useless, so it is acknowledged. Only the caller's identity was tested.
     assert [answer.status_code for answer in (nobody, other, ours)] == [401, 401, 204]

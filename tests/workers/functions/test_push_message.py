@@ -1,4 +1,4 @@
-"""Every form in which Pub/Sub and Eventarc bring a message gives the same message."""
+"""Pub/Sub and Eventarc use several forms for a message. All are decoded to the same message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What waits in the queues of RabbitMQ is a metric, and none is shown that is not known."""
+"""Messages waiting in RabbitMQ's queues are a metric, which is absent while their number is
+unknown.
+"""
 
 from __future__ import annotations
 

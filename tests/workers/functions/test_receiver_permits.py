@@ -36,7 +36,7 @@ METRIC = "penstock_functions_webhooks_total"
 
 
 class Stage:
-    """Turns with a clock that a test moves, and deliveries that end when it says so."""
+    """Turns with a clock that the test moves, and deliveries that the test ends."""
 
     def __init__(self) -> None:
         self.now_s = 0.0

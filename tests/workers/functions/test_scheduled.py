@@ -111,7 +111,7 @@ async def test_only_the_scheduler_may_call(issuer: Issuer, guarded_url: str) -> 
     token = f"Bearer {Issuer().token()}"
     other = await call(f"{guarded_url}/reports", body, authorization=token)
     ours = await call(f"{guarded_url}/reports", body, authorization=f"Bearer {issuer.token()}")
-    # Its body is of no use: only who calls was in question.
+    # The body is invalid. Only the caller's identity was tested.
     assert [answer.status_code for answer in (nobody, other, ours)] == [401, 401, 400]
 
 

@@ -1,4 +1,6 @@
-"""Events reach a receiver as Standard Webhooks says, through the function as Pub/Sub calls it."""
+"""Events reach a receiver in the Standard Webhooks format, through the function that
+Pub/Sub calls.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,7 @@ async def test_clients_verify_what_comes(world: World, receiver: Receiver) -> No
 async def test_end_of_a_deleted_prediction_is_told_without_its_data(
     world: World, receiver: Receiver
 ) -> None:
-    """Whoever deletes what has ended has still asked to be told of the end."""
+    """A caller who deletes a finished prediction still wants to be notified of its end."""
     prediction = await world.create(receiver.url)
     await finish(world)
     unreadable = await world.count("penstock_functions_unreadable_total", "webhook", 0)

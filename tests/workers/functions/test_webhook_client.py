@@ -110,7 +110,7 @@ async def test_other_urls_are_refused(url: str) -> None:
     ],
 )
 async def test_no_spelling_of_this_machine_gets_through(host: str) -> None:
-    """By the real resolver, with somebody who listens."""
+    """Uses the real resolver, while a server listens on the port."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         listening.setblocking(False)
         with pytest.raises((WebhookUrlForbidden, Unavailable)):
@@ -155,8 +155,8 @@ async def test_tls_is_by_name_and_certificates_are_checked(issuer: Issuer, tmp_p
 
 
 async def test_an_address_that_was_not_checked_is_not_reached(receiver: Receiver) -> None:
-    """What looks like an address is connected to without a resolver; nor does it help to judge
-    another.
+    """A URL with an IP address skips the resolver, and approval of a different address does not
+    help.
     """
     with pytest.raises(Unavailable, match="not a checked address"):
         await WebhookClient(receiver.url, allow_private=True, resolve=gives("127.0.0.2")).post(
@@ -218,7 +218,9 @@ async def test_name_that_has_no_address_is_tried_again(error: Exception) -> None
 async def test_function_does_not_go_to_this_machine(
     world: World, receiver: Receiver, issuer: Issuer, guarded_url: str
 ) -> None:
-    """Through the door, without the setting that allows it; an unwrapped push, as it happens."""
+    """Through the endpoint, without the setting that allows it. The push is unwrapped, which does
+    not matter.
+    """
     await world.create(f"https://127.0.0.1:{receiver.port}/hook")
     event = json.dumps({"id": world.request_id, "event": "start"})
     async with httpx.AsyncClient(base_url=guarded_url) as client:

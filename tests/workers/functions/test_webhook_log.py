@@ -1,5 +1,5 @@
-"""Each attempt to deliver an event is logged, without what was sent or answered, and the end can be
-sent again.
+"""Each attempt to deliver an event is logged, without the bodies of request and answer, and the end
+can be sent again.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ async def test_what_can_not_be_reached_is_logged(world: World) -> None:
 
 
 async def test_redirect_is_named_as_the_reason(world: World, receiver: Receiver) -> None:
-    """A status of 307 alone does not tell its tenant that no redirect is followed."""
+    """A status of 307 alone does not show the tenant that redirects are not followed."""
     receiver.statuses = [307]
     await world.create(receiver.url)
     assert await world.push_event("start", 1) == 503

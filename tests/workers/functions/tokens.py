@@ -1,4 +1,6 @@
-"""Tokens as Google signs them, by a key of our own whose certificate a local server shows."""
+"""Tokens signed the way Google signs them, with a test key whose certificate is on a
+local server.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,7 @@ def certificates_of(issuer: Issuer) -> Iterator[tuple[str, list[str]]]:
             self.wfile.write(body)
 
         def log_message(self, *words: object) -> None:
-            """Says nothing."""
+            """Keeps request logs out of the output."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Show) as server:
         thread = threading.Thread(target=server.serve_forever, args=[0.01])

@@ -1,4 +1,4 @@
-"""What stands around the functions in a test: a model's topics, an inbox, records, rows."""
+"""The surroundings of the functions in a test: a model's topics, an inbox, records, rows."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ class World:
         return found
 
     async def rows(self, count: int) -> list[dict[str, Any]]:
-        """This request's rows, once there are so many."""
+        """This request's rows, once there are at least `count`, or after WAIT_LIMIT_S."""
         until_s = time.monotonic() + WAIT_LIMIT_S
         while True:
             found = await asyncio.to_thread(self._rows)
@@ -169,7 +169,9 @@ class World:
                 return found
 
     async def deliveries(self, count: int) -> list[dict[str, Any]]:
-        """The rows of attempts to deliver events of this request, once there are so many."""
+        """The rows of this request's webhook deliveries, once there are at least `count`, or after
+        WAIT_LIMIT_S.
+        """
         until_s = time.monotonic() + WAIT_LIMIT_S
         while True:
             found = await asyncio.to_thread(self._deliveries)
@@ -177,7 +179,9 @@ class World:
                 return found
 
     async def count(self, metric: str, label: str, at_least: float = 1) -> float:
-        """A counter of the functions, summed where `label` is a value, once it is so large."""
+        """A counter of the functions, summed over samples with `label` as a value, once it is at
+        least `at_least`.
+        """
         until_s = time.monotonic() + WAIT_LIMIT_S
         while True:
             found = await asyncio.to_thread(self._count, metric, label)

@@ -61,7 +61,7 @@ def tiny(catalog: Catalog, tiny_folder: Path) -> InferenceModel:
 
 @pytest.fixture(scope="session")
 async def process(catalog: Catalog, tiny_folder: Path) -> AsyncIterator[PooledProcess]:
-    """A process of its own that draws with the shipped image model."""
+    """A separate process that draws with the shipped image model."""
     hosted = HostedModel(catalog.default("image"), tiny_folder)
     async with ModelPool([hosted], device="cpu", processes=1) as pool:
         yield pool.processes[0]

@@ -24,7 +24,7 @@ _PLUS = (
     (r"^layers\.(\d)\.ff\.1\.net\.0\.proj\.", r"layers.\1.1.1."),
     (r"^layers\.(\d)\.ff\.1\.net\.2\.", r"layers.\1.1.3."),
 )
-"""What diffusers calls the parts of IP-Adapter Plus, and what files do."""
+"""Part names of IP-Adapter Plus, in files and in diffusers."""
 
 Tensors = dict[str, torch.Tensor]
 
@@ -62,7 +62,7 @@ def digest_of(file: Path) -> str:
 
 
 def resized(folder: Path, side_px: int) -> Path:
-    """The same folder, whose image encoder says that it reads another size."""
+    """Changes the image size in the image encoder's config. Returns the same folder."""
     config = folder / "image_encoder" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"image_size": side_px}))
     return folder

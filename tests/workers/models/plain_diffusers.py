@@ -1,4 +1,4 @@
-"""Pipelines of plain diffusers that images are compared with, each read once from its folder."""
+"""Plain diffusers pipelines as references for images. Each is read from its folder once."""
 
 import json
 from functools import lru_cache
@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 KEPT_PIPELINES = 8
-"""A few tests compare with one folder, and then none does any more."""
+"""A few tests in a row compare with one folder, and later tests do not use it."""
 
 
 def plain_pipeline(kind: Any, folder: Path) -> Any:
-    """A pipeline of a folder, with a scheduler that has drawn nothing.
+    """A folder's pipeline, with a scheduler that has not drawn anything.
 
-    Tests share it. One that changes its networks reads a pipeline of its own.
+    Tests share it. A test that changes its networks must read a separate pipeline.
     """
     pipeline = _read(kind, folder)
     pipeline.scheduler = type(pipeline.scheduler).from_config(pipeline.scheduler.config)
@@ -22,7 +22,7 @@ def plain_pipeline(kind: Any, folder: Path) -> Any:
 @lru_cache(maxsize=KEPT_PIPELINES)
 def _read(kind: Any, folder: Path) -> Any:
     index = json.loads((folder / "model_index.json").read_text())
-    # diffusers wants to be told which parts a folder does without.
+    # diffusers requires the names of the parts that a folder lacks.
     left_out = {name: None for name, place in index.items() if place == [None, None]}
     pipeline = kind.from_pretrained(folder, local_files_only=True, **left_out)
     pipeline.set_progress_bar_config(disable=True)

@@ -1,5 +1,5 @@
-"""BERT and its kin, operator by operator, give what transformers' modules give; what is no BERT is
-left alone.
+"""BERT and its relatives, operator by operator, compute the same as transformers' modules. Other
+models stay as they are.
 """
 
 import json

@@ -87,7 +87,7 @@ def test_shapes_of_warm_up_are_compiled_and_no_others() -> None:
 
 
 def test_the_next_start_finds_what_was_compiled(cache: Path) -> None:
-    """Another process is stood in for by a compiler that has forgotten everything; a product needs
+    """A compiler that has forgotten everything imitates a new process. A product of matrices needs
     no C++.
     """
     found = []

@@ -49,7 +49,7 @@ OF_OPENCV = {
     ("figures", 100, 200): "7941d341de3fb354",
     ("figures", 50, 400): "7941d341de3fb354",
 }
-"""Digests of what `cv2.Canny(image, low, high)` of OpenCV 5.0.0 gives."""
+"""Digests of maps by `cv2.Canny(image, low, high)` in OpenCV 5.0.0."""
 
 
 @pytest.mark.parametrize(("kind", "low", "high"), OF_OPENCV)

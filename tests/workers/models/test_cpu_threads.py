@@ -31,7 +31,7 @@ class Machine:
         self.threads = CpuThreads(lambda: self.now_s, lambda: self.cpu_s, lambda: self.idle_s)
 
     def compute(self, seconds: float) -> list[int]:
-        """Computes for so long. Returns the threads that torch had in each step."""
+        """Computes for `seconds`. Returns torch's number of threads in each step."""
         counts, end_s = [], self.now_s + seconds
         while self.now_s < end_s:
             with self.threads.computing():

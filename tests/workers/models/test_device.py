@@ -1,4 +1,6 @@
-"""Which GPU a model process takes. The functions of torch are as strict here as its own."""
+"""The choice of a GPU for each model process. The faked torch functions are as strict as the real
+ones.
+"""
 
 from __future__ import annotations
 

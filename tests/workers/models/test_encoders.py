@@ -1,4 +1,4 @@
-"""Every encoder gives what transformer and folder say, computed text by text in torch fp32."""
+"""Every encoder agrees with the folder's transformer, computed text by text in torch fp32."""
 
 from pathlib import Path
 
@@ -35,7 +35,7 @@ POOLINGS = [*[(mode,) for mode in POOLING_MODES], ("mean", "cls")]
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A transformer of random weights, with its graph beside it."""
+    """A transformer with random weights, with its graph in the same folder."""
     folder = tmp_path_factory.mktemp("tiny")
     config = BertConfig(
         vocab_size=VOCABULARY,
@@ -228,7 +228,7 @@ def test_minilm_in_bf16_keeps_to_the_default_tolerance(
     ours = encoder.encode(padded(texts)[0], None, padded(texts)[1])
     cosines = (ours * reference).sum(axis=1)
     assert cosines.min() > catalog.default("embedding").tolerance.cosine
-    assert np.abs(ours - reference).max() > 1e-5  # else it was no bf16
+    assert np.abs(ours - reference).max() > 1e-5  # otherwise it was not bf16
 
 
 def test_minilm_in_int8_is_near(

@@ -87,7 +87,9 @@ def test_a_job_gives_the_same_pixels_alone_or_in_a_batch(
     prompts: Sequence[str],
     request_: ImageInput,
 ) -> None:
-    """With each two of some prompts: whether one is beside it, not how many, could matter."""
+    """Tests every pair of prompts, because a neighbor could matter, but not the number of
+    neighbors.
+    """
     inputs = [
         msgspec.structs.replace(request_, scheduler=scheduler, seed=seed, prompt=prompt)
         for seed, prompt in enumerate(prompts)

@@ -56,7 +56,9 @@ class Drawer:
         return msgspec.structs.replace(value, adapter=choose_adapter(self.entry, name, scale))
 
     def run(self, *arrivals: tuple[int, ImageInput]) -> dict[int, Result | PenstockError]:
-        """Admits each input before the step of this number, of those that computed something."""
+        """Admits each input before the step with its number. Only steps that computed something
+        count.
+        """
         results: dict[int, Result | PenstockError] = {}
         left, inside, step = dict(enumerate(arrivals)), set[int](), 0
         until_s = time.monotonic() + READ_LIMIT_S
@@ -186,7 +188,7 @@ def test_alphas_of_layers_count(
 
 
 def test_adapters_in_one_batch_draw_as_alone(drawer: Drawer) -> None:
-    """With scales, steps and schedulers of their own, beside images without an adapter."""
+    """Each has its own scale, steps and scheduler, and some images in the batch use no adapter."""
     values = [
         drawer.with_adapter(
             msgspec.structs.replace(
@@ -233,7 +235,7 @@ def test_masked_images_have_adapters(drawer: Drawer) -> None:
     assert np.abs(images[0] - images[1])[inside].mean() > 2
 
 
-# What follows is about memory, files and threads, which one family shows.
+# The tests below are about memory, files and threads. One family is enough for them.
 
 
 @pytest.fixture(scope="session")
@@ -262,7 +264,7 @@ def test_least_recently_used_adapters_make_room(small: Drawer) -> None:
 
 
 def test_more_adapters_at_a_time_than_fit_wait_for_each_other(small: Drawer) -> None:
-    """Nobody starves: who waits for room gets it before those that come later."""
+    """No image starves: one that waits for room gets it before later arrivals."""
     values = [
         small.with_adapter(msgspec.structs.replace(ASKED, seed=seed), f"a{seed % 6}")
         for seed in range(8)

@@ -1,4 +1,4 @@
-"""Adapters that callers named by URL: drawn as those of the catalog, and bad files refused."""
+"""Adapters that callers name by URL: drawn like adapters in the catalog, and bad files refused."""
 
 import asyncio
 import hashlib
@@ -47,7 +47,7 @@ class World:
         return lora_files.write(file, lora_files.as_peft(weights))
 
     def by_url(self, data: bytes, value: ImageInput = ASKED, owner: str = "acme") -> ImageInput:
-        """What the API makes of an image whose adapter has these bytes."""
+        """The job input that the API creates for an image whose adapter has these bytes."""
         key = object_key("inputs", data, "application/octet-stream")
         asyncio.run(self.objects.put(key, data, "application/octet-stream"))
         digest = f"sha256:{hashlib.sha256(data).hexdigest()}"
@@ -67,7 +67,7 @@ def world(
 
 
 def test_an_adapter_by_url_draws_as_that_of_the_catalog(world: World) -> None:
-    """Alone, and beside images with another adapter and without one."""
+    """Alone, and in a batch with images that use another adapter or none."""
     drawer, other = world.drawer, msgspec.structs.replace(ASKED, seed=5)
     named = drawer.with_adapter(ASKED, "ink")
     by_url = world.by_url(world.file.read_bytes())
@@ -203,7 +203,7 @@ def many_patterns(file: Path, world: World) -> None:
 
 
 def many_blocks(file: Path, world: World) -> None:
-    """Each of a block of its own, as in files of kohya's scripts."""
+    """Each tensor is in a separate block, as in files from kohya's scripts."""
     names = (f"lora_unet_input_blocks_{number}_1_proj.alpha" for number in range(10_000))
     lora_files.write(file, {name: torch.zeros(1) for name in names})
 
@@ -239,7 +239,7 @@ BAD: dict[str, tuple[Callable[[Path, World], None], str]] = {
 
 @pytest.mark.parametrize("kind", ["text as shape", "list as shape", "large numbers"])
 def test_header_costs_no_more_than_its_bytes(world: World, tmp_path: Path, kind: str) -> None:
-    """Neither memory nor CPU time follows from what a file of a few bytes declares."""
+    """A file of a few bytes may declare huge sizes, but costs neither memory nor CPU time."""
     BAD[kind][0](tmp_path / "bad.safetensors", world)
     bad = world.by_url((tmp_path / "bad.safetensors").read_bytes())
     world.drawer.run((0, msgspec.structs.replace(ASKED, seed=9)))

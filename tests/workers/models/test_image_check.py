@@ -49,7 +49,7 @@ EDIT = msgspec.structs.replace(
 
 @pytest.fixture(scope="module")
 def kontext(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Path:
-    """A folder of FLUX.1 Kontext, which edits images as a whole, beside its catalog."""
+    """A folder with FLUX.1 Kontext, which edits images as a whole, next to its catalog."""
     folder = write_tiny("flux", tmp_path_factory.mktemp("kontext") / "model", tiny_folder)
     index = json.loads((folder / "model_index.json").read_text())
     index |= {"_class_name": "FluxKontextPipeline"}

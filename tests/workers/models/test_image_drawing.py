@@ -1,6 +1,4 @@
-"""How images are drawn (sizes, memory, prompts, sources) against plain diffusers on the same
-weights.
-"""
+"""Images (sizes, memory, prompts, sources), compared with plain diffusers on the same weights."""
 
 import io
 from collections.abc import Sequence
@@ -73,7 +71,7 @@ def pixels(result: ImageResult) -> np.ndarray:
 
 
 def reference(folder: Path, inputs: Sequence[ImageInput]) -> list[np.ndarray]:
-    """What plain diffusers draws, each alone."""
+    """Images by plain diffusers, each drawn alone."""
     kind = (
         diffusers.AutoPipelineForText2Image
         if inputs[0].image is None
@@ -84,7 +82,7 @@ def reference(folder: Path, inputs: Sequence[ImageInput]) -> list[np.ndarray]:
         pipeline = plain_pipeline(kind, folder)
         sizes = {}
         if isinstance(pipeline, XL):
-            # What an image of the training of this size, not cropped, was described by.
+            # Conditioning of an uncropped training image of this size.
             size = (value.height, value.width)
             sizes = {"original_size": size, "target_size": size, "crops_coords_top_left": (0, 0)}
         source = {}
@@ -133,7 +131,7 @@ def test_the_pixels_are_those_of_plain_diffusers(
 
 
 def without_last_layer(folder: Path, value: ImageInput) -> np.ndarray:
-    """What plain Stable Diffusion draws of a prompt that a shorter CLIP has read."""
+    """The image by plain Stable Diffusion for a prompt encoded by CLIP without its last layer."""
     whole = diffusers.StableDiffusionPipeline.from_pretrained(folder, safety_checker=None)
     whole.set_progress_bar_config(disable=True)
     parts = dict(whole.components)
@@ -156,7 +154,7 @@ def without_last_layer(folder: Path, value: ImageInput) -> np.ndarray:
 
 @pytest.mark.parametrize("change", [{"clip_skip": 1}, {"guidance_rescale": 0.7}], ids=str)
 def test_options_are_those_of_plain_diffusers(family: TinyPipeline, change: dict[str, Any]) -> None:
-    """Beside an image without them."""
+    """Draws one image with the options and one without them in the same batch."""
     usual = msgspec.structs.replace(TEXT, scheduler="default")
     value = msgspec.structs.replace(usual, **change)
     (whole,) = drawn(family.model, family.preparer, [value])
@@ -189,7 +187,7 @@ def test_guidance_is_rescaled_with_an_image_too(family: TinyPipeline) -> None:
 def joining(
     model: InferenceModel, preparer: Preparer, inputs: Sequence[Input]
 ) -> list[ImageResult]:
-    """One joins before each step."""
+    """Draws the inputs in one batch. One more input joins before each step."""
     assert isinstance(model, SteppedModel)
     results: dict[int, Any] = {}
     waiting = list(enumerate(preparer.prepare(inputs)))

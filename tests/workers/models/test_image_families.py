@@ -1,7 +1,7 @@
-"""Families whose transformers match flows: text, image and mask, alone and in company.
+"""Families with flow-matching transformers: text, image and mask, alone and in company.
 
-Each has a module of tests that writes a tiny pipeline of its real classes. What is true of all
-families is tested for each.
+Each family has a test module that writes a tiny pipeline of its real classes. Properties of all
+families are tested for each of them.
 """
 
 import importlib
@@ -40,7 +40,7 @@ pytestmark = [
 ]
 
 FLOWS = {"stable_diffusion_3": {"negative_prompt", "clip_skip"}, "flux": set[str]()}
-"""Which options each takes, by the module of tests that writes its pipeline."""
+"""The options of each family, by the test module that writes its pipeline."""
 OWN = msgspec.structs.replace(TEXT, scheduler="default", steps=4, guidance_scale=4.0)
 OWN_FROM_IMAGE = msgspec.structs.replace(OWN, image=FROM_IMAGE.image, strength=0.6)
 MASK = box(16, 16, 48, 48)
@@ -92,7 +92,7 @@ def options_of(tiny: TinyPipeline) -> set[str]:
 
 
 def plain(folder: Path, value: ImageInput) -> np.ndarray:
-    """What the pipeline's own call draws, without pasting the source outside of a mask."""
+    """The image drawn by the pipeline itself, which does not paste the source outside of a mask."""
     kind: Any = diffusers.AutoPipelineForText2Image
     given: dict[str, Any] = {}
     if value.image is not None:
@@ -241,7 +241,7 @@ def test_defaults_that_the_model_can_not_draw_are_refused_at_start(
 
 
 def test_prompts_are_encoded_once_and_their_lost_tokens_counted(flow: TinyPipeline) -> None:
-    """By the encoder that reads the most of them."""
+    """The encoder with the longest input decides how many tokens are lost."""
     model = stepped(flow)
     encoders = [
         value
@@ -287,7 +287,7 @@ def test_an_image_is_charged_for_the_steps_that_it_takes(flow: TinyPipeline) -> 
 def test_each_size_has_its_own_shift(
     flow: TinyPipeline, catalog: Catalog, tiny_folder: Path, tmp_path: Path
 ) -> None:
-    """Where the scheduler shifts by the size of the image, large ones are noisy for longer."""
+    """If the scheduler shifts by the size of the image, large ones are noisy for longer."""
     module = module_of(flow)
     options = {"use_dynamic_shifting": True, "base_shift": 0.5, "max_shift": 3.0}
     folder = write_tiny(
@@ -341,7 +341,7 @@ def test_steps_of_a_compiled_shape_run_nothing_eagerly(
     torch._dynamo.reset()
     tiny = loaded(entry_of(catalog), flow.folder)
     pipeline = stepped(tiny)._main
-    # The VAE is that of all families; test_compilation.py compiles it.
+    # All families share the VAE, which test_compilation.py compiles.
     compile_parts(pipeline.transformer, diffusers.AutoencoderKL(), shapes=2, backend="aot_eager")
     joined(tiny, [OWN])
     calls: list[int] = []

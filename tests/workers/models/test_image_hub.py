@@ -26,7 +26,8 @@ pytestmark = [pytest.mark.slow(about_s=90), pytest.mark.filterwarnings("ignore")
 
 TASKS = [(name, kind) for name, family in FAMILIES.items() for kind in family.tasks]
 SEPARATE = {"HiDreamImagePipeline"}
-"""Their prompts have the layers of an encoder first, and then rows, so each is a batch of its own.
+"""Pipelines whose prompts have encoder layers first and rows second, so each prompt is a separate
+batch.
 """
 TOLERANCE = 1e-5
 """Relative to the largest number, in fp32."""
@@ -75,7 +76,7 @@ class Tiny(NamedTuple):
         return lambda: own(self.pipeline)(**self.arguments(seed, steps, side))[0]
 
     def alone(self, seed: int, steps: int, side: int = SIDE) -> torch.Tensor:
-        """What the pipeline's own call draws."""
+        """The latents drawn by the pipeline itself."""
         mine = copy.copy(self.pipeline)
         scheduler = self.pipeline.scheduler
         object.__setattr__(mine, "scheduler", type(scheduler).from_config(scheduler.config))
@@ -146,7 +147,7 @@ def test_items_draw_together_what_they_draw_alone(name: str, kind: str) -> None:
 
 
 class Weighted(diffusers.ModelMixin):  # type: ignore[misc]
-    """A denoiser. Those of diffusers have weights, which say what type they are of."""
+    """A denoiser with a weight, like the denoisers in diffusers. Its weight determines its type."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -206,7 +207,7 @@ LEAST_16 = 2e-5
 
 
 def draw_copies(tiny: Tiny, seed: int, steps: int, side: int, count: int) -> torch.Tensor:
-    """Draws an item in a batch of copies of itself."""
+    """Draws an item in a batch with copies of it."""
     hub = Hub()
     drawer = tiny.drawer(Interception(hub).own, seed, steps, side)
     drawn: torch.Tensor = run(hub, dict.fromkeys(range(count), (0, drawer)))[0]
@@ -224,13 +225,13 @@ def sd() -> Tiny:
 
 @pytest.fixture(scope="module")
 def references(sd: Tiny) -> dict[tuple[int, int], torch.Tensor]:
-    """What items draw alone, by seed and steps."""
+    """Results of items drawn alone, by seed and steps."""
     with torch.inference_mode():
         return {(seed, steps): sd.alone(seed, steps) for seed in range(6) for steps in (2, 3, 5)}
 
 
 class Fault(NamedTuple):
-    """What happens to an item, and at which of its steps."""
+    """An event for an item, and the step at which it happens."""
 
     kind: str
     step: int
@@ -509,7 +510,7 @@ def test_a_canceled_pipeline_cleans_up(sd: Tiny) -> None:
 
 
 def test_calls_of_different_constants_are_not_joined() -> None:
-    """A tensor that is no row is part of the key, by its contents."""
+    """If a tensor is not a row, its contents are part of the key."""
     seen: list[int] = []
 
     class Adding(Weighted):
@@ -556,7 +557,7 @@ def test_a_constant_that_is_as_long_as_there_are_rows_is_known_from_other_calls(
 
 
 def test_a_call_of_the_hub_itself_is_computed_at_once(sd: Tiny) -> None:
-    """As those of previews."""
+    """Previews call the VAE in this way."""
     own = Interception(Hub()).own(sd.pipeline)
     latents = torch.randn(1, 4, SIDE, SIDE)
     assert torch.equal(own.vae.decode(latents)[0], sd.pipeline.vae.decode(latents)[0])

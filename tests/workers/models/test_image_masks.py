@@ -54,7 +54,7 @@ def as_png(image: Image.Image) -> Blob:
 
 
 def box(left: int, top: int, right: int, bottom: int, value: int = 255) -> Image.Image:
-    """A mask of a rectangle of pixels."""
+    """A mask that selects a rectangle."""
     mask = Image.new("L", (64, 64))
     mask.paste(value, (left, top, right, bottom))
     return mask
@@ -120,7 +120,7 @@ def test_gray_mixes_source_and_drawing(family: TinyPipeline, stepped: SteppedMod
 def test_masked_and_unmasked_images_are_drawn_together_as_alone(
     family: TinyPipeline, stepped: SteppedModel, alone: Alone, schedulers: list[str]
 ) -> None:
-    """Whichever schedulers are beside it, and whenever they come and go."""
+    """For all schedulers in the batch, and whenever other images come and go."""
     masked = [
         msgspec.structs.replace(
             MASKED,
@@ -167,7 +167,9 @@ def random_tiny(
     tiny_folder: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> TinyPipeline:
-    """A pipeline of random weights of each family, with and without a UNet trained with masks."""
+    """A pipeline with random weights for each family, with and without a UNet trained
+    with masks.
+    """
     xl, trained = request.param
     folder = write_tiny(tmp_path_factory.mktemp("masks"), tiny_folder, xl=xl, trained=trained)
     model = model_for(catalog.default("image"), folder, "cpu")

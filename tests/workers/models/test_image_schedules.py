@@ -1,4 +1,4 @@
-"""Whatever happens around an image, its pixels and its charge are those of an image alone.
+"""For any sequence of events, an image gets the same pixels and charge as if drawn alone.
 
 Others join, are canceled, are preempted by more urgent ones, start over, fail, and find too little
 memory.

@@ -1,4 +1,4 @@
-"""Images that join others between two steps: their pixels are those of an image alone."""
+"""Images that join others between two steps get the same pixels as if drawn alone."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -66,7 +66,7 @@ def stepped(family: TinyPipeline) -> SteppedModel:
 
 
 class Alone:
-    """Images that nothing else is drawn beside, each of which is drawn once."""
+    """Draws each image alone, and only once."""
 
     def __init__(self, draw: Callable[[ImageInput], ImageResult]) -> None:
         self._draw = draw
@@ -148,7 +148,7 @@ def test_pixels_are_those_of_an_image_alone(
     schedulers: Sequence[str],
     request_: ImageInput,
 ) -> None:
-    """Whichever schedulers are beside it, and whenever they come and go."""
+    """For all schedulers in the batch, and whenever other images come and go."""
     mine = [
         msgspec.structs.replace(
             request_,
@@ -313,7 +313,7 @@ def test_tasks_and_schedulers_mix_without_compiling_again(
 
 
 def only_rows(model: ImageModel, monkeypatch: pytest.MonkeyPatch, most: int) -> list[int]:
-    """Lets the UNet run out of memory above a number of rows. Returns those of its calls."""
+    """Makes the UNet run out of memory above `most` rows. Returns the row counts of its calls."""
     unet = model._main.unet
     forward, rows = type(unet).forward, list[int]()
 

@@ -1,7 +1,7 @@
-"""What Stable Diffusion XL has and others have not, in whole batches and in those that items join.
+"""Features that only Stable Diffusion XL has, in whole batches and in batches that items join.
 
-That its pixels are those of plain diffusers is in test_image_drawing.py. That company changes
-nothing is in test_image_steps.py.
+test_image_drawing.py compares its pixels with plain diffusers, and test_image_steps.py tests that
+company changes nothing.
 """
 
 import json
@@ -48,7 +48,7 @@ def loaded(catalog: Catalog, folder: Path, precision: str = "fp32") -> TinyPipel
 
 
 def both_ways(tiny: TinyPipeline, *values: ImageInput) -> list[np.ndarray]:
-    """The images of a whole batch, which are those of one that they join."""
+    """The images of a whole batch. Asserts that they are the same if they join one by one."""
     whole = [pixels(result) for result in drawn(tiny.model, tiny.preparer, values)]
     joined = [pixels(result) for result in joining(tiny.model, tiny.preparer, values)]
     for one, other in zip(whole, joined, strict=True):
@@ -64,7 +64,7 @@ def assert_as_plain_diffusers(tiny: TinyPipeline, *values: ImageInput) -> None:
 def test_guidance_of_a_distilled_model_is_plain_diffusers(
     catalog: Catalog, tiny_folder: Path, tmp_path: Path
 ) -> None:
-    """The UNet is told each item's own scale, and computes one row for it."""
+    """The UNet gets each item's scale as an input, and computes one row for it."""
     tiny = loaded(catalog, write_folder(tmp_path, tiny_folder, distilled=True))
     assert_as_plain_diffusers(tiny, OWN_FROM_IMAGE)
     values = [OWN, msgspec.structs.replace(OWN, guidance_scale=90.0)]
@@ -129,7 +129,7 @@ def test_statistics_of_the_latents_are_those_of_the_vae(
 
 
 def last_preview(tiny: TinyPipeline) -> np.ndarray:
-    """What OWN looks like before its last step."""
+    """The preview of OWN before its last step."""
     model = tiny.model
     assert isinstance(model, ImageModel)
     (item,) = tiny.preparer.prepare([OWN])
@@ -147,7 +147,7 @@ def last_preview(tiny: TinyPipeline) -> np.ndarray:
 def overflowing(
     catalog: Catalog, tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> TinyPipeline:
-    """In fp16, with a VAE that overflows in it, as that of Stable Diffusion XL."""
+    """A pipeline in fp16, in which its VAE overflows like the VAE of Stable Diffusion XL."""
     folder = write_folder(tmp_path_factory.mktemp("fp16"), tiny_folder, overflows=True)
     return loaded(catalog, folder, "fp16")
 

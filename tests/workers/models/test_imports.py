@@ -1,4 +1,4 @@
-"""Which process loads which library: the reason why a worker is ready in seconds and its I/O
+"""The libraries that each process loads: few, so that a worker is ready in seconds and its I/O
 process is small.
 """
 

@@ -1,4 +1,4 @@
-"""INT8 gives the same figures on every CPU: without VNNI, products of u8 and s8 must not saturate
+"""INT8 yields the same figures on every CPU: without VNNI, products of u8 and s8 must not saturate
 at 16 bits.
 """
 

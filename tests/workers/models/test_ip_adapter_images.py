@@ -38,7 +38,7 @@ def drawing(chosen: IpAdapterInput) -> ImageInput:
 
 @pytest.mark.parametrize("size", [(96, 24), (24, 96), (12, 48), (240, 60), (24, 24)])
 def test_encoders_read_the_middle_of_an_image(size: tuple[int, int]) -> None:
-    """The middle is red, and what is beside it is blue."""
+    """The middle is red, and the rest is blue."""
     image = Image.new("RGB", size, (0, 0, 255))
     short = min(size)
     left, above = (size[0] - short) // 2, (size[1] - short) // 2
@@ -53,7 +53,7 @@ def test_encoders_read_the_middle_of_an_image(size: tuple[int, int]) -> None:
 
 
 def test_they_read_no_more_of_a_long_line() -> None:
-    """A million squares of what they read would not fit into memory."""
+    """Scaled to the encoder's height, the whole line would not fit into memory."""
     line = Image.new("RGB", (1_000_000, 1), (9, 9, 9))
     line.paste((200, 0, 0), (499_980, 0, 500_020, 1))
     given = IpAdapterInput("style", STYLE.version, png(line), 1.0)

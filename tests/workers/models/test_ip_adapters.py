@@ -296,7 +296,7 @@ def test_it_goes_with_shortcuts(
 @pytest.mark.skipif(
     importlib.util.find_spec("torchao") is None, reason="torchao is in no extra but gpu"
 )
-# torchao loads kernels for GPUs that may not be here, and says so.
+# torchao loads kernels for GPUs, and warns if the machine lacks a GPU.
 @pytest.mark.filterwarnings("default")
 def test_int8_draws_as_the_model_in_full_precision(
     catalog: Catalog, drawing: Drawing, family: TinyPipeline, folders: dict[str, Path]
@@ -313,7 +313,7 @@ def test_int8_draws_as_the_model_in_full_precision(
 async def test_a_model_process_draws_with_ip_adapters(
     drawing: Drawing, family: TinyPipeline
 ) -> None:
-    """Entry and items travel to it, and the images are those of this process."""
+    """The entry and the items reach the process, and it draws the same images as this process."""
     values = [GUIDED, drawing.after(GUIDED, "plain", scale=0.5)]
     ended: dict[int, Any] = {}
 

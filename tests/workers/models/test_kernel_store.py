@@ -1,4 +1,4 @@
-"""What a worker compiles is there when the next one starts on an empty disk."""
+"""Kernels compiled by a worker are available when the next worker starts with an empty disk."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_the_second_worker_reads_what_the_first_compiled(tmp_path: Path) -> None
         (tmp_path / "disk").rename(tmp_path / f"disk-of-{number}")
     first, second, third = found
     assert first == [False, 0, 1, True]
-    # Found, not compiled; and nothing new is written by those that found all.
+    # Found, not compiled. A worker that found everything writes nothing new.
     assert second == third == [True, 1, 0, False]
     assert len(files(tmp_path / "mount")) == 1
 

@@ -1,5 +1,5 @@
-"""A real image model in a real model process shows what it draws to who watches, and draws the same
-for all that.
+"""A real image model in a real model process sends previews to watchers, which do not change the
+final image.
 """
 
 from collections.abc import Sequence

@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.skipif(
         importlib.util.find_spec("torchao") is None, reason="torchao is not installed"
     ),
-    # torchao loads kernels for GPUs that may not be here, and says so.
+    # torchao loads kernels for GPUs, and warns if the machine lacks a GPU.
     pytest.mark.filterwarnings("default"),
 ]
 

@@ -1,5 +1,5 @@
-"""The shipped image model draws what it is told: its images, read by the judge, and beside plain
-diffusers'.
+"""The shipped image model follows its prompts: a judge reads its images, and they are compared with
+plain diffusers.
 """
 
 import io
@@ -73,7 +73,7 @@ def pixels(result: ImageResult) -> Pixels:
 
 
 def shown(image: Pixels, order: Callable[[DetectedShape], float] = lambda figure: figure.x) -> str:
-    """What an image shows: its figures in `order` (from the left, if not told), and its
+    """Describes an image: its figures in `order` (default: from left to right), and its
     background.
     """
     reading = read(image)

@@ -59,7 +59,7 @@ def alone(model: ImageModel, family: TinyPipeline, value: ImageInput) -> ImageRe
 def test_pixels_are_those_of_an_image_alone(
     catalog: Catalog, family: TinyPipeline, choice: str
 ) -> None:
-    """Whatever step the others are at, and whatever kind they are of."""
+    """Tests others at different steps and of different kinds."""
     model = with_shortcuts(catalog, family.folder, **CHOICES[choice])
     values = [
         GUIDED,
@@ -78,7 +78,7 @@ def test_pixels_are_those_of_an_image_alone(
 def test_outer_layers_around_features_of_the_same_step_are_the_whole_unet(
     catalog: Catalog, family: TinyPipeline, branch: int
 ) -> None:
-    """Also with what a ControlNet adds, and with two rows for each image."""
+    """Also with residuals of a ControlNet, and with two rows for each image."""
     model = with_shortcuts(catalog, family.folder)
     unet: Any = model._main.unet
     cache = DeepCache(DeepCacheSettings(cache_branch_id=branch), model._main)
@@ -108,7 +108,9 @@ def test_outer_layers_around_features_of_the_same_step_are_the_whole_unet(
 
 
 def _residual_shapes(unet: Any) -> list[tuple[int, ...]]:
-    """What a ControlNet adds to 8 x 8 latents: beside conv_in, each layer and each downsampler."""
+    """Shapes of a ControlNet's residuals for 8 x 8 latents: conv_in, each layer and each
+    downsampler.
+    """
     side = 8
     shapes: list[tuple[int, ...]] = [(2, unet.config.block_out_channels[0], side, side)]
     for block, width in zip(unet.down_blocks, unet.config.block_out_channels, strict=True):

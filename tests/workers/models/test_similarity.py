@@ -123,7 +123,7 @@ def test_every_part_of_a_pair_is_in_its_cache_key() -> None:
 
 
 class ZeroEncoder:
-    """Makes vectors of zeros of texts that begin with token 0, and of ones of others."""
+    """Encodes texts that begin with token 0 as zeros, and all others as ones."""
 
     device_name = "cpu"
     pads = overlaps = False

@@ -1,5 +1,5 @@
-"""Families of transformers whose texts are computed end to end, and some that do not bear it: all
-give the right.
+"""Families of transformers that compute texts end to end, and some that cannot: all results are
+right.
 """
 
 from pathlib import Path

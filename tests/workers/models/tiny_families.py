@@ -1,6 +1,6 @@
-"""Tiny pipelines of many families of diffusers: real classes, random weights, no text encoders.
+"""Tiny pipelines of many diffusers families: real classes, random weights, no text encoders.
 
-Prompts are embeddings. Sizes follow those that diffusers' own tests have.
+Prompts are embeddings. Sizes follow the tests of diffusers.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ Arguments = dict[str, Any]
 
 @dataclass(frozen=True)
 class Family:
-    """The parts of a family, and what each of its pipelines is called with.
+    """The parts of a family, and the arguments for each of its pipelines.
 
-    `parts`: components by name. `prompts`: the arguments for a prompt, by seed. `tasks`: classes of
-    pipelines, with what an image and a mask are called. `usual`: other arguments.
+    `parts`: components by name. `prompts`: the arguments for a prompt, by seed. `tasks`: pipeline
+    classes, each with its names for an image and a mask. `usual`: other arguments.
     """
 
     parts: Callable[[], dict[str, Any]]

@@ -28,9 +28,9 @@ def write_folder(
 
     Args:
         shipped: the folder of a pipeline whose tokenizer it gets.
-        is_told_guidance: whether the transformer takes the guidance scale. That of "schnell" does
-            not.
-        scheduler: its settings. Default: those of FLUX.1.
+        is_told_guidance: True if the transformer takes the guidance scale. False for
+            FLUX.1 "schnell".
+        scheduler: its settings. Default: the settings of FLUX.1.
     """
     torch.manual_seed(5)
     tokenizer = CLIPTokenizer.from_pretrained(shipped / "tokenizer")

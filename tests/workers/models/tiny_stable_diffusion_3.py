@@ -31,9 +31,9 @@ def write_folder(
 
     Args:
         shipped: the folder of a pipeline whose tokenizer it gets.
-        has_t5: whether the third text encoder is there.
-        trained: the transformer was trained with masks.
-        scheduler: its settings. Default: those of Stable Diffusion 3.
+        has_t5: True to include the third text encoder.
+        trained: True if the transformer was trained with masks.
+        scheduler: its settings. Default: the settings of Stable Diffusion 3.
     """
     torch.manual_seed(5)
     tokenizer = CLIPTokenizer.from_pretrained(shipped / "tokenizer")

@@ -26,9 +26,9 @@ def write_folder(
 
     Args:
         shipped: the folder of a pipeline whose VAE and tokenizer it gets.
-        distilled: the UNet is told the guidance scale, as those of LCM are.
-        refines: it draws from an image only and has one text encoder, as the refiner.
-        options: `overflows` and `means` of the VAE, and those of the pipeline.
+        distilled: the UNet takes the guidance scale as an input, like the UNets of LCM.
+        refines: it draws only from an image and has one text encoder, like the refiner.
+        options: `overflows` and `means` for the VAE, and options for the pipeline.
     """
     torch.manual_seed(5)
     tokenizer = CLIPTokenizer.from_pretrained(shipped / "tokenizer")

@@ -1,5 +1,5 @@
-"""From the folder of an embedding model to an artifact, by the command, and back by what workers
-read it with.
+"""From an embedding model's folder to an artifact, with the command, and back with the code that
+workers use to read it.
 """
 
 import json
@@ -225,7 +225,7 @@ def test_who_comes_while_it_is_made_finds_it(
 def test_interrupted_making_leaves_nothing(tiny_bert: Path, tmp_path: Path) -> None:
     with making(tiny_bert, tmp_path) as process:
         process.send_signal(signal.SIGTERM)
-    # A shell says 130 of both. CPython ends by the signal if KeyboardInterrupt passed an `exec`,
-    # such as a dataclass has in a module that is being imported.
+    # A shell reports 130 for both. CPython ends by the signal if KeyboardInterrupt passed through
+    # an `exec`, for example while an imported module defines a dataclass.
     assert process.returncode in (130, -signal.SIGINT)
     assert list((tmp_path / "artifacts" / "tiny").iterdir()) == []

@@ -37,8 +37,8 @@ def graph(folder: Path, *following: onnx.NodeProto) -> Path:
 
 
 def feed(seed: int) -> Feed:
-    """As GELU gives: most values just below nothing, which a scale for the few large ones rounds to
-    the same step.
+    """Values like those after a GELU: most are just below zero, and a scale that fits the few large
+    ones rounds them to the same step.
     """
     values = np.random.default_rng(seed).gamma(0.3, 2.0, size=(TOKENS, INPUTS)) - 0.05
     return {"x": values.astype(np.float32)}

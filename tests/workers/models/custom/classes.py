@@ -38,10 +38,11 @@ _INTERFACES: dict[tuple[str, str], ModelInterface] = {}
 
 
 def entry_of(folder: Path, **more: Any) -> Model:
-    """The entry of the catalog for a folder, with its interface, unless that is given.
+    """The catalog entry for a folder. Adds its interface unless `more` contains one.
 
-    Classes with the same sources are inspected once, which takes a process of 0.3 s of CPU time.
-    Whatever serves a class inspects it again, and refuses one that is not as its entry says.
+    Inspecting a class takes a process with 0.3 s of CPU time, so it happens once for equal sources.
+    The process that serves a class inspects it again, and refuses a class that does not match its
+    entry.
     """
     given = {"name": "mine", "task": "custom", "source": f"local:{folder}", **more}
     if "interface" not in given:

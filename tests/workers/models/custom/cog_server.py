@@ -1,4 +1,4 @@
-"""Cog's own server, as the oracle of what a class returns."""
+"""Cog's own server, the reference for the results of a class."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class CogServer:
         self._client = httpx.Client(base_url=url, timeout=WAIT_LIMIT_S, trust_env=False)
 
     def read_status(self) -> str:
-        """Returns what the server says of itself: `READY` once the class is set up."""
+        """Returns the status that the server reports: `READY` once the class is set up."""
         with contextlib.suppress(httpx.TransportError):
             return str(self._client.get("/health-check").json()["status"])
         return "UNREACHABLE"

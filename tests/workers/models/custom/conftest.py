@@ -1,4 +1,4 @@
-"""The services of these tests are reached by Unix sockets, as those of `penstock up`."""
+"""In these tests, services listen on Unix sockets, like the services of `penstock up`."""
 
 from __future__ import annotations
 

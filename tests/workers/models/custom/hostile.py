@@ -280,7 +280,7 @@ ENDINGS: dict[str, tuple[str, object]] = {
 }
 """By what it does: the status of the prediction, and its output or the beginning of its error."""
 ENDLESS = ("loop", "stop_itself", "print_on")
-"""What ends at the deadline only."""
+"""Methods that only the deadline ends."""
 MEMORY_BYTES = 800 * 1024 * 1024
 RESOURCES = {"memory_bytes": MEMORY_BYTES, "disk_bytes": DISK_BYTES}
 
@@ -289,6 +289,6 @@ def hostile_class(places: list[str]) -> str:
     """The source of the class.
 
     Args:
-        places: folders outside of its own that it tries to write to.
+        places: folders outside the class folder that it tries to write to.
     """
     return f"PLACES = {places!r}\nID = 1\n{HOSTILE}"

@@ -60,7 +60,7 @@ class StartedClass:
         self._thread.start()
         self._messages: queue.SimpleQueue[tuple[int, _Message]] = queue.SimpleQueue()
         self._numbers: dict[int, int] = {}
-        """The number of each slot of the running batch."""
+        """The prediction number of each slot in the running batch."""
         self._inside: dict[int, PreparedCustom] = {}
         self._running: asyncio.Task[None] | None = None
         self._chunks: dict[int, PieceChunk] = {}
@@ -119,7 +119,7 @@ class StartedClass:
         return end
 
     def steps_until(self, number: int) -> StepEnd:
-        """Returns the step that ends a prediction. Those that end earlier are left out."""
+        """Returns the step that ends a prediction. Predictions that end earlier are left out."""
         for _ in range(int(WAIT_LIMIT_S / STEP_S)):
             end = self.step()
             if number in end.results:

@@ -1,4 +1,4 @@
-"""Our files in the folder of a class, beside files of the author's that have other purposes."""
+"""Our files in the folder of a class, next to files that the author uses for other purposes."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def find(name: str) -> Any:
 
 
 def differences(installed: str, look: Callable[[str], Any] = find) -> list[str]:
-    """What is not as the runner needs it.
+    """Parts of Cog that differ from those the runner needs.
 
     Args:
         look: returns the object with a dotted name.
@@ -171,7 +171,7 @@ def test_the_runner_uses_nothing_else_that_is_private() -> None:
 
 
 def _used_in(file: Path) -> Iterator[str]:
-    """The dotted names that a module of the runner reads of Cog's private modules."""
+    """The dotted names from Cog's private modules that a runner module uses."""
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Attribute):
             written = ast.unparse(node)
@@ -201,10 +201,10 @@ class Weighted(cog.BasePredictor):
     """A class whose `setup` takes weights."""
 
     def setup(self, weights: cog.Path) -> None:
-        """Nothing."""
+        """Does nothing. Only its signature is used."""
 
     def predict(self, text: str) -> str:
-        """The text."""
+        """Returns the text. Only its signature is used."""
         return text
 
 

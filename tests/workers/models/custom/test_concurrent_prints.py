@@ -1,4 +1,4 @@
-"""What concurrent predictions print: each has its own lines, all of them, and no others."""
+"""Output of concurrent predictions: each gets its own lines, all of them, and no others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the code of a class can see of our processes."""
+"""Isolation of a class: how much its code can see of our processes."""
 
 from __future__ import annotations
 
@@ -309,7 +309,7 @@ def linked_class(below_tmp: Path, outside: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def put_temporary_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Moves temporary files of this process and of those that it starts."""
+    """Moves the temporary files of this process and its child processes to `folder`."""
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     monkeypatch.setenv("TMPDIR", str(folder))
 

@@ -1,4 +1,4 @@
-"""Packages of a class's own: installed once, apart from ours and from those of other classes."""
+"""Packages that only a class needs: installed once, apart from our packages and other classes'."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ INSTALL = (sys.executable, "-m", "workers.models.custom", "install")
 
 @pytest.fixture(autouse=True)
 def environments_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Of this test alone. What uv has downloaded is shared."""
+    """A folder for the environments of this test alone. uv's downloads are shared."""
     monkeypatch.setenv("PENSTOCK_ENVIRONMENTS_DIR", str(tmp_path / "environments"))
     if "UV_CACHE_DIR" not in os.environ:
         monkeypatch.setenv("UV_CACHE_DIR", str(Path.home() / ".cache" / "uv"))

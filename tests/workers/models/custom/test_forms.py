@@ -31,7 +31,7 @@ pytestmark = pytest.mark.slow(about_s=30)
 
 
 QUICK_FORMS = {"Text", "Typed", "Files", "Hidden", "Unions", "Pydantic", "AsyncPages", "say"}
-"""A sample of what the inputs and outputs are. Each other form takes a process, too."""
+"""A sample of input and output forms. Each of the others takes a process, too."""
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_large_packages_are_there_for_who_imports_them(
 def test_files_that_hide_modules_do_so_for_the_class_alone(
     tmp_path: Path, start_class: StartClass, name: str
 ) -> None:
-    """A loop of asyncio needs two of them, and Cog's HTTP client the third."""
+    """An asyncio loop needs two of these modules, and Cog's HTTP client needs the third."""
     body = """
     class Predictor(BasePredictor):
         async def predict(self, a: int) -> bool:

@@ -1,4 +1,4 @@
-"""The memory that a class may take where its entry does not say it."""
+"""The memory limit of a class whose entry does not specify one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_it_is_a_part_of_what_there_is(
 
 
 def test_a_process_that_has_ended_takes_no_memory() -> None:
-    """Its parent has not waited for it yet. The watch of the limits must go on."""
+    """Its parent has not waited for it yet. The watcher of the limits must keep running."""
     child = os.fork()
     if child == 0:
         os._exit(0)

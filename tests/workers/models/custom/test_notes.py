@@ -1,4 +1,4 @@
-"""What an author is told of settings and methods that have no effect here."""
+"""Notes for the author about settings and methods that have no effect here."""
 
 from __future__ import annotations
 

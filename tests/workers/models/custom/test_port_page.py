@@ -1,4 +1,4 @@
-"""The classes on docs/how-to/port-a-class.md run as the page says."""
+"""The classes in docs/how-to/port-a-class.md run as described there."""
 
 from __future__ import annotations
 

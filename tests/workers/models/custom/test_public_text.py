@@ -1,4 +1,4 @@
-"""What the caller of a class reads of its errors and its output, and what the operator reads."""
+"""The text of a class's errors and output, for its caller and for the operator."""
 
 from __future__ import annotations
 

@@ -165,7 +165,7 @@ def test_a_piece_and_the_files_of_an_output_have_bounds(
 def test_a_batch_that_takes_too_long_is_killed_and_the_next_is_computed(
     tmp_path: Path, start_class: StartClass
 ) -> None:
-    """A worker gives each 5 minutes, and computes its items again in halves."""
+    """A worker allows each batch 5 minutes, then computes its items again in halves."""
     body = """
     class Given(BaseModel):
         a: int

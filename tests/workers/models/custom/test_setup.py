@@ -102,7 +102,9 @@ PREDICT_BATCH = """
 
 
 def breaks_later(folder: Path, predict: str = PREDICT) -> Path:
-    """A class whose `setup` fails while `broken` is beside its folder, and hangs by `hangs`."""
+    """A class whose `setup` fails while a file `broken` is in the parent folder, and hangs while a
+    file `hangs` is there.
+    """
     folder.mkdir()
     body = f"""
 import dataclasses, pathlib

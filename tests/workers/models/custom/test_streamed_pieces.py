@@ -1,4 +1,4 @@
-"""Pieces of a class that starts over: readers get those that they do not have, or none."""
+"""Pieces of a class that starts over: readers get only the pieces they lack, or none."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ def model(tmp_path: Path, start_class: StartClass) -> StartedClass:
 def streamed(
     model: StartedClass, item: PreparedCustom, text: str, go: Path
 ) -> tuple[list[tuple[int, str]], Any]:
-    """The chunks of an item with how many pieces come before, and its output.
+    """The chunks of an item, each with the number of pieces before it, and the output.
 
-    The class ends when its pieces are reported: those that come with its end are in its output.
+    The class ends once its pieces are reported. Pieces that come with its end are only in its
+    output.
     """
     model.admit(0, item)
     chunks: list[tuple[int, str]] = []

@@ -288,7 +288,7 @@ class SecretManager(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, *_: object) -> None:
-        """Nothing."""
+        """Keeps request logs out of the output."""
 
 
 @pytest.fixture

@@ -102,7 +102,7 @@ def test_a_class_writes_beside_its_file_and_changes_nothing(folder: Path) -> Non
 
 
 def notes_of(folder: Path) -> list[str]:
-    """What `penstock models check` prints about a class that names files of /src."""
+    """The notes of `penstock models check` about a class that names files in /src."""
     with (folder / "predict.py").open("a") as file:
         file.write("\nOTHER = '/src/other'\n")
     return inspect_folder(folder).notes
@@ -128,7 +128,7 @@ def test_large_files_never_change(folder: Path, large: Path) -> None:
 
 
 def test_a_class_is_at_src_where_cog_has_it(folder: Path) -> None:
-    """Unless the system has no namespaces of mounts. Then check says so."""
+    """If the system does not support mount namespaces, check reports it."""
     has_none = any("/src does not exist here" in note for note in notes_of(folder))
     here = run_once(folder, [])["here"]
     assert (here != "/src") == has_none

@@ -19,11 +19,11 @@ from tests.workers.models.custom.wrappers import COMMANDS, TOOLS, WRAPPERS
 
 pytestmark = pytest.mark.slow(about_s=60)
 MIN_WORKING = 15
-"""Of all, on a system that gives no /src."""
+"""Minimum number of wrappers that work on a system without /src."""
 
 
 class Download(http.server.BaseHTTPRequestHandler):
-    """What the classes download: small letters, and the large ones for them."""
+    """The file that classes download: a mapping from lowercase to uppercase letters."""
 
     def do_GET(self) -> None:
         data = json.dumps({ord(one): one.upper() for one in "abcdefghijklmnopqrstuvwxyz"}).encode()
@@ -33,7 +33,7 @@ class Download(http.server.BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, *_: object) -> None:
-        """Nothing."""
+        """Keeps request logs out of the output."""
 
 
 @pytest.fixture(scope="module")

@@ -123,11 +123,13 @@ SERVER = "import sys\nfrom tools import listen\nlisten(sys.argv[sys.argv.index('
 
 
 class Wrapper(NamedTuple):
-    """A class: its code behind HEAD, and other files by their paths. Each answers `text` with TEXT.
+    """A class: its code, which follows HEAD, and other files by path. Each answers `text` with
+    TEXT.
 
     Attributes:
-        body: of predict.py. `{port}` and `{source}` are a free port, and a URL to download.
-        files: those that end in `.sh` or have no suffix are programs.
+        body: the code for predict.py. `{port}` and `{source}` are a free port, and a URL to
+            download.
+        files: contents by path. Files whose names end in `.sh` or lack a suffix are programs.
         needs_src: True if it names /src.
     """
 

@@ -21,7 +21,7 @@ _NAMES = {
 
 
 def write_gguf(folder: Path, context_tokens: int = 8192) -> Path:
-    """Writes model.gguf beside the safetensors of a folder. Returns its path."""
+    """Writes model.gguf next to the safetensors in a folder. Returns its path."""
     config = json.loads((folder / "config.json").read_text())
     path = folder / "model.gguf"
     writer = GGUFWriter(path, "llama")

@@ -1,4 +1,4 @@
-"""Text models with weights of 4 bits, beside weights that the test rounds itself."""
+"""Text models with 4-bit weights, compared with weights that the test rounds itself."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""The step-by-step model beside transformers' generate()."""
+"""The step-by-step model, compared with transformers' generate()."""
 
 from pathlib import Path
 from typing import Any
@@ -118,7 +118,8 @@ def test_a_step_tells_the_tokens_that_it_computed(model: GenerationModel) -> Non
     assert model.step().work == len(PROMPTS[3])
     assert [model.step().work for _ in range(3)] == [1, 1, 1]
     model.admit(1, tiny.prompt(PROMPTS[1], 20))
-    # Its 40 tokens are read by 16, beside a token of the first text, but where it gets its own.
+    # Its 40 tokens are read 16 at a time, along with one token of the first text. In the step that
+    # yields its own first token, the first text waits.
     assert [model.step().work for _ in range(5)] == [17, 17, 8, 2, 2]
     model.drop(0)
     model.drop(1)
@@ -148,7 +149,7 @@ def test_a_long_prompt_lets_others_write(model: GenerationModel) -> None:
         model.step()
         assert set(model.take_chunks()) == {0}
     model.step()
-    assert set(model.take_chunks()) == {1}  # its first token is told at once
+    assert set(model.take_chunks()) == {1}  # its first token is reported at once
     model.step()
     assert set(model.take_chunks()) == {0, 1}
 
@@ -250,7 +251,7 @@ def test_a_text_that_is_interrupted_goes_on_later(
     tiny.run(model, tiny.prompt([*prefix, 50], 2, owner="a"))
     found = tiny.interrupted(model, item, after_steps=6)
     assert found.text == whole.text
-    # What was told of its prompt stays, though its row is still there when it comes back.
+    # The reported count of cached tokens stays, although the row is still there when it resumes.
     assert 0 < found.cached_tokens < len(prefix) + 1
 
 

@@ -22,7 +22,9 @@ Converter = Callable[[str], None]
 
 @pytest.fixture
 def converter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Converter:
-    """Has a shell script convert. Its arguments are those of Python: -m, module, file, folder."""
+    """Makes a shell script the converter. It gets the arguments meant for Python: -m, module, file,
+    folder.
+    """
 
     def use(script: str) -> None:
         path = tmp_path / "python"
@@ -72,7 +74,7 @@ def test_converted_file_is_converted_once(converter: Converter, file: Path, tmp_
 def test_folder_that_lacks_something_is_no_model(
     converter: Converter, file: Path, tmp_path: Path, left: tuple[str, ...]
 ) -> None:
-    """Earlier versions left empty ones."""
+    """Earlier versions left empty folders behind."""
     folder = resolve(f"local:{file}", "main", tmp_path)
     for name in names(folder):
         if name not in left:

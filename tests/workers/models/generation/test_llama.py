@@ -1,4 +1,4 @@
-"""The pass of Llamas in few operators, beside transformers' own."""
+"""The forward pass of Llamas in few operators, compared with transformers."""
 
 from pathlib import Path
 from typing import Any

@@ -90,7 +90,7 @@ async def engine(weights: Path) -> AsyncIterator[PooledProcess]:
 
 
 class Told:
-    """What comes of the items of a run."""
+    """Results and chunks of the items in a run."""
 
     def __init__(self) -> None:
         self.results: dict[int, Any] = {}
@@ -151,7 +151,7 @@ async def test_it_writes_what_transformers_writes(
 async def test_log_probabilities_are_those_of_the_model_whole_characters_or_not(
     engine: PooledProcess, reference: tiny.Generate
 ) -> None:
-    """Its tokens are bytes, most of which are no characters."""
+    """Its tokens are bytes, and most of them are not whole characters."""
     wanted, chances = reference(IDS, 12)
     (result,) = await run(engine, tiny.prompt(IDS, 12, logprobs=2))
     assert len(result.logprobs) == len(wanted)

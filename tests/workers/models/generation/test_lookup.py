@@ -1,4 +1,4 @@
-"""Guesses from what a text said before: the same text in fewer steps."""
+"""Guesses based on the earlier text: the same text in fewer steps."""
 
 import json
 from pathlib import Path

@@ -80,7 +80,9 @@ class Machine(RuleBasedStateMachine):
                 return
 
     def check(self, item: PreparedPrompt, result: Any, ids: list[int], text: str) -> None:
-        """The text is that of the item alone, and readers have seen the beginning of it."""
+        """Checks that the text equals the item's text alone, and that readers have seen its
+        beginning.
+        """
         assert result.text.startswith(text)
         assert result.output_tokens >= len(ids)
         assert 0 <= result.cached_tokens < result.input_tokens or not result.cached_tokens

@@ -213,7 +213,7 @@ def test_a_prompt_and_its_continuation_fit_the_context(preparer: PromptPreparer)
 
 
 def test_text_without_max_tokens_ends_with_the_context(preparer: PromptPreparer) -> None:
-    """What a caller did not ask for is no reason to refuse a prompt."""
+    """A default that the caller did not choose must not cause a refusal."""
     for prompt_tokens, written in ((100, 16), (144, 16), (145, 15), (159, 1)):
         found = prepare(preparer, prompt=[5] * prompt_tokens, max_tokens=16, ends_with_context=True)
         assert found.max_tokens == written

@@ -121,7 +121,7 @@ def test_a_stop_sequence_over_several_tokens_is_never_shown(model: GenerationMod
 
 
 def written(folder: Path, text: bytes, **fields: Any) -> tuple[list[str], Writing]:
-    """What a reader sees of a text that comes byte by byte."""
+    """The pieces that a reader sees of a text that arrives byte by byte."""
     vocabulary = Vocabulary(folder)
     ids = [byte_token(vocabulary, one) for one in text]
     item = tiny.prompt([1], len(ids) + 1, is_streamed=True, **fields)
@@ -247,7 +247,7 @@ def test_json_of_a_model_that_repeats_itself_ends(folder: Path, kind: str, liked
 def test_a_schema_that_needs_too_much_work_on_its_way_is_the_callers_error(
     model: GenerationModel,
 ) -> None:
-    """Its third token would begin one of 700 parts of which any may come."""
+    """Its third token would begin one of 700 optional parts."""
     parts = {f"p{number}": {"type": "integer"} for number in range(700)}
     inner = {"type": "object", "properties": parts, "additionalProperties": False}
     schema = json.dumps({"type": "array", "items": inner, "minItems": 1})

@@ -62,7 +62,7 @@ def tiny_config(vocabulary: int) -> LlamaConfig:
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=256,
-        # Large weights, so that likelihoods differ and greedy choices are no ties.
+        # Large weights, so that likelihoods differ and greedy choices are never ties.
         initializer_range=0.4,
         bos_token_id=1,
         eos_token_id=0,

@@ -1,6 +1,6 @@
-"""Each form of input and output of Cog's documentation: a class, what it gets, what it gives.
+"""Every form of input and output in Cog's documentation: a class, its input and its output.
 
-The classes are in predict.py. Tests serve it, and compare with the class called here.
+The classes are in predict.py. Tests serve them, and compare with direct calls.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Form:
         return f"form-{self.name.lower()}"
 
     def output(self, folder: Path) -> Any:
-        """What the class gives if it is called here, as JSON, with files as `{"file": text}`."""
+        """The output of a direct call to the class, as JSON, with files as `{"file": text}`."""
         target = getattr(predict, self.name)
         if not inspect.isclass(target):
             return plain(target(**self._arguments(target, folder)))
@@ -167,7 +167,7 @@ FORMS = (
             "rates": [0.25, 1],
             "flags": [True, False],
             "objects": [{"a": 1}, {}],
-            "plain": [{"b": None}],  # Cog's inspector says that elements of any type are objects
+            "plain": [{"b": None}],  # Cog's inspector reports elements of any type as objects
         },
     ),
     Form("Optionals", {}),
@@ -212,10 +212,11 @@ FORMS = (
 
 
 def write_form(folder: Path, name: str) -> Path:
-    """Makes a folder for the class of this name, with its penstock.schema.json.
+    """Creates a folder for the class with this name, including its penstock.schema.json.
 
-    The class is inspected in this process: `penstock models check` starts one for each, of 0.3 s of
-    CPU time. Whatever serves it inspects it again, and refuses one that is not as this says.
+    The class is inspected in this process, because `penstock models check` would start one for
+    each, with 0.3 s of CPU time. The process that serves the class inspects it again, and refuses
+    it if the schema does not match.
     """
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copy(SOURCE, folder / "predict.py")
@@ -245,7 +246,9 @@ def write_forms(folder: Path) -> list[dict[str, Any]]:
 
 
 def write_expected(folder: Path) -> Path:
-    """Writes a JSON file with the input of each form, and what its class gives if called here."""
+    """Writes a JSON file with the input of each form, and the output of a direct call
+    to its class.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "expected.json"
     forms = [

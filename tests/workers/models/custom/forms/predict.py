@@ -1,6 +1,6 @@
-"""A class for each form of input and output of Cog's documentation, to be called and served.
+"""A class for every form of input and output in Cog's documentation, to be called and served.
 
-Each may run forever, to be canceled, and says before that it begins.
+Each can run forever, so that tests can cancel it. Before that, it prints that it begins.
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ class Anything(BaseRunner):
 
 
 class PointCoder(Coder):
-    """As Cog's documentation has it: a type of one's own, to JSON and back."""
+    """Converts a custom type to JSON and back, as in Cog's documentation."""
 
     @staticmethod
     def factory(tpe: Any) -> PointCoder | None:

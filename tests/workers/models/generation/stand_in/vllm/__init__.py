@@ -1,7 +1,7 @@
-"""A stand-in of vLLM 0.32's engine, with what Penstock uses of it, over transformers.
+"""A stand-in for vLLM 0.32's engine, with the parts that Penstock uses, on top of transformers.
 
 It computes each request alone, greedily or by the seed, and follows JSON schemas with llguidance.
-Tests run over it where vLLM is not installed, and over vLLM itself where it is.
+Tests use vLLM itself if it is installed, and this stand-in otherwise.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class EngineArgs:
 
 
 class _Grammar:
-    """Where a text is in its schema."""
+    """The position of a text in its schema."""
 
     def __init__(self, tokenizer: llguidance.LLTokenizer, schema: str) -> None:
         grammar = llguidance.LLMatcher.grammar_from_json_schema(

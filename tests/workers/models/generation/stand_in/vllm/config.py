@@ -1,4 +1,4 @@
-"""How JSON schemas are followed."""
+"""Settings for following JSON schemas."""
 
 from dataclasses import dataclass
 

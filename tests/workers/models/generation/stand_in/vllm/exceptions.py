@@ -1,4 +1,4 @@
-"""What is wrong with a request."""
+"""Errors caused by a request."""
 
 
 class VLLMClientError(Exception):

@@ -1,4 +1,4 @@
-"""What a request says about sampling."""
+"""The sampling parameters of a request."""
 
 from __future__ import annotations
 
