@@ -116,10 +116,12 @@ async def serve(settings: WorkerSettings, models: Sequence[Model], catalog: Cata
                 lambda: any(w.is_ready for w in running),
             )
         )
-        flows = (one for one in catalog.flows if any(model in one.step_models for model in models))
+        flows = (
+            flow for flow in catalog.flows if any(model in flow.step_models for model in models)
+        )
         slo.show(model.public_name for model in (*models, *flows))
         prepared = [await _prepare(settings, model, is_alone=len(models) == 1) for model in models]
-        hosted = [one for one, _ in prepared]
+        hosted = [model for model, _ in prepared]
         layout = prepared[0][1]
         if len(prepared) > 1 and not settings.threads:
             layout = shared_layout(layout, this_machine())
@@ -192,7 +194,7 @@ async def _open(
 
     Rows open first, because an earlier process may have left some, and close last.
     """
-    models = [one.entry for one in hosted]
+    models = [model.entry for model in hosted]
     rows = await stack.enter_async_context(_writer(settings, models, "worker", TABLE))
     hours = await stack.enter_async_context(_writer(settings, models, "hours", HOURS))
     starting = WorkerInfo(name, settings.region, "", spot=settings.spot)
@@ -239,7 +241,7 @@ def _pool(settings: WorkerSettings, hosted: Sequence[HostedModel], layout: Layou
         threads=layout.threads,
         memory_fraction=settings.memory_fraction,
         memory_budget_bytes=settings.memory_budget_bytes,
-        start_timeout_s=settings.startup_s or sum(one.entry.startup_s for one in hosted),
+        start_timeout_s=settings.startup_s or sum(model.entry.startup_s for model in hosted),
     )
 
 
@@ -269,9 +271,11 @@ async def _canary_parts(
 ) -> dict[str, CanaryShare]:
     """The parts in comparisons of two revisions, by the names of the models that have one."""
     canaries = {
-        one.entry.name: one.entry if isinstance(one.entry, Revision) else one.entry.as_canary()
-        for one in hosted
-        if one.entry.canary is not None
+        model.entry.name: model.entry
+        if isinstance(model.entry, Revision)
+        else model.entry.as_canary()
+        for model in hosted
+        if model.entry.canary is not None
     }
     if not canaries:
         return {}

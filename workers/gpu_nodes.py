@@ -67,8 +67,8 @@ class KubernetesApi:
         """
         after = ""
         while True:
-            asked = {**query, "limit": str(PAGE)} | ({"continue": after} if after else {})
-            page = self.call("GET", f"{path}?{urllib.parse.urlencode(asked)}")
+            parameters = {**query, "limit": str(PAGE)} | ({"continue": after} if after else {})
+            page = self.call("GET", f"{path}?{urllib.parse.urlencode(parameters)}")
             yield from page["items"]
             after = page.get("metadata", {}).get("continue") or ""
             if not after:
@@ -136,7 +136,7 @@ class GpuNodes:
         failed = sorted(
             (since, _name(node))
             for node in nodes
-            if (since := self._failed_since(node)) is not None
+            if (since := self._find_failure_time(node)) is not None
         )
         names = {name for _, name in failed}
         for name in sorted(ours - names):
@@ -154,12 +154,12 @@ class GpuNodes:
             self._evict_from(name, done)
         return done
 
-    def _failed_since(self, node: Json) -> str | None:
+    def _find_failure_time(self, node: Json) -> str | None:
         """The time since when its GPU has failed. None: it has not."""
         times = [
-            str(one.get("lastTransitionTime", ""))
-            for one in node.get("status", {}).get("conditions", ())
-            if one["type"] in self._conditions and one["status"] == "True"
+            str(condition.get("lastTransitionTime", ""))
+            for condition in node.get("status", {}).get("conditions", ())
+            if condition["type"] in self._conditions and condition["status"] == "True"
         ]
         return min(times, default=None)
 

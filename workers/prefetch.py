@@ -60,11 +60,13 @@ def prefetch(catalog: Catalog, to: str, names: Sequence[str], *, again: bool) ->
 
 def _chosen(catalog: Catalog, names: Sequence[str]) -> dict[tuple[str, str], list[str]]:
     """The repositories and revisions to copy, each with the models that use it or its adapters."""
-    asked = {catalog.find(name).name for name in names}
-    models = [model for model in catalog.deployed if not names or model.public_name in asked]
+    requested = {catalog.find(name).name for name in names}
+    models = [model for model in catalog.deployed if not names or model.public_name in requested]
     revisions: dict[tuple[str, str], list[str]] = {}
     for model in models:
-        of_hub = {name: one for name, one in model.sources.items() if one[0].startswith(HUB)}
+        of_hub = {
+            name: origin for name, origin in model.sources.items() if origin[0].startswith(HUB)
+        }
         keys = [
             (name, (source.removeprefix(HUB), revision))
             for name, (source, revision) in of_hub.items()

@@ -99,7 +99,7 @@ class WorkerUnderTest:
             del self._replies[request_id]
         if body.error is not None:
             raise error_for_code(body.error.code, body.error.message)
-        return [_outcome(one.result, one.error) for one in body.outcomes]
+        return [_outcome(outcome.result, outcome.error) for outcome in body.outcomes]
 
     async def receive_replies(self) -> None:
         """Hands each reply to its waiter. Runs until canceled."""

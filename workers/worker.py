@@ -169,9 +169,15 @@ class Worker:
         completion = consumer.registry.completion
         self._flow_controls[consumer] = [
             FlowControl(
-                consumer.model.name, priority, one, held, processes, completion, ACK_LINGER_S
+                consumer.model.name,
+                priority,
+                subscription,
+                held,
+                processes,
+                completion,
+                ACK_LINGER_S,
             )
-            for priority, one in zip(PRIORITIES, subscriptions, strict=True)
+            for priority, subscription in zip(PRIORITIES, subscriptions, strict=True)
         ]
         tasks = consumer.start(subscriptions, self._has_queued, self._stop_unwanted)
         if consumer.canary is not None:

@@ -149,13 +149,13 @@ class FunctionConsumer:
         running: set[asyncio.Task[None]] = set()
         async for message in subscription:
 
-            async def handled(message=message) -> None:  # type: ignore[no-untyped-def]
+            async def handle(message=message) -> None:  # type: ignore[no-untyped-def]
                 if await handle_message(message, function, self._handlers[function]):
                     subscription.nack(message)
                 else:
                     subscription.ack(message)
 
-            task = asyncio.create_task(handled())
+            task = asyncio.create_task(handle())
             running.add(task)
             task.add_done_callback(running.discard)
         if running:

@@ -143,9 +143,9 @@ class DeadLetters:
         end = await self._flows.mark(job, [failure(item, error) for item in items])
         planned = await self._flows.advance(job, end)
         # Workers know when they pulled an item, so they write the rows of items that they ended.
-        ours = [one for one in end.outcomes if one.receipt.pulled_at_s is None]
-        rows = [self._row_of(envelope, one, time.time()) for one in ours]
-        rows += [self._row_of(other, one, time.time()) for _, other, one in planned]
+        ours = [outcome for outcome in end.outcomes if outcome.receipt.pulled_at_s is None]
+        rows = [self._row_of(envelope, outcome, time.time()) for outcome in ours]
+        rows += [self._row_of(other, outcome, time.time()) for _, other, outcome in planned]
         if rows:
             await self._table.write(rows)
         DEAD_LETTERS.labels("answered" if ours else "none").inc()
@@ -197,16 +197,18 @@ class DeadLetters:
         record = record_id(envelope.request_id, envelope.part)
         finish = await self._records.finish(record, "failed", encode_reply_body(ours))
         if finish is not None and finish.is_lost_to_cancel:
-            body = encode_reply_body(_canceled(ours))
+            body = encode_reply_body(_mark_canceled(ours))
             finish = await self._records.finish(record, "canceled", body)
         if finish is None and envelope.has_record:
             raise Unavailable("the record could not be completed")
         if finish is None or finish.is_ours:
-            return _canceled(ours) if finish and finish.state == "canceled" else ours, "answered"
+            return _mark_canceled(
+                ours
+            ) if finish and finish.state == "canceled" else ours, "answered"
         earlier = _answer_of(finish)
         if earlier is None or earlier.worker != ANSWERED_BY:
             return None
-        return _canceled(earlier) if finish.state == "canceled" else earlier, "repeated"
+        return _mark_canceled(earlier) if finish.state == "canceled" else earlier, "repeated"
 
     async def _reply(self, envelope: Envelope, body: ReplyBody) -> None:
         if envelope.inbox:
@@ -265,7 +267,7 @@ def _reply_of(envelope: Envelope, body: ReplyBody) -> Reply:
     return Reply(envelope.request_id, envelope.part, envelope.slot, body)
 
 
-def _canceled(body: ReplyBody) -> ReplyBody:
+def _mark_canceled(body: ReplyBody) -> ReplyBody:
     """Returns the same for a caller who no longer wants an answer."""
     outcomes = [failure(outcome.index, Canceled(), outcome.receipt) for outcome in body.outcomes]
     return msgspec.structs.replace(body, outcomes=outcomes)

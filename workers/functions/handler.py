@@ -80,15 +80,15 @@ def read_push(headers: Mapping[str, str], body: bytes) -> ReceivedMessage:
     if "ce-specversion" in headers or headers.get("content-type", "").startswith(
         "application/cloudevents"
     ):
-        return _wrapped(_event_data(headers, body))
+        return _read_wrapped(_event_data(headers, body))
     if f"{_METADATA}message-id" in headers:
-        return _unwrapped(headers, body)
+        return _read_unwrapped(headers, body)
     try:
         event = json.loads(body)
     except (ValueError, RecursionError):
         event = None
     if isinstance(event, dict) and isinstance(event.get("message"), dict):
-        return _wrapped(event)
+        return _read_wrapped(event)
     # An unwrapped push without metadata is the message's data and nothing else.
     return ReceivedMessage(body, {}, "", "")
 
@@ -101,7 +101,7 @@ def _event_data(headers: Mapping[str, str], body: bytes) -> Any:
         raise UndecodableMessage(f"no CloudEvent: {type(error).__name__}", field="data") from None
 
 
-def _wrapped(envelope: Any) -> ReceivedMessage:
+def _read_wrapped(envelope: Any) -> ReceivedMessage:
     message = envelope.get("message") if isinstance(envelope, dict) else None
     if not isinstance(message, dict):
         raise UndecodableMessage("the envelope has no message", field="data")
@@ -131,7 +131,7 @@ def _wrapped(envelope: Any) -> ReceivedMessage:
     )
 
 
-def _unwrapped(headers: Mapping[str, str], body: bytes) -> ReceivedMessage:
+def _read_unwrapped(headers: Mapping[str, str], body: bytes) -> ReceivedMessage:
     """Metadata and attributes are headers, mixed with HTTP headers.
 
     Readers of an attribute know its name.

@@ -84,11 +84,11 @@ async def handle_scheduled(
     run = "daily"
     try:
         await authenticator.check(request.headers.get("authorization", ""))
-        asked = _asked(await read_body(request, MAX_BODY_BYTES))
-        if "only" in asked:
+        options = _asked(await read_body(request, MAX_BODY_BYTES))
+        if "only" in options:
             run = "anomalies"
         async with asyncio.timeout(RUN_LIMIT_S + GRACE_S):
-            result = await _run_reports(asked, settings)
+            result = await _run_reports(options, settings)
     except PushRefused as error:
         REFUSED.labels("reports").inc()
         log.warning("call refused", extra={"function": "reports", "reason": error.message})
@@ -107,14 +107,14 @@ async def handle_scheduled(
 
 def _asked(body: bytes) -> dict[str, Any]:
     try:
-        asked = msgspec.json.decode(body or b"{}")
+        options = msgspec.json.decode(body or b"{}")
     except msgspec.DecodeError as error:
         raise BadInput(f"the body is not JSON: {error}", field="body") from error
-    if not isinstance(asked, dict):
+    if not isinstance(options, dict):
         raise BadInput("the body is not a JSON object", field="body")
-    if "only" in asked and asked != {"only": "anomalies"}:
+    if "only" in options and options != {"only": "anomalies"}:
         raise BadInput("only: must be anomalies, without any other field", field="only")
-    return asked
+    return options
 
 
 async def _run_reports(asked: dict[str, Any], settings: ReportSettings) -> RunResult:

@@ -82,16 +82,16 @@ class PushAuthenticator:
             raise PushRefused("the token is missing")
         try:
             if self._checked_by == "cloud-run" and token.endswith(f".{REMOVED_SIGNATURE}"):
-                claims = _unsigned_claims(token)
+                claims = _read_unverified_claims(token)
             else:
-                claims = await asyncio.to_thread(self._signed_claims, token)
+                claims = await asyncio.to_thread(self._verify_claims, token)
         except TransportError as error:
             raise Unavailable(f"certificates: {error}") from error
         except (GoogleAuthError, ValueError, RecursionError) as error:
             raise PushRefused(f"the token is not valid: {error}") from error
         self._check_claims(claims)
 
-    def _signed_claims(self, token: str) -> Mapping[str, Any]:
+    def _verify_claims(self, token: str) -> Mapping[str, Any]:
         claims: Mapping[str, Any] = verify_token(
             token,
             self._certs,
@@ -112,7 +112,7 @@ class PushAuthenticator:
             raise PushRefused(f"the token is not meant for this service: {', '.join(wrong)}")
 
 
-def _unsigned_claims(token: str) -> Mapping[str, Any]:
+def _read_unverified_claims(token: str) -> Mapping[str, Any]:
     try:
         claims = json.loads(base64.urlsafe_b64decode(token.split(".")[1] + "=="))
     except (IndexError, binascii.Error) as error:

@@ -232,7 +232,7 @@ class Webhooks:
         )
         try:
             async with self._deliveries.recorded(delivery):
-                answer = await self._logged_post(prediction, record, delivery, turn)
+                answer = await self._post_and_log(prediction, record, delivery, turn)
                 delivery.note_answer(answer.status)
                 end = await end_of(answer, message, delivery.delivery_id, self._delivery_state)
                 delivery.outcome = end
@@ -254,7 +254,7 @@ class Webhooks:
             return _decoded(decode_end, end)
         return "no_record" if record is None else "deleted"
 
-    async def _logged_post(
+    async def _post_and_log(
         self, prediction: Prediction, record: Record, delivery: WebhookDelivery, turn: Turn
     ) -> WebhookResponse:
         """Posts, and logs the result.
@@ -282,10 +282,10 @@ class Webhooks:
     ) -> WebhookResponse:
         partial = await read_partial(prediction, record, self._records.tokens, self._url_signer)
         is_deleted = not record.document
-        shown = body_of(
+        prediction_body = body_of(
             prediction, record, self._url_signer, partial=partial, is_deleted=is_deleted
         )
-        body = msgspec.json.encode(shown)
+        body = msgspec.json.encode(prediction_body)
         headers = signed_headers(self._secrets, prediction.tenant, webhook_id, body)
         client = WebhookClient(prediction.webhook, allow_private=self._allow_private)
         with turn.posting():

@@ -100,7 +100,7 @@ class RevisionComparison:
         )
 
     async def _inline(self, result: CustomResult) -> CustomResult:
-        return result.with_blobs([await self._read(one) for one in result.blobs])
+        return result.with_blobs([await self._read(blob) for blob in result.blobs])
 
     async def _read(self, blob: Blob) -> Blob:
         if blob.object_key is None:

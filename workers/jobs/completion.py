@@ -141,8 +141,10 @@ class Completion:
             and not pulled.envelope.webhook
             and not pulled.envelope.flow
             and not pulled.dead_letter_reason
-            and not any(one.result and one.result.blobs for one in outcomes)
-            and not (pulled.envelope.has_record and any(one.result is None for one in outcomes))
+            and not any(outcome.result and outcome.result.blobs for outcome in outcomes)
+            and not (
+                pulled.envelope.has_record and any(outcome.result is None for outcome in outcomes)
+            )
         )
 
     def _finish_ended(self) -> None:
@@ -403,22 +405,29 @@ class Completion:
 
     async def fill_cache(self, answers: Sequence[tuple[PulledJob, ReplyBody]]) -> None:
         """Caches results, and marks unpaid ones again."""
-        ttl_s, kept, owed = self.model.cache.ttl_s, dict[str, Result](), dict[str, Owed]()
+        ttl_s, results, owed = self.model.cache.ttl_s, dict[str, Result](), dict[str, Owed]()
         finished_at_s = dict[str, float | None]()
         for pulled, answered in answers:
             if (pulled.to_cache or pulled.to_pay) and ttl_s:
-                delivered = {one.index: one for one in answered.outcomes if one.result is not None}
+                delivered = {
+                    outcome.index: outcome
+                    for outcome in answered.outcomes
+                    if outcome.result is not None
+                }
                 pulled.undelivered = frozenset(
-                    one.index for one in answered.outcomes if one.result is None
+                    outcome.index for outcome in answered.outcomes if outcome.result is None
                 )
                 for key, index in pulled.to_cache.items():
-                    if (one := delivered.get(index)) is not None and one.result is not None:
-                        kept[key], finished_at_s[key] = one.result, one.receipt.finished_at_s
+                    if (outcome := delivered.get(index)) is not None and outcome.result is not None:
+                        results[key], finished_at_s[key] = (
+                            outcome.result,
+                            outcome.receipt.finished_at_s,
+                        )
                 to_pay = pulled.to_pay.items()
                 owed |= {key: mark for key, (index, mark) in to_pay if index not in delivered}
         self._cache.mark_unpaid(owed, ttl_s)
-        if kept:
-            await self._cache.put_many(kept, ttl_s, finished_at_s)
+        if results:
+            await self._cache.put_many(results, ttl_s, finished_at_s)
 
     def give_up(self, pulled: PulledJob, error: PenstockError) -> None:
         """Hands a job back that could not be ended. It comes again."""

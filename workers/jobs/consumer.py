@@ -105,7 +105,9 @@ class JobConsumer:
     @property
     def is_connected(self) -> bool:
         """True if jobs that are published now would arrive here."""
-        return bool(self._subscriptions) and all(one.is_connected for one in self._subscriptions)
+        return bool(self._subscriptions) and all(
+            subscription.is_connected for subscription in self._subscriptions
+        )
 
     def start(
         self,
@@ -123,7 +125,9 @@ class JobConsumer:
         """
         self._subscriptions = subscriptions
         self._on_queued, self._on_unwanted = on_queued, on_unwanted
-        self._pulling = [asyncio.create_task(self._pull(one)) for one in subscriptions]
+        self._pulling = [
+            asyncio.create_task(self._pull(subscription)) for subscription in subscriptions
+        ]
         return [*self._pulling, asyncio.create_task(self._admit_all())]
 
     def _notify_queued(self) -> None:

@@ -281,7 +281,7 @@ class BatchResults:
             pulled for pulled, is_watched in zip(predictions, reported, strict=True) if is_watched
         }
         # The process may be at its next batch by now.
-        if watched and any(one is batch for one in self._queue.running):
+        if watched and any(running is batch for running in self._queue.running):
             watch([index for index, queued in enumerate(batch) if _wait_for(queued, watched)])
 
     async def _note(self, pulled: PulledJob, step: int, steps: int) -> bool:
@@ -458,7 +458,7 @@ class TokenOutput:
             while held and self._held.get(queued) is held:
                 chunk, files = held[0]
                 for pulled, index in _readers(queued):
-                    for file, data in ((one.file, one.data) for one in files):
+                    for file, data in ((chunk_file.file, chunk_file.data) for chunk_file in files):
                         key = streamed_key(pulled.record, index, file)
                         await self._completion.large_results.store_streamed(
                             pulled.envelope, key, Blob(file.media_type, data=data)
@@ -491,7 +491,9 @@ class TokenOutput:
             while self._has_more:
                 self._has_more = False
                 # A preempted item may lose its readers while it waits.
-                self._open = {one: sent for one, sent in self._open.items() if _readers(one)}
+                self._open = {
+                    queued: sent for queued, sent in self._open.items() if _readers(queued)
+                }
                 await self._send()
         finally:
             self._is_sending = False

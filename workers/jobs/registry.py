@@ -198,7 +198,11 @@ class ReplyPublisher:
             if len(replies) == 1:
                 return [await self.publish(envelope, body)]
             data, attributes = encode_reply_batch(
-                [(one.request_id, one.part, encoded) for one, encoded in replies], envelope.slot
+                [
+                    (reply_envelope.request_id, reply_envelope.part, encoded)
+                    for reply_envelope, encoded in replies
+                ],
+                envelope.slot,
             )
             await self._publisher.publish(envelope.inbox, data, attributes)
         except BadInput as error:
@@ -213,7 +217,7 @@ class ReplyPublisher:
         Raises:
             PenstockError: the broker did not take it.
         """
-        attributes = {**message.attributes, "penstock_reason": _shortened(reason)}
+        attributes = {**message.attributes, "penstock_reason": _truncate(reason)}
         await self._publisher.publish(dead_letter_topic_id(self._model), message.data, attributes)
 
     async def refuse(
@@ -242,7 +246,7 @@ class ReplyPublisher:
         subscription.ack(message)
 
 
-def _shortened(reason: str) -> str:
+def _truncate(reason: str) -> str:
     return reason.encode(errors="replace")[:REASON_LIMIT_BYTES].decode(errors="ignore")
 
 

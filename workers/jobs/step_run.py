@@ -134,7 +134,7 @@ class StepRun:
             return  # a slot is about to be free
         chosen = self._queue.to_preempt(self._inside.values())
         if chosen:
-            self._preempted = {at for at, one in self._inside.items() if one in chosen}
+            self._preempted = {at for at, item in self._inside.items() if item in chosen}
             self._process.preempt(sorted(self._preempted))
 
     def drop_unwanted(self) -> None:

@@ -108,7 +108,7 @@ class KernelStore:
             return 0
         try:
             with tarfile.open(self._archive) as archive:
-                self._restored = frozenset(self._unpacked(archive))
+                self._restored = frozenset(self._unpack(archive))
         except FileNotFoundError:
             return 0
         except (OSError, tarfile.TarError) as error:
@@ -117,7 +117,7 @@ class KernelStore:
         log.info("compiled kernels restored", extra={"files": len(self._restored)})
         return len(self._restored)
 
-    def _unpacked(self, archive: tarfile.TarFile) -> Iterator[str]:
+    def _unpack(self, archive: tarfile.TarFile) -> Iterator[str]:
         folders, left_bytes = _folders(), self._max_bytes
         for member in archive:
             top, _, rest = member.name.partition("/")

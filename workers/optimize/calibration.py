@@ -106,7 +106,7 @@ def _texts(subjects: list[list[str]]) -> list[str]:
     ]
     following = [*subjects[1:], subjects[0]]
     long = [
-        " ".join(one + other[: len(other) // 2])
-        for one, other in zip(subjects, following, strict=True)
+        " ".join(subject + next_subject[: len(next_subject) // 2])
+        for subject, next_subject in zip(subjects, following, strict=True)
     ]
     return short + medium + long

@@ -119,7 +119,7 @@ class _Studio:
             for part in self.text_to_image.components.values()
             if isinstance(part, torch.nn.Module)
         )
-        return sum(_stored_bytes(weight) for part in parts for weight in part.parameters())
+        return sum(_count_stored_bytes(weight) for part in parts for weight in part.parameters())
 
     def time_s(self) -> float:
         """Seconds that one image from text takes."""
@@ -152,11 +152,11 @@ class _Studio:
         return np.asarray(drawn.images[0], np.float32)
 
 
-def _stored_bytes(weight: torch.Tensor) -> int:
+def _count_stored_bytes(weight: torch.Tensor) -> int:
     inner = getattr(weight, "__tensor_flatten__", None)
     if inner is None:
         return weight.numel() * weight.element_size()
-    return sum(_stored_bytes(getattr(weight, name)) for name in inner()[0])
+    return sum(_count_stored_bytes(getattr(weight, name)) for name in inner()[0])
 
 
 def _source(width: int, height: int) -> Image.Image:

@@ -61,8 +61,8 @@ class Output:
     def show_found(self, artifact: Artifact) -> None:
         if self._as_json:
             verdicts = [
-                {"variant": one.name, "relative_speed": one.relative_speed}
-                for one in artifact.manifest.variants
+                {"variant": variant.name, "relative_speed": variant.relative_speed}
+                for variant in artifact.manifest.variants
             ]
             facts = {"folder": str(artifact.folder), "made": [], "found": verdicts}
             print(json.dumps(facts, indent=2))
@@ -138,10 +138,10 @@ def _make(
         with Console(stderr=True).status(f"optimizing {entry.name}"):
             optimized = _maker(entry)(entry, source, draft, options, output.say)
         output.show_made(optimized, target)
-        kept = [] if there is None else take_over(there, draft)
+        reused = [] if there is None else take_over(there, draft)
         accepted = [verdict.variant for verdict in optimized.verdicts if verdict.is_accepted]
         refused = [verdict for verdict in optimized.verdicts if not verdict.is_accepted]
-        if not kept and not accepted:
+        if not reused and not accepted:
             refusals = "; ".join(
                 f"{verdict.variant.name}: {verdict.refusal}" for verdict in refused
             )
@@ -159,7 +159,7 @@ def _make(
             missed.pop(variant.name, None)
         write_manifest(
             draft,
-            msgspec.structs.replace(_manifest(entry, digest, kept + accepted), refused=missed),
+            msgspec.structs.replace(_manifest(entry, digest, reused + accepted), refused=missed),
         )
     output.say(f"wrote {target}")
 

@@ -60,11 +60,11 @@ def missing_variants(
     manifest: Manifest, wanted: tuple[str, ...], tolerance: float
 ) -> tuple[str, ...]:
     """Returns missing variants, except those that failed with this or a looser tolerance."""
-    kept = {variant.name for variant in manifest.variants}
+    existing = {variant.name for variant in manifest.variants}
     prefix = WORKER_TASKS[manifest.task].variant_prefix
 
     def is_missing(name: str) -> bool:
-        return f"{prefix}-{name}" not in kept and tolerance < manifest.refused.get(
+        return f"{prefix}-{name}" not in existing and tolerance < manifest.refused.get(
             f"{prefix}-{name}", math.inf
         )
 

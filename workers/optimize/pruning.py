@@ -145,15 +145,15 @@ def _cut(cut: _Cut, inputs: torch.Tensor, part: float) -> None:
     dropped = contribution.argsort()[: min(round(part * len(contribution)), len(contribution) - 1)]
     keeps = torch.ones(len(contribution), dtype=torch.bool)
     keeps[dropped] = False
-    kept = keeps.repeat_interleave(cut.width)
-    known = around[:, kept]
+    is_kept = keeps.repeat_interleave(cut.width)
+    known = around[:, is_kept]
     gram = known.T @ known
     gram += _RIDGE * gram.diagonal().mean() * torch.eye(len(gram))
-    correction = torch.linalg.solve(gram, known.T @ (around[:, ~kept] @ weight[:, ~kept].T)).T
-    offset = weight[:, ~kept] @ mean[~kept] - correction @ mean[kept]
-    _resize(cut.consumer, weight[:, kept] + correction, cut.consumer.bias + offset)
+    correction = torch.linalg.solve(gram, known.T @ (around[:, ~is_kept] @ weight[:, ~is_kept].T)).T
+    offset = weight[:, ~is_kept] @ mean[~is_kept] - correction @ mean[is_kept]
+    _resize(cut.consumer, weight[:, is_kept] + correction, cut.consumer.bias + offset)
     for producer in cut.producers:
-        _resize(producer, producer.weight[kept], producer.bias[kept])
+        _resize(producer, producer.weight[is_kept], producer.bias[is_kept])
 
 
 def _resize(linear: torch.nn.Linear, weight: torch.Tensor, bias: torch.Tensor) -> None:

@@ -37,7 +37,7 @@ def compare_vectors(vectors: np.ndarray, reference: np.ndarray) -> VectorQuality
     return VectorQuality(
         cosine_mean=float(cosines.mean()),
         cosine_min=float(cosines.min()),
-        neighbors=_kept_neighbors(our_pairs, their_pairs),
+        neighbors=_measure_kept_neighbors(our_pairs, their_pairs),
         rank_correlation=float(spearmanr(our_pairs[upper], their_pairs[upper]).statistic),
     )
 
@@ -47,13 +47,15 @@ def _unit(vectors: np.ndarray) -> np.ndarray:
     return np.asarray(exact / np.linalg.norm(exact, axis=1, keepdims=True))
 
 
-def _kept_neighbors(ours: np.ndarray, theirs: np.ndarray) -> float:
+def _measure_kept_neighbors(ours: np.ndarray, theirs: np.ndarray) -> float:
     count = min(NEIGHBORS, len(ours) - 1)
-    kept = [
-        len(set(one) & set(other))
-        for one, other in zip(_nearest(ours, count), _nearest(theirs, count), strict=True)
+    common = [
+        len(set(neighbors) & set(other_neighbors))
+        for neighbors, other_neighbors in zip(
+            _nearest(ours, count), _nearest(theirs, count), strict=True
+        )
     ]
-    return float(np.mean(kept)) / count
+    return float(np.mean(common)) / count
 
 
 def _nearest(similarities: np.ndarray, count: int) -> np.ndarray:

@@ -200,16 +200,16 @@ def _products(source: onnx.ModelProto, graph: OnnxModel) -> list[_Product]:
     for activation, originals in weighted_products(source).items():
         for original in originals:
             node = nodes[original.name]
-            left, right = (producers[name] for name in node.input)
-            integers, scales, _ = (graph.get_constant_value(name) for name in right.input)
+            left_producer, right_producer = (producers[name] for name in node.input)
+            integers, scales, _ = (graph.get_constant_value(name) for name in right_producer.input)
             replaced.append(
                 _Product(
                     node=node,
-                    left=left,
-                    right=right,
+                    left=left_producer,
+                    right=right_producer,
                     activation=activation,
-                    scale=graph.get_constant_value(left.input[1]),
-                    zero=graph.get_constant_value(left.input[2]),
+                    scale=graph.get_constant_value(left_producer.input[1]),
+                    zero=graph.get_constant_value(left_producer.input[2]),
                     weights=numpy_helper.to_array(weights[original.input[1]]),
                     rounded_weights=integers * scales,
                 )

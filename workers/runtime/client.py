@@ -278,9 +278,9 @@ class ModelClient:
         try:
             if not self._reason:
                 self._writer.write(encode_evict(list(models)))
-                left = [one for one in self.residency.resident if one not in models]
+                resident = [model for model in self.residency.resident if model not in models]
                 self.residency = ResidencyReport(
-                    left, self.residency.load_s, self.residency.size_bytes
+                    resident, self.residency.load_s, self.residency.size_bytes
                 )
         finally:
             self._release(turns)

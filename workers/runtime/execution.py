@@ -453,11 +453,11 @@ class StepExecution:
 
     def _interrupt(self, model: SteppedModel, slots: list[int]) -> None:
         assert isinstance(model, Resumable), "others are not preempted; this is a bug"
-        left = [slot for slot in slots if slot in self._shares]
-        written = {slot: model.interrupt(slot) for slot in left}
+        interrupted = [slot for slot in slots if slot in self._shares]
+        written = {slot: model.interrupt(slot) for slot in interrupted}
         chunks = {slot: chunk for slot, chunk in written.items() if chunk is not None}
-        self._send(Preempted(self._batch.number, left, chunks))
-        for slot in left:
+        self._send(Preempted(self._batch.number, interrupted, chunks))
+        for slot in interrupted:
             self._shares.remove(slot)
 
     def _step(self, model: SteppedModel) -> None:
@@ -467,7 +467,7 @@ class StepExecution:
         self._shares.charge(max(0.0, now_s - began_s), end.work, end.waiting)
         if end.results or now_s - self._spare_reported_s >= SPARE_EVERY_S:
             self._report_spare(now_s)
-        if any(isinstance(one, PenstockError) for one in end.results.values()):
+        if any(isinstance(result, PenstockError) for result in end.results.values()):
             self._report_chunks(model, now_s)  # a result has them, a failure does not
         self._end_all(end)
         if self._previews is not None:

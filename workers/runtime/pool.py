@@ -120,8 +120,8 @@ class ModelPool(ProcessPool):
     ) -> None:
         targets = _devices(device, processes, threads)
         numbers = range(len(models))
-        foreign = [one for one in numbers if _has_own_process(models[one])]
-        own = [one for one in numbers if one not in foreign]
+        foreign = [number for number in numbers if _has_own_process(models[number])]
+        own = [number for number in numbers if number not in foreign]
         ours = None
         if own:
             options = [f"--threads={threads}", f"--memory-fraction={memory_fraction}"]

@@ -56,9 +56,10 @@ class PooledProcess:
     def __init__(self, launches: Sequence[Launch], memory_budget_bytes: int = 0) -> None:
         self._hosts = [
             _Host(
-                KeptProcess(partial(one.start, partial(self._evict_others, one.models))), one.models
+                KeptProcess(partial(launch.start, partial(self._evict_others, launch.models))),
+                launch.models,
             )
-            for one in launches
+            for launch in launches
         ]
         self._budget_bytes = memory_budget_bytes
         self._opened = asyncio.Event()
@@ -190,7 +191,7 @@ class PooledProcess:
 
     def _find(self, model: int) -> tuple[_Host, int]:
         """The process that computes a model, and the model's number there."""
-        host = next(one for one in self._hosts if model in one.models)
+        host = next(host for host in self._hosts if model in host.models)
         return host, host.models.index(model)
 
     async def _begin(self, host: _Host, model: int) -> ProcessClient:
@@ -209,23 +210,27 @@ class PooledProcess:
         """Evicts models of other processes until a model that is not resident fits the budget."""
         if not self._budget_bytes or model in self.residency.resident:
             return
-        while (held := self._held_by_others(host.models)) and self._is_above_budget(model):
-            await self._evict(min(held, key=lambda one: self._used_s.get(one, 0.0)))
+        while (held := self._list_held_by_others(host.models)) and self._is_above_budget(model):
+            await self._evict(min(held, key=lambda other: self._used_s.get(other, 0.0)))
 
     def _is_above_budget(self, model: int) -> bool:
         sizes = self.residency.size_bytes
         taken = {*self.residency.resident, model}
-        return sum(sizes.get(one, 0) for one in taken) > self._budget_bytes
+        return sum(sizes.get(number, 0) for number in taken) > self._budget_bytes
 
     async def _fit(self, host: _Host) -> None:
         """Evicts a model that was just started, if it does not fit alongside the others."""
         last = host.models[-1]
-        if self._budget_bytes and self._held_by_others(host.models) and self._is_above_budget(last):
+        if (
+            self._budget_bytes
+            and self._list_held_by_others(host.models)
+            and self._is_above_budget(last)
+        ):
             for model in host.models:
                 await self._evict(model)
 
-    def _held_by_others(self, models: Sequence[int]) -> list[int]:
-        return [one for one in self.residency.resident if one not in models]
+    def _list_held_by_others(self, models: Sequence[int]) -> list[int]:
+        return [number for number in self.residency.resident if number not in models]
 
     async def _evict(self, model: int) -> None:
         host, number = self._find(model)
@@ -237,7 +242,7 @@ class PooledProcess:
 
         Returns whether there were any.
         """
-        held = self._held_by_others(models)
+        held = self._list_held_by_others(models)
         for model in held:
             log.warning("model evicted to make room for another", extra={"model": model})
             await self._evict(model)

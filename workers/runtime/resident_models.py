@@ -78,7 +78,9 @@ def offload(model: LoadedModel, room_bytes: int) -> Offloaded | None:
     if "torch" not in sys.modules:  # another library computes and owns the weights
         return None
     networks = list(_networks(vars(model), _DEPTH))
-    tensors = list({id(one): one for network in networks for one in _weights(network)}.values())
+    tensors = list(
+        {id(tensor): tensor for network in networks for tensor in _weights(network)}.values()
+    )
     # The allocator of pinned memory rounds up to powers of two.
     needed = 2 * sum(tensor.nbytes for tensor in tensors)
     if not tensors or needed > room_bytes or not all(_is_movable(network) for network in networks):
@@ -238,7 +240,7 @@ class ResidentModels:
         self._budget_bytes = budget_bytes
         more = more_weights or {}
         self._size_bytes = {
-            number: sum(weights_bytes(one) for one in (path, *more.get(number, ())))
+            number: sum(weights_bytes(file) for file in (path, *more.get(number, ())))
             for number, path in enumerate(weights)
         }
         self._estimate_bytes = dict(self._size_bytes)
@@ -352,11 +354,11 @@ class ResidentModels:
         while (
             self._budget_bytes
             and self._resident
-            and size_bytes + self._taken_bytes() > self._budget_bytes
+            and size_bytes + self._count_taken_bytes() > self._budget_bytes
         ):
             self._evict_oldest()
 
-    def _taken_bytes(self) -> int:
+    def _count_taken_bytes(self) -> int:
         return sum(self._size_bytes[number] for number in self._resident)
 
     def evict_others(self, keep: int) -> None:

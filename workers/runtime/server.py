@@ -271,7 +271,7 @@ def _exit_on_hangup(fd: int) -> None:
 
 def _backends(arguments: argparse.Namespace) -> list[Backend | None]:
     encoded = arguments.backend or ["null"] * len(arguments.model)
-    return [msgspec.json.decode(one, type=Backend | None) for one in encoded]
+    return [msgspec.json.decode(text, type=Backend | None) for text in encoded]
 
 
 def _makers(arguments: argparse.Namespace, threads: int) -> list[Callable[[], LoadedModel]]:
@@ -299,7 +299,10 @@ def _resident_models(
         weights,
         arguments.memory_budget_bytes,
         loaded,
-        {number: WORKER_TASKS[one.task].more_weights(one) for number, one in enumerate(entries)},
+        {
+            number: WORKER_TASKS[entry.task].more_weights(entry)
+            for number, entry in enumerate(entries)
+        },
     )
 
 

@@ -264,13 +264,13 @@ class _TemplateProcess:
                 _Output, os.fdopen(output, "rb", 0)
             )
             self.forks += 1
-            asked: asyncio.Future[ForkedProcess] = asyncio.get_running_loop().create_future()
-            self._forking[self.forks] = asked
+            future: asyncio.Future[ForkedProcess] = asyncio.get_running_loop().create_future()
+            self._forking[self.forks] = future
             try:
                 send(
                     self._control, ForkRequest(self.forks, device), [theirs.fileno(), their_output]
                 )
-                child = await asked
+                child = await future
             except BaseException:
                 pipe.close()
                 raise
@@ -300,14 +300,14 @@ class _TemplateProcess:
                 self._end()
 
     def _on_fork(self, forked: ForkResult, pidfd: int) -> None:
-        asked = self._forking.pop(forked.number, None)
+        future = self._forking.pop(forked.number, None)
         if (
-            asked is None or asked.done()
+            future is None or future.done()
         ):  # the caller is gone; the process exits because its socket is closed
             os.close(pidfd)
             return
         self._children[forked.pid] = ForkedProcess(forked.pid, pidfd)
-        asked.set_result(self._children[forked.pid])
+        future.set_result(self._children[forked.pid])
 
     def _on_process_ended(self, ended: ProcessEnded) -> None:
         child = self._children.pop(ended.pid, None)
@@ -322,9 +322,9 @@ class _TemplateProcess:
         self._control.close()
         for child in self._children.values():
             child.set_status(None)
-        for asked in self._forking.values():
-            if not asked.done():
-                asked.set_exception(ModelFailed("the template of the model processes ended"))
+        for future in self._forking.values():
+            if not future.done():
+                future.set_exception(ModelFailed("the template of the model processes ended"))
         if not self.loaded.done():
             self.loaded.set_result(None)
 

@@ -160,7 +160,9 @@ class TenantQueue(Generic[ItemT]):
         if self._stale > self.waiting + STALE_MAX:
             self._stale = 0
             for entries in self.by_key.values():
-                entries[:] = [one for one in entries if self._filed.get(one[2]) is one]
+                entries[:] = [
+                    candidate for candidate in entries if self._filed.get(candidate[2]) is candidate
+                ]
                 heapify(entries)
             self._by_deadline = self._live() if len(self.by_key) > 1 else []
 
@@ -180,10 +182,10 @@ class TenantQueue(Generic[ItemT]):
     def _live(self) -> list[HeapEntry[ItemT]]:
         """Returns a heap of all entries."""
         live = [
-            one
+            entry
             for entries in self.by_key.values()
-            for one in entries
-            if self._filed.get(one[2]) is one
+            for entry in entries
+            if self._filed.get(entry[2]) is entry
         ]
         heapify(live)
         return live
@@ -237,14 +239,16 @@ class BatchQueue(Generic[ItemT]):
 
         Takes O(tenants).
         """
-        tenants = [one for one in self._tenants.values() if one.waiting and self._may_run(one)]
+        tenants = [
+            tenant for tenant in self._tenants.values() if tenant.waiting and self._may_run(tenant)
+        ]
         firsts = [entry for tenant in tenants if (entry := tenant.earliest()) is not None]
         return min(firsts)[2] if firsts else None
 
     def firsts(self) -> list[ItemT]:
         """The item of each tenant that is its next. Takes O(tenants)."""
-        tenants = (one for one in self._tenants.values() if one.waiting)
-        return [entry[2] for one in tenants if (entry := one.earliest()) is not None]
+        tenants = (tenant for tenant in self._tenants.values() if tenant.waiting)
+        return [entry[2] for tenant in tenants if (entry := tenant.earliest()) is not None]
 
     def add(self, item: ItemT) -> None:
         self._file(item, next(self._arrivals))
@@ -360,8 +364,8 @@ class BatchQueue(Generic[ItemT]):
         self, is_wanted: Callable[[ItemT], bool], may_take: Callable[[ItemT], bool]
     ) -> ItemT | None:
         """The first item that may be taken, in the order of turns. Takes O(tenants log tenants)."""
-        waiting = [one for one in self._tenants.values() if one.waiting]
-        for tenant in sorted(waiting, key=lambda one: one.next_round):
+        waiting = [tenant for tenant in self._tenants.values() if tenant.waiting]
+        for tenant in sorted(waiting, key=lambda candidate: candidate.next_round):
             while (entry := tenant.earliest() if tenant.waiting else None) is not None:
                 if is_wanted(entry[2]):
                     if may_take(entry[2]):
@@ -457,7 +461,9 @@ class BatchQueue(Generic[ItemT]):
         self._idle += 1
         if self._idle > IDLE_MAX:
             self._idle = 0
-            self._tenants = {name: one for name, one in self._tenants.items() if one.waiting}
+            self._tenants = {
+                name: tenant for name, tenant in self._tenants.items() if tenant.waiting
+            }
             self._ring = [turn for turn in self._ring if turn[2].waiting]
             heapify(self._ring)
 

@@ -129,28 +129,28 @@ def to_preempt(
         them costs least. Empty: it has room, or no tenant has too much, or the excess is
         not enough.
     """
-    kept, chosen = list(inside), list[ItemT]()
-    while not fits(kept):
-        one = _next(first, kept, part_of)
-        if one is None:
+    remaining, chosen = list(inside), list[ItemT]()
+    while not fits(remaining):
+        item = _next(first, remaining, part_of)
+        if item is None:
             return []
-        kept.remove(one)
-        chosen.append(one)
+        remaining.remove(item)
+        chosen.append(item)
     return chosen
 
 
 def _next(first: ItemT, inside: list[ItemT], part_of: Callable[[ItemT], float]) -> ItemT | None:
     held: defaultdict[str, float] = defaultdict(float)
-    for one in inside:
-        held[one.tenant] += part_of(one) / one.weight
+    for item in inside:
+        held[item.tenant] += part_of(item) / item.weight
     wanted = held[first.tenant] + part_of(first) / first.weight
     chosen: ItemT | None = None
-    for one in inside:
-        is_too_much = held[one.tenant] - part_of(one) / one.weight >= wanted
-        if one.tenant == first.tenant or not one.can_go_on or not is_too_much:
+    for item in inside:
+        is_too_much = held[item.tenant] - part_of(item) / item.weight >= wanted
+        if item.tenant == first.tenant or not item.can_go_on or not is_too_much:
             continue
-        if chosen is None or held[one.tenant] >= held[chosen.tenant]:
-            chosen = one
+        if chosen is None or held[item.tenant] >= held[chosen.tenant]:
+            chosen = item
     return chosen
 
 
@@ -591,10 +591,10 @@ class PriorityQueue:
     def discard_unwanted(self, is_wanted: Callable[[QueuedItem], bool]) -> None:
         for queue in self._queues:
             queue.discard_unwanted(is_wanted)
-        for queued in [one for one in self._interactive if one.priority == "batch"]:
+        for queued in [item for item in self._interactive if item.priority == "batch"]:
             self.update(queued)  # the interactive waiters are gone
-        left = ([queued for queued in group if is_wanted(queued)] for group in self._suspects)
-        self._suspects = deque(group for group in left if group)
+        groups = ([queued for queued in group if is_wanted(queued)] for group in self._suspects)
+        self._suspects = deque(group for group in groups if group)
 
     def observe_item(
         self, queued: QueuedItem, seconds: float, now_s: float, *, is_computed: bool = True

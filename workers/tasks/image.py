@@ -35,7 +35,11 @@ class ImageWorker(WorkerTask):
         from workers.models.image.folders_beside import control_folders, ip_adapter_files
 
         files = ip_adapter_files(entry).values()
-        beside = [path for one in files for path in (one.weights, one.encoder)]
+        beside = [
+            path
+            for adapter_files in files
+            for path in (adapter_files.weights, adapter_files.encoder)
+        ]
         return tuple(dict.fromkeys([*control_folders(entry).values(), *beside]))
 
     def prepares_on_thread(self, entry: Model) -> bool:
@@ -52,7 +56,10 @@ class ImageWorker(WorkerTask):
             entry.image,
             is_stepped=self.computes_steps(entry, folder),
             rounds_up=index is not None and index.rounds_up,
-            sides_px={name: one.side_px for name, one in ip_adapter_files(entry).items()},
+            sides_px={
+                name: adapter_files.side_px
+                for name, adapter_files in ip_adapter_files(entry).items()
+            },
         )
 
     def model(self, entry: Model, folder: Path, resources: Resources) -> InferenceModel:

@@ -74,12 +74,14 @@ class AsideClass:
         both = (ours.unpacked(), theirs.unpacked())
         files = [
             {"at": [number, *place.at], "name": place.name}
-            for number, one in enumerate(both)
-            for place in one.places
+            for number, result in enumerate(both)
+            for place in result.places
         ]
-        message = {"id": 0, "outputs": [one.output for one in both], "files": files}
+        message = {"id": 0, "outputs": [result.output for result in both], "files": files}
         return bool(
-            self._asked("close", message, [file.data or b"" for one in both for file in one.files])
+            self._asked(
+                "close", message, [file.data or b"" for result in both for file in result.files]
+            )
         )
 
     def _asked(self, name: str, message: dict[str, Any], blobs: Sequence[bytes]) -> Any:

@@ -177,7 +177,7 @@ class ClassBatch:
         numbers = [process.next_number() for _ in inputs]
         self._numbers = range(numbers[0], numbers[-1] + 1)
         self._answers, self._error = {}, None
-        messages = [message_of(number, one) for number, one in zip(numbers, inputs, strict=True)]
+        messages = [message_of(number, item) for number, item in zip(numbers, inputs, strict=True)]
         process.send([({"batch": len(inputs)}, ()), *messages], [BATCH])
         try:
             async with asyncio.timeout(timeout_s):
@@ -197,8 +197,8 @@ class ClassBatch:
             for slot, frame in zip(slots, answers, strict=True):
                 self._note_traceback(slot, frame)
             return [
-                outcome_of(frame, self._interface, one.length, process.paths)
-                for frame, one in zip(answers, inputs, strict=True)
+                outcome_of(frame, self._interface, item.length, process.paths)
+                for frame, item in zip(answers, inputs, strict=True)
             ]
         except MALFORMED as error:
             await process.end(NO_ANSWER)

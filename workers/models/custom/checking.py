@@ -55,7 +55,7 @@ def inspect_folder(folder: Path) -> Inspected:
         ConfigurationError: the folder does not contain a class that can be served. The message has
             the reason and the output of its module.
     """
-    folder = _checked_folder(folder)
+    folder = _check_folder(folder)
     sources = read_sources(folder)
     entry = entry_variables(folder)
     left_out: list[str] = []
@@ -113,7 +113,7 @@ def show_inspection(folder: Path) -> ModelInterface:
 
     Those about cog.yaml come first, because what it asks for in vain may be why the class fails.
     """
-    early = read_notes(_checked_folder(folder))
+    early = read_notes(_check_folder(folder))
     for note in early:
         print(f"note: {note}", file=sys.stderr, flush=True)
     inspected = inspect_folder(folder)
@@ -134,7 +134,7 @@ def read_notes(folder: Path) -> list[str]:
     return [*find_without_effect(folder), *unmet(folder)]
 
 
-def _checked_folder(folder: Path) -> Path:
+def _check_folder(folder: Path) -> Path:
     folder = folder.expanduser().resolve()
     if not folder.is_dir():
         raise ConfigurationError(f"{folder} is not a folder", field="source")

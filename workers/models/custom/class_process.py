@@ -282,8 +282,8 @@ class ClassProcess:
         self.setup_s, self.set_up_at_s = time.monotonic() - began_s, time.time()
         self._pause_s, self._start_at_s = FIRST_PAUSE_S, 0.0
         if not self.unconfined:
-            for one in runner.unconfined or ():
-                facts = {"model": self._entry.name, "reason": one}
+            for reason in runner.unconfined or ():
+                facts = {"model": self._entry.name, "reason": reason}
                 log.warning("a class is not confined", extra=facts)
         self.unconfined = runner.unconfined or ()
         self.is_ready = True

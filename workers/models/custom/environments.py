@@ -77,34 +77,38 @@ def python_for(folder: Path) -> str:
             uv.
     """
     folder = folder.resolve()  # uv runs elsewhere
-    asked = asked_packages(folder)
-    if not asked:
+    requested = asked_packages(folder)
+    if not requested:
         return sys.executable
-    base = _interpreter(asked.python_version)
-    target = read_settings(ClassSettings).environments_dir.resolve() / _digest(folder, asked, base)
+    base = _interpreter(requested.python_version)
+    target = read_settings(ClassSettings).environments_dir.resolve() / _digest(
+        folder, requested, base
+    )
     if not _is_whole(target):
-        _make(folder, asked, base, target)
+        _make(folder, requested, base, target)
     return str(target / "bin" / "python")
 
 
 def unmet(folder: Path) -> list[str]:
     """Returns the requests of a class about its environment that are not met here, in words."""
-    asked = asked_packages(folder)
-    return [*_other_cog(asked), *_other_python(asked)]
+    requested = asked_packages(folder)
+    return [*_find_other_cog(requested), *_find_other_python(requested)]
 
 
-def _other_cog(asked: AskedPackages) -> list[str]:
+def _find_other_cog(asked: AskedPackages) -> list[str]:
     lines = list(asked.lines)
     if asked.file is not None:
         lines += asked.file.read_text(encoding="utf-8", errors="replace").splitlines()
     ours = f"cog=={version('cog')}"
     pinned = [line.split("#")[0].strip() for line in lines if _COG.match(line)]
     return [
-        f"{one} has no effect here: the class runs with {ours}" for one in pinned if one != ours
+        f"{requirement} has no effect here: the class runs with {ours}"
+        for requirement in pinned
+        if requirement != ours
     ]
 
 
-def _other_python(asked: AskedPackages) -> list[str]:
+def _find_other_python(asked: AskedPackages) -> list[str]:
     ours = _our_python()
     if not asked.python_version or _has_version(ours, asked.python_version):
         return []
@@ -144,9 +148,9 @@ def _interpreter(wanted: str) -> Interpreter:
 
 
 def _digest(folder: Path, asked: AskedPackages, base: Interpreter) -> str:
-    files = _included(folder, asked.file) if asked.file else {}
+    files = _read_included(folder, asked.file) if asked.file else {}
     if (overrides := folder / OVERRIDES).is_file():
-        files |= _included(folder, overrides)
+        files |= _read_included(folder, overrides)
     whole = {
         "files": {name: hashlib.sha256(data).hexdigest() for name, data in files.items()},
         "lines": asked.lines,
@@ -156,7 +160,7 @@ def _digest(folder: Path, asked: AskedPackages, base: Interpreter) -> str:
     return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def _included(folder: Path, first: Path) -> dict[str, bytes]:
+def _read_included(folder: Path, first: Path) -> dict[str, bytes]:
     """Returns the content of a requirements file and of the files it includes, by name."""
     contents: dict[str, bytes] = {}
     waiting = [first]

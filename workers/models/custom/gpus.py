@@ -17,7 +17,7 @@ def gpu_variables(device: str) -> dict[str, str]:
     kind, _, number = device.partition(":")
     if kind != "cuda" or not number:
         return {}
-    visible = [one for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one]
+    visible = [number for number in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if number]
     chosen = visible[int(number)] if int(number) < len(visible) else number
     return {"CUDA_VISIBLE_DEVICES": chosen}
 

@@ -82,15 +82,15 @@ class ProcessFamily:
         for name in os.listdir(_PROC):
             if not name.isdigit():
                 continue
-            one = int(name)
+            pid = int(name)
             with contextlib.suppress(OSError, ValueError, IndexError):
-                state, parent, session = _state(one)
+                state, parent, session = _state(pid)
                 if state in "ZX":
                     continue
-                parents[one] = parent
-                if one == self._pid or session == self._pid or self._shares_namespace(one):
-                    members.add(one)
-        return {one for one in parents if _descends(one, members, parents)}
+                parents[pid] = parent
+                if pid == self._pid or session == self._pid or self._shares_namespace(pid):
+                    members.add(pid)
+        return {pid for pid in parents if _descends(pid, members, parents)}
 
     def _shares_namespace(self, pid: int) -> bool:
         return bool(self._namespace) and _namespace(pid) == self._namespace
@@ -100,9 +100,9 @@ class ProcessFamily:
         until_s = time.monotonic() + END_LIMIT_S
         while (members := self.members()) and time.monotonic() < until_s:
             # Itself first: otherwise it might still answer that what it started has ended.
-            for one in sorted(members, key=lambda pid: pid != self._pid):
+            for member in sorted(members, key=lambda pid: pid != self._pid):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(one, signal.SIGKILL)
+                    os.kill(member, signal.SIGKILL)
             time.sleep(0.005)
 
     def close(self) -> None:
@@ -141,7 +141,7 @@ def memory_of(pid: int) -> int:
     with contextlib.suppress(OSError, KeyError, ValueError):  # one that has ended has no such lines
         lines = (_PROC / str(pid) / "status").read_text(errors="replace").splitlines()
         fields = dict(line.split(":", 1) for line in lines if ":" in line)
-        return sum(int(fields[one].split()[0]) * 1024 for one in ("RssAnon", "RssShmem"))
+        return sum(int(fields[field].split()[0]) * 1024 for field in ("RssAnon", "RssShmem"))
     return 0
 
 
@@ -150,7 +150,7 @@ def proportional_memory_of(pid: int) -> int:
     try:
         lines = (_PROC / str(pid) / "smaps_rollup").read_text(errors="replace").splitlines()
         fields = dict(line.split(":", 1) for line in lines[1:] if ":" in line)
-        return sum(int(fields[one].split()[0]) * 1024 for one in ("Pss_Anon", "Pss_Shmem"))
+        return sum(int(fields[field].split()[0]) * 1024 for field in ("Pss_Anon", "Pss_Shmem"))
     except (OSError, KeyError, ValueError):
         return memory_of(pid)
 
@@ -186,7 +186,7 @@ class DiskUse:
 
     def may_be_above(self) -> bool:
         """True if the disk has lost so much since the last count that it should be repeated."""
-        return self.has_lost_much() and self._rested_s() >= self._took_s / COUNT_SHARE
+        return self.has_lost_much() and self._compute_rest_s() >= self._took_s / COUNT_SHARE
 
     def has_lost_much(self) -> bool:
         """True if, since the last count, the free space fell by half of the remaining limit.
@@ -203,10 +203,10 @@ class DiskUse:
     def is_due(self) -> bool:
         """True if it is time to count again."""
         usual_s = min(self._took_s / USUAL_COUNT_SHARE, MAX_REST_S)
-        is_usual = self._rested_s() >= max(usual_s, self._took_s / COUNT_SHARE)
+        is_usual = self._compute_rest_s() >= max(usual_s, self._took_s / COUNT_SHARE)
         return is_usual or self.may_be_above()
 
-    def _rested_s(self) -> float:
+    def _compute_rest_s(self) -> float:
         return time.monotonic() - self._counted_s
 
     def count(self, family: set[int]) -> str:
@@ -266,7 +266,7 @@ class DiskUse:
                             )
                         with contextlib.suppress(FileNotFoundError):
                             status = entry.stat(follow_symlinks=False)
-                            size_bytes += _counted_bytes(status, counted)
+                            size_bytes += _count_bytes(status, counted)
                             if stat.S_ISDIR(status.st_mode):
                                 waiting.append(entry.path)
             except (FileNotFoundError, NotADirectoryError):
@@ -289,7 +289,7 @@ class DiskUse:
                     if status.st_nlink and len(self._outside) < MAX_OUTSIDE:
                         self._outside[os.readlink(folder / "fd" / name)] = identity
                     else:
-                        size_bytes += _counted_bytes(status, counted)
+                        size_bytes += _count_bytes(status, counted)
         return size_bytes
 
     def _outside_bytes(self, counted: set[tuple[int, int]]) -> int:
@@ -301,7 +301,7 @@ class DiskUse:
             if status is None or (status.st_dev, status.st_ino) != identity:
                 del self._outside[path]
             elif identity not in counted:
-                size_bytes += _counted_bytes(status, counted)
+                size_bytes += _count_bytes(status, counted)
         return size_bytes
 
 
@@ -311,7 +311,7 @@ def _free_room(folder: Path) -> tuple[int, int]:
     return system.f_bavail * system.f_frsize, system.f_favail
 
 
-def _counted_bytes(status: os.stat_result, counted: set[tuple[int, int]]) -> int:
+def _count_bytes(status: os.stat_result, counted: set[tuple[int, int]]) -> int:
     """The bytes that a file takes on disk. 0, if another name of it was counted."""
     identity = (status.st_dev, status.st_ino)
     if identity in counted:

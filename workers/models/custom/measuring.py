@@ -114,7 +114,9 @@ async def _measure_process(
     )
     try:
         measured = MeasuredClass(client, interface_of(entry))
-        results = [(await measured.compute([one], number))[0] for number, one in enumerate(inputs)]
+        results = [
+            (await measured.compute([item], number))[0] for number, item in enumerate(inputs)
+        ]
         batches = {
             items: await measured.batch_s(inputs, items, conditions.repeats)
             for items in _sizes(entry.batch.max_items)
@@ -202,7 +204,8 @@ class MeasuredClass:
         if self._computes_batches:
             done = await self._client.run(batch, BATCH_LIMIT_S)
             return [
-                _checked(one, first + at, done.logs.get(at)) for at, one in enumerate(done.outcomes)
+                _checked(outcome, first + at, done.logs.get(at))
+                for at, outcome in enumerate(done.outcomes)
             ]
         ended: dict[int, BatchResult] = {}
 
@@ -277,7 +280,7 @@ def _lines(interface: ModelInterface, path: Path) -> Iterator[PreparedCustom]:
         objects = [json.loads(line) for line in lines if line.strip()]
     except (OSError, ValueError) as error:
         raise BadInput(f"--inputs {path}: {error}") from error
-    if not objects or not all(isinstance(one, dict) for one in objects):
+    if not objects or not all(isinstance(values, dict) for values in objects):
         raise BadInput(f"--inputs {path}: each line must be an object of inputs")
     for values in objects:
         files: list[PreparedFile] = []
@@ -297,8 +300,8 @@ def _without_files(
     if shape.get("type") == "array" and isinstance(value, list):
         inner = shape.get("items", {})
         return [
-            _without_files(path, [*at, number], one, inner, files)
-            for number, one in enumerate(value)
+            _without_files(path, [*at, number], element, inner, files)
+            for number, element in enumerate(value)
         ]
     if shape.get("format") != FILE_FORMAT or value is None:
         return value
@@ -320,11 +323,11 @@ def _prepared(
 
 
 def _input_bytes(item: PreparedCustom) -> int:
-    return len(json.dumps(item.values)) + sum(len(one.data) for one in item.files)
+    return len(json.dumps(item.values)) + sum(len(file.data) for file in item.files)
 
 
 def _output_bytes(result: CustomResult) -> int:
-    files = sum(len(one.data or b"") for one in result.files)
+    files = sum(len(file.data or b"") for file in result.files)
     return len(msgspec.json.encode(result.output)) + files
 
 

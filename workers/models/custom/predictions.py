@@ -173,7 +173,7 @@ def outcome_of(
         if not isinstance(message["metrics"], dict):
             raise ValueError("metrics that are not an object")
         if message.get("is_packed"):
-            return _packed_result(frame, work)
+            return _pack_result(frame, work)
         places, files = [place for place, _ in streamed], [file for _, file in streamed]
         for where, data in zip(message["files"], frame.blobs, strict=True):
             _check_place(message["output"], where)
@@ -190,7 +190,7 @@ def outcome_of(
     return Canceled() if message["kind"] == "canceled" else ModelFailed(reason)
 
 
-def _packed_result(frame: Frame, work: int) -> CustomResult:
+def _pack_result(frame: Frame, work: int) -> CustomResult:
     """A large output: its JSON is checked, but not read. Reading 16 MiB may take a second."""
     written, *blobs = frame.blobs
     if len(written) > MAX_OUTPUT_BYTES:
@@ -215,9 +215,9 @@ def _packed_result(frame: Frame, work: int) -> CustomResult:
 
 def message_of(number: int, item: PreparedCustom) -> tuple[dict[str, Any], list[bytes]]:
     """The message that has the runner compute an item, and the bytes of its files."""
-    files = [{"at": one.at, "name": one.name, "is_json": one.is_json} for one in item.files]
+    files = [{"at": file.at, "name": file.name, "is_json": file.is_json} for file in item.files]
     message = {"id": number, "input": item.values, "files": files, "context": item.context}
-    return message, [one.data for one in item.files]
+    return message, [file.data for file in item.files]
 
 
 def _check_place(output: Any, where: dict[str, Any]) -> None:

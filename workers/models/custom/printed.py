@@ -230,7 +230,7 @@ class HiddenValues:
 
     def __init__(self, values: Sequence[str]) -> None:
         # The longest first: another may be a part of it.
-        long = {one for one in values if len(one) >= MIN_HIDDEN_CHARS}
+        long = {value for value in values if len(value) >= MIN_HIDDEN_CHARS}
         self._values = sorted(long, key=len, reverse=True)
 
     def clear(self, text: str) -> str:
@@ -287,14 +287,14 @@ class BoundedShow:
         now_s = time.monotonic()
         gained = (now_s - self._looked_s) * SHOWN_BYTES_PER_S
         self._room, self._looked_s = min(MAX_SHOWN_BYTES, self._room + gained), now_s
-        shown = text[: int(self._room)]
-        self._room -= len(shown)
-        if shown and self._left_out:
+        excerpt = text[: int(self._room)]
+        self._room -= len(excerpt)
+        if excerpt and self._left_out:
             show(f"\n[{self._left_out} characters omitted]\n")
             self._left_out = 0
-        self._left_out += len(text) - len(shown)
-        if shown:
-            show(shown)
+        self._left_out += len(text) - len(excerpt)
+        if excerpt:
+            show(excerpt)
 
 
 def pass_on(printed: PrintedLogs) -> None:

@@ -35,7 +35,9 @@ class PathRemover:
     def __init__(self, scratch: Path | None, folders: Iterable[Path]) -> None:
         known = {str(form) for folder in folders for form in (folder, folder.resolve())}
         # The longest first: one may be inside of another.
-        known_forms = [re.escape(one) for one in sorted(known, key=len, reverse=True) if one != "/"]
+        known_forms = [
+            re.escape(path) for path in sorted(known, key=len, reverse=True) if path != "/"
+        ]
         if scratch is not None:
             known_forms = [rf"{re.escape(str(scratch))}(?:/src|/prediction-\w+/\d+)?", *known_forms]
         roots = rf"(?:{'|'.join(known_forms)})(/|{_ENDED})|" if known_forms else "()(?!)|"

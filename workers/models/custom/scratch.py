@@ -61,7 +61,7 @@ class Scratch:
         view = self.path / WORKING_DIR
         links = []
         for place, folders, names in os.walk(view):
-            for name in (*names, *(one for one in folders if one not in LINKED)):
+            for name in (*names, *(name for name in folders if name not in LINKED)):
                 if Path(place, name).is_symlink():
                     links.append(str(Path(place, name).relative_to(view)))
         return sorted(links)

@@ -128,8 +128,10 @@ def _code(folder: Path) -> Iterator[tuple[str, str]]:
 def _walk(folder: Path) -> Iterator[Path]:
     """Yields the files of a folder, without the files of Python environments in it."""
     for parent, folders, names in os.walk(folder):
-        kept = [one for one in folders if one not in _LEFT_OUT and not one.startswith(".")]
-        folders[:] = [one for one in kept if not _is_environment(Path(parent, one))]
+        source_folders = [
+            name for name in folders if name not in _LEFT_OUT and not name.startswith(".")
+        ]
+        folders[:] = [name for name in source_folders if not _is_environment(Path(parent, name))]
         yield from (Path(parent, name) for name in names)
 
 
@@ -151,8 +153,8 @@ def find_without_effect(folder: Path) -> list[str]:
     """
     settings = _settings(folder)
     build = settings.get("build")
-    asked = build if isinstance(build, dict) else {}
-    others = [f"build.{name}" for name in asked if name not in HONORED_IN_BUILD]
+    build_settings = build if isinstance(build, dict) else {}
+    others = [f"build.{name}" for name in build_settings if name not in HONORED_IN_BUILD]
     others += [name for name in settings if name not in HONORED]
     return [f"{COG_YAML}: {name} has no effect here" for name in others]
 
@@ -175,7 +177,7 @@ def _settings(folder: Path) -> dict[str, Any]:
 def _environment(folder: Path) -> dict[str, str]:
     """The `environment` of cog.yaml: a list of NAME=VALUE."""
     lines = _lines(folder, _settings(folder), "environment", "NAME=VALUE")
-    return dict(one.partition("=")[::2] for one in lines)
+    return dict(line.partition("=")[::2] for line in lines)
 
 
 def _shows_tracebacks(folder: Path, environment: dict[str, str]) -> bool:
@@ -226,7 +228,7 @@ def _lines(
     folder: Path, settings: dict[str, Any], name: str, form: str, prefix: str = ""
 ) -> list[str]:
     lines = settings.get(name) or []
-    if not isinstance(lines, list) or not all(isinstance(one, str) for one in lines):
+    if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
         raise ConfigurationError(
             f"{folder / COG_YAML}: {prefix}{name}: must be a list of {form}", field="source"
         )

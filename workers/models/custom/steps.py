@@ -155,7 +155,9 @@ class ClassSteps:
     def _send_items(self) -> None:
         # A prediction that was dropped may still run, and a class computes one at a time.
         inside = len(self._process.computing)
-        is_alone = any(one.is_sent and one.is_suspect for one in self._items.values())
+        is_alone = any(
+            prediction.is_sent and prediction.is_suspect for prediction in self._items.values()
+        )
         for prediction in self._items.values():
             must_wait = is_alone or (prediction.is_suspect and inside)
             if inside >= self._interface.concurrency or must_wait:
@@ -176,7 +178,9 @@ class ClassSteps:
             ValueError: it is none, as the others of predictions.MALFORMED.
         """
         number = frame.message["id"]
-        prediction = next((one for one in self._items.values() if one.number == number), None)
+        prediction = next(
+            (candidate for candidate in self._items.values() if candidate.number == number), None
+        )
         if prediction is None or not prediction.is_sent:
             self._changed.set()  # one that was dropped has ended
         elif "piece" in frame.message:
@@ -201,7 +205,7 @@ class ClassSteps:
     def _on_end(self, ended: Ended) -> None:
         """The process has ended. Its items fail, unless it was killed from outside."""
         pass_on(ended.printed.take())
-        inside = [one for one in self._items.values() if one.is_sent]
+        inside = [prediction for prediction in self._items.values() if prediction.is_sent]
         for prediction in inside:
             prediction.logs.add(ended.printed.take_log(prediction.number), is_all=True)
             prediction.start_over()
@@ -228,7 +232,7 @@ class ClassSteps:
         """
         now_s = time.monotonic()
         if self._charged_s is not None:
-            waiting = [slot for slot, one in self._items.items() if not one.is_sent]
+            waiting = [slot for slot, prediction in self._items.items() if not prediction.is_sent]
             self._shares.charge(now_s - self._charged_s, waiting=waiting)
         self._charged_s = now_s if self._process.is_ready else None
 

@@ -145,12 +145,12 @@ def read_assignments(
     values: dict[str, Any] = {}
     files: list[dict[str, Any]] = []
     blobs: list[bytes] = []
-    for one in assignments:
-        name, equals, text = one.partition("=")
+    for assignment in assignments:
+        name, equals, text = assignment.partition("=")
         shape = interface.properties.get(name)
         if not equals or shape is None:
             known = ", ".join(interface.properties) or "none"
-            raise BadInput(f"-i {one}: must be NAME=VALUE with one of the inputs: {known}")
+            raise BadInput(f"-i {assignment}: must be NAME=VALUE with one of the inputs: {known}")
         is_list = shape.get("type") == "array"
         element = shape.get("items", {}) if is_list else shape
         if element.get("format") == FILE_FORMAT:

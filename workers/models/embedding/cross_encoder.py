@@ -76,7 +76,9 @@ class CrossEncoderModel:
     def warmup(self) -> None:
         """Runs a short and a longer pair, alone and padded."""
         ids = [np.zeros(length, "<u4").tobytes() for length in _WARMUP_LENGTHS]
-        batch = [PreparedText(key="", length=len(one) // 4, ids=one) for one in ids]
+        batch = [
+            PreparedText(key="", length=len(token_ids) // 4, ids=token_ids) for token_ids in ids
+        ]
         self.predict(batch[:1], _ignore_step)
         self.predict(batch, _ignore_step)
 
@@ -106,7 +108,7 @@ class CrossEncoderModel:
         if getattr(self._model.config, "type_vocab_size", 0) > 1:
             inputs["token_type_ids"] = types
         with torch.inference_mode(), memory_errors():
-            on_device = {name: one.to(self._device) for name, one in inputs.items()}
+            on_device = {name: tensor.to(self._device) for name, tensor in inputs.items()}
             with attention_without_plans(self._device):
                 logits = self._model(**on_device).logits[:, 0].float()
             # An overflow would look like the best or the worst score.

@@ -188,7 +188,7 @@ def _attend(
     if (
         key.shape != query.shape
         or getattr(module, "is_causal", False)
-        or any(one is not None for one in narrowing)
+        or any(option is not None for option in narrowing)
     ):
         raise ValueError(
             "only plain attention to all tokens of a text can be computed text by text"
@@ -213,7 +213,7 @@ def attend_text_by_text(
     if len(lengths) == 1 and not filler:
         return _attend_one(query, key, value, scaling)
     queries, keys, values = (
-        torch.split(one, [*lengths, filler], dim=2) for one in (query, key, value)
+        torch.split(tensor, [*lengths, filler], dim=2) for tensor in (query, key, value)
     )
     texts = zip(queries[:-1], keys[:-1], values[:-1], strict=True)
     return torch.cat([*(_attend_one(q, k, v, scaling) for q, k, v in texts), values[-1]], dim=2)
@@ -483,7 +483,7 @@ class TorchEncoder:
             states = self._model(
                 **arguments, attention_mask=None if mask is None else mask.long()
             ).last_hidden_state
-        return self._pooled(states.float(), mask)
+        return self._pool_states(states.float(), mask)
 
     def _unpadded(
         self, ids: np.ndarray, types: np.ndarray | None, lengths: np.ndarray
@@ -500,10 +500,10 @@ class TorchEncoder:
             )
             states = run_unpadded(self._model, real_ids, real_types, counts, self._first_position)
         return torch.cat(
-            [self._pooled(text[None], None) for text in torch.split(states.float(), counts)]
+            [self._pool_states(text[None], None) for text in torch.split(states.float(), counts)]
         )
 
-    def _pooled(self, states: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    def _pool_states(self, states: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         return torch.cat([_pool(mode, states, mask) for mode in self._settings.pooling], dim=1)
 
 

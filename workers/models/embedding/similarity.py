@@ -40,7 +40,7 @@ class PairPreparer:
     def prepare(self, inputs: Sequence[Input]) -> list[PreparedPair | BadInput]:
         """One outcome per input, in order."""
         pairs = [value for value in inputs if isinstance(value, SimilarityInput)]
-        wanted = [text for one in pairs for text in _texts_of(one)]
+        wanted = [text for pair in pairs for text in _texts_of(pair)]
         distinct = list(dict.fromkeys(wanted))
         outcomes = self._texts.prepare([TextInput(*text) for text in distinct])
         prepared = dict(zip(distinct, outcomes, strict=True))
@@ -51,10 +51,10 @@ class PairPreparer:
     ) -> PreparedPair | BadInput:
         if not isinstance(value, SimilarityInput):
             return BadInput("the input of a similarity model must be pairs of texts", field="input")
-        text, query = (prepared[one] for one in _texts_of(value))
-        for one in (text, query):
-            if isinstance(one, BadInput):
-                return one
+        text, query = (prepared[cut_text] for cut_text in _texts_of(value))
+        for part in (text, query):
+            if isinstance(part, BadInput):
+                return part
         assert isinstance(text, PreparedText)
         assert isinstance(query, PreparedText)
         return PreparedPair(key="", length=text.length + query.length, text=text, query=query)
@@ -90,8 +90,8 @@ class CrossPreparer:
     def _joined(self, value: SimilarityInput) -> PreparedText | BadInput:
         try:
             query, text = (
-                self._tokenizer.encode(one, add_special_tokens=False)
-                for one in (value.query, value.text)
+                self._tokenizer.encode(part, add_special_tokens=False)
+                for part in (value.query, value.text)
             )
         except (TypeError, ValueError) as error:  # a lone surrogate
             return BadInput(f"the text can't be tokenized: {error}", field="input")

@@ -86,8 +86,8 @@ class TextPreparer:
             return list(chain.from_iterable(self._tokenize([value]) for value in inputs))
         pairs = zip(texts, encodings, strict=True)
         return [
-            self._prepared(one.ids, one.type_ids, value.truncate, value.max_tokens)
-            for value, one in pairs
+            self._prepared(encoding.ids, encoding.type_ids, value.truncate, value.max_tokens)
+            for value, encoding in pairs
         ]
 
     def _locate(self, text: str) -> TextTokens | BadInput:

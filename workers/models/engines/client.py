@@ -123,10 +123,10 @@ class EngineClient:
         item = PreparedPrompt(key="", length=2, ids=ids, max_tokens=1, seed=0, logprobs=1)
         await EngineSteps(engine, self._room, 0, outcomes.append).run([item], WARMUP_LIMIT_S)
         await asyncio.sleep(0)
-        for one in outcomes:
-            if isinstance(one, ItemEnded) and isinstance(one.done.results[0], Failure):
+        for outcome in outcomes:
+            if isinstance(outcome, ItemEnded) and isinstance(outcome.done.results[0], Failure):
                 raise ConfigurationError(
-                    f"{self._folder}: {one.done.results[0].message}", field="source"
+                    f"{self._folder}: {outcome.done.results[0].message}", field="source"
                 )
 
     @property

@@ -109,19 +109,19 @@ class EngineGeneration:
         computed: Sequence[int] = ()
         permit: ReadingPermit | None = None
         try:
-            asked = Asked(ids, place.number, keeps=bool(known))
+            request = Asked(ids, place.number, keeps=bool(known))
             while True:
                 is_last = len(ids) - known <= part_tokens
                 end = len(ids) if is_last else known + part_tokens
                 permit = await permits.begin(self.item.owner, end - known)
                 if is_last:
                     break
-                reply = await self._ask(engine, replace(asked, ids=ids[:end]))
+                reply = await self._ask(engine, replace(request, ids=ids[:end]))
                 permit.end()
                 self._note_cached(reply)
                 on_work(self.slot, end - known)
-                known, asked, computed = end, replace(asked, keeps=True), ids[:end]
-            await self._write(engine, asked, permit, len(ids) - known, on_work)
+                known, request, computed = end, replace(request, keeps=True), ids[:end]
+            await self._write(engine, request, permit, len(ids) - known, on_work)
             computed = self.ids[:-1]
         finally:
             if permit is not None:
@@ -212,10 +212,10 @@ class EngineGeneration:
             async with engine.post(PATH, body) as response:
                 reply = decode_reply(await response.read())
             best = reply.completion_probabilities[0].top_logprobs
-            for one in best:
-                if one.id == token:
+            for candidate in best:
+                if candidate.id == token:
                     top = best[: max(1, self.item.logprobs)]
-                    return Chosen(id=token, logprob=one.logprob, top_logprobs=top)
+                    return Chosen(id=token, logprob=candidate.logprob, top_logprobs=top)
         raise ModelFailed(NO_NUMBERS)
 
     def _bias(self) -> dict[int, float] | None:
@@ -229,8 +229,8 @@ class EngineGeneration:
         if penalizes:
             tokens, counts = np.unique(np.asarray(self.writing.ids, np.int64), return_counts=True)
             less = item.frequency_penalty * counts + item.presence_penalty
-            for token, one in zip(tokens.tolist(), less.tolist(), strict=True):
-                bias[token] = bias.get(token, 0.0) - one
+            for token, less_bias in zip(tokens.tolist(), less.tolist(), strict=True):
+                bias[token] = bias.get(token, 0.0) - less_bias
         if allowed is None:
             return bias
         excluded = np.flatnonzero(~allowed)
@@ -266,7 +266,7 @@ class EngineGeneration:
             chosen = chances[at] if at < len(chances) else None
             row = None
             if chosen is not None and self.item.logprobs >= 0:
-                row = {one.id: one.logprob for one in chosen.top_logprobs}
+                row = {chance.id: chance.logprob for chance in chosen.top_logprobs}
                 row[token] = chosen.logprob
             self.writing.add_chosen(token, row)
         if reply.stop and reply.stop_type == "eos":

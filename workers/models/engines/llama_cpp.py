@@ -77,12 +77,12 @@ def weights_in(folder: Path) -> Path:
     Raises:
         ConfigurationError: the folder has no GGUF file, or several.
     """
-    files = sorted(one for one in folder.glob("*.gguf") if not one.name.startswith("mmproj"))
-    firsts = [one for one in files if "-of-" not in one.name or "-00001-of-" in one.name]
+    files = sorted(file for file in folder.glob("*.gguf") if not file.name.startswith("mmproj"))
+    firsts = [file for file in files if "-of-" not in file.name or "-00001-of-" in file.name]
     if len(firsts) == 1:
         return firsts[0]
     if firsts:
-        names = ", ".join(one.name for one in firsts)
+        names = ", ".join(file.name for file in firsts)
         raise ConfigurationError(
             f"{folder}: has {len(firsts)} GGUF files ({names}); set one of them as the source",
             field="source",

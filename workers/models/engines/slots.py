@@ -38,11 +38,11 @@ class EngineSlots:
             owner: whose it is. Empty: it shares nothing.
             ids: the tokens that the generation begins with.
         """
-        free = [one for one in self._slots if not one.is_busy]
-        own = [one for one in free if owner and one.owner == owner]
-        best = max(own, key=lambda one: _common(one.ids, ids), default=None)
+        free = [slot for slot in self._slots if not slot.is_busy]
+        own = [slot for slot in free if owner and slot.owner == owner]
+        best = max(own, key=lambda slot: _common(slot.ids, ids), default=None)
         if best is None or (not _common(best.ids, ids) and len(own) < len(free)):
-            best = min(free, key=lambda one: (one.owner is not None, one.freed))
+            best = min(free, key=lambda slot: (slot.owner is not None, slot.freed))
         known = _common(best.ids, ids) if owner and best.owner == owner else 0
         best.owner, best.is_busy = owner, True
         return best, known

@@ -152,8 +152,8 @@ class EngineSteps:
             item.owner = "*"
         # The other choices of a request cost what they would if they shared the prompt's slot.
         is_read = any(
-            one.item.owner == item.owner and one.item.ids == item.ids
-            for one in self._items.values()
+            running.item.owner == item.owner and running.item.ids == item.ids
+            for running in self._items.values()
             if item.owner
         )
         generation = EngineGeneration(slot, item, self._engine.vocabulary)

@@ -250,19 +250,19 @@ class GenerationModel:
 
         Returns whether one was read to its end, so it has a first token.
         """
-        left, has_first = self._chunk_tokens, False
+        tokens_left, has_first = self._chunk_tokens, False
         waiting = [
             generation for generation in self._generations.values() if generation.is_read_in_part
         ]
         for at in self._turns.order([generation.item.owner for generation in waiting]):
-            if left == 0:
+            if tokens_left == 0:
                 break
             generation = waiting[at]
             assert generation.row is not None, "this is a bug"
             self._turns.took(generation.item.owner)
             start = len(generation.row.ids)
-            part = generation.ids[start : start + generation.chunk_tokens(left)]
-            left -= len(part)
+            part = generation.ids[start : start + generation.chunk_tokens(tokens_left)]
+            tokens_left -= len(part)
             ends = start + len(part) == len(generation.ids)
             try:
                 logits = self._read_part(generation, start, part, ends=ends)
@@ -306,10 +306,10 @@ class GenerationModel:
             guessed = generations[0].guess(self._decoder.slots.capacity)
             if guessed and self._check_guess(generations[0], guessed, end):
                 return
-        for one, other, tokens in self._rows.gather(
+        for slot, other, tokens in self._rows.gather(
             [generation.row for generation in generations if generation.row]
         ):
-            self._decoder.slots.exchange(one, other, tokens)
+            self._decoder.slots.exchange(slot, other, tokens)
         generations.sort(key=lambda generation: generation.row.number if generation.row else 0)
         try:
             logits = self._decoder.decode(

@@ -170,8 +170,10 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 def _product_length(operator: str, left: Any, right: Any) -> int:
     """Returns how long the result may be, roughly."""
-    sizes = [len(one) if isinstance(one, str | list | tuple) else 0 for one in (left, right)]
-    numbers = [int(one) for one in (left, right) if isinstance(one, int | float)]
+    sizes = [
+        len(operand) if isinstance(operand, str | list | tuple) else 0 for operand in (left, right)
+    ]
+    numbers = [int(operand) for operand in (left, right) if isinstance(operand, int | float)]
     if operator == "+":
         return sum(sizes)
     if operator == "*" and any(sizes):
@@ -331,7 +333,9 @@ class PromptPreparer:
         marks = _Marks(list(self._vocabulary.special.values()))
         try:
             options = value.template_options if isinstance(value, GenerationInput) else {}
-            arguments = [marks.hide(one) for one in (value.messages, value.tools, options)]
+            arguments = [
+                marks.hide(argument) for argument in (value.messages, value.tools, options)
+            ]
             text = self._render(self._template, marks, *arguments)
         except RecursionError as error:
             raise BadInput("the messages are nested too deeply", field="messages") from error
@@ -430,9 +434,9 @@ class _Marks:
                     value = value.replace(text, f"\ue000{self._nonce}:{number}\ue001")
             return value
         if isinstance(value, list):
-            return [self.hide(one) for one in value]
+            return [self.hide(element) for element in value]
         if isinstance(value, dict):
-            return {self.hide(key): self.hide(one) for key, one in value.items()}
+            return {self.hide(key): self.hide(element) for key, element in value.items()}
         return value
 
     def split(self, text: str) -> list[tuple[str, bool]]:
@@ -451,7 +455,7 @@ def _read_template(vocabulary: Vocabulary) -> ChatTemplate | None:
     path = vocabulary.folder / "chat_template.jinja"
     source = config.get("chat_template")
     if isinstance(source, list):  # several, with names
-        source = {one["name"]: one["template"] for one in source}.get("default")
+        source = {template["name"]: template["template"] for template in source}.get("default")
     try:
         if path.is_file():
             source = path.read_text(encoding="utf-8")

@@ -104,7 +104,7 @@ def check_size(json_schema: str) -> None:
         raise ValueError(f"must be nested at most {MAX_DEPTH} levels deep, got {depth}")
     schema = json.loads(json_schema)
     _check_multiples(schema)
-    longest = max(map(_json_length, _matched_texts(schema)), default=0)
+    longest = max(map(_json_length, _find_matched_texts(schema)), default=0)
     if longest > MAX_CHARACTERS:
         raise ValueError(
             f"a constant, pattern or name in it has {longest} characters as JSON, which exceeds "
@@ -122,7 +122,7 @@ def _json_length(text: str) -> int:
     return len(json.dumps(text, ensure_ascii=False)) - len('""')
 
 
-def _matched_texts(schema: Any) -> Iterator[str]:
+def _find_matched_texts(schema: Any) -> Iterator[str]:
     """Returns all texts of a schema, except annotations."""
     waiting = [schema]
     while waiting:
@@ -182,7 +182,7 @@ def read_schema(source: str, vocabulary: Vocabulary, *, is_call: bool) -> Gramma
         raise ValueError(_in_words(str(error))) from error
     # Of any text, each part is evaluated once at least. Its own parts may multiply it.
     evaluations = _Evaluations(json.loads(plain))
-    if any(evaluations.of(one, None) > MAX_EVALUATIONS for one in evaluations.schemas):
+    if any(evaluations.of(part, None) > MAX_EVALUATIONS for part in evaluations.schemas):
         raise ValueError(f"{_TOO_MANY}; use fewer parts that refer to the same part")
     _validator(plain)
     return GrammarSchema(lenient, plain)
@@ -194,14 +194,16 @@ def _check_multiples(schema: Any) -> None:
     Raises:
         ValueError: they are too large.
     """
-    schemas = list(_all_schemas(schema))
-    multiples = [one.get("multipleOf") for one in schemas]
+    schemas = list(_walk_schemas(schema))
+    multiples = [part.get("multipleOf") for part in schemas]
     numbers = [
-        one for one in multiples if isinstance(one, int | float) and not isinstance(one, bool)
+        number
+        for number in multiples
+        if isinstance(number, int | float) and not isinstance(number, bool)
     ]
-    whole = [_digits_of(one) for one in numbers]
+    whole = [_digits_of(number) for number in numbers]
     total = sum(whole)
-    if any(not _JOINS.isdisjoint(one) for one in schemas):
+    if any(not _JOINS.isdisjoint(part) for part in schemas):
         total = max(total, math.lcm(*whole))
     if total > MAX_MULTIPLES:
         raise ValueError(
@@ -259,14 +261,14 @@ class _Evaluations:
     """
 
     def __init__(self, schema: Mapping[str, Any]) -> None:
-        self.schemas = list(_all_schemas(schema))
+        self.schemas = list(_walk_schemas(schema))
         """All that may be schemas in it."""
-        self._roots = [schema, *(one for one in self.schemas if "$id" in one)]
+        self._roots = [schema, *(part for part in self.schemas if "$id" in part)]
         self._named: dict[str, list[Mapping[str, Any]]] = {}
-        for one in self.schemas:
+        for part in self.schemas:
             for keyword in ("$anchor", "$dynamicAnchor", "$id"):
-                if isinstance(name := one.get(keyword), str):
-                    self._named.setdefault(_last_name(name), []).append(one)
+                if isinstance(name := part.get(keyword), str):
+                    self._named.setdefault(_last_name(name), []).append(part)
         self._known: dict[tuple[int, int], int | None] = {}
         """Evaluations by schema and value. None: they are being counted."""
 
@@ -279,15 +281,17 @@ class _Evaluations:
                 waiting.pop()
                 continue
             parts = list(itertools.islice(self._parts(part), MAX_EVALUATIONS))
-            left = [one for one in parts if self._known.get(one.key) is None]
-            is_endless = any(one.key in self._known for one in left)  # it comes back to itself
+            uncounted = [inner for inner in parts if self._known.get(inner.key) is None]
+            is_endless = any(
+                inner.key in self._known for inner in uncounted
+            )  # it comes back to itself
             if is_endless or max(len(parts), len(self._known)) >= MAX_EVALUATIONS:
                 return MAX_EVALUATIONS + 1
-            if left:
+            if uncounted:
                 self._known[part.key] = None
-                waiting += left
+                waiting += uncounted
                 continue
-            counts = (one.times * (self._known[one.key] or 0) for one in parts)
+            counts = (inner.times * (self._known[inner.key] or 0) for inner in parts)
             self._known[part.key] = min(1 + sum(counts), MAX_EVALUATIONS + 1)
             waiting.pop()
         return self._known[id(schema), id(value)] or 0
@@ -303,27 +307,27 @@ class _Evaluations:
             same += _named(schema.get(keyword)).values()
         for keyword in _REFERENCES:
             same += self._targets(schema.get(keyword))
-        for one in same:
-            if isinstance(one, dict):
-                yield _Part(one, value, times)
-        for one, inner in _of_inner(schema, value):
-            if isinstance(one, dict):
-                yield _Part(one, inner, 1)
+        for inner_schema in same:
+            if isinstance(inner_schema, dict):
+                yield _Part(inner_schema, value, times)
+        for inner_schema, inner in _of_inner(schema, value):
+            if isinstance(inner_schema, dict):
+                yield _Part(inner_schema, inner, 1)
 
     def _targets(self, reference: Any) -> list[Any]:
         if not isinstance(reference, str):
             return []
         base, _, fragment = reference.partition("#")
         if fragment.startswith("/"):
-            targets = [_at(one, unquote(fragment)) for one in self._roots]
+            targets = [_at(root, unquote(fragment)) for root in self._roots]
         elif fragment or base:
             targets = list(self._named.get(_last_name(fragment or base), ()))
         else:
             targets = list(self._roots)
-        return list({id(one): one for one in targets if one is not None}.values())
+        return list({id(target): target for target in targets if target is not None}.values())
 
 
-def _all_schemas(schema: Any) -> Iterator[dict[str, Any]]:
+def _walk_schemas(schema: Any) -> Iterator[dict[str, Any]]:
     waiting = [schema]
     while waiting:
         part = waiting.pop()
@@ -345,13 +349,13 @@ def _of_object(schema: Mapping[str, Any], value: dict[str, Any]) -> Iterator[tup
     properties = _named(schema.get("properties"))
     patterns = _named(schema.get("patternProperties")).values()
     # A name is compared with each pattern, even if any value is right.
-    of_all = [one if isinstance(one, dict) else _ANYTHING for one in patterns]
-    of_all += [one for keyword in _OF_VALUES if isinstance(one := schema.get(keyword), dict)]
+    of_all = [pattern if isinstance(pattern, dict) else _ANYTHING for pattern in patterns]
+    of_all += [part for keyword in _OF_VALUES if isinstance(part := schema.get(keyword), dict)]
     for name, inner in value.items():
         yield properties.get(name), inner
         yield schema.get("propertyNames"), name
-        for one in of_all:
-            yield one, inner
+        for part in of_all:
+            yield part, inner
 
 
 def _of_list(schema: Mapping[str, Any], value: list[Any]) -> Iterator[tuple[Any, Any]]:
@@ -411,5 +415,7 @@ def _in_words(error: str) -> str:
         return f"pattern {pattern[:80]!r}: {reason.strip()}"
     for pattern, told in _WORDS:
         if matched := re.search(pattern, error):
-            return told.format(*(repr(one) if "$ref" in told else one for one in matched.groups()))
+            return told.format(
+                *(repr(group) if "$ref" in told else group for group in matched.groups())
+            )
     return _WITHOUT.sub("", error).split("\n")[0]

@@ -222,9 +222,9 @@ class SlotCache(Cache):  # type: ignore[misc]
     @torch.inference_mode()
     def exchange(self, one: int, other: int, tokens: int) -> None:
         for layer in (*self._keys, *self._values):
-            kept = layer[one, :, :tokens].clone()
+            saved = layer[one, :, :tokens].clone()
             layer[one, :, :tokens] = layer[other, :, :tokens]
-            layer[other, :, :tokens] = kept
+            layer[other, :, :tokens] = saved
 
     @torch.inference_mode()
     def copy(self, source: int, target: int, tokens: int) -> None:
@@ -269,13 +269,13 @@ def attend(
     if softcap is None:
         mixed = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
     else:
-        mixed = _capped(query, key, value, mask, scaling or width**-0.5, softcap)
+        mixed = _attend_with_cap(query, key, value, mask, scaling or width**-0.5, softcap)
     if tokens == 1:
         return mixed.reshape(rows, 1, heads, -1), None
     return mixed.transpose(1, 2).contiguous(), None
 
 
-def _capped(
+def _attend_with_cap(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,

@@ -183,7 +183,9 @@ class _Generation:
 
 def _chances(logprobs: Any) -> dict[int, float] | None:
     """Returns log probabilities in our form."""
-    return None if logprobs is None else {token: one.logprob for token, one in logprobs.items()}
+    return (
+        None if logprobs is None else {token: chance.logprob for token, chance in logprobs.items()}
+    )
 
 
 class VllmModel:
@@ -292,15 +294,15 @@ class VllmModel:
             ModelFailed: it does not allow them.
         """
         scheduler = self._engine.engine_core.engine_core.scheduler
-        asked = scheduler.requests[key].structured_output_request
+        grammar_request = scheduler.requests[key].structured_output_request
         until_s = time.monotonic() + _COMPILE_LIMIT_S
-        while not asked.is_grammar_ready:  # a thread of vLLM compiles it
+        while not grammar_request.is_grammar_ready:  # a thread of vLLM compiles it
             if time.monotonic() > until_s:
                 raise ValueError(f"it was not compiled within {_COMPILE_LIMIT_S:g} s")
             time.sleep(_LOOK_EVERY_S)
-        if isinstance(asked.grammar, Exception):
-            raise ValueError(str(asked.grammar)) from asked.grammar
-        if not asked.grammar.accept_tokens(key, written):
+        if isinstance(grammar_request.grammar, Exception):
+            raise ValueError(str(grammar_request.grammar)) from grammar_request.grammar
+        if not grammar_request.grammar.accept_tokens(key, written):
             raise ModelFailed("the JSON schema does not allow the text written by another worker")
 
     def _parameters(self, item: PreparedPrompt, written: int) -> Any:

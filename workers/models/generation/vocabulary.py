@@ -37,7 +37,11 @@ class Vocabulary:
         self.size = int(self.config.get("vocab_size") or self.tokenizer.get_vocab_size())
         """The number of logits, which can differ from the number of tokens."""
         added = self.tokenizer.get_added_tokens_decoder()
-        self.special = {token: one.content for token, one in added.items() if one.special}
+        self.special = {
+            token: added_token.content
+            for token, added_token in added.items()
+            if added_token.special
+        }
         """Control tokens, with their texts."""
         self.ends = frozenset(self._read_ends())
         self._making = threading.Lock()
@@ -107,17 +111,17 @@ class Vocabulary:
 
     @cached_property
     def plain_token(self) -> int:
-        return next(one for one in range(self.size) if self.token_bytes(one).isalpha())
+        return next(token for token in range(self.size) if self.token_bytes(token).isalpha())
 
     @cached_property
     def digits(self) -> NDArray[np.bool_]:
         """A mask of the tokens that begin with a digit, [size] bool."""
-        return np.array([self.token_bytes(one)[:1].isdigit() for one in range(self.size)])
+        return np.array([self.token_bytes(token)[:1].isdigit() for token in range(self.size)])
 
     @cached_property
     def zeros(self) -> NDArray[np.bool_]:
         """A mask of the tokens that begin with the digit 0, [size] bool."""
-        return np.array([self.token_bytes(one)[:1] == b"0" for one in range(self.size)])
+        return np.array([self.token_bytes(token)[:1] == b"0" for token in range(self.size)])
 
     @cached_property
     def _byte_ff(self) -> frozenset[int]:

@@ -97,8 +97,8 @@ def choose(logits: Row, item: PreparedPrompt, position: int) -> int:
     tokens = _top_k(scaled, item.top_k)
     weights = np.exp(scaled if tokens is None else scaled[tokens])
     if item.top_p < 1:
-        kept = _top_p(weights, item.top_p)
-        tokens, weights = kept if tokens is None else tokens[kept], weights[kept]
+        likeliest = _top_p(weights, item.top_p)
+        tokens, weights = likeliest if tokens is None else tokens[likeliest], weights[likeliest]
     if item.min_p > 0:
         weights = np.where(weights >= item.min_p * weights.max(), weights, 0.0)
     sums = np.cumsum(weights)
@@ -264,7 +264,7 @@ class Writing:
         if not np.isfinite(logits.max()) or np.isnan(logits).any():
             raise ModelFailed(NO_NUMBERS)
         adjusted = adjust(logits, self.ids, self._prompt, self._item)
-        token = choose(self._allowed(adjusted), self._item, self._at)
+        token = choose(self._mask_disallowed(adjusted), self._item, self._at)
         if self._item.logprobs >= 0 and token not in self._vocabulary.ends:
             self._logprobs.append(self._logprob_in(log_probabilities(logits), token))
         self.add(token)
@@ -314,7 +314,7 @@ class Writing:
     def _at(self) -> int:
         return len(self.ids)
 
-    def _allowed(self, logits: Row) -> Row:
+    def _mask_disallowed(self, logits: Row) -> Row:
         if self._matcher is None:
             return logits
         self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
@@ -341,14 +341,14 @@ class Writing:
         """
         if self._matcher is None:
             return None
-        return np.isfinite(self._allowed(np.zeros(self._vocabulary.size, np.float32)))
+        return np.isfinite(self._mask_disallowed(np.zeros(self._vocabulary.size, np.float32)))
 
     def _without_digits(self, allowed: Row) -> Row:
         """Masks digits to end a long number. If it can't end yet, as 0.000 above 0, masks zeros."""
         for unwanted in (self._vocabulary.digits, self._vocabulary.zeros):
-            left: Row = np.where(unwanted, np.float32(-np.inf), allowed)
-            if np.isfinite(left.max()):
-                return left
+            masked: Row = np.where(unwanted, np.float32(-np.inf), allowed)
+            if np.isfinite(masked.max()):
+                return masked
         return allowed
 
     def _cannot_follow(self) -> BadInput:
@@ -432,7 +432,7 @@ class Writing:
             cached_tokens=cached_tokens,
             logprobs=self._logprobs,
             prompt_text=self._prompt_text() if self._item.is_echoed else "",
-            prompt_logprobs=self._echoed(),
+            prompt_logprobs=self._list_prompt_logprobs(),
             stop_sequence=self._stop_sequence,
         )
 
@@ -440,7 +440,7 @@ class Writing:
         data = b"".join(map(self._vocabulary.shown_bytes, self._prompt_ids))
         return data.decode(errors="replace")
 
-    def _echoed(self) -> list[TokenLogprob]:
+    def _list_prompt_logprobs(self) -> list[TokenLogprob]:
         if not self._item.is_echoed or self._item.logprobs < 0:
             return []
         return [
@@ -450,7 +450,7 @@ class Writing:
 
     def _logprob_of(self, row: Row | dict[int, float], token: int, best: list[int]) -> TokenLogprob:
         named = self._named(row, token)
-        named.top = [self._named(row, one) for one in best]
+        named.top = [self._named(row, alternative) for alternative in best]
         return named
 
     def _named(self, row: Row | dict[int, float], token: int) -> TokenLogprob:

@@ -162,7 +162,7 @@ def read_adapter(
                     f"({limit_bytes})"
                 )
             tensors = _tensors(opened, adapter)
-        state, alphas = _converted(tensors, pipeline)
+        state, alphas = _convert(tensors, pipeline)
         settings = _read_settings(metadata)
         layers = _layers(state, alphas, settings, modules, adapter.max_rank)
         return _packed(layers, unet.dtype)
@@ -250,7 +250,7 @@ def _read_settings(metadata: Mapping[str, str]) -> dict[str, Any]:
 State = dict[str, torch.Tensor]
 
 
-def _converted(tensors: State, pipeline: Any) -> tuple[State, Mapping[str, float]]:
+def _convert(tensors: State, pipeline: Any) -> tuple[State, Mapping[str, float]]:
     """The tensors by the names that diffusers has for them, and the alphas of layers."""
     for name in tensors:
         for part, kind in _REFUSED.items():
@@ -271,9 +271,9 @@ def _layers(
     modules: Mapping[str, LowRankModule],
     max_rank: int,
 ) -> dict[str, dict[str, LowRankPair]]:
-    left = [name for name in state if not name.startswith(tuple(f"{part}." for part in modules))]
-    if left:
-        raise WrongAdapter(f"it has {left[0]}, which this model does not have")
+    unknown = [name for name in state if not name.startswith(tuple(f"{part}." for part in modules))]
+    if unknown:
+        raise WrongAdapter(f"it has {unknown[0]}, which this model does not have")
     layers = {}
     for part, module in modules.items():
         own = {
@@ -402,7 +402,7 @@ def _layer_of(part: str, alpha_name: str) -> str:
 
 def _packed(layers: Mapping[str, Layers], dtype: torch.dtype) -> LoadedAdapter:
     every = [
-        tensor for of_part in layers.values() for one in of_part.values() for tensor in _both(one)
+        tensor for of_part in layers.values() for pair in of_part.values() for tensor in _both(pair)
     ]
     flat = torch.empty(sum(tensor.numel() for tensor in every), dtype=dtype)
     torch.cat([tensor.reshape(-1).to(dtype) for tensor in every], out=flat)
@@ -425,7 +425,7 @@ def _views(flat: torch.Tensor, like: Mapping[str, Layers]) -> dict[str, Layers]:
 
     return {
         part: {
-            name: LowRankPair(*(next_one(one.shape) for one in _both(own)))
+            name: LowRankPair(*(next_one(tensor.shape) for tensor in _both(own)))
             for name, own in of.items()
         }
         for part, of in like.items()

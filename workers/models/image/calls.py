@@ -76,9 +76,15 @@ class Part:
         called = type(module).forward if isinstance(compute, torch.nn.Module) else compute
         parameters = inspect.signature(called).parameters.values()
         named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        self._names = [one.name for one in parameters if one.kind in named and one.name != "self"]
+        self._names = [
+            parameter.name
+            for parameter in parameters
+            if parameter.kind in named and parameter.name != "self"
+        ]
         self._defaults = {
-            one.name: one.default for one in parameters if one.default is not one.empty
+            parameter.name: parameter.default
+            for parameter in parameters
+            if parameter.default is not parameter.empty
         }
 
     def values(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,7 +130,8 @@ class Call:
         """Residuals of ControlNets for its rows: of each block down, then of the middle."""
         self.values = part.values(args, kwargs)
         first = next(
-            (one for one in self.values.values() if isinstance(one, torch.Tensor | list)), None
+            (value for value in self.values.values() if isinstance(value, torch.Tensor | list)),
+            None,
         )
         self.is_listed = isinstance(first, list)
         """True if the denoiser takes lists with one tensor per row, like the denoiser of Z-Image.
@@ -157,14 +164,14 @@ class Call:
             return type(value), value
         if isinstance(value, Mapping):
             return dict, tuple(
-                (name, self._kind(one, f"{place}.{name}", digests))
-                for name, one in sorted(value.items())
+                (name, self._kind(element, f"{place}.{name}", digests))
+                for name, element in sorted(value.items())
             )
         if self.is_row_list(value):
             return list, value[0].dtype, value[0].dim(), tuple(value[0].shape[-1:])
         if isinstance(value, list | tuple):
             return type(value), tuple(
-                self._kind(one, f"{place}.{at}", digests) for at, one in enumerate(value)
+                self._kind(element, f"{place}.{at}", digests) for at, element in enumerate(value)
             )
         return type(value), id(value)
 
@@ -178,7 +185,7 @@ class Call:
             self.is_listed
             and isinstance(value, list)
             and len(value) == self.rows
-            and all(isinstance(one, torch.Tensor) for one in value)
+            and all(isinstance(row, torch.Tensor) for row in value)
         )
 
     def last_rows(self, count: int) -> None:
@@ -190,9 +197,9 @@ class Call:
         if isinstance(value, torch.Tensor):
             return value[-count:] if self.has_rows(value) else value
         if isinstance(value, Mapping):
-            return {name: self._last_rows(one, count) for name, one in value.items()}
+            return {name: self._last_rows(element, count) for name, element in value.items()}
         if isinstance(value, list | tuple):
-            return type(value)(self._last_rows(one, count) for one in value)
+            return type(value)(self._last_rows(element, count) for element in value)
         return value
 
 
@@ -236,7 +243,7 @@ def join(calls: Sequence[Call], fill: int = 0) -> Batch:
     """
     every = [*calls, *[calls[-1]] * fill]
     values = {
-        name: _joined([one.values[name] for one in every], every[0]) for name in every[0].values
+        name: _joined([call.values[name] for call in every], every[0]) for name in every[0].values
     }
     if times := _TIMES & values.keys():
         device = _device_of(values)
@@ -262,11 +269,11 @@ def _joined(values: Sequence[Any], first: Call) -> Any:
             return torch.cat(list(values))
         return value
     if isinstance(value, Mapping):
-        return {name: _joined([one[name] for one in values], first) for name in value}
+        return {name: _joined([mapping[name] for mapping in values], first) for name in value}
     if first.is_row_list(value):
         return [row for rows in values for row in rows]
     if isinstance(value, list | tuple):
-        return type(value)(_joined(one, first) for one in zip(*values, strict=True))
+        return type(value)(_joined(elements, first) for elements in zip(*values, strict=True))
     return value
 
 
@@ -315,15 +322,15 @@ def _cut(value: Any, of: _Rows) -> Any:
         return value[of.begin : of.end]
     if isinstance(value, Mapping):
         # The outputs of both libraries are mappings that are made by name.
-        changed = {name: _cut(one, of) for name, one in value.items()}
+        changed = {name: _cut(element, of) for name, element in value.items()}
         return type(value)(**changed) if is_dataclass(value) else changed
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_cut(one, of) for one in value))
+        return type(value)(*(_cut(element, of) for element in value))
     if isinstance(value, list | tuple):
-        return type(value)(_cut(one, of) for one in value)
+        return type(value)(_cut(element, of) for element in value)
     if is_dataclass(value) and not isinstance(value, type):
-        named = {one.name: getattr(value, one.name) for one in fields(value)}
-        return type(value)(**{name: _cut(one, of) for name, one in named.items()})
+        named = {field.name: getattr(value, field.name) for field in fields(value)}
+        return type(value)(**{name: _cut(element, of) for name, element in named.items()})
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Cache):

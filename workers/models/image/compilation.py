@@ -32,9 +32,9 @@ def cheapest_cover(count: int, seconds: Mapping[int, float]) -> list[int]:
         The number of images in each call, largest first. They add up to `count`.
     """
     cost, choice = [0.0], [0]
-    for left in range(1, count + 1):
+    for remaining in range(1, count + 1):
         best, size = min(
-            (cost[max(0, left - size)] + taken, size) for size, taken in seconds.items()
+            (cost[max(0, remaining - size)] + taken, size) for size, taken in seconds.items()
         )
         cost.append(best)
         choice.append(size)
@@ -77,16 +77,14 @@ def compile_parts(denoiser: Any, vae: Any, *, shapes: int, backend: str = "induc
     """
     # Each shape is a recompilation. Dynamo limits their number over all models of the process.
     torch._dynamo.config.recompile_limit += shapes
-    denoiser.forward = _graph_of(_compiled(denoiser.forward, denoiser.device, backend))
+    denoiser.forward = _graph_of(_compile(denoiser.forward, denoiser.device, backend))
     # One by one there is one shape for all batches, and one image fills a GPU at this point.
     vae.enable_slicing()
     for part in (vae.encoder, vae.decoder):
-        part.forward = _graph_of(_compiled(part.forward, vae.device, backend))
+        part.forward = _graph_of(_compile(part.forward, vae.device, backend))
 
 
-def _compiled(
-    forward: Callable[..., Any], device: torch.device, backend: str
-) -> Callable[..., Any]:
+def _compile(forward: Callable[..., Any], device: torch.device, backend: str) -> Callable[..., Any]:
     # "reduce-overhead" means CUDA graphs.
     mode = "reduce-overhead" if device.type == "cuda" else "default"
     return torch.compile(forward, backend=backend, mode=mode, dynamic=False)

@@ -77,7 +77,7 @@ class DeepCache:
         Returns:
             As the UNet, [rows, channels, height, width].
         """
-        time, prompt = self._embedded(values)
+        time, prompt = self._embed(values)
         skips = self._first_layers(values["sample"], time, prompt)
         for skip, residual in enumerate(added.get("down_block_additional_residuals", ())):
             if skip < len(skips):
@@ -97,7 +97,7 @@ class DeepCache:
         if not self._is_within:
             self._features = inputs[0][:, : -self._unet.config.block_out_channels[0]]
 
-    def _embedded(self, values: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _embed(self, values: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         """The embeddings of times and prompts, as the UNet makes them."""
         unet, told = self._unet, values["encoder_hidden_states"]
         conditions = values.get("added_cond_kwargs")

@@ -46,8 +46,8 @@ def ip_adapter_files(entry: Model) -> dict[str, IpAdapterFiles]:
     """
     folders = _folders(entry.image.ip_adapters, "image.ip_adapters")
     return {
-        name: _files(one, folders[name], f"image.ip_adapters.{name}")
-        for name, one in entry.image.ip_adapters.items()
+        name: _files(source, folders[name], f"image.ip_adapters.{name}")
+        for name, source in entry.image.ip_adapters.items()
     }
 
 
@@ -56,11 +56,11 @@ def _folders(known: Mapping[str, Control | IpAdapter], where: str) -> dict[str, 
         return {}
     settings = read_settings(ModelSettings)
     folders = {}
-    for name, one in known.items():
+    for name, source in known.items():
         try:
             folders[name] = resolve(
-                one.source,
-                one.revision,
+                source.source,
+                source.revision,
                 settings.models_dir,
                 weights_dir=settings.weights_dir,
             )

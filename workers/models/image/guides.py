@@ -93,7 +93,7 @@ class ControlStart:
             added_cond_kwargs=values.get("added_cond_kwargs"),
             return_dict=False,
         )
-        return [one * own.scale for one in (*down, middle)]
+        return [residual * own.scale for residual in (*down, middle)]
 
 
 def add_up(
@@ -255,8 +255,8 @@ class IpAdapters:
                 field="image.ip_adapters",
             )
         loader = _Loader(pipeline.unet, device, plan.dtype)
-        for name, one in files.items():
-            self._adapters[name] = loader.load(f"image.ip_adapters.{name}", one)
+        for name, adapter_files in files.items():
+            self._adapters[name] = loader.load(f"image.ip_adapters.{name}", adapter_files)
         for number, layer in enumerate(loader.layers):
             # Adapters (LoRA) change queries before, because their hooks come first.
             layer.to_q.register_forward_hook(self._take_queries)
@@ -338,18 +338,18 @@ class _Batch:
     def added(self, number: int, heads: int, attended: torch.Tensor) -> torch.Tensor:
         """Returns a layer's attention output plus the reference images', [rows, pixels, inner]."""
         assert self.queries is not None, "the layer has no queries; this is a bug"
-        for one in self.rows:
-            keys = linear(one.tokens, one.adapter.keys[number])
-            values = linear(one.tokens, one.adapter.values[number])
+        for row in self.rows:
+            keys = linear(row.tokens, row.adapter.keys[number])
+            values = linear(row.tokens, row.adapter.values[number])
             seen = scaled_dot_product_attention(
-                _by_head(self.queries.index_select(0, one.where), heads),
+                _by_head(self.queries.index_select(0, row.where), heads),
                 _by_head(keys, heads),
                 _by_head(values, heads),
             )
             # In fp32, as a number times a tensor of 16 bits is.
-            scaled = (one.scales.view(-1, 1, 1) * seen.transpose(1, 2).flatten(2)).to(seen.dtype)
-            whole = attended.index_select(0, one.where) + scaled
-            attended = attended.index_copy(0, one.where, whole)
+            scaled = (row.scales.view(-1, 1, 1) * seen.transpose(1, 2).flatten(2)).to(seen.dtype)
+            whole = attended.index_select(0, row.where) + scaled
+            attended = attended.index_copy(0, row.where, whole)
         return attended
 
 
@@ -392,7 +392,7 @@ class _Loader:
         """
         reason = f"{field}: {files.weights}"
         try:
-            adapter = self._assembled(files)
+            adapter = self._assemble(files)
             pixels = torch.zeros(1, 3, files.side_px, files.side_px)
             with torch.inference_mode():
                 tokens = adapter.tokens(pixels.to(self._device, self._dtype))
@@ -407,7 +407,7 @@ class _Loader:
             raise ConfigurationError(reason, field=field) from error
         return adapter
 
-    def _assembled(self, files: IpAdapterFiles) -> _IpAdapter:
+    def _assemble(self, files: IpAdapterFiles) -> _IpAdapter:
         projection, own = _read(files)
         keys, values = _by_layer(own, self.layers)
         encoder = self._encoders.get(files.encoder)
@@ -437,7 +437,11 @@ def _read(files: IpAdapterFiles) -> tuple[Tensors, Tensors]:
     except SafetensorError as error:
         raise _WrongFileError(f"it is not safetensors: {error}") from error
     parts: list[Tensors] = [
-        {name.removeprefix(start): one for name, one in tensors.items() if name.startswith(start)}
+        {
+            name.removeprefix(start): tensor
+            for name, tensor in tensors.items()
+            if name.startswith(start)
+        }
         for start in (_PROJECTION, _LAYERS)
     ]
     projection, own = parts

@@ -198,18 +198,18 @@ class Hub:
 
     def _settle(self) -> None:
         """Computes what is not of the denoiser, until all items wait for that or have ended."""
-        left = dict.fromkeys(self._runs, MAX_CALLS)
+        calls_left = dict.fromkeys(self._runs, MAX_CALLS)
         while True:
             waiting = [
                 run
                 for name, run in self._runs.items()
-                if run.call is not None and not run.call.part.is_denoiser and left[name]
+                if run.call is not None and not run.call.part.is_denoiser and calls_left[name]
             ]
             if not waiting:
                 return
             group = next(self._groups(waiting))
             for run in group:
-                left[run.name] -= 1
+                calls_left[run.name] -= 1
             self._compute(group)
 
     def _groups(self, runs: Sequence[Run]) -> Iterator[list[Run]]:

@@ -99,9 +99,9 @@ class _Batch:
         if is_part := len(slots) < len(rows):
             where = torch.tensor(slots, device=inputs.device)
             chosen = inputs.index_select(0, where)
-        kept = output.index_select(0, where) if is_part else output
-        added = _convolved if isinstance(layer, torch.nn.Conv2d) else _projected
-        changed = added(layer, ours, chosen, scales, kept)
+        unchanged = output.index_select(0, where) if is_part else output
+        added = _convolved if isinstance(layer, torch.nn.Conv2d) else _project
+        changed = added(layer, ours, chosen, scales, unchanged)
         return output.index_copy(0, where, changed) if is_part else changed
 
     def _scales_of(
@@ -114,7 +114,7 @@ class _Batch:
         return scales
 
 
-def _projected(
+def _project(
     layer: Any,
     ours: Sequence[LowRankPair],
     inputs: torch.Tensor,
@@ -122,9 +122,9 @@ def _projected(
     output: torch.Tensor,
 ) -> torch.Tensor:
     """The output W x + s B (A x) of a linear layer, [rows, …, out], from W x and [rows, …, in]."""
-    rank = max(len(one.down) for one in ours)
-    down = torch.stack([_with_rank(rank, one.down, dim=0) for one in ours])
-    up = torch.stack([_with_rank(rank, one.up, dim=1) for one in ours])
+    rank = max(len(pair.down) for pair in ours)
+    down = torch.stack([_with_rank(rank, pair.down, dim=0) for pair in ours])
+    up = torch.stack([_with_rank(rank, pair.up, dim=1) for pair in ours])
     rows = len(ours)
     low = torch.bmm(inputs.reshape(rows, -1, inputs.shape[-1]), down.transpose(1, 2))
     low *= scales.view(-1, 1, 1)
@@ -150,11 +150,11 @@ def _convolved(
     Adapter by adapter: few have convolutions, and their kernels can't be stacked.
     """
     changed = output.clone()
-    for one in dict.fromkeys(ours):
-        slots = [slot for slot, other in enumerate(ours) if other is one]
+    for pair in dict.fromkeys(ours):
+        slots = [slot for slot, other in enumerate(ours) if other is pair]
         where = torch.tensor(slots, device=inputs.device)
         own = inputs.index_select(0, where)
-        low = conv2d(own, one.down, None, layer.stride, layer.padding, layer.dilation)
+        low = conv2d(own, pair.down, None, layer.stride, layer.padding, layer.dilation)
         low *= scales[where].view(-1, 1, 1, 1)
-        changed.index_add_(0, where, conv2d(low, one.up[:, :, None, None]))
+        changed.index_add_(0, where, conv2d(low, pair.up[:, :, None, None]))
     return changed

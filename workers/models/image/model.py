@@ -196,14 +196,14 @@ class ImageModel:
     def has_callback(self) -> bool:
         """True if its pipelines report their steps, so that progress and previews are available."""
         pipelines = self._pipelines.by_mode.values()
-        return all("callback_on_step_end" in parameters_of(one) for one in pipelines)
+        return all("callback_on_step_end" in parameters_of(pipeline) for pipeline in pipelines)
 
     @property
     def weights_bytes(self) -> int:
         """Total size in memory of all parts' weights."""
         parts = self._main.components.values()
-        modules = [one for one in parts if isinstance(one, torch.nn.Module)]
-        return sum(weight.nbytes for one in modules for weight in one.parameters())
+        modules = [part for part in parts if isinstance(part, torch.nn.Module)]
+        return sum(weight.nbytes for module in modules for weight in module.parameters())
 
     @property
     def _main(self) -> Any:
@@ -351,7 +351,7 @@ class ImageModel:
                     raise OutOfMemory(
                         "the device does not have enough memory for all images of a batch"
                     )
-                done = min((one.done for one in drawings), default=0)
+                done = min((drawing.done for drawing in drawings), default=0)
                 if done not in (0, reported):
                     reported = done
                     on_step(done, drawings[0].steps)
@@ -442,7 +442,7 @@ class ImageModel:
 
     def progress(self) -> dict[int, tuple[int, int]]:
         """Returns the completed and total steps of each item."""
-        return {slot: (one.done, one.steps) for slot, one in self._drawings.items()}
+        return {slot: (drawing.done, drawing.steps) for slot, drawing in self._drawings.items()}
 
     def drop(self, slot: int) -> None:
         self._queued.pop(slot, None)

@@ -99,8 +99,8 @@ def fields_of(pipelines: LoadedPipelines) -> tuple[str, ...]:
     if "negative_prompt" in known and is_guided:
         fields.append("negative_prompt")
     # If one of two ignores it, no request has it: the charge follows from it.
-    edited = [one for mode, one in pipelines.by_mode.items() if mode != "text"]
-    if edited and all("strength" in parameters_of(one) for one in edited):
+    edited = [pipeline for mode, pipeline in pipelines.by_mode.items() if mode != "text"]
+    if edited and all("strength" in parameters_of(pipeline) for pipeline in edited):
         fields.append("strength")
     return tuple(sorted(fields))
 
@@ -152,7 +152,7 @@ def schedulers_of(own: Any) -> tuple[str, ...]:
 def _max_clip_skip(pipeline: Any) -> int:
     """How many layers of CLIP can be left out. With two encoders, the last one is so as trained."""
     encoders = [getattr(pipeline, name, None) for name in ("text_encoder", "text_encoder_2")]
-    layers = [one.config.num_hidden_layers for one in encoders if one is not None]
+    layers = [encoder.config.num_hidden_layers for encoder in encoders if encoder is not None]
     return min(layers, default=0) - int(hasattr(pipeline, "text_encoder_2"))
 
 

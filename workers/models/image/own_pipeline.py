@@ -151,9 +151,9 @@ class Interception:
         # Pipelines write what is set otherwise into their settings, which all copies share.
         for name, shared in self._stand_ins(pipeline).items():
             object.__setattr__(mine, name, shared)
-        kept = getattr(pipeline, "scheduler", None)
-        if scheduler is None and kept is not None:
-            scheduler = type(kept).from_config(kept.config)
+        own_scheduler = getattr(pipeline, "scheduler", None)
+        if scheduler is None and own_scheduler is not None:
+            scheduler = type(own_scheduler).from_config(own_scheduler.config)
         object.__setattr__(mine, "scheduler", scheduler)
         return mine
 

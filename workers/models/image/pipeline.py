@@ -54,8 +54,10 @@ class LoadedPipelines:
     def with_images_of(self, is_kept: Callable[[Any], bool]) -> LoadedPipelines:
         """The same with only some of the pipelines for images and masks."""
         modes = self.by_mode.items()
-        kept = {mode: one for mode, one in modes if mode == "text" or is_kept(one)}
-        return replace(self, by_mode=kept)
+        kept_pipelines = {
+            mode: pipeline for mode, pipeline in modes if mode == "text" or is_kept(pipeline)
+        }
+        return replace(self, by_mode=kept_pipelines)
 
     def without_edits(self) -> LoadedPipelines:
         """Returns the same without pipelines that ignore the strength and redraw whole images."""
@@ -183,9 +185,9 @@ def _pipelines_of(pipeline: Any, *, refines: bool) -> dict[ImageMode, Any]:
         for_text = None
     every: dict[ImageMode, Any] = {"text": for_text, "image": for_image, "mask": for_mask}
     return {
-        mode: one
-        for mode, one in every.items()
-        if one is not None and "prompt" in parameters_of(one)
+        mode: candidate
+        for mode, candidate in every.items()
+        if candidate is not None and "prompt" in parameters_of(candidate)
     }
 
 

@@ -68,14 +68,14 @@ def plan_for(entry: Model, capability: Capability) -> ImagePlan:
         raise ConfigurationError(
             f"{entry.name}: INT8 images require torchao; install penstock[gpu]", field="precision"
         )
-    asked = entry.image.compile_mode
+    compile_mode = entry.image.compile_mode
     can_compile = capability.has_triton and capability.compute >= _VOLTA
     return ImagePlan(
         dtype=_dtype(entry.precision, capability),
         # On a CPU neither changes the time measurably.
         is_tuned=is_gpu,
         is_int8=is_int8,
-        is_compiled=asked == "always" or (asked == "auto" and is_gpu and can_compile),
+        is_compiled=compile_mode == "always" or (compile_mode == "auto" and is_gpu and can_compile),
         batch_sizes=_batch_sizes(entry),
         has_adapters=entry.image.has_adapters,
     )

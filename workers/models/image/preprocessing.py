@@ -195,12 +195,12 @@ class ImagePreparer:
             known = self._bounds.adapters.get(chosen.name)
             is_known = known is not None and known.version == chosen.version
         if not is_known:
-            raise _other_catalog("adapter", chosen.name, "lora_weights")
+            raise _make_catalog_error("adapter", chosen.name, "lora_weights")
 
     def _with_ip_adapter(self, item: PreparedImage, chosen: IpAdapterInput) -> PreparedImage:
         known = self._bounds.ip_adapters.get(chosen.name)
         if known is None or known.version != chosen.version:
-            raise _other_catalog("IP-Adapter", chosen.name, "ip_adapter")
+            raise _make_catalog_error("IP-Adapter", chosen.name, "ip_adapter")
         if not 0 <= chosen.scale <= MAX_IP_ADAPTER_SCALE:
             raise BadInput(
                 f"ip_adapter_scale must be from 0 to {MAX_IP_ADAPTER_SCALE:g}, got {chosen.scale}",
@@ -281,7 +281,7 @@ class ImagePreparer:
         )
 
 
-def _other_catalog(noun: str, name: str, field: str) -> ModelFailed:
+def _make_catalog_error(noun: str, name: str, field: str) -> ModelFailed:
     # The result would be cached as a result of the file in the API's catalog.
     return ModelFailed(
         f"{noun} {name!r} differs between the catalogs of this worker and the API; try again later",
@@ -300,8 +300,8 @@ def _square_of(image: Image.Image, side_px: int) -> bytes:
 
 
 def _middle(image: Image.Image, width: int, height: int) -> Image.Image:
-    left, above = (image.width - width) // 2, (image.height - height) // 2
-    return image.crop((left, above, left + width, above + height))
+    left_px, above = (image.width - width) // 2, (image.height - height) // 2
+    return image.crop((left_px, above, left_px + width, above + height))
 
 
 def _check_numbers(value: ImageInput, bounds: ImageDefaults) -> None:

@@ -114,16 +114,16 @@ class Prompts:
             key = _key([variant, encode.__func__, *named.items()])  # type: ignore[attr-defined]
             if key is None:
                 return encode(*args, **kwargs)
-            kept = self._kept.get(key)
-            if kept is None:
+            entry = self._kept.get(key)
+            if entry is None:
                 # Some pipelines encode the negative prompt in another call, which is counted apart.
                 before, lost.by_text = lost.by_text, {}
                 encoded = encode(*args, **kwargs)
                 self._kept.keep(key, (_copy(encoded), lost.by_text))
                 lost.by_text = before | lost.by_text
                 return encoded
-            lost.by_text = lost.by_text | kept[1]
-            return _copy(kept[0])
+            lost.by_text = lost.by_text | entry[1]
+            return _copy(entry[0])
 
         return encode_prompt
 
@@ -138,6 +138,6 @@ def _key(value: Any) -> Hashable | None:
     if value is None or isinstance(value, str | int | float | torch.device | torch.dtype):
         return (type(value).__name__, value)
     if isinstance(value, list | tuple):
-        parts = tuple(_key(one) for one in value)
+        parts = tuple(_key(element) for element in value)
         return None if None in parts else (type(value).__name__, parts)
     return value if callable(value) else None

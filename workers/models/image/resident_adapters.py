@@ -106,9 +106,12 @@ class FetchedAdapters:
                     if facts.st_mtime < time.time() - ABANDONED_S:
                         file.unlink()
                     continue
-                kept = _Kept(facts.st_mtime_ns, facts.st_size, file)
-                by_owner.setdefault(file.parent, []).append(kept)
-        taken = {owner: sum(one.size_bytes for one in kept) for owner, kept in by_owner.items()}
+                file_facts = _Kept(facts.st_mtime_ns, facts.st_size, file)
+                by_owner.setdefault(file.parent, []).append(file_facts)
+        taken = {
+            owner: sum(file.size_bytes for file in owner_files)
+            for owner, owner_files in by_owner.items()
+        }
         for files in by_owner.values():
             files.sort(reverse=True)
         while taken and sum(taken.values()) + size_bytes > self.urls.disk_bytes:
@@ -154,7 +157,7 @@ class ResidentAdapters:
 
     @property
     def resident_bytes(self) -> int:
-        return sum(one.nbytes for one in self._resident.values())
+        return sum(adapter.nbytes for adapter in self._resident.values())
 
     @property
     def resident_names(self) -> list[str]:
@@ -229,7 +232,7 @@ class ResidentAdapters:
         """Within it the pipeline computes these rows. A single one holds for all rows."""
         with ExitStack() as entered:
             for part, module in self._modules.items():
-                entered.enter_context(module.applied([_row(one, part) for one in rows]))
+                entered.enter_context(module.applied([_row(row, part) for row in rows]))
             yield
 
     def _bring_in(self, item: PreparedImage, in_use: Collection[str]) -> bool:

@@ -124,7 +124,7 @@ class RowBatching(Batching):
             call.owner.calls += 1
         if not self._is_guided_by_row:
             return results
-        return [self._guided(call, one) for call, one in zip(calls, results, strict=True)]
+        return [self._guide(call, result) for call, result in zip(calls, results, strict=True)]
 
     def _fill(self, calls: Sequence[Call]) -> int:
         """How many calls are missing to a compiled size."""
@@ -143,24 +143,26 @@ class RowBatching(Batching):
         with images:
             if self._deep_cache is None:
                 return part.compute(**batch.values, **added)
-            return self._cached(self._deep_cache, part, batch, added)
+            return self._compute_cached(self._deep_cache, part, batch, added)
 
-    def _cached(self, cache: DeepCache, part: Part, batch: Batch, added: Mapping[str, Any]) -> Any:
+    def _compute_cached(
+        self, cache: DeepCache, part: Part, batch: Batch, added: Mapping[str, Any]
+    ) -> Any:
         """The whole UNet, or its outer layers around the features of earlier steps."""
         first: Drawing = batch.calls[0].owner
         if not cache.is_whole(first.calls):
-            kept = [
+            inner_features = [
                 call.owner.features[-call.rows :] for call in batch.calls if call.owner is not None
             ]
-            return (cache.predict(batch.values, torch.cat(kept), added),)
+            return (cache.predict(batch.values, torch.cat(inner_features), added),)
         output = part.compute(**batch.values, **added)
         features, at = cache.take_features(), 0
-        for one in batch.calls:
-            one.owner.features = features[at : at + one.rows].clone()
-            at += one.rows
+        for call in batch.calls:
+            call.owner.features = features[at : at + call.rows].clone()
+            at += call.rows
         return output
 
-    def _guided(self, call: Call, output: Any) -> Any:
+    def _guide(self, call: Call, output: Any) -> Any:
         """Returns two rows of which the pipeline makes the noise that the item asks for.
 
         Pipelines compute `without + scale * (with - without)`, which of equal rows is that row.

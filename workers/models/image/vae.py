@@ -43,7 +43,7 @@ def needs_fp32(pipeline: Any) -> bool:
     return bool(vae.config.force_upcast) and hasattr(pipeline, "upcast_vae")
 
 
-def _unscaled(config: Any, latents: torch.Tensor) -> torch.Tensor:
+def _unscale(config: Any, latents: torch.Tensor) -> torch.Tensor:
     """Latents in the units of the VAE."""
     factor: float = config.scaling_factor
     if config.latents_mean is None or config.latents_std is None:
@@ -107,8 +107,10 @@ def copy_to_host(drawn: torch.Tensor) -> HostCopy:
         return HostCopy(pixels, finite, None)
     # Pinned memory makes the copy one transfer instead of many through a buffer.
     copies = [
-        torch.empty(one.shape, dtype=one.dtype, pin_memory=True).copy_(one, non_blocking=True)
-        for one in (pixels, finite)
+        torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(
+            tensor, non_blocking=True
+        )
+        for tensor in (pixels, finite)
     ]
     is_there: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
     is_there.record(torch.cuda.current_stream(drawn.device))
@@ -142,7 +144,7 @@ def draw_preview(pipeline: Any, latents: torch.Tensor, width: int, height: int) 
     shrink = -(-max(width, height) // longest)
     if shrink > 1:
         latents = torch.nn.functional.avg_pool2d(latents, shrink, ceil_mode=True)
-    decoded = vae.decode(_unscaled(vae.config, latents.to(vae.dtype)), return_dict=False)[0]
+    decoded = vae.decode(_unscale(vae.config, latents.to(vae.dtype)), return_dict=False)[0]
     (pixels,) = copy_to_host((decoded / 2 + 0.5).clamp(0, 1)).wait()
     if pixels is None:
         return None

@@ -79,12 +79,12 @@ def _without_errors(output: Any) -> Any:
     """
     if typing.get_origin(output) not in (typing.Union, UnionType):
         return output
-    kept = [
-        one
-        for one in typing.get_args(output)
-        if not (inspect.isclass(one) and issubclass(one, BaseException))
+    types = [
+        member
+        for member in typing.get_args(output)
+        if not (inspect.isclass(member) and issubclass(member, BaseException))
     ]
-    return reduce(or_, kept) if kept else output
+    return reduce(or_, types) if types else output
 
 
 def _fields_of(element: Any) -> dict[str, tuple[Any, FieldInfo]]:
@@ -93,11 +93,11 @@ def _fields_of(element: Any) -> dict[str, tuple[Any, FieldInfo]]:
         hints = typing.get_type_hints(element, include_extras=True)
         model_fields = getattr(element, "model_fields", None)
         if isinstance(model_fields, Mapping):
-            return {name: _of_pydantic(hints[name], one) for name, one in model_fields.items()}
+            return {name: _of_pydantic(hints[name], field) for name, field in model_fields.items()}
         if dataclasses.is_dataclass(element):
             return {
-                one.name: (hints[one.name], _of_dataclass(one))
-                for one in dataclasses.fields(element)
+                field.name: (hints[field.name], _of_dataclass(field))
+                for field in dataclasses.fields(element)
             }
     raise ValueError(
         f"{METHOD}: the elements of its argument must be a pydantic model, a cog.BaseModel or a "
@@ -107,10 +107,10 @@ def _fields_of(element: Any) -> dict[str, tuple[Any, FieldInfo]]:
 
 def _of_pydantic(hint: Any, field: Any) -> tuple[Any, FieldInfo]:
     known = {
-        name: getattr(one, theirs)
-        for one in field.metadata
+        name: getattr(constraint, theirs)
+        for constraint in field.metadata
         for theirs, name in _CONSTRAINTS.items()
-        if getattr(one, theirs, None) is not None
+        if getattr(constraint, theirs, None) is not None
     }
     hint = inspector()._strip_non_opaque_annotated(hint)
     if typing.get_origin(hint) is typing.Literal:

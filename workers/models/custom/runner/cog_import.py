@@ -38,13 +38,13 @@ def _submodule_of_urllib(name: str) -> Any:
 @contextlib.contextmanager
 def _stood_in_for(*modules: ModuleType) -> Iterator[None]:
     """Lets imports find these modules, except modules that are already imported."""
-    added = [one for one in modules if one.__name__ not in sys.modules]
-    sys.modules.update({one.__name__: one for one in added})
+    added = [module for module in modules if module.__name__ not in sys.modules]
+    sys.modules.update({module.__name__: module for module in added})
     try:
         yield
     finally:
-        for one in added:
-            del sys.modules[one.__name__]
+        for module in added:
+            del sys.modules[module.__name__]
 
 
 with _stood_in_for(_Requests("requests"), ModuleType("urllib.request")):

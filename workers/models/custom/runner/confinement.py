@@ -158,8 +158,8 @@ def confine(
     _set(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
     missing = []
     view = str(Path(scratch, VIEW))
-    kept = find_places([scratch, *read_only], followed)
-    if not take_private_tmp(Path(scratch, "tmp"), kept):
+    places = find_places([scratch, *read_only], followed)
+    if not take_private_tmp(Path(scratch, "tmp"), places):
         missing.append("no mount namespace: it shares /tmp with others, and has no /src")
     elif folder:
         lay_below(Path(view), Path(folder), Path(scratch, "work"))
@@ -266,7 +266,7 @@ def _allow_tcp(ruleset: int, ports: Iterable[int]) -> None:
     rule = _NetPort(_CONNECT_TCP, 0)
     call = _syscall()
     # Created once: creating them again for each port takes three times as long.
-    numbers = [ctypes.c_long(one) for one in (_ADD_RULE, ruleset, _NET_PORT)]
+    numbers = [ctypes.c_long(number) for number in (_ADD_RULE, ruleset, _NET_PORT)]
     reference, flags = ctypes.byref(rule), ctypes.c_long(0)
     for port in ports:
         rule.port = port
@@ -296,7 +296,9 @@ def _call(number: int, *arguments: object) -> int:
     syscall = _syscall()
     if syscall is None:
         return -1
-    words = [ctypes.c_long(one) if isinstance(one, int) else one for one in arguments]
+    words = [
+        ctypes.c_long(argument) if isinstance(argument, int) else argument for argument in arguments
+    ]
     return int(syscall(ctypes.c_long(number), *words))
 
 
@@ -457,8 +459,8 @@ def lay_below(view: Path, folder: Path, work: Path) -> bool:
     if any(set(str(place)) & set(",:\\") for place in (folder, view, work)):
         return False  # they separate the options below
     options = f"lowerdir={folder},upperdir={view},workdir={work},userxattr"
-    links = [Path(one.path) for one in _entries_below(view) if one.is_symlink()]
-    targets = {one: one.readlink() for one in links if _is_in(folder, one.relative_to(view))}
+    links = [Path(entry.path) for entry in _entries_below(view) if entry.is_symlink()]
+    targets = {link: link.readlink() for link in links if _is_in(folder, link.relative_to(view))}
     try:
         work.mkdir()
         for link in targets:

@@ -42,7 +42,7 @@ def encode_frame(message: dict[str, Any], blobs: Sequence[bytes] = ()) -> bytes:
         ValueError: the message has NaN, an infinite number or half of a surrogate pair, which JSON
             in UTF-8 does not have, or is too large.
     """
-    whole = message | {"blobs": [len(one) for one in blobs]}
+    whole = message | {"blobs": [len(blob) for blob in blobs]}
     encoded = encode_json(whole)
     if len(encoded) > MAX_JSON_BYTES:
         raise ValueError(
@@ -86,9 +86,9 @@ class FrameReader:
         if len(self._data) < sum(lengths):
             return None
         blobs, begin = [], 0
-        for one in lengths:
-            blobs.append(bytes(self._data[begin : begin + one]))
-            begin += one
+        for length in lengths:
+            blobs.append(bytes(self._data[begin : begin + length]))
+            begin += length
         del self._data[:begin]
         self._begun = None
         return Frame(message, blobs)
@@ -109,7 +109,7 @@ class FrameReader:
         if b"\\u" in written:  # `encode_frame` writes no half of a surrogate pair; others may
             json.dumps(message, ensure_ascii=False).encode()
         lengths = message.pop("blobs") if isinstance(message, dict) else None
-        if not isinstance(lengths, list) or not all(_is_length(one) for one in lengths):
+        if not isinstance(lengths, list) or not all(_is_length(length) for length in lengths):
             raise ValueError("a message without the lengths of its blobs")
         if len(lengths) > MAX_BLOBS or sum(lengths) > MAX_BLOBS_BYTES:
             raise ValueError(f"{len(lengths)} blobs of {sum(lengths)} bytes")

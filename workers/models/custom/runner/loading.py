@@ -72,7 +72,9 @@ def load(folder: Path) -> Loaded:
         raise NotLoadable(f"cog.yaml: predict: {reference!r} must have the form predict.py:Name")
     name, _, wanted = reference.partition(":")
     module = _module(folder, name)
-    wanted = wanted or next((one for one in USUAL_CLASSES if hasattr(module, one)), "")
+    wanted = wanted or next(
+        (usual_class for usual_class in USUAL_CLASSES if hasattr(module, usual_class)), ""
+    )
     if not wanted or not hasattr(module, wanted):
         raise NotLoadable(
             f"{name} has no {wanted or 'class Runner or Predictor'}; set predict: FILE.py:NAME in "
@@ -120,7 +122,9 @@ def _find_batch_form(target: Any, notes: list[str]) -> BatchForm | None:
     try:
         return read_batch_form(target)
     except (ValueError, TypeError, NameError) as error:
-        if not any(cog_predictor._user_method_owner(target, one) for one in ("run", "predict")):
+        if not any(
+            cog_predictor._user_method_owner(target, method) for method in ("run", "predict")
+        ):
             raise NotLoadable(str(error)) from error
         notes.append(f"{METHOD} is not called: {error}")
     return None
@@ -216,7 +220,7 @@ def _module(folder: Path, name: str) -> ModuleType:
     if file.suffix != ".py" or not file.is_file() or folder not in file.parents:
         raise NotLoadable(f"cog.yaml: {name} is not a Python file in the folder")
     folders = dict.fromkeys([str(folder), str(file.parent)])
-    if any(_hides_a_module(Path(one)) for one in folders):
+    if any(_hides_a_module(Path(place)) for place in folders):
         import_all()
     sys.path[:0] = folders
     spec = importlib.util.spec_from_file_location(file.stem, file)
@@ -231,7 +235,7 @@ def _module(folder: Path, name: str) -> ModuleType:
 def _hides_a_module(folder: Path) -> bool:
     """Returns whether a file or package hides a standard module, or Cog's HTTP client."""
     return any(
-        one.stem in _NAMES and (one.suffix == ".py" or one.is_dir()) for one in folder.iterdir()
+        path.stem in _NAMES and (path.suffix == ".py" or path.is_dir()) for path in folder.iterdir()
     )
 
 
@@ -241,8 +245,8 @@ def is_async(compute: Callable[..., Any]) -> bool:
 
 def _concurrency(settings: dict[str, Any], compute: Callable[..., Any]) -> int:
     """Returns the number of concurrent predictions, from `@cog.concurrent(max=…)` or cog.yaml."""
-    asked = settings.get("concurrency") or {}
-    most = getattr(compute, "__cog_concurrent_max__", None) or asked.get("max", 1)
+    concurrency = settings.get("concurrency") or {}
+    most = getattr(compute, "__cog_concurrent_max__", None) or concurrency.get("max", 1)
     if isinstance(most, bool) or not isinstance(most, int) or most < 1:
         raise NotLoadable(
             f"cog.yaml: concurrency.max: must be a whole number of at least 1, got {most!r}"

@@ -234,7 +234,7 @@ class _Prediction:
             WrongInput: the class does not take them.
         """
         values = self._frame.message["input"]
-        for at, path in self._written_files():
+        for at, path in self._write_files():
             _put(values, at, self._file_of(at, path))
         try:
             for where, data in self._received():
@@ -248,11 +248,11 @@ class _Prediction:
         """The two outputs to compare, with the paths of their files. None: it is an input."""
         outputs: list[Any] | None = self._frame.message.get("outputs")
         if outputs is not None:
-            for at, path in self._written_files():
+            for at, path in self._write_files():
                 _put(outputs, at, cog.Path(path))
         return outputs
 
-    def _written_files(self) -> Iterator[tuple[list[str | int], Path]]:
+    def _write_files(self) -> Iterator[tuple[list[str | int], Path]]:
         """Writes the files that came. Yields the place and the path of each."""
         if self._frame.blobs:
             self._folder = Path(tempfile.mkdtemp(prefix="prediction-"))
@@ -339,7 +339,7 @@ class _Prediction:
         field = getattr(error, "field", None)
         if isinstance(field, str) and field in self._fields:
             return WrongInput(f"{field}: {text_of(error)}")
-        if any(one.__name__ == INVALID_INPUT for one in type(error).__mro__):
+        if any(kind.__name__ == INVALID_INPUT for kind in type(error).__mro__):
             return WrongInput(text_of(error))
         return error
 
@@ -374,10 +374,10 @@ def _traceback_of(error: BaseException) -> str:
     if _kind_of(error) != "model" or isinstance(error, WrongOutput):
         return ""
     # Without our own frames: the first ones are of this file.
-    kept = error.__traceback__
-    while kept is not None and kept.tb_frame.f_code.co_filename == __file__:
-        kept = kept.tb_next
-    return encodable("".join(traceback.format_exception(type(error), error, kept)))
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next
+    return encodable("".join(traceback.format_exception(type(error), error, frames)))
 
 
 class SyncRunner:
@@ -464,7 +464,7 @@ class SyncRunner:
         output = self._loaded.compute(**prediction.arguments())
         if not self._loaded.signature.output.streams:
             return prediction.result(prediction.encoder.encode(output))
-        for value in _iterated(output):
+        for value in _iterate(output):
             self._send(prediction.piece(value))
         return prediction.result(prediction.pieces)
 
@@ -522,7 +522,7 @@ class ListRunner(SyncRunner):
             while (frame := self._read_frame()) is not None:
                 if "batch" in frame.message:
                     frames = [self._read_frame() for _ in range(frame.message["batch"])]
-                    self._compute_batch([one for one in frames if one is not None])
+                    self._compute_batch([frame for frame in frames if frame is not None])
 
     def _compute_batch(self, frames: Sequence[Frame]) -> None:
         predictions = [_Prediction(frame, self._loaded.signature) for frame in frames]
@@ -571,7 +571,7 @@ class _Batch:
             )
         if len(self._predictions) == 1:
             self._predictions[0].scope = self._recorded
-        answers = map(_answered_alone, self._inside, outputs)
+        answers = map(_answer_alone, self._inside, outputs)
         return b"".join([*self._answers, *answers])
 
 
@@ -587,7 +587,7 @@ def _made(element: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         raise WrongInput(_first_mistake(error)) from error
 
 
-def _answered_alone(prediction: _Prediction, output: Any) -> bytes:
+def _answer_alone(prediction: _Prediction, output: Any) -> bytes:
     """Returns the frame for one output of a batch.
 
     An exception in its place fails its prediction.
@@ -685,7 +685,7 @@ class AsyncRunner:
         if not self._loaded.signature.output.streams:
             return prediction.result(prediction.encoder.encode(output))
         # Closed in this context, so what it prints in the end is its prediction's.
-        async with contextlib.aclosing(_iterated_async(output)) as values:
+        async with contextlib.aclosing(_iterate_async(output)) as values:
             async for value in values:
                 await self._send(prediction.piece(value))
         return prediction.result(prediction.pieces)
@@ -747,7 +747,7 @@ class AsyncListRunner(AsyncRunner):
         await self._send_whole(answer)
 
 
-def _iterated(output: Any) -> Iterator[Any]:
+def _iterate(output: Any) -> Iterator[Any]:
     """The pieces of an output that is declared as streamed. As in Cog, one value is one piece."""
     if output is None:
         return iter(())
@@ -756,9 +756,9 @@ def _iterated(output: Any) -> Iterator[Any]:
     return iter(output)
 
 
-async def _iterated_async(output: Any) -> AsyncGenerator[Any, None]:
+async def _iterate_async(output: Any) -> AsyncGenerator[Any, None]:
     if not hasattr(output, "__aiter__"):
-        for value in _iterated(output):
+        for value in _iterate(output):
             yield value
         return
     try:

@@ -126,16 +126,16 @@ def _items_schema(
 
 
 def _union_schema(arguments: tuple[Any, ...], inside: tuple[type, ...]) -> dict[str, Any]:
-    variants = [one for one in arguments if one is not types.NoneType]
+    variants = [argument for argument in arguments if argument is not types.NoneType]
     if len(variants) == 1:
         schema = _schema(variants[0], inside)
     else:
-        schema = {"anyOf": [_schema(one, inside) for one in variants]}
+        schema = {"anyOf": [_schema(variant, inside) for variant in variants]}
     return schema | {"nullable": True} if len(variants) < len(arguments) else schema
 
 
 def _enum_schema(values: tuple[Any, ...]) -> dict[str, Any]:
-    kinds = {_PLAIN_TYPES.get(type(one)) for one in values}
+    kinds = {_PLAIN_TYPES.get(type(value)) for value in values}
     kind = kinds.pop() if len(kinds) == 1 else None
     return {"enum": list(values)} | ({"type": kind} if kind else {})
 
@@ -147,8 +147,8 @@ def _class_schema(kind: type, inside: tuple[type, ...]) -> dict[str, Any]:
     if cog.coder.Coder.lookup(kind) is not None:
         return dict(_OBJECT)
     if issubclass(kind, enum.Enum):
-        values = tuple(one.value for one in kind)
-        is_plain = all(type(one) in _PLAIN_TYPES for one in values)
+        values = tuple(member.value for member in kind)
+        is_plain = all(type(value) in _PLAIN_TYPES for value in values)
         return _enum_schema(values) if is_plain else {}
     if issubclass(kind, datetime.date):
         is_time = issubclass(kind, datetime.datetime)
@@ -180,7 +180,7 @@ def _fields(kind: type) -> dict[str, Any] | None:
     if isinstance(known, Mapping):
         names = list(known)
     elif dataclasses.is_dataclass(kind):
-        names = [one.name for one in dataclasses.fields(kind)]
+        names = [field.name for field in dataclasses.fields(kind)]
     elif issubclass(kind, cog.BaseModel):
         names = list(inspect.get_annotations(kind))
     else:

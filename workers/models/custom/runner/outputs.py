@@ -102,11 +102,11 @@ class OutputEncoder:
             return _check_number(value, at)
         if isinstance(value, Mapping):
             return {
-                (key := _write_key(name, at)): self._plain(one, (*at, key))
-                for name, one in value.items()
+                (key := _write_key(name, at)): self._plain(element, (*at, key))
+                for name, element in value.items()
             }
         if isinstance(value, list | tuple | set | frozenset | GeneratorType):
-            return [self._plain(one, (*at, number)) for number, one in enumerate(value)]
+            return [self._plain(element, (*at, number)) for number, element in enumerate(value)]
         if isinstance(value, io.IOBase | os.PathLike):
             self._add_file(value, at)
             return None
@@ -137,8 +137,8 @@ class OutputEncoder:
                 f"output: the files exceed the maximum of {MAX_FILES_BYTES} bytes in total"
             )
         media_type = mimetypes.guess_type(name)[0] or ANY_BYTES
-        shown = Path(name).name.encode(errors="replace").decode()  # it may not be UTF-8
-        self.files.append({"at": list(at), "media_type": media_type, "name": shown})
+        shown_name = Path(name).name.encode(errors="replace").decode()  # it may not be UTF-8
+        self.files.append({"at": list(at), "media_type": media_type, "name": shown_name})
         self.blobs.append(data)
 
 
@@ -150,7 +150,7 @@ def _find_paths(value: Any, shape: Mapping[str, Any]) -> Any:
     if is_file(shape):
         return Path(value) if isinstance(value, str) and _is_existing(value) else value
     if is_file(shape.get("items", {})) and isinstance(value, list | tuple):
-        return [_find_paths(one, shape["items"]) for one in value]
+        return [_find_paths(element, shape["items"]) for element in value]
     return value
 
 
@@ -241,5 +241,7 @@ def _describe(value: Any) -> str:
 
 def _name_place(at: Place) -> str:
     """A place in an output as its readers write it: `output[0].words`."""
-    shown = [f"[{one}]" if isinstance(one, int) else f".{one}" for one in at[:MAX_SHOWN_LEVELS]]
-    return "output" + "".join(shown) + ("…" if len(at) > MAX_SHOWN_LEVELS else "")
+    levels = [
+        f"[{level}]" if isinstance(level, int) else f".{level}" for level in at[:MAX_SHOWN_LEVELS]
+    ]
+    return "output" + "".join(levels) + ("…" if len(at) > MAX_SHOWN_LEVELS else "")

@@ -45,15 +45,20 @@ def read_signature(function: Callable[..., Any], name: str) -> Signature:
     """
     plain = _undecorate(function)
     parameters = [
-        one for one in inspect.signature(plain).parameters.values() if one.kind not in _VARIABLE
+        parameter
+        for parameter in inspect.signature(plain).parameters.values()
+        if parameter.kind not in _VARIABLE
     ]
     if parameters and parameters[0].name == "self":
         del parameters[0]
     hints = read_hints(plain)
-    for one in parameters:
-        if one.name not in hints:
-            raise ValueError(f"missing type annotation for input: {one.name}")
-    fields = {one.name: (hints[one.name], _read_default(one)) for one in parameters}
+    for parameter in parameters:
+        if parameter.name not in hints:
+            raise ValueError(f"missing type annotation for input: {parameter.name}")
+    fields = {
+        parameter.name: (hints[parameter.name], _read_default(parameter))
+        for parameter in parameters
+    }
     yields = inspect.isgeneratorfunction(plain) or inspect.isasyncgenfunction(plain)
     inputs = read_inputs(fields, _find_optional_inputs(plain))
     returned = hints.get("return", types.NoneType)
@@ -111,14 +116,19 @@ def _read_choices(hint: Any) -> tuple[Any, list[Any]]:
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         origin, arguments = typing.Literal, tuple(hint)
     if origin is typing.Literal:
-        values = [one.value if isinstance(one, enum.Enum) else one for one in arguments]
+        values = [
+            argument.value if isinstance(argument, enum.Enum) else argument
+            for argument in arguments
+        ]
         kind = reduce(or_, dict.fromkeys(map(type, values)))
-        return kind, [one for one in values if one is not None]
+        return kind, [value for value in values if value is not None]
     if origin is list and arguments:
         element, choices = _read_choices(arguments[0])
         return (types.GenericAlias(list, element), choices) if choices else (hint, [])
     if origin in (typing.Union, types.UnionType):
-        variants = [_read_choices(one) for one in arguments if one is not types.NoneType]
+        variants = [
+            _read_choices(argument) for argument in arguments if argument is not types.NoneType
+        ]
         if not any(choices for _, choices in variants):
             return hint, []
         kinds = [kind for kind, _ in variants] + [types.NoneType] * (types.NoneType in arguments)
@@ -163,18 +173,18 @@ def read_hints(function: Callable[..., Any]) -> dict[str, Any]:
         return typing.get_type_hints(function, include_extras=True)
     hints: dict[str, Any] = {}
     for name, hint in inspect.get_annotations(function).items():
-        one = types.SimpleNamespace(__annotations__={name: hint})
+        holder = types.SimpleNamespace(__annotations__={name: hint})
         scope = getattr(function, "__globals__", {})
         hints[name] = hint
         with contextlib.suppress(Exception):
-            hints |= typing.get_type_hints(one, globalns=scope, include_extras=True)
+            hints |= typing.get_type_hints(holder, globalns=scope, include_extras=True)
     return hints
 
 
 def _undecorate(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function of the class, inside of decorators that keep it in a closure."""
     plain: Callable[..., Any] = inspect.unwrap(function)
-    kinds = {one.kind for one in inspect.signature(plain).parameters.values()}
+    kinds = {parameter.kind for parameter in inspect.signature(plain).parameters.values()}
     if kinds & set(_VARIABLE):
         with contextlib.suppress(ValueError):  # it has several functions in its closure
             return typing.cast("Callable[..., Any]", inspector()._unwrap(plain))
@@ -191,8 +201,8 @@ def _find_optional_inputs(function: Callable[..., Any]) -> set[str]:
     `Input(description=...)` makes an equal object and is required, so the source code decides.
     """
     parameters = inspect.signature(function).parameters.values()
-    raw = {one.name for one in parameters if one.default is None}
-    if not any(isinstance(one.default, FieldInfo) for one in parameters):
+    raw = {parameter.name for parameter in parameters if parameter.default is None}
+    if not any(isinstance(parameter.default, FieldInfo) for parameter in parameters):
         return raw
     try:
         (definition,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
@@ -216,7 +226,8 @@ def _is_none(default: ast.expr | None) -> bool:
     """True for `Input(None)` and `Input(default=None)`."""
     if not isinstance(default, ast.Call):
         return False
-    named = (one.value for one in default.keywords if one.arg == "default")
+    named = (keyword.value for keyword in default.keywords if keyword.arg == "default")
     return any(
-        isinstance(one, ast.Constant) and one.value is None for one in (*default.args[:1], *named)
+        isinstance(value, ast.Constant) and value.value is None
+        for value in (*default.args[:1], *named)
     )
