@@ -109,8 +109,8 @@ def check(endpoint: str, ledger: Ledger, when: object) -> None:
     lost = ledger.answered - set(found)
     assert not lost, (when, len(lost), sorted(lost)[:5])
     assert len(found) == len(set(found)), (when, "twice")
-    kept = ledger.refused & set(found)
-    assert not kept, (when, "refused and kept", sorted(kept)[:5])
+    refused_rows = ledger.refused & set(found)
+    assert not refused_rows, (when, "refused and kept", sorted(refused_rows)[:5])
 
 
 def create_table(endpoint: str) -> None:

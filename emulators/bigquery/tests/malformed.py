@@ -248,17 +248,17 @@ class Generator:
     def request(self) -> tuple[str, str, bytes, dict[str, str]]:
         """Returns verb, path with its query string, body and headers."""
         pick = self._random
-        asked = copy.deepcopy(pick.choice(VALID))
-        asked.headers.setdefault("Content-Type", "application/json")
+        mutant = copy.deepcopy(pick.choice(VALID))
+        mutant.headers.setdefault("Content-Type", "application/json")
         for _ in range(pick.choice([1, 1, 1, 2, 3])):
-            self._mutate(asked)
-        body = self._packed(asked)
+            self._mutate(mutant)
+        body = self._packed(mutant)
         text = "&".join(
             f"{quote(name, safe='.')}={quote(value, errors='replace')}"
-            for name, value in asked.query.items()
+            for name, value in mutant.query.items()
         )
-        path = quote(asked.path, safe="/%$", errors="replace")
-        return asked.verb, f"{path}?{text}" if text else path, body, asked.headers
+        path = quote(mutant.path, safe="/%$", errors="replace")
+        return mutant.verb, f"{path}?{text}" if text else path, body, mutant.headers
 
     def _mutate(self, asked: Asked) -> None:
         pick = self._random
@@ -337,8 +337,8 @@ class Found:
 
 def prepare(address: str) -> None:
     """Creates the resources named in the valid requests."""
-    for asked in VALID[1], Asked("POST", f"{_DATASET}/tables", {**_TABLE_BODY, **_named("t")}):
-        _send(address, asked.verb, asked.path, json.dumps(asked.body).encode(), {})
+    for creation in VALID[1], Asked("POST", f"{_DATASET}/tables", {**_TABLE_BODY, **_named("t")}):
+        _send(address, creation.verb, creation.path, json.dumps(creation.body).encode(), {})
     query = {"query": "SELECT 1", "useLegacySql": False}
     known = {"configuration": {"query": query}, "jobReference": {"jobId": "known"}}
     _send(address, "POST", f"{_PROJECT}/jobs", json.dumps(known).encode(), {})

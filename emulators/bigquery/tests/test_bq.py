@@ -70,9 +70,12 @@ def test_a_table_is_made_and_shown(bq: Bq) -> None:
         "--require_partition_filter",
     ]
     bq("mk", "--table", *options, "d.t", "id:INTEGER,name:STRING,ts:TIMESTAMP")
-    shown = json.loads(bq("show", "--format=json", "d.t"))
-    assert (shown["timePartitioning"]["field"], shown["clustering"]) == ("ts", {"fields": ["name"]})
-    assert (shown["numRows"], shown["requirePartitionFilter"]) == ("0", True)
+    resource = json.loads(bq("show", "--format=json", "d.t"))
+    assert (resource["timePartitioning"]["field"], resource["clustering"]) == (
+        "ts",
+        {"fields": ["name"]},
+    )
+    assert (resource["numRows"], resource["requirePartitionFilter"]) == ("0", True)
 
 
 def test_rows_are_inserted_and_read(bq: Bq, client: bigquery.Client, tmp_path: Path) -> None:
@@ -97,15 +100,15 @@ def test_what_is_removed_is_gone(bq: Bq, client: bigquery.Client) -> None:
 
 
 def test_a_query_is_answered(bq: Bq) -> None:
-    asked = ["query", "--use_legacy_sql=false", "--format=json", "--parameter=x:INT64:5"]
-    assert json.loads(bq(*asked, "SELECT @x + 1 AS y, [1, 2] AS zs")) == [
+    options = ["query", "--use_legacy_sql=false", "--format=json", "--parameter=x:INT64:5"]
+    assert json.loads(bq(*options, "SELECT @x + 1 AS y, [1, 2] AS zs")) == [
         {"y": "6", "zs": ["1", "2"]}
     ]
 
 
 def test_a_wrong_query_is_explained(bq: Bq) -> None:
-    asked = ["query", "--use_legacy_sql=false", "SELECT nothing FROM UNNEST([1]) AS x"]
-    assert "Unrecognized name: nothing" in bq(*asked, status=1)
+    options = ["query", "--use_legacy_sql=false", "SELECT nothing FROM UNNEST([1]) AS x"]
+    assert "Unrecognized name: nothing" in bq(*options, status=1)
     assert "--use_legacy_sql=false" in bq("query", "SELECT 1", status=1)
 
 

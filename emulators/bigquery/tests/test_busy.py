@@ -145,8 +145,8 @@ def test_no_row_is_lost_beside_statements_that_change_its_table(client: bigquery
         finally:
             is_over.set()
         adding.result(timeout=WAIT_LIMIT_S)
-    kept = rows_of(client, "SELECT COUNT(*), COUNT(DISTINCT a), MAX(a) FROM d.t WHERE a > 0")
-    assert kept == [(added[0], added[0], added[0])]
+    counts = rows_of(client, "SELECT COUNT(*), COUNT(DISTINCT a), MAX(a) FROM d.t WHERE a > 0")
+    assert counts == [(added[0], added[0], added[0])]
 
 
 def test_a_statement_that_waits_for_another_is_pending_and_can_be_canceled(
@@ -160,8 +160,8 @@ def test_a_statement_that_waits_for_another_is_pending_and_can_be_canceled(
         _wait_until_running(client, first)
         late += [client.query(CHANGES[1]), client.query("UPDATE d.t SET a = 5 WHERE a = 1")]
         for job in late:
-            shown = client.get_job(job.job_id)
-            assert (shown.state, shown.started) == ("PENDING", None)
+            waiting = client.get_job(job.job_id)
+            assert (waiting.state, waiting.started) == ("PENDING", None)
         assert [job.job_id for job in client.list_jobs(state_filter="pending")] == [
             job.job_id for job in reversed(late)
         ]

@@ -25,7 +25,7 @@ Change = Callable[[bigquery.Client, int, set[int]], set[int]]
 
 def by_insert_all(client: bigquery.Client, kill: int, ids: set[int]) -> set[int]:
     added = fresh(kill)
-    assert client.insert_rows_json("p.d.t", [{"id": one} for one in added]) == []
+    assert client.insert_rows_json("p.d.t", [{"id": number} for number in added]) == []
     return {*ids, *added}
 
 
@@ -34,7 +34,7 @@ def by_load(client: bigquery.Client, kill: int, ids: set[int]) -> set[int]:
     config = bigquery.LoadJobConfig(
         source_format="CSV", write_disposition="WRITE_APPEND", schema=SCHEMA
     )
-    lines = io.BytesIO("".join(f"{one}\n" for one in added).encode())
+    lines = io.BytesIO("".join(f"{number}\n" for number in added).encode())
     client.load_table_from_file(lines, "p.d.t", job_config=config).result(timeout=WAIT_LIMIT_S)
     return {*ids, *added}
 
@@ -42,11 +42,13 @@ def by_load(client: bigquery.Client, kill: int, ids: set[int]) -> set[int]:
 def by_statement(client: bigquery.Client, kill: int, ids: set[int]) -> set[int]:
     added = fresh(kill)
     if kill % 4 == 0:
-        rows_of(client, f"INSERT INTO d.t (id) VALUES {', '.join(f'({one})' for one in added)}")
+        rows_of(
+            client, f"INSERT INTO d.t (id) VALUES {', '.join(f'({number})' for number in added)}"
+        )
         return {*ids, *added}
     if kill % 4 == 1:
         rows_of(client, "UPDATE d.t SET id = -id WHERE MOD(id, 2) = 0")
-        return {-one if one % 2 == 0 else one for one in ids}
+        return {-number if number % 2 == 0 else number for number in ids}
     if kill % 4 == 2:
         rows_of(
             client,
@@ -54,9 +56,9 @@ def by_statement(client: bigquery.Client, kill: int, ids: set[int]) -> set[int]:
             " WHEN NOT MATCHED BY TARGET THEN INSERT (id) VALUES (one)"
             " WHEN NOT MATCHED BY SOURCE AND id < 0 THEN DELETE",
         )
-        return {*(one for one in ids if one >= 0), *added}
+        return {*(number for number in ids if number >= 0), *added}
     rows_of(client, "DELETE FROM d.t WHERE MOD(id, 3) = 1")
-    return {one for one in ids if one % 3 != 1}
+    return {number for number in ids if number % 3 != 1}
 
 
 def fresh(kill: int) -> range:

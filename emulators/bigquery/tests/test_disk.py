@@ -56,9 +56,9 @@ def test_a_full_disk_is_told_of_and_left_behind(tmp_path: Path) -> None:
         server.rlimit(psutil.RLIMIT_FSIZE, unlimited)
         assert insert(endpoint, 100) == 200
         assert rows_of(client, "SELECT DISTINCT LENGTH(text) FROM d.t") == [(MIB,)]
-        kept = {row[0] for row in rows_of(client, "SELECT id FROM d.t")}
+        stored = {row[0] for row in rows_of(client, "SELECT id FROM d.t")}
         # Refused rows are not there: a client that sends them again would have them twice.
-        assert kept == {number for number, status in answered.items() if status == 200} | {100}
+        assert stored == {number for number, status in answered.items() if status == 200} | {100}
 
 
 def test_session_that_is_open_while_the_database_is_opened_again_is_worth_a_retry(

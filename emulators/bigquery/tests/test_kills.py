@@ -42,8 +42,8 @@ def test_rows_whose_insert_was_answered_outlive_ten_kills(tmp_path: Path) -> Non
             if kill in (0, KILLS):
                 with connected(endpoint, "p") as client:
                     if kill == KILLS:
-                        kept = {row[0] for row in rows_of(client, "SELECT id FROM d.t")}
-                        assert answered <= kept, sorted(answered - kept)[:5]
+                        stored = {row[0] for row in rows_of(client, "SELECT id FROM d.t")}
+                        assert answered <= stored, sorted(answered - stored)[:5]
                         return
                     client.create_dataset("d")
                     schema = [bigquery.SchemaField("id", "INT64")]

@@ -150,8 +150,8 @@ def test_a_request_that_makes_no_sense_is_refused(
 
 def test_bodies_travel_packed_both_ways(bigquery_endpoint: str) -> None:
     sql = "SELECT REPEAT('x', 10000) AS a"
-    asked = {"query": sql, "useLegacySql": False, "timeoutMs": WAIT_LIMIT_MS}
-    packed = gzip.compress(json.dumps(asked).encode())
+    request_body = {"query": sql, "useLegacySql": False, "timeoutMs": WAIT_LIMIT_MS}
+    packed = gzip.compress(json.dumps(request_body).encode())
     headers = {
         "Content-Encoding": "gzip",
         "Accept-Encoding": "gzip",

@@ -31,8 +31,8 @@ ENDLESS = (
 @pytest.mark.parametrize("value", ['"x"', '{"a":"é"}', "[1,null]", "99999999999999999999"])
 def test_a_parameter_of_json_keeps_its_value(bigquery_endpoint: str, value: str) -> None:
     kind = {"name": "v", "parameterType": {"type": "JSON"}, "parameterValue": {"value": value}}
-    asked = {"query": "SELECT @v AS v", "useLegacySql": False, "queryParameters": [kind]}
-    body = json.dumps(asked | {"parameterMode": "NAMED", "timeoutMs": WAIT_LIMIT_MS}).encode()
+    query = {"query": "SELECT @v AS v", "useLegacySql": False, "queryParameters": [kind]}
+    body = json.dumps(query | {"parameterMode": "NAMED", "timeoutMs": WAIT_LIMIT_MS}).encode()
     path = "/bigquery/v2/projects/p/queries"
     _, _, answer = request(bigquery_endpoint, "POST", path, body)
     assert answer["rows"] == [{"f": [{"v": value}]}], answer

@@ -175,8 +175,8 @@ def test_a_job_names_what_it_wrote_to(client: bigquery.Client) -> None:
     added = done("INSERT INTO d.t (id) VALUES (7), (8)")
     assert (added.destination.table_id, added.num_dml_affected_rows) == ("t", 2)
     assert added.dml_stats.inserted_row_count == 2
-    asked = done("SELECT id FROM d.t")
-    assert client.get_table(asked.destination).num_rows == 4
+    selected = done("SELECT id FROM d.t")
+    assert client.get_table(selected.destination).num_rows == 4
     assert done("CREATE SCHEMA e").ddl_operation_performed == "CREATE"
 
 

@@ -203,11 +203,11 @@ def varied(sql: str, draw: random.Random) -> str:
     """Returns the statement with other numbers and strings. Equal ones mostly stay equal."""
     text, parts, at = StatementText(sql), [], 0
     new: dict[int, str] = {}
-    for place, one in zip(text.equals, text.literals, strict=True):
+    for place, own_literal in zip(text.equals, text.literals, strict=True):
         if place not in new or draw.random() < 0.1:
-            new[place] = _other(one.content, sql[one.start], draw)
-        parts += [sql[at : one.start], new[place]]
-        at = one.end
+            new[place] = _other(own_literal.content, sql[own_literal.start], draw)
+        parts += [sql[at : own_literal.start], new[place]]
+        at = own_literal.end
     return "".join([*parts, sql[at:]])
 
 

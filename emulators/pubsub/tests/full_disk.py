@@ -42,8 +42,8 @@ async def main(folder: Path) -> None:
     server.kill()
     server.start()
     async with connect(server.endpoint) as wire:
-        (left,) = (await wire.pull(SUBSCRIPTION)).received_messages
-        assert [left.message.message_id] == again
+        (remaining,) = (await wire.pull(SUBSCRIPTION)).received_messages
+        assert [remaining.message.message_id] == again
     server.kill()
 
 

@@ -215,7 +215,7 @@ def _judged(path: str, data: bytes, code: grpc.StatusCode, details: str) -> str:
 
 async def clear(wire: Wire) -> None:
     """Deletes everything in all projects that the requests may have created."""
-    for kind, service, one in (
+    for kind, service, noun in (
         ("Snapshots", "Subscriber", "Snapshot"),
         ("Subscriptions", "Subscriber", "Subscription"),
         ("Topics", "Publisher", "Topic"),
@@ -225,9 +225,9 @@ async def clear(wire: Wire) -> None:
         request = message_class(f"List{kind}Request")(**{field: "projects/p"})
         listed = await wire.call(service, f"List{kind}", request, f"List{kind}Response")
         for each in getattr(listed, kind.lower()):
-            name = "name" if kind == "Schemas" else one.lower()
-            delete = message_class(f"Delete{one}Request")(**{name: each.name})
-            await wire.call(service, f"Delete{one}", delete, "Empty")
+            name = "name" if kind == "Schemas" else noun.lower()
+            delete = message_class(f"Delete{noun}Request")(**{name: each.name})
+            await wire.call(service, f"Delete{noun}", delete, "Empty")
 
 
 async def main(folder: Path, count: int, seed: int) -> str:

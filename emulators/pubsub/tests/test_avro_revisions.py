@@ -159,7 +159,7 @@ def _record_of(made: list[tuple[str, Any, bool]], depth: int) -> dict[str, Any]:
 
 def _renamed(kind: Any, place: str) -> Any:
     if isinstance(kind, list):
-        return [_renamed(one, place) for one in kind]
+        return [_renamed(part, place) for part in kind]
     if isinstance(kind, dict):
         found = {key: _renamed(value, place) for key, value in kind.items()}
         return (

@@ -193,7 +193,7 @@ def test_schema_or_policy_that_was_answered_is_there_after_a_kill(
         assert len(list(schemas.list_schema_revisions(name=name, retry=AGAIN))) == 2
         policy = {"bindings": [{"role": "roles/pubsub.viewer", "members": ["user:a@b.c"]}]}
         killed_after(publisher.set_iam_policy, resource=TOPIC, policy=policy)
-        shown = publisher.get_iam_policy(request={"resource": TOPIC}, retry=AGAIN)
-        assert shown.bindings[0].role == "roles/pubsub.viewer"
+        stored = publisher.get_iam_policy(request={"resource": TOPIC}, retry=AGAIN)
+        assert stored.bindings[0].role == "roles/pubsub.viewer"
         killed_after(schemas.delete_schema, name=name)
         assert list(schemas.list_schemas(parent="projects/p", retry=AGAIN)) == []

@@ -114,13 +114,13 @@ def test_log_that_is_not_written_back_needs_its_room(
 ) -> None:
     used = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: used._replace(free=MIB))
-    kept = Reserve(tmp_path)
-    assert kept.covers(MIB)
+    log_reserve = Reserve(tmp_path)
+    assert log_reserve.covers(MIB)
     with (tmp_path / f"{FILE_NAME}-wal").open("wb") as log:
         log.truncate(5 * MIB)
-        assert kept.covers(MIB)
+        assert log_reserve.covers(MIB)
         log.truncate(8 * MIB)
-        assert not kept.covers(MIB)
+        assert not log_reserve.covers(MIB)
 
 
 def test_disk_with_ample_room_is_looked_at_again_after_a_moment(
@@ -130,17 +130,17 @@ def test_disk_with_ample_room_is_looked_at_again_after_a_moment(
     now_s, free_bytes = 100.0, reserve.AMPLE_BYTES + 100 * MIB
     monkeypatch.setattr(time, "monotonic", lambda: now_s)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: used._replace(free=free_bytes))
-    kept = Reserve(tmp_path)
-    assert kept.covers(MIB)
+    disk_reserve = Reserve(tmp_path)
+    assert disk_reserve.covers(MIB)
     free_bytes = 0
-    assert kept.covers(10 * MIB)
+    assert disk_reserve.covers(10 * MIB)
     now_s += 2 * reserve.AMPLE_S
-    assert not kept.covers(10 * MIB)
+    assert not disk_reserve.covers(10 * MIB)
     # With little room, each commit looks.
     free_bytes = reserve.AMPLE_BYTES
-    assert kept.covers(10 * MIB)
+    assert disk_reserve.covers(10 * MIB)
     free_bytes = 0
-    assert not kept.covers(10 * MIB)
+    assert not disk_reserve.covers(10 * MIB)
 
 
 @pytest.mark.anyio

@@ -62,10 +62,10 @@ def gcloud(endpoint: str, tmp_path: Path) -> Gcloud:
 def test_topics(gcloud: Gcloud) -> None:
     gcloud("topics create jobs --labels=a=b")
     gcloud("topics update jobs --update-labels=c=d --message-retention-duration=1h")
-    shown = gcloud("topics describe jobs")
-    assert shown["labels"] == {"a": "b", "c": "d"}
-    assert shown["messageRetentionDuration"] == "3600s"
-    assert [topic["name"] for topic in gcloud("topics list")] == [shown["name"]]
+    jobs_topic = gcloud("topics describe jobs")
+    assert jobs_topic["labels"] == {"a": "b", "c": "d"}
+    assert jobs_topic["messageRetentionDuration"] == "3600s"
+    assert [topic["name"] for topic in gcloud("topics list")] == [jobs_topic["name"]]
     gcloud("topics delete jobs")
     assert gcloud("topics list") == []
 
@@ -83,18 +83,18 @@ def test_messages(gcloud: Gcloud) -> None:
     assert again["message"]["data"] == received["message"]["data"]
     gcloud("subscriptions ack workers", f"--ack-ids={again['ackId']}")
     second = gcloud("topics publish jobs --message=second")
-    (left,) = gcloud("subscriptions pull workers --limit=5")
-    assert left["message"]["messageId"] == second["messageIds"][0]
+    (redelivered,) = gcloud("subscriptions pull workers --limit=5")
+    assert redelivered["message"]["messageId"] == second["messageIds"][0]
 
 
 def test_subscriptions(gcloud: Gcloud) -> None:
     gcloud("topics create jobs")
     gcloud("subscriptions create workers --topic=jobs")
     gcloud("subscriptions update workers --ack-deadline=60 --retain-acked-messages")
-    shown = gcloud("subscriptions describe workers")
-    assert (shown["ackDeadlineSeconds"], shown["retainAckedMessages"]) == (60, True)
+    subscription = gcloud("subscriptions describe workers")
+    assert (subscription["ackDeadlineSeconds"], subscription["retainAckedMessages"]) == (60, True)
     assert len(gcloud("subscriptions list")) == 1
-    assert gcloud("topics list-subscriptions jobs") == [shown["name"]]
+    assert gcloud("topics list-subscriptions jobs") == [subscription["name"]]
     gcloud("subscriptions delete workers")
     assert gcloud("subscriptions list") == []
 
@@ -109,8 +109,8 @@ def test_snapshots_and_seeks(gcloud: Gcloud) -> None:
     assert len(gcloud("subscriptions pull workers")) == 1
     gcloud("subscriptions seek workers --time=2100-01-01T00:00:00Z")
     gcloud("topics publish jobs --message=second")
-    (left,) = gcloud("subscriptions pull workers --limit=5")
-    assert b64decode(left["message"]["data"]) == b"second"
+    (received,) = gcloud("subscriptions pull workers --limit=5")
+    assert b64decode(received["message"]["data"]) == b"second"
     assert len(gcloud("snapshots list")) == 1
     gcloud("snapshots delete monday")
 

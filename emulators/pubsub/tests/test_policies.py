@@ -30,9 +30,9 @@ def put(world: World, resource: str = TOPIC, mask: tuple[str, ...] = (), **polic
 
 
 def test_policy_that_was_never_set_is_empty(world: World) -> None:
-    shown = get(world)
-    assert not shown.bindings
-    assert shown.etag
+    policy = get(world)
+    assert not policy.bindings
+    assert policy.etag
 
 
 @pytest.mark.parametrize("resource", [TOPIC, subscription_path("workers"), snapshot_path("monday")])
@@ -70,9 +70,9 @@ def test_policy_without_an_etag_replaces_any(world: World) -> None:
 
 def test_mask_keeps_what_it_does_not_name(world: World) -> None:
     put(world, bindings=[READER])
-    shown = put(world, mask=("version",), version=1)
-    assert shown.version == 1
-    assert shown.bindings[0].role == READER["role"]
+    policy = put(world, mask=("version",), version=1)
+    assert policy.version == 1
+    assert policy.bindings[0].role == READER["role"]
 
 
 @pytest.mark.parametrize(
@@ -97,10 +97,10 @@ def test_mask_of_an_unknown_field_is_refused(world: World) -> None:
 
 
 def test_every_permission_is_granted_on_what_exists(world: World) -> None:
-    asked = ["pubsub.topics.get", "pubsub.topics.publish"]
-    fields = {"resource": TOPIC, "permissions": asked}
+    permissions = ["pubsub.topics.get", "pubsub.topics.publish"]
+    fields = {"resource": TOPIC, "permissions": permissions}
     answer = world.call("TestIamPermissions", "TestIamPermissionsRequest", **fields)
-    assert list(answer.permissions) == asked
+    assert list(answer.permissions) == permissions
     fields["resource"] = topic_path("missing")
     answer = world.call("TestIamPermissions", "TestIamPermissionsRequest", **fields)
     assert list(answer.permissions) == []
@@ -134,10 +134,10 @@ def test_policy_goes_with_its_resource(world: World) -> None:
 
 
 def test_policy_is_there_after_a_restart(kept: KeptWorld) -> None:
-    shown = put(kept, bindings=[READER])
+    policy = put(kept, bindings=[READER])
     put(kept, topic_path("dead"), bindings=[READER])
     kept.call("DeleteTopic", "DeleteTopicRequest", topic=topic_path("dead"))
     kept.restart()
-    assert get(kept) == shown
+    assert get(kept) == policy
     kept.topic("dead")
     assert not get(kept, topic_path("dead")).bindings

@@ -56,8 +56,8 @@ def test_schema_is_made_revised_rolled_back_and_shown(world: World) -> None:
     rolled = world.call("RollbackSchema", "RollbackSchemaRequest", name=NAME, revision_id=first)
     assert (rolled.type_, rolled.definition) == (PROTOCOL_BUFFER, STATE)
     named = f"{NAME}@{second}"
-    left = world.call("DeleteSchemaRevision", "DeleteSchemaRevisionRequest", name=named)
-    assert left.revision_id == rolled.revision_id
+    schema = world.call("DeleteSchemaRevision", "DeleteSchemaRevisionRequest", name=named)
+    assert schema.revision_id == rolled.revision_id
 
 
 @pytest.mark.parametrize(

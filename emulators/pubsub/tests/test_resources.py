@@ -67,13 +67,13 @@ def test_valid_topic_name_is_taken(topic_id: str) -> None:
 
 
 def test_defaults_are_the_services(world: World) -> None:
-    shown = get(world)
-    assert shown.ack_deadline_seconds == 10
-    assert shown.message_retention_duration.seconds == 7 * 86400
-    assert shown.expiration_policy.ttl.seconds == 31 * 86400
-    assert shown.state == shown.State.Value("ACTIVE")
-    assert shown.HasField("push_config")
-    assert not shown.HasField("retry_policy")
+    subscription = get(world)
+    assert subscription.ack_deadline_seconds == 10
+    assert subscription.message_retention_duration.seconds == 7 * 86400
+    assert subscription.expiration_policy.ttl.seconds == 31 * 86400
+    assert subscription.state == subscription.State.Value("ACTIVE")
+    assert subscription.HasField("push_config")
+    assert not subscription.HasField("retry_policy")
 
 
 def test_second_of_a_name_is_refused(world: World) -> None:
@@ -191,26 +191,28 @@ def test_update_turns_a_subscription_to_bigquery_and_back() -> None:
 
 
 def test_update_changes_the_masked_fields_only(world: World) -> None:
-    shown = update(world, "ack_deadline_seconds", ack_deadline_seconds=60, labels={"env": "test"})
-    assert shown.ack_deadline_seconds == 60
-    assert not shown.labels
+    subscription = update(
+        world, "ack_deadline_seconds", ack_deadline_seconds=60, labels={"env": "test"}
+    )
+    assert subscription.ack_deadline_seconds == 60
+    assert not subscription.labels
 
 
 def test_update_replaces_labels_and_clears_what_is_unset(world: World) -> None:
     update(world, "labels", "retry_policy", labels={"a": "1", "b": "2"}, retry_policy={})
-    shown = update(world, "labels", "retry_policy", labels={"c": "3"})
-    assert dict(shown.labels) == {"c": "3"}
-    assert not shown.HasField("retry_policy")
+    subscription = update(world, "labels", "retry_policy", labels={"c": "3"})
+    assert dict(subscription.labels) == {"c": "3"}
+    assert not subscription.HasField("retry_policy")
 
 
 def test_update_of_one_nested_field(world: World) -> None:
-    shown = update(
+    subscription = update(
         world,
         "push_config.push_endpoint",
         push_config={"push_endpoint": "http://localhost:9/x", "attributes": {"a": "b"}},
     )
-    assert shown.push_config.push_endpoint == "http://localhost:9/x"
-    assert not shown.push_config.attributes
+    assert subscription.push_config.push_endpoint == "http://localhost:9/x"
+    assert not subscription.push_config.attributes
 
 
 @pytest.mark.parametrize(
@@ -267,9 +269,9 @@ def test_refused_update_changes_nothing(world: World) -> None:
 def test_topic_update(world: World) -> None:
     topic = {"name": topic_path("jobs"), "labels": {"env": "test"}, "kms_key_name": "ignored"}
     request = {"topic": topic, "update_mask": {"paths": ["labels"]}}
-    shown = world.call("UpdateTopic", "UpdateTopicRequest", **request)
-    assert dict(shown.labels) == {"env": "test"}
-    assert shown.kms_key_name == ""
+    updated = world.call("UpdateTopic", "UpdateTopicRequest", **request)
+    assert dict(updated.labels) == {"env": "test"}
+    assert updated.kms_key_name == ""
 
 
 def test_deleted_topic_leaves_its_subscription_with_the_backlog(world: World) -> None:

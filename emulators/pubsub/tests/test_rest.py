@@ -67,9 +67,9 @@ def _rules_of_the_client() -> set[tuple[str, str, str, str]]:
 
 
 def test_rules_are_those_of_googles_client() -> None:
-    asked = _rules_of_the_client()
-    assert len(asked) > 30
-    assert {(rule.call, rule.verb, rule.template, rule.body) for rule in RULES} == asked
+    expected = _rules_of_the_client()
+    assert len(expected) > 30
+    assert {(rule.call, rule.verb, rule.template, rule.body) for rule in RULES} == expected
 
 
 @pytest.mark.parametrize(

@@ -72,8 +72,8 @@ def test_topic_retention_is_shown_on_its_subscriptions() -> None:
     world = World()
     world.topic(message_retention_duration=seconds(1200))
     path = world.subscription()
-    shown = world.call("GetSubscription", "GetSubscriptionRequest", subscription=path)
-    assert shown.topic_message_retention_duration.seconds == 1200
+    subscription = world.call("GetSubscription", "GetSubscriptionRequest", subscription=path)
+    assert subscription.topic_message_retention_duration.seconds == 1200
 
 
 def test_topic_retention_outlasts_the_subscriptions() -> None:

@@ -101,8 +101,8 @@ def test_revisions_are_added_copied_and_deleted(world: World) -> None:
     assert third.definition == ONE
     assert revision_ids(world) == [first, second, third.revision_id]
     named = f"{NAME}@{second}"
-    left = world.call("DeleteSchemaRevision", "DeleteSchemaRevisionRequest", name=named)
-    assert left.revision_id == third.revision_id
+    schema = world.call("DeleteSchemaRevision", "DeleteSchemaRevisionRequest", name=named)
+    assert schema.revision_id == third.revision_id
     assert revision_ids(world) == [first, third.revision_id]
     with pytest.raises(ResourceNotFound, match=f"user@{second}"):
         get(world, named)
@@ -315,8 +315,8 @@ def test_topic_of_a_deleted_schema_takes_no_messages_until_it_has_none() -> None
     typed_topic(world)
     world.call("DeleteSchema", "DeleteSchemaRequest", name=NAME)
     create(world)
-    shown = world.call("GetTopic", "GetTopicRequest", topic=topic_path("jobs"))
-    assert shown.schema_settings.schema == "_deleted-schema_"
+    jobs_topic = world.call("GetTopic", "GetTopicRequest", topic=topic_path("jobs"))
+    assert jobs_topic.schema_settings.schema == "_deleted-schema_"
     with pytest.raises(ResourceNotFound, match="schema of the topic was deleted"):
         world.publish(user(name="a"))
     for paths in (["labels"], ["schema_settings"]):
@@ -343,9 +343,9 @@ def test_schemas_are_there_after_a_restart(kept: KeptWorld) -> None:
     create(kept, schema_id="gone")
     kept.call("DeleteSchema", "DeleteSchemaRequest", name=f"{PROJECT}/schemas/gone")
     typed_topic(kept, "typed")
-    shown = get(kept)
+    schema = get(kept)
     kept.restart()
-    assert get(kept) == shown
+    assert get(kept) == schema
     assert len(revision_ids(kept)) == 2
     with pytest.raises(ResourceNotFound):
         get(kept, f"{PROJECT}/schemas/gone")

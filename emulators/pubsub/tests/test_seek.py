@@ -291,8 +291,8 @@ def test_snapshot_end_can_not_be_put_off_beyond_its_messages(world: World) -> No
 def test_snapshot_of_a_deleted_topic_can_not_be_used(world: World) -> None:
     made = snapshot(world)
     world.call("DeleteTopic", "DeleteTopicRequest", topic=topic_path("jobs"))
-    shown = world.call("GetSnapshot", "GetSnapshotRequest", snapshot=made.name)
-    assert shown.topic == "_deleted-topic_"
+    stored = world.call("GetSnapshot", "GetSnapshotRequest", snapshot=made.name)
+    assert stored.topic == "_deleted-topic_"
     with pytest.raises(FailedPrecondition):
         seek_to_snapshot(world, "before")
 

@@ -218,13 +218,13 @@ class KeptDeliveries(Deliveries):
         self.world.restart()
         self.lease_ends_s.clear()
         for key in {"k", "l"} if self.ordered and self.dead else ():
-            left = [
+            remaining = [
                 name
                 for name, of_key in self.published.items()
                 if of_key == key and name not in self.settled | self.letters()
             ]
             # Only of the oldest may the last attempt have ended with this restart.
-            for name in left[1:]:
+            for name in remaining[1:]:
                 if name in self.attempts:
                     self.attempts[name] = min(self.attempts[name], MAX_ATTEMPTS - 1)
         self.readers = [self.world.consumer(10, max_messages=2), self.world.consumer(20)]

@@ -79,9 +79,9 @@ def _api() -> list[tuple[str, str, _Endpoint]]:
         ("DELETE", _TABLE, tables.delete),
         ("POST", _TABLE + "/insertAll", tabledata.insert_all),
         ("GET", _TABLE + "/data", tabledata.list_rows),
-        ("GET", _TABLE + "/rowAccessPolicies", _none_of("rowAccessPolicies")),
-        ("GET", _DATASET + "/models", _none_of("models")),
-        ("GET", _DATASET + "/routines", _none_of("routines")),
+        ("GET", _TABLE + "/rowAccessPolicies", _list_nothing("rowAccessPolicies")),
+        ("GET", _DATASET + "/models", _list_nothing("models")),
+        ("GET", _DATASET + "/routines", _list_nothing("routines")),
         ("POST", _QUERIES, jobs.query),
         ("GET", _QUERIES + "/{job}", jobs.query_results),
         ("POST", _JOBS, jobs.insert),
@@ -92,7 +92,7 @@ def _api() -> list[tuple[str, str, _Endpoint]]:
     ]
 
 
-def _none_of(name: str) -> _Endpoint:
+def _list_nothing(name: str) -> _Endpoint:
     async def answer(request: Request) -> Response:
         return JSONResponse({name: []})
 

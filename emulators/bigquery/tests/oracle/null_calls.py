@@ -121,11 +121,11 @@ def null_calls(functions: Sequence[Any], names: frozenset[str]) -> Iterator[tupl
 
 
 def _of_signature(name: str, signature: Any) -> Iterator[str]:
-    kinds = [_kind(name, place, one) for place, one in enumerate(signature.argument)]
+    kinds = [_kind(name, place, argument) for place, argument in enumerate(signature.argument)]
     required = [
         kind
-        for kind, one in zip(kinds, signature.argument, strict=True)
-        if one.options.cardinality == 0 or kind is not None  # 0: REQUIRED
+        for kind, argument in zip(kinds, signature.argument, strict=True)
+        if argument.options.cardinality == 0 or kind is not None  # 0: REQUIRED
     ]
     if any(kind is None for kind in required):
         return
@@ -143,7 +143,7 @@ def _of_signature(name: str, signature: Any) -> Iterator[str]:
 
 
 def _required(signature: Any) -> int:
-    return sum(1 for one in signature.argument if one.options.cardinality == 0)
+    return sum(1 for argument in signature.argument if argument.options.cardinality == 0)
 
 
 def _kind(name: str, place: int, argument: Any) -> tuple[str, list[str]] | None:
@@ -164,10 +164,10 @@ def _kind(name: str, place: int, argument: Any) -> tuple[str, list[str]] | None:
     if argument.type.type_kind == types.TYPE_ARRAY:
         element = argument.type.array_type.element_type.type_kind
         return {types.TYPE_STRING: _TEXTS, types.TYPE_INT64: _ARRAY}.get(element)
-    shown = str(argument)
-    if "ARRAY_TYPE_ANY" in shown or "ARG_ARRAY_TYPE" in shown:
+    text = str(argument)
+    if "ARRAY_TYPE_ANY" in text or "ARG_ARRAY_TYPE" in text:
         return _ARRAY
-    is_any = "ARG_TYPE_ANY" in shown or "ARG_TYPE_ARBITRARY" in shown
+    is_any = "ARG_TYPE_ANY" in text or "ARG_TYPE_ARBITRARY" in text
     return _VALUES[types.TYPE_INT64] if is_any else None
 
 

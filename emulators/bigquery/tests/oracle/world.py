@@ -249,12 +249,12 @@ def _of_evaluator(value: Any, kind: Any, *, is_top: bool = False) -> Any:
         if not value.HasField("array_value"):
             return [] if is_top else None
         element = kind.array_type.element_type
-        return [_of_evaluator(one, element) for one in value.array_value.element]
+        return [_of_evaluator(item, element) for item in value.array_value.element]
     if not value.ListFields():
         return None
     if kind.type_kind == types.TYPE_STRUCT:
         parts = zip(value.struct_value.field, kind.struct_type.field, strict=True)
-        return tuple(_of_evaluator(one, part.field_type) for one, part in parts)
+        return tuple(_of_evaluator(field, part.field_type) for field, part in parts)
     return _SCALARS[kind.type_kind](value)
 
 
@@ -310,10 +310,10 @@ def _of_duckdb(value: Any, kind: Any) -> Any:
     if value is None:
         return None
     if kind.type_kind == types.TYPE_ARRAY:
-        return [_of_duckdb(one, kind.array_type.element_type) for one in value]
+        return [_of_duckdb(item, kind.array_type.element_type) for item in value]
     if kind.type_kind == types.TYPE_STRUCT:
         parts = zip(value.values(), kind.struct_type.field, strict=True)
-        return tuple(_of_duckdb(one, part.field_type) for one, part in parts)
+        return tuple(_of_duckdb(field, part.field_type) for field, part in parts)
     if kind.type_kind == types.TYPE_DOUBLE:
         return _float(value)
     if kind.type_kind == types.TYPE_DATE:

@@ -87,7 +87,7 @@ async def serve(
         directory can't be used.
     """
     async with (
-        _opened_broker(data_dir, storage_bytes, bigquery_endpoint, fsync=fsync) as broker,
+        _open_broker(data_dir, storage_bytes, bigquery_endpoint, fsync=fsync) as broker,
         # Outside gRPC, whose end also ends the pulls that wait here.
         _answering_rest(broker, host, rest_port) as bound_rest_port,
         _listening(broker, host, port, socket_path) as bound_port,
@@ -95,7 +95,7 @@ async def serve(
         yield PubsubServer(host, bound_port, broker, bound_rest_port)
 
 
-def _opened_broker(
+def _open_broker(
     data_dir: Path | None, storage_bytes: int, bigquery_endpoint: str, *, fsync: bool
 ) -> AbstractAsyncContextManager[Broker]:
     clock = _steady_clock()

@@ -64,12 +64,12 @@ def test_subscription_shows_the_defaults(
     subscriber: SubscriberClient, make_topic: Make, make_subscription: Make
 ) -> None:
     topic = make_topic()
-    shown = subscriber.get_subscription(subscription=make_subscription(topic))
-    assert shown.topic == topic
-    assert shown.ack_deadline_seconds == 10
-    assert shown.message_retention_duration.days == 7
-    assert not shown.enable_message_ordering
-    assert shown.filter == ""
+    subscription = subscriber.get_subscription(subscription=make_subscription(topic))
+    assert subscription.topic == topic
+    assert subscription.ack_deadline_seconds == 10
+    assert subscription.message_retention_duration.days == 7
+    assert not subscription.enable_message_ordering
+    assert subscription.filter == ""
 
 
 def test_ack_deadline_out_of_range_is_refused(
@@ -100,9 +100,9 @@ def test_subscription_is_updated_by_mask(
     update = {"name": path, "ack_deadline_seconds": 60, "labels": {"env": "test"}}
     request = {"subscription": update, "update_mask": {"paths": ["ack_deadline_seconds"]}}
     subscriber.update_subscription(request=request)
-    shown = subscriber.get_subscription(subscription=path)
-    assert shown.ack_deadline_seconds == 60
-    assert shown.labels == {}
+    subscription = subscriber.get_subscription(subscription=path)
+    assert subscription.ack_deadline_seconds == 60
+    assert subscription.labels == {}
 
 
 def test_update_of_the_filter_is_refused(

@@ -42,8 +42,8 @@ def user(schemas: SchemaServiceClient, project: str) -> Schema:
 def test_schema_is_made_shown_listed_and_deleted(
     schemas: SchemaServiceClient, user: Schema, project: str
 ) -> None:
-    shown = schemas.get_schema(name=user.name)
-    assert (shown.definition, shown.revision_id) == (user.definition, user.revision_id)
+    schema = schemas.get_schema(name=user.name)
+    assert (schema.definition, schema.revision_id) == (user.definition, user.revision_id)
     basic = schemas.get_schema(request={"name": user.name, "view": SchemaView.BASIC})
     assert basic.definition == ""
     assert [each.name for each in schemas.list_schemas(parent=project)] == [user.name]
@@ -199,10 +199,12 @@ def test_policies(target: Target, publisher: PublisherClient, make_topic: Make) 
     policy = publisher.get_iam_policy(request={"resource": topic})
     policy.bindings.add(role="roles/pubsub.viewer", members=["group:all@example.com"])
     publisher.set_iam_policy(request={"resource": topic, "policy": policy})
-    shown = publisher.get_iam_policy(request={"resource": topic})
-    assert shown.bindings == policy.bindings
+    stored_policy = publisher.get_iam_policy(request={"resource": topic})
+    assert stored_policy.bindings == policy.bindings
     with pytest.raises(exceptions.Aborted):
         publisher.set_iam_policy(request={"resource": topic, "policy": policy})
-    asked = ["pubsub.topics.get", "pubsub.topics.update"]
-    granted = publisher.test_iam_permissions(request={"resource": topic, "permissions": asked})
-    assert list(granted.permissions) == asked
+    permissions = ["pubsub.topics.get", "pubsub.topics.update"]
+    granted = publisher.test_iam_permissions(
+        request={"resource": topic, "permissions": permissions}
+    )
+    assert list(granted.permissions) == permissions

@@ -119,10 +119,10 @@ class ParquetFile:
 def parquet_file(store: Store, file: IO[bytes]) -> Iterator[ParquetFile]:
     """Puts an upload where DuckDB may read it, and removes it afterwards."""
     file.seek(0)
-    with tempfile.NamedTemporaryFile(dir=store.uploads_dir, suffix=".parquet") as kept:
-        shutil.copyfileobj(file, kept)
-        kept.flush()
-        yield ParquetFile(store, Path(kept.name))
+    with tempfile.NamedTemporaryFile(dir=store.uploads_dir, suffix=".parquet") as copy:
+        shutil.copyfileobj(file, copy)
+        copy.flush()
+        yield ParquetFile(store, Path(copy.name))
 
 
 def _check(found: Schema, wanted: Schema, ignores_unknown: bool, path: str = "") -> None:

@@ -180,7 +180,7 @@ class Queries:
             self._size(table.physical, size_sql(_read_fields(statement, table)), changes)
             for table in statement.tables
         ]
-        return ReadSize(sum(one.size_bytes for one in sizes), sum(one.rows for one in sizes))
+        return ReadSize(sum(size.size_bytes for size in sizes), sum(size.rows for size in sizes))
 
     def _counted(self, physical: str, row_bytes: str, changes: int) -> ReadSize:
         """Measures a table's columns. `changes` identifies the state of the data."""
@@ -244,19 +244,19 @@ def _translated(statement: Statement) -> Iterator[None]:
                 raise UnsupportedError(match.group(1), "query") from error
             raise InvalidQueryError(f"Invalid time zone: {match.group(2)}") from error
         raise UnsupportedError(
-            f"Not supported by the embedded BigQuery: {_cleaned(error, statement)}"
+            f"Not supported by the embedded BigQuery: {_clean_message(error, statement)}"
         ) from error
     except UnicodeDecodeError as error:
         # DuckDB cut its message in the middle of a letter.
         message = duckdb.Error(error.object.decode("utf-8", "replace"))
-        raise InvalidQueryError(_cleaned(message, statement)) from error
+        raise InvalidQueryError(_clean_message(message, statement)) from error
     except duckdb.Error as error:
         if is_unavailable(error):
             raise as_service_error(error) from error
-        raise InvalidQueryError(_cleaned(error, statement)) from error
+        raise InvalidQueryError(_clean_message(error, statement)) from error
 
 
-def _cleaned(error: Exception, statement: Statement) -> str:
+def _clean_message(error: Exception, statement: Statement) -> str:
     text = str(error)
     if match := _RAISED.search(text) or _RAISED_AS_IT_IS.search(text):
         return match.group(1)

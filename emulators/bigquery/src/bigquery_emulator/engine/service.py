@@ -61,7 +61,7 @@ class BigQueryService:
             await self._define(job, config, statement)
         else:
             affected = await self.threads.write_in_job(
-                self._manipulated, job, statement, interrupt=job.interrupt
+                self._manipulate, job, statement, interrupt=job.interrupt
             )
             details["numDmlAffectedRows"] = str(affected)
             if statement.target is not None:
@@ -101,9 +101,9 @@ class BigQueryService:
                     " partition by partition: not supported by the embedded BigQuery"
                 )
             names = ("timePartitioning", "rangePartitioning", "clustering")
-            kept = {name: table.settings[name] for name in names if name in table.settings}
+            layout = {name: table.settings[name] for name in names if name in table.settings}
             write = destination.write if position == 0 else "WRITE_APPEND"
-            into = replace(destination, write=write, adds_fields=False, settings=kept)
+            into = replace(destination, write=write, adds_fields=False, settings=layout)
             rows = table.physical
             if partition_id is not None:
                 within = partition_condition(table, partition_id)
@@ -185,7 +185,7 @@ class BigQueryService:
 
         return await self.threads.query(work, interrupt=job.interrupt)
 
-    def _manipulated(self, job: BigQueryJob, statement: Statement) -> int:
+    def _manipulate(self, job: BigQueryJob, statement: Statement) -> int:
         job.begin()
         self._charge(job, statement)
         return self.queries.manipulate(statement, job.watch)

@@ -37,7 +37,7 @@ def _syntax_message(error: sqlglot.errors.SqlglotError) -> str:
 def definition_kind(tree: exp.Expr) -> str:
     """Returns the API's statementType of a data definition."""
     if isinstance(tree, exp.Command):
-        return f"ALTER_{_altered_kind(tree)}"
+        return f"ALTER_{_find_altered_kind(tree)}"
     kind = str(tree.args.get("kind") or "TABLE").upper()
     if isinstance(tree, exp.Create):
         is_filled = kind == "TABLE" and tree.expression is not None
@@ -51,9 +51,9 @@ def _is_alter(tree: exp.Expr) -> bool:
     # sqlglot stores several forms of ALTER as text.
     if not isinstance(tree, exp.Command) or tree.name.upper() != "ALTER":
         return False
-    return _altered_kind(tree) != ""
+    return _find_altered_kind(tree) != ""
 
 
-def _altered_kind(tree: exp.Expr) -> str:
+def _find_altered_kind(tree: exp.Expr) -> str:
     tokens = sqlglot.tokenize(str(tree.expression), dialect="bigquery")
     return tokens[0].text.upper() if tokens else ""

@@ -86,7 +86,9 @@ def read_parameters(parameters: Sequence[Json]) -> Parameters:
 def _typed(kind: Json, value: Json, values: dict[str, Any]) -> str:
     name = str(kind["type"]).upper()
     if name == "ARRAY":
-        items = [_typed(kind["arrayType"], one, values) for one in value.get("arrayValues") or []]
+        items = [
+            _typed(kind["arrayType"], element, values) for element in value.get("arrayValues") or []
+        ]
         return f"CAST([{', '.join(items)}] AS {duckdb_type(type_of_parameter(kind))})"
     if name in ("STRUCT", "RECORD"):
         parts = value.get("structValues") or {}

@@ -92,7 +92,9 @@ class _Checks:
         elif scan.kind == "SetOperationScan":
             self._check_set_operation(scan, filtered)
         elif scan.kind == "WithScan":
-            self._named |= {one.with_query_name: one.with_subquery for one in scan.with_entry_list}
+            self._named |= {
+                entry.with_query_name: entry.with_subquery for entry in scan.with_entry_list
+            }
             self.check(scan.query, filtered)
         elif scan.kind == "WithRefScan":
             body = self._named[scan.with_query_name]
@@ -107,7 +109,7 @@ class _Checks:
             elif scan.kind == "ProjectScan":
                 self.check(child, _behind(filtered, scan.expr_list))
             elif scan.kind == "AggregateScan":
-                keys = {one.column.column_id for one in scan.group_by_list}
+                keys = {group_key.column.column_id for group_key in scan.group_by_list}
                 self.check(child, _behind(filtered & keys, scan.group_by_list))
             elif scan.kind == "AnalyticScan":
                 self.check(child, filtered & _keys_of_windows(scan))
@@ -136,7 +138,7 @@ class _Checks:
         names = {column.name.lower() for column in scan.column_list if column.column_id in filtered}
         if read.view is not None:
             outputs = read.view.tree.output_column_list
-            inner = {one.column.column_id for one in outputs if one.name.lower() in names}
+            inner = {output.column.column_id for output in outputs if output.name.lower() in names}
             _Checks(read.view.reads).check(read.view.tree.query, frozenset(inner))
         if read.table is None or read.table.partitioning is None:
             return
@@ -156,16 +158,18 @@ class _Checks:
 def _moved(filtered: frozenset[int], outer: Iterable[Any], inner: Iterable[Any]) -> frozenset[int]:
     """Returns the columns at the same positions in an inner list."""
     pairs = zip(outer, inner, strict=True)
-    return frozenset(one.column_id for own, one in pairs if own.column_id in filtered)
+    return frozenset(
+        inner_column.column_id for own, inner_column in pairs if own.column_id in filtered
+    )
 
 
 def _behind(filtered: frozenset[int], computed: Iterable[Node]) -> frozenset[int]:
     """Returns the columns behind filtered outputs, if passed on or truncated to a unit."""
     found = set(filtered)
-    for one in computed:
-        if one.column.column_id in filtered:
-            found.discard(one.column.column_id)
-            column = _column_behind(one.expr)
+    for output in computed:
+        if output.column.column_id in filtered:
+            found.discard(output.column.column_id)
+            column = _column_behind(output.expr)
             if column is not None:
                 found.add(column)
     return frozenset(found)
@@ -193,17 +197,19 @@ def _keys_of_windows(scan: Node) -> frozenset[int]:
 
 def _pruned(conditions: Iterable[Node | None]) -> frozenset[int]:
     """Returns the columns for which these conditions, which all hold, let partitions be skipped."""
-    return frozenset().union(*(_pruned_by(one) for one in conditions if one is not None))
+    return frozenset().union(
+        *(_find_pruning_columns(condition) for condition in conditions if condition is not None)
+    )
 
 
-def _pruned_by(condition: Node) -> frozenset[int]:
+def _find_pruning_columns(condition: Node) -> frozenset[int]:
     if condition.kind != "FunctionCall":
         return _NOTHING
     name, arguments = _name(condition), condition.argument_list
     if name == "$and":
         return _pruned(arguments)
     if name == "$or":
-        found = [_pruned_by(one) for one in arguments]
+        found = [_find_pruning_columns(argument) for argument in arguments]
         return found[0].intersection(*found[1:])
     if name not in _COMPARISONS:
         return _NOTHING

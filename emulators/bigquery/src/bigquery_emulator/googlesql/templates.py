@@ -66,31 +66,31 @@ class StatementText:
         if len(found) > _MOST_LITERALS:
             return
         self.literals = found
-        ends = [0, *(one.end for one in found)]
-        starts = [*(one.start for one in found), len(sql)]
+        ends = [0, *(literal.end for literal in found)]
+        starts = [*(literal.start for literal in found), len(sql)]
         self._parts = [sql[end:start] for end, start in zip(ends, starts, strict=True)]
 
     @cached_property
     def equals(self) -> tuple[int, ...]:
         """Returns, for each literal, the index of the first equal one, which may be itself."""
         first: dict[tuple[type, int | str], int] = {}
-        keys = [(type(one.content), one.content) for one in self.literals]
+        keys = [(type(literal.content), literal.content) for literal in self.literals]
         return tuple(first.setdefault(key, place) for place, key in enumerate(keys))
 
     @property
     def key(self) -> Hashable:
         """Returns a key that is the same for all statements that may share a template."""
-        kinds = tuple(isinstance(one.content, str) for one in self.literals)
+        kinds = tuple(isinstance(literal.content, str) for literal in self.literals)
         return tuple(self._parts), kinds, self.equals
 
     def byte_ranges(self) -> list[tuple[int, int]]:
         """Positions of the literals in UTF-8."""
         if self._sql.isascii():
-            return [(one.start, one.end) for one in self.literals]
+            return [(literal.start, literal.end) for literal in self.literals]
         length = [0]
         for letter in self._sql:
             length.append(length[-1] + len(letter.encode(errors="replace")))
-        return [(length[one.start], length[one.end]) for one in self.literals]
+        return [(length[literal.start], length[literal.end]) for literal in self.literals]
 
 
 def _literals(sql: str) -> Iterator[tuple[int | str, tuple[int, int]]]:
@@ -227,16 +227,16 @@ class StatementTemplate:
     def filled(self, text: StatementText) -> tuple[str, ...] | None:
         """Returns the SQL of a statement with the same key. None: it must be translated again."""
         written: dict[str, str] = {}
-        for place, one in enumerate(text.literals):
+        for place, own_literal in enumerate(text.literals):
             kind = self.free.kinds.get(place)
             if kind is not None:
-                value = _value(one.content, kind)
+                value = _value(own_literal.content, kind)
                 if value is None:
                     return None
                 written[self._marks[place]] = literal(value, kind)
-            elif one.content != self.text.literals[place].content:
+            elif own_literal.content != self.text.literals[place].content:
                 return None
-        return tuple(_MARK.sub(lambda mark: written[mark[0]], one) for one in self.sql)
+        return tuple(_MARK.sub(lambda mark: written[mark[0]], part) for part in self.sql)
 
     def with_own(self) -> tuple[str, ...]:
         """Returns the SQL of the original statement."""

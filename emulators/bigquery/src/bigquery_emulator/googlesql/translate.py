@@ -140,10 +140,10 @@ class Translator:
 
     def _filled(self, text: StatementText, around: tuple[Hashable, ...]) -> Statement | None:
         """Returns a statement that differs from an earlier one only in its literals."""
-        kept = self._templates.get((text.key, *around)) if text.literals else None
-        if kept is None:
+        earlier = self._templates.get((text.key, *around)) if text.literals else None
+        if earlier is None:
             return None
-        template, statement = kept
+        template, statement = earlier
         sql = template.filled(text)
         return None if sql is None else replace(statement, sql=sql[0], checks=sql[1:])
 
@@ -153,14 +153,14 @@ class Translator:
         reads = _Reads()
         tree, sources, scope, read = self._analyze(sql, names, bound, reads, 0)
         if not is_view:
-            check_partition_filters(tree, {key: one.read for key, one in sources.items()})
+            check_partition_filters(tree, {key: source.read for key, source in sources.items()})
         text = StatementText(read)
         free = free_literals(tree, text)
         scope.literal_marks = free.marks
         written = _written(tree, scope, sources)
         template = StatementTemplate(text, free, (written.sql, *written.checks))
         filled, *checks = template.with_own()
-        changed = None if written.kind == "SELECT" else _changed_table(tree, sources).key
+        changed = None if written.kind == "SELECT" else _find_changed_table(tree, sources).key
         statement = Statement(
             written.kind,
             filled,
@@ -197,7 +197,7 @@ class Translator:
                 reads.add(table, read)
         scope = Scope(
             "c" if depth == 0 else f"v{depth}c",
-            {key: one.source for key, one in sources.items()},
+            {key: source.source for key, source in sources.items()},
             parameters.sql,
             subquery,
         )
@@ -235,7 +235,7 @@ class Translator:
     ) -> tuple[Node, str]:
         split = SplitNames(sql, whole)
         try:
-            tables = [one.named for one in sources.values()]
+            tables = [source.named for source in sources.values()]
             return self.analyzer.analyze(split.sql, tables, parameters.types), split.sql
         except InvalidQueryError as error:
             raise InvalidQueryError(split.as_given(error.message)) from error
@@ -249,14 +249,14 @@ class Translator:
         written = _written(tree, scope, sources)
         if written.kind != "SELECT":
             raise InvalidQueryError("A view's query must be a SELECT")
-        inner: dict[str, ReadTable] = {key: one.read for key, one in sources.items()}
+        inner: dict[str, ReadTable] = {key: source.read for key, source in sources.items()}
         return TranslatedView(written.sql, written.schema, View(tree, inner))
 
 
 def _written(tree: Node, scope: Scope, sources: Mapping[str, NamedSource]) -> Written:
     if tree.kind == "QueryStmt":
         return write_query(tree, scope)
-    return write_manipulation(tree, scope, _changed_table(tree, sources).physical)
+    return write_manipulation(tree, scope, _find_changed_table(tree, sources).physical)
 
 
 def _gives_all(tree: Node) -> bool:
@@ -266,7 +266,7 @@ def _gives_all(tree: Node) -> bool:
     return bool(scan.kind == "TableScan")
 
 
-def _changed_table(tree: Node, sources: Mapping[str, NamedSource]) -> TableResource:
+def _find_changed_table(tree: Node, sources: Mapping[str, NamedSource]) -> TableResource:
     name = tree.table_scan.table.name
     table = sources[name].read.table
     if table is None:

@@ -48,8 +48,10 @@ async def list_all(request: Request) -> Response:
         }
         for dataset in sorted(found, key=lambda dataset: dataset.key.dataset_id)
     ]
-    shown, rest = page(request, items)
-    return JSONResponse({"kind": "bigquery#datasetList", "etag": "list", "datasets": shown, **rest})
+    page_items, rest = page(request, items)
+    return JSONResponse(
+        {"kind": "bigquery#datasetList", "etag": "list", "datasets": page_items, **rest}
+    )
 
 
 async def update(request: Request) -> Response:
@@ -87,12 +89,12 @@ async def list_projects(request: Request) -> Response:
         }
         for name in names
     ]
-    shown, rest = page(request, items)
+    page_items, rest = page(request, items)
     return JSONResponse(
         {
             "kind": "bigquery#projectList",
             "etag": "list",
-            "projects": shown,
+            "projects": page_items,
             "totalItems": len(items),
             **rest,
         }

@@ -130,8 +130,8 @@ async def list_all(request: Request) -> Response:
         for job in found
         if not states or job.state in states
     ]
-    shown, rest = page(request, items)
-    return JSONResponse({"kind": "bigquery#jobList", "etag": "list", "jobs": shown, **rest})
+    page_items, rest = page(request, items)
+    return JSONResponse({"kind": "bigquery#jobList", "etag": "list", "jobs": page_items, **rest})
 
 
 async def cancel(request: Request) -> Response:
@@ -240,7 +240,7 @@ def _dry_response(job: BigQueryJob) -> Json:
 def _job(request: Request) -> BigQueryJob:
     project, job_id = request.path_params["project"], request.path_params["job"]
     job = service_of(request).jobs.get(project, job_id)
-    asked = request.query_params.get("location")
-    if job.location.upper() not in ((asked.upper(),) if asked else _MULTI_REGIONS):
+    location = request.query_params.get("location")
+    if job.location.upper() not in ((location.upper(),) if location else _MULTI_REGIONS):
         raise NotFoundError(f"Not found: Job {project}:{job_id}")
     return job

@@ -105,7 +105,7 @@ def _insert_into(
     key = table.key
     if table.view_query is not None:
         raise InvalidError(f"Cannot add rows to a view: {key}")
-    moment = None if partition_id is None else _ingested(table, partition_id)
+    moment = None if partition_id is None else _find_ingestion_time(table, partition_id)
     if not table.schema:
         raise InvalidError(f"Table {key} has no schema.")
     reader = RowReader(table.schema, options.get("ignoreUnknownValues", False))
@@ -130,7 +130,7 @@ def _insert_into(
     return [_row_error(index, error) for index, error in sorted(errors.items())]
 
 
-def _ingested(table: TableResource, partition_id: str) -> str:
+def _find_ingestion_time(table: TableResource, partition_id: str) -> str:
     # Like the service: rows may be streamed with a decorator only if their own values don't
     # determine the partition.
     if not table.has_partition_time:

@@ -50,12 +50,12 @@ async def get(request: Request) -> Response:
 async def list_all(request: Request) -> Response:
     """Lists the tables and views in a dataset."""
     found = service_of(request).catalog.tables_of(dataset_key(request))
-    shown, rest = page(request, [table.short_resource() for table in found])
+    page_items, rest = page(request, [table.short_resource() for table in found])
     return JSONResponse(
         {
             "kind": "bigquery#tableList",
             "etag": "list",
-            "tables": shown,
+            "tables": page_items,
             "totalItems": len(found),
             **rest,
         }

@@ -76,7 +76,7 @@ def _cells(line: str, more: _Lines, form: CsvForm, quote: str) -> list[Cell]:
     while True:
         is_quoted = line.startswith(quote, at)
         if is_quoted:
-            cell, line, at = _quoted_cell(line, at + 1, more, form, quote)
+            cell, line, at = _read_quoted_cell(line, at + 1, more, form, quote)
         else:
             end = line.find(form.delimiter, at)
             end = len(line.rstrip(_LINE_ENDS)) if end < 0 else end
@@ -90,7 +90,7 @@ def _cells(line: str, more: _Lines, form: CsvForm, quote: str) -> list[Cell]:
             return cells
 
 
-def _quoted_cell(
+def _read_quoted_cell(
     line: str, at: int, more: _Lines, form: CsvForm, quote: str
 ) -> tuple[str, str, int]:
     """Returns a quoted cell, the line where it ends, and the position after it."""

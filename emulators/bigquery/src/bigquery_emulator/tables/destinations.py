@@ -99,7 +99,7 @@ def put_rows(
         return _replaced(catalog, table, destination, schema, source)
     if destination.write == "WRITE_EMPTY" and _count(store, table.physical):
         raise DuplicateError(f"Already Exists: Table {table.key}")
-    table = _fitted(catalog, table, destination, schema)
+    table = _fit_table(catalog, table, destination, schema)
     with store.transaction() as cursor:
         fill(cursor, table, schema, source)
     return table
@@ -147,7 +147,7 @@ def _put_partition(
             )
     if destination.write == "WRITE_EMPTY" and _count(store, table.physical, within):
         raise DuplicateError(f"Already Exists: Table {table.key}${partition_id}")
-    table = _fitted(catalog, table, destination, schema)
+    table = _fit_table(catalog, table, destination, schema)
     with store.transaction() as cursor:
         if destination.write == "WRITE_TRUNCATE":
             cursor.execute(f"DELETE FROM {table.physical} WHERE {within}")
@@ -171,8 +171,8 @@ def _replaced(
     settings = {**table.settings, **destination.settings}
     modes = {field.name.lower(): field for field in table.schema}
     # A query has no descriptions and no REQUIRED fields; if the table has the field, it keeps both.
-    kept = tuple(_kept(field, modes.get(field.name.lower())) for field in schema)
-    return catalog.create_table(table.key, kept, settings, source, replaces=True)
+    fields = tuple(_kept(field, modes.get(field.name.lower())) for field in schema)
+    return catalog.create_table(table.key, fields, settings, source, replaces=True)
 
 
 def _kept(field: Field, old: Field | None) -> Field:
@@ -187,7 +187,7 @@ def _kept(field: Field, old: Field | None) -> Field:
     )
 
 
-def _fitted(
+def _fit_table(
     catalog: TableCatalog, table: TableResource, destination: TableDestination, schema: Schema
 ) -> TableResource:
     known = {field.name.lower(): field for field in table.schema}
@@ -220,18 +220,18 @@ def _fitted(
             for field in schema
             if field.mode == "NULLABLE" and field.name.lower() in known
         }
-    kept = tuple(
+    fields = tuple(
         replace(field, mode="NULLABLE")
         if field.mode == "REQUIRED" and field.name.lower() in relaxed
         else field
         for field in table.schema
     )
-    if not added and kept == table.schema:
+    if not added and fields == table.schema:
         return table
     if added and not destination.adds_fields:
         raise InvalidError(
             f"Provided Schema does not match Table {table.key}. Cannot add fields (field:"
             f" {added[0].name})"
         )
-    wider = [field.resource() for field in (*kept, *added)]
+    wider = [field.resource() for field in (*fields, *added)]
     return catalog.update_table(table.key, {"schema": {"fields": wider}}, None, is_patch=True)

@@ -75,8 +75,8 @@ def alter(cursor: Cursor, old: TableResource, new: TableResource, changed: Schem
         return
     if any(field.checks() for field in (*old.schema, *changed)):
         # DuckDB can neither add a column with a CHECK nor change one.
-        kept = {field.name.lower() for field in old.schema}
-        same = {f.name: quoted(f.name) for f in new.schema if f.name.lower() in kept}
+        old_names = {field.name.lower() for field in old.schema}
+        same = {f.name: quoted(f.name) for f in new.schema if f.name.lower() in old_names}
         rebuild(cursor, old, new, same)
         return
     known = {field.name.lower() for field in old.schema}

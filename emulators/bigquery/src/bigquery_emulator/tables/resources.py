@@ -169,7 +169,7 @@ class TableResource:
         return ", ".join(columns or [f"{quoted(_NO_COLUMNS)} BOOLEAN"])
 
     def short_resource(self) -> Json:
-        kept = (
+        names = (
             "friendlyName",
             "labels",
             "timePartitioning",
@@ -183,7 +183,7 @@ class TableResource:
             "tableReference": self.key.resource(),
             "type": "TABLE" if self.view_query is None else "VIEW",
             "creationTime": str(self.created_ms),
-            **{name: self.settings[name] for name in kept if name in self.settings},
+            **{name: self.settings[name] for name in names if name in self.settings},
         }
         if self.view_query is not None:
             found["view"] = {"useLegacySql": False}

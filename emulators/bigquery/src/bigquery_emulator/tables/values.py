@@ -192,10 +192,10 @@ def _moment(value: Any) -> datetime:
     text = value.strip() if isinstance(value, str) else shown(value)
     if _NUMBER.fullmatch(text):
         return _EPOCH + timedelta(microseconds=int((Decimal(text) * 1_000_000).to_integral_value()))
-    return _zoned(text)
+    return _read_zoned(text)
 
 
-def _zoned(text: str) -> datetime:
+def _read_zoned(text: str) -> datetime:
     match = _TIMESTAMP.fullmatch(text)
     if match is None:
         raise ValueError(text)

@@ -39,7 +39,7 @@ class PolicyCalls:
         """
         self._registry.resource(request.resource)
         current = self._policy(request.resource)
-        policy = _masked(current, request)
+        policy = _apply_mask(current, request)
         check_policy(policy)
         if request.policy.etag and request.policy.etag != current.etag:
             raise ChangedMeanwhile(
@@ -76,7 +76,7 @@ class PolicyCalls:
         return stored.proto.policy if stored else Policy(etag=_NEVER_SET_ETAG)
 
 
-def _masked(current: Policy, request: Any) -> Policy:
+def _apply_mask(current: Policy, request: Any) -> Policy:
     policy = Policy()
     paths = request.update_mask.paths
     if not paths:

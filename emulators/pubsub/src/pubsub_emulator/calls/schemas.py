@@ -58,8 +58,8 @@ class SchemaCalls:
         """Return a schema's latest revision, or the one named as `name@revision`."""
         name, _, revision_id = request.name.partition("@")
         revision = self._registry.schema(name).revision(revision_id)
-        (shown,) = _shown((revision,), request.view or _FULL)
-        return shown
+        (viewed,) = _shown((revision,), request.view or _FULL)
+        return viewed
 
     def list_schemas(self, request: Any) -> Any:
         """List the latest revisions of a project's schemas, paged."""
@@ -186,7 +186,7 @@ def _shown(revisions: Iterable[Schema], view: int) -> list[Schema]:
 
 
 def _without_definition(revision: Schema) -> Schema:
-    shown = Schema()
-    shown.CopyFrom(revision)
-    shown.ClearField("definition")
-    return shown
+    bare = Schema()
+    bare.CopyFrom(revision)
+    bare.ClearField("definition")
+    return bare

@@ -66,8 +66,8 @@ def to_request(
 
 def to_json(kind: Any, response: bytes) -> bytes:
     """Return a serialized response of class `kind` as JSON."""
-    shown = json_format.MessageToDict(kind.FromString(response))
-    return json.dumps(shown, ensure_ascii=False, separators=(",", ":")).encode()
+    fields = json_format.MessageToDict(kind.FromString(response))
+    return json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def _decoded(body: bytes) -> dict[str, Any]:

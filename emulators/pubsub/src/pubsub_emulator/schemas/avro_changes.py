@@ -133,7 +133,7 @@ def _is_alike(reader: Schema, writer: Schema) -> bool:
 
 def _aliases(named: Any) -> list[str]:
     found = named.props.get("aliases")
-    return [one for one in found if isinstance(one, str)] if isinstance(found, list) else []
+    return [alias for alias in found if isinstance(alias, str)] if isinstance(found, list) else []
 
 
 def _shown(schema: Schema) -> str:

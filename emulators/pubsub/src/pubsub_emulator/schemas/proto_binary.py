@@ -70,7 +70,7 @@ class _Reader:
         if kind.is_map_entry:
             parts[kind.by_number[2]] = []  # an absent value counts as empty
         chosen: dict[int, Field] = {}
-        for field, inner in self._known_fields(kind, spans, depth):
+        for field, inner in self._find_known_fields(kind, spans, depth):
             seen.add(field.number)
             if field.oneof is not None:
                 if (other := chosen.get(field.oneof, field)) is not field:
@@ -88,7 +88,7 @@ class _Reader:
         for field, of_one in parts.items():
             self._check_required_within(field, of_one, depth)
 
-    def _known_fields(
+    def _find_known_fields(
         self, kind: MessageType, spans: Sequence[_Span], depth: int
     ) -> Iterator[tuple[Field, _Span]]:
         for span in spans:

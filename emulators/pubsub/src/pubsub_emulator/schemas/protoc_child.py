@@ -54,9 +54,9 @@ def main(libraries: str, cpu_s: int, memory_mib: int) -> int:
 
 
 def _copy(source: int, target: int, size_bytes: int) -> None:
-    left = os.pread(source, size_bytes, 0)
-    while left:
-        left = left[os.write(target, left) :]
+    unwritten = os.pread(source, size_bytes, 0)
+    while unwritten:
+        unwritten = unwritten[os.write(target, unwritten) :]
 
 
 if __name__ == "__main__":

@@ -132,7 +132,9 @@ def needed_attributes(filter_: Filter) -> tuple[Equals, ...]:
     if isinstance(filter_, Equals):
         return (filter_,)
     if isinstance(filter_, AllOf):
-        return tuple(one for operand in filter_.operands for one in needed_attributes(operand))
+        return tuple(
+            condition for operand in filter_.operands for condition in needed_attributes(operand)
+        )
     return ()
 
 

@@ -143,13 +143,13 @@ def _alter_column(shape: Shape, text: str, start: list[str]) -> None:
         _put(shape, position, replace(old, mode="NULLABLE"))
     elif action[:3] == ["SET", "DATA", "TYPE"]:
         node = _parsed(f"ALTER COLUMN c {text[text.upper().index('SET') :]}", exp.AlterColumn)
-        _put(shape, position, _retyped(old, node.args["dtype"]))
+        _put(shape, position, _change_type(old, node.args["dtype"]))
         shape.is_only_wider = False
     else:
         raise unsupported(f"ALTER COLUMN {' '.join(action[:2])}")
 
 
-def _retyped(old: Field, kind: exp.DataType) -> Field:
+def _change_type(old: Field, kind: exp.DataType) -> Field:
     wanted = {**old.resource(), **typed(old.name, kind)}
     for name in ("maxLength", "precision", "scale"):
         wanted[name] = typed(old.name, kind).get(name)

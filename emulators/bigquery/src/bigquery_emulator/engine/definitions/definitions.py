@@ -277,10 +277,10 @@ def _like(tree: exp.Expr, model: TableResource, settings: Json) -> tuple[Schema,
     is_copy = tree.args.get("clone") is not None
     if is_copy and model.has_partition_time:
         raise unsupported("CREATE TABLE COPY of a table partitioned by the time of ingestion")
-    kept = {
+    inherited = {
         name: value
         for name, value in model.settings.items()
         # A copy does not inherit the expiration.
         if name != "expirationTime"
     }
-    return model.schema, merged(kept, settings), model.physical if is_copy else None
+    return model.schema, merged(inherited, settings), model.physical if is_copy else None

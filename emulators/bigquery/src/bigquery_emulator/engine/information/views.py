@@ -79,7 +79,7 @@ class InformationViews:
             columns, counted = _OF_ROWS[name]
             tables = self._tables(owning, place)
             with self.store.reading() as cursor:
-                return Listing(columns, [row for one in tables for row in counted(cursor, one)])
+                return Listing(columns, [row for table in tables for row in counted(cursor, table)])
         raise UnsupportedError(
             f"INFORMATION_SCHEMA.{name}: not supported by the embedded BigQuery", "query"
         )
@@ -89,9 +89,11 @@ class InformationViews:
             return Listing(JOBS, [job_row(job) for job in self.jobs.of_project(project)])
         schema, rows_of = _OF_DATASETS[name]
         datasets = [
-            one for one in list(self.catalog.datasets.values()) if one.key.project == project
+            dataset
+            for dataset in list(self.catalog.datasets.values())
+            if dataset.key.project == project
         ]
-        datasets.sort(key=lambda one: one.key.dataset_id)
+        datasets.sort(key=lambda dataset: dataset.key.dataset_id)
         return Listing(schema, [row for dataset in datasets for row in rows_of(dataset)])
 
     def _tables(self, project: str, place: str) -> list[TableResource]:
@@ -99,5 +101,7 @@ class InformationViews:
             raise InvalidQueryError("INFORMATION_SCHEMA must be qualified with a dataset")
         if not place.lower().startswith(_REGION):
             return self.catalog.tables_of(DatasetKey(project, place))
-        found = [one for one in list(self.catalog.tables.values()) if one.key.project == project]
+        found = [
+            table for table in list(self.catalog.tables.values()) if table.key.project == project
+        ]
         return sorted(found, key=lambda table: (table.key.dataset_id, table.key.table_id))

@@ -159,7 +159,7 @@ class Analyzer:
         for number, table in enumerate(tables, 1):
             place = root
             for part in table.path[:-1]:
-                inner = next((one for one in place.catalog if one.name == part), None)
+                inner = next((catalog for catalog in place.catalog if catalog.name == part), None)
                 place = inner if inner is not None else place.catalog.add(name=part)
             _fill(place.table.add(), table, number)
         return root

@@ -41,8 +41,8 @@ class Aggregate:
     def of(self, name: str, *others: str, condition: str = "") -> str:
         """Returns the call of a DuckDB aggregate with the first argument and `others`."""
         inside = ", ".join([*self.call.sql[:1], *others])
-        kept = f" FILTER (WHERE {condition})" if condition else ""
-        return f"{name}({self.distinct}{inside}{self.order}){kept}{self.over}"
+        filtering = f" FILTER (WHERE {condition})" if condition else ""
+        return f"{name}({self.distinct}{inside}{self.order}){filtering}{self.over}"
 
 
 def aggregate(node: Node, scope: Scope) -> str:
@@ -278,7 +278,7 @@ def _numbering(name: str) -> Callable[[Call, str], str]:
     return lambda call, nulls: f"{name}({', '.join(call.sql)})"
 
 
-def _shifted(name: str) -> Callable[[Call, str], str]:
+def _write_shifted(name: str) -> Callable[[Call, str], str]:
     def write(call: Call, nulls: str) -> str:
         words = " IGNORE NULLS" if nulls == "IGNORE_NULLS" else ""
         arguments = list(call.sql)
@@ -325,11 +325,11 @@ _WINDOWS: dict[str, Callable[[Call, str], str]] = {
     "percent_rank": _numbering("percent_rank"),
     "cume_dist": _numbering("cume_dist"),
     "ntile": _numbering("ntile"),
-    "lag": _shifted("lag"),
-    "lead": _shifted("lead"),
-    "first_value": _shifted("first_value"),
-    "last_value": _shifted("last_value"),
-    "nth_value": _shifted("nth_value"),
+    "lag": _write_shifted("lag"),
+    "lead": _write_shifted("lead"),
+    "first_value": _write_shifted("first_value"),
+    "last_value": _write_shifted("last_value"),
+    "nth_value": _write_shifted("nth_value"),
     "percentile_cont": _percentile("quantile_cont"),
     "percentile_disc": _percentile("quantile_disc"),
 }

@@ -41,15 +41,15 @@ def call_of(node: Node, scope: Scope) -> Call:
     """Returns the function call of a node, with its arguments in DuckDB's SQL."""
     arguments = list(node.argument_list)
     if not arguments and node.generic_argument_list:
-        arguments = [one.expr for one in node.generic_argument_list]
-        if any(one is None for one in arguments):
+        arguments = [argument.expr for argument in node.generic_argument_list]
+        if any(argument is None for argument in arguments):
             raise unsupported("Functions with a lambda or a table")
     name = node.function.name.rpartition(":")[2]
     if name in _MOVES and arguments[1].kind == "FunctionCall":
         name, arguments = _moved(name, arguments)
     if name.endswith("_bucket") and arguments[1].type.type_kind == types.TYPE_INTERVAL:
         arguments = [arguments[0], *_span(arguments[1]), *arguments[2:]]
-    sql = [_argument(one, scope) for one in arguments]
+    sql = [_argument(argument, scope) for argument in arguments]
     return Call(name, arguments, sql, node.type)
 
 

@@ -50,7 +50,7 @@ def literal(value: Any, kind: TypeProto) -> str:
         return f"CAST(NULL AS {duckdb_type(kind)})"
     if kind.type_kind == types.TYPE_ARRAY:
         element = kind.array_type.element_type
-        items = ", ".join(literal(one, element) for one in value.array_value.element)
+        items = ", ".join(literal(item, element) for item in value.array_value.element)
         return f"[{items}]" if items else f"CAST([] AS {duckdb_type(kind)})"
     if kind.type_kind == types.TYPE_STRUCT:
         return _struct(value, kind)
@@ -63,7 +63,7 @@ def literal(value: Any, kind: TypeProto) -> str:
 def _struct(value: Any, kind: TypeProto) -> str:
     names = struct_field_names(kind)
     parts = zip(names, kind.struct_type.field, value.struct_value.field, strict=True)
-    fields = [f"{quoted(name)} := {literal(one, part.field_type)}" for name, part, one in parts]
+    fields = [f"{quoted(name)} := {literal(field, part.field_type)}" for name, part, field in parts]
     if not fields:
         raise unsupported("A STRUCT without fields")
     return f"struct_pack({', '.join(fields)})"

@@ -96,10 +96,10 @@ def _project(scan: Node, scope: Scope) -> str:
 
 def _computed(columns: Iterable[Node], scope: Scope) -> dict[int, str]:
     found: dict[int, str] = {}
-    for one in columns:
-        if one.kind != "ComputedColumn":
-            raise unsupported(_in_words(one.kind))
-        found[one.column.column_id] = expression(one.expr, scope)
+    for column in columns:
+        if column.kind != "ComputedColumn":
+            raise unsupported(_in_words(column.kind))
+        found[column.column.column_id] = expression(column.expr, scope)
     return found
 
 
@@ -118,12 +118,12 @@ def _columns(scan: Node, scope: Scope, computed: dict[int, str] | None = None) -
 def _join(scan: Node, scope: Scope) -> str:
     if scan.is_lateral:
         raise unsupported("LATERAL joins")
-    left, right = query(scan.left_scan, scope), query(scan.right_scan, scope)
+    left_sql, right_sql = query(scan.left_scan, scope), query(scan.right_scan, scope)
     kind = _JOINS[scan.enum("join_type")]
     if scan.join_expr is None:
-        joined = f"({left}) CROSS JOIN ({right})"
+        joined = f"({left_sql}) CROSS JOIN ({right_sql})"
     else:
-        joined = f"({left}) {kind} ({right}) ON {expression(scan.join_expr, scope)}"
+        joined = f"({left_sql}) {kind} ({right_sql}) ON {expression(scan.join_expr, scope)}"
     return f"SELECT {_columns(scan, scope)} FROM {joined}"
 
 
@@ -143,7 +143,7 @@ def _array(scan: Node, scope: Scope) -> str:
         name = "place" if offset_id is None else scope.column(offset_id)
         taken.append(f"unnest(range(len({array}))) AS {name}")
     if scan.is_outer or scan.join_expr is not None:
-        return _joined_array(scan, scope, array, offset)
+        return _join_array(scan, scope, array, offset)
     own = {element, *(part.rsplit(" AS ", 1)[1] for part in taken)}
     passed = [
         name
@@ -155,7 +155,7 @@ def _array(scan: Node, scope: Scope) -> str:
     return f"SELECT {_columns(scan, scope)} FROM ({made})"
 
 
-def _joined_array(scan: Node, scope: Scope, array: str, offset: Node | None) -> str:
+def _join_array(scan: Node, scope: Scope, array: str, offset: Node | None) -> str:
     """Translates `LEFT JOIN UNNEST`, or UNNEST with a condition."""
     element = scope.column(scan.element_column_list[0].column_id)
     taken = [f"unnest({array}) AS {element}"]
@@ -174,7 +174,10 @@ def _aggregate(scan: Node, scope: Scope) -> str:
     if scan.grouping_set_list or scan.rollup_column_list or scan.grouping_call_list:
         return _grouping_sets(scan, scope)
     keys = _computed(scan.group_by_list, scope)
-    values = {one.column.column_id: aggregate(one.expr, scope) for one in scan.aggregate_list}
+    values = {
+        aggregated.column.column_id: aggregate(aggregated.expr, scope)
+        for aggregated in scan.aggregate_list
+    }
     inner = query(scan.input_scan, scope)
     # The keys come first, so that GROUP BY can refer to them by position.
     listed = [f"{sql} AS {scope.column(key)}" for key, sql in {**keys, **values}.items()]
@@ -191,15 +194,18 @@ def _grouping_sets(scan: Node, scope: Scope) -> str:
     keys = _computed(scan.group_by_list, scope)
     places = {key: f"k{place}" for place, key in enumerate(keys, 1)}
     sets = []
-    for one in scan.grouping_set_list:
-        if one.kind != "GroupingSet":
+    for grouping_set in scan.grouping_set_list:
+        if grouping_set.kind != "GroupingSet":
             raise unsupported("ROLLUP and CUBE inside GROUPING SETS")
-        ids = [ref.column.column_id for ref in one.group_by_column_list]
+        ids = [ref.column.column_id for ref in grouping_set.group_by_column_list]
         sets.append(f"({', '.join(places[key] for key in ids)})")
     if not sets:
         raise unsupported("ROLLUP")
     made = ", ".join(f"{sql} AS {places[key]}" for key, sql in keys.items())
-    values = {one.column.column_id: aggregate(one.expr, scope) for one in scan.aggregate_list}
+    values = {
+        aggregated.column.column_id: aggregate(aggregated.expr, scope)
+        for aggregated in scan.aggregate_list
+    }
     for call in scan.grouping_call_list:
         key = call.group_by_column.column.column_id
         values[call.output_column.column_id] = f"grouping({places[key]})"

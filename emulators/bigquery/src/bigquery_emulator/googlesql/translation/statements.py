@@ -81,8 +81,8 @@ def _checked(value: str, kind: TypeProto, name: str) -> str:
         return value
     message = f"Array cannot have a null element; error in writing field {name}"
     text = message.replace("'", "''")
-    kept = f"coalesce({value}, [])" if kind.type_kind == types.TYPE_ARRAY else value
-    return f"CASE WHEN {has_null} THEN error('{text}') ELSE {kept} END"
+    checked = f"coalesce({value}, [])" if kind.type_kind == types.TYPE_ARRAY else value
+    return f"CASE WHEN {has_null} THEN error('{text}') ELSE {checked} END"
 
 
 def _has_null_element(value: str, kind: TypeProto, depth: int = 0) -> str:
@@ -98,10 +98,10 @@ def _has_null_element(value: str, kind: TypeProto, depth: int = 0) -> str:
         return " OR ".join(part for part in parts if part)
     if kind.type_kind != types.TYPE_ARRAY:
         return ""
-    found, one = f"list_count({value}) < len({value})", f"inner{depth}"
-    inner = _has_null_element(one, kind.array_type.element_type, depth + 1)
+    found, element = f"list_count({value}) < len({value})", f"inner{depth}"
+    inner = _has_null_element(element, kind.array_type.element_type, depth + 1)
     if inner:
-        found += f" OR len(list_filter({value}, lambda {one}: {inner})) > 0"
+        found += f" OR len(list_filter({value}, lambda {element}: {inner})) > 0"
     return found
 
 
@@ -143,7 +143,7 @@ def _insert(tree: Node, scope: Scope, table: str) -> Written:
 
 def _row(row: Node, columns: Sequence[Any], scope: Scope) -> str:
     pairs = zip(row.value_list, columns, strict=True)
-    return ", ".join(_value(one, column.name, scope) for one, column in pairs)
+    return ", ".join(_value(cell, column.name, scope) for cell, column in pairs)
 
 
 def _value(node: Node, name: str, scope: Scope) -> str:
@@ -230,7 +230,7 @@ def _merge(tree: Node, scope: Scope, table: str) -> Written:
 
 def _two_matches(tree: Node, scope: Scope, table: str, source: str) -> str | None:
     """Returns a query that fails if a row would be changed twice."""
-    clauses = [one for one in tree.when_clause_list if one.enum("match_type") == "MATCHED"]
+    clauses = [clause for clause in tree.when_clause_list if clause.enum("match_type") == "MATCHED"]
     if not clauses:
         return None
     columns = scope.source(tree.table_scan.table).columns
@@ -239,7 +239,8 @@ def _two_matches(tree: Node, scope: Scope, table: str, source: str) -> str | Non
         for column in tree.table_scan.column_list
     )
     conditions = [
-        "true" if one.match_expr is None else expression(one.match_expr, scope) for one in clauses
+        "true" if clause.match_expr is None else expression(clause.match_expr, scope)
+        for clause in clauses
     ]
     return (
         f"SELECT error('{_TWO_MATCHES}') FROM (SELECT row FROM"

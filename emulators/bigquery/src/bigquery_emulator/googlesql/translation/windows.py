@@ -33,8 +33,8 @@ def window_functions(scan: Node, scope: Scope) -> dict[int, str]:
             keys = [expression(ref, scope) for ref in group.partition_by.partition_by_list]
             parts.append(f"PARTITION BY {', '.join(keys)}")
         items = [] if group.order_by is None else group.order_by.order_by_item_list
-        for one in group.analytic_function_list:
-            frame = one.expr.window_frame
+        for function in group.analytic_function_list:
+            frame = function.expr.window_frame
             by_value = frame is not None and _is_by_value(frame)
             if by_value and items[0].column_ref.type.type_kind == types.TYPE_DOUBLE:
                 _check_bounded(frame)
@@ -43,7 +43,7 @@ def window_functions(scan: Node, scope: Scope) -> dict[int, str]:
                 window.append(f"ORDER BY {order_by(items, scope, is_one_key=by_value)}")
             if frame is not None:
                 window.append(_frame(frame, scope))
-            computed[one.column.column_id] = analytic(one.expr, scope, " ".join(window))
+            computed[function.column.column_id] = analytic(function.expr, scope, " ".join(window))
     return computed
 
 

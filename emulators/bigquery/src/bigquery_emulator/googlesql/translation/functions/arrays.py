@@ -48,7 +48,7 @@ def _to_string(call: Call) -> str:
     return call.put("bq.filled_array_text({0}, {1}, {2})")
 
 
-def _generated(call: Call) -> str:
+def _generate(call: Call) -> str:
     step = call.sql[2] if len(call.sql) > 2 else "1"
     if call.kind() == types.TYPE_INT64:
         return f"bq.generate_array({call.sql[0]}, {call.sql[1]}, {step})"
@@ -72,7 +72,7 @@ ARRAYS: Functions = {
     "array_concat": _concat,
     "array_reverse": "list_reverse({0})",
     "array_to_string": _to_string,
-    "generate_array": _generated,
+    "generate_array": _generate,
     "array_first": "bq.at({0}, 1)",
     "array_last": "bq.at({0}, greatest(len({0}), 1))",
 }

@@ -82,7 +82,7 @@ def formatted(call: Call) -> str:
     pattern = call.text(0)
     if pattern is None:
         raise unsupported("A date format that is not a literal")
-    parts = _parts(_written_out(pattern), _moment(call), pattern)
+    parts = _parts(_write_out(pattern), _moment(call), pattern)
     return f"({' || '.join(parts)})" if parts else "''"
 
 
@@ -101,10 +101,10 @@ def _moment(call: Call) -> _Moment:
     raise call.refused()
 
 
-def _written_out(pattern: str) -> str:
+def _write_out(pattern: str) -> str:
     """Expands elements that are abbreviations for several others."""
     return _ELEMENT.sub(
-        lambda found: _written_out(_SEVERAL[found[1]]) if found[1] in _SEVERAL else found[0],
+        lambda found: _write_out(_SEVERAL[found[1]]) if found[1] in _SEVERAL else found[0],
         pattern,
     )
 
@@ -153,7 +153,7 @@ def parsed(kind: str) -> Translate:
     """Translates PARSE_DATE, PARSE_TIME, PARSE_DATETIME or PARSE_TIMESTAMP, by DuckDB's type."""
 
     def write(call: Call) -> str:
-        pattern, value = _parsed_pattern(call, kind), call.sql[1]
+        pattern, value = _parse_pattern(call, kind), call.sql[1]
         if kind == "TIME":
             dated = _read(f"'1970-01-01 ' || {value}", f"%Y-%m-%d {pattern}")
             return f"CAST({dated} AS TIME)"
@@ -188,10 +188,10 @@ def _read(value: str, pattern: str) -> str:
     )
     if len(seconds) > 1:
         value = f"bq.six_digits({value})"
-    return f"strptime({value}, [{', '.join(text(one) for one in patterns)}])"
+    return f"strptime({value}, [{', '.join(text(form) for form in patterns)}])"
 
 
-def _parsed_pattern(call: Call, kind: str) -> str:
+def _parse_pattern(call: Call, kind: str) -> str:
     pattern = call.text(0)
     if pattern is None:
         raise unsupported("A date format that is not a literal")

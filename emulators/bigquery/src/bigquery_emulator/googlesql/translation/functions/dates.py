@@ -48,7 +48,7 @@ def _unit(part: str) -> tuple[str, int]:
     return part.lower(), 0
 
 
-def _truncated(call: Call) -> str:
+def _truncate(call: Call) -> str:
     unit, shift = _unit(call.part(1))
     if len(call.sql) > 2:
         return f"bq.trunc_at('{unit}', {call.sql[0]}, {shift}, {call.zone(2)})"
@@ -102,7 +102,7 @@ _PARTS = {
 }
 
 
-def _extracted(call: Call) -> str:
+def _extract(call: Call) -> str:
     part, value = call.part(1), call.sql[0]
     if len(call.sql) > 2:
         value = f"bq.checked_local(timezone({call.zone(2)}, {value}))"
@@ -119,7 +119,7 @@ def _extracted(call: Call) -> str:
     raise call.refused()
 
 
-def _extracted_type(target: str) -> Translate:
+def _extract_type(target: str) -> Translate:
     def write(call: Call) -> str:
         value = call.sql[0]
         if len(call.sql) > 1:
@@ -256,15 +256,15 @@ def _bucket(call: Call) -> str:
 _FIRST_BUCKET = "TIMESTAMP '1950-01-01'"
 _KINDS = ("date", "datetime", "timestamp", "time")
 DATES: Functions = {
-    **{f"{kind}_trunc": _truncated for kind in _KINDS},
+    **{f"{kind}_trunc": _truncate for kind in _KINDS},
     **{f"{kind}_add": _added("") for kind in _KINDS},
     **{f"{kind}_sub": _added("-") for kind in _KINDS},
     **{f"{kind}_diff": _difference for kind in _KINDS},
     **{f"{kind}_bucket": _bucket for kind in _KINDS[:3]},
-    "$extract": _extracted,
-    "$extract_date": _extracted_type("DATE"),
-    "$extract_time": _extracted_type("TIME"),
-    "$extract_datetime": _extracted_type("TIMESTAMP"),
+    "$extract": _extract,
+    "$extract_date": _extract_type("DATE"),
+    "$extract_time": _extract_type("TIME"),
+    "$extract_datetime": _extract_type("TIMESTAMP"),
     "date": _date,
     "datetime": _datetime,
     "timestamp": _timestamp,

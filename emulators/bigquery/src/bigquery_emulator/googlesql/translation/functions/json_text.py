@@ -48,9 +48,9 @@ def json_text(value: str, kind: TypeProto, depth: int = 0, *, is_json: bool = Fa
         UnsupportedError: the type has no translation.
     """
     if kind.type_kind == types.TYPE_ARRAY:
-        one = f"e{depth}"
-        of_one = json_text(one, kind.array_type.element_type, depth + 1, is_json=is_json)
-        items = f"list_transform({value}, lambda {one}: {of_one})"
+        element = f"e{depth}"
+        of_element = json_text(element, kind.array_type.element_type, depth + 1, is_json=is_json)
+        items = f"list_transform({value}, lambda {element}: {of_element})"
         written = f"'[' || array_to_string({items}, ',') || ']'"
     elif kind.type_kind == types.TYPE_STRUCT:
         written = f"CASE WHEN {value} IS NOT NULL THEN {_struct(value, kind, depth, is_json)} END"

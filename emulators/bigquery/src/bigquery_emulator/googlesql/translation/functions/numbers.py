@@ -31,7 +31,7 @@ def _by_type(**forms: Translate | str) -> Translate:
     return write
 
 
-def _tried(form: str) -> Translate:
+def _try_form(form: str) -> Translate:
     """Returns a form that yields NULL if it fails."""
     return lambda call: tried(call.nodes, call.sql, lambda sql: form.format(*sql))
 
@@ -75,7 +75,7 @@ def _log(call: Call) -> str:
 
 def _safe(operator: str) -> Translate:
     """Returns an operator that yields NULL for a result out of range."""
-    plain = _tried(f"{{0}} {operator} {{1}}")
+    plain = _try_form(f"{{0}} {operator} {{1}}")
     of_float = (
         f"(CASE WHEN isinf({{0}} {operator} {{1}}) AND NOT isinf({{0}}) AND NOT isinf({{1}})"
         f" THEN NULL ELSE {{0}} {operator} {{1}} END)"
@@ -101,13 +101,13 @@ NUMBERS: Functions = {
     "div": _by_type(int="bq.div({0}, {1})"),
     "mod": _by_type(int="bq.mod({0}, {1})", numeric="bq.numeric_mod({0}, {1})"),
     "safe_divide": _by_type(
-        double="bq.safe_divide({0}, {1})", numeric=_tried("bq.numeric_divide({0}, {1})")
+        double="bq.safe_divide({0}, {1})", numeric=_try_form("bq.numeric_divide({0}, {1})")
     ),
     "safe_add": _safe("+"),
     "safe_subtract": _safe("-"),
     "safe_multiply": _safe("*"),
     "safe_negate": _by_type(
-        int=_tried("CAST(0 AS BIGINT) - {0}"), double="(-({0}))", numeric="(-({0}))"
+        int=_try_form("CAST(0 AS BIGINT) - {0}"), double="(-({0}))", numeric="(-({0}))"
     ),
     "round": _rounded("round"),
     "trunc": _rounded("trunc"),

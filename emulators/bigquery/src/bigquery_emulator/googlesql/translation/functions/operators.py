@@ -41,17 +41,17 @@ def _equal(left: str, right: str, kind: TypeProto, other: TypeProto) -> str:
     if kind.type_kind != types.TYPE_STRUCT:
         if types.TYPE_ARRAY in (kind.type_kind, other.type_kind):
             raise unsupported("Comparison of ARRAY")
-        nan = [one.type_kind == types.TYPE_DOUBLE for one in (kind, other)]
+        nan = [operand.type_kind == types.TYPE_DOUBLE for operand in (kind, other)]
         return comparison("=", left, right, nan)
     pairs = zip(kind.struct_type.field, other.struct_type.field, strict=True)
     parts = [
         _equal(
             f"struct_extract_at({left}, {place})",
             f"struct_extract_at({right}, {place})",
-            one.field_type,
-            two.field_type,
+            field.field_type,
+            other_field.field_type,
         )
-        for place, (one, two) in enumerate(pairs, 1)
+        for place, (field, other_field) in enumerate(pairs, 1)
     ]
     return f"({' AND '.join(parts)})"
 
@@ -64,9 +64,9 @@ def _not_distinct(left: str, right: str, kind: TypeProto, other: TypeProto) -> s
         return f"({left} IS NOT DISTINCT FROM {right})"
     parts = [f"(({left} IS NULL) = ({right} IS NULL))"]
     pairs = zip(kind.struct_type.field, other.struct_type.field, strict=True)
-    for place, (one, two) in enumerate(pairs, 1):
+    for place, (field, other_field) in enumerate(pairs, 1):
         own, wanted = f"struct_extract_at({left}, {place})", f"struct_extract_at({right}, {place})"
-        parts.append(_not_distinct(own, wanted, one.field_type, two.field_type))
+        parts.append(_not_distinct(own, wanted, field.field_type, other_field.field_type))
     return f"({' AND '.join(parts)})"
 
 
@@ -145,19 +145,21 @@ def _distinct(word: str) -> Translate:
 
 def _arithmetic(operator: str) -> Translate:
     def write(call: Call) -> str:
-        left, right = call.sql
+        left_sql, right_sql = call.sql
         if call.type.type_kind == types.TYPE_DOUBLE:
-            return f"bq.finite({left} {operator} {right}, '{operator}')"
+            return f"bq.finite({left_sql} {operator} {right_sql}, '{operator}')"
         if call.type.type_kind == types.TYPE_NUMERIC:
-            return f"CAST(({left} {operator} {right}) AS DECIMAL(38,9))"
+            return f"CAST(({left_sql} {operator} {right_sql}) AS DECIMAL(38,9))"
         if call.type.type_kind == types.TYPE_INT64 and call.kind() == call.kind(1):
-            return f"({left} {operator} {right})"
+            return f"({left_sql} {operator} {right_sql})"
         if (
             types.TYPE_DATE in (call.kind(), call.kind(1))
             and call.type.type_kind == types.TYPE_DATE
         ):
             # DATE plus a number of days.
-            day, days = (left, right) if call.kind() == types.TYPE_DATE else (right, left)
+            day, days = (
+                (left_sql, right_sql) if call.kind() == types.TYPE_DATE else (right_sql, left_sql)
+            )
             return f"bq.add_days({day}, {operator if operator == '-' else ''}({days}))"
         raise call.refused()
 

@@ -60,8 +60,8 @@ class Call:
     @property
     def is_constant(self) -> bool:
         """True if no argument contains a column."""
-        inner = (one for node in self.nodes for one in node.walk())
-        return not any(one.kind == "ColumnRef" or one.kind.endswith("Scan") for one in inner)
+        inner = (part for node in self.nodes for part in node.walk())
+        return not any(part.kind == "ColumnRef" or part.kind.endswith("Scan") for part in inner)
 
     def put(self, form: str) -> str:
         """Replaces {0}, {1} and so on in a form with the arguments."""
@@ -92,7 +92,7 @@ def tried(nodes: Sequence[Node], sql: Sequence[str], write: Callable[[list[str]]
         for place, node in enumerate(nodes)
         if node.kind != "ColumnRef" and not is_name(node)
     }
-    found = write([f"safe.a{at}" if at in handed else one for at, one in enumerate(sql)])
+    found = write([f"safe.a{at}" if at in handed else argument for at, argument in enumerate(sql)])
     if not handed:
         return f"TRY({found})"
     packed = f"struct_pack({', '.join(handed.values())})"

@@ -53,7 +53,7 @@ def _substr(call: Call) -> str:
     return f"bq.{macro}({', '.join(call.sql)})"
 
 
-def _trimmed(name: str) -> Translate:
+def _trim(name: str) -> Translate:
     def write(call: Call) -> str:
         if call.kind() != _STRING:
             raise call.refused()
@@ -160,14 +160,14 @@ def _format(call: Call) -> str:
         if found.group() == "%%":
             parts.append("'%'")
             continue
-        parts.append(_formatted(call, place, found))
+        parts.append(_format_element(call, place, found))
         place += 1
     if at < len(pattern):
         parts.append(text(pattern[at:]))
     return f"({' || '.join(parts)})" if parts else "''"
 
 
-def _formatted(call: Call, place: int, found: re.Match[str]) -> str:
+def _format_element(call: Call, place: int, found: re.Match[str]) -> str:
     flags, width, digits, letter = found.groups()
     value, kind = call.sql[place], call.kind(place)
     spec = f"%{flags}{width}{'' if digits is None else '.' + digits}"
@@ -195,14 +195,14 @@ def _formatted(call: Call, place: int, found: re.Match[str]) -> str:
 def _shown(call: Call, place: int) -> str:
     kind = call.nodes[place].type
     if kind.type_kind == _STRING:
-        shown = call.sql[place]
+        as_string = call.sql[place]
     else:
         wanted = type(kind)(type_kind=_STRING)
-        shown = cast(call.sql[place], kind, wanted)
+        as_string = cast(call.sql[place], kind, wanted)
     if kind.type_kind == types.TYPE_DOUBLE:
         # A whole FLOAT64 is 1.0 here, and 1 when cast to STRING.
-        shown = f"bq.float_shown({call.sql[place]})"
-    return f"coalesce({shown}, 'NULL')"
+        as_string = f"bq.float_shown({call.sql[place]})"
+    return f"coalesce({as_string}, 'NULL')"
 
 
 def _edge(name: str) -> Translate:
@@ -264,27 +264,27 @@ def _contains_substr(call: Call) -> str:
     wanted = call.text(1)
     if wanted is None:
         raise unsupported("CONTAINS_SUBSTR of a text that is not a literal")
-    return _contained(call.sql[0], call.nodes[0].type, text(folded(wanted)))
+    return _find_text(call.sql[0], call.nodes[0].type, text(folded(wanted)))
 
 
-def _contained(value: str, kind: TypeProto, wanted: str, depth: int = 0) -> str:
+def _find_text(value: str, kind: TypeProto, wanted: str, depth: int = 0) -> str:
     """Tests whether a value, or one nested in it, contains a text. NULL if that is unknown."""
     if kind.type_kind == types.TYPE_STRUCT:
         parts = [
-            _contained(f"struct_extract_at({value}, {place})", field.field_type, wanted, depth)
+            _find_text(f"struct_extract_at({value}, {place})", field.field_type, wanted, depth)
             for place, field in enumerate(kind.struct_type.field, 1)
         ]
         found = " OR ".join(parts) or "false"
         return f"(CASE WHEN {value} IS NOT NULL THEN {found} END)"
     if kind.type_kind == types.TYPE_ARRAY:
-        one = f"s{depth}"
-        inner = _contained(one, kind.array_type.element_type, wanted, depth + 1)
-        found = f"list_transform({value}, lambda {one}: {inner})"
+        element = f"s{depth}"
+        inner = _find_text(element, kind.array_type.element_type, wanted, depth + 1)
+        found = f"list_transform({value}, lambda {element}: {inner})"
         return f"(CASE WHEN len({value}) = 0 THEN false ELSE bq.any_true({found}) END)"
     if kind.type_kind in (types.TYPE_JSON, _BYTES, types.TYPE_DOUBLE):
         raise unsupported("CONTAINS_SUBSTR of this type")
-    shown = cast(value, kind, TypeProto(type_kind=_STRING))
-    return f"contains(bq_folded({shown}), {wanted})"
+    as_string = cast(value, kind, TypeProto(type_kind=_STRING))
+    return f"contains(bq_folded({as_string}), {wanted})"
 
 
 STRINGS: Functions = {
@@ -296,9 +296,9 @@ STRINGS: Functions = {
     "octet_length": _byte_length,
     "concat": _concat,
     "substr": _substr,
-    "trim": _trimmed("trim"),
-    "ltrim": _trimmed("ltrim"),
-    "rtrim": _trimmed("rtrim"),
+    "trim": _trim("trim"),
+    "ltrim": _trim("ltrim"),
+    "rtrim": _trim("rtrim"),
     "lpad": _padded("lpad"),
     "rpad": _padded("rpad"),
     "replace": _of_text("bq.replace({0}, {1}, {2})"),
