@@ -67,8 +67,8 @@ async def serving(answer: Answer = answer_texts) -> AsyncIterator[FakeApi]:
         headers = {name.lower(): value for name, value in request.headers.items()}
         api.read_headers.append(headers)
         api.seen.set()
-        shown = api.reads.pop(0) if len(api.reads) > 1 else api.reads[0]
-        return web.json_response(shown, headers={"x-request-id": headers["x-request-id"]})
+        run = api.reads.pop(0) if len(api.reads) > 1 else api.reads[0]
+        return web.json_response(run, headers={"x-request-id": headers["x-request-id"]})
 
     app = web.Application()
     app.router.add_post("/v1/predictions", handle)

@@ -60,7 +60,10 @@ def test_check_waits_until_all_rows_are_there() -> None:
 def test_row_that_never_comes_is_named_at_the_end_of_the_wait() -> None:
     rows, clock = ComingRows([row(number) for number in range(3)]), Clock()
     found = check(LEDGER, rows, 10.0, clock.sleep, clock)
-    assert [one.kind for one in found.differences] == ["row missing", "report differs"]
+    assert [difference.kind for difference in found.differences] == [
+        "row missing",
+        "report differs",
+    ]
     assert clock.now_s == 10.0
 
 

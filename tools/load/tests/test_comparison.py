@@ -72,26 +72,26 @@ def compared(lines: Sequence[LedgerLine], rows: Sequence[RowOfLoad]) -> Comparis
 
 def reported(rows: Sequence[RowOfLoad]) -> list[UsageGroup]:
     own: defaultdict[tuple[datetime, str | None, str], list[RowOfLoad]] = defaultdict(list)
-    for one in rows:
-        hour = one.received_at.replace(minute=0, second=0, microsecond=0)
-        own[hour, one.tenant, one.model].append(one)
+    for own_row in rows:
+        hour = own_row.received_at.replace(minute=0, second=0, microsecond=0)
+        own[hour, own_row.tenant, own_row.model].append(own_row)
     return [
         UsageGroup(
             *place,
-            sum(one.item == 0 for one in group),
-            sum(one.status == "refused" for one in group),
-            sum(one.status != "refused" for one in group),
-            sum(one.status == "succeeded" for one in group),
-            sum(one.tokens or 0 for one in group),
-            sum(one.pixel_steps or 0 for one in group),
-            sum(one.cost_usd or 0.0 for one in group),
+            sum(member.item == 0 for member in group),
+            sum(member.status == "refused" for member in group),
+            sum(member.status != "refused" for member in group),
+            sum(member.status == "succeeded" for member in group),
+            sum(member.tokens or 0 for member in group),
+            sum(member.pixel_steps or 0 for member in group),
+            sum(member.cost_usd or 0.0 for member in group),
         )
         for place, group in own.items()
     ]
 
 
 def kinds(found: Comparison) -> list[str]:
-    return [one.kind for one in found.differences]
+    return [difference.kind for difference in found.differences]
 
 
 def test_equal_ledger_and_rows_have_no_difference() -> None:
@@ -137,7 +137,7 @@ def test_a_run_of_a_flow_has_the_rows_of_its_steps() -> None:
     assert found.differences == []
     assert found.cost_usd == pytest.approx(0.3)
     # Each model of a step is a separate group in the report.
-    assert len({(one.hour, one.model) for one in reported(rows_of_run())}) == 2
+    assert len({(group.hour, group.model) for group in reported(rows_of_run())}) == 2
 
 
 @pytest.mark.parametrize(
@@ -160,12 +160,12 @@ def test_what_a_run_of_a_flow_must_not_have(
 ) -> None:
     found = compared([run_of_flow(status=ended)], spoil(rows_of_run()))
     assert kind in kinds(found)
-    assert any(facts in one.facts for one in found.differences)
+    assert any(facts in difference.facts for difference in found.differences)
 
 
 def test_a_run_that_ended_badly_may_have_rows_of_what_it_left() -> None:
-    left = rows_of_run()[2]._replace(item=1002, row_id="req_0:1002", status="canceled")
-    found = compared([run_of_flow(status=500, code="failed")], [*rows_of_run(), left])
+    canceled = rows_of_run()[2]._replace(item=1002, row_id="req_0:1002", status="canceled")
+    found = compared([run_of_flow(status=500, code="failed")], [*rows_of_run(), canceled])
     assert found.differences == []
 
 
@@ -210,7 +210,7 @@ def test_each_flaw_is_named(
     spoil: Callable[[list[RowOfLoad]], list[RowOfLoad]], kind: str, facts: str
 ) -> None:
     found = compared([line(0), line(1)], spoil([row(0), row(1)]))
-    named = [one for one in found.differences if one.kind == kind]
+    named = [difference for difference in found.differences if difference.kind == kind]
     assert named, found.differences
     assert named[0].facts.startswith(facts)
 
@@ -307,18 +307,18 @@ def test_any_lost_doubled_or_changed_row_is_found(
         rows += [row(number, item, cost_usd=usd) for item, usd in enumerate(items_usd)]
     assert compared(lines, rows).differences == []
     place = data.draw(st.integers(0, len(rows) - 1))
-    one = rows[place]
+    chosen = rows[place]
     flaw = data.draw(st.sampled_from(["lost", "double", "cost"]))
     if flaw == "lost":
         spoiled = rows[:place] + rows[place + 1 :]
     elif flaw == "double":
-        spoiled = [*rows, one._replace(received_at=HOUR)]
+        spoiled = [*rows, chosen._replace(received_at=HOUR)]
     else:
         # Differences up to ABSOLUTE_USD are rounding errors.
-        dearer = one._replace(cost_usd=(one.cost_usd or 0.0) * 1.01 + 2 * ABSOLUTE_USD)
+        dearer = chosen._replace(cost_usd=(chosen.cost_usd or 0.0) * 1.01 + 2 * ABSOLUTE_USD)
         spoiled = [*rows[:place], dearer, *rows[place + 1 :]]
     found = {
         (difference.what, difference.kind) for difference in compared(lines, spoiled).differences
     }
     wanted = {"lost": "row missing", "double": "row double", "cost": "wrong cost"}[flaw]
-    assert (one.client_request_id, wanted) in found
+    assert (chosen.client_request_id, wanted) in found

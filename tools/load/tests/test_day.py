@@ -18,7 +18,7 @@ shares = st.floats(0.0, 0.5)
 days = st.builds(
     Day,
     requests=st.integers(1, 3000),
-    tenants=st.integers(1, 30).map(lambda count: [f"tenant-{one}" for one in range(count)]),
+    tenants=st.integers(1, 30).map(lambda count: [f"tenant-{number}" for number in range(count)]),
     models=st.dictionaries(
         st.sampled_from(["a", "b", "c"]),
         st.builds(
@@ -45,21 +45,23 @@ days = st.builds(
 def test_a_day_has_what_it_promises(day: Day) -> None:
     found = arrivals_of(day)
     assert len(found) == day.requests
-    assert all(0 <= one.at_s <= DAY_S for one in found)
+    assert all(0 <= arrival.at_s <= DAY_S for arrival in found)
     assert all(first.at_s <= second.at_s for first, second in pairwise(found))
-    of_tenant = Counter(one.tenant for one in found)
+    of_tenant = Counter(arrival.tenant for arrival in found)
     for tenant, share in zip(day.tenants, day.tenant_shares(), strict=True):
         assert abs(of_tenant[tenant] - share * day.requests) < 1
     of_model, weight = (
-        Counter(one.model for one in found),
+        Counter(arrival.model for arrival in found),
         sum(m.share for m in day.models.values()),
     )
     for name, model in day.models.items():
         assert abs(of_model[name] - model.share / weight * day.requests) < 1
-    canceled = sum(one.cancel_after_s is not None for one in found)
+    canceled = sum(arrival.cancel_after_s is not None for arrival in found)
     assert canceled == round(day.cancel_share * day.requests)
-    assert sum(one.priority == "batch" for one in found) == round(day.batch_share * day.requests)
-    assert all(5 <= one.size <= 15 or 36 <= one.size <= 88 for one in found)
+    assert sum(arrival.priority == "batch" for arrival in found) == round(
+        day.batch_share * day.requests
+    )
+    assert all(5 <= arrival.size <= 15 or 36 <= arrival.size <= 88 for arrival in found)
 
 
 @given(days)
@@ -67,10 +69,10 @@ def test_a_day_has_what_it_promises(day: Day) -> None:
 def test_repeats_ask_for_the_same(day: Day) -> None:
     first: dict[str, tuple[str, str, int, int]] = {}
     repeats = 0
-    for one in arrivals_of(day):
-        whose = (one.tenant, one.model, one.size, one.items)
-        repeats += one.group in first
-        assert first.setdefault(one.group, whose) == whose
+    for arrival in arrivals_of(day):
+        whose = (arrival.tenant, arrival.model, arrival.size, arrival.items)
+        repeats += arrival.group in first
+        assert first.setdefault(arrival.group, whose) == whose
     # Requests without an earlier one of their tenant and model can't repeat it.
     assert repeats <= round(day.repeat_share * day.requests)
     assert repeats >= round(day.repeat_share * day.requests) - 2 * len(day.tenants) * len(
@@ -98,14 +100,16 @@ def _wave(day: Day, hour: int) -> float:
 
 
 def test_bursts_are_short_and_mostly_of_one_tenant() -> None:
-    tenants = [f"tenant-{one}" for one in range(20)]
+    tenants = [f"tenant-{number}" for number in range(20)]
     model = DayModel(share=1, sizes=((1.0, 5, 15),))
     day = Day(requests=100_000, tenants=tenants, models={"a": model}, zipf=0, rush_share=0, swing=0)
-    minutes = Counter(int(one.at_s // 60) for one in arrivals_of(day))
+    minutes = Counter(int(arrival.at_s // 60) for arrival in arrivals_of(day))
     # 3,000 requests in six times two minutes, compared with 67 in each minute of the day.
     busy = [minute for minute, count in minutes.items() if count > 150]
     assert 12 <= len(busy) <= 18
-    whose = Counter(one.tenant for one in arrivals_of(day) if int(one.at_s // 60) in busy)
+    whose = Counter(
+        arrival.tenant for arrival in arrivals_of(day) if int(arrival.at_s // 60) in busy
+    )
     # Other tenants have about 50 requests in these minutes.
     assert len([tenant for tenant, count in whose.items() if count > 400]) in (1, 2)
 

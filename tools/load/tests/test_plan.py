@@ -27,8 +27,8 @@ async def test_day_has_all_models_that_can_be_replayed() -> None:
     plan = await asked(lambda target: plan_day(target, OPTIONS))
     assert set(plan.forms) == {"mini", "tiny"}
     assert len(plan.arrivals) == 100
-    assert sum(one.model == "tiny" for one in plan.arrivals) == 1
-    assert {one.tenant for one in plan.arrivals} == {"tenant-1", "tenant-2", "tenant-3"}
+    assert sum(arrival.model == "tiny" for arrival in plan.arrivals) == 1
+    assert {arrival.tenant for arrival in plan.arrivals} == {"tenant-1", "tenant-2", "tenant-3"}
 
 
 @pytest.mark.anyio
@@ -36,8 +36,8 @@ async def test_day_has_the_models_shares_and_tenants_that_are_named() -> None:
     options = OPTIONS._replace(models=("text-embedding-ada-002=3", "tiny=1"), tenants=1)
     keys = {"acme": "a", "zenith": "z"}
     plan = await asked(lambda target: plan_day(target, options), keys)
-    assert sum(one.model == "mini" for one in plan.arrivals) == 75
-    assert {one.tenant for one in plan.arrivals} == {"acme"}
+    assert sum(arrival.model == "mini" for arrival in plan.arrivals) == 75
+    assert {arrival.tenant for arrival in plan.arrivals} == {"acme"}
 
 
 @pytest.mark.anyio
@@ -70,7 +70,7 @@ async def test_trace_gets_names_for_aliases_and_a_usual_model(tmp_path: Path) ->
     path = tmp_path / "trace.csv"
     path.write_text("at_s,model\n0,text-embedding-ada-002\n1,\n2,tiny\n3,tiny\n")
     plan = await asked(lambda target: plan_trace(target, path, 3))
-    assert [one.model for one in plan.arrivals] == ["mini", "mini", "tiny"]
+    assert [arrival.model for arrival in plan.arrivals] == ["mini", "mini", "tiny"]
 
 
 @pytest.mark.anyio

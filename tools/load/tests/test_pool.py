@@ -40,7 +40,7 @@ class Ends:
 
     @property
     def statuses(self) -> dict[int, int]:
-        return {one.number: one.status for one in self.exchanges}
+        return {exchange.number: exchange.status for exchange in self.exchanges}
 
 
 @asynccontextmanager
@@ -88,7 +88,7 @@ async def test_requests_wait_in_order_for_a_connection() -> None:
         send(pool, *range(5))
         assert pool.in_flight == 5
         await ends.wait(5)
-    assert [one.number for one in ends.exchanges] == list(range(5))
+    assert [exchange.number for exchange in ends.exchanges] == list(range(5))
     assert ends.bodies[3] == b'{"number": 3}'
     assert (ends.exchanges[0].cost_usd, ends.exchanges[0].retry_after_s) == (0.00000123, 0.25)
 

@@ -41,7 +41,7 @@ async def replayed(
         "spell": REQUEST_FORMS["custom"],
     }
     with opened_ledger(path, LedgerHead(RUN, target.url, 0.0)) as ledger:
-        one = Replay(
+        replay = Replay(
             target,
             RUN,
             arrivals,
@@ -51,8 +51,8 @@ async def replayed(
             ledger=ledger,
             show=no_show,
         )
-        await one.run()
-    return read_ledger(path), one.tally
+        await replay.run()
+    return read_ledger(path), replay.tally
 
 
 def text(at_s: float, **fields: Any) -> Arrival:
@@ -108,10 +108,10 @@ async def test_a_run_of_a_flow_is_read_until_its_end(tmp_path: Path) -> None:
     ((path, headers, body),) = api.requests
     assert (path, body) == ("/v1/predictions", {"version": "spell", "input": {"text": "a b c"}})
     assert (headers["prefer"], headers["x-penstock-deadline-ms"]) == ("wait", "9000")
-    assert [one["x-request-id"] for one in api.read_headers] == [headers["x-request-id"]] * 2
-    (one,) = ledger.lines
-    assert (one.status, one.ending, one.items, one.cost_usd) == (200, "answered", 4, 0.75)
-    assert one.steps == {"words": (1, 0), "check": (3, 1)}
+    assert [read["x-request-id"] for read in api.read_headers] == [headers["x-request-id"]] * 2
+    (line,) = ledger.lines
+    assert (line.status, line.ending, line.items, line.cost_usd) == (200, "answered", 4, 0.75)
+    assert line.steps == {"words": (1, 0), "check": (3, 1)}
     assert (tally.ended, tally.cost_usd) == (1, 0.75)
 
 
@@ -124,11 +124,11 @@ async def test_runs_that_fail_are_hung_up_on_or_never_end(tmp_path: Path) -> Non
         api.reads = [{"id": "p1", "status": "failed", "metrics": {"cost_usd": 0.25}}]
         failed, _ = await replayed(tmp_path / "failed", Target(api.url), [run()])
         api.reads = [STARTED]
-        left, _ = await replayed(tmp_path / "left", Target(api.url), [run(cancel_after_s=0.2)])
-    (one,) = failed.lines
-    assert (one.status, one.code, one.cost_usd) == (500, "failed", 0.25)
-    (one,) = left.lines
-    assert (one.status, one.ending) == (0, "canceled")
+        hung_up, _ = await replayed(tmp_path / "left", Target(api.url), [run(cancel_after_s=0.2)])
+    (line,) = failed.lines
+    assert (line.status, line.code, line.cost_usd) == (500, "failed", 0.25)
+    (line,) = hung_up.lines
+    assert (line.status, line.ending) == (0, "canceled")
 
 
 @pytest.mark.anyio

@@ -39,8 +39,8 @@ def test_what_is_written_is_read(
 ) -> None:
     path = tmp_path_factory.mktemp("trace") / "day.jsonl"
     write_trace(path, made)
-    assert read_trace(path) == sorted(made, key=lambda one: one.at_s)
-    assert read_times(path) == sorted(one.at_s for one in made)
+    assert read_trace(path) == sorted(made, key=lambda arrival: arrival.at_s)
+    assert read_times(path) == sorted(arrival.at_s for arrival in made)
 
 
 def test_csv_is_read_with_its_types_and_in_order(tmp_path: Path) -> None:

@@ -32,15 +32,15 @@ class Asked:
 
 def asked_by(query: str) -> Asked:
     """Parses a query. Raises ValueError if it is not PromQL."""
-    asked = Asked()
-    _walk(parser.parse(query), asked)
-    return asked
+    parsed = Asked()
+    _walk(parser.parse(query), parsed)
+    return parsed
 
 
 def _walk(node: Any, asked: Asked) -> None:
     match type(node).__name__:
         case "VectorSelector":
-            pairs = [(one.name, one.value) for one in node.matchers.matchers]
+            pairs = [(matcher.name, matcher.value) for matcher in node.matchers.matchers]
             asked.metrics.setdefault(node.name, []).extend(pairs)
             asked.labels |= {name for name, _ in pairs}
         case "MatrixSelector":

@@ -248,10 +248,10 @@ def as_promtool(case: Case) -> dict[str, object]:
         "interval": f"{case.every_min}m",
         "input_series": [
             {
-                "series": f"{one.name}{{{matchers(one)}}}",
-                "values": " ".join(f"{value:.6f}" for _, value in samples(one, case.every_min)),
+                "series": f"{series.name}{{{matchers(series)}}}",
+                "values": " ".join(f"{value:.6f}" for _, value in samples(series, case.every_min)),
             }
-            for one in case.counted
+            for series in case.counted
         ],
         "alert_rule_test": [
             {

@@ -48,15 +48,15 @@ def missing(given: Any, found: Any, path: str = "") -> list[str]:
     if isinstance(given, list) and isinstance(found, list) and len(given) == len(found):
         return [
             place
-            for number, (one, other) in enumerate(zip(given, found, strict=True))
-            for place in missing(one, other, f"{path}[{number}]")
+            for number, (expected, actual) in enumerate(zip(given, found, strict=True))
+            for place in missing(expected, actual, f"{path}[{number}]")
         ]
     return [] if given == found else [path]
 
 
 def test_cloud_monitoring_knows_every_field_of_its_dashboard() -> None:
-    shown = {"displayName": "penstock", **google_dashboard()}
-    read = json_format.ParseDict(shown, Dashboard.pb(Dashboard()))
+    dashboard = {"displayName": "penstock", **google_dashboard()}
+    read = json_format.ParseDict(dashboard, Dashboard.pb(Dashboard()))
     tiles = read.mosaic_layout.tiles
     assert len(tiles) == len(google_dashboard()["mosaicLayout"]["tiles"])
     assert all(tile.x_pos + tile.width <= read.mosaic_layout.columns for tile in tiles)

@@ -107,9 +107,9 @@ def exported() -> dict[str, set[str]]:
 
 @pytest.mark.parametrize(("where", "query"), list(queries()))
 def test_metrics_and_labels_are_exported(where: str, query: str) -> None:
-    asked = asked_by(query)
+    parsed = asked_by(query)
     known: set[str] = set()
-    for name, matchers in asked.metrics.items():
+    for name, matchers in parsed.metrics.items():
         if name in OF_GOOGLE:
             known |= {"subscription_id", "monitored_resource"}
         elif RECORDED.fullmatch(name):
@@ -122,7 +122,7 @@ def test_metrics_and_labels_are_exported(where: str, query: str) -> None:
             assert {label for label, _ in matchers} <= exported()[name], where
             known |= exported()[name]
             known |= {FROM_THE_COLLECTOR} if name.startswith("penstock_worker_") else set()
-    assert asked.labels <= known
+    assert parsed.labels <= known
 
 
 @pytest.mark.parametrize(
@@ -163,9 +163,9 @@ def test_values_of_labels_exist() -> None:
 
 
 def test_legends_name_labels_of_their_queries() -> None:
-    shown: set[str] = set()
+    legends: set[str] = set()
     for title, query, legend in grafana_queries():
         named = set(re.findall(r"\{\{(\w+)\}\}", legend))
         assert named <= asked_by(query).labels, title
-        shown |= named
-    assert "model" in shown
+        legends |= named
+    assert "model" in legends

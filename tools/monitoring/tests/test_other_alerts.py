@@ -30,7 +30,7 @@ from penstock_planning.simulation.timeseries import TimeSeries
 from tests.limits import START_LIMIT_S
 
 BOUNDS = bounds_of(DEFAULT_TARGETS, DEFAULT_LEAST_BAD_EVENTS)
-OF_OBJECTIVES = {f"{one.name}-{key}" for one in OBJECTIVES for key in ("fast", "slow")}
+OF_OBJECTIVES = {f"{objective.name}-{key}" for objective in OBJECTIVES for key in ("fast", "slow")}
 IN_PROMETHEUS = (*alerts(BOUNDS), *OFF_GOOGLE, *OF_FUNCTIONS)
 HOUR = 60
 XID = "DCGM_FI_DEV_XID_ERRORS"
@@ -181,10 +181,10 @@ SILENT: list[tuple[str, list[Series]]] = [
 def firing(given: Iterable[Alert], series: Iterable[Series]) -> set[str]:
     """Returns the alerts whose queries return something after an hour."""
     stored = TimeSeries()
-    for one in series:
+    for stream in series:
         for minute in range(HOUR + 1):
-            labels = tuple(sorted(one.labels.items()))
-            stored.append(one.name, labels, minute * 60.0, one.at(minute))
+            labels = tuple(sorted(stream.labels.items()))
+            stored.append(stream.name, labels, minute * 60.0, stream.at(minute))
     return {
         alert.key
         for alert in given
@@ -225,7 +225,9 @@ def test_alerts_of_prometheus_fire_there(tmp_path: Path) -> None:
     if shutil.which("promtool") is None:
         pytest.skip("promtool is not installed")
     # Without the alerts on objectives, which look back for days.
-    groups = [one for one in rules(BOUNDS, "file")["groups"] if one["name"] == "penstock-alerts"]
+    groups = [
+        group for group in rules(BOUNDS, "file")["groups"] if group["name"] == "penstock-alerts"
+    ]
     (tmp_path / "rules.yaml").write_text(json.dumps({"groups": groups}), encoding="utf-8")
     named = {alert.key: alert for alert in IN_PROMETHEUS}
     cases = [
@@ -254,7 +256,7 @@ def as_promtool(alert: Alert, key: str, series: list[Series]) -> dict[str, objec
     return {
         "name": key,
         "interval": "1m",
-        "input_series": [as_input(one) for one in given],
+        "input_series": [as_input(stream) for stream in given],
         "promql_expr_test": [
             {"expr": firing, "eval_time": "59m", "exp_samples": [{"labels": "{}", "value": 1}]}
         ],

@@ -192,9 +192,9 @@ def _check(path: Path, wait_s: float, most_bytes: int, *, as_json: bool) -> int:
     with waiting, opened_rows(read_settings(Settings), most_bytes) as rows:
         comparison = check(ledger, rows, wait_s)
     if as_json:
-        differences = [one._asdict() for one in comparison.differences]
-        shown = vars(comparison) | {"differences": differences}
-        print(json.dumps(shown, indent=2, default=str))
+        differences = [difference._asdict() for difference in comparison.differences]
+        report = vars(comparison) | {"differences": differences}
+        print(json.dumps(report, indent=2, default=str))
     else:
         _show_comparison(comparison)
     return 1 if comparison.differences else 0
@@ -218,8 +218,11 @@ def _show_comparison(comparison: Comparison) -> None:
             "differences": f"{len(comparison.differences):,}",
         }
     )
-    for one in comparison.differences[:SHOWN]:
-        print(f"  {one.kind}: {one.what} ({one.tenant or '-'}, {one.model}): {one.facts}")
+    for difference in comparison.differences[:SHOWN]:
+        print(
+            f"  {difference.kind}: {difference.what} ({difference.tenant or '-'}, {difference.model}): "
+            f"{difference.facts}"
+        )
     if len(comparison.differences) > SHOWN:
         print(f"  and {len(comparison.differences) - SHOWN:,} more: --json has all")
 

@@ -169,9 +169,9 @@ def _caller_differences(line: LedgerLine, rows: Sequence[RowOfLoad]) -> Iterator
         if line.key_id and row.key_id is not None and row.key_id != line.key_id:
             yield "wrong key", f"{row.row_id} has {row.key_id}, not {line.key_id}"
         # A request may be refused before it names a model.
-        asked = row.flow or row.model
-        if asked != line.model and (asked or row.status != REFUSED):
-            yield "wrong model", f"{row.row_id} has {asked}, not {line.model}"
+        model = row.flow or row.model
+        if model != line.model and (model or row.status != REFUSED):
+            yield "wrong model", f"{row.row_id} has {model}, not {line.model}"
         received_s = row.received_at.timestamp()
         first_s, last_s = line.sent_at_s - CLOCK_SKEW_S, line.ended_at_s + CLOCK_SKEW_S
         if not first_s <= received_s <= last_s:

@@ -130,15 +130,15 @@ class Day:
 def arrivals_of(day: Day) -> list[Arrival]:
     """Returns the requests of a day in order. The same day produces the same requests."""
     chance = np.random.default_rng(day.seed)
-    tenants = _shuffled(chance, _apportioned(day.requests, day.tenant_shares()))
+    tenants = _shuffle(chance, _apportion(day.requests, day.tenant_shares()))
     at_s = _times(day, chance)
     order = np.argsort(at_s, kind="stable")
     at_s, tenants = at_s[order], _bursting(day, chance, tenants)[order]
-    models = _shuffled(
-        chance, _apportioned(day.requests, [one.share for one in day.models.values()])
+    models = _shuffle(
+        chance, _apportion(day.requests, [model.share for model in day.models.values()])
     )
-    sizes = _of_models(chance, models, [one.sizes for one in day.models.values()])
-    items = _of_models(chance, models, [one.items for one in day.models.values()])
+    sizes = _of_models(chance, models, [model.sizes for model in day.models.values()])
+    items = _of_models(chance, models, [model.items for model in day.models.values()])
     cancels = _marked(chance, day.requests, day.cancel_share)
     priorities = _marked(chance, day.requests, day.batch_share)
     cancel_after_s = chance.uniform(0.0, day.cancel_within_s, day.requests).round(3)
@@ -194,7 +194,7 @@ def _times(day: Day, chance: np.random.Generator) -> Floats:
     starts_s = np.repeat(np.arange(SLOTS) * SLOT_S, counts)
     steady_s = starts_s + chance.uniform(0.0, SLOT_S, len(starts_s))
     begin_s = np.sort(chance.uniform(0.0, DAY_S - BURST_FOR_S, max(day.bursts, 1)))
-    of_burst = _apportioned(day.in_bursts, [1.0] * len(begin_s))
+    of_burst = _apportion(day.in_bursts, [1.0] * len(begin_s))
     burst_s = begin_s[of_burst] + chance.uniform(0.0, BURST_FOR_S, day.in_bursts)
     return np.concatenate([steady_s, burst_s])
 
@@ -221,8 +221,8 @@ def _of_models(chance: np.random.Generator, models: Ints, mixes: Sequence[Mix]) 
 
 def _drawn(chance: np.random.Generator, count: int, mix: Mix) -> Ints:
     """Draws numbers between bounds. Each pair of bounds has a share."""
-    kinds = _shuffled(chance, _apportioned(count, [share for share, _, _ in mix]))
-    low, high = (np.asarray([one[place] for one in mix]) for place in (1, 2))
+    kinds = _shuffle(chance, _apportion(count, [share for share, _, _ in mix]))
+    low, high = (np.asarray([bounds[place] for bounds in mix]) for place in (1, 2))
     return chance.integers(low[kinds], high[kinds] + 1)
 
 
@@ -233,12 +233,12 @@ def _marked(chance: np.random.Generator, count: int, share: float) -> NDArray[np
     return marks
 
 
-def _shuffled(chance: np.random.Generator, values: Ints) -> Ints:
+def _shuffle(chance: np.random.Generator, values: Ints) -> Ints:
     chance.shuffle(values)
     return values
 
 
-def _apportioned(count: int, shares: Sequence[float]) -> Ints:
+def _apportion(count: int, shares: Sequence[float]) -> Ints:
     """Returns `count` indexes from 0 to len(shares) - 1, each as often as its share demands.
 
     Rounds by largest remainder, so the counts add up and none is off by one or more.

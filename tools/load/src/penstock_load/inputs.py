@@ -56,8 +56,8 @@ def _texts(arrival: Arrival, group: str) -> dict[str, Any]:
         arrival.input or _text(f"{group}.{item}", arrival.size or USUAL_WORDS)
         for item in range(arrival.items)
     ]
-    shown = texts if arrival.items > 1 else texts[0]
-    return {"model": arrival.model, "input": shown, "encoding_format": "base64"}
+    model_input = texts if arrival.items > 1 else texts[0]
+    return {"model": arrival.model, "input": model_input, "encoding_format": "base64"}
 
 
 def _text(name: str, size: int) -> str:
@@ -82,10 +82,10 @@ def _image(arrival: Arrival, group: str) -> dict[str, Any]:
 
 def _chat(arrival: Arrival, group: str) -> dict[str, Any]:
     """Returns a question with this number of words, and a limit for a short answer."""
-    asked = arrival.input or _text(group, arrival.size or USUAL_WORDS)
+    question = arrival.input or _text(group, arrival.size or USUAL_WORDS)
     return {
         "model": arrival.model,
-        "messages": [{"role": "user", "content": asked}],
+        "messages": [{"role": "user", "content": question}],
         "max_tokens": ANSWER_TOKENS,
         "n": arrival.items,
         "seed": int.from_bytes(hashlib.blake2b(group.encode(), digest_size=4).digest()) % SEEDS,

@@ -94,19 +94,21 @@ def plan_trace(target: Target, path: Path, requests: int = 0) -> LoadPlan:
     """
     arrivals = read_trace(path)[: requests or None]
     served = target.models()
-    usual = next((one.id for one in served.values() if can_be_made_up(one.task)), "")
-    if target.keys and (unknown := {one.tenant for one in arrivals} - target.keys.keys()):
+    usual = next((model.id for model in served.values() if can_be_made_up(model.task)), "")
+    if target.keys and (unknown := {arrival.tenant for arrival in arrivals} - target.keys.keys()):
         raise ConfigurationError(f"{path}: no key for the tenant {min(unknown)!r}", field="keys")
-    names = {one.model for one in arrivals}
+    names = {arrival.model for arrival in arrivals}
     # Rows contain model names, so the ledger has no aliases.
     named = {name: served[name or usual].id for name in names if (name or usual) in served}
     forms = {
         named.get(name, name): form_of(name or usual, _tasks(served)) for name in sorted(names)
     }
-    arrivals = [msgspec.structs.replace(one, model=named[one.model]) for one in arrivals]
-    for one in arrivals:
-        if forms[one.model].is_run:
-            input_of(one)
+    arrivals = [
+        msgspec.structs.replace(arrival, model=named[arrival.model]) for arrival in arrivals
+    ]
+    for arrival in arrivals:
+        if forms[arrival.model].is_run:
+            input_of(arrival)
     return LoadPlan(arrivals, forms)
 
 
@@ -117,7 +119,7 @@ def _tasks(served: Mapping[str, ServedModel]) -> dict[str, str]:
 def _shares(models: Sequence[str], served: Mapping[str, ServedModel]) -> dict[str, float | None]:
     """Returns the day's models with their shares. None: the default share of the task."""
     if not models:
-        replayed = {one.id: None for one in served.values() if can_be_made_up(one.task)}
+        replayed = {model.id: None for model in served.values() if can_be_made_up(model.task)}
         if not replayed:
             raise BadInput("model: no served model can be replayed", field="model")
         return dict(replayed)

@@ -258,8 +258,8 @@ class Replay:
         opened = self._open[number]
         path = f"{self._target.path}{self._forms[opened.arrival.model].path}/{opened.run_id}"
         headers = self._headers(number, opened.arrival)
-        asked = encode_request(self._target.host_header, path, headers, method="GET")
-        self._pool.send(number, asked, opened.due_s)
+        request = encode_request(self._target.host_header, path, headers, method="GET")
+        self._pool.send(number, request, opened.due_s)
 
     def _id_of(self, number: int) -> str:
         return f"{self._id}-{number:07}"

@@ -58,7 +58,7 @@ class _Lines:
 def _facts(look: ReplayProgress, tally: Tally) -> list[tuple[str, str]]:
     hours, seconds = divmod(int(look.trace_s), 3600)
     errors = {name: count for name, count in tally.by_outcome.items() if name != "200"}
-    shown = ", ".join(f"{name}: {count:,}" for name, count in sorted(errors.items()))
+    error_counts = ", ".join(f"{name}: {count:,}" for name, count in sorted(errors.items()))
     return [
         ("after", f"{look.at_s:.0f} s"),
         ("trace at", f"{hours:02}:{seconds // 60:02}"),
@@ -69,7 +69,7 @@ def _facts(look: ReplayProgress, tally: Tally) -> list[tuple[str, str]]:
         ("p99", f"{look.p99_ms:,.0f} ms"),
         ("in flight", f"{look.in_flight:,}"),
         ("not sent", f"{tally.not_sent:,}"),
-        ("others", shown or "none"),
+        ("others", error_counts or "none"),
     ]
 
 
@@ -102,7 +102,7 @@ async def _replay(
 ) -> dict[str, Any]:
     head = LedgerHead(run, target.url, time())
     with opened_ledger(path, head) as ledger, shown_progress(len(plan.arrivals)) as show:
-        one = Replay(
+        replay = Replay(
             target,
             run,
             plan.arrivals,
@@ -116,23 +116,23 @@ async def _replay(
 
         def stop() -> None:
             was_stopped.set()
-            one.stop()
+            replay.stop()
 
-        with _stopped_by_signals(stop):
+        with _stop_by_signals(stop):
             try:
-                await one.run()
+                await replay.run()
             except OSError as error:
                 raise Unavailable(f"{target.url}: {error}") from error
     return {
         "run": run,
         "ledger": str(path),
         "was_stopped": was_stopped.is_set(),
-        **one.tally.summary(one.took_s),
+        **replay.tally.summary(replay.took_s),
     }
 
 
 @contextmanager
-def _stopped_by_signals(stop: Callable[[], None]) -> Iterator[None]:
+def _stop_by_signals(stop: Callable[[], None]) -> Iterator[None]:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop)

@@ -75,7 +75,9 @@ class Target:
         self.path = parts.path
         self.keys = dict(keys or {})
         self._only = _caller("", key)
-        self._callers = {tenant: _caller(tenant, one) for tenant, one in self.keys.items()}
+        self._callers = {
+            tenant: _caller(tenant, tenant_key) for tenant, tenant_key in self.keys.items()
+        }
 
     def caller(self, tenant: str) -> LoadCaller:
         """Returns the key for a tenant's requests. With `keys`, each of its tenants is known."""

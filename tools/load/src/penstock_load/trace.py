@@ -57,7 +57,7 @@ def read_trace(path: Path) -> list[Arrival]:
         ConfigurationError: the file can't be read, or a line is invalid.
     """
     arrivals = []
-    for number, line in _numbered(path):
+    for number, line in _read_numbered(path):
         try:
             arrival = msgspec.convert(line, Arrival, strict=False)
         except msgspec.ValidationError as error:
@@ -75,7 +75,7 @@ def read_times(path: Path) -> list[float]:
         ConfigurationError: the file can't be read, or a line does not have a number `at_s`.
     """
     try:
-        return sorted(float(line["at_s"]) for _, line in _numbered(path))
+        return sorted(float(line["at_s"]) for _, line in _read_numbered(path))
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigurationError(
             f"{path}: every line needs a number at_s ({error})", field=FIELD
@@ -97,7 +97,7 @@ def write_trace(path: Path, arrivals: Sequence[Arrival]) -> None:
         raise ConfigurationError(f"{path}: {error.strerror}", field=FIELD) from error
 
 
-def _numbered(path: Path) -> Iterator[tuple[int, Any]]:
+def _read_numbered(path: Path) -> Iterator[tuple[int, Any]]:
     """Yields the lines of a trace with their numbers. An empty CSV cell counts as missing."""
     number = 1
     try:

@@ -122,7 +122,7 @@ def log_alerts_template() -> str:
 
 def dashboard_template() -> str:
     """Returns the dashboard without its name, as JSON."""
-    shown = [panel for section in sections(TERMS) for panel in section.panels] + [OLDEST_JOB]
+    panels = [panel for section in sections(TERMS) for panel in section.panels] + [OLDEST_JOB]
     in_a_row = COLUMNS // WIDTH
     tiles = [
         {
@@ -132,7 +132,7 @@ def dashboard_template() -> str:
             "yPos": HEIGHT * (place // in_a_row),
             "widget": _widget(panel),
         }
-        for place, panel in enumerate(shown)
+        for place, panel in enumerate(panels)
     ]
     return _google_json({"mosaicLayout": {"columns": COLUMNS, "tiles": tiles}})
 

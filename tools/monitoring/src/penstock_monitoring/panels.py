@@ -85,21 +85,29 @@ def _objectives(bounds: Bounds) -> tuple[Panel, ...]:
         Panel(
             "Error budget left, of 28 days",
             "percent",
-            tuple(PanelQuery(budget_left(one, bounds, "all"), one.title) for one in OBJECTIVES),
+            tuple(
+                PanelQuery(budget_left(objective, bounds, "all"), objective.title)
+                for objective in OBJECTIVES
+            ),
             "Below 0 the objective is missed.",
         ),
         Panel(
             "Error budget left, by model",
             "percent",
             tuple(
-                PanelQuery(budget_left(one, bounds, "model"), f"{one.title} {{{{model}}}}")
-                for one in OBJECTIVES
+                PanelQuery(
+                    budget_left(objective, bounds, "model"), f"{objective.title} {{{{model}}}}"
+                )
+                for objective in OBJECTIVES
             ),
         ),
         Panel(
             "Burn rate over an hour, by model",
             "count",
-            tuple(PanelQuery(burn_rate(one), f"{one.title} {{{{model}}}}") for one in OBJECTIVES),
+            tuple(
+                PanelQuery(burn_rate(objective), f"{objective.title} {{{{model}}}}")
+                for objective in OBJECTIVES
+            ),
             "1 uses up the budget in 28 days. Above 14.4 the on-call engineer is paged at once.",
         ),
     )

@@ -79,9 +79,9 @@ def check_work(model: Model, load: ItemLoad, where: str) -> None:
 def batch_items(model: Model, load: ItemLoad) -> int:
     """Returns the items in a full batch: typical items that fit the budget, at most max_items."""
     units = load.work_per_item if model.definition.unit == "work" else load.tokens_per_item
-    one = SAMPLES[model.task].work(model, units)
+    item_work = SAMPLES[model.task].work(model, units)
     return (
-        max(1, min(model.batch.max_items, int(model.budget // one)))
-        if one
+        max(1, min(model.batch.max_items, int(model.budget // item_work)))
+        if item_work
         else model.batch.max_items
     )

@@ -43,7 +43,7 @@ def plan_of(
     **given: Any,
 ) -> DeployPlan:
     """Returns a plan for these models without a buffer, so that counts depend only on the rates."""
-    asked = DemandRates(models=rates, **given)
+    demand = DemandRates(models=rates, **given)
     return make_plan(
-        Catalog(models), asked, platform or Platform(), prices, read_gpu_types(), buffer
+        Catalog(models), demand, platform or Platform(), prices, read_gpu_types(), buffer
     )

@@ -42,7 +42,7 @@ def test_rates_can_be_words(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--rate", f"{MINILM}=5:50", "--seconds", f"{MINILM}=0.002", "--json"]
     assert run_penstock("deploy", "plan", *words) == 0
     plan = json.loads(capsys.readouterr().out)
-    found = {one["model"]: one for one in plan["models"]}
+    found = {model["model"]: model for model in plan["models"]}
     assert (found[MINILM]["requests_mean_per_s"], found[MINILM]["requests_peak_per_s"]) == (5, 50)
     assert found[MINILM]["rate"]["measured"] == "given on the command line"
     assert found["stable-diffusion-tiny"]["pods_peak"] == 0
@@ -54,7 +54,9 @@ def test_distance_to_the_broker_can_be_given(capsys: pytest.CaptureFixture[str])
     for seconds in ("0.05", "0.2"):
         assert run_penstock("deploy", "plan", *words, "--broker-round-trip", seconds, "--json") == 0
         plan = json.loads(capsys.readouterr().out)
-        (held[seconds],) = (one["held_jobs"] for one in plan["models"] if one["model"] == MINILM)
+        (held[seconds],) = (
+            model["held_jobs"] for model in plan["models"] if model["model"] == MINILM
+        )
         assert any(f"{seconds} s from the broker and back" in note for note in plan["notes"])
     assert held["0.2"] > held["0.05"]
 
@@ -97,8 +99,8 @@ def test_variables_that_size_nothing_are_kept(
     file = tmp_path / "x.tfvars.json"
     file.write_text(json.dumps(given))
     assert run_penstock("deploy", "plan", "--rates", EXAMPLE, "--tfvars", str(file), "--json") == 0
-    kept = json.loads(capsys.readouterr().out)["tfvars"]
-    assert (kept["project_id"], kept["api"]["image"], kept["labels"]) == (
+    variables = json.loads(capsys.readouterr().out)["tfvars"]
+    assert (variables["project_id"], variables["api"]["image"], variables["labels"]) == (
         "mine",
         "there",
         {"a": "b"},
@@ -108,8 +110,8 @@ def test_variables_that_size_nothing_are_kept(
 def test_too_small_settings_are_raised_and_told() -> None:
     platform = Platform.model_validate({"nodes": {"general": {"max": 2}}})
     models = [entry(), entry("slow", gpu={"type": "none"}, replicas={"max": 3})]
-    asked = {"texts": rate(4000), "slow": rate(100, seconds_per_item=0.05)}
-    plan = plan_of(*models, rates=asked, platform=platform)
+    demand = {"texts": rate(4000), "slow": rate(100, seconds_per_item=0.05)}
+    plan = plan_of(*models, rates=demand, platform=platform)
     reported = {change.setting: (change.now, change.needed) for change in plan.changes}
     site = plan.sites[0]
     assert reported == {
@@ -195,9 +197,9 @@ def test_flex_start_and_reservations_are_planned() -> None:
     assert "NVIDIA_H100_GPUS" not in needed
     assert needed["PREEMPTIBLE_NVIDIA_H100_GPUS"] == plan.sites[0].pools[1].nodes_most
     assert "machine/a3-highgpu-1g/flex-start" in {cost.price_key for cost in plan.costs}
-    shown = text(plan)
-    assert "once there is capacity" in shown
-    assert "h100-x1-flex-spot" not in shown
+    report = text(plan)
+    assert "once there is capacity" in report
+    assert "h100-x1-flex-spot" not in report
 
 
 @pytest.mark.parametrize(
@@ -342,7 +344,9 @@ def test_canary_is_planned_beside_a_model_that_may_get_everything_back() -> None
     alone = plan_of(entry(), rates={"texts": rate(200)})
     canary = {"revision": "next", "share": 0.1, "replicas": {"min": 1, "max": 100}}
     both = plan_of(entry(canary=canary), rates={"texts": rate(200)})
-    sizes = {one.model.name: one.pods_peak for site in both.sites for one in site.workers}
+    sizes = {
+        workers.model.name: workers.pods_peak for site in both.sites for workers in site.workers
+    }
     assert sizes["texts"] == alone.sites[0].workers[0].pods_peak
     assert 1 <= sizes["texts.canary"] < sizes["texts"]
     assert {"jobs.texts.canary", "jobs.texts.canary.dead"} == set(both.topics) - set(alone.topics)

@@ -50,5 +50,7 @@ def test_bigquery_reads_the_view(bigquery_endpoint: str) -> None:
     with connected(bigquery_endpoint, "gpu-prices") as client:
         bigquery.create(client, "penstock")
         found = rows_of(client, "SELECT * FROM penstock.gpu_prices WHERE gpu_type = 'l4'")
-    wanted = [one for one in gpu_prices(read_prices(), read_gpu_types()) if one.gpu_type == "l4"]
-    assert {(*row[:4], row[4].date()) for row in found} == {tuple(one) for one in wanted}
+    wanted = [
+        price for price in gpu_prices(read_prices(), read_gpu_types()) if price.gpu_type == "l4"
+    ]
+    assert {(*row[:4], row[4].date()) for row in found} == {tuple(price) for price in wanted}

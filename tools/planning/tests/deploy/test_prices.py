@@ -67,9 +67,9 @@ def test_a_month_adds_up() -> None:
             "pubsub/throughput": ListPrice(unit="TiB", source="s", usd={"any": 40}),
         },
     )
-    asked = rate(10, peak_per_s=1000, input_bytes=100)
+    demand = rate(10, peak_per_s=1000, input_bytes=100)
     platform = Platform.model_validate({"inboxes": {"per_region": 8, "slots": 4}})
-    plan = plan_of(entry(), rates={"texts": asked}, prices=prices, platform=platform)
+    plan = plan_of(entry(), rates={"texts": demand}, prices=prices, platform=platform)
     priced = {cost.item: cost for cost in plan.costs}
     gpus = priced["GPU nodes l4-x1, spot"]
     assert (gpus.mean_usd, gpus.peak_usd) == (0.5 * 730, 15 * 0.5 * 730)
@@ -134,8 +134,8 @@ def test_every_redis_that_terraform_takes_has_a_price(node_type: str) -> None:
 
 
 def test_rows_by_way_of_the_archive_are_loaded_and_not_inserted() -> None:
-    asked = {"texts": rate(10, peak_per_s=1000, items_per_request=3)}
-    by_archive = plan_of(entry(), rates=asked, prices=read_prices())
+    demand = {"texts": rate(10, peak_per_s=1000, items_per_request=3)}
+    by_archive = plan_of(entry(), rates=demand, prices=read_prices())
     priced = {cost.item: cost for cost in by_archive.costs}
     assert "BigQuery, rows inserted" not in priced
     assert priced["BigQuery, load jobs"].mean_usd == 0
@@ -151,7 +151,7 @@ def test_rows_by_way_of_the_archive_are_loaded_and_not_inserted() -> None:
     assert written.mean_usd == pytest.approx((written.mean or 0) * 0.01)
     assert (written.peak or 0) > (written.mean or 0)
     direct = Platform.model_validate({"rows": {"archive": False}})
-    straight = plan_of(entry(), rates=asked, prices=read_prices(), platform=direct)
+    straight = plan_of(entry(), rates=demand, prices=read_prices(), platform=direct)
     items = {cost.item for cost in straight.costs}
     assert not any(item.startswith("row archive") for item in items)
     assert "BigQuery, rows inserted" in items

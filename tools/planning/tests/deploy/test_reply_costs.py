@@ -32,10 +32,10 @@ def painter(replies: Replies = "slots") -> Model:
 
 def planned(model: Model, output_bytes: int, slots: int = 8) -> DeployPlan:
     given = {"inboxes": {"per_region": 8, "slots": slots}}
-    asked = rate(200, seconds_per_item=0.01, input_bytes=100, output_bytes=output_bytes)
+    demand = rate(200, seconds_per_item=0.01, input_bytes=100, output_bytes=output_bytes)
     return plan_of(
         model,
-        rates={model.name: asked},
+        rates={model.name: demand},
         platform=Platform.model_validate(given),
         prices=read_prices(),
     )
@@ -89,7 +89,7 @@ def told(notes: Sequence[str]) -> tuple[float, float, int]:
     (note,) = (note for note in notes if "the replies of" in note)
     found = re.search(r"about ([\d,.]+) USD per month direct.*, ([\d,.]+) if (\d+) share", note)
     assert found is not None, note
-    direct, shared = (float(one.replace(",", "")) for one in found.groups()[:2])
+    direct, shared = (float(amount.replace(",", "")) for amount in found.groups()[:2])
     return direct, shared, int(found[3])
 
 

@@ -108,7 +108,7 @@ def test_workers_without_a_gpu_run_two_processes_on_general_nodes() -> None:
 def test_a_model_without_a_rate_has_its_least_replicas() -> None:
     idle = entry("idle", replicas={"min": 2, "max": 4})
     plan = plan_of(entry(), idle, rates={"texts": rate(1)})
-    assert [one.pods_peak for one in plan.sites[0].workers] == [1, 2]
+    assert [workers.pods_peak for workers in plan.sites[0].workers] == [1, 2]
     assert "no rate is given for idle: planned without load" in plan.notes
 
 
@@ -139,8 +139,8 @@ TEXT: dict[str, Any] = {
 def test_texts_are_sized_by_their_tokens() -> None:
     # 8192 tokens of keys and values are 16 texts of 300 tokens, or 8 of 1,000.
     for tokens, items in ((300, 16), (1000, 8)):
-        asked = {"texts": rate(10, seconds_per_item=0.2, tokens_per_item=tokens)}
-        plan = plan_of(entry(**TEXT), rates=asked)
+        demand = {"texts": rate(10, seconds_per_item=0.2, tokens_per_item=tokens)}
+        plan = plan_of(entry(**TEXT), rates=demand)
         (workers,) = plan.sites[0].workers
         assert workers.batch == items
         assert workers.batch_s == pytest.approx(items * 0.2), "each takes a part of the steps"
@@ -155,36 +155,36 @@ def test_workers_for_texts_follow_from_tokens_of_full_workers(
     tokens = 100
     text = TEXT | {"batch": {"max_tokens": 8192, "max_items": places}}
     text |= {"deadline": {"default_s": 200, "longest_s": 300}}
-    asked = rate(load / item_s, seconds_per_item=item_s, tokens_per_item=tokens)
-    (workers,) = plan_of(entry(**text), rates={"texts": asked}).sites[0].workers
-    wanted = asked.peak * tokens / 0.7
+    demand = rate(load / item_s, seconds_per_item=item_s, tokens_per_item=tokens)
+    (workers,) = plan_of(entry(**text), rates={"texts": demand}).sites[0].workers
+    wanted = demand.peak * tokens / 0.7
     per_worker = tokens / item_s
     assert workers.processes_peak == max(1, math.ceil(wanted / per_worker * (1 - 1e-12)))
 
 
 def test_texts_wait_for_a_place_and_not_for_a_batch() -> None:
     # A full worker writes 16 texts in 16 s, so it has room for another one each second.
-    asked = {"texts": rate(0.6, seconds_per_item=1.0)}
-    text = plan_of(entry(**TEXT, deadline={"default_s": 30}), rates=asked).sites[0].workers[0]
+    demand = {"texts": rate(0.6, seconds_per_item=1.0)}
+    text = plan_of(entry(**TEXT, deadline={"default_s": 30}), rates=demand).sites[0].workers[0]
     assert text.processes_peak == 1
     assert text.answer_s == pytest.approx(16.1, abs=0.2)
     whole = entry(deadline={"default_s": 30})
-    assert plan_of(whole, rates=asked).sites[0].workers[0].processes_peak > 1
+    assert plan_of(whole, rates=demand).sites[0].workers[0].processes_peak > 1
 
 
 def test_short_deadlines_take_more_workers_for_texts_too() -> None:
     # 0.68 of a worker, whose 16 places are all taken now and then, for 3.2 s each.
-    asked = {"texts": rate(3.4, seconds_per_item=0.2)}
+    demand = {"texts": rate(3.4, seconds_per_item=0.2)}
     easy, hard = (
-        plan_of(entry(**TEXT, deadline={"default_s": limit_s}), rates=asked).sites[0].workers[0]
+        plan_of(entry(**TEXT, deadline={"default_s": limit_s}), rates=demand).sites[0].workers[0]
         for limit_s in (60, 3.31)
     )
     assert (easy.processes_peak, hard.processes_peak) == (1, 2)
 
 
 def test_a_text_model_without_a_gpu_is_one_process_with_all_cores() -> None:
-    asked = {"texts": rate(10, seconds_per_item=0.2)}
-    (site,) = plan_of(entry(**TEXT, gpu={"type": "none"}), rates=asked).sites
+    demand = {"texts": rate(10, seconds_per_item=0.2)}
+    (site,) = plan_of(entry(**TEXT, gpu={"type": "none"}), rates=demand).sites
     assert (site.workers[0].processes_peak, site.workers[0].pods_peak) == (3, 3)
 
 
@@ -222,11 +222,11 @@ def test_shares_of_other_regions_are_refused() -> None:
 def test_sharing_never_takes_more_gpus_where_the_deadline_is_long(
     per_s: float, share: int, seconds: float
 ) -> None:
-    asked = {"texts": rate(per_s, seconds_per_item=seconds)}
+    demand = {"texts": rate(per_s, seconds_per_item=seconds)}
     long = {"default_s": 200}
-    alone = plan_of(entry(deadline=long), rates=asked).sites[0].pools[0].nodes_peak
+    alone = plan_of(entry(deadline=long), rates=demand).sites[0].pools[0].nodes_peak
     shared = (
-        plan_of(entry(deadline=long, gpu={"type": "l4", "share": share}), rates=asked)
+        plan_of(entry(deadline=long, gpu={"type": "l4", "share": share}), rates=demand)
         .sites[0]
         .pools[0]
         .nodes_peak
@@ -240,8 +240,8 @@ def test_more_requests_never_take_fewer_of_anything(
     per_s: float, times: float, hits: float
 ) -> None:
     few, many = (
-        plan_of(entry(), rates={"texts": rate(asked, hit_share=hits)}).sites[0]
-        for asked in (per_s, per_s * times)
+        plan_of(entry(), rates={"texts": rate(requests_per_s, hit_share=hits)}).sites[0]
+        for requests_per_s in (per_s, per_s * times)
     )
     assert few.workers[0].pods_peak <= many.workers[0].pods_peak
     assert few.pools[0].nodes_peak <= many.pools[0].nodes_peak

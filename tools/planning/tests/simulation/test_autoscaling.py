@@ -46,14 +46,14 @@ def test_constant_load_has_constant_workers(
     name: str, changes: tuple[str, ...], most_p95_s: float
 ) -> None:
     summary = run(name, "duration_s=1500", *changes).summary
-    (one,) = summary.models
-    assert one.replicas.least >= 0.9 * one.replicas.mean
-    assert one.replicas.most <= 1.1 * one.replicas.mean
-    assert one.p95_s is not None
-    assert one.p95_s < most_p95_s
+    (model,) = summary.models
+    assert model.replicas.least >= 0.9 * model.replicas.mean
+    assert model.replicas.most <= 1.1 * model.replicas.mean
+    assert model.p95_s is not None
+    assert model.p95_s < most_p95_s
     # GPUs kept warm for one more worker are a tenth of such a small number.
     assert summary.worker_busy_share >= 0.6
-    assert one.served == one.arrived - one.open
+    assert model.served == model.arrived - model.open
 
 
 @pytest.mark.parametrize(
@@ -71,8 +71,8 @@ def test_lost_metrics_take_no_worker(outage: dict[str, Any]) -> None:
     result = run("sd-constant", "duration_s=1800", *SMALL, events=[away])
     assert result.summary.workers_lost == {}
     # Nor are GPUs bought for nothing.
-    (one,) = result.summary.models
-    assert one.replicas.most <= 1.2 * one.replicas.mean
+    (model,) = result.summary.models
+    assert model.replicas.most <= 1.2 * model.replicas.mean
 
 
 def test_step_of_four_is_refused_only_while_nodes_start() -> None:
@@ -89,9 +89,9 @@ def test_step_of_four_is_refused_only_while_nodes_start() -> None:
     assert record.outcomes[RequestEnd.REFUSED] > 0
     assert at_s < min(record.ended_s)
     assert max(record.ended_s) < at_s + NODE_S + POD_S + SEEN_S
-    (one,) = result.summary.models
+    (model,) = result.summary.models
     # 40 workers' work, at the utilization that is wanted, and what waited.
-    assert one.replicas.most < 1.3 * 40 / 0.7
+    assert model.replicas.most < 1.3 * 40 / 0.7
 
 
 def test_wave_takes_what_its_work_takes() -> None:
@@ -103,8 +103,8 @@ def test_wave_takes_what_its_work_takes() -> None:
         f"models.sd-1-5.arrivals=[{wave}]",
         "models.sd-1-5.start_replicas=2",
     ).summary
-    (one,) = summary.models
-    assert one.refused + one.expired < 0.001 * one.arrived
+    (model,) = summary.models
+    assert model.refused + model.expired < 0.001 * model.arrived
     assert summary.worker_busy_share > 0.55
 
 

@@ -66,11 +66,11 @@ def test_worker_without_a_gpu_counts_once_for_both_processes() -> None:
     # 12 processes' work, on pods of two: before, the autoscaler asked for 18 pods.
     load = {"arrivals": [{"kind": "constant", "per_s": 12}], "start_replicas": 6}
     entry = {"gpu": {"type": "none"}, "replicas": {"min": 2, "max": 50}}
-    (one,) = simulate(
+    (summary,) = simulate(
         scenario(entry=entry, load=load, duration_s=3600, settle_s=900)
     ).summary.models
-    assert one.within_deadline == 1.0
-    assert 6 / 0.9 <= one.replicas.mean <= 6 / 0.7 * 1.15
+    assert summary.within_deadline == 1.0
+    assert 6 / 0.9 <= summary.replicas.mean <= 6 / 0.7 * 1.15
     model = Model.model_validate(ENTRY | entry)
     plan = plan_of(
         model,
@@ -78,8 +78,8 @@ def test_worker_without_a_gpu_counts_once_for_both_processes() -> None:
         platform=Platform.model_validate({"regions": {REGION: {}}}),
     )
     (workers,) = plan.sites[0].workers
-    assert one.replicas.mean <= workers.pods_peak * 1.15
-    assert one.replicas.most <= workers.pods_most <= 1.5 * one.replicas.most + 2
+    assert summary.replicas.mean <= workers.pods_peak * 1.15
+    assert summary.replicas.most <= workers.pods_most <= 1.5 * summary.replicas.most + 2
 
 
 def test_a_step_fits_too() -> None:

@@ -54,8 +54,8 @@ def test_workers_share_a_gpu_and_its_time() -> None:
     shared = run(replicas=2, share=2, per_s=10, cluster={"buffer": 0})
     assert set(nodes(alone).values()) == {2}
     assert set(nodes(shared).values()) == {1}
-    (one,), (other,) = alone.summary.models, shared.summary.models
-    assert other.served == pytest.approx(one.served / 2, rel=0.05)
+    (model_alone,), (model_shared,) = alone.summary.models, shared.summary.models
+    assert model_shared.served == pytest.approx(model_alone.served / 2, rel=0.05)
     assert shared.fleets[0].gpu_busy_s <= shared.fleets[0].node_s
 
 
@@ -81,9 +81,9 @@ def test_a_lost_worker_gives_its_jobs_back() -> None:
             events=lost,
         )
     )
-    (one,) = result.summary.models
+    (model,) = result.summary.models
     assert result.summary.workers_lost == {"spot": 2}
-    assert (one.arrived, one.served) == (2, 2)
+    assert (model.arrived, model.served) == (2, 2)
 
 
 def test_a_quota_bounds_nodes() -> None:

@@ -34,9 +34,9 @@ def run(
 
 def test_jobs_of_a_gpu_that_fails_are_answered_by_others() -> None:
     result = run(events=[FAILURE])
-    (one,), (failure,) = result.summary.models, result.summary.gpu_failures
-    assert (one.refused, one.expired, one.lost) == (0, 0, 0)
-    assert one.served == one.arrived - one.open
+    (model,), (failure,) = result.summary.models, result.summary.gpu_failures
+    assert (model.refused, model.expired, model.lost) == (0, 0, 0)
+    assert model.served == model.arrived - model.open
     assert result.summary.workers_lost == {"GPU failed": 1}
     # Its running jobs wait until it leaves, and its place is free once its node is drained.
     assert max(result.recorder.models["model"].answer_s) > 20
@@ -76,18 +76,18 @@ def test_quota_of_the_plan_has_room_for_the_next_node() -> None:
     bound, quota = requested({}, 10.0, seconds_per_item=1.0)
     arrivals = [{"kind": "constant", "per_s": 10.0}]
     result = run(events=[FAILURE], replicas=14, max_gpus=int(quota), arrivals=arrivals)
-    (one,), (failure,) = result.summary.models, result.summary.gpu_failures
+    (model,), (failure,) = result.summary.models, result.summary.gpu_failures
     assert result.summary.gpus_to_request == quota <= bound
     assert result.summary.gpus_most <= quota
     assert failure.replaced_s is not None
-    assert one.within_deadline > 0.999
+    assert model.within_deadline > 0.999
 
 
 def test_texts_that_are_written_start_over_elsewhere() -> None:
     steps = {"count": 20, "fixed_s": 0.02, "per_item_s": 0.03, "first_s": 0.1}
     result = run(events=[FAILURE], seconds_per_item=None, steps=steps)
-    (one,) = result.summary.models
-    assert one.served == one.arrived - one.open
+    (model,) = result.summary.models
+    assert model.served == model.arrived - model.open
     assert result.summary.workers_lost == {"GPU failed": 1}
 
 

@@ -39,13 +39,13 @@ def test_texts_have_the_workers_that_can_write_them_in_company(per_s: float, sta
         f"models.writer.arrivals=[{{kind: constant, per_s: {per_s}}}]",
         f"models.writer.start_replicas={start}",
     )
-    (one,) = result.summary.models
+    (model,) = result.summary.models
     needed = math.ceil(wanted(result, "writer", per_s))
-    assert needed <= one.replicas.least
-    assert one.replicas.most <= max(needed + 1, 1.2 * needed)
+    assert needed <= model.replicas.least
+    assert model.replicas.most <= max(needed + 1, 1.2 * needed)
     # One worker can't do the work of nine until others have started.
     late = [at_s for at_s in result.recorder.models["writer"].ended_s if at_s > START_S]
-    assert len(late) < 0.001 * one.arrived
+    assert len(late) < 0.001 * model.arrived
 
 
 def test_four_times_the_texts_get_workers_within_minutes() -> None:
@@ -57,9 +57,9 @@ def test_four_times_the_texts_get_workers_within_minutes() -> None:
         f"models.writer.arrivals=[{step}]",
         "models.writer.start_replicas=2",
     )
-    (one,) = result.summary.models
+    (model,) = result.summary.models
     needed = math.ceil(wanted(result, "writer", 12))
-    assert needed <= one.replicas.most <= 1.3 * needed
+    assert needed <= model.replicas.most <= 1.3 * needed
     last = max(result.recorder.models["writer"].ended_s, default=at_s)
     assert last < at_s + START_S
 
@@ -72,10 +72,10 @@ def test_images_that_join_count_as_those_that_do_not() -> None:
         "models.sd-1-5.arrivals=[{kind: constant, per_s: 3}]",
         "models.sd-1-5.start_replicas=8",
     )
-    (one,) = result.summary.models
+    (model,) = result.summary.models
     needed = math.ceil(wanted(result, "sd-1-5", 3))
-    assert needed <= one.replicas.least
-    assert one.replicas.most <= needed + 2
+    assert needed <= model.replicas.least
+    assert model.replicas.most <= needed + 2
     # Without arrivals, as in a region whose callers use other regions, busy workers must have the
     # same effect.
     assert result.summary.worker_busy_share == pytest.approx(

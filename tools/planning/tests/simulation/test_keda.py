@@ -35,11 +35,11 @@ def test_a_value_above_the_activation_leaves_zero() -> None:
 
 def test_zero_is_reached_after_the_cooldown() -> None:
     series = gauge(1.0)
-    one = autoscaler(series, cooldownPeriod=300)
-    assert one.poll(0, 1) == 1
+    scaler = autoscaler(series, cooldownPeriod=300)
+    assert scaler.poll(0, 1) == 1
     series.append(IN_FLIGHT, (), 5.0, 0.0)
-    assert one.poll(299, 1) == 1
-    assert one.poll(301, 1) == 0
+    assert scaler.poll(299, 1) == 1
+    assert scaler.poll(301, 1) == 0
 
 
 def test_the_hpa_leaves_zero_alone() -> None:
@@ -62,45 +62,47 @@ def test_fallback_comes_after_more_failures_than_its_threshold(
 ) -> None:
     down = STILL | {"policies": [{"type": "Percent", "value": 50, "periodSeconds": 15}]}
     fallback = {"failureThreshold": 3, "replicas": 3, "behavior": behavior}
-    one = autoscaler(gauge(5.0), fallback=fallback, behavior={"scaleUp": STILL, "scaleDown": down})
-    one.is_endpoint_up = False
+    scaler = autoscaler(
+        gauge(5.0), fallback=fallback, behavior={"scaleUp": STILL, "scaleDown": down}
+    )
+    scaler.is_endpoint_up = False
     for turn in range(3):
-        assert one.sync(turn * 15, replicas) == replicas
+        assert scaler.sync(turn * 15, replicas) == replicas
     # The static one is reached in steps.
-    assert one.sync(45, replicas) == kept
+    assert scaler.sync(45, replicas) == kept
 
 
 def test_keda_counts_failures_of_its_own_polls_too() -> None:
     fallback = {"failureThreshold": 3, "replicas": 9}
-    one = autoscaler(gauge(5.0), fallback=fallback)
-    one.is_endpoint_up = False
+    scaler = autoscaler(gauge(5.0), fallback=fallback)
+    scaler.is_endpoint_up = False
     for turn in range(3):
-        one.poll(turn * 5, 5)
-    assert one.sync(15, 5) == 9
+        scaler.poll(turn * 5, 5)
+    assert scaler.sync(15, 5) == 9
 
 
 def test_a_model_at_zero_gets_one_worker_when_the_fallback_begins() -> None:
     fallback = {"failureThreshold": 6, "replicas": 1, "behavior": "currentReplicasIfHigher"}
-    one = autoscaler(gauge(0.0), fallback=fallback)
-    one.is_endpoint_up = False
-    assert [one.poll(turn * 5, 0) for turn in range(7)] == [0] * 6 + [1]
-    assert one.poll(35, 1) == 1
-    assert one.sync(45, 1) == 1
+    scaler = autoscaler(gauge(0.0), fallback=fallback)
+    scaler.is_endpoint_up = False
+    assert [scaler.poll(turn * 5, 0) for turn in range(7)] == [0] * 6 + [1]
+    assert scaler.poll(35, 1) == 1
+    assert scaler.sync(45, 1) == 1
 
 
 def test_a_good_reading_ends_the_fallback() -> None:
-    one = autoscaler(gauge(10.0), fallback={"failureThreshold": 0, "replicas": 9})
-    one.is_endpoint_up = False
-    assert one.sync(0, 5) == 9
-    one.is_endpoint_up = True
-    assert one.sync(15, 5) == 5
+    scaler = autoscaler(gauge(10.0), fallback={"failureThreshold": 0, "replicas": 9})
+    scaler.is_endpoint_up = False
+    assert scaler.sync(0, 5) == 9
+    scaler.is_endpoint_up = True
+    assert scaler.sync(15, 5) == 5
 
 
 def test_without_a_fallback_failures_change_nothing() -> None:
-    one = autoscaler(gauge(5.0))
-    one.is_endpoint_up = False
-    assert [one.sync(turn * 15, 40) for turn in range(9)] == [40] * 9
-    assert [one.poll(200 + turn * 5, 40) for turn in range(99)] == [40] * 99
+    scaler = autoscaler(gauge(5.0))
+    scaler.is_endpoint_up = False
+    assert [scaler.sync(turn * 15, 40) for turn in range(9)] == [40] * 9
+    assert [scaler.poll(200 + turn * 5, 40) for turn in range(99)] == [40] * 99
 
 
 def test_nothing_found_is_zero_or_a_failure() -> None:

@@ -28,8 +28,8 @@ from workers.scheduling import priority_queue
 def test_each_metric_is_one_of_the_product() -> None:
     assert api.metrics.IN_FLIGHT is not None
     assert workers.metrics.WAITING is not None
-    shown = {name for metric in REGISTRY.collect() for name in _names(metric.name, metric.type)}
-    assert {*OF_WORKERS, *OF_API, LOST_GPUS} - shown == set()
+    exported = {name for metric in REGISTRY.collect() for name in _names(metric.name, metric.type)}
+    assert {*OF_WORKERS, *OF_API, LOST_GPUS} - exported == set()
 
 
 def _names(name: str, kind: str) -> list[str]:

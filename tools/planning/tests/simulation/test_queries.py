@@ -72,9 +72,9 @@ class World:
 
 
 def test_workers_lost_from_sight_are_no_idle_workers() -> None:
-    asked = World().api(per_s=1.0).api(priority="batch")
-    assert asked.ask(QUERIES.work()) is None
-    assert asked.worker("a", 0.9).ask(QUERIES.work()) == 1.0
+    world = World().api(per_s=1.0).api(priority="batch")
+    assert world.ask(QUERIES.work()) is None
+    assert world.worker("a", 0.9).ask(QUERIES.work()) == 1.0
 
 
 def test_no_workers_are_none_where_nobody_asks() -> None:

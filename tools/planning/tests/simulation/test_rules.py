@@ -24,7 +24,11 @@ def test_rules_are_what_kustomize_renders(tmp_path: Path) -> None:
     for model in read_catalog(MODELS).models:
         ours = rendered(tmp_path / "ours" / f"worker-{slug(model.name)}")
         for kind in ("ScaledObject", "Deployment"):
-            (mine,) = (one["spec"] for one in ours if one["kind"] == kind)
+            (mine,) = (
+                rendered_object["spec"]
+                for rendered_object in ours
+                if rendered_object["kind"] == kind
+            )
             theirs = of_kind(there, kind)[f"worker-{slug(model.name)}"]["spec"]
             assert _read(mine) == _read(theirs)
 

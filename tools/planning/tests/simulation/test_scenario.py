@@ -91,8 +91,10 @@ def test_a_base_of_itself_is_refused(tmp_path: Path) -> None:
 def test_shipped_scenarios_run(path: Path) -> None:
     short = ("duration_s=120", "settle_s=0")
     result = simulate(read_scenario(path.stem, short))
-    for one in result.summary.models:
-        assert one.arrived == one.served + one.refused + one.expired + one.lost + one.open
+    for model in result.summary.models:
+        assert (
+            model.arrived == model.served + model.refused + model.expired + model.lost + model.open
+        )
     assert result.summary.dollars is not None
 
 

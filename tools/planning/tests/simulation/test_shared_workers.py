@@ -47,8 +47,8 @@ def test_idle_gpus_are_those_that_were_measured() -> None:
     (shared, on_one), (apart, on_three) = summary("flow-shared"), summary("flow-apart")
     idle = (on_one.gpu_idle_s_per_run or 0.0, on_three.gpu_idle_s_per_run or 0.0)
     assert idle == pytest.approx(measured("GPU-seconds idle per run"), rel=0.1)
-    one, three = measured("GPU-seconds idle per run")
-    assert idle[1] / idle[0] == pytest.approx(three / one, rel=0.1)
+    idle_on_one, idle_on_three = measured("GPU-seconds idle per run")
+    assert idle[1] / idle[0] == pytest.approx(idle_on_three / idle_on_one, rel=0.1)
     busy = (1 - shared.gpu_busy_share, 1 - apart.gpu_busy_share)
     shares = measured("share of GPU time that is idle")
     assert busy == pytest.approx([share / 100 for share in shares], abs=0.03)
@@ -57,9 +57,9 @@ def test_idle_gpus_are_those_that_were_measured() -> None:
 
 
 def test_a_flow_is_shown() -> None:
-    shown = text(simulate(read_scenario("flow-shared", ("duration_s=300",))))
-    assert re.search(r"flow +three-steps", shown)
-    assert "GPU-seconds idle per run" in shown
+    report = text(simulate(read_scenario("flow-shared", ("duration_s=300",))))
+    assert re.search(r"flow +three-steps", report)
+    assert "GPU-seconds idle per run" in report
 
 
 def shared(per_s: float, item_s: float, start: int = 1, **fields: Any) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def test_the_autoscaler_follows_the_load_of_all_models_as_planned() -> None:
     scenario = scenario_of(shared(6.0, 0.5, start=14))
     found = simulate(scenario).summary
     catalog, rules = deployed_rules(scenario)
-    assert [one.models for one in rules["us-central1"].values()] == [NAMES]
+    assert [autoscaler.models for autoscaler in rules["us-central1"].values()] == [NAMES]
     rate = ModelRate(mean_per_s=6.0, seconds_per_item=0.5, measured="made up")
     rates = DemandRates(models=dict.fromkeys(NAMES, rate))
     plan = make_plan(catalog, rates, Platform(), Prices(sources={}, prices={}), read_gpu_types(), 1)

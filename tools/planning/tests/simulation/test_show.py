@@ -20,19 +20,19 @@ def test_text_has_the_figures() -> None:
     lines = dict(
         line.strip().rsplit(maxsplit=1) for line in text(result).splitlines() if "  " in line
     )
-    (one,) = result.summary.models
-    assert lines["requests"] == str(one.arrived)
-    assert float(lines["answer p95, s"]) == pytest.approx(one.p95_s, abs=0.01)
+    (model,) = result.summary.models
+    assert lines["requests"] == str(model.arrived)
+    assert float(lines["answer p95, s"]) == pytest.approx(model.p95_s, abs=0.01)
     assert float(lines["dollars a day"]) == pytest.approx(result.summary.dollars_per_day, abs=0.01)
 
 
 def test_page_needs_nothing_else_and_shows_text_as_text() -> None:
-    shown = page(simulate(scenario(about="<script>alert(1)</script>")))
-    assert "<script>alert(1)" not in shown
-    assert "&lt;script&gt;alert(1)" in shown
-    assert "<script src" not in shown
-    assert "<link" not in shown
-    assert "Replicas" in shown
+    html = page(simulate(scenario(about="<script>alert(1)</script>")))
+    assert "<script>alert(1)" not in html
+    assert "&lt;script&gt;alert(1)" in html
+    assert "<script src" not in html
+    assert "<link" not in html
+    assert "Replicas" in html
 
 
 def test_page_of_a_run_without_answers() -> None:

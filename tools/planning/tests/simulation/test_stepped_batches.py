@@ -38,8 +38,8 @@ def run(
 
 def test_lone_items_take_all_of_their_steps() -> None:
     result = run(1, {"kind": "constant", "per_s": 0.1, "spacing": "even"})
-    (one,) = result.summary.models
-    assert one.p50_s == pytest.approx(TRIP_S + FIRST_S + STEPS * (FIXED_S + EACH_S))
+    (model,) = result.summary.models
+    assert model.p50_s == pytest.approx(TRIP_S + FIRST_S + STEPS * (FIXED_S + EACH_S))
     # Each is a tenth of a second's worth of a full worker per second.
     assert result.summary.worker_work_share == pytest.approx(0.1 * FULL_S, rel=0.03)
 
@@ -51,8 +51,8 @@ def test_a_full_worker_ends_items_as_fast_as_its_steps_say() -> None:
         duration_s=2000,
         api={"max_instances": 1, "concurrency": 30},
     )
-    (one,) = result.summary.models
-    assert one.served / 2000 == pytest.approx(1 / FULL_S, rel=0.03)
+    (model,) = result.summary.models
+    assert model.served / 2000 == pytest.approx(1 / FULL_S, rel=0.03)
     assert result.summary.worker_work_share == pytest.approx(1.0, abs=0.02)
 
 
@@ -79,8 +79,8 @@ def test_workers_on_one_gpu_slow_each_other() -> None:
 def test_batch_priority_leaves_places_to_callers() -> None:
     result = run(1, {"kind": "constant", "per_s": 2 / FULL_S}, load={"batch_lane_share": 0.75})
     waits = result.recorder.models["model"].queue_s
-    (one,) = result.summary.models
-    assert one.served > 0
+    (model,) = result.summary.models
+    assert model.served > 0
     assert sorted(waits)[len(waits) // 10] < 1.0
 
 

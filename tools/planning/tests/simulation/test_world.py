@@ -55,9 +55,9 @@ def test_waits_of_constant_service_are_those_of_pollaczek_and_khinchin() -> None
 
 
 def test_the_same_seed_gives_the_same_result() -> None:
-    one, other = simulate(scenario(seed=3)), simulate(scenario(seed=3))
-    assert one.as_dict() == other.as_dict()
-    assert one.as_dict() != simulate(scenario(seed=4)).as_dict()
+    first, second = simulate(scenario(seed=3)), simulate(scenario(seed=3))
+    assert first.as_dict() == second.as_dict()
+    assert first.as_dict() != simulate(scenario(seed=4)).as_dict()
 
 
 JOINING = {
@@ -137,8 +137,8 @@ def test_every_request_ends_once(
             duration_s=400,
         )
     )
-    (one,) = result.summary.models
-    assert one.arrived == one.served + one.refused + one.expired + one.lost + one.open
+    (model,) = result.summary.models
+    assert model.arrived == model.served + model.refused + model.expired + model.lost + model.open
     record = result.recorder.models["model"]
     assert all(0 <= answer_s <= 20 + 1e-6 for answer_s in record.answer_s)
     assert all(fleet.gpu_busy_s <= fleet.node_s + 1e-6 for fleet in result.fleets)
@@ -156,9 +156,9 @@ def test_without_workers_nothing_is_served() -> None:
             cluster={"buffer": 0},
         )
     )
-    (one,) = result.summary.models
-    assert one.served == 0
-    assert one.expired > 0
+    (model,) = result.summary.models
+    assert model.served == 0
+    assert model.expired > 0
 
 
 @pytest.mark.parametrize(("buffer", "start_s"), [(0, 150 + 60), (1, 60)])
@@ -171,11 +171,11 @@ def test_from_zero_the_first_request_is_served(buffer: int, start_s: float) -> N
             cluster={"buffer": buffer},
         )
     )
-    (one,) = result.summary.models
-    assert (one.arrived, one.served) == (1, 1)
+    (model,) = result.summary.models
+    assert (model.arrived, model.served) == (1, 1)
     # Pod, and a node where no place is kept warm, after a scrape and polling.
-    assert one.p50_s is not None
-    assert start_s < one.p50_s < start_s + 40
+    assert model.p50_s is not None
+    assert start_s < model.p50_s < start_s + 40
 
 
 def test_a_rollout_replaces_every_worker() -> None:

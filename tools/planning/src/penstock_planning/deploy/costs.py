@@ -161,10 +161,16 @@ def _region(bill: _Bill, site: Site, platform: Platform) -> None:
         memory * mean_s,
         memory * peak_s,
     )
-    for one in redis(platform):
-        if one.region == place:
-            key = f"memorystore/{one.node_type}"
-            bill.add(f"Memorystore of the {one.use}", place, "node-hour", key, one.nodes * HOURS)
+    for instance in redis(platform):
+        if instance.region == place:
+            key = f"memorystore/{instance.node_type}"
+            bill.add(
+                f"Memorystore of the {instance.use}",
+                place,
+                "node-hour",
+                key,
+                instance.nodes * HOURS,
+            )
     bill.add("Cloud NAT, gateway", place, "hour", "nat/gateway", HOURS)
 
 
@@ -180,7 +186,7 @@ def _runners(bill: _Bill, platform: Platform) -> None:
 
 def _balancer(bill: _Bill, volumes: Sequence[Volume]) -> None:
     """Adds the costs of a domain, apart from data."""
-    requests = sum(one.requests for one in volumes) / 1e6
+    requests = sum(volume.requests for volume in volumes) / 1e6
     bill.add("load balancer, forwarding rule", "", "hour", "balancer/rule", HOURS)
     bill.add("Cloud Armor, policy", "", "month", "armor/policy", 1)
     bill.add("Cloud Armor, rules", "", "month", "armor/rule", ARMOR_RULES)
@@ -232,15 +238,17 @@ def _messages(bill: _Bill, volumes: Sequence[Volume], platform: Platform) -> Non
     """A publish and each delivery are billed."""
     times = 1 + JOB_DELIVERIES
     jobs = {
-        one.model: None if one.job_bytes is None else billed_tib(one.jobs, one.job_bytes, times)
-        for one in volumes
+        volume.model: None
+        if volume.job_bytes is None
+        else billed_tib(volume.jobs, volume.job_bytes, times)
+        for volume in volumes
     }
     _traffic(bill, "jobs", times, jobs, "input_bytes")
     for replies, name in REPLIES.items():
         billed = {
-            one.model: replies_tib(one, replies, platform)
-            for one in volumes
-            if one.replies == replies
+            volume.model: replies_tib(volume, replies, platform)
+            for volume in volumes
+            if volume.replies == replies
         }
         _traffic(bill, name, reply_times(replies, platform), billed, "output_bytes")
 
@@ -263,11 +271,15 @@ def _rows(
     if platform.rows.archive:
         _archive(bill, sites, volumes, platform)
     else:
-        inserted = sum(one.items * max(MIN_ROW_BYTES, one.row_bytes) for one in volumes)
+        inserted = sum(volume.items * max(MIN_ROW_BYTES, volume.row_bytes) for volume in volumes)
         bill.add("BigQuery, rows inserted", place, "200 MB", "bigquery/insert", inserted / 200e6)
-    kept = sum(one.items * one.row_bytes for one in volumes) * row_days() / DAYS
+    stored = sum(volume.items * volume.row_bytes for volume in volumes) * row_days() / DAYS
     bill.add(
-        f"BigQuery, rows of {row_days():g} days", place, "GiB-month", "bigquery/storage", kept / GIB
+        f"BigQuery, rows of {row_days():g} days",
+        place,
+        "GiB-month",
+        "bigquery/storage",
+        stored / GIB,
     )
 
 
@@ -279,12 +291,18 @@ def _archive(
     cpu, memory = ARCHIVE_CPU + SIDECAR_CPU, platform.rows.memory_gib + SIDECAR_GIB
     bill.add("row archive on Cloud Run, CPU", home, "vCPU-second", "run/cpu", cpu * SECONDS)
     bill.add("row archive on Cloud Run, memory", home, "GiB-second", "run/memory", memory * SECONDS)
-    rows = sum(one.items for one in volumes)
+    rows = sum(volume.items for volume in volumes)
     writers = (
         platform.batches.instances
-        + sum(site.api_mean + sum(one.pods_mean for one in once(site.workers)) for site in sites),
+        + sum(
+            site.api_mean + sum(workers.pods_mean for workers in once(site.workers))
+            for site in sites
+        ),
         platform.batches.instances
-        + sum(site.api_peak + sum(one.pods_peak for one in once(site.workers)) for site in sites),
+        + sum(
+            site.api_peak + sum(workers.pods_peak for workers in once(site.workers))
+            for site in sites
+        ),
     )
     passes = ARCHIVE_TABLES * SECONDS / platform.rows.every_s
     # An object has the rows of the linger time, at most a batch. No object is empty.
@@ -311,7 +329,7 @@ def _archive(
         (peak + reads) / 1000,
     )
     # Objects put by writers are deleted, and so are a day's small files once they are merged.
-    packed = sum(one.items * one.packed_row_bytes for one in volumes) / DAYS / GIB
+    packed = sum(volume.items * volume.packed_row_bytes for volume in volumes) / DAYS / GIB
     item = f"row archive, rows of {days_kept:g} days and what was deleted"
     days = days_kept + 2 * ARCHIVE_DELETED_DAYS
     bill.add(item, place, "GiB-month", "objects/storage", packed * days)
@@ -320,13 +338,13 @@ def _archive(
 
 def _objects(bill: _Bill, volumes: Sequence[Volume], platform: Platform) -> None:
     place, days = platform.storage_location, platform.objects_days
-    unknown = [one.model for one in volumes if one.results_bytes is None]
-    inputs = sum(one.inputs_bytes for one in volumes) * days.inputs / DAYS / GIB
+    unknown = [volume.model for volume in volumes if volume.results_bytes is None]
+    inputs = sum(volume.inputs_bytes for volume in volumes) * days.inputs / DAYS / GIB
     bill.add(f"large inputs of {days.inputs} days", place, "GiB-month", "objects/storage", inputs)
     results = (
         None
         if unknown
-        else sum(one.results_bytes or 0.0 for one in volumes) * days.results / DAYS / GIB
+        else sum(volume.results_bytes or 0.0 for volume in volumes) * days.results / DAYS / GIB
     )
     lacks = _give("output_bytes", unknown)
     bill.add(
@@ -342,12 +360,12 @@ def _objects(bill: _Bill, volumes: Sequence[Volume], platform: Platform) -> None
 def _answers(
     bill: _Bill, sites: Sequence[Site], volumes: Sequence[Volume], platform: Platform
 ) -> None:
-    unknown = [one.model for one in volumes if one.answered_bytes is None]
+    unknown = [volume.model for volume in volumes if volume.answered_bytes is None]
     lacks = _give("output_bytes", unknown)
-    total = None if unknown else sum(one.answered_bytes or 0.0 for one in volumes) / GIB
-    unasked = [one.model for one in volumes if one.asked_bytes is None]
+    total = None if unknown else sum(volume.answered_bytes or 0.0 for volume in volumes) / GIB
+    unasked = [volume.model for volume in volumes if volume.asked_bytes is None]
     lacks_asked = _give("input_bytes", unasked)
-    asked = None if unasked else sum(one.asked_bytes or 0.0 for one in volumes) / GIB
+    requested = None if unasked else sum(volume.asked_bytes or 0.0 for volume in volumes) / GIB
     for site in sites:
         amount = None if total is None else total * site.share
         bill.add(
@@ -355,7 +373,9 @@ def _answers(
         )
         if platform.domain is not None:
             data = "load balancer, requests and responses"
-            total_gib = None if amount is None or asked is None else amount + asked * site.share
+            total_gib = (
+                None if amount is None or requested is None else amount + requested * site.share
+            )
             bill.add(
                 data, site.region, "GiB", "balancer/data", total_gib, lacks=lacks or lacks_asked
             )

@@ -52,9 +52,9 @@ def gpu_prices(prices: Prices, gpu_types: Mapping[str, GpuType]) -> Iterator[Gpu
 def view_sql(prices: Prices, gpu_types: Mapping[str, GpuType]) -> str:
     skus = list(gpu_prices(prices, gpu_types))
     first, *others = (
-        f"SELECT '{one.gpu_type}', {str(one.spot).upper()}, '{one.region}', "
-        f"{one.usd_per_hour!r}, TIMESTAMP '{one.valid_from} 00:00:00+00'"
-        for one in skus
+        f"SELECT '{price.gpu_type}', {str(price.spot).upper()}, '{price.region}', "
+        f"{price.usd_per_hour!r}, TIMESTAMP '{price.valid_from} 00:00:00+00'"
+        for price in skus
     )
     names = GpuPrice._fields
     named = [f"{value} AS {name}" for value, name in zip(first[7:].split(", "), names, strict=True)]

@@ -102,7 +102,7 @@ def quotas(
             "Pub/Sub subscriptions of a topic", "inbox", per_topic, str(SUBSCRIPTIONS_OF_A_TOPIC)
         )
     )
-    rows_mb = sum(_peak_of(one.model, sites) * one.row_bytes for one in volumes) / 1e6
+    rows_mb = sum(_peak_of(volume.model, sites) * volume.row_bytes for volume in volumes) / 1e6
     inserts = str(INSERT_MB_PER_S.get(platform.dataset_location, 300))
     quotas.append(
         CloudQuota("BigQuery inserts, MB/s", platform.dataset_location, round(rows_mb, 3), inserts)
@@ -164,23 +164,23 @@ def _region(site: Site, platform: Platform, gpus: dict[str, GpuType]) -> Iterato
     yield CloudQuota(
         "Cloud Run GiB", site.region, instances * (platform.api.memory_gib + SIDECAR_GIB), UNKNOWN
     )
-    nodes = sum(one.nodes for one in redis(platform) if one.region == site.region)
+    nodes = sum(instance.nodes for instance in redis(platform) if instance.region == site.region)
     yield CloudQuota("Memorystore nodes", site.region, nodes, UNKNOWN)
 
 
 def _vcpus(site: Site, platform: Platform, gpus: dict[str, GpuType]) -> int:
-    general = _said_by_name(platform.nodes.general.machine_type) * site.general_most
+    general = _read_vcpus(platform.nodes.general.machine_type) * site.general_most
     return general + sum(gpus[pool.gpu.type].vcpus * pool.nodes_most for pool in site.pools)
 
 
-def _said_by_name(machine: str) -> int:
+def _read_vcpus(machine: str) -> int:
     tail = machine.rpartition("-")[2]
     return int(tail) if tail.isdigit() else 0
 
 
 def _peak_of(model: str, sites: Sequence[Site]) -> float:
-    workers = [one for site in sites for one in site.workers if one.model.name == model]
-    return sum(one.requests_peak_per_s * one.rate.items_per_request for one in workers)
+    workers = [members for site in sites for members in site.workers if members.model.name == model]
+    return sum(members.requests_peak_per_s * members.rate.items_per_request for members in workers)
 
 
 @dataclass(frozen=True)
@@ -295,9 +295,11 @@ def _site(
     buffer: int,
 ) -> Site:
     workers = [
-        one
+        members
         for group in catalog.worker_groups
-        for one in size_workers(group, lambda model: _rate_of(model, rates), share, region, rates)
+        for members in size_workers(
+            group, lambda model: _rate_of(model, rates), share, region, rates
+        )
     ]
     return size_site(region, share, workers, rates, platform, gpus, buffer)
 
@@ -331,7 +333,7 @@ def _changed(platform: Platform, sites: Sequence[Site]) -> tuple[Platform, list[
         "inboxes.per_region", platform.inboxes.per_region, _inboxes_of_region(instances, platform)
     )
     most_slots = max(1, MAX_REPLY_SUBSCRIPTIONS // (inboxes * len(sites)) - 1)
-    slots = _reduced_slots(platform, most_slots)
+    slots = _reduce_slots(platform, most_slots)
     changes += [
         Change("tfvars", f"inboxes.{name}", getattr(platform.inboxes, name), most_slots)
         for name in slots
@@ -369,7 +371,7 @@ def _gpu_limits(
     return max_gpus, regions
 
 
-def _reduced_slots(platform: Platform, most_slots: int) -> dict[str, int]:
+def _reduce_slots(platform: Platform, most_slots: int) -> dict[str, int]:
     """Returns the slot settings that exceed `most_slots`, reduced to it."""
     said = {name: getattr(platform.inboxes, name) for name in ("slots", "kept_slots")}
     return {
@@ -391,9 +393,9 @@ def _inboxes_of_region(instances: int, platform: Platform) -> int:
 def _too_few_replicas(sites: Sequence[Site]) -> list[Change]:
     """Yields models for which a region's autoscaler needs more than replicas.max workers."""
     most: dict[str, tuple[int, int]] = {}
-    for one in (one for site in sites for one in once(site.workers)):
-        name = f"workers.{one.group.name}" if one.group.is_shared else one.model.name
-        most[name] = (one.group.replicas.max, max(one.pods_most, most.get(name, (0, 0))[1]))
+    for members in (members for site in sites for members in once(site.workers)):
+        name = f"workers.{members.group.name}" if members.group.is_shared else members.model.name
+        most[name] = (members.group.replicas.max, max(members.pods_most, most.get(name, (0, 0))[1]))
     return [
         Change("models.yaml", f"{name}: replicas.max", now, needed)
         for name, (now, needed) in most.items()
@@ -454,17 +456,19 @@ def _memory_notes(catalog: Catalog, rates: DemandRates, gpus: dict[str, GpuType]
 
 def _distance_notes(rates: DemandRates, sites: Sequence[Site]) -> list[str]:
     """Yields notes on the effects of a distant broker."""
-    with_load = [one for site in sites for one in site.workers if one.processes_peak]
+    with_load = [members for site in sites for members in site.workers if members.processes_peak]
     if not with_load:
         return []
     round_trip_s = rates.broker_round_trip_s
-    most = max(with_load, key=lambda one: one.repeated_s)
+    most = max(with_load, key=lambda members: members.repeated_s)
     notes = [
         f"held: jobs of a priority held by a worker process, {round_trip_s:g} s from the "
         f"broker and back; {most.model.name} holds the most work, which takes "
         f"{most.repeated_s:.2g} s again if it dies"
     ]
-    too_far = {one.model.name: one.most_busy for one in with_load if one.most_busy < 1}
+    too_far = {
+        members.model.name: members.most_busy for members in with_load if members.most_busy < 1
+    }
     for name, busy in too_far.items():
         notes.append(
             f"{name}: the broker is too far (broker_round_trip_s: {round_trip_s:g}): a worker "

@@ -61,7 +61,7 @@ class ListPrice(Entry):
 
     @model_validator(mode="after")
     def _earlier_prices_are_in_order(self) -> Self:
-        days = [one.since for one in self.earlier]
+        days = [price.since for price in self.earlier]
         if days and (self.since is None or [*days, self.since] != sorted({*days, self.since})):
             raise ValueError("since: the price and its earlier ones must have increasing days")
         return self
@@ -83,7 +83,7 @@ class ListPrice(Entry):
 
     def history(self) -> list[tuple[datetime.date, Usd]]:
         """Returns all prices with the day from which each holds, oldest first."""
-        older = [(one.since, one.usd) for one in self.earlier]
+        older = [(price.since, price.usd) for price in self.earlier]
         return [*older, (self.since or datetime.date.min, self.usd)]
 
     def cost_usd(self, place: str, amount: float, before: float = 0.0) -> float | None:

@@ -293,9 +293,9 @@ def _with_flows(rates: DemandRates, catalog: Catalog, where: str) -> DemandRates
     models = dict(rates.models)
     for name, rate in rates.flows.items():
         place = f"{where}: flows.{name}"
-        flow = next((one for one in catalog.flows if one.name == name), None)
+        flow = next((candidate for candidate in catalog.flows if candidate.name == name), None)
         if flow is None:
-            served = ", ".join(sorted(one.name for one in catalog.flows)) or "none"
+            served = ", ".join(sorted(known.name for known in catalog.flows)) or "none"
             raise ConfigurationError(f"{place}: not in the catalog; it has: {served}", field=name)
         if unknown := rate.items.keys() - {step.id for step, _ in flow.steps}:
             raise ConfigurationError(f"{place}.items: no step {min(unknown)!r}", field=name)

@@ -40,8 +40,8 @@ def replies_tib(volume: Volume, replies: Replies, platform: Platform) -> float |
 def reply_notes(volumes: Sequence[Volume], platform: Platform, prices: Prices) -> Iterator[str]:
     """Yields a note on the cost of each model's replies on either topic, if known."""
     price = prices.prices.get(THROUGHPUT)
-    for one in volumes:
-        direct, slots = (replies_tib(one, kind, platform) for kind in ("direct", "slots"))
+    for volume in volumes:
+        direct, slots = (replies_tib(volume, kind, platform) for kind in ("direct", "slots"))
         if price is None or not direct or not slots:
             continue
         # Other traffic uses up the free amount, or it is small.
@@ -49,9 +49,9 @@ def reply_notes(volumes: Sequence[Volume], platform: Platform, prices: Prices) -
         slots_usd = price.cost_usd("", slots, before=price.free)
         if direct_usd is not None and slots_usd is not None:
             yield (
-                f"the replies of {one.model}: about {direct_usd:,.2f} USD per month direct, "
+                f"the replies of {volume.model}: about {direct_usd:,.2f} USD per month direct, "
                 f"{slots_usd:,.2f} with {platform.inboxes.made_slots} slots; "
-                f"models.yaml has {one.replies}{_shared(one, platform, price)}"
+                f"models.yaml has {volume.replies}{_shared(volume, platform, price)}"
             )
 
 

@@ -19,39 +19,42 @@ def text(plan: DeployPlan) -> str:
 
 
 def _sections(plan: DeployPlan) -> Iterator[str]:
-    yield _headed("Models", _models(plan))
-    yield _headed(
+    yield _add_heading("Models", _models(plan))
+    yield _add_heading(
         "Nodes (mean, peak and maximum; max is Terraform's limit for each pool)", _nodes(plan)
     )
-    yield _headed("API on Cloud Run", _api(plan))
-    yield _headed("Pub/Sub", _pubsub(plan))
+    yield _add_heading("API on Cloud Run", _api(plan))
+    yield _add_heading("Pub/Sub", _pubsub(plan))
     if plan.changes:
-        rows = [(one.where, one.setting, one.now, one.needed) for one in plan.changes]
-        yield _headed(
+        rows = [
+            (change.where, change.setting, change.now, change.needed) for change in plan.changes
+        ]
+        yield _add_heading(
             "Set before applying (counts, quotas and costs below assume it)",
             _table(_CHANGE_HEADS, rows),
         )
     rows_of_quotas = [
-        (one.name, one.place, _number(one.needed), one.default, one.note) for one in plan.quotas
+        (quota.name, quota.place, _number(quota.needed), quota.default, quota.note)
+        for quota in plan.quotas
     ]
-    yield _headed(
+    yield _add_heading(
         "Quotas to request, for the maximum that the autoscaler requests",
         _table(("quota", "of", "needed", "default", ""), rows_of_quotas),
     )
-    yield _headed(
+    yield _add_heading(
         "Monthly cost in US dollars: at the mean, and with peak machines all month",
         _costs(plan),
     )
     if plan.notes:
-        yield _headed("Notes", "\n".join(f"  - {note}" for note in plan.notes))
+        yield _add_heading("Notes", "\n".join(f"  - {note}" for note in plan.notes))
     rows_of_sources = [
-        (name, str(one.dated or "undated"), str(one.seen), one.url)
-        for name, one in plan.sources.items()
+        (name, str(source.dated or "undated"), str(source.seen), source.url)
+        for name, source in plan.sources.items()
     ]
-    yield _headed("Prices", _table(("source", "dated", "seen", "where"), rows_of_sources))
+    yield _add_heading("Prices", _table(("source", "dated", "seen", "where"), rows_of_sources))
 
 
-def _headed(head: str, body: str) -> str:
+def _add_heading(head: str, body: str) -> str:
     return f"{head}\n{body}"
 
 
@@ -76,27 +79,29 @@ def _models(plan: DeployPlan) -> str:
     )
     rows = [
         (
-            one.model.name,
-            one.region,
-            _number(one.requests_peak_per_s),
-            f"{one.rate.hit_share:.0%}",
-            _number(one.service_s) if one.rate.item_s else "-",
-            one.batch,
-            _number(one.answer_s) if one.processes_peak else "-",
-            one.held_jobs,
-            f"{one.processes_mean}-{one.processes_peak}",
-            f"{one.pods_mean}-{one.pods_peak}",
-            one.pods_most,
+            workers.model.name,
+            workers.region,
+            _number(workers.requests_peak_per_s),
+            f"{workers.rate.hit_share:.0%}",
+            _number(workers.service_s) if workers.rate.item_s else "-",
+            workers.batch,
+            _number(workers.answer_s) if workers.processes_peak else "-",
+            workers.held_jobs,
+            f"{workers.processes_mean}-{workers.processes_peak}",
+            f"{workers.pods_mean}-{workers.pods_peak}",
+            workers.pods_most,
             "none"
-            if one.model.gpu.type == "none"
-            else f"{one.model.gpu.type}, 1/{one.model.gpu.share}",
+            if workers.model.gpu.type == "none"
+            else f"{workers.model.gpu.type}, 1/{workers.model.gpu.share}",
         )
-        for one in _workers(plan)
+        for workers in _workers(plan)
     ]
     measured = dict.fromkeys(
-        _measured(one) for one in _workers(plan) if one.rate.item_s is not None
+        _measured(workers) for workers in _workers(plan) if workers.rate.item_s is not None
     )
-    shared = dict.fromkeys(_shared(one) for one in _workers(plan) if one.group.is_shared)
+    shared = dict.fromkeys(
+        _shared(workers) for workers in _workers(plan) if workers.group.is_shared
+    )
     return "\n".join([table(heads, rows), *shared, *measured])
 
 
@@ -112,7 +117,7 @@ def _measured(one: Workers) -> str:
 
 
 def _workers(plan: DeployPlan) -> list[Workers]:
-    return [one for site in plan.sites for one in site.workers]
+    return [workers for site in plan.sites for workers in site.workers]
 
 
 def _nodes(plan: DeployPlan) -> str:
@@ -199,15 +204,15 @@ def _costs(plan: DeployPlan) -> str:
     heads = ("item", "place", "amount", "unit", "mean", "peak", "source")
     rows = [
         (
-            one.item,
-            one.place,
-            _amount(one),
-            one.unit,
-            _usd(one.mean_usd),
-            _usd(one.peak_usd),
-            _origin(one),
+            cost.item,
+            cost.place,
+            _amount(cost),
+            cost.unit,
+            _usd(cost.mean_usd),
+            _usd(cost.peak_usd),
+            _origin(cost),
         )
-        for one in plan.costs
+        for cost in plan.costs
     ]
     mean, peak = totals(plan.costs)
     missing = list(without_price(plan.costs))
@@ -263,17 +268,17 @@ def _number(value: float) -> str:
 def plan_as_json(plan: DeployPlan) -> str:
     """Returns the plan with every name and figure. `tfvars` has the changed variables."""
     document = {
-        "models": [_model_document(one) for one in _workers(plan)],
+        "models": [_model_document(workers) for workers in _workers(plan)],
         "regions": [_site_document(site) for site in plan.sites],
         "topics": plan.topics,
         "subscriptions": plan.subscriptions,
         "gpu_pools": list(dict.fromkeys(name for names in plan.pools.values() for name in names)),
-        "changes": [vars(one) for one in plan.changes],
+        "changes": [vars(change) for change in plan.changes],
         "tfvars": plan.platform.model_dump(mode="json"),
-        "quotas": [vars(one) for one in plan.quotas],
-        "costs": [vars(one) for one in plan.costs],
+        "quotas": [vars(quota) for quota in plan.quotas],
+        "costs": [vars(cost) for cost in plan.costs],
         "total_usd": dict(zip(("mean", "peak"), totals(plan.costs), strict=True)),
-        "without_price": [one.price_key for one in without_price(plan.costs)],
+        "without_price": [cost.price_key for cost in without_price(plan.costs)],
         "notes": plan.notes,
         "sources": {name: source.model_dump(mode="json") for name, source in plan.sources.items()},
     }

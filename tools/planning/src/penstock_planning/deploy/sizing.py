@@ -132,7 +132,7 @@ class Workers:
 
 def once(workers: Iterable[Workers]) -> list[Workers]:
     """Returns one member of each group of workers, to count its pods once."""
-    return list({(one.region, one.group.name): one for one in workers}.values())
+    return list({(members.region, members.group.name): members for members in workers}.values())
 
 
 @dataclass(frozen=True)
@@ -238,48 +238,48 @@ def size_workers(
         ConfigurationError: a full batch takes longer than the deadline.
     """
     demands = [_demand(model, rate_of(model), share, rates) for model in group.models]
-    asked = [one for one in demands if one.peak_per_s] or demands
-    service_s = max(one.batch * one.service_s for one in asked)
+    loaded = [demand for demand in demands if demand.peak_per_s] or demands
+    service_s = max(demand.batch * demand.service_s for demand in loaded)
     in_steps = not group.is_shared and group.models[0].definition.shares_weights
     places = demands[0].batch if in_steps else 1
 
     def processes(load: float) -> int:
-        spare_s = min(one.spare_s for one in asked)
+        spare_s = min(demand.spare_s for demand in loaded)
         return servers_needed(load, service_s, spare_s, late_share=rates.late_share, places=places)
 
     def pods(processes: int) -> int:
         return max(group.replicas.min, math.ceil(processes / processes_of(group.models)))
 
-    load = sum(one.load(one.peak_per_s) for one in demands)
+    load = sum(demand.load(demand.peak_per_s) for demand in demands)
     at_peak = processes(load)
-    at_mean = processes(sum(one.load(one.mean_per_s) for one in demands))
-    computed_per_s = sum(one.peak_per_s * (1 - one.rate.hit_share) for one in demands)
+    at_mean = processes(sum(demand.load(demand.mean_per_s) for demand in demands))
+    computed_per_s = sum(demand.peak_per_s * (1 - demand.rate.hit_share) for demand in demands)
     most = most_workers(load / processes_of(group.models), computed_per_s)
     wait_s = mean_wait_s(at_peak * places, load * places, service_s)
     return [
         Workers(
-            model=one.model,
+            model=demand.model,
             group=group,
             region=region,
-            rate=one.rate,
-            requests_mean_per_s=one.mean_per_s,
-            requests_peak_per_s=one.peak_per_s,
+            rate=demand.rate,
+            requests_mean_per_s=demand.mean_per_s,
+            requests_peak_per_s=demand.peak_per_s,
             computed_peak_per_s=(
-                one.peak_per_s * one.rate.items_per_request * (1 - one.rate.hit_share)
+                demand.peak_per_s * demand.rate.items_per_request * (1 - demand.rate.hit_share)
             ),
-            service_s=one.service_s,
-            batch=one.batch,
+            service_s=demand.service_s,
+            batch=demand.batch,
             processes_mean=at_mean,
             processes_peak=at_peak,
             pods_mean=pods(at_mean),
             pods_peak=pods(at_peak),
             pods_most=max(pods(at_peak), most),
-            answer_s=2 * rates.broker_round_trip_s + wait_s + one.batch * one.service_s,
-            held_jobs=one.hand.jobs,
-            most_busy=one.hand.most_busy,
-            repeated_s=one.hand.work_s,
+            answer_s=2 * rates.broker_round_trip_s + wait_s + demand.batch * demand.service_s,
+            held_jobs=demand.hand.jobs,
+            most_busy=demand.hand.most_busy,
+            repeated_s=demand.hand.work_s,
         )
-        for one in demands
+        for demand in demands
     ]
 
 
@@ -347,12 +347,12 @@ def size_site(
     """
     classes: dict[Gpu, list[Workers]] = {}
     deployed = once(workers)
-    for one in deployed:
-        if one.model.gpu.type != "none":
-            classes.setdefault(one.model.gpu, []).append(one)
+    for members in deployed:
+        if members.model.gpu.type != "none":
+            classes.setdefault(members.model.gpu, []).append(members)
     _check_gpus(region, list(classes), platform, gpus)
     pools = tuple(_pool(region, members, gpus, buffer) for members in classes.values())
-    without = [one for one in deployed if one.model.gpu.type == "none"]
+    without = [members for members in deployed if members.model.gpu.type == "none"]
     fits = _cpu_workers_per_node(platform.nodes.general.machine_type)
     least = platform.nodes.general.min
     return Site(
@@ -360,9 +360,9 @@ def size_site(
         share=share,
         workers=tuple(workers),
         pools=pools,
-        general_mean=least + math.ceil(sum(one.pods_mean for one in without) / fits),
-        general_peak=least + math.ceil(sum(one.pods_peak for one in without) / fits),
-        general_most=least + math.ceil(sum(one.pods_most for one in without) / fits),
+        general_mean=least + math.ceil(sum(members.pods_mean for members in without) / fits),
+        general_peak=least + math.ceil(sum(members.pods_peak for members in without) / fits),
+        general_most=least + math.ceil(sum(members.pods_most for members in without) / fits),
         api_mean=_api_instances(workers, rates, platform, at_peak=False),
         api_peak=_api_instances(workers, rates, platform, at_peak=True),
     )
@@ -407,7 +407,8 @@ def _pool(region: str, members: Sequence[Workers], gpus: dict[str, GpuType], buf
     mean, peak, most = (
         gpu_nodes(pods, buffer, gpu.share)
         for pods in zip(
-            *((one.pods_mean, one.pods_peak, one.pods_most) for one in members), strict=True
+            *((member.pods_mean, member.pods_peak, member.pods_most) for member in members),
+            strict=True,
         )
     )
     return Pool(region, gpu, gpus[gpu.type], mean, peak, most)
@@ -433,12 +434,14 @@ def _api_instances(
     Hits take almost no time.
     """
     in_flight = asked_per_s = 0.0
-    for one in workers:
-        per_s = one.requests_peak_per_s if at_peak else one.requests_mean_per_s
+    for group in workers:
+        per_s = group.requests_peak_per_s if at_peak else group.requests_mean_per_s
         asked_per_s += per_s
         # A request waits as soon as one of its items is computed.
         in_flight += (
-            per_s * min(1.0, one.rate.items_per_request * (1 - one.rate.hit_share)) * one.answer_s
+            per_s
+            * min(1.0, group.rate.items_per_request * (1 - group.rate.hit_share))
+            * group.answer_s
         )
     by_concurrency = math.ceil(in_flight / platform.api.concurrency)
     by_rate = math.ceil(asked_per_s / rates.api_requests_per_s) if rates.api_requests_per_s else 0

@@ -161,7 +161,7 @@ class Fleet:
         for worker in list(node.workers):
             worker.lose_gpu(failure.worker_leaves_s)
         yield self._env.timeout(failure.node_emptied_s)
-        while self._cordoned() >= max(1, int(len(self.nodes) * CORDONED_MAX_SHARE)):
+        while self._count_cordoned() >= max(1, int(len(self.nodes) * CORDONED_MAX_SHARE)):
             yield self._env.timeout(self._cluster.tick_s)
         if node not in self.nodes:
             return
@@ -175,7 +175,7 @@ class Fleet:
             else:
                 yield self._env.timeout(self._cluster.tick_s)
 
-    def _cordoned(self) -> int:
+    def _count_cordoned(self) -> int:
         return sum(node.is_cordoned for node in self.nodes)
 
     def lose_all(self) -> None:
@@ -220,5 +220,5 @@ class Fleet:
 
 def _order(node: Node, worker: SimulatedWorker) -> tuple[int, int]:
     """Returns the sort key for placing a pod, with anti-affinity between a model's workers."""
-    alike = sum(one.model == worker.model for one in node.workers)
+    alike = sum(other.model == worker.model for other in node.workers)
     return (alike if worker.is_spread else 0, -len(node.workers))

@@ -44,14 +44,14 @@ class HorizontalPodAutoscaler:
         if not self._least <= replicas <= self._most:
             wanted = min(max(replicas, self._least), self._most)
         else:
-            proposed = self._proposed(replicas, readings)
+            proposed = self._propose(replicas, readings)
             if proposed is None:
                 return replicas
-            wanted = self._limited(now_s, replicas, self._stabilized(now_s, replicas, proposed))
+            wanted = self._limited(now_s, replicas, self._stabilize(now_s, replicas, proposed))
         self._record(now_s, wanted - replicas)
         return wanted
 
-    def _proposed(self, replicas: int, readings: Sequence[Reading]) -> int | None:
+    def _propose(self, replicas: int, readings: Sequence[Reading]) -> int | None:
         """Returns the highest proposal of all metrics. None if no metric has a value."""
         wanted = [
             self._wanted(replicas, value, target) for value, target in readings if value is not None
@@ -70,7 +70,7 @@ class HorizontalPodAutoscaler:
         upper = 1 + self._behavior.scaleUp.tolerance
         return replicas if lower <= ratio <= upper else math.ceil(usage / target)
 
-    def _stabilized(self, now_s: float, replicas: int, proposed: int) -> int:
+    def _stabilize(self, now_s: float, replicas: int, proposed: int) -> int:
         up_s = self._behavior.scaleUp.stabilizationWindowSeconds
         down_s = self._behavior.scaleDown.stabilizationWindowSeconds
         while self._recommended and self._recommended[0][0] < now_s - max(up_s, down_s):

@@ -35,7 +35,7 @@ ARITHMETIC: dict[str, Callable[[float, float], float]] = {
     "+": operator.add,
     "-": operator.sub,
     "*": operator.mul,
-    "/": lambda left, right: left / right if right else _divided_by_zero(left),
+    "/": lambda left, right: left / right if right else _divide_by_zero(left),
     "%": math.fmod,
     "^": operator.pow,
 }
@@ -77,7 +77,7 @@ LOOKBACK_S = 300.0
 _MATCHES = {"Equal": "=", "NotEqual": "!=", "Re": "=~", "NotRe": "!~"}
 
 
-def _divided_by_zero(left: float) -> float:
+def _divide_by_zero(left: float) -> float:
     return math.nan if left == 0 or math.isnan(left) else math.copysign(math.inf, left)
 
 
@@ -115,9 +115,9 @@ def grouping(modifier: Any) -> Callable[[Labels], Labels]:
     """Returns a function that keeps the labels selected by an aggregation's `by` or `without`."""
     if modifier is None:
         return lambda labels: ()
-    kept = frozenset(modifier.labels)
+    selected = frozenset(modifier.labels)
     is_by = str(modifier.type).endswith("By")
-    return lambda labels: tuple(pair for pair in labels if (pair[0] in kept) == is_by)
+    return lambda labels: tuple(pair for pair in labels if (pair[0] in selected) == is_by)
 
 
 def vector(value: Value) -> Vector:
@@ -138,7 +138,7 @@ def each(value: Value, how: Callable[[float], float]) -> Value:
     """Applies a function to each element."""
     if isinstance(value, float):
         return how(value)
-    return {labels: how(one) for labels, one in value.items()}
+    return {labels: how(element) for labels, element in value.items()}
 
 
 def set_operation(symbol: str, left: Vector, right: Vector) -> Vector:
@@ -146,7 +146,7 @@ def set_operation(symbol: str, left: Vector, right: Vector) -> Vector:
     if symbol == "or":
         return {**right, **left}
     is_kept = symbol == "and"
-    return {labels: one for labels, one in left.items() if (labels in right) == is_kept}
+    return {labels: element for labels, element in left.items() if (labels in right) == is_kept}
 
 
 def combined(left: Value, right: Value, how: Callable[[float, float], float | None]) -> Value:
@@ -247,10 +247,10 @@ class _Compiler:
 
         def step(at: _Moment) -> Value:
             vector: Vector = {}
-            for one in at.series.select(name, matchers):
-                value = newest(one, at.at_s - back_s, at.now_s, LOOKBACK_S)
+            for series in at.series.select(name, matchers):
+                value = newest(series, at.at_s - back_s, at.now_s, LOOKBACK_S)
                 if value is not None:
-                    vector[one.labels] = value
+                    vector[series.labels] = value
             return vector
 
         return step
@@ -259,8 +259,8 @@ class _Compiler:
         if node.at is not None or node.matchers.or_matchers or node.name is None:
             raise self._refused("@, `or` between matchers or a selector without a name")
         matchers = tuple(
-            Matcher(one.name, _MATCHES[str(one.op).rpartition(".")[2]], one.value)
-            for one in node.matchers.matchers
+            Matcher(matcher.name, _MATCHES[str(matcher.op).rpartition(".")[2]], matcher.value)
+            for matcher in node.matchers.matchers
         )
         self.metrics.add(node.name)
         back_s = node.offset.total_seconds() if node.offset else 0.0
@@ -304,7 +304,7 @@ class _Compiler:
         raise self._refused(f"{name}()")
 
     def _of_each(self, how: Callable[..., float], arguments: list[Any]) -> _Step:
-        first, *others = (self.compiled(one) for one in arguments)
+        first, *others = (self.compiled(argument) for argument in arguments)
 
         def step(at: _Moment) -> Value:
             bounds = [number(other(at)) for other in others]
@@ -323,16 +323,16 @@ class _Compiler:
         def step(at: _Moment) -> Value:
             to_s = at.at_s - back_s
             vector: Vector = {}
-            for one in at.series.select(chosen, matchers):
-                first, last = window(one, to_s - range_s, to_s, at.now_s)
+            for series in at.series.select(chosen, matchers):
+                first, last = window(series, to_s - range_s, to_s, at.now_s)
                 if how is not None:
-                    value = how(one.values[first:last]) if last > first else None
+                    value = how(series.values[first:last]) if last > first else None
                 else:
-                    value = increase(one, first, last, to_s - range_s, to_s)
+                    value = increase(series, first, last, to_s - range_s, to_s)
                     if value is not None and name == "rate":
                         value /= range_s
                 if value is not None:
-                    vector[one.labels] = value
+                    vector[series.labels] = value
             return vector
 
         return step
@@ -360,17 +360,21 @@ class _Compiler:
 
     def _binaryexpr(self, node: Any) -> _Step:
         symbol, modifier = str(node.op), node.modifier
-        left, right = self.compiled(node.lhs), self.compiled(node.rhs)
+        left_step, right_step = self.compiled(node.lhs), self.compiled(node.rhs)
         if modifier is not None and (modifier.group_labels or modifier.matching):
             raise self._refused("on, ignoring or group_left")
         if symbol in ("or", "and", "unless"):
-            return lambda at: set_operation(symbol, vector(left(at)), vector(right(at)))
+            return lambda at: set_operation(symbol, vector(left_step(at)), vector(right_step(at)))
         if symbol in ARITHMETIC:
             how = ARITHMETIC[symbol]
-            return lambda at: combined(left(at), right(at), lambda a, b: how(a, b))
+            return lambda at: combined(left_step(at), right_step(at), lambda a, b: how(a, b))
         if symbol in COMPARISONS:
             test = COMPARISONS[symbol]
             if modifier is not None and modifier.return_bool:
-                return lambda at: combined(left(at), right(at), lambda a, b: float(test(a, b)))
-            return lambda at: combined(left(at), right(at), lambda a, b: a if test(a, b) else None)
+                return lambda at: combined(
+                    left_step(at), right_step(at), lambda a, b: float(test(a, b))
+                )
+            return lambda at: combined(
+                left_step(at), right_step(at), lambda a, b: a if test(a, b) else None
+            )
         raise self._refused(symbol)

@@ -71,7 +71,7 @@ class SimulatedDeployment:
         """Adds workers that are ready at the start. The fleet has places for them."""
         self.wanted = count
         for _ in range(count):
-            worker = self._made_worker()
+            worker = self._create_worker()
             self.workers.append(worker)
             self.fleet.request(worker)
             if worker.node is not None:
@@ -127,11 +127,11 @@ class SimulatedDeployment:
                 self._create()
 
     def _create(self) -> None:
-        worker = self._made_worker()
+        worker = self._create_worker()
         self.workers.append(worker)
         self._env.process(self._start(worker))
 
-    def _made_worker(self) -> SimulatedWorker:
+    def _create_worker(self) -> SimulatedWorker:
         self._made += 1
         name = f"{self.rules.slug}-{self.region}-{self._made}"
         return SimulatedWorker(
@@ -161,15 +161,15 @@ class SimulatedDeployment:
             self.leaving.append(worker)
             self._env.process(self._drain(worker))
         else:
-            self._gone(worker)
+            self._let_go(worker)
 
     def _drain(self, worker: SimulatedWorker) -> Steps:
         yield self.service.drain(worker) | self._env.timeout(self.rules.drain_s)
         if not worker.is_gone:
             self.leaving.remove(worker)
-            self._gone(worker)
+            self._let_go(worker)
 
-    def _gone(self, worker: SimulatedWorker) -> None:
+    def _let_go(self, worker: SimulatedWorker) -> None:
         self.service.leave(worker)
         self._count(worker)
         self.fleet.give_up(worker)
@@ -188,7 +188,9 @@ class SimulatedDeployment:
 
     def kill_down_to(self, count: int) -> None:
         """Kills the oldest serving pods until `count` are left."""
-        for worker in [one for one in self.workers if one.is_serving][: len(self.workers) - count]:
+        for worker in [serving for serving in self.workers if serving.is_serving][
+            : len(self.workers) - count
+        ]:
             self.workers.remove(worker)
             self._recorder.lost_workers["killed"] += 1
             self.service.lose(worker)
@@ -205,7 +207,7 @@ class SimulatedDeployment:
             return
         (self.workers if worker in self.workers else self.leaving).remove(worker)
         self._recorder.lost_workers[reason] += 1
-        self._gone(worker)
+        self._let_go(worker)
 
     def _lose_gpu(self, worker: SimulatedWorker, leaves_s: float) -> None:
         if worker.is_ready:
@@ -224,7 +226,7 @@ class SimulatedDeployment:
         worker.lost_gpus = 2
         if worker in self.leaving:
             self.leaving.remove(worker)
-            self._gone(worker)
+            self._let_go(worker)
             return
         self._count(worker)
         self.service.leave(worker)
@@ -317,23 +319,23 @@ class Autoscaler:
         """Returns a trigger's value, and whether it comes from the fallback. None: it failed."""
         trigger, query = self._triggers[number]
         try:
-            value = self._queried(trigger, query, now_s)
+            value = self._run_query(trigger, query, now_s)
         except QueryFailed:
             self._failures[number] += 1
             fallback = self.rules.fallback
             if fallback is None or self._failures[number] <= fallback.failureThreshold:
                 return None, False
-            kept = {
+            fallback_replicas = {
                 "static": fallback.replicas,
                 "currentReplicas": replicas,
                 "currentReplicasIfHigher": max(replicas, fallback.replicas),
                 "currentReplicasIfLower": min(replicas, fallback.replicas),
             }[fallback.behavior]
-            return kept * trigger.threshold, True
+            return fallback_replicas * trigger.threshold, True
         self._failures[number] = 0
         return value, False
 
-    def _queried(self, trigger: Trigger, query: PromQuery, now_s: float) -> float:
+    def _run_query(self, trigger: Trigger, query: PromQuery, now_s: float) -> float:
         if not self.is_endpoint_up:
             raise QueryFailed
         value = query.value(self.series, now_s)

@@ -167,19 +167,24 @@ class SimulationResult:
         return counts
 
     def _gpu_failures(self) -> Iterator[GpuFailureSummary]:
-        failures = [one for one in self.scenario.events if isinstance(one, GpuFailure)]
+        failures = [event for event in self.scenario.events if isinstance(event, GpuFailure)]
         emptied = iter(self.emptied_s)
-        for failure in sorted(failures, key=lambda one: one.at_s):
+        for failure in sorted(failures, key=lambda event: event.at_s):
             at_s = failure.at_s
-            its_nodes = [one for _, one in zip(range(failure.count), emptied, strict=False)]
+            its_nodes = [
+                node_emptied_s
+                for _, node_emptied_s in zip(range(failure.count), emptied, strict=False)
+            ]
             emptied_s = its_nodes[-1] - at_s if len(its_nodes) == failure.count else None
-            alert_s = next((one - at_s for one in self.recorder.alerted_s if one >= at_s), None)
-            replaced_s = None if emptied_s is None else self._all_ready_s(at_s + emptied_s)
+            alert_s = next(
+                (fired_s - at_s for fired_s in self.recorder.alerted_s if fired_s >= at_s), None
+            )
+            replaced_s = None if emptied_s is None else self._find_all_ready_s(at_s + emptied_s)
             yield GpuFailureSummary(
                 at_s, alert_s, emptied_s, None if replaced_s is None else replaced_s - at_s
             )
 
-    def _all_ready_s(self, after_s: float) -> float | None:
+    def _find_all_ready_s(self, after_s: float) -> float | None:
         """Returns the first sample after a time in which no worker is missing."""
         missing: dict[float, int] = {}
         for sample in self.recorder.samples:
@@ -231,8 +236,8 @@ class SimulationResult:
 
     def as_dict(self) -> dict[str, Any]:
         fields = asdict(self.summary)
-        for one, summary in zip(fields["models"], self.summary.models, strict=True):
-            one["within_deadline"] = summary.within_deadline
+        for fields_of_model, summary in zip(fields["models"], self.summary.models, strict=True):
+            fields_of_model["within_deadline"] = summary.within_deadline
         return fields
 
 

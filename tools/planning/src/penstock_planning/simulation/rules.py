@@ -240,7 +240,7 @@ def _settings(folder: Path) -> dict[str, str]:
 
 
 def _one(objects: list[Document], kind: str) -> Document:
-    matching = [one for one in objects if one["kind"] == kind]
+    matching = [candidate for candidate in objects if candidate["kind"] == kind]
     if len(matching) != 1:
         raise ConfigurationError(
             f"the overlay of a worker has {len(matching)} objects of kind {kind}"
@@ -282,14 +282,14 @@ def _patch(kustomization: Document, objects: list[Document]) -> None:
             "kind": patch["kind"],
             "name": patch["metadata"]["name"],
         }
-        for number, one in enumerate(objects):
-            if one["kind"] == target["kind"] and target.get("name") in (
+        for number, base in enumerate(objects):
+            if base["kind"] == target["kind"] and target.get("name") in (
                 None,
-                one["metadata"]["name"],
+                base["metadata"]["name"],
             ):
-                by_name = one["apiVersion"].partition("/")[0] in ("v1", "apps")
+                by_name = base["apiVersion"].partition("/")[0] in ("v1", "apps")
                 changed = {key: value for key, value in patch.items() if key != "metadata"}
-                objects[number] = _merged(one, changed, by_name=by_name)
+                objects[number] = _merged(base, changed, by_name=by_name)
 
 
 def _merged(base: Any, patch: Any, *, by_name: bool) -> Any:
@@ -306,16 +306,20 @@ def _merged(base: Any, patch: Any, *, by_name: bool) -> Any:
                 merged[key] = _merged(base[key], value, by_name=by_name) if key in base else value
         return merged
     if by_name and _is_named(base) and _is_named(patch):
-        names = {one["name"]: one for one in base}
-        for one in patch:
-            known = names.get(one["name"])
-            names[one["name"]] = one if known is None else _merged(known, one, by_name=True)
+        names = {element["name"]: element for element in base}
+        for element in patch:
+            known = names.get(element["name"])
+            names[element["name"]] = (
+                element if known is None else _merged(known, element, by_name=True)
+            )
         return list(names.values())
     return patch
 
 
 def _is_named(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(one, dict) and "name" in one for one in value)
+    return isinstance(value, list) and all(
+        isinstance(element, dict) and "name" in element for element in value
+    )
 
 
 Rules = Mapping[str, Mapping[str, WorkerRules]]

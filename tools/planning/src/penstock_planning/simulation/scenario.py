@@ -275,7 +275,7 @@ def _read(path: Path, nested: int = 0) -> Any:
     try:
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
-        known = ", ".join(sorted(one.stem for one in SHIPPED.glob("*.yaml")))
+        known = ", ".join(sorted(file.stem for file in SHIPPED.glob("*.yaml")))
         raise ConfigurationError(
             f"{path}: {error.strerror}; shipped scenarios: {known}", field="scenario"
         ) from error
@@ -341,5 +341,7 @@ def _with_paths(document: Any, folder: Path) -> Any:
             for key, value in document.items()
         }
     return (
-        [_with_paths(one, folder) for one in document] if isinstance(document, list) else document
+        [_with_paths(element, folder) for element in document]
+        if isinstance(document, list)
+        else document
     )

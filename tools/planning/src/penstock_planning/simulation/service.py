@@ -550,7 +550,7 @@ class Service:
 
     def leave(self, worker: SimulatedWorker) -> None:
         """Removes a worker. The broker gets back the jobs that it still held."""
-        self._hand_back(self._taken_from(worker))
+        self._hand_back(self._take_from(worker))
 
     def lose_gpu(self, worker: SimulatedWorker) -> None:
         """Handles a worker's failed GPU.
@@ -564,13 +564,13 @@ class Service:
 
     def lose(self, worker: SimulatedWorker) -> None:
         """Handles a dead worker. The broker redelivers its jobs when their leases end."""
-        self._env.process(self._hand_back_later(self._taken_from(worker)))
+        self._env.process(self._hand_back_later(self._take_from(worker)))
 
     def _hand_back_later(self, jobs: list[SimulatedJob]) -> Steps:
         yield self._env.timeout(self._lease_s * self._chance.uniform(2 / 3, 1))
         self._hand_back(job for job in jobs if not job.has_ended)
 
-    def _taken_from(self, worker: SimulatedWorker) -> list[SimulatedJob]:
+    def _take_from(self, worker: SimulatedWorker) -> list[SimulatedJob]:
         worker.is_draining = worker.is_gone = True
         self._close(worker)
         self._idle.pop(worker, None)
@@ -600,8 +600,8 @@ def _pass_turn(worker: SimulatedWorker) -> None:
     """In a pod with several models, the one whose oldest job is the oldest computes next."""
     if not worker.others:
         return
-    waiting = [one for one in (worker, *worker.others) if any(one.held)]
-    waiting.sort(key=lambda one: min(held[0].arrived_s for held in one.held if held))
-    for one in waiting:
-        if one.take_turn is not None:
-            one.take_turn()
+    waiting = [member for member in (worker, *worker.others) if any(member.held)]
+    waiting.sort(key=lambda member: min(held[0].arrived_s for held in member.held if held))
+    for member in waiting:
+        if member.take_turn is not None:
+            member.take_turn()

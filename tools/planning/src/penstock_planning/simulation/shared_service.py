@@ -38,7 +38,7 @@ class SharedService:
         pod.parts = tuple(parts)
         pod.is_ready, pod.ready_s = True, self._env.now
         for part in parts:
-            part.others = tuple(one for one in parts if one is not part)
+            part.others = tuple(other for other in parts if other is not part)
         for part, service in zip(parts, self._services, strict=True):
             service.add_worker(part)
 

@@ -58,11 +58,11 @@ def text(result: SimulationResult) -> str:
     return "\n\n".join(
         [
             *title,
-            transposed(_MODEL_HEADS, [_model_row(one) for one in summary.models]),
+            transposed(_MODEL_HEADS, [_model_row(model) for model in summary.models]),
             *([transposed(_FLOW_HEADS, list(map(_flow_row, summary.flows)))] * bool(summary.flows)),
             transposed(_GPU_HEADS, [_gpu_row(summary)]),
             *(f"workers ended, {reason}: {count}" for reason, count in _lost(summary)),
-            *(_failure(one) for one in summary.gpu_failures),
+            *(_failure(failure) for failure in summary.gpu_failures),
         ]
     )
 

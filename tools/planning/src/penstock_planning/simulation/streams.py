@@ -93,7 +93,7 @@ def arrival_times(
         yield times[(times >= stream.from_s) & (times < until_s)]
         return
     rate, edges_s = _rate_of(stream)
-    left = 0.0
+    integral = 0.0
     for start_s, end_s in _chunks(stream.from_s, until_s, edges_s):
         expected = rate((start_s + end_s) / 2) * (end_s - start_s)
         if stream.spacing == "poisson":
@@ -101,10 +101,10 @@ def arrival_times(
             yield np.sort(generator.uniform(start_s, end_s, count))
         elif expected > 0:
             # The k-th request arrives when the integral of the rate reaches k.
-            first = math.floor(left) + 1
-            due = np.arange(first, math.floor(left + expected) + 1, dtype=np.float64)
-            yield start_s + (due - left) / expected * (end_s - start_s)
-            left += expected
+            first = math.floor(integral) + 1
+            due = np.arange(first, math.floor(integral + expected) + 1, dtype=np.float64)
+            yield start_s + (due - integral) / expected * (end_s - start_s)
+            integral += expected
 
 
 def _rate_of(

@@ -103,7 +103,7 @@ class TimeSeries:
         """Drops series that queries no longer see."""
         for of_name in self._by_name.values():
             oldest_s = now_s - self.kept_s
-            for key in [key for key, one in of_name.items() if one.times_s[-1] < oldest_s]:
+            for key in [key for key, series in of_name.items() if series.times_s[-1] < oldest_s]:
                 del of_name[key]
         self._chosen.clear()
 

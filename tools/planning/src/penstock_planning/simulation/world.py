@@ -369,7 +369,9 @@ class World:
         for region in scenario.regions:
             for name, of_group in rules[region].items():
                 self._add(region, name, of_group)
-        looks_back_s = max(one.looks_back_s for one in self.parts.autoscalers.values())
+        looks_back_s = max(
+            autoscaler.looks_back_s for autoscaler in self.parts.autoscalers.values()
+        )
         has_gpu_failures = any(isinstance(event, GpuFailure) for event in scenario.events)
         if has_gpu_failures:
             alert = read_alert(GPU_ALERT)
@@ -461,8 +463,8 @@ class World:
     def _first_replicas(self, key: SiteKey) -> int:
         names = self.parts.replicas[key].rules.models
         said = [self.scenario.models[name].start_replicas for name in names]
-        asked = [one for one in said if one is not None]
-        return max(asked) if asked else self.models[names[0]].replicas.min
+        configured = [count for count in said if count is not None]
+        return max(configured) if configured else self.models[names[0]].replicas.min
 
     # Processes
 
