@@ -75,7 +75,7 @@ def run() -> Outcome:
         with served_stack(state_dir, Ports.free(), variables, say_nothing, BROKER) as stack:
             _predict(stack, WARM_UP, "warm")
             rounds = [_round(stack, source, number) for number in range(ROUNDS)]
-    ratios = [one["alone_s"] / one["stack_s"] for one in rounds]
+    ratios = [times["alone_s"] / times["stack_s"] for times in rounds]
     best = max(range(ROUNDS), key=ratios.__getitem__)
     cpu_ms: dict[str, float] = rounds[best]["cpu_ms"]
     figures = [
@@ -105,7 +105,7 @@ def _round(stack: Stack, source: Path, number: int) -> dict[str, Any]:
         "alone_s": float(alone.stdout),
         "stack_s": report.wall_s,
         "cpu_ms": {name: (after[name] - before[name]) / ITEMS * 1000 for name in before},
-        "round_trip_ms": percentiles([one.round_trip_ms for one in report.exchanges]),
+        "round_trip_ms": percentiles([exchange.round_trip_ms for exchange in report.exchanges]),
     }
 
 

@@ -96,8 +96,8 @@ class _Broker:
             yield Figure(f"{where}: model busy", 100 * seen.busy, "%")
             near_items_per_s = near_items_per_s or seen.items_per_s
             if delay_ms:
-                kept = seen.items_per_s / near_items_per_s
-                yield _bounded(Figure(f"{where}: of no delay", kept, ""), _least(load, delay_ms))
+                ratio = seen.items_per_s / near_items_per_s
+                yield _bounded(Figure(f"{where}: of no delay", ratio, ""), _least(load, delay_ms))
 
     def on_rough_links(self) -> Iterator[Figure]:
         for name, link in ROUGH.items():

@@ -351,7 +351,7 @@ async def _kill(
         await calling.finish(limit_s)
         healed_s = time.perf_counter() - killed_s
         after = await second.counts()
-        asked = calling.asked
+        asked_items = calling.asked
     rate = (then.items - before.items) / (then.at_s - before.at_s)
     redelivered = after.redelivered - already.redelivered
     return Killed(
@@ -359,6 +359,6 @@ async def _kill(
         held=then.held,
         redelivered=redelivered,
         redelivered_s=redelivered * load.job_items / load.max_items * load.batch_s,
-        asked=asked,
+        asked=asked_items,
         healed_s=healed_s,
     )

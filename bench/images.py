@@ -99,8 +99,8 @@ def _editing(port: int, png: bytes) -> Iterator[list[int]]:
             yield statuses
         finally:
             stop.set()
-            for one in calls:
-                one.result()
+            for future in calls:
+                future.result()
     if set(statuses) != {400}:
         raise RuntimeError(f"only images that were decoded were expected, not {set(statuses)}")
 
@@ -124,7 +124,7 @@ def _with_deadline(port: int, png: bytes) -> list[float]:
             return time.monotonic() - began_s
 
     with ThreadPoolExecutor(CALLERS) as threads:
-        return [one.result() for one in [threads.submit(call) for _ in range(CALLERS)]]
+        return [future.result() for future in [threads.submit(call) for _ in range(CALLERS)]]
 
 
 @contextmanager

@@ -38,8 +38,10 @@ def _split(report: LoadReport) -> dict[str, Any]:
     exchanges = report.exchanges
     return {
         "round_trip_ms": report.round_trip(),
-        "queue_ms": percentiles([one.queue_ms for one in exchanges]),
-        "batch_wait_ms": percentiles([one.batch_ms for one in exchanges]),
-        "inference_ms": percentiles([one.inference_ms for one in exchanges]),
-        "outside_the_api_ms": percentiles([one.round_trip_ms - one.total_ms for one in exchanges]),
+        "queue_ms": percentiles([exchange.queue_ms for exchange in exchanges]),
+        "batch_wait_ms": percentiles([exchange.batch_ms for exchange in exchanges]),
+        "inference_ms": percentiles([exchange.inference_ms for exchange in exchanges]),
+        "outside_the_api_ms": percentiles(
+            [exchange.round_trip_ms - exchange.total_ms for exchange in exchanges]
+        ),
     }

@@ -50,10 +50,14 @@ class Part:
     def __init__(self, port: int) -> None:
         self.port = port
         listening = [
-            one for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN
+            connection
+            for connection in psutil.net_connections("tcp")
+            if connection.status == psutil.CONN_LISTEN
         ]
         self.pid = next(
-            one.pid for one in listening if one.pid and getattr(one.laddr, "port", 0) == port
+            connection.pid
+            for connection in listening
+            if connection.pid and getattr(connection.laddr, "port", 0) == port
         )
         self._process = psutil.Process(self.pid)
 
@@ -63,7 +67,7 @@ class Part:
 
     def children_cpu_s(self) -> float:
         times = [child.cpu_times() for child in self._process.children(recursive=True)]
-        return float(sum(one.user + one.system for one in times))
+        return float(sum(child_times.user + child_times.system for child_times in times))
 
     def rss_bytes(self) -> int:
         return int(self._process.memory_info().rss)
@@ -157,7 +161,9 @@ class Pipeline(Parts):
         An ONNX graph is looked up where the worker found it.
         """
         samples = samples_of(self.worker.port)
-        labels = next(one.labels for one in samples if one.name == "penstock_worker_backend_info")
+        labels = next(
+            sample.labels for sample in samples if sample.name == "penstock_worker_backend_info"
+        )
         named = msgspec.convert({name: labels[name] for name in ("backend", "precision")}, Backend)
         if named.backend == "torch":
             return named
@@ -171,7 +177,9 @@ class Pipeline(Parts):
                 f"no artifact of {MODEL} in {settings.artifacts_dir}", field="artifacts_dir"
             )
         variant = next(
-            one for one in artifact.manifest.variants if one.precision == named.precision
+            candidate
+            for candidate in artifact.manifest.variants
+            if candidate.precision == named.precision
         )
         graph = str(artifact.graph(variant).resolve())
         return msgspec.structs.replace(named, variant=variant.name, graph=graph)

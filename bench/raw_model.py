@@ -70,7 +70,7 @@ class RawModel:
 
     def cpu_s(self) -> float:
         times = [psutil.Process(child.pid).cpu_times() for child in self._children]
-        return float(sum(one.user + one.system for one in times))
+        return float(sum(process_times.user + process_times.system for process_times in times))
 
     def seconds(self, ids: list[list[int]], way: str) -> float:
         """Wall seconds to embed all `ids`, sorted by length and distributed over the processes."""

@@ -87,20 +87,22 @@ def _git(*words: str) -> str:
 def keep(name: str, outcome: Outcome, where: dict[str, Any], began_s: float) -> Path:
     """Writes bench/results/<name>.json, completely or not at all. Returns its path."""
     RESULTS.mkdir(exist_ok=True)
-    kept = {
+    document = {
         "name": name,
         "machine": where,
         "seconds": round(time.time() - began_s, 1),
     } | msgspec.to_builtins(outcome)
     path = RESULTS / f"{name}.json"
     unfinished = path.with_suffix(".tmp")
-    unfinished.write_bytes(msgspec.json.format(msgspec.json.encode(kept), indent=2) + b"\n")
+    unfinished.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n")
     unfinished.replace(path)
     return path
 
 
 def table(outcomes: dict[str, Outcome]) -> str:
-    rows = [(name, *_cells(one)) for name, outcome in outcomes.items() for one in outcome.figures]
+    rows = [
+        (name, *_cells(figure)) for name, outcome in outcomes.items() for figure in outcome.figures
+    ]
     return text_table.table(("benchmark", "figure", "value", "unit", "must", ""), rows)
 
 

@@ -26,8 +26,8 @@ def run() -> Outcome:
     with running() as pipeline:
         backend = pipeline.backend().name
         rounds = [_round(pipeline) for _ in range(ROUNDS)]
-    middle = {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
-    together = [sum(one[name] for name in COUNTED) for one in rounds]
+    middle = {name: statistics.median(costs[name] for costs in rounds) for name in rounds[0]}
+    together = [sum(costs[name] for name in COUNTED) for costs in rounds]
     figures = [
         *(Figure(f"CPU per request, {name}", middle[name], "ms") for name in COUNTED),
         Figure("CPU per request, together", statistics.median(together), "ms", "<=", MAX_MS),

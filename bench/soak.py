@@ -29,7 +29,7 @@ def run() -> Outcome:
         max_items = read_catalog(pipeline.stack.settings.models_file).find(MODEL).batch.max_items
     late_ms = overtaken_ms(rows, max_items)
     answered = report.statuses().get(200, 0)
-    overtaken = sum(one > SIDE_BY_SIDE_MS for one in late_ms)
+    overtaken = sum(late > SIDE_BY_SIDE_MS for late in late_ms)
     figures = [
         Figure("requests answered with 200", answered, "", ">=", REQUESTS),
         Figure("answers to distinct requests", len(request_ids), "", ">=", REQUESTS),

@@ -69,11 +69,13 @@ def _outcome(findings: StreamFindings) -> Outcome:
     details: dict[str, object] = {"flaws": findings.flaws()[:20]}
     for label, targets, limit_s in (("an API instance", APIS, 2.0), ("a worker", WORKERS, 12.0)):
         waits_s = findings.resumes_s(targets)
-        details[f"longest waits after kills of {label}, s"] = [round(one, 2) for one in waits_s]
+        details[f"longest waits after kills of {label}, s"] = [
+            round(wait_s, 2) for wait_s in waits_s
+        ]
         if waits_s:
             name = f"longest wait for the next event after a kill of {label}"
             figures.append(Figure(name, max(waits_s), "s", "<=", limit_s))
             figures.append(Figure(f"{name}, median", statistics.median(waits_s), "s"))
-    resumes = sum(one.resumes - 1 for one in findings.streams)
+    resumes = sum(stream.resumes - 1 for stream in findings.streams)
     figures.append(Figure("times that a reader went on", resumes, ""))
     return Outcome(figures, details)

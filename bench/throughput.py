@@ -66,7 +66,7 @@ def _measure(changes: dict[str, object], figures: list[Figure], details: dict[st
 
 
 def _figures(backend: Backend, rounds: list[dict[str, Any]]) -> list[Figure]:
-    middle = {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
+    middle = {name: statistics.median(costs[name] for costs in rounds) for name in rounds[0]}
     limit = LIMITS_PERCENT.get(backend.name)
     ratio = "pipeline over raw model", middle["ratio_percent"], "%"
     figures = [

@@ -126,11 +126,11 @@ class _TimedProcess:
         """It has enough memory."""
 
     async def _run(self, batch: Sequence[PreparedItem]) -> BatchResult:
-        began_s, work = time.time(), sum(one.length for one in batch)
+        began_s, work = time.time(), sum(item.length for item in batch)
         await asyncio.sleep(self._batch_s)
         now_s = time.time()
         return BatchResult(
-            results=[EmbeddingResult(b"", one.length) for one in batch],
+            results=[EmbeddingResult(b"", item.length) for item in batch],
             started_at_s=began_s,
             finished_at_s=now_s,
             inference_ms=1000 * (now_s - began_s),
@@ -242,8 +242,8 @@ class Callers:
             async for message in replies:
                 replies.ack(message)
                 if is_reply_batch(message.attributes):
-                    for one in decode_reply_batch(message.data, message.attributes):
-                        self._deliver(one.request_id)
+                    for batched in decode_reply_batch(message.data, message.attributes):
+                        self._deliver(batched.request_id)
                 else:
                     reply = decode_reply(message.data, message.attributes)
                     self._deliver(reply.request_id)
@@ -347,7 +347,7 @@ class TimedWorker:
             int(_metric("penstock_worker_batch_items_count")),
             int(_metric("penstock_worker_batch_items_sum")),
             len(self._consumer.registry.find()),
-            sum(one.redelivered for one in self._subscriber.opened),
+            sum(subscription.redelivered for subscription in self._subscriber.opened),
         )
 
 

@@ -21,10 +21,10 @@ def main() -> None:
     client = OpenAI(base_url=f"{URL}/v1", api_key=os.environ.get("PENSTOCK_API_KEY", "any"))
     reply = client.embeddings.create(model="all-MiniLM-L6-v2", input=SENTENCES)
     vectors = [np.array(item.embedding) for item in reply.data]
-    for one, other in combinations(range(len(SENTENCES)), 2):
+    for first, second in combinations(range(len(SENTENCES)), 2):
         # The vectors have length 1, so their dot product is the cosine.
-        cosine = float(vectors[one] @ vectors[other])
-        print(f"{cosine:6.3f}  {SENTENCES[one]} / {SENTENCES[other]}")
+        cosine = float(vectors[first] @ vectors[second])
+        print(f"{cosine:6.3f}  {SENTENCES[first]} / {SENTENCES[second]}")
 
 
 if __name__ == "__main__":

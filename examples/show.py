@@ -67,21 +67,21 @@ def fetch_weights(name: str) -> Path | None:
     Raises:
         ConfigurationError: they can't be downloaded, or have other digests than listed.
     """
-    folder, kept = EXAMPLES / name, KEPT / name / "weights"
+    folder, weights = EXAMPLES / name, KEPT / name / "weights"
     if not (folder / "weights.txt").is_file():
         return None
     lines = (folder / "weights.sha256").read_text(encoding="utf-8").splitlines()
     digests = {path: digest for digest, path in (line.split() for line in lines)}
-    if not all(_is_there(kept / Path(path).name, digest) for path, digest in digests.items()):
-        kept.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(dir=kept) as temporary:
+    if not all(_is_there(weights / Path(path).name, digest) for path, digest in digests.items()):
+        weights.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=weights) as temporary:
             _download(folder / "weights.txt", Path(temporary))
-            extract(Path(temporary), digests, kept)
+            extract(Path(temporary), digests, weights)
     link = folder / "weights"
-    if not link.is_symlink() or link.readlink() != kept.resolve():
+    if not link.is_symlink() or link.readlink() != weights.resolve():
         link.unlink(missing_ok=True)
-        link.symlink_to(kept.resolve())
-    return kept
+        link.symlink_to(weights.resolve())
+    return weights
 
 
 def _is_there(file: Path, digest: str) -> bool:
@@ -185,8 +185,8 @@ def call(stack: Stack, name: str, sent: Path | str, kept: Path) -> Path:
         result.write_bytes(output.read())
     else:
         result = kept / "output.json"
-        shown = output if isinstance(output, dict | list) else list(output)
-        result.write_text(json.dumps(shown, indent=2) + "\n", encoding="utf-8")
+        document = output if isinstance(output, dict | list) else list(output)
+        result.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     return result
 
 
@@ -220,16 +220,16 @@ def show(name: str, file: Path | None, *, stays: bool) -> int:
     if file is not None and not file.is_file():
         raise ConfigurationError(f"FILE={file}: the file does not exist")
     print(f"weights, checked: {fetch_weights(name) or 'in its packages'}", flush=True)
-    kept = KEPT / name
-    kept.mkdir(parents=True, exist_ok=True)
-    sent = file or usual_input(name, kept)
+    results = KEPT / name
+    results.mkdir(parents=True, exist_ok=True)
+    sent = file or usual_input(name, results)
     models_file = EXAMPLES / name / "models.yaml"
     refresh_interfaces(models_file, print)
     settings = given_settings() | {"PENSTOCK_MODELS_FILE": str(models_file)}
     ports = Ports() if stays else Ports.free()
-    with served_stack(kept / "state", ports, settings) as stack:
+    with served_stack(results / "state", ports, settings) as stack:
         began_s = time.monotonic()
-        result = call(stack, name, sent, kept)
+        result = call(stack, name, sent, results)
         print(f"\n{sent} -> {result}, in {time.monotonic() - began_s:.1f} s")
         if result.suffix == ".json":
             print(result.read_text(encoding="utf-8").rstrip())

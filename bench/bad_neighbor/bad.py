@@ -139,7 +139,9 @@ class Bad:
             "texts": [self._pages] * 28 + [self._hang_up] * 2,
             "images": [self._late_edit] * 16 + [self._images] * 2 + [self._image] * 4,
             "generations": [self._long_text] * 24 + [self._choices] * 8,
-            "batches": [self._spent_batch] * 4 + [self._large_batch] * 2 + [self._patient_page],
+            "batches": [self._send_over_budget_batch] * 4
+            + [self._large_batch] * 2
+            + [self._patient_page],
             "uploads": [self._file] * 4 + [self._content] * 4 + [self._trickle] * 16,
             "reports": [self._usage] * 8 + [self._costs] * 8 + [self._report] * 8,
             "streams": [self._slow_reader] * self._order.streams + [self._long_text],
@@ -215,7 +217,7 @@ class Bad:
     async def _choices(self) -> int:
         return await self._post("/v1/chat/completions", chat(WRITER, 4, MAX_TOKENS, n=8))
 
-    async def _spent_batch(self) -> int:
+    async def _send_over_budget_batch(self) -> int:
         return await self._batch(SPENT_KEY, lines=200, words=12)
 
     async def _large_batch(self) -> int:

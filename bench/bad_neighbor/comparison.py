@@ -92,12 +92,14 @@ class Beside:
     @property
     def quiet_refused(self) -> int:
         """Requests of the quiet tenant without the answer that was asked for."""
-        return sum(one.refused.total() for one in self._drives)
+        return sum(drive.refused.total() for drive in self._drives)
 
     @property
     def lost(self) -> int:
         """Requests of the quiet tenant that have neither a time nor a refusal."""
-        return sum(one.sent - len(one.took_ms) - one.refused.total() for one in self._drives)
+        return sum(
+            drive.sent - len(drive.took_ms) - drive.refused.total() for drive in self._drives
+        )
 
     @property
     def _drives(self) -> tuple[Noticed, Noticed, Noticed]:
@@ -157,7 +159,7 @@ def cells(line: Beside) -> tuple[str, ...]:
     return (
         line.name,
         str(line.beside.sent),
-        *(f"{one:,.0f}" for one in times_ms),
+        *(f"{value_ms:,.0f}" for value_ms in times_ms),
         f"{line.ratio:.2f}",
         "" if line.is_of_all else f"{line.limit_ms:,.0f}",
         "" if line.is_of_all else line.verdict,
@@ -173,7 +175,7 @@ def outcome_of(lines: Sequence[Beside]) -> Outcome:
 
     It fails if a request of the quiet tenant was refused anywhere, or was not counted.
     """
-    refused, lost = sum(one.quiet_refused for one in lines), sum(one.lost for one in lines)
+    refused, lost = sum(line.quiet_refused for line in lines), sum(line.lost for line in lines)
     failure = ""
     if refused or lost:
         failure = f"{refused} requests of the quiet tenant were refused, {lost} were not counted"
@@ -204,14 +206,14 @@ def _details(line: Beside) -> dict[str, Any]:
     return {
         "surface": line.name,
         "met_by": line.verdict,
-        "alone_ms": [round(one, 1) for one in line.alone.took_ms],
-        "same_cpu_ms": [round(one, 1) for one in line.same_cpu.took_ms],
-        "beside_ms": [round(one, 1) for one in line.beside.took_ms],
+        "alone_ms": [round(value_ms, 1) for value_ms in line.alone.took_ms],
+        "same_cpu_ms": [round(value_ms, 1) for value_ms in line.same_cpu.took_ms],
+        "beside_ms": [round(value_ms, 1) for value_ms in line.beside.took_ms],
         "refused": {**line.alone.refused, **line.same_cpu.refused, **line.beside.refused},
         "bad": {str(status): count for status, count in sorted(line.statuses.items())},
         "refused_of_bad": dict(line.reasons),
         "batch_of_bad_ms": round(line.batch_ms, 1),
         "step_of_bad_ms": round(line.step_ms, 2),
-        "cores_of_bad": [round(one, 2) for one in line.cores],
-        "burned_cores": [round(one, 2) for one in line.burned_cores],
+        "cores_of_bad": [round(value, 2) for value in line.cores],
+        "burned_cores": [round(value, 2) for value in line.burned_cores],
     }

@@ -61,11 +61,11 @@ def _family(pid: int) -> dict[int, CpuTime]:
     spent: dict[int, CpuTime] = {}
     with suppress(psutil.NoSuchProcess):
         leader = psutil.Process(pid)
-        for one in [leader, *leader.children(recursive=True)]:
+        for process in [leader, *leader.children(recursive=True)]:
             with suppress(psutil.NoSuchProcess):
-                times = one.cpu_times()
-                waits = one.num_ctx_switches().voluntary
-                spent[one.pid] = CpuTime(times.user + times.system, waits)
+                times = process.cpu_times()
+                waits = process.num_ctx_switches().voluntary
+                spent[process.pid] = CpuTime(times.user + times.system, waits)
     return spent
 
 
@@ -97,7 +97,9 @@ class CpuDrive(NamedTuple):
 def load_between(alone: CpuDrive, beside: CpuDrive) -> Load:
     added: Load = {}
     for part, processes in beside.after.items():
-        bursts = [one for pid in processes if (one := _added(alone, beside, part, pid)) is not None]
+        bursts = [
+            burst for pid in processes if (burst := _added(alone, beside, part, pid)) is not None
+        ]
         if bursts:
             added[part] = bursts
     return added
@@ -114,7 +116,7 @@ def _added(alone: CpuDrive, beside: CpuDrive, part: str, pid: int) -> CpuBurst |
 
 def cores_of(load: Load) -> float:
     """CPU seconds per second of all parts together."""
-    return sum(one.cores for bursts in load.values() for one in bursts)
+    return sum(burst.cores for bursts in load.values() for burst in bursts)
 
 
 class BurnOrder(msgspec.Struct):
@@ -133,9 +135,9 @@ async def burning(
     orders = [BurnOrder(bursts, seconds, part in low_parts) for part, bursts in load.items()]
     got: list[float] = []
     async with asyncio.TaskGroup() as tasks:
-        burns = [tasks.create_task(_burn_part(one)) for one in orders]
+        burns = [tasks.create_task(_burn_part(order)) for order in orders]
         yield got
-    got.append(sum(one.result() for one in burns))
+    got.append(sum(burn.result() for burn in burns))
 
 
 async def _burn_part(order: BurnOrder) -> float:
@@ -176,8 +178,8 @@ def main() -> int:
     context = multiprocessing.get_context("fork")  # one session, as the processes of a part
     # A pipe for each, as a queue takes semaphores in /dev/shm, which a machine may lack.
     pipes = [context.Pipe(duplex=False) for _ in order.bursts]
-    for one, (_, told) in zip(order.bursts, pipes, strict=True):
-        context.Process(target=_burn_one, args=(one, order.seconds, told)).start()
+    for burst, (_, told) in zip(order.bursts, pipes, strict=True):
+        context.Process(target=_burn_one, args=(burst, order.seconds, told)).start()
     total_s = sum(hears.recv() for hears, _ in pipes)
     sys.stdout.buffer.write(msgspec.json.encode(total_s / order.seconds))
     return 0

@@ -53,7 +53,7 @@ def run(*, quick: bool = False) -> Outcome:
     """
     seconds, rounds = (QUICK_SECONDS, QUICK_ROUNDS) if quick else (SECONDS, ROUNDS)
     receivers = QUICK_RECEIVERS if quick else RECEIVERS
-    drives = [[one] for one in SURFACES] + ([] if quick else [list(SURFACES)])
+    drives = [[surface] for surface in SURFACES] + ([] if quick else [list(SURFACES)])
     with serving() as stack:
         lines = asyncio.run(measure(stack, drives, seconds, rounds, receivers=receivers))
     print(shown(lines), flush=True)
@@ -81,9 +81,11 @@ async def measure(
     """
     results: list[Beside] = []
     async with quiet_tenant(stack.api_url) as quiet:
-        await notice(quiet, list({one for together in drives for one in together}), WARM_UP_S)
+        await notice(
+            quiet, list({surface for together in drives for surface in together}), WARM_UP_S
+        )
         for together in drives:
-            names = [one.name for one in together]
+            names = [surface.name for surface in together]
             order = BadOrder(stack.api_url, names, seconds + LEAD_S, receivers, streams)
             lines = {name: Beside(name, len(names) > 1) for name in names}
             for _ in range(rounds):

@@ -105,4 +105,4 @@ def await_idle(stack: Stack) -> float:
 
 def _cpu_s(stack: Stack) -> float:
     spent = cpu_times({name: process.pid for name, process in stack.processes.items()})
-    return sum(one.cpu_s for family in spent.values() for one in family.values())
+    return sum(used.cpu_s for family in spent.values() for used in family.values())

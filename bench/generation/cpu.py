@@ -108,12 +108,12 @@ def _measured(name: str, folder: Path, changes: Mapping[str, str]) -> Iterator[F
 
         def ask() -> None:
             while time.monotonic() - began_s < MEASURED_S:
-                asked = _prompts(4 * IN_FLIGHT, IN_FLIGHT + len(texts))
-                texts.extend(drive(url, MODEL, asked, IN_FLIGHT))
+                prompts = _prompts(4 * IN_FLIGHT, IN_FLIGHT + len(texts))
+                texts.extend(drive(url, MODEL, prompts, IN_FLIGHT))
 
         busy = _spent(parts, ask)
         wall_s = time.monotonic() - began_s
-    tokens = sum(one.tokens for one in texts)
+    tokens = sum(text.tokens for text in texts)
     yield Figure(f"{name}, speed", tokens / wall_s, "tokens/s")
     for part, cpu_s in busy.items():
         yield Figure(f"{name}, {part}", 1000 * cpu_s / tokens, "ms/token")
@@ -125,7 +125,7 @@ def _measured(name: str, folder: Path, changes: Mapping[str, str]) -> Iterator[F
 
 
 def _prompts(count: int, first: int) -> list[MixedPrompt]:
-    return [MixedPrompt(one, TOKENS) for one in conversations(count, first=first)]
+    return [MixedPrompt(conversation, TOKENS) for conversation in conversations(count, first=first)]
 
 
 def _parts(stack: Stack) -> dict[str, Part]:

@@ -289,11 +289,13 @@ def _plain(folder: Path, prompts: Sequence[MixedPrompt]) -> list[TimedGeneration
 
 def _prepared(folder: Path, prompts: Sequence[MixedPrompt]) -> list[PreparedPrompt]:
     inputs = [
-        GenerationInput(one.tokens, 1, messages=one.messages, temperature=0.0, is_streamed=True)
-        for one in prompts
+        GenerationInput(
+            prompt.tokens, 1, messages=prompt.messages, temperature=0.0, is_streamed=True
+        )
+        for prompt in prompts
     ]
     prepared = PromptPreparer(Model.model_validate(entry_of(folder)), folder).prepare(inputs)
-    return [one for one in prepared if isinstance(one, PreparedPrompt)]
+    return [prompt for prompt in prepared if isinstance(prompt, PreparedPrompt)]
 
 
 class _Engine:
@@ -386,7 +388,7 @@ def _measure_stack(
         speed, *others = figures_of(f"stack {name}, {level} in flight", timed)
         yield from (speed, *others)
         speeds[level] = speed.value
-        tokens, wall_s = sum(one.tokens for one in timed), time.monotonic() - began_s
+        tokens, wall_s = sum(text.tokens for text in timed), time.monotonic() - began_s
         spent = {part: now_s - before[part] for part, now_s in _cpu_s(parts).items()}
         for part, cpu_s in spent.items():
             figure = f"stack {name}, CPU of the {part} for a token, {level} in flight"

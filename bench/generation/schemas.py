@@ -80,8 +80,8 @@ def _tree(drawn: random.Random) -> Schema:
 
 
 def _any_of(drawn: random.Random) -> Schema:
-    one, other = _object({"cat": _text(drawn)}), _object({"dog": _integer(drawn)})
-    return _object({"pet": {"anyOf": [one, other, {"type": "null"}]}})
+    cat, dog = _object({"cat": _text(drawn)}), _object({"dog": _integer(drawn)})
+    return _object({"pet": {"anyOf": [cat, dog, {"type": "null"}]}})
 
 
 def _format(name: str) -> Callable[[random.Random], Schema]:
@@ -99,7 +99,7 @@ def _optional(drawn: random.Random) -> Schema:
     return _object({"a": _integer(drawn), "b": _text(drawn)}, required=["b"])
 
 
-def _mixed_types(drawn: random.Random) -> Schema:
+def _mix_types(drawn: random.Random) -> Schema:
     return _object({"value": {"type": ["integer", "null", "boolean"]}, "n": _number(drawn)})
 
 
@@ -131,7 +131,7 @@ _KINDS: dict[str, Callable[[random.Random], Schema]] = {
     "a_uuid": _format("uuid"),
     "a_long_address": _format("ipv6"),
     "optional_fields": _optional,
-    "mixed_types": _mixed_types,
+    "mixed_types": _mix_types,
     "a_tuple": _tuple,
     "a_map": _map,
     "booleans": lambda drawn: _object({"yes": {"type": "boolean"}, "text": _text(drawn)}),
@@ -151,7 +151,7 @@ def run(count: int = PROMPTS) -> Outcome:
 async def _ask_all(url: str, asked: list[SchemaCase]) -> list[str]:
     room, timeout = asyncio.Semaphore(IN_FLIGHT), aiohttp.ClientTimeout(total=LIMIT_S)
     async with aiohttp.ClientSession(timeout=timeout) as http:
-        answers = await asyncio.gather(*(_ask(http, url, one, room) for one in asked))
+        answers = await asyncio.gather(*(_ask(http, url, case, room) for case in asked))
     return [flaw for flaw in answers if flaw]
 
 

@@ -29,11 +29,11 @@ class TimedGeneration:
 
 def figures_of(name: str, texts: Sequence[TimedGeneration]) -> list[Figure]:
     """Tokens per second, and percentiles of both times."""
-    wall_s = max(one.pieces_s[-1] for one in texts) - min(one.asked_s for one in texts)
-    figures = [Figure(f"{name}, speed", sum(one.tokens for one in texts) / wall_s, "tokens/s")]
+    wall_s = max(text.pieces_s[-1] for text in texts) - min(text.asked_s for text in texts)
+    figures = [Figure(f"{name}, speed", sum(text.tokens for text in texts) / wall_s, "tokens/s")]
     for label, values_s in (
-        ("first token", [one.first_s for one in texts]),
-        ("between tokens", [one.between_s for one in texts if one.tokens > 1]),
+        ("first token", [text.first_s for text in texts]),
+        ("between tokens", [text.between_s for text in texts if text.tokens > 1]),
     ):
         for percent in (50, 99):
             value_ms = 1000 * _percentile(values_s, percent)

@@ -68,31 +68,31 @@ class LoadReport(msgspec.Struct):
 
     @property
     def rate(self) -> float:
-        return sum(one.status == 200 for one in self.exchanges) / self.wall_s
+        return sum(exchange.status == 200 for exchange in self.exchanges) / self.wall_s
 
     @property
     def round_trip_ms(self) -> list[float]:
         """Round trips of the requests that were answered with 200."""
-        return [one.round_trip_ms for one in self.exchanges if one.status == 200]
+        return [exchange.round_trip_ms for exchange in self.exchanges if exchange.status == 200]
 
     @property
     def failures(self) -> dict[str, int]:
-        others = (one.status for one in self.exchanges if one.status != 200)
+        others = (exchange.status for exchange in self.exchanges if exchange.status != 200)
         return dict(Counter(REASONS.get(status, str(status)) for status in others))
 
     def statuses(self) -> dict[int, int]:
-        return dict(sorted(Counter(one.status for one in self.exchanges).items()))
+        return dict(sorted(Counter(exchange.status for exchange in self.exchanges).items()))
 
     def hits(self) -> dict[str, int]:
-        return dict(sorted(Counter(one.cache for one in self.exchanges).items()))
+        return dict(sorted(Counter(exchange.cache for exchange in self.exchanges).items()))
 
     def round_trip(self) -> dict[str, float]:
         """p50, p95 and p99 of the round trip, in ms."""
-        return percentiles([one.round_trip_ms for one in self.exchanges])
+        return percentiles([exchange.round_trip_ms for exchange in self.exchanges])
 
     def overhead(self) -> dict[str, float]:
         """p50, p95 and p99 of the round trip without the model's time, in ms."""
-        return percentiles([one.overhead_ms for one in self.exchanges])
+        return percentiles([exchange.overhead_ms for exchange in self.exchanges])
 
 
 def percentiles(values: list[float]) -> dict[str, float]:
@@ -135,8 +135,8 @@ async def send(order: LoadOrder) -> LoadReport:
     cpu_s = time.process_time() - began_cpu_s
     generator.pool.close()
     exchanges = generator.exchanges
-    wall_s = max((one.ended_s for one in exchanges), default=0.0) or 1e-9
-    lag_ms = [one.lag_ms for one in exchanges] if order.rate_per_s else []
+    wall_s = max((exchange.ended_s for exchange in exchanges), default=0.0) or 1e-9
+    lag_ms = [exchange.lag_ms for exchange in exchanges] if order.rate_per_s else []
     return LoadReport(generator.sent, exchanges, lag_ms, generator.samples, wall_s, cpu_s)
 
 

@@ -45,7 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     # A killed measurement must wake and stop what it froze, as Ctrl-C does.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     options = _options(argv)
-    contenders = [one for one in CONTENDERS if not options.only or one.key in options.only]
+    contenders = [
+        contender for contender in CONTENDERS if not options.only or contender.key in options.only
+    ]
     loads = plan(options.in_flight, options.repeats, options.open_loop)
     where, began_s = machine(), time.time()
     print(f"{where['cpu']}, {where['cores']} cores, load {where['load_before']}", flush=True)
@@ -65,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
-    keys = [one.key for one in CONTENDERS]
+    keys = [contender.key for contender in CONTENDERS]
     parser = argparse.ArgumentParser(
         prog="python -m bench.peers", description="Penstock compared with its peers."
     )
@@ -113,18 +115,18 @@ def _shares(text: str) -> list[float]:
 
 def _install(contenders: Sequence[Contender]) -> None:
     """Installs all contenders first. Failures are reported again at their start."""
-    for folder in dict.fromkeys(one.folder for one in contenders if one.folder):
+    for folder in dict.fromkeys(contender.folder for contender in contenders if contender.folder):
         try:
             programs_of(HERE / folder / "requirements.txt")
         except PenstockError as error:
             _say(str(error))
-    for one in (one for one in contenders if one.group == "ours"):
-        _say(f"{one.name}: first start, makes what later ones find")
+    for contender in (contender for contender in contenders if contender.group == "ours"):
+        _say(f"{contender.name}: first start, makes what later ones find")
         try:
-            with serving(one, _model_folder()):
+            with serving(contender, _model_folder()):
                 pass
         except PenstockError as error:
-            _say(f"{one.name}: {error}")
+            _say(f"{contender.name}: {error}")
 
 
 def _model_folder() -> Path:
@@ -138,11 +140,11 @@ def _model_folder() -> Path:
 def _keep(
     medians: Medians, outcome: Outcome, where: dict[str, Any], began_s: float, rounds: int
 ) -> None:
-    kept = keep("peers", outcome, where, began_s)
+    path = keep("peers", outcome, where, began_s)
     tables = ratio_rows(medians), rate_rows(medians), cost_rows(medians)
     write_between_markers(PAGE, markdown(headline(where, rounds), tables))
     print(
-        f"\n{time.time() - began_s:.0f} s, kept in {kept.relative_to(kept.parents[2])} and {PAGE}"
+        f"\n{time.time() - began_s:.0f} s, kept in {path.relative_to(path.parents[2])} and {PAGE}"
     )
 
 

@@ -87,13 +87,13 @@ def measure(
         for number in range(rounds):
             for load in (load for load in loads if load.is_in(number)):
                 load_texts = load.texts(texts, seed=number)
-                for one in _turned(awake, number):
-                    if not findings.started[one.contender.key].missing:
-                        sampled += _one(one, load, number, load_texts, findings, say)
-        for one in awake:
-            one.tree.thaw()
-            findings.started[one.contender.key].memory_bytes = one.tree.memory_bytes()
-            one.tree.freeze()
+                for peer in _turned(awake, number):
+                    if not findings.started[peer.contender.key].missing:
+                        sampled += _one(peer, load, number, load_texts, findings, say)
+        for peer in awake:
+            peer.tree.thaw()
+            findings.started[peer.contender.key].memory_bytes = peer.tree.memory_bytes()
+            peer.tree.freeze()
     _compare(sampled, model_folder)
     return findings
 
@@ -112,15 +112,15 @@ def _start(
         started = findings.started[contender.key] = Started(contender.key)
         say(f"{contender.name}: starting")
         try:
-            one = stack.enter_context(serving(contender, model_folder))
-            one.drive(texts.mixed(WARM_UP_TEXTS), WARM_UP_IN_FLIGHT, WARM_UP_S)
+            peer = stack.enter_context(serving(contender, model_folder))
+            peer.drive(texts.mixed(WARM_UP_TEXTS), WARM_UP_IN_FLIGHT, WARM_UP_S)
         except (PenstockError, subprocess.SubprocessError) as error:
             started.missing = str(error)
             say(f"{contender.name}: left out: {error}")
             continue
-        started.ready_s = one.ready_s
-        one.tree.freeze()
-        awake.append(one)
+        started.ready_s = peer.ready_s
+        peer.tree.freeze()
+        awake.append(peer)
     return awake
 
 

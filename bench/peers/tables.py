@@ -29,8 +29,8 @@ class Medians:
         self.loads = [load.name for load in loads]
         self.started = findings.started
         self._measured: dict[tuple[str, str], list[Measured]] = {}
-        for one in findings.measured:
-            self._measured.setdefault((one.contender, one.load), []).append(one)
+        for measured in findings.measured:
+            self._measured.setdefault((measured.contender, measured.load), []).append(measured)
 
     def rounds(self, key: str, load: str) -> list[Measured]:
         """The rounds of one contender under one load. Empty if it was not measured."""
@@ -38,8 +38,8 @@ class Medians:
 
     def of(self, key: str, load: str, figure: Callable[[Measured], float]) -> float | None:
         """The median of one figure. None without a value."""
-        rounds = [one for one in self.rounds(key, load) if one.round_trip_ms]
-        return statistics.median(figure(one) for one in rounds) if rounds else None
+        rounds = [measured for measured in self.rounds(key, load) if measured.round_trip_ms]
+        return statistics.median(figure(measured) for measured in rounds) if rounds else None
 
     def rate(self, key: str, load: str) -> float | None:
         return self.of(key, load, lambda one: one.rate)
@@ -57,29 +57,34 @@ class Medians:
         return self.of(key, load, lambda one: max(one.cpu_ms.values(), default=0.0))
 
     def failed(self, key: str, load: str) -> int:
-        return sum(sum(one.failures.values()) for one in self.rounds(key, load))
+        return sum(sum(measured.failures.values()) for measured in self.rounds(key, load))
 
     def cosines(self, key: str) -> tuple[float, float] | None:
         """Mean and minimum cosine of all sampled vectors to the reference. None without any."""
-        rounds = [one for load in self.loads for one in self.rounds(key, load) if one.vectors]
+        rounds = [
+            measured
+            for load in self.loads
+            for measured in self.rounds(key, load)
+            if measured.vectors
+        ]
         if not rounds:
             return None
-        total = sum(one.vectors * one.cosine_mean for one in rounds)
-        mean = total / sum(one.vectors for one in rounds)
-        return mean, min(one.cosine_min for one in rounds)
+        total = sum(measured.vectors * measured.cosine_mean for measured in rounds)
+        mean = total / sum(measured.vectors for measured in rounds)
+        return mean, min(measured.cosine_min for measured in rounds)
 
     def best(self, load: str, among: Iterable[str]) -> str | None:
         """The fastest of `among` that answers nearly all. None if nobody does."""
         rates = {}
         for key in among:
-            sent = sum(one.sent for one in self.rounds(key, load))
+            sent = sum(measured.sent for measured in self.rounds(key, load))
             rate = self.rate(key, load)
             if rate is not None and self.failed(key, load) <= (1 - ENOUGH) * sent:
                 rates[key] = rate
         return max(rates, key=rates.__getitem__, default=None)
 
     def keys(self, group: Group) -> list[str]:
-        return [one.key for one in self.contenders if one.group == group]
+        return [contender.key for contender in self.contenders if contender.group == group]
 
 
 def figures(medians: Medians) -> list[Figure]:
@@ -111,34 +116,50 @@ def _must(key: str, load: str) -> float:
 
 
 def _values(medians: Medians) -> Iterable[tuple[str, str, str, float, str]]:
-    for one in medians.contenders:
+    for contender in medians.contenders:
         for load in medians.loads:
-            rate = medians.rate(one.key, load)
+            rate = medians.rate(contender.key, load)
             if rate is None:
                 continue
-            yield one.key, load, "rate", rate, "/s"
+            yield contender.key, load, "rate", rate, "/s"
             for name in ("p50", "p95", "p99"):
-                yield one.key, load, name, medians.percentile(one.key, load, name) or 0.0, "ms"
-            yield one.key, load, "CPU per request", medians.cpu_ms(one.key, load) or 0.0, "ms"
+                yield (
+                    contender.key,
+                    load,
+                    name,
+                    medians.percentile(contender.key, load, name) or 0.0,
+                    "ms",
+                )
             yield (
-                one.key,
+                contender.key,
                 load,
-                "CPU per request, model",
-                medians.busiest_cpu_ms(one.key, load) or 0.0,
+                "CPU per request",
+                medians.cpu_ms(contender.key, load) or 0.0,
                 "ms",
             )
-            yield one.key, load, "without a vector", medians.failed(one.key, load), ""
+            yield (
+                contender.key,
+                load,
+                "CPU per request, model",
+                medians.busiest_cpu_ms(contender.key, load) or 0.0,
+                "ms",
+            )
+            yield contender.key, load, "without a vector", medians.failed(contender.key, load), ""
 
 
 def rate_rows(medians: Medians) -> Rows:
     """Requests per second, p50 and p99: a row per contender, a column per load."""
     rows = [["requests/s (p50, p99 ms)", *medians.loads]]
-    for one in medians.contenders:
-        started = medians.started[one.key]
-        if started.missing and not any(medians.rounds(one.key, load) for load in medians.loads):
-            rows.append([one.name, *["-"] * len(medians.loads)])
+    for contender in medians.contenders:
+        started = medians.started[contender.key]
+        if started.missing and not any(
+            medians.rounds(contender.key, load) for load in medians.loads
+        ):
+            rows.append([contender.name, *["-"] * len(medians.loads)])
         else:
-            rows.append([one.name, *(_cell(medians, one.key, load) for load in medians.loads)])
+            rows.append(
+                [contender.name, *(_cell(medians, contender.key, load) for load in medians.loads)]
+            )
     return rows
 
 
@@ -148,27 +169,35 @@ def _cell(medians: Medians, key: str, load: str) -> str:
         return "no answer" if medians.rounds(key, load) else "-"
     p50, p99 = (medians.percentile(key, load, name) or 0.0 for name in ("p50", "p99"))
     failed = medians.failed(key, load)
-    sent = sum(one.sent for one in medians.rounds(key, load))
+    sent = sum(measured.sent for measured in medians.rounds(key, load))
     return f"{rate:,.0f} ({p50:,.0f}, {p99:,.0f})" + f" {failed / sent:.0%} failed" * bool(failed)
 
 
 def ratio_rows(medians: Medians) -> Rows:
     """A row per load: the best documented peer, and our ratios to it and to the tuned ones."""
-    ours = [one for one in medians.contenders if one.group == "ours"]
+    ours = [contender for contender in medians.contenders if contender.group == "ours"]
     others = [
         ("best peer", None),
         ("Mosec tuned, fp32", "mosec-fp32"),
         ("Mosec tuned, bf16", "mosec-bf16"),
     ]
     others = [(name, key) for name, key in others if key is None or key in medians.keys("tuned")]
-    names = {one.key: one.name for one in medians.contenders}
+    names = {contender.key: contender.name for contender in medians.contenders}
     rows = [
-        ["load", "best peer, /s", *(f"{one.name} / {name}" for one in ours for name, _ in others)]
+        [
+            "load",
+            "best peer, /s",
+            *(f"{contender.name} / {name}" for contender in ours for name, _ in others),
+        ]
     ]
     for load in medians.loads:
         best = medians.best(load, medians.keys("peer"))
         leader = f"{names[best]}, {medians.rate(best, load):,.0f}" if best else "-"
-        values = [_ratio(medians, one.key, key or best, load) for one in ours for _, key in others]
+        values = [
+            _ratio(medians, contender.key, key or best, load)
+            for contender in ours
+            for _, key in others
+        ]
         rows.append([load, leader, *("-" if value is None else f"{value:.2f}" for value in values)])
     return rows
 
@@ -177,8 +206,16 @@ def _ratio(medians: Medians, key: str, other: str | None, load: str) -> float | 
     """The median over rounds of the quotients: what disturbs a round weighs on both."""
     if other is None:
         return None
-    theirs = {one.round: one.rate for one in medians.rounds(other, load) if one.round_trip_ms}
-    ours = {one.round: one.rate for one in medians.rounds(key, load) if one.round_trip_ms}
+    theirs = {
+        measured.round: measured.rate
+        for measured in medians.rounds(other, load)
+        if measured.round_trip_ms
+    }
+    ours = {
+        measured.round: measured.rate
+        for measured in medians.rounds(key, load)
+        if measured.round_trip_ms
+    }
     quotients = [ours[number] / theirs[number] for number in ours if number in theirs]
     return statistics.median(quotients) if quotients else None
 
@@ -198,22 +235,24 @@ def cost_rows(medians: Medians) -> Rows:
             "set up",
         ]
     ]
-    for one in medians.contenders:
-        started = medians.started[one.key]
+    for contender in medians.contenders:
+        started = medians.started[contender.key]
         if started.missing and not started.ready_s:
-            rows.append([one.name, *["-"] * 6, f"left out: {_one_line(started.missing)}"])
+            rows.append([contender.name, *["-"] * 6, f"left out: {_shorten(started.missing)}"])
             continue
-        cosines = medians.cosines(one.key)
+        cosines = medians.cosines(contender.key)
         rows.append(
             [
-                one.name,
+                contender.name,
                 f"{started.ready_s:.1f}",
                 f"{started.memory_bytes / 1e6:,.0f}",
-                _number(medians.cpu_ms(one.key, load)),
-                _number(medians.busiest_cpu_ms(one.key, load)),
+                _number(medians.cpu_ms(contender.key, load)),
+                _number(medians.busiest_cpu_ms(contender.key, load)),
                 f"{cosines[0]:.5f}, {cosines[1]:.5f}" if cosines else "-",
-                str(sum(medians.failed(one.key, name) for name in medians.loads)),
-                f"{one.note}; {_one_line(started.missing)}" if started.missing else one.note,
+                str(sum(medians.failed(contender.key, name) for name in medians.loads)),
+                f"{contender.note}; {_shorten(started.missing)}"
+                if started.missing
+                else contender.note,
             ]
         )
     return rows
@@ -223,7 +262,7 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.1f}"
 
 
-def _one_line(reason: str) -> str:
+def _shorten(reason: str) -> str:
     return reason.splitlines()[0].split("; the end of")[0][:160].replace("|", "/")
 
 

@@ -27,20 +27,20 @@ class Tree:
             times = process.cpu_times()
             totals[label(process.cmdline())] += sum(times[:4])
 
-        self._each(add)
+        self._for_each(add)
         return totals
 
     def memory_bytes(self) -> int:
         """Resident memory of all, shared pages counted once (Linux: proportional set size)."""
         sizes: list[int] = []
-        self._each(lambda process: sizes.append(process.memory_full_info().pss))
+        self._for_each(lambda process: sizes.append(process.memory_full_info().pss))
         return sum(sizes)
 
     def freeze(self) -> None:
-        self._each(lambda process: process.suspend())
+        self._for_each(lambda process: process.suspend())
 
     def thaw(self) -> None:
-        self._each(lambda process: process.resume())
+        self._for_each(lambda process: process.resume())
 
     def end(self) -> None:
         living = list(self._living())
@@ -55,7 +55,7 @@ class Tree:
         """Adds all living processes to the roots, so that orphans are not lost."""
         self._roots = list(self._living())
 
-    def _each(self, do: Callable[[psutil.Process], object]) -> None:
+    def _for_each(self, do: Callable[[psutil.Process], object]) -> None:
         for process in self._living():
             try:
                 do(process)

@@ -138,7 +138,7 @@ def score(folder: Path, control: Any, number: int) -> dict[str, float]:
     controlled = StableDiffusionControlNetPipeline(
         **plain.components, controlnet=control, requires_safety_checker=False
     )
-    asked = held_out(number)
+    scenes = held_out(number)
     scores_of = {}
     for name, pipeline, is_told in (
         ("edges and caption", controlled, True),
@@ -148,7 +148,7 @@ def score(folder: Path, control: Any, number: int) -> dict[str, float]:
         pipeline.set_progress_bar_config(disable=True)
         overlaps = []
         for at in range(0, number, AT_ONCE):
-            some = asked[at : at + AT_ONCE]
+            some = scenes[at : at + AT_ONCE]
             overlaps += _overlaps(pipeline, some, is_told=is_told)
         scores_of[f"mean IoU from {name}"] = float(np.mean(overlaps))
         scores_of[f"share with IoU above 0.7 from {name}"] = float(
@@ -160,15 +160,15 @@ def score(folder: Path, control: Any, number: int) -> dict[str, float]:
 def _overlaps(pipeline: Any, asked: Sequence[Asked], *, is_told: bool) -> list[float]:
     is_controlled = isinstance(pipeline, StableDiffusionControlNetPipeline)
     drawn = pipeline(
-        [one.caption if is_told else "" for one in asked],
+        [request.caption if is_told else "" for request in asked],
         num_inference_steps=STEPS,
         guidance_scale=GUIDANCE if is_told else 1.0,
-        generator=[torch.Generator().manual_seed(one.seed) for one in asked],
-        **({"image": outlines([one.scene for one in asked])} if is_controlled else {}),
+        generator=[torch.Generator().manual_seed(request.seed) for request in asked],
+        **({"image": outlines([request.scene for request in asked])} if is_controlled else {}),
     ).images
     return [
-        overlap(silhouette(np.asarray(draw(one.scene))), silhouette(np.asarray(image)))
-        for one, image in zip(asked, drawn, strict=True)
+        overlap(silhouette(np.asarray(draw(request.scene))), silhouette(np.asarray(image)))
+        for request, image in zip(asked, drawn, strict=True)
     ]
 
 

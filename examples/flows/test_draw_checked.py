@@ -34,7 +34,7 @@ def stack(tmp_path_factory: Any) -> Iterator[Stack]:
     with steps after the image."""
     folder: Path = tmp_path_factory.mktemp("draw-checked")
     shipped = yaml.safe_load((ROOT / "models.yaml").read_text(encoding="utf-8"))["models"]
-    (tiny,) = [one for one in shipped if one["name"] == "stable-diffusion-tiny"]
+    (tiny,) = [entry for entry in shipped if entry["name"] == "stable-diffusion-tiny"]
     # With threshold 0, no image is safe.
     models = [
         tiny | {"name": name, "aliases": [], "image": tiny["image"] | after}
@@ -46,11 +46,11 @@ def stack(tmp_path_factory: Any) -> Iterator[Stack]:
     for name in ("safety", "upscale"):
         fetched(name)
         entries = yaml.safe_load((EXAMPLES / name / "models.yaml").read_text(encoding="utf-8"))
-        models += [one | {"source": f"local:{EXAMPLES / name}"} for one in entries["models"]]
+        models += [entry | {"source": f"local:{EXAMPLES / name}"} for entry in entries["models"]]
     text = (EXAMPLES / "flows/draw-checked.yaml").read_text(encoding="utf-8")
     other = text.replace("name: draw-checked", "name: draw-unsafe")
     other = other.replace("$check.is_safe == true", "$check.is_safe == false")
-    flows = [flow for one in (text, other) for flow in yaml.safe_load(one)["flows"]]
+    flows = [flow for source in (text, other) for flow in yaml.safe_load(source)["flows"]]
     path = folder / "models.yaml"
     path.write_text(yaml.safe_dump({"models": models}), encoding="utf-8")
     refresh_interfaces(path, print)
@@ -64,12 +64,12 @@ def run(stack: Stack, flow: str) -> dict[str, Any]:
     """Runs a flow and returns the finished run."""
     body = {"version": flow, "input": {"prompt": PROMPT, "scale": 2}}
     url, until_s = f"{stack.api_url}/v1/predictions", time.monotonic() + START_LIMIT_S
-    shown = httpx.post(url, json=body, headers={"prefer": "wait"}, timeout=START_LIMIT_S).json()
-    while shown["status"] not in ("succeeded", "failed", "canceled"):
-        assert time.monotonic() < until_s, shown
+    result = httpx.post(url, json=body, headers={"prefer": "wait"}, timeout=START_LIMIT_S).json()
+    while result["status"] not in ("succeeded", "failed", "canceled"):
+        assert time.monotonic() < until_s, result
         time.sleep(0.5)
-        shown = httpx.get(f"{url}/{shown['id']}").json()
-    return dict(shown)
+        result = httpx.get(f"{url}/{result['id']}").json()
+    return dict(result)
 
 
 def data_of(uri: str) -> bytes:
@@ -80,18 +80,18 @@ def data_of(uri: str) -> bytes:
 
 
 def test_what_is_safe_is_enlarged(stack: Stack) -> None:
-    shown = run(stack, "draw-checked")
-    assert shown["status"] == "succeeded", shown["error"]
-    output = shown["output"]
+    result = run(stack, "draw-checked")
+    assert result["status"] == "succeeded", result["error"]
+    output = result["output"]
     assert output["is_safe"] is True
     assert 0 <= output["nsfw"] < 0.5
-    assert [(one["id"], one["items"]) for one in shown["metrics"]["steps"]] == [
+    assert [(step["id"], step["items"]) for step in result["metrics"]["steps"]] == [
         ("image", 1),
         ("check", 1),
         ("large", 1),
     ]
-    steps_usd = sum(one["cost_usd"] for one in shown["metrics"]["steps"])
-    assert shown["metrics"]["cost_usd"] == pytest.approx(steps_usd)
+    steps_usd = sum(step["cost_usd"] for step in result["metrics"]["steps"])
+    assert result["metrics"]["cost_usd"] == pytest.approx(steps_usd)
     with Image.open(io.BytesIO(data_of(output["image"]))) as image:
         assert image.size == (128, 128), "twice what the model draws"
         middle = image.convert("RGB").crop((64, 64, 65, 65)).tobytes()
@@ -99,10 +99,10 @@ def test_what_is_safe_is_enlarged(stack: Stack) -> None:
 
 
 def test_what_is_not_is_left_out(stack: Stack) -> None:
-    shown = run(stack, "draw-unsafe")
-    assert shown["status"] == "succeeded", shown["error"]
-    assert shown["output"]["image"] is None
-    assert [one["items"] for one in shown["metrics"]["steps"]] == [1, 1, 0]
+    result = run(stack, "draw-unsafe")
+    assert result["status"] == "succeeded", result["error"]
+    assert result["output"]["image"] is None
+    assert [step["items"] for step in result["metrics"]["steps"]] == [1, 1, 0]
 
 
 def test_openai_requests_are_checked_and_enlarged(stack: Stack) -> None:
@@ -123,7 +123,7 @@ def test_openai_requests_are_checked_and_enlarged(stack: Stack) -> None:
     assert middle[0] > 2 * middle[1], "the circle is in the middle, and red"
     prediction = httpx.get(stack.api_url + raw.headers["location"]).json()
     assert prediction["model"] == "penstock/stable-diffusion-tiny"
-    assert [(one["id"], one["items"]) for one in prediction["metrics"]["steps"]] == [
+    assert [(step["id"], step["items"]) for step in prediction["metrics"]["steps"]] == [
         ("image", 1),
         ("safety", 1),
         ("upscale", 1),

@@ -52,7 +52,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """Serves the shipped flow with its models. Skips without a package index."""
     folder: Path = tmp_path_factory.mktemp(FLOW)
     shipped = yaml.safe_load((EXAMPLES.parent / "models.yaml").read_text(encoding="utf-8"))
-    models = [one for one in shipped["models"] if one["name"] == EMBEDDER]
+    models = [entry for entry in shipped["models"] if entry["name"] == EMBEDDER]
     (ocr,) = yaml.safe_load((EXAMPLES / "ocr/models.yaml").read_text())["models"]
     models.append(ocr | {"source": f"local:{EXAMPLES / 'ocr'}"})
     for name in ("pages", "passages"):
@@ -78,19 +78,19 @@ def run(stack: Stack, document: bytes, **inputs: Any) -> dict[str, Any]:
     uri = f"data:application/pdf;base64,{base64.b64encode(document).decode()}"
     body = {"version": FLOW, "input": {"document": uri} | inputs}
     url, until_s = f"{stack.api_url}/v1/predictions", time.monotonic() + START_LIMIT_S
-    shown = httpx.post(url, json=body, headers={"prefer": "wait"}, timeout=START_LIMIT_S).json()
-    while shown["status"] not in ("succeeded", "failed", "canceled"):
-        assert time.monotonic() < until_s, shown
+    result = httpx.post(url, json=body, headers={"prefer": "wait"}, timeout=START_LIMIT_S).json()
+    while result["status"] not in ("succeeded", "failed", "canceled"):
+        assert time.monotonic() < until_s, result
         time.sleep(0.5)
-        shown = httpx.get(f"{url}/{shown['id']}").json()
-    return dict(shown)
+        result = httpx.get(f"{url}/{result['id']}").json()
+    return dict(result)
 
 
 def embedded(stack: Stack, texts: list[str]) -> Any:
     """Returns vectors that OpenAI's client gets from the same model, [texts, dimensions]."""
     with openai.OpenAI(base_url=f"{stack.api_url}/v1", api_key="any") as client:
         reply = client.embeddings.create(model=EMBEDDER, input=texts)
-    return np.array([one.embedding for one in reply.data])
+    return np.array([item.embedding for item in reply.data])
 
 
 def document() -> bytes:
@@ -101,9 +101,9 @@ def document() -> bytes:
 
 @pytest.fixture(scope="module")
 def indexed(stack: Stack) -> dict[str, Any]:
-    shown = run(stack, document())
-    assert shown["status"] == "succeeded", shown["error"]
-    return shown
+    result = run(stack, document())
+    assert result["status"] == "succeeded", result["error"]
+    return result
 
 
 def test_a_scan_becomes_text_and_vectors(stack: Stack, indexed: dict[str, Any]) -> None:
@@ -112,13 +112,13 @@ def test_a_scan_becomes_text_and_vectors(stack: Stack, indexed: dict[str, Any]) 
     passages, vectors = output["passages"], np.array(output["vectors"])
     assert vectors.shape == (len(passages), 384)
     for number, (title, lines) in zip((0, 2), PAGES.items(), strict=True):
-        ((page,),) = (one for at, one in enumerate(output["pages"]) if at == number)
-        said = " ".join(one["text"] for one in passages if one["page"] == number)
+        ((page,),) = (candidate for at, candidate in enumerate(output["pages"]) if at == number)
+        said = " ".join(passage["text"] for passage in passages if passage["page"] == number)
         for text in (title, *lines):
             assert text in page["markdown"]
             assert text in said
-    assert {one["page"] for one in passages} == {0, 2}, "an empty page has no passage"
-    expected = embedded(stack, [one["text"] for one in passages])
+    assert {passage["page"] for passage in passages} == {0, 2}, "an empty page has no passage"
+    expected = embedded(stack, [passage["text"] for passage in passages])
     assert (vectors * expected).sum(axis=1).min() >= MIN_COSINE
     nearest = (vectors @ embedded(stack, list(QUESTIONS)).T).argmax(axis=0)
     assert [passages[at]["page"] for at in nearest] == [0, 2]
@@ -126,7 +126,7 @@ def test_a_scan_becomes_text_and_vectors(stack: Stack, indexed: dict[str, Any]) 
 
 
 def test_each_item_has_a_row_and_all_are_the_price(stack: Stack, indexed: dict[str, Any]) -> None:
-    counts = {one["id"]: one["items"] for one in indexed["metrics"]["steps"]}
+    counts = {step["id"]: step["items"] for step in indexed["metrics"]["steps"]}
     passages = len(indexed["output"]["passages"])
     assert counts == {"cut": 1, "read": 3, "passages": 1, "vectors": passages}
     with connected(stack.settings.bigquery_endpoint, stack.settings.project) as bigquery:
@@ -146,7 +146,7 @@ def test_the_same_document_again_is_computed_by_no_model(
     assert again["metrics"]["cost_usd"] == 0
     some = run(stack, document(), pages="2")
     assert some["output"]["numbers"] == [2]
-    assert {one["page"] for one in some["output"]["passages"]} == {2}
+    assert {passage["page"] for passage in some["output"]["passages"]} == {2}
 
 
 def test_a_document_without_text_has_no_vectors(stack: Stack) -> None:
@@ -159,7 +159,7 @@ def test_a_document_without_text_has_no_vectors(stack: Stack) -> None:
 @pytest.mark.parametrize("name", ["encrypted", "cut"])
 def test_what_is_wrong_with_a_document_is_named(stack: Stack, name: str) -> None:
     data, reason = hostile_files()[name]
-    shown = run(stack, data)
-    assert shown["status"] == "failed"
-    assert shown["error"].startswith("document: "), shown["error"]
-    assert reason in shown["error"]
+    result = run(stack, data)
+    assert result["status"] == "failed"
+    assert result["error"].startswith("document: "), result["error"]
+    assert reason in result["error"]

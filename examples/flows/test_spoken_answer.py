@@ -48,7 +48,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """Serves the shipped flow with its models, as documented."""
     folder: Path = tmp_path_factory.mktemp("spoken-answer")
     fetched("transcribe")
-    models = [_shown_entry(EXAMPLES / "README.md", WRITER)]
+    models = [_read_entry(EXAMPLES / "README.md", WRITER)]
     for name in ("transcribe", "speech"):
         try:
             python_for(EXAMPLES / name)
@@ -56,18 +56,18 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
             pytest.skip(f"packages: {error.message[-200:]}")
         (entry,) = yaml.safe_load((EXAMPLES / name / "models.yaml").read_text())["models"]
         models.append(entry)
-    models.append(_shown_entry(EXAMPLES.parent / "docs/how-to/flows.md", "transcript-text"))
+    models.append(_read_entry(EXAMPLES.parent / "docs/how-to/flows.md", "transcript-text"))
     flows = yaml.safe_load((EXAMPLES / "flows/spoken-answer.yaml").read_text())["flows"]
-    for one in models:
-        one["source"] = one["source"].replace("local:examples", f"local:{EXAMPLES}")
+    for model in models:
+        model["source"] = model["source"].replace("local:examples", f"local:{EXAMPLES}")
     path = folder / "models.yaml"
     path.write_text(yaml.safe_dump({"models": models}))
     refresh_interfaces(path, lambda line: None)
-    classes = [one for one in models if one["task"] == "custom"]
-    for one in classes:
-        one.pop("replicas", None)
-        one.pop("gpu", None)
-    workers = [{"name": "classes", "models": [one["name"] for one in classes]}]
+    classes = [model for model in models if model["task"] == "custom"]
+    for model in classes:
+        model.pop("replicas", None)
+        model.pop("gpu", None)
+    workers = [{"name": "classes", "models": [model["name"] for model in classes]}]
     catalog = {"models": models, "flows": flows, "workers": workers}
     path.write_text(yaml.safe_dump(catalog))
     settings = {"PENSTOCK_MODELS_FILE": str(path)}
@@ -76,11 +76,11 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         yield running
 
 
-def _shown_entry(page: Path, name: str) -> dict[str, Any]:
+def _read_entry(page: Path, name: str) -> dict[str, Any]:
     """Returns a model's catalog entry as shown on a page of the docs."""
     for block in re.findall(r"^```yaml\n(.*?)^```", page.read_text(), re.M | re.S):
-        shown = yaml.safe_load(block)
-        entries = shown.get("models", ()) if isinstance(shown, dict) else shown
+        content = yaml.safe_load(block)
+        entries = content.get("models", ()) if isinstance(content, dict) else content
         for entry in entries:
             if entry["name"] == name:
                 return dict(entry)
@@ -98,13 +98,13 @@ def run(stack: Stack, recording: bytes) -> dict[str, Any]:
     uri = f"data:audio/wav;base64,{base64.b64encode(recording).decode()}"
     body = {"version": FLOW, "input": {"question": uri, "max_tokens": MAX_TOKENS}}
     url, until_s = f"{stack.api_url}/v1/predictions", time.monotonic() + START_LIMIT_S
-    shown = httpx.post(url, json=body, headers={"prefer": "wait"}, timeout=START_LIMIT_S).json()
-    while shown["status"] not in ("succeeded", "failed", "canceled"):
-        assert time.monotonic() < until_s, shown
+    result = httpx.post(url, json=body, headers={"prefer": "wait"}, timeout=START_LIMIT_S).json()
+    while result["status"] not in ("succeeded", "failed", "canceled"):
+        assert time.monotonic() < until_s, result
         time.sleep(0.5)
-        shown = httpx.get(f"{url}/{shown['id']}").json()
-    assert shown["status"] == "succeeded", shown["error"]
-    return dict(shown)
+        result = httpx.get(f"{url}/{result['id']}").json()
+    assert result["status"] == "succeeded", result["error"]
+    return dict(result)
 
 
 def data_of(uri: str) -> bytes:
@@ -123,8 +123,8 @@ def test_a_spoken_question_gets_a_spoken_answer(stack: Stack, client: openai.Ope
     question = client.audio.speech.create(
         model="speech", voice="heart", input=QUESTION, response_format="wav"
     ).content
-    shown = run(stack, question)
-    output = shown["output"]
+    result = run(stack, question)
+    output = result["output"]
     assert words(output["question"]) == words(QUESTION)
     assert "paris" in words(output["answer"])
     (said,) = output["speech"]
@@ -134,7 +134,7 @@ def test_a_spoken_question_gets_a_spoken_answer(stack: Stack, client: openai.Ope
     print(f"{output['question']!r} {output['answer']!r} {heard!r}", file=sys.stderr)
     errors = word_errors(words(heard), words(output["answer"]))
     assert errors / len(words(output["answer"])) <= MAX_WORD_ERROR_RATE
-    _assert_charged(stack, shown)
+    _assert_charged(stack, result)
 
 
 def _assert_charged(stack: Stack, shown: dict[str, Any]) -> None:
@@ -146,9 +146,9 @@ def _assert_charged(stack: Stack, shown: dict[str, Any]) -> None:
     assert len(rows) == len(STEPS)
     assert {row["flow"] for row in rows} == {FLOW}
     metrics = shown["metrics"]
-    for one in metrics["steps"]:
-        assert (one["items"], one["failed"]) == (1, 0)
-        assert one["cost_usd"] == pytest.approx(float(by_step[one["id"]]["cost_usd"]))
+    for step in metrics["steps"]:
+        assert (step["items"], step["failed"]) == (1, 0)
+        assert step["cost_usd"] == pytest.approx(float(by_step[step["id"]]["cost_usd"]))
     assert metrics["cost_usd"] == pytest.approx(sum(float(row["cost_usd"]) for row in rows))
     assert 0 < by_step["answer"]["output_tokens"] <= MAX_TOKENS
     assert by_step["said"]["work"] == len(shown["output"]["answer"])
@@ -180,6 +180,6 @@ def test_silence_gets_no_answer(stack: Stack) -> None:
         silence.setsampwidth(2)
         silence.setframerate(16_000)
         silence.writeframes(bytes(2 * 16_000))
-    shown = run(stack, file.getvalue())
-    assert shown["output"] == {"question": "", "answer": None, "speech": None}
-    assert [one["items"] for one in shown["metrics"]["steps"]] == [1, 1, 0, 0]
+    result = run(stack, file.getvalue())
+    assert result["output"] == {"question": "", "answer": None, "speech": None}
+    assert [step["items"] for step in result["metrics"]["steps"]] == [1, 1, 0, 0]

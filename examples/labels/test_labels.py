@@ -53,7 +53,7 @@ def test_numbers_are_those_of_another_implementation(
     module: ModuleType, predictor: Any, tmp_path: Path
 ) -> None:
     images = [photograph("flower.jpg"), photograph("china.jpg")]
-    inputs = torch.cat([module.prepared(one) for one in images])
+    inputs = torch.cat([module.prepared(image) for image in images])
     np.save(tmp_path / "given.npy", inputs.numpy())
     weights = KEPT / "labels" / "weights" / "efficientnet-lite0-57934424.pth"
     run_oracle("labels", OTHER, weights, tmp_path / "given.npy", tmp_path / "found.npz")
@@ -80,10 +80,10 @@ def test_images_that_look_alike_are_close(predictor: Any, tmp_path: Path) -> Non
     first, mirrored, other = (
         np.array(
             predictor.predict(
-                image=saved(one, tmp_path / f"{number}.png"), top=1, embed=True
+                image=saved(image, tmp_path / f"{number}.png"), top=1, embed=True
             ).embedding
         )
-        for number, one in enumerate(images)
+        for number, image in enumerate(images)
     )
     assert first.shape == (1280,)
     assert np.linalg.norm(first) == pytest.approx(1)

@@ -120,16 +120,16 @@ def score(folder: Path, file: Path | None, number: int) -> dict[str, float]:
     pipeline = load(folder)
     if file is not None:
         pipeline.load_lora_weights(file.parent, weight_name=file.name)
-    asked = held_out(number)
+    captioned = held_out(number)
     images = [
         image
         for at in range(0, number, AT_ONCE)
-        for image in draw_asked(pipeline, asked[at : at + AT_ONCE])
+        for image in draw_asked(pipeline, captioned[at : at + AT_ONCE])
     ]
     right = [
         seen is not None and seen.shape == figure.shape
-        for one, image in zip(asked, images, strict=True)
-        for figure, seen in matched(inked(one.scene).figures, read(image).figures)
+        for request, image in zip(captioned, images, strict=True)
+        for figure, seen in matched(inked(request.scene).figures, read(image).figures)
     ]
     inks = [is_ink(image) for image in images]
     return {"ink": sum(inks) / number, "shape right": sum(right) / len(right)}

@@ -94,8 +94,8 @@ def line_of(
 ) -> Line:
     """Joins words to a line, from left to right. `text`: the words with the spaces between them."""
     box = boxed([word.box for word in words])
-    shown = text or " ".join(word.text for word in words)
-    return Line(tuple(words), box, size or float(box[3] - box[1]), shown, is_open)
+    line_text = text or " ".join(word.text for word in words)
+    return Line(tuple(words), box, size or float(box[3] - box[1]), line_text, is_open)
 
 
 def is_inside(box: Box, region: Box) -> bool:
@@ -111,10 +111,10 @@ def straightened(quads: Sequence[Sequence[Sequence[float]]]) -> list[Box]:
     """
     angles = sorted((math.atan2(b[1] - a[1], b[0] - a[0]), math.dist(a, b)) for a, b, *_ in quads)
     half, so_far, angle = sum(width for _, width in angles) / 2, 0.0, 0.0
-    for one, width in angles:
+    for line_angle, width in angles:
         so_far += width
         if so_far >= half:
-            angle = one
+            angle = line_angle
             break
     cos, sin = math.cos(-angle), math.sin(-angle)
     boxes = []
@@ -194,10 +194,10 @@ def blocks_of(lines: Sequence[Line], regions: Sequence[Region], height: int) -> 
     Args:
         lines: in reading order. Lines in a table are skipped, because its region has their words.
     """
-    tables = [one.box for one in regions if one.kind == "table"]
-    shown = [one for one in lines if not any(is_inside(one.box, box) for box in tables)]
-    usual = _usual_size(shown)
-    blocks = [_text_block(group, usual, height) for group in _paragraphs(shown)]
+    tables = [region.box for region in regions if region.kind == "table"]
+    outside = [line for line in lines if not any(is_inside(line.box, box) for box in tables)]
+    usual = _usual_size(outside)
+    blocks = [_text_block(group, usual, height) for group in _paragraphs(outside)]
     for region in sorted(regions, key=lambda one: one.box[1]):
         block = Block(region.kind, region.box, "", list(region.words), region)
         blocks.insert(_place_of(region, blocks), block)
@@ -321,8 +321,8 @@ def markdown_table(html: str) -> str:
         [cell.strip().replace("|", "\\|") for cell in row] + [""] * (columns - len(row))
         for row in parser.rows
     ]
-    shown = [f"| {' | '.join(row)} |" for row in rows]
-    return "\n".join([*shown[:1], f"|{' --- |' * columns}", *shown[1:]]) if shown else ""
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([*lines[:1], f"|{' --- |' * columns}", *lines[1:]]) if lines else ""
 
 
 @dataclass(frozen=True)
@@ -358,11 +358,11 @@ def page_of(
     aside: dict[str, list[str]] = {"header": [], "footer": []}
     pieces = []
     for block in blocks:
-        shown = _shown(block, wishes, page["images"], tables)
+        content = _shown(block, wishes, page["images"], tables)
         if block.kind in aside and getattr(wishes, f"extract_{block.kind}"):
-            aside[block.kind].append(shown)
+            aside[block.kind].append(content)
         else:
-            pieces.append(shown)
+            pieces.append(content)
     page["markdown"] = "\n\n".join(pieces)
     page |= {"tables": tables} if wishes.table_format else {}
     page |= {"hyperlinks": list(links)} if links else {}
@@ -370,7 +370,7 @@ def page_of(
         if getattr(wishes, f"extract_{kind}"):
             page[kind] = "\n".join(texts) or None
     if wishes.include_blocks:
-        page["blocks"] = [_block(one, wishes) for one in blocks]
+        page["blocks"] = [_block(block, wishes) for block in blocks]
     if wishes.confidence_scores_granularity:
         page["confidence_scores"] = _scores(page["markdown"], blocks, wishes)
     return page
@@ -404,18 +404,18 @@ def _corners(box: Box) -> dict[str, int]:
 
 
 def _block(block: Block, wishes: Wishes) -> dict[str, Any]:
-    shown: dict[str, Any] = {"type": block.kind, **_corners(block.box), "content": block.content}
+    entry: dict[str, Any] = {"type": block.kind, **_corners(block.box), "content": block.content}
     if block.kind == "image":
-        shown["image_id"] = block.id
+        entry["image_id"] = block.id
     if block.kind == "table" and block.id:
-        shown["table_id"] = block.id
+        entry["table_id"] = block.id
     if wishes.confidence_scores_granularity == "block":
         sure = [word.confidence for word in block.words]
-        shown["confidence_scores"] = {
+        entry["confidence_scores"] = {
             "average_content_confidence_score": _rounded(fmean(sure)) if sure else None,
             "minimum_content_confidence_score": _rounded(min(sure)) if sure else None,
         }
-    return shown
+    return entry
 
 
 def _scores(markdown: str, blocks: Sequence[Block], wishes: Wishes) -> dict[str, Any]:

@@ -83,7 +83,7 @@ def chosen(pages: str, count: int) -> list[int]:
         return list(range(count))
     if not PAGES.fullmatch(pages):
         raise InvalidInput("pages", "must be numbers and ranges, counted from 0, such as 0,2-4")
-    asked = bytearray(count)  # one byte per page, because there may be 100,000 ranges
+    is_chosen = bytearray(count)  # one byte per page, because there may be 100,000 ranges
     for part in pages.split(","):
         begin, _, end = part.partition("-")
         first, last = int(begin), int(end or begin)
@@ -93,8 +93,8 @@ def chosen(pages: str, count: int) -> list[int]:
             raise InvalidInput(
                 "pages", f"page {last} does not exist: there are {count} pages, counted from 0"
             )
-        asked[first : last + 1] = b"\1" * (last + 1 - first)
-    return [number for number, is_asked in enumerate(asked) if is_asked]
+        is_chosen[first : last + 1] = b"\1" * (last + 1 - first)
+    return [number for number, is_asked in enumerate(is_chosen) if is_asked]
 
 
 class Unreadable(Exception):
@@ -132,8 +132,8 @@ class Document:
         Raises:
             InvalidInput: the page can't be read.
         """
-        asked = {"ask": "text", "page": page}
-        facts: dict[str, Any] = self._ask(asked, f"page {page}: ", PAGE_LIMIT_S)[0]
+        request = {"ask": "text", "page": page}
+        facts: dict[str, Any] = self._ask(request, f"page {page}: ", PAGE_LIMIT_S)[0]
         return facts
 
     def raster(self, page: int) -> Raster:
@@ -142,8 +142,8 @@ class Document:
         Raises:
             InvalidInput: the page can't be rendered.
         """
-        asked = {"ask": "raster", "page": page}
-        head, pixels = self._ask(asked, f"page {page}: ", PAGE_LIMIT_S)
+        request = {"ask": "raster", "page": page}
+        head, pixels = self._ask(request, f"page {page}: ", PAGE_LIMIT_S)
         return Raster(head["width"], head["height"], pixels)
 
     def alone(self, page: int) -> tuple[str, bytes]:
@@ -239,19 +239,19 @@ def main(path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     opened: PdfPages | ImagePages | None = None
     for line in sys.stdin.buffer:
-        asked, body = json.loads(line), b""
+        request, body = json.loads(line), b""
         _bound_cpu_time()
         try:
             if opened is None:
                 opened = _opened(path)
             head: dict[str, Any] = {"pages": len(opened)}
-            if asked["ask"] == "text":
-                head = opened.text(asked["page"])
-            elif asked["ask"] == "raster":
-                raster = opened.raster(asked["page"])
+            if request["ask"] == "text":
+                head = opened.text(request["page"])
+            elif request["ask"] == "raster":
+                raster = opened.raster(request["page"])
                 head, body = {"width": raster.width, "height": raster.height}, raster.pixels
-            elif asked["ask"] == "alone":
-                head["suffix"], body = opened.alone(asked["page"])
+            elif request["ask"] == "alone":
+                head["suffix"], body = opened.alone(request["page"])
         except Unreadable as error:
             head = {"wrong": str(error)}
         except MemoryError:
@@ -313,7 +313,7 @@ class PdfPages:
         """Returns lines of words with boxes, boxes of images, links, and the number of objects."""
         with self._readable("it is damaged"):
             page = self._file[number]
-            width, height, dpi = _rendered_size(*page.get_size())
+            width, height, dpi = _find_rendered_size(*page.get_size())
             place = self._placer(page, width, height)
             images, drawn = self._objects(page, place)
             text = page.get_textpage()
@@ -331,7 +331,7 @@ class PdfPages:
         """Returns the page rendered by PDFium."""
         with self._readable("it is damaged"):
             page = self._file[number]
-            width, height, _ = _rendered_size(*page.get_size())
+            width, height, _ = _find_rendered_size(*page.get_size())
             self._check_images(page)
             bitmap = self._pdfium.PdfBitmap.new_native(width, height, self._raw.FPDFBitmap_BGRx)
             bitmap.fill_rect((255, 255, 255, 255), 0, 0, width, height)
@@ -345,10 +345,10 @@ class PdfPages:
         # PDFium writes the current time and a random file identifier.
         self._raw.FPDF_SetSandBoxPolicy(CLOCK_POLICY, 0)
         with self._readable("it is damaged"):
-            one, written = self._pdfium.PdfDocument.new(), io.BytesIO()
-            one.import_pages(self._file, [number])
-            one.save(written)
-            one.close()
+            copy, written = self._pdfium.PdfDocument.new(), io.BytesIO()
+            copy.import_pages(self._file, [number])
+            copy.save(written)
+            copy.close()
         return ".pdf", FILE_ID.sub(b"/ID[<00><00>]", written.getvalue())
 
     def _placer(self, page: Any, width: int, height: int) -> Callable[..., list[int]]:
@@ -370,19 +370,19 @@ class PdfPages:
     def _objects(self, page: Any, place: Callable[..., list[int]]) -> tuple[list[list[int]], int]:
         """Returns the boxes of images, and the number of lines and areas."""
         images, drawn = [], 0
-        for count, one in enumerate(page.get_objects(max_depth=1)):
+        for count, shape in enumerate(page.get_objects(max_depth=1)):
             if count >= MAX_OBJECTS:
                 raise Unreadable(f"it has more than {MAX_OBJECTS} objects")
-            if one.type == IMAGE_OBJECT:
-                images.append(place(*one.get_bounds()))
-            drawn += one.type == PATH_OBJECT
+            if shape.type == IMAGE_OBJECT:
+                images.append(place(*shape.get_bounds()))
+            drawn += shape.type == PATH_OBJECT
         return images, drawn
 
     def _check_images(self, page: Any) -> None:
-        for count, one in enumerate(page.get_objects(filter=[IMAGE_OBJECT])):
+        for count, image in enumerate(page.get_objects(filter=[IMAGE_OBJECT])):
             if count >= MAX_OBJECTS:
                 raise Unreadable(f"it has more than {MAX_OBJECTS} images")
-            _check_size(*one.get_px_size())
+            _check_size(*image.get_px_size())
 
     def _lines(self, text: Any, place: Callable[..., list[int]]) -> Iterator[dict[str, Any]]:
         """Yields the lines in the file's order, which is usually the reading order."""
@@ -415,13 +415,13 @@ class PdfPages:
         """Returns the links on the page."""
         links = self._raw.FPDFLink_LoadWebLinks(text)
         try:
-            shown = []
+            urls = []
             for number in range(min(self._raw.FPDFLink_CountWebLinks(links), 1000)):
                 size = min(self._raw.FPDFLink_GetURL(links, number, None, 0), 2048)
                 buffer = (ctypes.c_ushort * size)()
                 self._raw.FPDFLink_GetURL(links, number, buffer, size)
-                shown.append(bytes(buffer).decode("utf-16-le", "replace").rstrip("\0"))
-            return list(dict.fromkeys(shown))
+                urls.append(bytes(buffer).decode("utf-16-le", "replace").rstrip("\0"))
+            return list(dict.fromkeys(urls))
         finally:
             self._raw.FPDFLink_CloseWebLinks(links)
 
@@ -463,7 +463,7 @@ def _plain(text: str) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def _rendered_size(width: float, height: float) -> tuple[int, int, int]:
+def _find_rendered_size(width: float, height: float) -> tuple[int, int, int]:
     """Returns width and height in pixels, and dots per inch, of a page measured in points."""
     if not (width > 0 and height > 0):
         raise Unreadable("it has no size")

@@ -168,11 +168,11 @@ def layer_lines(facts: dict[str, Any]) -> list[Line]:
     lines = [
         line_of(
             [Word(text, (left, top, right, bottom)) for text, left, top, right, bottom in words],
-            one["size"],
-            is_open=one["is_open"],
+            line_facts["size"],
+            is_open=line_facts["is_open"],
         )
-        for one in facts["lines"]
-        if (words := one["words"])
+        for line_facts in facts["lines"]
+        if (words := line_facts["words"])
     ]
     letters = "".join(line.text for line in lines).replace(" ", "")
     unknown = sum(char == "\ufffd" or "\ue000" <= char <= "\uf8ff" for char in letters)
@@ -249,16 +249,18 @@ class Predictor(BasePredictor):
             extract_header,
             extract_footer,
         )
-        shown = 0
+        image_count = 0
         self.record_metric("doc_size_bytes", LocalPath(document).stat().st_size)
         with Document(LocalPath(document)) as opened:
             for index in chosen(pages, opened.pages):
-                one = PageReader(opened, index, self.reader, image_limit - shown, image_min_size)
-                page = one.page(wishes)
-                shown += len(page["images"])
+                reader = PageReader(
+                    opened, index, self.reader, image_limit - image_count, image_min_size
+                )
+                page = reader.page(wishes)
+                image_count += len(page["images"])
                 if include_image_base64:
-                    _check_images(shown)
-                    one.add_files(page["images"])
+                    _check_images(image_count)
+                    reader.add_files(page["images"])
                 yield page
 
 
@@ -296,9 +298,9 @@ class PageReader:
                 regions += self._reader.regions(self._pixels, lines, ["table"])
         else:
             lines, regions = self._seen(facts)
-        kept = self._kept(regions)
+        wanted = self._kept(regions)
         size = {name: facts[name] for name in ("dpi", "height", "width")}
-        blocks = blocks_of(lines, kept, size["height"])
+        blocks = blocks_of(lines, wanted, size["height"])
         page: dict[str, Any] = page_of(self._index, size, blocks, facts["links"], wishes)
         return page
 
@@ -307,9 +309,11 @@ class PageReader:
         seen = self._reader.lines(self._pixels)
         lines = [line for _, line in seen]
         regions = self._reader.regions(self._pixels, lines, ["table", "image"])
-        tables = [one.box for one in regions if one.kind == "table"]
-        outside = [one for one in seen if not any(is_inside(one[1].box, box) for box in tables)]
-        regions = [one for one in regions if one.kind == "table" or not _covers(one.box, facts)]
+        tables = [region.box for region in regions if region.kind == "table"]
+        outside = [line for line in seen if not any(is_inside(line[1].box, box) for box in tables)]
+        regions = [
+            region for region in regions if region.kind == "table" or not _covers(region.box, facts)
+        ]
         return in_order(outside) if outside else [], regions
 
     @property
@@ -329,12 +333,12 @@ class PageReader:
 
     def _kept(self, regions: Sequence[Region]) -> list[Region]:
         images = [
-            one
-            for one in regions
-            if one.kind == "image"
-            and min(one.box[2] - one.box[0], one.box[3] - one.box[1]) >= self._min_px
+            region
+            for region in regions
+            if region.kind == "image"
+            and min(region.box[2] - region.box[0], region.box[3] - region.box[1]) >= self._min_px
         ]
-        return [one for one in regions if one.kind != "image"] + images[: self._max_images]
+        return [region for region in regions if region.kind != "image"] + images[: self._max_images]
 
     def add_files(self, images: Sequence[dict[str, Any]]) -> None:
         """Adds the image files to their entries."""

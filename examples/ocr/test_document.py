@@ -114,10 +114,10 @@ def texts(lines: Sequence[Line]) -> list[str]:
 
 def test_columns_are_read_one_after_the_other() -> None:
     words = ["alpha beta gamma", "delta epsilon ze", "eta theta iota k", "lambda mu nu xi "]
-    left = [(text, 100, 200 + 30 * row) for row, text in enumerate(words)]
-    right = [(text.upper(), 700, 200 + 30 * row) for row, text in enumerate(words)]
+    left_column = [(text, 100, 200 + 30 * row) for row, text in enumerate(words)]
+    right_column = [(text.upper(), 700, 200 + 30 * row) for row, text in enumerate(words)]
     title = [("A title over both of the columns of it, from side to side", 100, 100)]
-    both = [one for pair in zip(left, right, strict=True) for one in pair]
+    both = [line for pair in zip(left_column, right_column, strict=True) for line in pair]
     assert texts(in_order(lines_at(*both, *title))) == [
         title[0][0],
         *words,
@@ -184,9 +184,9 @@ def test_a_word_that_a_text_layer_divides_is_one(tmp_path: Path) -> None:
 def test_headers_and_footers_are_beside_the_markdown_if_asked() -> None:
     lines = plain(*lines_at(("Report", 100, 60), ("body", 100, 800), ("7", 600, 1600)))
     assert page(lines)["markdown"] == "Report\n\nbody\n\n7"
-    asked = page(lines, extract_header=True, extract_footer=True, include_blocks=True)
-    assert (asked["markdown"], asked["header"], asked["footer"]) == ("body", "Report", "7")
-    assert [block["type"] for block in asked["blocks"]] == ["header", "text", "footer"]
+    result = page(lines, extract_header=True, extract_footer=True, include_blocks=True)
+    assert (result["markdown"], result["header"], result["footer"]) == ("body", "Report", "7")
+    assert [block["type"] for block in result["blocks"]] == ["header", "text", "footer"]
 
 
 HTML = "<table><tr><td>a|b</td><td>c</td></tr><tr><td colspan='2'>d</td></tr></table>"

@@ -56,7 +56,7 @@ PAGE_USD, CACHED_SHARE = 0.001, 0.1
 QUICK = ("encrypted", "cut", "many-pages", "gigapixel", "tiff-bomb", "object-stream")
 """Malicious files for which the client waits until they are rejected."""
 FLOW = "ocr-pages"
-(CLIENT,) = (one for one in CLIENTS if one.name == "mistral")
+(CLIENT,) = (client for client in CLIENTS if client.name == "mistral")
 
 
 @pytest.fixture(scope="module")
@@ -113,8 +113,11 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "image.pdf": image_pdf(),
         "other.pdf": scan_of(report([scanned[0], few[:SCAN_LINES]])),
     }
-    shown = few[:IMAGE_LINES]
-    images = [one.crop((0, 0, one.width, IMAGE_HEIGHT_PX)) for one in images_of(report([shown]))]
+    image_lines = few[:IMAGE_LINES]
+    images = [
+        image.crop((0, 0, image.width, IMAGE_HEIGHT_PX))
+        for image in images_of(report([image_lines]))
+    ]
     for name in ("page.png", "page.jpeg", "page.webp"):
         written[name] = image_file(images, name.partition(".")[2].upper())
     written["pages.tiff"] = image_file(images * 2, "TIFF")
@@ -126,7 +129,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "report": text,
         "scan": scanned,
         "table": TABLE,
-        "image_lines": shown,
+        "image_lines": image_lines,
         "images": ["page.png", "page.jpeg", "page.webp", "pages.tiff"],
         "hostile": {name: hostile[name][1] for name in QUICK},
         "page_usd": PAGE_USD,
@@ -143,7 +146,9 @@ def check_client(stack: Stack, expected: Path) -> None:
     outcomes, took_s = run_checks(command_of(CLIENT), service)
     figures = (expected.parent / "figures.txt").read_text()
     print(f"{len(outcomes)} checks in {took_s:.0f} s\n{figures}", file=sys.stderr)
-    failed = [f"{one.check}: {one.reason}" for one in outcomes if one.outcome == "failed"]
+    failed = [
+        f"{outcome.check}: {outcome.reason}" for outcome in outcomes if outcome.outcome == "failed"
+    ]
     assert not failed, "\n".join(failed)
     assert len(outcomes) > 8
 
@@ -183,8 +188,14 @@ def kill_in_the_middle(stack: Stack) -> tuple[int, list[int]]:
     with httpx.Client(base_url=stack.api_url, **options) as http:
         while time.monotonic() < until_s:
             listed = http.get("/v1/predictions").raise_for_status().json()["results"]
-            ours = [one["id"] for one in listed if one["model"].endswith(FLOW)]
-            for prediction in (one for one in ours if one not in seen):
+            ours = [
+                prediction_facts["id"]
+                for prediction_facts in listed
+                if prediction_facts["model"].endswith(FLOW)
+            ]
+            for prediction in (
+                prediction_id for prediction_id in ours if prediction_id not in seen
+            ):
                 seen.add(prediction)
                 if (killed := followed(http, prediction, stack)) is not None:
                     return killed

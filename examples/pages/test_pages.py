@@ -51,7 +51,9 @@ def test_images_are_one_page_and_a_tiff_has_several(tmp_path: Path) -> None:
     assert pages_in(png, tmp_path / "png") == [png]
     pages = pages_in(image_file(images, "TIFF"), tmp_path / "tiff")
     opened = [Image.open(io.BytesIO(page)) for page in pages]
-    assert [(one.format, one.size) for one in opened] == [("PNG", one.size) for one in images]
+    assert [(image.format, image.size) for image in opened] == [
+        ("PNG", image.size) for image in images
+    ]
     assert pages[0] != pages[1]
 
 

@@ -15,7 +15,7 @@ def passages(*pages: str, max_chars: int = 40) -> list[tuple[int, str]]:
     numbers = list(range(3, 3 + len(pages)))
     document = {"pages": read, "numbers": numbers}
     divided = Predictor().predict(document=document, max_chars=max_chars)
-    return [(one["page"], one["text"]) for one in divided]
+    return [(passage["page"], passage["text"]) for passage in divided]
 
 
 def test_whole_sentences_are_together_as_far_as_they_fit() -> None:

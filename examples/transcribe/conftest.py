@@ -66,7 +66,7 @@ def sentences() -> dict[Path, str]:
     lines = (data / "transcription").read_text().splitlines()
     matches = [match for line in lines if (match := LINE.fullmatch(line.strip()))]
     assert len(matches) == 5
-    return {data / f"{one['name']}.wav": one["said"] for one in matches}
+    return {data / f"{match['name']}.wav": match["said"] for match in matches}
 
 
 @pytest.fixture(scope="package")
@@ -75,8 +75,8 @@ def url(python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("stack")
     entries = []
     for name in ("transcribe", "speech"):
-        (one,) = yaml.safe_load((EXAMPLES / name / "models.yaml").read_text())["models"]
-        entries.append(one | {"source": f"local:{EXAMPLES / name}"})
+        (entry,) = yaml.safe_load((EXAMPLES / name / "models.yaml").read_text())["models"]
+        entries.append(entry | {"source": f"local:{EXAMPLES / name}"})
     models = folder / "models.yaml"
     models.write_text(yaml.safe_dump({"models": entries}))
     refresh_interfaces(models, lambda line: None)

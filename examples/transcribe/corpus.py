@@ -139,10 +139,10 @@ def read(path: Path) -> dict[str, Any]:
 def show_corpus(speech: str, folder: str) -> None:
     """Writes the recordings, and prints what is read from each."""
     for origin, (path, seconds) in make_origins(Path(speech), Path(folder)).items():
-        for damage, data, left in damage_all(path, seconds):
+        for damage, data, left_s in damage_all(path, seconds):
             damaged = path.with_name(f"{path.stem}-{damage}{path.suffix}")
             damaged.write_bytes(data)
-            about = {"path": str(damaged), "origin": origin, "damage": damage, "seconds": left}
+            about = {"path": str(damaged), "origin": origin, "damage": damage, "seconds": left_s}
             print(json.dumps(about | read(damaged)))
 
 

@@ -40,7 +40,7 @@ def chunks_of(samples: Any) -> tuple[list[list[int]], list[Any]]:
     """Returns the positions of speech, and the windows that faster-whisper makes from them."""
     vad = ours.faster_whisper().vad
     parts = vad.get_speech_timestamps(samples, vad.VadOptions(**VAD))
-    places = [[one["start"], one["end"]] for one in parts]
+    places = [[part["start"], part["end"]] for part in parts]
     chunks, _ = vad.collect_chunks(samples, parts, max_duration=ours.WINDOW_S)
     return places, chunks if parts else []
 
@@ -48,9 +48,9 @@ def chunks_of(samples: Any) -> tuple[list[list[int]], list[Any]]:
 def same(cut: list[ours.Window], places: list[list[int]], chunks: list[Any]) -> bool:
     """True if the windows equal these chunks."""
     return (
-        [one for window in cut for one in window.places] == places
+        [place for window in cut for place in window.places] == places
         and len(cut) == len(chunks)
-        and all(map(np.array_equal, [one.samples for one in cut], chunks))
+        and all(map(np.array_equal, [window.samples for window in cut], chunks))
     )
 
 
@@ -67,7 +67,7 @@ def probabilities(rng: np.random.Generator) -> Any:
     if rng.random() < 0.3:
         return rng.random(frames).astype(np.float32)
     runs = list[Any]()
-    while sum(len(one) for one in runs) < frames:
+    while sum(len(run) for run in runs) < frames:
         length = int(rng.choice([1, 2, 4, 6, 20, 60, 200, 900]))
         runs.append(np.full(length, rng.choice([0.1, 0.4, 0.9], p=[0.4, 0.15, 0.45]), np.float32))
     together = np.concatenate(runs)[:frames]
@@ -87,7 +87,7 @@ class Detector:
 
     def probabilities(self, samples: Any) -> list[float]:
         first, self.at = self.at, self.at + len(samples) // ours.FRAME
-        return [float(one) for one in Detector.known[first : self.at]]
+        return [float(probability) for probability in Detector.known[first : self.at]]
 
 
 def show_random(count: str) -> None:
@@ -152,7 +152,7 @@ def show_steps(path: str) -> None:
     """Prints the transcript produced by the steps of a flow. Fails if it differs from the whole."""
     cut = predictor_of("windows").predict(Path(path))
     hears = predictor_of("transcribe")
-    said = [list(hears.predict(one, **DEFAULTS, vad_filter=False)) for one in cut.windows]
+    said = [list(hears.predict(window, **DEFAULTS, vad_filter=False)) for window in cut.windows]
     windows = {"segments": said, "parts": cut.parts}
     joined = list(predictor_of("transcript").predict(windows, cut.duration))
     assert joined == list(hears.predict(Path(path), **DEFAULTS, vad_filter=True))
@@ -163,7 +163,10 @@ def show_samples(path: str) -> None:
     """Fails unless two equal windows produce equal texts, with another one in between."""
     hears = predictor_of("transcribe")
     texts = [
-        [one["text"] for one in hears.predict(Path(path), **(DEFAULTS | {"temperature": heat}))]
+        [
+            segment["text"]
+            for segment in hears.predict(Path(path), **(DEFAULTS | {"temperature": heat}))
+        ]
         for heat in (1.0, 0.8, 1.0)
     ]
     assert texts[0] == texts[2], texts
@@ -219,7 +222,7 @@ def show_direct(kind: str, path: str) -> None:
             said += hears.transcribe(chunk)[0]
             if any(heats):
                 hears = load()  # its thread accepts only one seed
-    text = "".join(one.text for one in said).strip()
+    text = "".join(segment.text for segment in said).strip()
     used_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
     took = {
         "cpu_s": time.process_time() - began_s,
@@ -236,16 +239,16 @@ def make_longer(target: str, minutes: str, *paths: str) -> None:
     """
     rng, order = random.Random(41), list[int]()
     recordings = [soundfile.read(path, dtype="float32")[0] for path in paths]
-    left = int(float(minutes) * 60 * ours.RATE_HZ)
+    samples_left = int(float(minutes) * 60 * ours.RATE_HZ)
     with soundfile.SoundFile(target, "w", ours.RATE_HZ, 1, "PCM_16") as file:
-        while left > 0:
+        while samples_left > 0:
             for number in rng.sample(range(len(paths)), len(paths)):
                 pause = np.zeros(int(rng.choice(PAUSES_S) * ours.RATE_HZ), np.float32)
                 said = np.concatenate([recordings[number] * rng.uniform(0.5, 0.95), pause])
-                if left > 0:
+                if samples_left > 0:
                     order.append(number)
                     file.write(said)
-                left -= len(said)
+                samples_left -= len(said)
     print(json.dumps(order))
 
 

@@ -129,7 +129,9 @@ class Predictor(BasePredictor):
             # The language of the first window applies to the whole recording.
             options["language"] = info.language
             about = {"language": info.language}
-            yield from transcript.add((shown(one) | about for one in segments), window.places)
+            yield from transcript.add(
+                (shown(segment) | about for segment in segments), window.places
+            )
             show_progress(window.parts[-1].end / RATE_HZ, duration_s)
         yield from transcript.finish(options["language"] or "en")
 

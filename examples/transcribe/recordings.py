@@ -118,11 +118,11 @@ def _id3_bytes(data: bytes, at: int) -> int:
     return 10 + (a << 21 | b << 14 | c << 7 | d) + footer
 
 
-def _damaged(seconds: float) -> InvalidInput:
+def _make_damage_error(seconds: float) -> InvalidInput:
     return InvalidInput("file", f"it is damaged at {seconds:.1f} s")
 
 
-def _declared(data: bytes) -> Part:
+def _trust_header(data: bytes) -> Part:
     """Returns a part whose header is trusted. Decoding it shows whether it was right."""
     try:
         info = codecpod.info(data)
@@ -239,7 +239,7 @@ def find_ogg(data: bytes) -> Iterator[Part]:
             following = data.find(b"OggS", at)
             if following < 0:
                 break  # a tag of another kind, or other bytes
-            raise _damaged(before_s + chain.seconds)
+            raise _make_damage_error(before_s + chain.seconds)
         count = data[at + 26]
         sizes = data[at + 27 : at + 27 + count]
         end = at + 27 + count + sum(sizes)
@@ -251,7 +251,7 @@ def find_ogg(data: bytes) -> Iterator[Part]:
             before_s += chain.seconds
             start, chain = at, _OggChain()
         if not chain.add(page, page[27 + count :]):
-            raise _damaged(before_s + chain.seconds)
+            raise _make_damage_error(before_s + chain.seconds)
         at = end
     yield Part(data[start:at], chain.seconds)
 
@@ -580,7 +580,7 @@ def find_mp4(data: bytes) -> Iterator[Part]:
             break
         size, name = struct.unpack_from(">I4s", data, at)
         if name == b"ftyp" and at > start:
-            yield _declared(data[start:at])
+            yield _trust_header(data[start:at])
             start = at
         if size == 1 and at + 16 <= len(data):
             (size,) = struct.unpack_from(">Q", data, at + 8)
@@ -589,7 +589,7 @@ def find_mp4(data: bytes) -> Iterator[Part]:
         at += size
     else:
         raise InvalidInput("file", "the m4a has too many boxes")
-    yield _declared(data[start:])
+    yield _trust_header(data[start:])
 
 
 # WebM
@@ -614,7 +614,7 @@ def find_webm(data: bytes) -> Iterator[Part]:
     for start, end in pairwise([*starts, len(data)]):
         part = data[start:end]
         samples = _webm_samples(part)
-        yield _declared(part) if samples is None else Part(part, samples / OPUS_RATE_HZ)
+        yield _trust_header(part) if samples is None else Part(part, samples / OPUS_RATE_HZ)
 
 
 def _webm_samples(data: bytes) -> int | None:
@@ -629,7 +629,7 @@ def _webm_samples(data: bytes) -> int | None:
         if name not in _KNOWN and begin > in_tracks:
             if len(data[at:].rstrip(b"\0")) <= 128:
                 break  # a tag of another kind
-            raise _damaged(sound.samples / OPUS_RATE_HZ)
+            raise _make_damage_error(sound.samples / OPUS_RATE_HZ)
         if name == _TRACKS:
             in_tracks = begin + (size or 0)
         if size is not None and begin + size <= len(data):
@@ -704,7 +704,7 @@ def opus_samples(packet: bytes) -> int:
 
 def find_other(data: bytes) -> Iterator[Part]:
     """Yields the recording in AIFF or AU data."""
-    yield _declared(data)
+    yield _trust_header(data)
 
 
 FINDERS: list[tuple[bytes, Callable[[bytes], Iterator[Part]]]] = [

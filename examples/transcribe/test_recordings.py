@@ -73,15 +73,15 @@ def transcribe(client: Any, path: Path) -> tuple[Any, float]:
 
 def test_a_recording_is_read_to_its_end_or_refused(corpus: list[Recording]) -> None:
     assert len(corpus) == 60
-    assert len({(one.origin, one.damage) for one in corpus}) == 60
-    for one in corpus:
-        if one.error:
-            assert one.damage in ("cut", "hole"), one
+    assert len({(recording.origin, recording.damage) for recording in corpus}) == 60
+    for recording in corpus:
+        if recording.error:
+            assert recording.damage in ("cut", "hole"), recording
             continue
-        assert abs(one.counted - one.decoded) <= TOLERANCE_S, one
-        if one.seconds is not None:
-            assert abs(one.decoded - one.seconds) <= TOLERANCE_S, one
-    refused = [f"{one.origin} {one.damage}" for one in corpus if one.error]
+        assert abs(recording.counted - recording.decoded) <= TOLERANCE_S, recording
+        if recording.seconds is not None:
+            assert abs(recording.decoded - recording.seconds) <= TOLERANCE_S, recording
+    refused = [f"{recording.origin} {recording.damage}" for recording in corpus if recording.error]
     print(f"{len(refused)} of 60 are refused: {', '.join(refused)}", file=sys.stderr)
     assert len(refused) <= 11
 
@@ -99,12 +99,22 @@ def test_recordings_of_all_lengths_are_counted(
 def test_what_is_left_of_a_recording_is_what_ffmpeg_reads(corpus: list[Recording]) -> None:
     if shutil.which("ffmpeg") is None:
         pytest.skip("ffmpeg is not installed")
-    for one in corpus:
-        if one.damage == "cut" and not one.error:
-            command = ["ffmpeg", "-v", "quiet", "-i", str(one.path), "-ac", "1", "-ar", "16000"]
+    for recording in corpus:
+        if recording.damage == "cut" and not recording.error:
+            command = [
+                "ffmpeg",
+                "-v",
+                "quiet",
+                "-i",
+                str(recording.path),
+                "-ac",
+                "1",
+                "-ar",
+                "16000",
+            ]
             command += ["-f", "s16le", "-"]
             done = subprocess.run(command, capture_output=True, timeout=FFMPEG_LIMIT_S, check=False)
-            assert abs(len(done.stdout) / 32_000 - one.decoded) <= TOLERANCE_S, one
+            assert abs(len(done.stdout) / 32_000 - recording.decoded) <= TOLERANCE_S, recording
 
 
 def test_transcripts_of_damaged_recordings_have_all_words_that_are_left(
@@ -113,31 +123,31 @@ def test_transcripts_of_damaged_recordings_have_all_words_that_are_left(
     """Checks words, seconds and charges of sixty recordings in the whole pipeline."""
     whole = dict[str, list[str]]()
     said = words(next(iter(sentences.values())))
-    for one in corpus:
-        if one.error:
+    for recording in corpus:
+        if recording.error:
             with pytest.raises(openai.BadRequestError, match="file: ") as caught:
-                transcribe(client, one.path)
+                transcribe(client, recording.path)
             error: Any = caught.value
             assert error.param == "file"
             continue
-        reply, cost_usd = transcribe(client, one.path)
-        assert reply.duration == pytest.approx(one.counted, abs=1e-6)
-        assert reply.usage.seconds == math.ceil(one.counted)
+        reply, cost_usd = transcribe(client, recording.path)
+        assert reply.duration == pytest.approx(recording.counted, abs=1e-6)
+        assert reply.usage.seconds == math.ceil(recording.counted)
         assert cost_usd == pytest.approx(reply.usage.seconds * USD_PER_SECOND)
         text = words(reply.text)
-        expected = whole.setdefault(one.origin, text)
-        if one.damage in ("none", "lied", "tagged"):
-            assert text == expected, one
-        elif one.damage == "joined":
+        expected = whole.setdefault(recording.origin, text)
+        if recording.damage in ("none", "lied", "tagged"):
+            assert text == expected, recording
+        elif recording.damage == "joined":
             # In an encoding that is hard to understand, another window may have a word more or
             # less.
-            missed = 0 if one.origin.startswith("chromium") else word_errors(expected, said)
-            assert word_errors(text, expected * 2) <= 1 + 2 * missed, one
-        elif one.damage == "cut":
+            missed = 0 if recording.origin.startswith("chromium") else word_errors(expected, said)
+            assert word_errors(text, expected * 2) <= 1 + 2 * missed, recording
+        elif recording.damage == "cut":
             assert len(text) > len(expected) // 3
-            assert word_errors(text, expected[: len(text)]) <= 2, one
+            assert word_errors(text, expected[: len(text)]) <= 2, recording
         else:
-            assert word_errors(text, expected) <= 3, one
+            assert word_errors(text, expected) <= 3, recording
 
 
 def write_wav(path: Path, samples: list[tuple[float, ...]], rate: int = 16_000) -> Path:
@@ -161,7 +171,7 @@ def test_channels_that_cancel_each_other_out_are_heard(
     client: Any, sentences: dict[Path, str], tmp_path: Path
 ) -> None:
     speech = next(iter(sentences))
-    inverted = write_wav(tmp_path / "inverted.wav", [(one, -one) for one in read_wav(speech)])
+    inverted = write_wav(tmp_path / "inverted.wav", [(value, -value) for value in read_wav(speech)])
     assert words(transcribe(client, inverted)[0].text) == words(transcribe(client, speech)[0].text)
 
 

@@ -79,15 +79,15 @@ def test_times_streams_and_subtitles(client: Any, sentences: dict[Path, str]) ->
         timestamp_granularities=["word", "segment"],
     )
     assert (verbose.language, verbose.duration) == ("en", pytest.approx(seconds_of(path)))
-    assert "".join(one.text for one in verbose.segments).strip() == verbose.text
+    assert "".join(segment.text for segment in verbose.segments).strip() == verbose.text
     times = [at for word in verbose.words for at in (word.start, word.end)]
     assert times == sorted(times)
     assert 0 <= times[0] < times[-1] <= verbose.duration
-    assert words("".join(one.word for one in verbose.words)) == words(verbose.text)
+    assert words("".join(word.word for word in verbose.words)) == words(verbose.text)
     subtitles = create(model="transcribe", file=path, response_format="srt")
     assert words(" ".join(subtitles.split("\n")[2::4])) == words(verbose.text)
     *deltas, done = create(model="transcribe", file=path, stream=True)
-    assert "".join(one.delta for one in deltas) == done.text
+    assert "".join(delta.delta for delta in deltas) == done.text
     assert words(done.text) == words(verbose.text)
 
 
@@ -141,8 +141,8 @@ def test_a_stream_has_the_windows_of_the_whole(python: str, minutes: Path) -> No
 
 def test_speech_without_a_pause_is_cut_where_it_is_quietest(python: str) -> None:
     cuts_s = json.loads(oracle(python, "cuts"))
-    assert [round(one / 7) * 7 for one in cuts_s] == [28, 56, 84]
-    assert all(-0.05 < one - round(one / 7) * 7 < 0.12 for one in cuts_s)
+    assert [round(cut_s / 7) * 7 for cut_s in cuts_s] == [28, 56, 84]
+    assert all(-0.05 < cut_s - round(cut_s / 7) * 7 < 0.12 for cut_s in cuts_s)
 
 
 def test_steps_give_the_transcript_of_the_whole(client: Any, python: str, minutes: Path) -> None:
@@ -154,10 +154,10 @@ def test_steps_give_the_transcript_of_the_whole(client: Any, python: str, minute
         response_format="verbose_json",
         timestamp_granularities=["word", "segment"],
     )
-    assert verbose.text == "".join(one["text"] for one in joined).strip()
-    times = [(one.start, one.end) for one in verbose.segments]
-    assert times == [(one["start"], one["end"]) for one in joined]
-    assert len(verbose.words) == sum(len(one["words"]) for one in joined)
+    assert verbose.text == "".join(segment["text"] for segment in joined).strip()
+    times = [(segment.start, segment.end) for segment in verbose.segments]
+    assert times == [(segment["start"], segment["end"]) for segment in joined]
+    assert len(verbose.words) == sum(len(segment["words"]) for segment in joined)
     assert verbose.usage.seconds == math.ceil(seconds_of(minutes))
     text = "".join(
         getattr(event, "delta", "")

@@ -71,7 +71,7 @@ class Window:
     @property
     def places(self) -> list[list[int]]:
         """Start and end of each part, in samples of the recording."""
-        return [[one.start, one.end] for one in self.parts]
+        return [[part.start, part.end] for part in self.parts]
 
 
 class SpeechDetector:
@@ -95,7 +95,7 @@ class SpeechDetector:
         self._context = frames[-1:, -CONTEXT:].copy()
         inputs = {"input": np.concatenate([before, frames], 1), "h": self._h, "c": self._c}
         output, self._h, self._c = self._session.run(None, inputs)
-        return [float(one) for one in output.reshape(-1)]
+        return [float(probability) for probability in output.reshape(-1)]
 
 
 @dataclass
@@ -222,7 +222,7 @@ class Cutter:
         """Processes the next block. Yields the windows that it completes."""
         waiting = None if self._waiting is None else self._waiting.start
         starts = (waiting, self._finder.start, self._finder.at)
-        needed_from = min(one for one in starts if one is not None) - PAD
+        needed_from = min(start for start in starts if start is not None) - PAD
         self._samples.add(block, needed_from)
         at = self._finder.at
         count = (self._samples.end - at) // FRAME * FRAME
@@ -267,14 +267,16 @@ class Cutter:
         yield from self._complete(last)
 
     def _complete(self, part: Part) -> Iterator[Window]:
-        has = sum(one.end - one.start for one, _ in self._window)
+        has = sum(part.end - part.start for part, _ in self._window)
         if has + part.end - part.start > WINDOW_S * RATE_HZ:
             yield self._take()
         self._window.append((part, self._samples.part(part).copy()))
 
     def _take(self) -> Window:
         taken, self._window = self._window, []
-        return Window([part for part, _ in taken], np.concatenate([one for _, one in taken]))
+        return Window(
+            [part for part, _ in taken], np.concatenate([samples for _, samples in taken])
+        )
 
 
 def windows_of(path: Path) -> Iterator[Window]:

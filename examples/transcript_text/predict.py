@@ -28,6 +28,6 @@ class Predictor(BasePredictor):
     ) -> str:
         """Returns the text, without spaces around it. Empty if there is no speech."""
         try:
-            return "".join(one["text"] for one in segments).strip()
+            return "".join(segment["text"] for segment in segments).strip()
         except (LookupError, TypeError) as error:
             raise InvalidInput("segments", "each must have a `text`") from error

@@ -108,7 +108,7 @@ def _read_layer(words: list[str]) -> Layer:
     for word in rest[end:]:
         key, _, value = word.partition("=")
         if int(key) <= -23300:  # a list, with its length before it
-            lists[-23300 - int(key)] = [float(one) for one in value.split(",")[1:]]
+            lists[-23300 - int(key)] = [float(number) for number in value.split(",")[1:]]
         else:
             options[int(key)] = float(value)
     return Layer(kind, rest[:split], rest[split:end], options, lists)

@@ -101,15 +101,15 @@ def test_shapes_are_recognized_better_than_of_bicubic(module: ModuleType, predic
     bicubic resampling (Zen 3 CPU, fp32).
     """
     right = {"enlarged": 0, "bicubic": 0}
-    for asked in held_out(24):
-        seen = draw(asked.scene).resize((16, 16), Image.Resampling.BOX)
+    for captioned in held_out(24):
+        seen = draw(captioned.scene).resize((16, 16), Image.Resampling.BOX)
         pixels = module.enlarge(predictor.network, numbers(seen)).mul(255).round().to(torch.uint8)
         images = {
             "enlarged": pixels.permute(1, 2, 0).numpy(),
             "bicubic": np.asarray(seen.resize((64, 64), Image.Resampling.BICUBIC)),
         }
         for name, image in images.items():
-            for figure, match in matched(asked.scene.figures, read(image).figures):
+            for figure, match in matched(captioned.scene.figures, read(image).figures):
                 right[name] += (match and (match.shape, match.color)) == (
                     figure.shape,
                     figure.color,

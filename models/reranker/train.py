@@ -240,14 +240,14 @@ def mine(reader: Reader, encoder: Any, split: Split, asked: int, *, train: bool)
     documents = reader.vectors(encoder, split.documents)
     step = max(1.0, len(split.queries) / asked)
     places = np.unique((np.arange(0, len(split.queries), step)).astype(np.int64))
-    kept = min(CANDIDATES, len(split.documents))
+    count = min(CANDIDATES, len(split.documents))
     nearest, cosines = [], []
     for at in range(0, len(places), 512):
         rows = torch.from_numpy(places[at : at + 512]).to(documents.device)
         likeness = queries[rows] @ documents.T
         if train:
             likeness[documents[rows] @ documents.T > MAX_LIKENESS] = -2.0
-        top = likeness.topk(kept, dim=1)
+        top = likeness.topk(count, dim=1)
         nearest.append(top.indices.cpu().numpy())
         cosines.append(top.values.cpu().numpy())
     return Candidates(places, np.concatenate(nearest), np.concatenate(cosines))
@@ -271,10 +271,10 @@ def rerank(reader: Reader, model: Any, split: Split, candidates: Candidates) -> 
     parts = []
     for at in range(0, len(candidates.asked), 64):
         rows = candidates.documents[at : at + 64]
-        asked = np.repeat(candidates.asked[at : at + 64], rows.shape[1])
+        query_places = np.repeat(candidates.asked[at : at + 64], rows.shape[1])
         scores = reader.scores(
             model,
-            [split.queries[place] for place in asked],
+            [split.queries[place] for place in query_places],
             [split.documents[place] for place in rows.ravel()],
         )
         parts.append(scores.cpu().numpy().reshape(rows.shape))
@@ -429,9 +429,9 @@ def main() -> None:
     start = BertForSequenceClassification.from_pretrained(arguments.start, num_labels=1)
     start = start.float().to(device).eval()
     reader = Reader(tokenizer, device, arguments.chunk)
-    asked = {"train": 10**9, "validation": 1000, "test": 4000}
+    query_counts = {"train": 10**9, "validation": 1000, "test": 4000}
     candidates = {
-        name: mine(reader, start.bert, split, asked[name], train=name == "train")
+        name: mine(reader, start.bert, split, query_counts[name], train=name == "train")
         for name, split in splits.items()
     }
     say("mined")
@@ -439,9 +439,11 @@ def main() -> None:
     say(f"test: {metrics['test']}")
     arguments.out.mkdir(parents=True, exist_ok=True)
     for number, variant in enumerate(arguments.variants):
-        left = len(arguments.variants) - number
+        variants_left = len(arguments.variants) - number
         now = time.monotonic()
-        until = now + (began + arguments.minutes * 60 - now - TEST_S * left) / left
+        until = (
+            now + (began + arguments.minutes * 60 - now - TEST_S * variants_left) / variants_left
+        )
         model = copy.deepcopy(start)
         if variant == "low_rank":
             adapt(model, RANK)
@@ -449,7 +451,7 @@ def main() -> None:
         plan = PLANS[variant]
         run = train(reader, model, splits, candidates, plan, arguments.queries, until, say)
         model.load_state_dict(run.weights, strict=False)
-        metrics["test"][variant] = _tested(reader, model, splits["test"], candidates["test"])
+        metrics["test"][variant] = _test(reader, model, splits["test"], candidates["test"])
         say(f"{variant}, test: {metrics['test'][variant]}")
         _write(arguments.out, variant, model, run)
         metrics[variant] = {"epochs": run.epochs, "plan": vars(plan)}
@@ -473,7 +475,7 @@ def _without_training(
     }
 
 
-def _tested(reader: Reader, model: Any, split: Split, test: Candidates) -> dict[str, float]:
+def _test(reader: Reader, model: Any, split: Split, test: Candidates) -> dict[str, float]:
     ranks = reciprocal_ranks(test, rerank(reader, model, split, test))
     return measured(ranks, reciprocal_ranks(test, test.cosines))
 

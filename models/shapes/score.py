@@ -41,8 +41,8 @@ _LETTERS = 25
 
 def write_scores(folder: Path, scores: Mapping[str, Any], table: str) -> None:
     """Writes `scores` and the weights' digest to the folder, and `table` to the card."""
-    kept = {"weights_sha256": weights_sha256(folder), **scores}
-    (folder / SCORES).write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
+    document = {"weights_sha256": weights_sha256(folder), **scores}
+    (folder / SCORES).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     card = folder / CARD
     before, _, rest = card.read_text(encoding="utf-8").partition(BEGIN)
     after = rest.partition(END)[2]
@@ -137,8 +137,8 @@ def main(arguments: list[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     pipeline = load(options.folder)
-    asked = held_out(options.captions)
-    table = score_text(pipeline, asked, options.guidance)
+    captioned = held_out(options.captions)
+    table = score_text(pipeline, captioned, options.guidance)
     table |= score_edits(pipeline, options.edits, options.guidance)
     print(as_text(table))
     if options.keep:
@@ -148,9 +148,9 @@ def main(arguments: list[str] | None = None) -> int:
             {"steps": STEPS, "guidance": options.guidance, "scores": scores},
             as_text(table),
         )
-        some = asked[:SAMPLES]
+        some = captioned[:SAMPLES]
         samples = captioned_sheet(
-            [one.caption for one in some], draw_asked(pipeline, some, options.guidance)
+            [request.caption for request in some], draw_asked(pipeline, some, options.guidance)
         )
         samples.quantize(256).save(options.folder / SHEET, optimize=True)
     return int(any(table[name].part < target for name, target in TARGETS.items()))
@@ -197,8 +197,8 @@ def score_drawn(asked: Sequence[Asked], images: Sequence[Pixels]) -> dict[str, A
         name: Accuracy()
         for name in ("one object right", "place right", "background right", "number right")
     }
-    for one, image in zip(asked, images, strict=True):
-        _count(table, one.scene, read(image))
+    for request, image in zip(asked, images, strict=True):
+        _count(table, request.scene, read(image))
     return table
 
 
@@ -207,10 +207,10 @@ def draw_asked(
 ) -> list[Pixels]:
     """Returns an image per caption, [64, 64, 3]."""
     drawn = pipeline(
-        [one.caption for one in asked],
+        [request.caption for request in asked],
         num_inference_steps=steps,
         guidance_scale=guidance,
-        generator=[torch.Generator("cpu").manual_seed(one.seed) for one in asked],
+        generator=[torch.Generator("cpu").manual_seed(request.seed) for request in asked],
     )
     return [np.asarray(image.convert("RGB")) for image in drawn.images]
 
@@ -269,8 +269,8 @@ def _is_related(scene: Scene, first: DetectedShape | None, second: DetectedShape
         if figure.color != seen.color and figure.shape != seen.shape:
             return False
     across, down = second.x - first.x, second.y - first.y
-    one, other = scene.figures
-    if (one.shape, one.color) == (other.shape, other.color):
+    first_figure, second_figure = scene.figures
+    if (first_figure.shape, first_figure.color) == (second_figure.shape, second_figure.color):
         # Either one may be the first.
         across, down = abs(across), abs(down)
     return across > abs(down) if scene.relation == "left of" else down > abs(across)

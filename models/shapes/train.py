@@ -151,7 +151,7 @@ def _loss(outputs: torch.Tensor, scenes: Sequence[Scene], owner: torch.Tensor) -
     `owner` names the scene for each output row.
     """
     ordered = torch.tensor([_ordered(scene) for scene in scenes], device=outputs.device)[owner]
-    shown = torch.tensor([_shown(scene) for scene in scenes], device=outputs.device)[owner]
+    pairs = torch.tensor([_shown(scene) for scene in scenes], device=outputs.device)[owner]
     parts = torch.split(outputs, [*_CHOICES, _KINDS], dim=1)
     losses = [
         functional.cross_entropy(part, target, ignore_index=IGNORED)
@@ -160,7 +160,7 @@ def _loss(outputs: torch.Tensor, scenes: Sequence[Scene], owner: torch.Tensor) -
     ]
     return (
         torch.stack(losses).mean()
-        + functional.binary_cross_entropy_with_logits(parts[-1], shown) * 5
+        + functional.binary_cross_entropy_with_logits(parts[-1], pairs) * 5
     )
 
 
@@ -183,10 +183,10 @@ def _ordered(scene: Scene) -> list[int]:
 
 def _shown(scene: Scene) -> list[float]:
     """Returns 1 for each pair of shape and color in the scene, otherwise 0."""
-    shown = [0.0] * _KINDS
+    pairs = [0.0] * _KINDS
     for figure in scene.figures:
-        shown[SHAPES.index(figure.shape) * len(_COLORS) + _COLORS.index(figure.color)] = 1.0
-    return shown
+        pairs[SHAPES.index(figure.shape) * len(_COLORS) + _COLORS.index(figure.color)] = 1.0
+    return pairs
 
 
 SNR_MAX = 5.0
@@ -388,8 +388,8 @@ class UnetTraining:
 
     @torch.no_grad()
     def _follow(self, decay: float) -> None:
-        for kept, now in zip(self.average.parameters(), self.unet.parameters(), strict=True):
-            kept.lerp_(now, 1 - decay)
+        for averaged, now in zip(self.average.parameters(), self.unet.parameters(), strict=True):
+            averaged.lerp_(now, 1 - decay)
 
 
 def _rate(plan: UnetPlan, step: int) -> float:
@@ -517,10 +517,10 @@ def _look(
     pipeline: Any, state_dir: Path, step: int, captions: int, say: Callable[[str], None]
 ) -> None:
     """Draws the sheet and a short table with the current weights."""
-    asked = held_out(captions)
-    images = draw_asked(pipeline, asked)
+    captioned = held_out(captions)
+    images = draw_asked(pipeline, captioned)
     sheet(images, columns=8).save(state_dir / f"sheet-{step:06}.png")
-    table = score_text(pipeline, asked) | score_edits(pipeline, captions // 2)
+    table = score_text(pipeline, captioned) | score_edits(pipeline, captions // 2)
     (state_dir / f"score-{step:06}.json").write_text(
         json.dumps({name: tally.part for name, tally in table.items()})
     )

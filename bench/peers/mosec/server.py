@@ -19,7 +19,7 @@ class MosecEmbedding(Worker):
 
     def forward(self, data: list[dict[str, str]]) -> list[list[float]]:
         vectors = self.model.encode(
-            [one["text"] for one in data], batch_size=BATCH, show_progress_bar=False
+            [request["text"] for request in data], batch_size=BATCH, show_progress_bar=False
         )
         return [vector.tolist() for vector in vectors]
 

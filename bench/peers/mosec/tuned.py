@@ -33,9 +33,9 @@ class TunedMosecEmbedding(Worker):
 
     def forward(self, data: list[dict[str, str]]) -> list[list[float]]:
         """Vectors of a batch, 384 numbers each, in the batch's order."""
-        ids = self.tokenizer([one["text"] for one in data], truncation=True, max_length=LONGEST)[
-            "input_ids"
-        ]
+        ids = self.tokenizer(
+            [request["text"] for request in data], truncation=True, max_length=LONGEST
+        )["input_ids"]
         ordered = sorted(range(len(ids)), key=lambda place: len(ids[place]))
         vectors: list[list[float]] = [[] for _ in ids]
         for start in range(0, len(ordered), AT_A_TIME):

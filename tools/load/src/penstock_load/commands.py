@@ -220,8 +220,8 @@ def _show_comparison(comparison: Comparison) -> None:
     )
     for difference in comparison.differences[:SHOWN]:
         print(
-            f"  {difference.kind}: {difference.what} ({difference.tenant or '-'}, {difference.model}): "
-            f"{difference.facts}"
+            f"  {difference.kind}: {difference.what} ({difference.tenant or '-'}, "
+            f"{difference.model}): {difference.facts}"
         )
     if len(comparison.differences) > SHOWN:
         print(f"  and {len(comparison.differences) - SHOWN:,} more: --json has all")
