@@ -29,12 +29,12 @@ class AmqpLink:
 
     @property
     def url(self) -> str:
-        """The setting `broker` of who goes through here."""
+        """The setting `broker` for clients that connect through this link."""
         return f"rabbitmq://guest:guest@127.0.0.1:{self._port}/"
 
     @property
     def lost_all(self) -> bool:
-        """True if each answer that was to be lost came."""
+        """True if every answer due to be lost has been lost."""
         return not self._to_lose
 
     async def __aenter__(self) -> Self:
@@ -58,7 +58,7 @@ class AmqpLink:
         self._silent |= self._writers
 
     def hang_up_unread(self) -> None:
-        """Reads nothing more of the connections there are, and says that nothing more comes."""
+        """Stops reading from the open connections, and signals the end of the stream on them."""
         for writer in self._clients:
             cast(asyncio.ReadTransport, writer.transport).pause_reading()
             writer.write_eof()

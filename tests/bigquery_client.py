@@ -1,4 +1,4 @@
-"""How tests reach the embedded BigQuery with Google's own client."""
+"""Access to the embedded BigQuery with Google's own client."""
 
 from collections.abc import Iterator
 from contextlib import closing, contextmanager

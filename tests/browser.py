@@ -13,7 +13,7 @@ needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
 
 @contextmanager
 def running_browser() -> Iterator[Browser]:
-    """Chromium until the end of the context. It is for pages of our own only."""
+    """Chromium until the end of the context. Use it only for pages of this project."""
     with sync_playwright() as playwright:
         # The sandbox needs rights that containers lack.
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])

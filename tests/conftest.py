@@ -1,5 +1,5 @@
-"""What many tests share: a clean environment, and real servers on ports of their own, each started
-at the first use.
+"""Fixtures for many tests: a clean environment, and real servers on separate ports, each started
+when first used.
 """
 
 import gc
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 # Threads of torch wait for one another. By default they spin, on a core that the other one needs:
 # 8 s of CPU time for what takes 0.7 s, at a load of 20. A model process spins less (GOMP_SPINS).
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-# As in a process that serves. Python's own threshold of 700 takes a fifth of the CPU time of
-# collecting tests, and a twentieth of that of running small ones.
+# As in a process that serves. Python's own threshold of 700 takes a fifth of the CPU time while
+# collecting tests, and a twentieth while running small tests.
 gc.set_threshold(YOUNG_OBJECTS, 20, 20)
 
 # The same examples each time, so that a failure is the change's own. A quick run takes few,
@@ -101,7 +101,7 @@ def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts what takes longest first, and gives async tests a loop: those of this folder."""
+    """Puts the slowest tests first, and adds an event loop to the async tests in this folder."""
     ours = Path(__file__).parent
     for item in items:
         names = item.fixturenames if isinstance(item, pytest.Function) else []
@@ -134,14 +134,14 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _patient_redis(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Redis may be slow on a busy machine; a test of how slow it may be gives its own limit."""
+    """Redis may be slow on a busy machine; a test about its slowness sets its own limit."""
     for kind in (LimitStore, ResultCache, Records, IdempotencyStore, KeyRedis):
         monkeypatch.setitem(kind.__init__.__kwdefaults__ or {}, "timeout_s", REDIS_LIMIT_S)
 
 
 @pytest.fixture(scope="session")
 def artifacts_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where workers keep which backend they chose, for all processes of this run.
+    """Folder in which workers keep their choice of backend, for all processes of this run.
 
     The first of them measures, for some ten seconds, and others need not.
     """
@@ -158,7 +158,7 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServ
 
 @pytest.fixture
 def redis_url(redis_server: RedisServer) -> str:
-    """A Redis with nothing in it; whoever stops or pauses a server starts one of their own."""
+    """An empty Redis; a test that stops or pauses a server must start a separate one."""
     return emptied(redis_server)
 
 

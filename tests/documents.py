@@ -18,7 +18,7 @@ from PIL import Image
 WIDTH_PT, HEIGHT_PT, LEFT_PT, TOP_PT = 612, 792, 72, 720
 TITLE_PT, TEXT_PT, LEADING_PT = 20, 11, 14
 LINES, CHARS = 44, 84
-"""Of a page and of a line."""
+"""Lines per page and characters per line."""
 TABLE = (("Gate", "Height", "State"), ("North", "4.2 m", "open"), ("South", "3.9 m", "shut"))
 ROOT = Path(__file__).parents[1]
 
@@ -50,7 +50,7 @@ def pages_pdf(
     """A PDF with a page for each content stream.
 
     Args:
-        contents: of the pages, as objects.
+        contents: one content stream per page, as PDF objects.
         things: objects that pages may draw, by name.
         is_shared: True if every page may draw all of them. False: each has one, in order.
     """
@@ -82,7 +82,7 @@ def shown(text: str, x: float, y: float, size: float) -> bytes:
 
 
 def own_lines() -> list[str]:
-    """Lines of prose of this repository's documentation, without its marks."""
+    """Lines of prose from this repository's documentation, without its markup."""
     lines = []
     for file in sorted((ROOT / "docs").rglob("*.md")):
         text = file.read_text(encoding="utf-8").encode("ascii", "ignore").decode()
@@ -95,7 +95,7 @@ def own_lines() -> list[str]:
 
 
 def report_pages(count: int, *, first: int = 0) -> list[list[str]]:
-    """The lines of pages of a report: a title, and prose."""
+    """The lines of `count` report pages: a title, then prose."""
     lines = own_lines()
     size = LINES - 4
     assert len(lines) >= (first + count) * size, "there is no more prose in docs/"
@@ -197,7 +197,7 @@ def _packed(entries: bytes, packed: bytes) -> bytes:
 
 
 def hostile_files() -> dict[str, tuple[bytes, str]]:
-    """Files that nobody should read on, each with a part of what is said of it."""
+    """Files that must be rejected, each with part of its error message."""
     text = shown("fine", 72, 700, 12)
     draw = stream(b"", b"q 612 0 0 792 0 0 cm /Bad Do Q")
     image = b"/Type/XObject/Subtype/Image/ColorSpace/DeviceGray/BitsPerComponent 8"
@@ -270,7 +270,7 @@ def hostile_files() -> dict[str, tuple[bytes, str]]:
 
 
 def _png_head(width: int, height: int) -> bytes:
-    """A PNG that says how large it is, and has few bytes of it."""
+    """A PNG with a header that declares its size, and few bytes of data."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         check = zlib.crc32(kind + data).to_bytes(4, "big")

@@ -1,5 +1,5 @@
-"""Which tests stay together on one worker of pytest-xdist, because they share what takes long to
-start, and which of them begin first.
+"""Groups of tests that stay together on one worker of pytest-xdist, because they share resources
+that take long to start, and the order in which groups begin.
 """
 
 from collections import defaultdict
@@ -35,7 +35,7 @@ OF_BROKERS = frozenset(
 class GroupScheduling(LoadFileScheduling):  # type: ignore[misc]  # it has no types
     """Hands a worker a whole file at a time, or all files that share.
 
-    The marks of `--dist loadgroup` would say the same, but have no effect from pytest 9.2 on
+    The marks of `--dist loadgroup` would do the same, but have no effect from pytest 9.2 on
     (https://github.com/pytest-dev/pytest-xdist/issues/1386).
     """
 
@@ -44,10 +44,10 @@ class GroupScheduling(LoadFileScheduling):  # type: ignore[misc]  # it has no ty
 
 
 SLOW_S, QUICK_S = 1.0, 0.1
-"""About how long a test takes, on a quiet machine of two cores, unless a mark says so:
+"""Approximate duration of a test, on a quiet machine of two cores, unless a mark specifies one:
 `pytest.mark.slow(about_s=60)`, or `pytest.mark.many(about_s=60)` of a property test with many
-examples. The mark of a test says how long the test takes, the `pytestmark` of a file how long the
-whole file does. Only the order comes from it.
+examples. The mark of a test specifies the test's duration, the `pytestmark` of a file the duration
+of the whole file. Only the order comes from it.
 """
 
 

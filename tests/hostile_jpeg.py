@@ -29,7 +29,7 @@ def hide_scans(side: int, scans: int) -> bytes:
     """Returns a file as from `repeat_scans`, whose repeated scans look like a segment's bytes.
 
     The scan before them has restart intervals and a reserved marker. libjpeg drops the marker when
-    it looks for the next restart, and decodes what is behind it.
+    it looks for the next restart, and decodes the bytes after it.
     """
     buffer = io.BytesIO()
     image = Image.new("L", (side, side), 128)

@@ -35,7 +35,7 @@ class KeptSpan:
 
 
 class KeptSpans:
-    """What was started so far. Implements shared.tracing.spans.Tracer."""
+    """The spans started so far. Implements shared.tracing.spans.Tracer."""
 
     def __init__(self) -> None:
         self.spans: list[KeptSpan] = []

@@ -58,7 +58,7 @@ def keys_url(
 
 
 def stored(name: str, tenant: str, **fields: Any) -> StoredKey:
-    """What is stored of the key that tests call `name`."""
+    """The stored form of the key that tests call `name`."""
     key = _key(name)
     return msgspec.structs.replace(
         StoredKey(

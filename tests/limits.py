@@ -1,9 +1,9 @@
 """How long tests wait for what must come. A limit ends a test that hangs; it never judges: what is
 there ends the wait.
 
-Each is at least ten times what a quiet machine of two cores takes. A slower one stretches all of
-them at once with PENSTOCK_TEST_PATIENCE=3, say. A test whose subject is a deadline of the product
-has a fake clock or large ratios.
+Each is at least ten times what a quiet machine of two cores takes. On a slower machine,
+PENSTOCK_TEST_PATIENCE=3, for example, stretches all of them at once. A test whose subject is a
+deadline of the product has a fake clock or large ratios.
 """
 
 import os
@@ -19,8 +19,7 @@ START_LIMIT_S = 240.0 * PATIENCE
 loaded.
 """
 REDIS_LIMIT_S = 10.0 * PATIENCE
-"""For one round trip to Redis in a process of ours where nothing else is said: usually a
-millisecond.
+"""Default limit for one round trip to Redis in a process of ours: usually a millisecond.
 """
 TEST_LIMIT_S = 900.0 * PATIENCE
 """For one test with its set-ups, shared ones included: usually less than a minute."""

@@ -1,4 +1,4 @@
-"""What the metrics of this process say."""
+"""Reads the metrics of this process."""
 
 from prometheus_client import REGISTRY
 

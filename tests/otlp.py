@@ -45,7 +45,7 @@ class ReceivedSpan:
 
 
 class Collector:
-    """What came so far."""
+    """Spans and bodies received so far."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -77,7 +77,7 @@ class Collector:
 
 @contextmanager
 def running_collector() -> Iterator[Collector]:
-    """A collector on a port of its own."""
+    """A collector on a free port."""
     collector = Collector()
 
     class Take(BaseHTTPRequestHandler):
@@ -95,7 +95,7 @@ def running_collector() -> Iterator[Collector]:
             self.wfile.write(answer)
 
         def log_message(self, *words: object) -> None:
-            """Says nothing."""
+            """Discards the message, to keep the output of tests clean."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Take) as server:
         server.daemon_threads = True

@@ -20,7 +20,7 @@ Rules: TypeAlias = tuple[tuple[Path, GitIgnoreSpec], ...]
 def source_files(root: Path = Path()) -> list[Path]:
     """Returns what `git ls-files --cached --others --exclude-standard` lists, relative to `root`.
 
-    These are the files that no `.gitignore` below `root` leaves out, in git's order.
+    It returns the files that no `.gitignore` below `root` excludes, in git's order.
     """
     return sorted((path.relative_to(root) for path in _below(root, ())), key=os.fsencode)
 
@@ -42,7 +42,7 @@ def _below(folder: Path, rules: Rules) -> Iterator[Path]:
 
 
 def _is_ignored(path: Path, rules: Rules, *, is_folder: bool) -> bool:
-    for folder, spec in reversed(rules):  # the innermost that says anything decides
+    for folder, spec in reversed(rules):  # the innermost rule that matches decides
         name = path.relative_to(folder).as_posix() + ("/" if is_folder else "")
         if (ignored := spec.check_file(name).include) is not None:
             return ignored

@@ -155,7 +155,7 @@ def test_decisions_that_are_named_have_a_page(folder: str) -> None:
 def homes(document: Path) -> list[Path]:
     """The folders that a document's paths and modules are named from.
 
-    These are its distribution, the repository, and its own folder, which relative links start at.
+    It returns its distribution, the repository, and its own folder, which relative links start at.
     """
     is_member = document.parts[0] == "emulators" and len(document.parts) > 2
     distribution = [ROOT.joinpath(*document.parts[:2])] if is_member else []

@@ -1,4 +1,4 @@
-"""A metric stands in the source under the name that `/metrics` gives it, so that it can be searched
+"""Each metric is written in the source under its name in `/metrics`, so that it can be searched
 for.
 """
 

@@ -33,7 +33,7 @@ TREE = {
 
 
 def of_git(folder: Path) -> list[Path]:
-    """The files that git knows, and those that it would take if asked to."""
+    """The files that git knows, and the untracked files that it does not ignore."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     found = subprocess.run(
         command, cwd=folder, capture_output=True, timeout=WAIT_LIMIT_S, check=True

@@ -1,4 +1,4 @@
-"""Warnings are errors, but for those of others that we can do nothing about."""
+"""Warnings are errors, except for warnings in other people's code that we can do nothing about."""
 
 import warnings
 from contextlib import nullcontext

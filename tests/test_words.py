@@ -30,7 +30,7 @@ GIVEN_UP = {
     r"\b(Queue|Report)Place\b": "QueuePosition, ReportDataset",
     r"\b(MOST|LEAST|LONGEST|SHORTEST)_[A-Z]": "MAX_, MIN_",
 }
-"""Patterns of words, and what to say instead."""
+"""Patterns of words, and their replacements."""
 
 ELSEWHERE = re.compile(
     r"""(?i:x[-_]penstock[-_]lane) | ["`/ ,]lane["`,\\] | attributes\.lane | labels\.lane
@@ -43,7 +43,7 @@ ELSEWHERE = re.compile(
 """Names on the wire, of metrics and settings, which stay, and captions that a model knows."""
 
 EMPTY_NAMES = {"found", "given", "made", "what", "whose"}
-"""They say that there is a value, but not which."""
+"""They show that there is a value, but not which."""
 
 
 @cache

@@ -34,7 +34,7 @@ _ALL_SLOW = re.compile(r"^pytestmark = (\[\s*)?pytest\.mark\.slow\b", re.MULTILI
 _TOOK = "took_s"
 
 Timed = Generator[None, Any, Any]
-"""What a wrapper of one of pytest's hooks is."""
+"""Type of a function that wraps a pytest hook."""
 
 
 def examples(usual: int) -> int:
@@ -47,7 +47,8 @@ def examples(usual: int) -> int:
 
 @cache
 def has_none_of(expression: str, path: Path) -> bool:
-    """True if a file or folder needn't be imported for `-m expression`: those of the other tier.
+    """True if all tests in a file or folder are in the other tier, so `-m expression` needn't
+    import it.
 
     A third of the files are slow as a whole, and import torch and other large libraries. Each
     process of a run would.

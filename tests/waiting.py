@@ -1,4 +1,4 @@
-"""Waits that nothing in the product gives an event for."""
+"""Waits for conditions without an event in the product."""
 
 import asyncio
 import time
@@ -11,10 +11,10 @@ _PAUSE_S = 0.001
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    """Returns once `holds()`. Whatever is to change it runs on the same event loop.
+    """Returns once `holds()`. The code that makes it true must run on the same event loop.
 
-    That mostly takes a few of its turns. What takes longer waits for a timer or for another
-    process, and turns without end would take the core that this one needs.
+    That mostly takes a few of its turns. Longer waits depend on a timer or on another process, and
+    turns without end would take the core that this one needs.
     """
     turns_until_s = time.perf_counter() + _TURNS_S
     async with asyncio.timeout(WAIT_LIMIT_S):

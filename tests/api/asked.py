@@ -19,7 +19,7 @@ Headers = list[tuple[str, str]]
 
 
 class Asked(NamedTuple):
-    """One request: what makes a job, by what route."""
+    """One request: the input that becomes a job, and the route it is sent to."""
 
     method: str
     path: str
@@ -127,7 +127,7 @@ OF_PREDICTIONS = {"num_outputs": FIELDS["n"], "width": st.just(64), "height": st
 
 
 def drawn(fields: dict[str, st.SearchStrategy[Any]]) -> st.SearchStrategy[dict[str, Any]]:
-    """A prompt and up to three fields beside it."""
+    """A prompt and up to three other fields."""
     some = st.lists(
         st.one_of(
             *(st.tuples(st.just(name), mostly(values, anything)) for name, values in fields.items())

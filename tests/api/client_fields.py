@@ -23,7 +23,7 @@ class Field(NamedTuple):
 
 
 def fields_of(kind: Any) -> list[Field]:
-    """The fields of a TypedDict of the client."""
+    """The fields of one of the client's TypedDicts."""
     hints = typing_extensions.get_type_hints(kind, include_extras=True)
     return [
         Field(name, _is_required(kind, name, hint), _is_nullable(hint), usual_value(hint))

@@ -25,7 +25,6 @@ async def api(tmp_path: Path) -> AsyncIterator[ApiUnderTest]:
 
 @pytest.fixture
 async def serve(tmp_path: Path, redis_url: str) -> AsyncIterator[Any]:
-    """Serves a custom class (tests/api/serving_classes.py)."""
     from tests.api.serving_classes import serve_class
 
     async with AsyncExitStack() as opened:
@@ -34,7 +33,7 @@ async def serve(tmp_path: Path, redis_url: str) -> AsyncIterator[Any]:
 
 @pytest.fixture
 async def page(api: ApiUnderTest) -> dict[str, Any]:
-    """The OpenAPI document, as it is served."""
+    """The OpenAPI document, exactly as the API serves it."""
     found: dict[str, Any] = (await api.http.get("/openapi.json")).json()
     return found
 

@@ -1,4 +1,4 @@
-"""Compares each answer that a test gets with what the OpenAPI document says of its route."""
+"""Compares each answer that a test gets with its route's declaration in the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OF_THE_TRANSPORT = frozenset(
         *("x-content-type-options", "content-security-policy", "referrer-policy"),
     }
 )
-"""Headers that say nothing of this API."""
+"""Headers that are not specific to this API."""
 OF_BROWSERS = "access-control-"
 NOT_OF_ROUTES = frozenset({405})
 
@@ -30,10 +30,10 @@ def _pattern(place: str) -> re.Pattern[str]:
 
 
 class Declared:
-    """What the document of an app declares."""
+    """The routes and answers that the OpenAPI document of an app declares."""
 
     _document: ClassVar[dict[str, Any]] = {}
-    """Of the first app that was asked.
+    """Document of the first app that was asked.
 
     It takes a third of a second, and all apps have the same: no setting and no model is in it
     (tests/api/test_openapi.py).
@@ -57,7 +57,7 @@ class Declared:
         )
 
     def missing(self, method: str, path: str, status: int, headers: Mapping[str, str]) -> list[str]:
-        """What the document lacks of one answer."""
+        """Returns the parts of one answer that the document does not declare."""
         operation = self._operation(method, path)
         if operation is None or status in NOT_OF_ROUTES:
             return []
@@ -80,7 +80,7 @@ class Declared:
         return found
 
     def _operation(self, method: str, path: str) -> dict[str, Any] | None:
-        """The operation of a request. None where the document has none."""
+        """The operation of a request. None if the document does not have it."""
         verb = "get" if method == "HEAD" else method.lower()
         # Paths without parameters come before those with some.
         for place in sorted(self.document["paths"], key=lambda one: one.count("{")):

@@ -75,9 +75,7 @@ from workers.models.base import PreparedText, Preparer
 def vector_of(given: Input, dimensions: int = 384) -> np.ndarray:
     """The vector of a text or token list: unit length, and another for every other input."""
     if not isinstance(given, ImageInput):
-        given = msgspec.structs.replace(
-            given, truncate="end"
-        )  # changes nothing for texts as short as these
+        given = msgspec.structs.replace(given, truncate="end")  # changes nothing for short texts
     seed = zlib.crc32(repr(given).encode())
     vector = np.random.default_rng(seed).standard_normal(dimensions).astype("<f4")
     unit: np.ndarray = (vector / np.linalg.norm(vector)).astype("<f4")
@@ -95,11 +93,11 @@ def png_of(given: ImageInput) -> bytes:
 LAST_WORD = "END"
 """A text that stops by itself ends with it."""
 MAX_PROMPT_WORDS = 10
-"""What an image's prompts lose beyond is told, as a real worker tells it of tokens."""
+"""Further words of an image prompt are reported as lost, as a real worker reports lost tokens."""
 
 
 PROMPT_TOKENS, CACHED_TOKENS = 7, 3
-"""Of every prompt."""
+"""Token counts of every prompt."""
 
 
 class FakeWorker:
@@ -132,14 +130,14 @@ class FakeWorker:
         self.claimed = asyncio.Event()
         self.broken = {"broken"}
         self.refusal: PenstockError | None = None
-        """What every item fails with, as if the worker had found it wrong."""
+        """Error for every item, as if the worker had rejected it."""
         self.is_silent = False
         self.unreadable: set[str] = set()
         self.stores_results_in: ObjectStore | None = None
         self.jitter: random.Random | None = None
         self.preparer: Preparer | None = None
         self.written = asyncio.Semaphore(10**6)
-        """What a text may still write, in tokens."""
+        """Tokens that texts may still write."""
 
     @property
     def items(self) -> list[Item]:
@@ -252,7 +250,7 @@ class FakeWorker:
                 return
 
     async def _claimed(self, record: str) -> bool:
-        """True if the prediction is to be computed."""
+        """True if this worker must compute the prediction."""
         assert self.records is not None
         (claim,) = await self.records.claim([record])
         self.claimed.set()
@@ -298,7 +296,7 @@ def until_stop(text: str, stops: Sequence[str]) -> tuple[str, str]:
 
 
 def words_of(given: GenerationInput) -> list[str]:
-    """The tokens of a text: what the prompt says after `say `, or numbers."""
+    """The tokens of a text: the words that follow `say ` in the prompt, or numbers."""
     prompt = given.messages[-1]["content"] if given.messages else given.prompt
     if isinstance(prompt, str) and prompt.startswith("say "):
         text, _ = until_stop(prompt.removeprefix("say "), given.stop)
@@ -308,7 +306,7 @@ def words_of(given: GenerationInput) -> list[str]:
 
 
 def _stop_of(given: GenerationInput, said: list[str]) -> str:
-    """The stop sequence behind what was said. Empty: there is none."""
+    """The stop sequence that ended the text. Empty if none did."""
     prompt = given.messages[-1]["content"] if given.messages else given.prompt
     if not isinstance(prompt, str):
         return ""
@@ -317,7 +315,7 @@ def _stop_of(given: GenerationInput, said: list[str]) -> str:
 
 
 def segments_of(recording: CustomInput) -> list[dict[str, Any]]:
-    """What is said in a "recording": a text whose lines take a second and a half each."""
+    """Speech segments in a "recording": a text whose lines take a second and a half each."""
     (file,) = recording.files
     assert file.data is not None, "a small one"
     said = file.data.decode().splitlines()
@@ -349,7 +347,7 @@ def data_in(uri: str) -> bytes:
 
 
 def _parts_of(text: CustomInput) -> list[StreamedFile]:
-    """A file for each word that is said."""
+    """A file for each spoken word."""
     words = [f"{word} ".encode() for word in text.values["input"].split()]
     return [
         streamed_file([], number, file_digest(word), Blob("audio/mpeg", data=word))
@@ -362,8 +360,8 @@ def _is_document(given: CustomInput) -> bool:
 
 
 def _pages_of(document: CustomInput) -> CustomResult:
-    """What is read in a "document": a text with a page in each line. "image" is one, and "crowded"
-    has many references and words beside it.
+    """Pages read from a "document": a text with one page per line. "image" contains an image, and
+    "crowded" has many references and words as well.
     """
     (file,) = document.files
     assert file.data is not None, "a small one"
@@ -399,7 +397,7 @@ def _pages_of(document: CustomInput) -> CustomResult:
 
 
 def _custom_result(given: CustomInput) -> CustomResult:
-    """A transcript, what is said, or what was given."""
+    """A transcript, spoken text, or the input itself."""
     values = given.values
     if [place.name for place in given.places][:1] in (["recording.wav"], ["recording"]):
         segments = segments_of(given)

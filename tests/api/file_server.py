@@ -17,7 +17,8 @@ NAME = "files.example"
 
 
 class FileServer:
-    """Answers by path. `asked` counts requests, `headers` has those of the last request of each.
+    """Answers by path. `asked` counts requests per path, and `headers` has the headers of the
+    latest request.
 
     `go` lets those bodies end that wait for it.
     """
@@ -79,8 +80,8 @@ class FileServer:
     async def _endless(self, request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={"content-type": "image/png"})
         await response.prepare(request)
-        # Writing to a TLS connection that was reset neither waits nor raises, and its transport is
-        # said to be closing only once the loop could tell it so.
+        # Writing to a TLS connection that was reset neither waits nor raises, and its transport
+        # reports that it is closing only after the event loop has had a chance to run.
         with suppress(ConnectionError):
             while request.transport is not None and not request.transport.is_closing():
                 await response.write(bytes(1 << 20))

@@ -1,5 +1,5 @@
-"""The API as callers meet it: a real uvicorn on a port of its own, over a broker in memory with a
-fake worker.
+"""The API as callers meet it: a real uvicorn on its own port, over a broker in memory with a fake
+worker.
 """
 
 import asyncio
@@ -54,7 +54,7 @@ CATALOG = Catalog(
         for model in (*SERVED.models, PAIRS_MODEL, WRITER)
     )
 )
-"""What is shipped and models for similarity and for text, each under another name too."""
+"""The shipped models plus models for similarity and for text, each under a second name too."""
 TEXT_MODEL, IMAGE_MODEL = CATALOG.default("embedding"), CATALOG.default("image")
 TICK_S = 0.1
 """Between two looks of uvicorn's server."""
@@ -83,8 +83,8 @@ class ApiUnderTest:
         return dependencies
 
     def openai(self, **options: Any) -> Any:
-        """OpenAI's client, untyped so that tests can look at what comes; it does not try again
-        unless told to.
+        """OpenAI's client, untyped so that tests can look at raw answers; it does not retry by
+        default.
         """
         given: dict[str, Any] = {"api_key": "any", "max_retries": 0, **options}
         client = openai.AsyncOpenAI(base_url=f"{self.url}/v1", **given)
@@ -102,7 +102,7 @@ def settings_for(tmp_path: Path, **settings: object) -> ApiSettings:
         "redis_url": NO_REDIS,
         "reply_slots": 4,
         "port": 0,
-        "fetch_hosts": "",  # no test asks a name server, unless it says so
+        "fetch_hosts": "",  # no test asks a name server by default
     }
     return read_settings(ApiSettings, **{**usual, **settings})
 
@@ -120,7 +120,7 @@ async def running_api(
 ) -> AsyncIterator[ApiUnderTest]:
     """An API and a worker; with `worker` that one, which somebody else keeps running, serves it.
 
-    `written` gets its rows. `spent` adds up rows; by default, those of this API.
+    `written` gets its rows. `spent` adds up rows; by default, the rows that this API wrote.
     """
     in_memory = InMemoryBroker()
     broker, inbox_admin, rows = transport or in_memory, admin or in_memory, RowList(written)
@@ -165,7 +165,7 @@ def api_with_redis(**settings: object) -> Any:
 
 
 class PromptServer(uvicorn.Server):
-    """Ends as soon as it is told to, in the steps of uvicorn.
+    """Shuts down as soon as it is asked to, in the same steps as uvicorn.
 
     That one looks ten times a second whether it shall end, and then pauses for a tenth of a second.
     It would do so in each test that starts an API.

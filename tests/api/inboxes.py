@@ -1,4 +1,4 @@
-"""What tests of reply inboxes stand on: a broker, instances at it, and a worker's replies."""
+"""A base for tests of reply inboxes: a broker, instances at it, and a worker's replies."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable

@@ -1,4 +1,4 @@
-"""What tenants and keys are charged by three books: what answers say, the rows, and the counters.
+"""Charges to tenants and keys according to three books: the answers, the rows, and the counters.
 
 A test sends requests through a `Ledger` and lets them end in any way. `check` waits until nothing
 is in flight any more, and compares the books of each key and each tenant.
@@ -69,7 +69,7 @@ class Ledger:
     limiters: list[Limiter] = field(default_factory=list)
     """Limiters of processes other than the APIs."""
     told_usd: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """By key, what its answers said. Nothing was said to who hung up."""
+    """Costs reported in answers, by key; answers that nobody received don't count."""
     uncounted: set[str] = field(default_factory=set)
     """Names of the counters whose tenants or keys have no budget."""
 
@@ -79,7 +79,7 @@ class Ledger:
     async def post(
         self, key: str, path: str, body: object, *, at: int = 0, **headers: str
     ) -> httpx.Response:
-        """Sends a request to an API, and notes what the header says of its cost."""
+        """Sends a request to an API, and records the cost in the answer's header."""
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         http = self.apis[at].http
         answer = await http.post(path, json=body, headers=bearer(key) | named)
@@ -102,7 +102,7 @@ class Ledger:
         return once(row for rows in self.row_lists for row in rows)
 
     def charged_usd(self, key: str) -> float:
-        """What the rows charge a key."""
+        """Returns the sum that the rows charge a key."""
         key_id = stored(key, self.tenant_of[key]).id
         return sum(row.cost_usd or 0.0 for row in self.rows() if row.key_id == key_id)
 
@@ -120,7 +120,7 @@ class Ledger:
             until_s = time.monotonic() + SETTLE_LIMIT_S
             apart = await self._apart(spare_usd or {})
             while apart and time.monotonic() < until_s:
-                await asyncio.sleep(0.02)  # a prediction is settled by who reads its record
+                await asyncio.sleep(0.02)  # a prediction is settled when someone reads its record
                 apart = await self._apart(spare_usd or {})
         told = {key: self.told_usd[key] for key in self.tenant_of}
         assert told == pytest.approx(charged, abs=EXACT_USD), f"answers {told}, rows {charged}"
@@ -128,7 +128,7 @@ class Ledger:
         return charged
 
     def charged_by_month(self) -> dict[str, dict[float, float]]:
-        """What the rows charge, by the names of counters and the month in which requests came."""
+        """Charges in the rows, by the names of counters and the month in which requests came."""
         names = {stored(key, tenant).id: tenant for key, tenant in self.tenant_of.items()}
         sums: dict[str, dict[float, float]] = {}
         for key_id, tenant in names.items():
@@ -154,7 +154,7 @@ class Ledger:
         ]
 
     async def _counted(self) -> dict[str, dict[float, float]]:
-        """What Redis has counted by month, once every instance has given back what it can."""
+        """Returns Redis's counts by month, after every instance has returned its unused leases."""
         limiters = [*(api.dependencies.limiter for api in self.apis), *self.limiters]
         for limiter in limiters:
             with suppress(Unavailable):  # it has lost Redis a moment ago
@@ -169,7 +169,7 @@ class Ledger:
         return counted
 
     async def held_usd(self, instance: str) -> dict[str, float]:
-        """What an instance may still give back, as Redis knows, by the names of counters."""
+        """Amounts that Redis still leases to an instance, by the names of counters."""
         held: dict[str, float] = defaultdict(float)
         client: Any
         async with redis.asyncio.Redis.from_url(self.redis_url) as client:
@@ -182,7 +182,7 @@ class Ledger:
 
 
 def budgets_of(tenant: str, key_id: str) -> tuple[str, str]:
-    """Returns the names of the counters for the budgets of a tenant and of a key."""
+    """Returns the counter names for a tenant's and a key's budgets."""
     return budget_name(BudgetHolder(tenant)), budget_name(BudgetHolder(tenant, key_id))
 
 

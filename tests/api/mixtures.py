@@ -1,4 +1,4 @@
-"""Mixtures of requests, of how their callers end them, and of what goes wrong meanwhile."""
+"""Mixtures of requests, ways in which callers end them, and failures that happen meanwhile."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ INSTANCES = 2
 RUNNER = 2
 """The number of the process that runs batches. Those below it are instances of the API."""
 NAMES = ("one", "two", "poor", "open")
-"""Of keys."""
+"""Names of keys."""
 
 Kind = Literal[
     "texts", "revised", "image", "write", "stream", "prediction", "drawing", "flow", "batch"

@@ -1,7 +1,7 @@
 """Processes inside the test's own that die as if they were killed.
 
-Nothing that a dead one does counts any more. It does not reach Redis, the broker drops what it
-sends and hands out anew what it held, and its rows are those that it had written. Then it is
+Nothing that a dead one does counts any more. It does not reach Redis, the broker drops its messages
+and redelivers the ones it held, and only the rows that it had already written remain. Then it is
 closed, which nobody notices.
 """
 
@@ -64,7 +64,7 @@ class Mortal(Generic[T]):
     """A process that can be killed and started again.
 
     Args:
-        name: of its link to Redis.
+        name: name of its link to Redis.
         made: opens it, with its door to the broker and a list for its rows.
         ledger: gets the lists of its rows.
     """

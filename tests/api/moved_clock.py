@@ -19,7 +19,7 @@ from shared.stores.objects import UrlSigner
 
 SCRIPT = "tests/api/moved_clock.lua"
 CLOCKED = (ApiKeys, BudgetMarks, ResultCache, Storage, UrlSigner)
-"""What takes `time.time` as an argument by default, and so knows only the one before a patch."""
+"""Classes that take `time.time` as a default argument, and so keep the real one despite a patch."""
 
 
 class MovedClock:

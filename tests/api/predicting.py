@@ -1,4 +1,4 @@
-"""What the tests of predictions have in common."""
+"""Helpers that the tests of predictions share."""
 
 import asyncio
 import base64
@@ -11,7 +11,7 @@ from tests.limits import WAIT_LIMIT_S
 
 TEXT = {"version": TEXT_MODEL.name, "input": {"text": "a cat"}}
 WAIT = {"prefer": "wait=60"}
-"""The longest that there is: beside other work an image is decoded slowly."""
+"""The longest possible wait: an image decodes slowly while the machine does other work."""
 OVER = {"succeeded", "failed", "canceled"}
 
 

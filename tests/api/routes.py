@@ -1,4 +1,4 @@
-"""All routes of an app, those that its OpenAPI document leaves out among them."""
+"""All routes of an app, including routes that its OpenAPI document leaves out."""
 
 from collections.abc import Iterable, Iterator
 
@@ -8,7 +8,7 @@ from starlette.routing import BaseRoute
 
 
 def routes_of(app: FastAPI) -> list[tuple[str, str]]:
-    """(method, path) of every route."""
+    """Yields the method and path of every route."""
     found = list(_walked(app.routes, ""))
     assert len(found) > 30, "FastAPI keeps its routes somewhere else now"
     return found
@@ -20,5 +20,5 @@ def _walked(routes: Iterable[BaseRoute], prefix: str) -> Iterator[tuple[str, str
             for method in sorted(route.methods or ()):
                 yield method, prefix + route.path
         elif (router := getattr(route, "original_router", None)) is not None:
-            # What `include_router` leaves in an app.
+            # `include_router` leaves this in an app.
             yield from _walked(router.routes, prefix + route.include_context.prefix)  # type: ignore[attr-defined]

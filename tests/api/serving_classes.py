@@ -31,7 +31,7 @@ async def served_class(
 ) -> AsyncIterator[ApiUnderTest]:
     """Serves a class as `mine`. API and worker share a broker, a Redis and an object store.
 
-    `processes` are those of the worker.
+    `processes` are the worker's processes.
     """
     (tmp_path / "class").mkdir()
     folder = write_class(tmp_path / "class", body)

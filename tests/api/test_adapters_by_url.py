@@ -28,7 +28,7 @@ from tests.keys import bearer, keys_url
 
 pytestmark = pytest.mark.anyio
 DATA = bytes(range(256)) * 400
-"""Larger than what is kept in messages. Only workers read it."""
+"""Larger than the files kept in messages. Only workers read it."""
 SHA256 = hashlib.sha256(DATA).hexdigest()
 MAX_BYTES = 200_000
 
@@ -210,7 +210,7 @@ async def test_schema_of_a_model_has_the_bucket(api: ApiUnderTest, server: FileS
 async def test_what_a_tenant_has_fetched_is_of_no_use_to_others(
     server: FileServer, tmp_path: Path, redis_url: str
 ) -> None:
-    """Its URL is closed meanwhile. The digest, which is no secret, opens nothing."""
+    """Its URL is closed meanwhile. The digest, which is not secret, does not open anything."""
     keys = keys_url(tmp_path, one="acme", two="globex")
     settings = settings_for(
         tmp_path, redis_url=redis_url, secret="s", keys_url=keys, **server.settings

@@ -124,7 +124,7 @@ async def test_tenants_get_plans(api: ApiUnderTest) -> None:
 
 
 async def test_default_plan_stays(api: ApiUnderTest) -> None:
-    """Without it all tenants that have no plan of their own would have no limits."""
+    """Without it, tenants without a plan would have no limits."""
     await ask(api, "PUT", "/plans/default", {"requests_per_min": 1})
     reason = await refused(api, "DELETE", "/plans/default")
     assert "would have no limits" in reason

@@ -20,7 +20,7 @@ from shared.models.tasks.base import FirstGuesses
 from shared.tenants.plan import PRIORITIES, Priority
 from tests.clock import Clock
 
-# Names of their own: gauges of this process show what others' tests left in flight.
+# Unique names: gauges of this process include items that other tests left in flight.
 TEXT, IMAGE = (
     model.model_copy(update={"name": f"admitted {model.name}"})
     for model in read_catalog(Path("models.yaml")).models
@@ -36,7 +36,7 @@ def bounded(model: Model, items: int) -> Model:
 def refused(
     admission: Admission, model: str, items: int, remaining_s: float = math.inf, **more: Any
 ) -> float:
-    """Seconds to wait, as told by the refusal that must come."""
+    """Seconds to wait, from the refusal that must come."""
     with pytest.raises(Overloaded) as caught:
         admission.admit(Demand(model, items, **more), remaining_s=remaining_s)
     return caught.value.retry_after_s
@@ -53,7 +53,7 @@ def test_room_for_one_is_room_for_a_whole_request() -> None:
 
 
 def test_counts_of_each_priority_are_there_before_the_first_request() -> None:
-    # Else nobody could tell a model without requests from metrics that are lost.
+    # Otherwise a model without requests would look the same as lost metrics.
     model = TEXT.model_copy(update={"name": "counted"})
     admission = Admission(10, [model])
 
@@ -140,8 +140,8 @@ def test_batch_that_runs_is_waited_for_in_any_order() -> None:
 
 
 def test_time_until_a_large_request_of_a_newcomer_fits() -> None:
-    """30 items of a newcomer and 30 of the 100 others would leave in 0.8 s. What is counted
-    shrinks only when less than 30 of the others are left.
+    """30 items of a newcomer and 30 of the 100 others would leave in 0.8 s. The count shrinks only
+    when fewer than 30 of the others are left.
     """
     admission, clock = measured(0.01)
     retry_s = refused(admission, TEXT.name, 30, remaining_s=0.75, tenant="new")

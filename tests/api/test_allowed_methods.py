@@ -1,5 +1,5 @@
-"""What browsers, proxies and link checkers ask besides: HEAD, OPTIONS, preflights, and what else a
-path takes.
+"""Other requests that browsers, proxies and link checkers send: HEAD, OPTIONS, preflights, and
+methods that a path does not take.
 """
 
 from collections.abc import AsyncIterator
@@ -108,7 +108,7 @@ async def test_pages_of_named_origins_may_call(open_api: ApiUnderTest) -> None:
     for key, status in (("k", 200), ("wrong", 401)):
         answer = await http.post("/v1/embeddings", json=body, headers=origin | bearer(key))
         assert answer.status_code == status
-        # A script that can't read why it was refused can't tell its user.
+        # A script that can't read why it was refused can't explain it to its user.
         assert answer.headers["access-control-allow-origin"] in (origin["origin"], "*")
         assert "x-request-id" in answer.headers["access-control-expose-headers"]
         assert "access-control-allow-credentials" not in answer.headers

@@ -67,7 +67,7 @@ async def test_a_stream_has_the_events_of_anthropics(api: ApiUnderTest) -> None:
     assert events[-2]["delta"]["stop_reason"] == "max_tokens"
     usage = events[-2]["usage"]
     assert usage["output_tokens"] == 5
-    # What the prompt has is known when the message starts, and clients read it there.
+    # The size of the prompt is known when the message starts, and clients read it there.
     assert usage["input_tokens"] > 0
     assert events[0]["message"]["usage"] == usage | {"output_tokens": 0}
 
@@ -128,7 +128,7 @@ async def test_arguments_that_are_no_sound_json_are_left_out(
 async def test_the_schema_of_a_text_reaches_the_worker(
     api: ApiUnderTest, is_of_an_older_client: bool
 ) -> None:
-    """Structured outputs were a beta, in a field of their own."""
+    """Structured outputs were a beta, in a separate field."""
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     text_format = {"type": "json_schema", "schema": schema}
     field: dict[str, Any] = {"output_config": {"format": text_format}}

@@ -1,4 +1,4 @@
-"""Recordings that are written down, and texts that are said, as OpenAI's client asks for them."""
+"""Recordings to transcribe and texts to speak, as OpenAI's client requests them."""
 
 from __future__ import annotations
 

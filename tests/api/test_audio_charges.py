@@ -1,4 +1,4 @@
-"""What recordings and texts that are said cost, by three books that agree."""
+"""Costs for recordings and spoken texts, in three books that agree."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ FIELDS: dict[str, Any] = {
 
 
 async def transcribe(world: LedgerWorld, said: str, **form: str) -> httpx.Response:
-    """The answer for a recording. What it says of its cost is noted."""
+    """The answer for a recording. Records the cost that it reports."""
     answer = await world.api.http.post(
         "/v1/audio/transcriptions",
         data={"model": "mine"} | form,
@@ -71,7 +71,7 @@ async def transcribe(world: LedgerWorld, said: str, **form: str) -> httpx.Respon
 
 
 async def told_by_the_prediction(world: LedgerWorld, location: str) -> float:
-    """What a stream cost, once it is over."""
+    """Returns the cost of a stream, once it is over."""
     async with asyncio.timeout(WAIT_LIMIT_S):
         while True:
             prediction = (await world.api.http.get(location, headers=bearer("one"))).json()

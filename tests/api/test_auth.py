@@ -1,4 +1,4 @@
-"""Who is let in: keys in headers, and callers without keys on the machine itself."""
+"""Authentication: keys in headers, and callers without keys on the machine itself."""
 
 import hmac
 from collections.abc import Callable

@@ -30,7 +30,7 @@ def json_routes(api: ApiUnderTest) -> list[tuple[str, str]]:
 
 
 async def test_every_route_reads_json_behind_a_mark(api: ApiUnderTest) -> None:
-    """`{}` lacks fields nearly everywhere, and the error says which: so it was read."""
+    """`{}` lacks required fields nearly everywhere. The error lists them, so the body was read."""
     for method, path in json_routes(api):
         answers = [
             await api.http.request(method, path, content=mark + b"{}", headers=JSON)
@@ -41,7 +41,7 @@ async def test_every_route_reads_json_behind_a_mark(api: ApiUnderTest) -> None:
 
 
 def _known_part(status: int, body: Any) -> tuple[int, Any]:
-    """The status, and the error without what differs between equal requests."""
+    """The status, and the error without the parts that differ between equal requests."""
     return status, {**body, "request_id": ""} if status >= 400 else None
 
 

@@ -1,4 +1,4 @@
-"""What an answer says of its cost is what its rows say."""
+"""The cost in an answer equals the cost in its rows."""
 
 import asyncio
 from pathlib import Path
@@ -22,7 +22,7 @@ PRICED = MODEL.model_copy(
 
 
 async def _ask(one: Deployment, key: str, *texts: str) -> tuple[str, float, float]:
-    """The id, the cost and the device time of a request, as its answer tells them."""
+    """The id, the cost and the device time of a request, from its answer."""
     answer = await one.here.http.post(
         "/v1/embeddings",
         json={"model": MODEL.name, "input": list(texts), "encoding_format": "base64"},

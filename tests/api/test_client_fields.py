@@ -1,7 +1,8 @@
-"""Each field of each request type of the installed `openai` client: null, absent and a usual value.
+"""Every field of every request type in the installed `openai` client: null, absent and a usual
+value.
 
-What the client's types call optional may be null. Any other value is taken, or refused by the name
-of the field and with a reason.
+Fields that are optional in the client's types may be null. Any other value is taken, or refused by
+the name of the field and with a reason.
 """
 
 import json
@@ -70,7 +71,7 @@ CALLED = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}
 
 
 class Case(NamedTuple):
-    """A request type: a body that is taken, and the place in it of what has the type's fields."""
+    """A request type: a body that is accepted, and the place in it where the type's fields are."""
 
     path: str
     body: dict[str, Any]
@@ -280,7 +281,7 @@ NULLS_REFUSED = {
     (RESPONSES, "call_id"),
     ("/v1/responses/input_tokens", "input"),
 }
-"""Null would mean a text without a prompt, a result of no call, and nothing to count."""
+"""Null would mean a text without a prompt, a result without a call, or nothing to count."""
 
 
 @pytest.fixture(scope="module")

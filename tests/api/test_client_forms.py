@@ -1,4 +1,4 @@
-"""Each field of each form of the installed `openai` client: empty, absent and a usual value.
+"""Every field of every form in the installed `openai` client: empty, absent and a usual value.
 
 The client leaves null out of a form. Written by hand it is an empty value, which is taken as null
 or refused. Any other value is taken, or refused by the name of the field.

@@ -1,4 +1,4 @@
-"""Each parameter of each query of the installed `openai` client: empty, absent and a usual value.
+"""Every parameter of every query in the installed `openai` client: empty, absent and a usual value.
 
 The client leaves null out of a query. Written by hand it is an empty value, which is taken as
 absent or refused. Any other value is taken, or refused by the name of the parameter.
@@ -75,7 +75,7 @@ CASES = [
     ),
 ]
 BODY_OR_PATH = {"items", "conversation_id"}
-"""Fields of the client's types that are no parameters of the query."""
+"""Fields of the client's types that are not query parameters."""
 USAGES = [
     Case(f"{USAGE}/embeddings", (usage_embeddings_params.UsageEmbeddingsParams,)),
     Case(f"{USAGE}/images", (usage_images_params.UsageImagesParams,)),
@@ -144,7 +144,7 @@ async def test_each_parameter_of_the_client_is_taken_or_refused_by_name(
 
 
 async def test_a_filter_of_stored_chats_is_never_left_out(api: ApiUnderTest) -> None:
-    """One that matches nothing gives nothing."""
+    """A filter that matches nothing returns nothing."""
     await _path(api, "/v1/chat/completions/{chat}/messages")
     for given in ({"model": "x"}, {"metadata": {"a": "x"}}):
         listed = await api.http.get(f"/v1/chat/completions?{QUERY.stringify(given)}")
@@ -156,7 +156,7 @@ async def test_a_filter_of_stored_chats_is_never_left_out(api: ApiUnderTest) -> 
 
 @pytest.mark.parametrize("case", USAGES, ids=lambda case: case.path)
 async def test_a_filter_of_usage_is_known_or_refused_by_name(api: ApiUnderTest, case: Case) -> None:
-    """What a filter does not leave out would be told as the usage of whom it names."""
+    """An ignored filter would return other usage as the usage it asks for."""
     known = {"project_ids", "api_key_ids"}
     known.add("line_items" if case.path.endswith("costs") else "models")
     for field in params_of(*case.kinds):

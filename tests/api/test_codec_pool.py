@@ -252,7 +252,7 @@ async def test_many_scans_are_the_callers_error(api: ApiUnderTest) -> None:
 
 
 async def test_image_has_no_more_memory_than_its_header_declares(api: ApiUnderTest) -> None:
-    """The box `ispe` says how large an AVIF image is, and its AV1 frame says so too."""
+    """Both the `ispe` box of an AVIF image and its AV1 frame specify its size."""
     buffer = io.BytesIO()
     Image.new("RGB", (8000, 8000), "navy").save(buffer, "AVIF", speed=10)
     frame = buffer.getvalue()

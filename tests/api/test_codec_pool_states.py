@@ -25,7 +25,7 @@ from tests.tiers import examples
 pytestmark = pytest.mark.slow(about_s=5)
 
 PROCESSES = 2
-"""Of one tenant."""
+"""Processes per tenant."""
 ALL_PROCESSES = PROCESSES + SPARE_PROCESSES
 TURNS = 30
 """Turns of the event loop, after which nothing continues by itself."""
@@ -42,7 +42,7 @@ class MovedLoop(asyncio.SelectorEventLoop):
 
 
 class FakeProcess(CodecClient):
-    """A process that ends a command when the test says so."""
+    """A process that ends a command when the test asks it to."""
 
     def __init__(self, running: list[FakeProcess]) -> None:
         self._running = running

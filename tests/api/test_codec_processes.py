@@ -50,7 +50,7 @@ except ConnectionError:
 
 @pytest.fixture
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes that cost what the width says, and notice when another one decodes."""
+    """Processes whose cost is the image's width, and that notice when another one decodes."""
     script = tmp_path / "fake.py"
     root = str(Path(__file__).parents[2])
     script.write_text(FAKE.format(root=root, folder=str(tmp_path), too_long=int(signal.SIGXCPU)))

@@ -61,7 +61,7 @@ async def counted(
     asks: int = 12,
     **fields: Any,
 ) -> tuple[CanaryCounts, list[Any]]:
-    """What is counted of two revisions that add this, and the rows, after some predictions."""
+    """Counts for two revisions that contain `added`, and the rows, after some predictions."""
     folders = []
     for number, one in enumerate(added):
         (tmp_path / str(number)).mkdir()

@@ -1,4 +1,4 @@
-"""What predictions of custom classes cost: by item, by work, by second. Three books agree."""
+"""Costs of predictions that custom classes make: by item, by work, by second. Three books agree."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ async def charged(
 
 
 async def predict(world: LedgerWorld, key: str = "one", **given: Any) -> dict[str, Any]:
-    """A prediction that is over. What its answer says of its cost is noted."""
+    """A finished prediction. Records the cost that its answer reports."""
     http = world.api.http
     body = {"version": "mine", "input": given}
     response = await http.post("/v1/predictions", json=body, headers=bearer(key) | WAIT)
@@ -173,7 +173,7 @@ async def test_a_stream_that_was_read_in_part_costs_its_whole_work(
 async def test_a_budget_reserves_the_most_work_and_the_longest_time(
     redis_url: str, tmp_path: Path
 ) -> None:
-    """Who has less left than the most it can cost is refused, however little it would cost."""
+    """A key is refused if it has less left than the maximum cost, whatever the actual cost."""
     async with charged(redis_url, tmp_path, BATCHED, deadline={"longest_s": 60}) as world:
         http = world.api.http
         body = {"version": "mine", "input": {"text": "a"}}
@@ -187,7 +187,7 @@ async def test_a_budget_reserves_the_most_work_and_the_longest_time(
 
 
 async def test_work_counts_toward_its_limit_by_the_minute(redis_url: str, tmp_path: Path) -> None:
-    """Of each prediction the most is reserved, and what it did weigh counts."""
+    """The maximum is reserved for each prediction, but only its actual work counts."""
     async with charged(redis_url, tmp_path, BATCHED) as world:
         plan = Plan(work_per_min=MOST + 20)
         keys = keys_url(tmp_path, plans={"p": plan}, tenants={"acme": "p"}, a="acme")

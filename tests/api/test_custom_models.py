@@ -300,7 +300,7 @@ class Predictor(BasePredictor):
 
 
 async def test_files_are_streamed_as_they_are_made(serve: Any, tmp_path: Path) -> None:
-    """Each can be loaded before the next one exists, and what follows resumes behind it."""
+    """Each can be loaded before the next one exists, and reading resumes after it."""
     api = await serve(YIELDS_FILES)
     (tmp_path / "class/0").touch()
     (tmp_path / "class/1").touch()
@@ -414,7 +414,7 @@ async def blocks_of(lines: AsyncIterator[str]) -> AsyncIterator[dict[str, str]]:
 async def test_what_was_read_of_a_stream_is_paid_though_it_is_canceled(
     serve: Any, is_read: bool, cost_usd: float
 ) -> None:
-    """Otherwise who cancels after the last piece reads everything for nothing."""
+    """Otherwise a caller who cancels after the last piece would read everything for free."""
     api = await serve(TALKS_ON)
     running = (await api.http.post("/v1/predictions", json=TALK)).json()
     if is_read:

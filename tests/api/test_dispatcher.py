@@ -1,5 +1,5 @@
-"""The dispatcher without HTTP around it: what is computed once, who waits for whom, who writes
-which row.
+"""The dispatcher without HTTP around it: sharing of computed results, waiting, and the rows that
+get written.
 """
 
 import asyncio
@@ -132,7 +132,7 @@ async def test_who_joined_a_job_that_no_worker_can_read_asks_anew(
 async def test_what_is_refused_after_work_began_is_refused_as_a_whole(
     harness: DispatcherHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One item is computed. The other one must be asked for anew, and there is no room for it."""
+    """One item is computed. The other one must be requested again, and there is no room for it."""
 
     def refuse(*_: object, **__: object) -> None:
         raise Overloaded("no room")
@@ -166,7 +166,7 @@ async def test_last_who_hangs_up_frees_everything_at_once(harness: DispatcherHar
     # The worker answers all the same: nobody waits, and the replies are dropped.
     harness.worker.go.set()
     await until(lambda: unknown._value.get() == before + 2)
-    # Rows of results that the worker writes all the same don't count beside these.
+    # The worker writes rows of results all the same; they don't count here.
     assert [(row.cache, row.error_code) for row in harness.rows] == [("none", "canceled")] * 3
     assert {(row.attempt, row.charged_share) for row in harness.rows} == {(None, 0.0)}
 
@@ -267,8 +267,8 @@ async def test_broker_out_of_reach_is_recorded_by_the_api(harness: DispatcherHar
 async def test_publish_that_ends_with_the_deadline_has_expired(
     harness: DispatcherHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A timer may fire up to a millisecond early, and the caller is still told of its deadline, not
-    of an outage.
+    """A timer may fire up to a millisecond early, and the caller still gets an error about its
+    deadline, not about an outage.
     """
 
     async def publish(

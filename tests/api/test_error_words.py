@@ -1,5 +1,5 @@
-"""Every validation error of every request is in the words of the caller: it names a field as it was
-sent, says what is accepted, and nothing of ours.
+"""Every validation error of every request uses the caller's words: it names a field as it was sent,
+states which values are accepted, and reveals no internals.
 """
 
 import json
@@ -49,7 +49,7 @@ def bodies(kind: type[Body] = Body) -> Iterator[type[Body]]:
 
 
 def flaw(where: str, reason: str) -> str:
-    """What is wrong with an error. Empty: nothing."""
+    """The fault of an error message. Empty if the message is fine."""
     if found := OURS.search(f"{where} {reason}"):
         return f"it has a word of ours: {found[0]!r}"
     if where and (not PLACE.fullmatch(where) or TYPES & set(re.split(r"[.\[\]]", where))):

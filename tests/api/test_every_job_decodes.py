@@ -1,5 +1,5 @@
-"""Whatever headers and bodies come in: every job that is published can be read, and nothing is
-answered with 500.
+"""Regardless of headers and bodies, every published job can be read, and no request is answered
+with 500.
 """
 
 from __future__ import annotations

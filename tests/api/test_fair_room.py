@@ -54,7 +54,7 @@ def test_many_that_fill_it_leave_room_for_one_more() -> None:
 
 
 def test_freed_room_goes_to_whoever_is_below_its_share() -> None:
-    """Two that both always send more come to equal parts, whoever was first."""
+    """Two tenants that both always send more end up with equal parts, whichever came first."""
     room = FairRoom(BOUND)
     fill(room, "a")
     for _ in range(20 * BOUND):

@@ -25,9 +25,7 @@ def texts_of(tenant: str, connection: int, count: int) -> dict[str, object]:
 
 
 async def test_tenant_that_fills_an_instance_leaves_room_for_another(tmp_path: Path) -> None:
-    """The worker answers nobody until it is told to, so whatever is refused is refused for what is
-    in flight.
-    """
+    """The worker does not answer until it may, so every refusal is caused by requests in flight."""
     settings = settings_for(tmp_path, keys_url=keys_url(tmp_path, b="busy", q="quiet"))
     limits = httpx.Limits(max_connections=None)
     async with (

@@ -280,7 +280,7 @@ ECHOED = {"model": "writer", "max_tokens": 1, "temperature": 0, "echo": True, "l
 
 
 async def test_an_echo_is_what_lm_eval_reads(api: ApiUnderTest) -> None:
-    """Its client sends token ids, and skips those of the context and the one that was written."""
+    """Its client sends token ids, and skips the ids of the context and the one generated token."""
     prompts = [[1, 2, 3], [4, 5]]
     given = {**ECHOED, "prompt": prompts, "seed": 1234}
     reply = (await api.http.post("/v1/completions", json=given)).json()
@@ -394,7 +394,7 @@ async def test_arguments_that_are_no_sound_json_stay_text(
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
     messages = [*SAY, {"role": "assistant", "content": None, "tool_calls": [call]}, *SAY]
     answer = await api.http.post("/v1/chat/completions", json=chat(messages=messages))
-    if len(arguments) < 50_000:  # longer ones are no prompt of this model
+    if len(arguments) < 50_000:  # longer ones are not valid prompts of this model
         assert answer.status_code == 200, answer.text
         item = api.worker.items[-1].input
         assert isinstance(item, GenerationInput)
@@ -570,7 +570,7 @@ async def test_a_client_reads_on_after_a_pause(
             got.append(chunk)
             if text_of(got).split() == TEXT.split()[:2]:
                 break
-        # The client reads heartbeats meanwhile, and then what comes behind them.
+        # The client reads heartbeats meanwhile, and then the events that follow.
         later = asyncio.get_running_loop()
         for _ in range(3):
             later.call_later(0.1, api.worker.written.release)

@@ -1,4 +1,4 @@
-"""What a streamed text costs that ends early: the tokens that went out, through API and worker."""
+"""The cost of a streamed text that ends early: the tokens that went out, through API and worker."""
 
 import asyncio
 import json
@@ -85,7 +85,7 @@ async def check_counted(api: ApiUnderTest, row: Row) -> None:
 
 
 async def used_tokens(api: ApiUnderTest) -> int:
-    """What the tenant has used of its tokens, once nothing of it is in flight."""
+    """Tokens that the tenant has used, once it has nothing in flight."""
     body = {"model": "letters", "prompt": "x", "max_tokens": 1}
     async with asyncio.timeout(WAIT_LIMIT_S):
         while True:
@@ -114,7 +114,7 @@ async def test_a_stream_that_is_canceled_costs_what_went_out(
         [row] = harness.rows
         assert row.status == "canceled"
         assert row.input_tokens == 3
-        # What its instance had read for it when it hung up may be a little more.
+        # May be slightly more, because its instance had read ahead when it hung up.
         assert row.output_tokens is not None
         assert row.output_tokens >= len(text)
         assert row.cost_usd == pytest.approx((3 * 2 + row.output_tokens * 6) / 1e6)
@@ -128,7 +128,7 @@ async def test_a_stream_that_is_canceled_and_deleted_at_once_costs_what_went_out
     async with served(redis_url, tmp_path) as (api, harness):
         text = await read_and_leave(api, 50)
         made = (await only_prediction(api))["id"]
-        # Before its worker has said what it costs.
+        # Before its worker has reported the cost.
         await api.http.post(f"/v1/predictions/{made}/cancel", headers=ACME)
         answer = await api.http.delete(f"/v1/predictions/{made}", headers=ACME)
         assert answer.status_code < 300, answer.text

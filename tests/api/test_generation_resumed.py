@@ -1,4 +1,4 @@
-"""Streams of texts that go on behind any event: each piece once."""
+"""Text streams that resume after any event: each piece comes once."""
 
 import asyncio
 import json

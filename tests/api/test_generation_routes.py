@@ -1,4 +1,4 @@
-"""What else clients ask of text models: stored chats, counts of tokens, many prompts, facts."""
+"""Other requests of text model clients: stored chats, counts of tokens, many prompts, facts."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path

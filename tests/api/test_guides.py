@@ -1,4 +1,4 @@
-"""What requests with ControlNets and with IP-Adapters have in common."""
+"""Behavior that requests with ControlNets share with requests that use IP-Adapters."""
 
 import json
 from dataclasses import dataclass
@@ -111,7 +111,7 @@ async def test_lines_of_batches_have_guides(guide: Guide, tmp_path: Path, redis_
         assert error["response"]["body"]["error"]["param"] == f"{guide.field}_image"
         sizes = {(one.height, one.width, 3) for one in drawn(api)}
         shapes = {pixels(image.data).shape for image in guide.images(api)}
-    # The image of a control decides the size of what is drawn.
+    # The control image decides the size of the output.
     assert shapes == (sizes if guide.field == "control" else {(71, 130, 3), (64, 64, 3)})
     assert len(shapes) == 2
 

@@ -1,4 +1,4 @@
-"""Classes that do what none should, behind the API: a clear error for who asked, others served."""
+"""Classes that misbehave: their callers get a clear error, and others are served."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ async def test_repeat_is_answered_alike_and_costs_nothing(api: ApiUnderTest) -> 
     assert second.headers.get_list("x-penstock-cost-usd") == ["0"]
     assert first.headers["x-request-id"] != second.headers["x-request-id"]
     assert len(api.worker.jobs) == 1
-    assert len(api.rows) == 0  # the worker's business; a repeat is no work
+    assert len(api.rows) == 0  # the worker writes rows; a repeat needs no work
 
 
 async def test_other_keys_and_no_key_are_computed(api: ApiUnderTest) -> None:

@@ -86,7 +86,7 @@ async def test_every_kind_of_image_is_taken(api: ApiUnderTest, data: bytes) -> N
         assert (image.format, image.mode, image.size) == ("PNG", "RGB", (48, 32))
 
 
-# Pillow warns about broken EXIF data and goes on without it, which is what we want.
+# Pillow warns about broken EXIF data and continues without it, which is what we want.
 @pytest.mark.filterwarnings("ignore::UserWarning:PIL")
 @settings(max_examples=examples(150), deadline=None)
 @given(
@@ -172,7 +172,7 @@ def test_scans_are_counted_in_linear_time() -> None:
 
 @pytest.mark.parametrize("kind", ["many scans", "thumbnail", "video behind it"])
 def test_jpeg_within_the_limit_of_scans_is_drawn(kind: str) -> None:
-    """What begins like a scan in metadata, or behind the image, is none."""
+    """Bytes that look like a scan in metadata, or after the image, don't count as a scan."""
     scan = b"\xff\xda" * 5000
     data = {
         "many scans": repeat_scans(64, MAX_SCANS - 6),
@@ -234,7 +234,7 @@ def test_what_is_odd_costs_no_more_than_what_is_usual(
     answer, drawn = _prepared(make(), (8, 8))
     assert isinstance(answer, SourcePrepared) == is_taken, answer
     if drawn is not None:
-        # Of many frames the first.
+        # The first of many frames.
         assert drawn.getpixel((4, 4)) == (0, 0, 0)
 
 
@@ -259,7 +259,7 @@ def test_large_image_is_drawn_as_if_resampled_whole(kind: str, mode: str, turn: 
     assert answer == SourcePrepared(64, 40, file_size=(700, 900) if turn == 6 else (900, 700))
     assert drawn is not None
     expected = np.asarray(flat.resize((64, 40), Image.Resampling.LANCZOS), dtype=int)
-    # Where the gradients' ends meet, two filters ring a little differently.
+    # Two filters ring a little differently at the ends of the gradients.
     off = np.abs(np.asarray(drawn, dtype=int) - expected)
     assert off.mean() < 1
     assert off.max() < 24

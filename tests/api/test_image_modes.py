@@ -127,8 +127,8 @@ def saved(mode: str, container: str) -> tuple[bytes, Pixels] | None:
 
 MODES = ["1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "LAB"]
 MODES += ["HSV", "I", "F", "I;16", "I;16B", "I;16L", "I;16N"]
-# What Pillow makes of these modes before it writes them is its own: WebP and AVIF have RGB and
-# RGBA only, GIF has palettes, and BMP has no alpha.
+# Pillow decides how to convert these modes before it writes them: WebP and AVIF have RGB and RGBA
+# only, GIF has palettes, and BMP has no alpha.
 _SIXTEEN = {"I", "F", "I;16", "I;16B", "I;16L", "I;16N"}
 REWRITTEN = {
     "WEBP": {"RGBa", "YCbCr", "LAB", "HSV", *_SIXTEEN},
@@ -165,7 +165,7 @@ def test_other_containers_are_refused_by_name(container: str) -> None:
 
 
 CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}
-"""Of the color types of PNG: https://www.w3.org/TR/png-3/#table111"""
+"""Channels per color type of PNG: https://www.w3.org/TR/png-3/#table111"""
 PNGS = [
     *((0, depth) for depth in (1, 2, 4, 8, 16)),
     *((3, depth) for depth in (1, 2, 4, 8)),
@@ -219,13 +219,13 @@ def content(kind: int, depth: int) -> tuple[Pixels, Pixels, list[bytes]]:
 def test_each_depth_of_png_is_drawn(kind: int, depth: int, *, is_interlaced: bool) -> None:
     values, rgb, chunks = content(kind, depth)
     pixels = drawn(png(values, kind, depth, *chunks, is_interlaced=is_interlaced))
-    # The high byte of 16 bits is up to one below what rounding gives.
+    # The high byte of 16 bits is up to one below the rounded value.
     assert np.abs(pixels - rgb).max() <= (1.5 if depth == 16 else 0.75)
 
 
 @pytest.mark.parametrize(("kind", "depth"), [one for one in PNGS if one[0] in (0, 2, 3)])
 def test_transparent_color_of_a_png_is_white(kind: int, depth: int) -> None:
-    """The chunk tRNS: one sample value, or the alpha of each color of the palette."""
+    """The tRNS chunk holds one sample value, or an alpha for each palette color."""
     values, rgb, chunks = content(kind, depth)
     one = values[HEIGHT // 2, WIDTH // 3]
     clear = (values == one).all(axis=-1)
@@ -330,7 +330,7 @@ def test_kinds_that_people_send_and_that_are_not_read_are_named(begins: bytes, n
 @pytest.mark.parametrize("container", ["PNG", "WEBP", "JPEG", "AVIF", "TIFF"])
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_a_picture_is_drawn_upright(container: str, orientation: int) -> None:
-    """Its shape is the one that is seen, so an output of its own size is not stretched."""
+    """Its shape is the visible one, so an output of the same size is not stretched."""
     corner = np.zeros((24, 40, 3), np.uint8)
     corner[:12, :20] = (255, 0, 0)  # top left as stored
     buffer, tags = io.BytesIO(), Image.Exif()

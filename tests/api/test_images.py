@@ -21,7 +21,7 @@ DEFAULTS = IMAGE_MODEL.image
 
 
 def drawn(api: ApiUnderTest) -> list[ImageInput]:
-    """What the worker was asked to draw, by seed."""
+    """Image inputs that the worker got, sorted by seed."""
     inputs = [item.input for item in api.worker.items if isinstance(item.input, ImageInput)]
     return sorted(inputs, key=lambda given: given.seed)
 

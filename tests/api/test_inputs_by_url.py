@@ -102,7 +102,7 @@ async def refusal(api: ApiUnderTest, url: str) -> str:
 
 
 async def given_to_class(api: ApiUnderTest, **given: Any) -> CustomInput:
-    """What the worker gets of a prediction of the class."""
+    """The input that the worker gets for a prediction with the class."""
     api.worker.is_silent = True
     body = {"version": "mine", "input": given}
     response = await api.http.post("/v1/predictions", json=body)
@@ -399,7 +399,7 @@ async def fetch(
 async def test_the_address_that_was_checked_is_the_one_that_is_connected_to(
     tmp_path: Path, files: FileServer, records: Records
 ) -> None:
-    """A name server that says something else the second time is asked once for each hop."""
+    """A name server whose second answer differs is asked once for each hop."""
     answers = iter([["127.0.0.1"], ["127.0.0.1"], ["127.0.0.2"]])
     asked = []
 

@@ -177,7 +177,7 @@ async def test_file_with_what_cannot_work_is_refused_with_its_line(
     (field,) = plan or key
     assert f'"{field}"' in "".join(file.read_text().splitlines()[: int(found[1])][-5:])
     assert key_for("b")[21:] not in refused.value.message
-    # What ended may name what is gone, and a running instance keeps what it has.
+    # Expired keys may name deleted entries, and a running instance keeps its directory.
     file.write_text(json.dumps(good))
     directory = LiveDirectory(key_store(file.as_uri()), refresh_s=1e6, served=served)
     async with ApiKeys(directory) as keys:
@@ -230,7 +230,7 @@ async def test_keys_outlive_their_source_for_a_day(
         with pytest.raises(Unavailable, match="can't be checked right now"):
             gets_in(keys, "a")
         assert "unreachable" in keys.keys_status()
-        # Whoever asks for the state is not to learn where the keys are.
+        # A caller that asks for the state must not learn where the keys are.
         assert str(tmp_path) not in keys.keys_status()
         assert "No such file" in caplog.records[-1].__dict__["reason"]
 

@@ -78,7 +78,7 @@ def misplaced(key: str) -> list[dict[str, Any]]:
         {"method": "DELETE", "url": f"/v1/files/{key}"},
         {"method": "PUT", "url": f"/v1/predictions/{key}", "json": {"version": key, "input": {}}},
         {"method": "GET", "url": f"/v1/predictions?cursor={key}"},
-        # What these name would be kept with the prediction.
+        # Their names would be kept with the prediction.
         {"method": "PUT", "url": f"/v1/predictions/{key[:60]}", "json": PREDICTION},
         {"method": "POST", "url": f"/v1/models/{key}/{TEXT_MODEL.name}/predictions", "json": INPUT},
         {

@@ -149,7 +149,7 @@ async def test_events_of_a_prediction_end_with_the_error(
     # It was asked for while the key was valid, and another key of the tenant reads it.
     found = await api.http.get(f"/v1/predictions/{made['id']}", headers=bearer("b"))
     assert found.json()["status"] in ("starting", "processing")
-    # The link in it is for whoever has it.
+    # Anyone can use the link in it.
     async with asyncio.timeout(WAIT_LIMIT_S), api.http.stream("GET", made["urls"]["stream"]) as on:
         api.worker.go.set()
         for _ in range(64):

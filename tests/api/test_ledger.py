@@ -1,6 +1,6 @@
-"""However a request ends, its answer, its rows and the counters of its key and tenant say the same.
+"""However a request ends, its answer, its rows and the counters of its key and tenant agree.
 
-One test for each end. Each compares the three books and says who pays what.
+One test for each end. Each compares the three books and checks which key pays how much.
 """
 
 import asyncio
@@ -94,7 +94,7 @@ async def model_fails(world: LedgerWorld) -> dict[str, float]:
 
 
 async def answer_cant_be_made(world: LedgerWorld) -> dict[str, float]:
-    """These vectors are no floats."""
+    """These vectors can't be converted to floats."""
     answer = await world.ledger.embed("one", ["abc"], encoding="float")
     assert (answer.status_code, code_of(answer)) == (500, "internal")
     return {}
@@ -116,7 +116,7 @@ async def caller_hangs_up_with_a_part_done(world: LedgerWorld) -> dict[str, floa
 
 
 async def worker_never_hears_of_the_hang_up(world: LedgerWorld) -> dict[str, float]:
-    """Its row of a result comes after the row that says that nobody got it."""
+    """The row with its result comes after the row that records the hang-up."""
     texts = words(3)
     world.harness.process.gate.clear()
     with pytest.MonkeyPatch.context() as patch:
@@ -214,7 +214,7 @@ async def budget_is_too_small(world: LedgerWorld) -> dict[str, float]:
 
 
 async def answer_is_replayed(world: LedgerWorld) -> dict[str, float]:
-    """It is charged once. So is one whose caller hung up, who gets it when it asks again."""
+    """It is charged once, even if the caller hung up and gets its answer on the next try."""
     for _ in range(2):
         assert (await world.ledger.embed("one", words(3), idempotency_key="a")).is_success
     world.harness.process.gate.clear()
@@ -226,12 +226,12 @@ async def answer_is_replayed(world: LedgerWorld) -> dict[str, float]:
     world.harness.process.gate.set()
     answer = await world.ledger.embed("one", texts, idempotency_key="b")
     assert answer.headers["idempotent-replayed"] == "true"
-    world.ledger.tell("one", 5 * WORD_USD)  # what the answer said that nobody heard
+    world.ledger.tell("one", 5 * WORD_USD)  # the cost in the answer that nobody received
     return {"one": 8 * WORD_USD}
 
 
 async def items_are_joined(world: LedgerWorld) -> dict[str, float]:
-    """Who asked first pays, the others the share of what is shared."""
+    """The first caller pays; the others pay a share for the items they share."""
     world.harness.process.gate.clear()
     asked = [await _begun(world, key) for key in ("one", "two", "two")]
     world.harness.process.gate.set()
@@ -285,7 +285,7 @@ async def unpaid_results_of_a_bad_request_are_asked_for_again(
 
 
 async def unpaid_results_are_asked_for_together(world: LedgerWorld) -> dict[str, float]:
-    """Of those that ask at the same time one pays, also if equal texts are in one request."""
+    """If several requests ask at the same time, one pays, also if one request has equal texts."""
     texts = words(3)
     await _leave_unpaid(world, texts)
     asked = (world.ledger.embed("one", [*texts, *texts]) for _ in range(4))
@@ -318,7 +318,7 @@ async def unpaid_results_meet_a_refusal(world: LedgerWorld) -> dict[str, float]:
 
 
 async def results_of_a_hang_up_are_asked_for_again(world: LedgerWorld) -> dict[str, float]:
-    """One job was answered before its caller hung up, and one is computed anew."""
+    """One job was answered before its caller hung up, and one is computed again."""
     texts = words(32)
     world.harness.process.holds = texts[20]
     await world.hang_up("one", texts, replies(world, 16))
@@ -377,7 +377,7 @@ async def results_computed_again_meet_a_hang_up(world: LedgerWorld) -> dict[str,
 
 
 async def paid_results_replace_unpaid_ones(world: LedgerWorld) -> dict[str, float]:
-    """What was computed again was paid for, so later hits pay their share."""
+    """The second computation was paid for, so later hits pay their share."""
     texts = words(3)
     await _leave_unpaid(world, texts)
     answer = await world.ledger.embed("one", texts, cache_control="no-cache")
@@ -521,7 +521,7 @@ async def batch_is_canceled(world: LedgerWorld) -> dict[str, float]:
 
 
 async def batch_is_canceled_after_its_process_died(world: LedgerWorld) -> dict[str, float]:
-    """What it had computed and charged is delivered, though no segment of it was written."""
+    """Computed and charged results are delivered, though no segment of them was written."""
     client = world.api.openai(api_key=key_for("one"))
     batch = await _left_by_its_process(world, client)
     await client.batches.cancel(batch.id)
@@ -534,7 +534,7 @@ async def batch_is_canceled_after_its_process_died(world: LedgerWorld) -> dict[s
 
 
 async def batch_is_canceled_and_its_results_are_gone(world: LedgerWorld) -> dict[str, float]:
-    """What can't be delivered is not charged, although it was computed."""
+    """Results that can't be delivered are not charged, although they were computed."""
     client = world.api.openai(api_key=key_for("one"))
     batch = await _left_by_its_process(world, client)
     await client.batches.cancel(batch.id)
@@ -745,7 +745,7 @@ def _is_published(world: LedgerWorld) -> bool:
 
 @asynccontextmanager
 async def running_batches(world: LedgerWorld) -> AsyncIterator[None]:
-    """A process that runs batches. Its limiter gives back what it does not need at its end."""
+    """A process that runs batches. Its limiter returns unused amounts when the process ends."""
     rows, broker = RowList(), world.harness.broker
     world.ledger.row_lists.append(rows.rows)
     async with opened_runner(

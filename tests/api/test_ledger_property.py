@@ -1,9 +1,9 @@
 """Any mix of requests with any ends: afterwards the three books agree, and no budget is exceeded.
 
 Answers, rows and counters are compared per key and tenant (tests/api/ledger.py). An example is a
-list of waves. The requests of a wave are in flight together: model processes are held until those
-that hang up, are late or are canceled have ended. Then a process may die, budgets may change, or
-the month may turn. No example waits for a clock.
+list of waves. The requests of a wave are in flight together: model processes are held until
+requests that hang up, are late or are canceled have ended. Then a process may die, budgets may
+change, or the month may turn. No example waits for a clock.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ REVISED = LETTERS.model_copy(
     update={
         "name": "revised",
         "revision": "1",
-        # Whatever it does here, it keeps its share.
+        # The canary keeps its share, however it does here.
         "canary": Canary(
             revision="2", share=0.5, compare_share=0.5, error_ratio=0.99, p95_ratio=1e6
         ),
@@ -137,7 +137,7 @@ TWICE = FlowEntry.model_validate(
         "output": {"words": "$second"},
     }
 )
-"""Most of its second step is what the first one, or another run, has computed."""
+"""Most items of its second step were computed by the first step, or by another run."""
 MODELS = (LETTERS, PAINTER, SPELLER, REVISED, CAPITALS)
 CATALOG = Catalog(MODELS, (flow_of(TWICE, Catalog(MODELS)),))
 CANARY = CATALOG.canaries[REVISED.name]
@@ -145,7 +145,7 @@ PROCESSES = ("api-0", "api-1", "batches")
 BEFORE_TURN_S, AFTER_TURN_S = 5.0, 1.0
 LATE_MS = "40"
 PATIENT = "wait=2"
-"""Of who waits for a prediction. One that is late waits in vain, as long as its model is held."""
+"""`Prefer` header for predictions. A late one waits in vain, as long as its model is held."""
 NEVER_S = 1e9
 LEASE_S = 1.0
 """For so long nobody takes over what a process that died was doing."""
@@ -184,7 +184,7 @@ class Mixed:
 
     @property
     def workers(self) -> list[WorkerHarness]:
-        """The canary's first, as it leaves to the other revision what it can't do."""
+        """The canary's worker comes first: it leaves to the other revision what it can't do."""
         return [*self.held, self.speller]
 
     @property
@@ -228,7 +228,7 @@ class Mixed:
 
 
 class UnlikeProcess(LetterProcess):
-    """Of the canary: it can't do one of the texts that the other revision can."""
+    """The canary's process: it can't do one of the texts that the other revision can."""
 
     def _result(self, text: str) -> Result | PenstockError:
         return ModelFailed("not here") if text == _text(4) else super()._result(text)
@@ -341,7 +341,7 @@ async def _runner(settings: ApiSettings, door: Any, rows: list[Row]) -> AsyncIte
 
 @dataclass(repr=False)
 class Mix:
-    """One example: its own tenants, what was asked, and what the answers said."""
+    """One example: its own tenants, its requests, and the costs in the answers."""
 
     world: Mixed
     budgets: MixedBudgets
@@ -357,12 +357,14 @@ class Mix:
     own_ids: dict[str, str] = field(default_factory=dict)
     """Of predictions that their callers named, by the id of the request that created them."""
     silent: set[str] = field(default_factory=set)
-    """Requests whose callers were not told what they cost, by the id they sent: those whose answers
-    are kept although their callers hung up, and those of a process that died."""
+    """Requests whose callers got no report of the cost, by the ID they sent.
+
+    Either their answer was kept although the caller hung up, or their process died.
+    """
     answered: set[str] = field(default_factory=set)
-    """Requests whose callers were told what they cost, by the ID they sent."""
+    """Requests that reported their cost to their callers, by the ID they sent."""
     spare_usd: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """What processes that died could have given back, by the names of counters."""
+    """Amounts that dead processes could have returned, by the names of counters."""
     has_died: bool = False
     """True if a process has."""
 
@@ -407,7 +409,7 @@ class Mix:
             await self._know_budgets()
 
     async def _begin(self, wave: Wave) -> list[Asked]:
-        """Sends the requests of a wave, and waits for those that end early."""
+        """Sends the requests of a wave, and waits for the requests that end early."""
         names = [f"{self.budgets.number}-{one.key}-{next(self.fresh)}" for one in wave.asks]
         asked = [
             (one, name, asyncio.create_task(self._ask(one, name)))
@@ -429,7 +431,7 @@ class Mix:
                         is_told = True
 
     async def _change_budgets(self, new: Sequence[NewBudget]) -> None:
-        """Changes budgets, and tells the first instance."""
+        """Changes budgets, and refreshes them on the first instance."""
         for one in new:
             self.budgets.change(one)
         await self.ledger.apis[0].dependencies.access.refresh()
@@ -446,7 +448,7 @@ class Mix:
                     marked = set(await store.marks())
 
     async def _kill(self, number: int, asked: Sequence[Asked]) -> None:
-        """Kills a process that has told Redis what it did while that was away."""
+        """Kills a process after it has synced its work during an outage to Redis."""
         limiter = self.world.limiter(number)
         await self._tell_redis([number])
         waiting = [one for one in asked if one[0].instance == number and not one[2].done()]
@@ -475,7 +477,7 @@ class Mix:
         await store.unlock_marks()
 
     def _body(self, one: Ask) -> tuple[str, dict[str, Any]]:
-        """The path and the body. What is not to be answered has something that nobody else asks."""
+        """The path and the body. A request that must not be answered gets a unique item."""
         own = one.ends_early
         number = next(self.fresh) if own and not one.repeats else 0
         texts = [_text(item) for item in one.items] + ([_own(number)] if own else [])
@@ -610,7 +612,7 @@ class Mix:
                 await asyncio.sleep(0.02)
 
     async def settle(self) -> None:
-        """Ends what nobody waits for any more, and notes what predictions say."""
+        """Ends requests that nobody waits for any more, and records costs from predictions."""
         for name in NAMES:
             for one in await self._listed(name):
                 if one["status"] not in OVER:
@@ -635,9 +637,10 @@ class Mix:
         self.ledger.uncounted = self.budgets.budgets().keys() - self.budgets.counted()
 
     def _tell(self, said: defaultdict[str, float]) -> None:
-        """Tells the ledger what predictions say. Rows know whose they are.
+        """Reports costs from predictions to the ledger. Rows know whose they are.
 
-        Nobody was told of a kept answer whose caller hung up, nor of a line of a batch.
+        Answers that were kept after their callers hung up, and lines of a batch, report no cost to
+        anyone.
         """
         keys = {stored(key, tenant).id: key for key, tenant in self.ledger.tenant_of.items()}
         for row in self.ledger.rows():
@@ -686,7 +689,8 @@ async def _cancel_beside_delete(
 
 
 def check_bounds(ledger: Ledger, highest_usd: Mapping[str, float], times: int) -> None:
-    """No budget is exceeded. Without Redis each instance spends its part of what it knows is left.
+    """No budget is exceeded. Without Redis, each instance spends its part of the remaining amount
+    that it knows of.
 
     If it does not know what was spent, that is its part of the whole budget. So all together spend
     at most one budget more (docs/reference/limits.md).
@@ -702,7 +706,7 @@ def check_paid_once(
 ) -> None:
     """Each text or word that was computed and delivered is paid for in full, and once.
 
-    Rows do not have the texts, but each text has a length of its own. A process that finds a result
+    Rows do not have the texts, but each text has a different length. A process that finds a result
     before it is marked as unpaid pays a share of it. Then the mark is still there, for the next
     request (docs/decisions/0131-unpaid-results.md).
 
@@ -782,7 +786,7 @@ async def test_three_books_agree_on_any_mix(world: Mixed, mixture: Mixture) -> N
     await mix.run(mixture)
     await mix.settle()
     with pytest.MonkeyPatch.context() as patch:
-        # Nobody waits for what workers might still say of canceled predictions: they are idle.
+        # Doesn't wait for workers to report on canceled predictions, because they are idle.
         patch.setattr("api.predictions.follower.ENDING_S", 0.0)
         # Budgets are compared with their rows until they agree.
         patch.setattr("api.limits.budget_marks.PASS_S", 0.0)

@@ -232,7 +232,7 @@ async def test_reserved_budget_is_worth_asking_for_again(tmp_path: Path, redis_u
 
 
 async def test_texts_at_once_stay_within_the_budget(tmp_path: Path, redis_url: str) -> None:
-    """Each writes 60 tokens at the price of what is written, and has a prompt of signs."""
+    """Each writes 60 tokens at the output price, and has a prompt of punctuation."""
     body = {"model": "writer", "prompt": "{}[]()" * 20, "max_tokens": 60}
     async with limited_api(tmp_path, redis_url, Plan(budget_usd_per_month=0.5)) as api:
         path, headers = "/v1/completions", bearer("a")
@@ -307,7 +307,7 @@ async def test_prediction_is_settled_when_it_ends(tmp_path: Path, redis_url: str
 
 
 async def until_spent(redis_url: str, usd: float) -> None:
-    """Waits until the counter of the budget says so."""
+    """Waits until the counter of the budget shows the amount."""
     async with redis.asyncio.Redis.from_url(redis_url) as client, asyncio.timeout(WAIT_LIMIT_S):
         used = None
         while used != pytest.approx(usd, abs=1e-9):
@@ -382,7 +382,7 @@ async def test_limits_hold_without_redis(tmp_path: Path) -> None:
 
 
 async def test_budget_that_can_not_be_checked_is_not_spent(tmp_path: Path) -> None:
-    """Unless the plan says so."""
+    """It is refused with 503, unless the plan allows requests during outages."""
     statuses = []
     for on_outage in ("deny", "allow"):
         plan = Plan(budget_usd_per_month=1.0, on_limit_store_outage=on_outage)

@@ -175,7 +175,7 @@ PAGES = 300
 
 
 def pages(count: int) -> str:
-    """A text of so many pages of about 420 words, in sentences and paragraphs."""
+    """A text with `count` pages of about 420 words each, in sentences and paragraphs."""
     rng = random.Random(count)
 
     def sentence() -> str:
@@ -225,7 +225,7 @@ async def test_a_book_is_one_request(api: ApiUnderTest) -> None:
     windows = [item["window"] for item in reply["data"]]
     assert 400 < len(windows) < 2048
     assert windows[-1]["end"] == len(text.rstrip())
-    # Of hits the API writes the rows.
+    # The API writes the rows of hits.
     again = await chunked(api, text)
     assert (again.json(), again.headers["x-penstock-cache"]) == (reply, "hit")
     await api.until_idle()
@@ -252,7 +252,7 @@ async def test_windows_of_another_request_are_hits(api: ApiUnderTest) -> None:
 
 
 class VectorsOfTexts:
-    """Tokenizes as the model does, and gives each text a vector of its own."""
+    """Tokenizes as the model does, and returns a different vector for each text."""
 
     def __init__(self, preparer: Preparer) -> None:
         self._preparer = preparer

@@ -19,20 +19,20 @@ from tests.api.test_images import drawn, encoded
 
 pytestmark = pytest.mark.anyio
 BOX = (8, 16, 40, 48)
-"""What is drawn anew: left, top, right and bottom in pixels."""
+"""Region to redraw: left, top, right and bottom in pixels."""
 SOURCE = encoded(Image.radial_gradient("L").resize((64, 64)).convert("RGB"))
 api = api_with_redis(secret="s")
 
 
 def hole(size: tuple[int, int] = (64, 64), corners: tuple[int, int, int, int] = BOX) -> bytes:
-    """OpenAI's mask: what is transparent is drawn anew."""
+    """OpenAI's mask: transparent pixels are redrawn."""
     mask = Image.new("RGBA", size, (9, 9, 9, 255))
     mask.paste((9, 9, 9, 0), corners)
     return encoded(mask)
 
 
 def white(size: tuple[int, int] = (64, 64), corners: tuple[int, int, int, int] = BOX) -> bytes:
-    """Replicate's mask: what is white is drawn anew."""
+    """Replicate's mask: white pixels are redrawn."""
     mask = Image.new("L", size)
     mask.paste(255, corners)
     return encoded(mask)
@@ -305,7 +305,7 @@ def test_more_pixels_than_a_source_may_have_are_refused_by_the_header_alone() ->
     assert answer.code == "input_too_large"
 
 
-# OpenAI no longer has a model of its own for variations.
+# OpenAI no longer has a dedicated model for variations.
 @pytest.mark.filterwarnings("ignore:deprecated:DeprecationWarning")
 async def test_variation_is_image_to_image_without_a_prompt(api: ApiUnderTest) -> None:
     reply = await api.openai().images.create_variation(

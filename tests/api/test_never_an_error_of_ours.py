@@ -1,5 +1,5 @@
-"""Inputs, files, paths and headers of any kind are answered; 5xx only where something is out of
-reach or overdue.
+"""Inputs, files, paths and headers of any kind are answered; 5xx only if something is unreachable
+or overdue.
 """
 
 import asyncio

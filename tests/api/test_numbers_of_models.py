@@ -1,4 +1,4 @@
-"""Numbers that are no answer (NaN, infinity, a vector of zeros) are never returned, charged or
+"""Invalid numbers in an answer (NaN, infinity, a vector of zeros) are never returned, charged or
 cached, and fail only their own item.
 """
 
@@ -45,7 +45,7 @@ VECTORS = Model(
 SCORES = Model.model_validate(VECTORS.model_dump() | {"name": "scores", "task": "similarity"})
 CLASS = JOIN.model_copy(update={"cache": Cache(ttl_s=60), "price": Price(per_item_usd=1.0)})
 NUMBERS = {"nan": np.nan, "inf": np.inf, "-inf": -np.inf, "zero": 0.0}
-"""What a model makes of a text with this name."""
+"""Number that a model makes from a text with this name."""
 
 
 class Words:
@@ -58,7 +58,7 @@ class Words:
 
 @dataclass
 class Numbers:
-    """Makes the numbers of NUMBERS of their names, and right ones of other texts."""
+    """Makes invalid numbers from the names in NUMBERS, and valid numbers from other texts."""
 
     make: Callable[[str], Result]
     computed: list[str] = field(default_factory=list)
@@ -66,10 +66,10 @@ class Numbers:
     pads: bool = False
 
     def setup(self) -> None:
-        """Nothing to load."""
+        """Does nothing: there are no weights to load."""
 
     def warmup(self) -> None:
-        """Nothing to compile."""
+        """Does nothing: there is nothing to compile."""
 
     def groups(self, batch: Sequence[PreparedItem]) -> list[list[int]]:
         return [list(range(len(batch)))]
@@ -181,7 +181,7 @@ class WrongClass(ThreadModel):
     """Its output has a number that JSON has not, below a list."""
 
     def __init__(self) -> None:
-        """Computes nothing."""
+        """Skips the parent's constructor, whose state is not needed."""
 
     def predict(
         self, batch: Sequence[PreparedItem], on_step: OnStep

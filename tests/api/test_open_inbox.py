@@ -1,4 +1,4 @@
-"""Which subscription a request gets: any sequence of jobs that begin and end, against a model."""
+"""Subscriptions for any sequence of jobs that begin and end, checked against a reference model."""
 
 import asyncio
 from collections import Counter

@@ -1,5 +1,5 @@
-"""The OpenAPI document is whole: every route, every status that it can give, examples that are
-taken as they stand.
+"""The OpenAPI document is whole: every route, every status that it can return, and examples that
+are accepted unchanged.
 """
 
 from collections.abc import Iterator

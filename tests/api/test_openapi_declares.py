@@ -1,6 +1,6 @@
-"""What the code can answer by itself is declared, for each route that it can answer on.
+"""Each route declares the answers that shared code can return on it.
 
-What routes answer in all other tests is compared with the document too (tests/api/declared.py).
+Answers of routes in all other tests are compared with the document too (tests/api/declared.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tests.api.test_openapi import operations
 
 pytestmark = pytest.mark.anyio
 OF_BODIES = {"408", "413"}
-"""What the server answers to a body that is too slow or too large (api/http/middleware.py)."""
+"""Status codes for a body that is too slow or too large (api/http/middleware.py)."""
 
 
 async def test_routes_with_bodies_declare_what_the_server_says_of_them(
@@ -43,7 +43,7 @@ async def test_each_route_declares_the_refusal_of_a_head_with_its_body(
 
 
 async def test_answers_for_callers_who_cancel_are_declared(page: dict[str, Any]) -> None:
-    """A chat that was canceled is told of by whoever reads it again."""
+    """A later request for a canceled chat reports the cancellation."""
     for path in ("/v1/chat/completions/{completion_id}", "/v1/objects/{key}"):
         assert "499" in page["paths"][path]["get"]["responses"], path
     for path, _, operation in operations(page):

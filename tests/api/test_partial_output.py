@@ -184,7 +184,7 @@ async def test_files_before_a_failure_stay_until_it_is_deleted(serve: Any, tmp_p
 
 
 async def test_output_of_an_asynchronous_class_stays_when_it_fails(serve: Any) -> None:
-    """Cog keeps that of a synchronous one only."""
+    """Cog keeps output only if the class is synchronous."""
     body = """
     class Predictor(BasePredictor):
         async def predict(self) -> AsyncIterator[str]:

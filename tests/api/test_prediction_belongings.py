@@ -1,4 +1,4 @@
-"""What belongs to a prediction is deleted with it, kept as a plan says, and told to its tenant."""
+"""Deleting a prediction removes its files; plans limit how long it is kept; webhooks are listed."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path

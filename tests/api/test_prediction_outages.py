@@ -69,7 +69,7 @@ async def test_cancel_that_nobody_heard_of_is_found_when_redis_is_back(
         api.worker.go.clear()
         waiting = asyncio.create_task(api.http.post("/v1/predictions", json=TEXT, headers=WAIT))
         await api.worker.claimed.wait()
-        link.cut()  # so what is said on the channel now is lost
+        link.cut()  # so a message on the channel is lost now
         await records.cancel(api.worker.jobs[0].envelope.request_id)
         assert (await waiting).json()["status"] == "canceled"
         api.worker.go.set()

@@ -1,4 +1,4 @@
-"""What the API does with a request's priority, queue limit and deadline before it publishes."""
+"""The API's handling of a request's priority, queue limit and deadline before it publishes."""
 
 import asyncio
 

@@ -1,6 +1,4 @@
-"""`penstock api` as a process of its own, over the embedded Pub/Sub, with a worker on the other
-side.
-"""
+"""`penstock api` as a separate process, over the embedded Pub/Sub, with a worker across from it."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""How much of a topic a tenant may fill, and who leaves next when a reply comes."""
+"""A tenant's share of a topic, and the order in which jobs leave when a reply comes."""
 
 import asyncio
 import time
@@ -82,7 +82,7 @@ class Senders:
 
 @contextmanager
 def ended(senders: Senders) -> Iterator[Senders]:
-    """Checks that nothing is left of what was sent in the block."""
+    """Checks that nothing sent in the block remains."""
     yield senders
     assert senders.window.is_idle
     assert (senders.window.published, senders.window.held) == (0, 0)
@@ -246,7 +246,7 @@ async def test_room_goes_to_the_tenant_that_has_least_for_its_weight() -> None:
 
 @pytest.mark.anyio
 async def test_part_of_a_tenant_is_divided_among_instances() -> None:
-    """Both tenants are everywhere, and this instance has a quarter of what `a` has."""
+    """Both tenants are everywhere, and this instance has a quarter of tenant `a`'s items."""
     tenants = {digest_of("a"): (1.0, 60), digest_of("b"): (1.0, 80)}
     with ended(Senders(window_of(floor=1))) as senders:
         senders.window.update(Elsewhere(3, size=80.0, published=80, tenants=tenants))

@@ -1,4 +1,4 @@
-"""Callers are told where their predictions stand in line, Replicate's client among them."""
+"""Predictions show their place in the queue, also to Replicate's client."""
 
 import json
 from pathlib import Path

@@ -1,7 +1,7 @@
 """How often a request waits for Redis: with Redis far away, each of these is a round trip more.
 
-Redis is behind a proxy that passes nothing on until it is told to. What the API has asked by then
-passes together, as one round trip.
+Redis is behind a proxy that forwards nothing until the test lets it. All commands that the API has
+sent by then pass together, as one round trip.
 """
 
 from collections.abc import AsyncIterator
@@ -24,7 +24,7 @@ from tests.keys import bearer, keys_url, stored
 pytestmark = pytest.mark.anyio
 
 REQUESTS = 8
-"""Reports to other instances pass too now and then, so the fewest of these are counted."""
+"""Reports to other instances pass too now and then, so the lowest count is used."""
 
 
 @asynccontextmanager
@@ -48,7 +48,7 @@ async def gated_api(
 async def fewest(api: ApiUnderTest, link: GatedLink, cache: str, *texts: str) -> int:
     """The fewest round trips of requests for these texts, one text each.
 
-    `cache`: what the header of their answers says.
+    `cache`: the expected value of the header in their answers.
     """
     found = list[str]()
 

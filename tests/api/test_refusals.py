@@ -1,4 +1,4 @@
-"""What is refused before work is done for it."""
+"""Requests that are refused before any work is done for them."""
 
 import asyncio
 from pathlib import Path

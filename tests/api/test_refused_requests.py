@@ -1,6 +1,4 @@
-"""What a refused request leaves: a count, and one row where it is known who sent it, without what
-it sent.
-"""
+"""A refused request leaves a count, and one row if its sender is known, without its content."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -227,7 +225,7 @@ async def test_what_a_worker_refuses_has_its_own_row(api: ApiUnderTest) -> None:
 
 
 def labels() -> set[tuple[str, str]]:
-    """Route and code of all errors counted so far, by whatever test."""
+    """Route and code of all errors counted so far, in any test."""
     samples = [sample for metric in REGISTRY.collect() for sample in metric.samples]
     return {
         (sample.labels["route"], sample.labels["code"])

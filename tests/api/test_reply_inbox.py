@@ -1,5 +1,5 @@
-"""How an instance comes by its inbox and gives it back, over the broker in memory and over the
-embedded Pub/Sub, with a real Redis. What callers may expect is in test_reply_delivery.py.
+"""An instance gets its inbox and returns it, over the broker in memory and over the embedded
+Pub/Sub, with a real Redis. Guarantees for callers are in test_reply_delivery.py.
 """
 
 import asyncio

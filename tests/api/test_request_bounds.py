@@ -1,4 +1,4 @@
-"""What a request may carry beside its input, and what is kept of it while it is answered."""
+"""Limits on a request's other fields, and on the memory it uses until it is answered."""
 
 from __future__ import annotations
 
@@ -234,5 +234,5 @@ async def test_the_first_wrong_element_of_many_is_named(api: ApiUnderTest) -> No
 
 
 def test_bodies_are_within_what_is_received(tmp_path: Path) -> None:
-    """The bounds here are reached before that of a body."""
+    """The bounds here are reached before the bound of a body."""
     assert settings_for(tmp_path).request_max_bytes > 2 * DOCUMENT_MAX_BYTES

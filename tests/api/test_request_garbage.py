@@ -1,7 +1,7 @@
-"""What a request leaves behind: nothing that only the garbage collector could remove.
+"""A request leaves nothing behind that only the garbage collector could remove.
 
-Cycles keep all objects of a request alive until a collection. One that has to look at those of
-thousands of requests stops the event loop, and with it every request, for a fifth of a second.
+Cycles keep all objects of a request alive until a collection. If that collection has thousands of
+requests to look at, it stops the event loop, and with it every request, for a fifth of a second.
 """
 
 import gc

@@ -178,8 +178,8 @@ async def test_preference_that_makes_no_sense_is_ignored(
 
 @pytest.mark.parametrize("charset", ["utf-7", "undefined", "idna", "unicode_escape", "x" * 300])
 async def test_form_in_another_charset_is_refused(api: ApiUnderTest, charset: str) -> None:
-    """Some of Python's codecs fail in ways of their own, and some make lone surrogates, which no
-    message can carry.
+    """Some of Python's codecs fail in unusual ways, and some make lone surrogates, which no message
+    can carry.
     """
     body = b'--b\r\nContent-Disposition: form-data; name="prompt"\r\n\r\n+2AA-\r\n'
     body += (

@@ -1,4 +1,4 @@
-"""What rows say of who asked, with what and for what price: those of the API and of workers."""
+"""Facts about the caller, the input and the price, in rows from the API and from workers."""
 
 from pathlib import Path
 

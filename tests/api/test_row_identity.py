@@ -1,5 +1,5 @@
-"""Rows are known by ids of ours: no caller chooses one, BigQuery takes all of them, and the
-caller's own is beside.
+"""Rows are identified by ids of ours: no caller chooses one, BigQuery takes all of them, and the
+caller's own id is kept as well.
 """
 
 import re
@@ -95,8 +95,8 @@ async def test_id_of_the_caller_stands_in_its_rows_and_names_none(
 
 
 async def test_repeated_prediction_keeps_the_times_and_ids_of_its_record(api: ApiUnderTest) -> None:
-    """Its job is published by whoever repeats the request, where the first could not: the row is
-    the first's.
+    """A repeated request publishes its job if the first one could not: the row belongs to the
+    first.
     """
     api.broker.outage = Unavailable("the broker is away")
     first = await api.http.put("/v1/predictions/mine", json=TEXT, headers={"x-request-id": "first"})

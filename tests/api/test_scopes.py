@@ -1,4 +1,4 @@
-"""What a key may do: 401 and 403 in the shape of each API, scopes and models of keys."""
+"""Permissions of a key: 401 and 403 in the shape of each API, scopes and models of keys."""
 
 import re
 from collections.abc import AsyncIterator
@@ -307,7 +307,7 @@ def without_version(path: str) -> str:
 
 
 def may(scope: Scope, method: str, needed: KeyScope) -> bool:
-    """True if a key with one scope may, as docs/how-to/keys.md says."""
+    """True if a key with one scope is allowed to, according to docs/how-to/keys.md."""
     if needed in ("any", scope):
         return True
     return needed != "admin" and (scope == "all" or (scope == "read" and method == "GET"))
@@ -325,7 +325,7 @@ async def test_each_scope_opens_its_routes_and_no_others(api: ApiUnderTest) -> N
 
 
 async def stored_work(api: ApiUnderTest) -> dict[str, str]:
-    """Ids of what each endpoint keeps, by the scope that it belongs to."""
+    """Ids of the objects each endpoint keeps, by the scope that they belong to."""
     writer = {"model": "writer", "stream": True}
     predicted = (await ask(api, "a", PREDICTIONS)).json()["id"]
     drawing = ("POST", "/v1/predictions", {"version": IMAGE_MODEL.name, "input": {"prompt": "a"}})
@@ -364,7 +364,7 @@ async def test_what_is_stored_has_the_same_scope_by_every_door(api: ApiUnderTest
     for method, template, scope_of_route in sorted(STORED, key=lambda route: route[0] == "DELETE"):
         for kind, stored_id in ids.items():
             path = place_of(template, stored_id)
-            # Who may delete it comes last.
+            # The scope that may delete it comes last.
             for scope in sorted(SCOPES, key=lambda one: may(one, method, scope_of_route)):
                 needed: list[KeyScope] = [scope_of_route]
                 if kind in ("responses", "chats"):

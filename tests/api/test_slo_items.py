@@ -1,4 +1,4 @@
-"""Which items the objective on deadlines counts, and how. Read as Prometheus reads them."""
+"""Items that the objective on deadlines counts, and their labels. Read as Prometheus reads them."""
 
 import asyncio
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ def counted() -> dict[str, float]:
 
 @contextmanager
 def counts(**expected: int) -> Iterator[None]:
-    """What the block adds to the counters. What is not named is 0."""
+    """Checks the increase of each counter during the block; unnamed counters must not change."""
     before = counted()
     yield
     after = counted()

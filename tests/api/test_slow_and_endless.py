@@ -109,13 +109,13 @@ async def test_head_that_is_too_large_is_told(tmp_path: Path, head: bytes) -> No
     async with _api(tmp_path) as api, peer_of(api) as peer:
         await peer.send(head)
         said = await peer.said()
-        # What it had still to read may have cost us its answer, never the hang-up.
+        # Unread bytes may have cost us its answer, but never the hang-up.
         assert not said or said.startswith(b"HTTP/1.1 431")
 
 
 @pytest.mark.parametrize("path", [b"chat/completions", b"images/edits", b"audio/speech"])
 async def test_nothing_that_a_stranger_sends_is_waited_for(tmp_path: Path, path: bytes) -> None:
-    """Also with a key for idempotency, before which the body says whether a stream is wanted."""
+    """This includes idempotency keys, although only the body shows whether to stream."""
     keys = {"keys_url": keys_url(tmp_path, a="acme")}
     head = b"POST /v1/" + path + b" HTTP/1.1\r\nhost: localhost\r\nidempotency-key: a\r\n"
     kind = b"content-type: multipart/form-data; boundary=b\r\ncontent-length: 9\r\n\r\n"

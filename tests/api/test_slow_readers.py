@@ -257,7 +257,7 @@ async def test_readers_that_leave_leave_nothing_behind(
             await asyncio.sleep(0.01)
     with redis.Redis.from_url(redis_url) as client:
         keys = {kind: [*client.scan_iter(match=f"*{kind}:*")] for kind in ("tokens", "reader")}
-        # Of those that left at a heartbeat, some had tokens and were marked as readers, some not.
+        # Some clients that left at a heartbeat had tokens and were marked as readers, some did not.
         assert all(PATIENT <= len(found) <= LEAVING for found in keys.values()), keys
         assert [key for found in keys.values() for key in found if client.ttl(key) == -1] == []
 

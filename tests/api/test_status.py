@@ -30,7 +30,7 @@ async def api(tmp_path: Path) -> AsyncIterator[ApiUnderTest]:
 
 
 async def status_for(api: ApiUnderTest, key: str) -> dict[str, Any]:
-    """What is told of each model, by its name."""
+    """The status of each model, by its name."""
     reply = await api.http.get("/v1/status", headers=bearer(key))
     assert reply.status_code == 200
     assert reply.headers["cache-control"] == "no-store"
@@ -59,7 +59,7 @@ async def test_a_tenant_sees_its_own_items_and_only_that_others_have_some(
     assert own["your_items_in_flight"] == 6
     assert own["is_busy"]
     assert own["expected_wait_s"] >= foreign["expected_wait_s"] > 0
-    # An exact wait would tell how much others sent.
+    # An exact wait would reveal how much others sent.
     assert {own["expected_wait_s"], foreign["expected_wait_s"]} <= set(STEPS_S)
     assert foreign["is_busy"]
     assert foreign["your_items_in_flight"] == 0

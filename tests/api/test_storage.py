@@ -1,4 +1,4 @@
-"""What tenants store, counted and removed: over a folder, with a clock that is moved."""
+"""Objects that tenants store, counted and removed: over a folder, with a clock that is moved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a tenant stores has one bound, by whichever door it comes in."""
+"""A tenant's stored objects share one bound, whichever endpoint they come through."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ async def test_upload_of_unknown_length_counts_as_it_arrives(
 
 
 async def test_files_fetched_by_url_count(tmp_path: Path, redis_url: str) -> None:
-    """Also those that no request names any more: what is stored is what counts."""
+    """This includes files that no request names any more: everything stored counts."""
     keys = keys_url(tmp_path, a="alice", b="bob")
     (tmp_path / "server").mkdir()
     async with serving_files(tmp_path / "server") as files:
@@ -205,7 +205,7 @@ async def test_quota_error_names_the_input_of_a_class(tmp_path: Path, redis_url:
 async def test_class_that_returns_files_is_refused_without_room(
     tmp_path: Path, redis_url: str
 ) -> None:
-    """What its earlier results take is counted by workers."""
+    """The size of its earlier results is counted by workers."""
     keys = keys_url(tmp_path, a="alice", b="bob")
     settings = settings_for(tmp_path, redis_url=redis_url, keys_url=keys, files_max_bytes=MIB)
     assert CLASS.interface is not None

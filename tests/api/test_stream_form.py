@@ -1,5 +1,5 @@
-"""The form of streams as readers of OpenAI's expect it: data only, one form of id, and errors that
-are found before the first event as errors of the request.
+"""The form of streams, as OpenAI's clients expect it: data only, one form of id, and errors found
+before the first event reported as request errors.
 """
 
 import asyncio

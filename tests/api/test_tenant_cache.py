@@ -1,5 +1,5 @@
-"""What one tenant sent says nothing to another: over HTTP, through API, broker, Redis and a real
-worker's inside.
+"""Input from one tenant reveals nothing to another: over HTTP, through API, broker, Redis and the
+inside of a real worker.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ class Deployment:
     harness: WorkerHarness
 
     async def embed(self, key: str, api: ApiUnderTest | None = None, *more: str) -> str:
-        """Asks for SECRET and says what the answer's header says of the cache."""
+        """Sends SECRET and returns the cache header of the answer."""
         body = {"model": MODEL.name, "input": [SECRET, *more], "encoding_format": "base64"}
         answer = await (api or self.here).http.post(
             "/v1/embeddings", json=body, headers=bearer(key)
@@ -55,7 +55,7 @@ class Deployment:
         return asked
 
     async def rows(self, count: int) -> list[Row]:
-        """The rows of SECRET, the API's and the worker's, once there are so many."""
+        """The rows of SECRET, the API's and the worker's, once there are `count` of them."""
 
         def found() -> list[Row]:
             return [

@@ -18,14 +18,14 @@ LINE = {"custom_id": "1", "method": "POST", "url": "/v1/embeddings"}
 BODY = {"model": TEXT_MODEL.name, "input": "the merger is off"}
 OF_EVERYBODY = {
     *("/healthz", "/livez", "/readyz", "/docs", "/", "/openapi.json"),
-    "/v1/objects/{key:path}",  # whoever has the signed link
+    "/v1/objects/{key:path}",  # anyone with the signed link
 }
 SHOWN_TO_ALL = {"model": TEXT_MODEL.name, "name": TEXT_MODEL.name, "owner": "any", "version": "x"}
 """Parts of paths that belong to no tenant."""
 
 
 class Belongings(NamedTuple):
-    """The ids of what one tenant has, by the names in paths."""
+    """One tenant's ids, by the names in paths."""
 
     ids: dict[str, list[str]]
 
@@ -49,7 +49,7 @@ async def api(tmp_path: Path, redis_url: str) -> AsyncIterator[ApiUnderTest]:
 
 @pytest.fixture
 async def acmes(api: ApiUnderTest) -> Belongings:
-    """What acme has: predictions, files of both APIs, a batch."""
+    """Acme's belongings: predictions, files of both APIs, a batch."""
     text = {"version": TEXT_MODEL.name, "input": {"text": "a"}}
     http: Any = api.http
     made = (await http.post("/v1/predictions", json=text, headers=ACME)).json()
@@ -123,7 +123,7 @@ async def test_nothing_of_another_tenant_is_shown(api: ApiUnderTest, acmes: Belo
         for path in filled(template, acmes.ids):
             answer = await api.http.get(path, headers=OTHER)
             if has_id:
-                # As for an id that nobody has: not even that it exists is told.
+                # The same as for an unknown id: not even its existence is revealed.
                 unknown = await api.http.get(filled(template, nobody)[0], headers=OTHER)
                 assert answer.status_code == unknown.status_code == 404, path
                 shown_to_acme += (await api.http.head(path, headers=ACME)).status_code == 200

@@ -1,4 +1,4 @@
-"""The API behind a certificate of its own, and the certificates that it refuses at the start."""
+"""The API with its own certificate, and the certificates that it refuses at the start."""
 
 import ssl
 from contextlib import AsyncExitStack
@@ -20,7 +20,7 @@ BODY = {"model": TEXT_MODEL.name, "input": "a"}
 
 
 async def no_app(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answers nothing."""
+    """An app that is never called."""
 
 
 async def test_requests_are_answered_over_tls(tmp_path: Path) -> None:
@@ -40,7 +40,7 @@ async def test_requests_are_answered_over_tls(tmp_path: Path) -> None:
 
 
 def handshake_error(client: ssl.SSLContext, server: ssl.SSLContext) -> str:
-    """What either side says of the handshake, which happens in memory. Empty if it succeeds."""
+    """The error that either side reports for a handshake in memory. Empty if it succeeds."""
     client.check_hostname, client.verify_mode = False, ssl.CERT_NONE
     up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = [client.wrap_bio(down, up), server.wrap_bio(up, down, server_side=True)]

@@ -135,7 +135,7 @@ def takes(schema: str, arguments: Any) -> bool:
             {"a": 1, "b": 2},
             {"b": 2},
         ),
-        # What looks like a schema, and names of resources
+        # Data that looks like a schema, and names of resources
         ({"properties": {"a": {"const": {"$ref": "#/b"}}}}, {"a": {"$ref": "#/b"}}, {"a": {}}),
         (
             {"properties": {"a": {"enum": [{"properties": {}}]}}},
@@ -275,7 +275,7 @@ async def test_a_call_that_can_not_be_forced_is_refused(
 
 @pytest.mark.anyio
 async def test_a_forced_call_may_come_with_a_response_format(api: ApiUnderTest) -> None:
-    """OpenAI takes it. A call is no message, so its form is that of the tool."""
+    """OpenAI takes it. A call is not a message, so it has the form of the tool."""
     wanted = {"tool_choice": "required", "response_format": {"type": "json_object"}}
     reply = await api.openai().chat.completions.create(**asked(WRITTEN_CALL, **wanted))
     assert reply.choices[0].message.tool_calls[0].function.name == "Weather"
@@ -298,9 +298,9 @@ async def test_a_forced_call_may_come_with_a_response_format(api: ApiUnderTest) 
 async def test_a_call_that_was_cut_is_a_call(
     api: ApiUnderTest, choice: str, said: str, name: str | None, arguments: str | None
 ) -> None:
-    """As with OpenAI: `finish_reason` says that its arguments are not all there."""
+    """As with OpenAI, `finish_reason` shows that its arguments are incomplete."""
     if name is None and choice == "auto":
-        return  # a text that is no call stays a text
+        return  # a text that is not a call stays a text
     given = asked(said, tool_choice=choice)
     client = api.openai()
     (whole,) = (await client.chat.completions.create(**given)).choices

@@ -1,4 +1,4 @@
-"""What BigQuery, Redis, the broker and the object store say when they fail reaches no caller."""
+"""Error details of BigQuery, Redis, the broker and the object store never reach a caller."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ async def refusing_bigquery(status: int) -> AsyncIterator[str]:
 
 @asynccontextmanager
 async def broken_world(tmp_path: Path, status: int) -> AsyncIterator[ApiUnderTest]:
-    """An API all of whose upstreams fail, and say why."""
+    """An API whose upstreams all fail, with detailed errors."""
     redis = await asyncio.start_server(refuse, "127.0.0.1", 0)
     async with redis, refusing_bigquery(status) as endpoint:
         settings = settings_for(
@@ -107,7 +107,7 @@ async def broken_world(tmp_path: Path, status: int) -> AsyncIterator[ApiUnderTes
 
 
 def refusals() -> list[PenstockError]:
-    """What the clients of both brokers raise."""
+    """Exceptions that the clients of both brokers raise."""
     codes = [code for code in StatusCode if code is not StatusCode.OK]
     found = [
         translate(

@@ -1,4 +1,4 @@
-"""Clients are told apart by their User-Agent, of which rows keep the kind alone."""
+"""Clients are identified by their User-Agent, of which rows keep only the kind."""
 
 import pytest
 from hypothesis import given

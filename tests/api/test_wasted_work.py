@@ -67,7 +67,7 @@ def data_uri(data: bytes) -> str:
 
 
 async def left_of(api: ApiUnderTest) -> dict[str, int]:
-    """What is left of each limit, before this request, which hits nothing else."""
+    """The amount left of each limit before this request, which hits no other limit."""
     answer = await ask(api, "/v1/embeddings", model=TEXT_MODEL.name, input="a")
     assert answer.status_code == 200, answer.text
     shown = limits_in(answer)

@@ -1,4 +1,4 @@
-"""Instances tell each other what they have in their publish windows, through a real Redis."""
+"""Instances share the contents of their publish windows through a real Redis."""
 
 import asyncio
 from collections import Counter, deque
@@ -184,7 +184,7 @@ async def test_what_is_told_has_a_bound() -> None:
 
 
 class Topic:
-    """A topic and its workers, which do ITEMS_PER_S in order of arrival, whoever published."""
+    """A topic and its workers, which do ITEMS_PER_S in order of arrival, from any publisher."""
 
     ITEMS_PER_S = 200
 

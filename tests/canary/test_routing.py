@@ -1,4 +1,4 @@
-"""Who gets a canary, and that none is sent where nobody can judge or do the work."""
+"""Requests that get a canary; none is sent if nobody can judge it or do the work."""
 
 from collections import Counter
 from pathlib import Path
@@ -27,7 +27,7 @@ ASKED = 4000
 
 
 class FakeCanaryStore:
-    """What a test says is known. Out of reach while `is_away`."""
+    """State that a test sets. Unreachable while `is_away`."""
 
     def __init__(self) -> None:
         self.is_away = False
@@ -72,7 +72,7 @@ def chosen(router: CanaryRouter, number: int, tenant: str = "t") -> bool:
 
 
 def routed(router: CanaryRouter, inputs: list[TextInput], **given: str) -> bool:
-    """True if a request goes to the canary. Without inputs it gives other results each time."""
+    """True if a request goes to the canary. Without inputs its results differ each time."""
     facts = RequestFacts(request_id="req", tenant="t", received_at_s=0.0)
     request = InferenceRequest(
         replace(facts, **given),

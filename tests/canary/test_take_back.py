@@ -1,4 +1,4 @@
-"""A bad revision is taken back while requests go on. None of them fails, and none is lost."""
+"""A bad revision is taken back while requests continue. None of them fails, and none is lost."""
 
 from collections import Counter
 from pathlib import Path

@@ -92,7 +92,7 @@ class RevisionProcess(LoneBatches):
         if self.fault == "dies":
             raise ModelProcessDied("killed")
         if self.fault == "slow":
-            await asyncio.sleep(SLOW_S)  # what it computes takes so long
+            await asyncio.sleep(SLOW_S)  # a slow model
         if self.fault == "hangs":
             await self.released.wait()
         now_s = time.time()
@@ -200,7 +200,7 @@ class CanaryWorld:
         ]
 
     async def start(self, model: Model) -> RunningWorker:
-        """Starts a worker of a revision. It runs until its `end`, or that of the world."""
+        """Starts a worker of a revision. It runs until its own `end`, or the end of the world."""
         process, rows, stop = RevisionProcess(), RowList(), asyncio.Event()
         running = asyncio.create_task(self._work(model, process, rows, stop))
         self.workers[model.name] = RunningWorker(process, running, stop, rows)

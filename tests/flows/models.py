@@ -60,13 +60,13 @@ NO_WORDS = "?!"
 
 @dataclass
 class Compute:
-    """What the models do, and what they were asked. `hold` lets a model wait, by its name."""
+    """Computes the models' results, and records their inputs. `gates` hold models back, by name."""
 
     asked: list[tuple[str, Any]] = field(default_factory=list)
     fails: dict[str, int] = field(default_factory=dict)
     """How often a word fails to be checked."""
     gates: dict[str, threading.Event] = field(default_factory=dict)
-    """What a word waits for before it is checked."""
+    """Gates at which words wait before they are checked."""
     began: set[str] = field(default_factory=set)
     """The words whose check began."""
 

@@ -250,7 +250,7 @@ SHIPPED = (
         "upscale", {"image": FILE, "scale": {"type": "number", "minimum": 1, "maximum": 4}}, FILE
     ),
 )
-"""What the classes of the folders of these names take and give, as cog writes it."""
+"""Inputs and outputs of the classes in the folders with these names, as cog writes them."""
 
 
 def test_shipped_flows_fit_their_models() -> None:

@@ -121,7 +121,7 @@ def texts(answer: httpx.Response) -> list[str]:
 
 
 def told(answer: httpx.Response) -> tuple[str, float]:
-    """What an answer says of the cache and of its cost."""
+    """The cache header and the cost of an answer."""
     headers = answer.headers
     return headers["x-penstock-cache"], float(headers["x-penstock-cost-usd"])
 

@@ -79,7 +79,7 @@ class Broker:
 
     @property
     def round_trip(self) -> SmoothedDuration:
-        """It is here."""
+        """An empty duration: this broker runs in the same process."""
         return SmoothedDuration()
 
     async def publish(
@@ -97,7 +97,7 @@ class Broker:
 
 
 class Workers:
-    """Workers that take messages in any order, and die as they are told."""
+    """Workers that take messages in any order, and die at random moments."""
 
     def __init__(
         self, records: Records, rng: random.Random, *, dies: bool = True, flow: str = "spell"
@@ -193,7 +193,7 @@ class Workers:
                 held.append(message)
 
     async def _do(self, job: Job) -> None:
-        """What a worker does with a job, up to its ack."""
+        """Processes a job as a worker does, up to its ack."""
         [look] = await self.engine.look([job])
         outcomes = [failure(item.index, Canceled()) for item in job.body.items]
         if look.is_open and look.done < len(job.body.items):
@@ -384,7 +384,7 @@ async def test_run_goes_on_whose_api_instance_died_while_it_published(
 
 @pytest.mark.anyio
 async def test_run_that_a_reader_ends_counts_what_was_noted_before(redis_url: str) -> None:
-    """A worker that comes too late changes nothing, and its row says so."""
+    """A worker that comes too late changes nothing, and its row reflects that."""
     async with Records(redis_url) as records:
         workers = Workers(records, random.Random(1), dies=False)
         await workers.start("a cat on a mat")

@@ -137,7 +137,7 @@ async def test_failed_item_ends_the_run_and_is_named(redis_url: str) -> None:
     [
         # As the caller knows it, and not as the step's model does.
         ("$input.sentence", "sentence: it has no word"),
-        # The step before gave it.
+        # The previous step returned it.
         ("$first", "step 'words': text: it has no word"),
     ],
 )
@@ -354,7 +354,7 @@ async def test_run_whose_canceler_died_is_settled_by_whoever_reads_it(redis_url:
 
 
 async def until_settled(client: Any) -> list[float]:
-    """What Redis counts of each budget, once the run is settled."""
+    """Redis's count of each budget, once the run is settled."""
     async with asyncio.timeout(WAIT_LIMIT_S):
         while True:
             fields = [client.hgetall(key) for key in client.keys("penstock:limits:month:*usd")]

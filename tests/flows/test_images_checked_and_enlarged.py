@@ -89,7 +89,7 @@ BLOCKED = "moderation_blocked: the image was drawn and then withheld by the safe
 
 
 class Draws(Compute):
-    """Images of one color: that of their seed."""
+    """Images with a single color, taken from their seed."""
 
     def output(self, name: str, values: Mapping[str, Any]) -> Any:
         self.asked.append((name, values))
@@ -107,7 +107,7 @@ class Draws(Compute):
 
 
 def red_of(image: Image.Image) -> int:
-    """How red an image of one color is."""
+    """Red value of an image with a single color."""
     return image.convert("RGB").tobytes()[0]
 
 
@@ -185,7 +185,7 @@ async def test_a_flagged_image_is_withheld_by_name_charged_and_counted(images: W
         "code": "moderation_blocked",
     }
     rows = of_request(await images.until_rows(2), answer)
-    # What was drawn and checked is charged: it was computed. Nothing was enlarged.
+    # Drawing and checking are charged because they were computed. Nothing was enlarged.
     assert [(row.step, row.status) for row in rows] == [
         ("image", "succeeded"),
         ("safety", "succeeded"),

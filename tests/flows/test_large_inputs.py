@@ -1,4 +1,4 @@
-"""What a step gives to the next one, where that is more than a message carries."""
+"""Data passed from step to step that exceeds the size of a message."""
 
 from __future__ import annotations
 

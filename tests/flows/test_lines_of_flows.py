@@ -41,7 +41,7 @@ SAID = {
     "steps": [{"id": "said", "model": JOIN.name, "input": {"words": ["so", "said"]}}],
     "output": [{"id": 0, "text": "$said", "start": 0.0, "end": 1.0, "duration": 1.5}],
 }
-"""What a recording has in it, whatever it is."""
+"""Content of any recording."""
 TRANSCRIPTIONS = "/v1/audio/transcriptions"
 LEASE_S = 1.0
 
@@ -55,7 +55,7 @@ def line(custom_id: str, text: str) -> dict[str, Any]:
 async def running_runner(
     flows: World, settings: ApiSettings, catalog: Catalog | None = None
 ) -> AsyncIterator[asyncio.Task[None]]:
-    """A runner beside the API. `catalog`: of this, if not of the flows of this module."""
+    """A runner next to the API. `catalog`: its catalog; by default, the flows of this module."""
     catalog = catalog or catalog_of(SPELL, SAID)
     broker, rows = flows.broker, RowList()
     parts = (already_open(broker), already_open(broker), rows)
@@ -91,7 +91,7 @@ def client_of(flows: World) -> Any:
 
 
 async def runs_of(flows: World) -> list[dict[str, Any]]:
-    """All predictions, as they are listed."""
+    """All predictions in the list, newest first."""
     listed: list[dict[str, Any]] = (await flows.http.get(URL)).json()["results"]
     return listed
 

@@ -1,4 +1,4 @@
-"""A step gives a model what a prediction of it would, and its result comes back as plain values."""
+"""A step sends a model the same as a prediction would, and gets its result as plain values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a catalog may say of the steps after an image, and lists side by side in flows."""
+"""Catalog entries with steps after an image, and lists that flows process side by side."""
 
 from __future__ import annotations
 

@@ -42,10 +42,10 @@ class ThreadModel:
         self._compute = compute
 
     def setup(self) -> None:
-        """Nothing to load."""
+        """Does nothing: there are no weights to load."""
 
     def warmup(self) -> None:
-        """Nothing to compile."""
+        """Does nothing: there is nothing to compile."""
 
     def groups(self, batch: Sequence[PreparedItem]) -> list[list[int]]:
         return [[number] for number in range(len(batch))]
@@ -124,7 +124,7 @@ class World:
                 await asyncio.sleep(0.02)
 
     async def until_rows(self, count: int) -> list[Row]:
-        """All rows, once there are so many."""
+        """All rows, once there are `count` of them."""
         async with asyncio.timeout(WAIT_LIMIT_S):
             while len(self.rows) < count:  # noqa: ASYNC110 - the product has no use for an event here
                 await asyncio.sleep(0.02)
@@ -132,7 +132,7 @@ class World:
 
 
 def preparer_of(entry: Model) -> Preparer:
-    """What prepares the inputs of a model of these tests."""
+    """Returns the preparer for inputs of one of the models here."""
     return CustomPreparer(entry) if entry.definition.has_interface else ImagePreparer(entry.image)
 
 

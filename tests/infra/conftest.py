@@ -1,4 +1,4 @@
-"""What tests of the local stack share."""
+"""Fixtures for tests of the local stack."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ def kept_choices(artifacts_dir: Path) -> dict[str, str]:
 def servers(
     kept_choices: dict[str, str], redis_url: str, pubsub_endpoint: str, bigquery_endpoint: str
 ) -> dict[str, str]:
-    """The same, and those that put running servers in the place of the stack's own."""
+    """The same variables, and others that replace the stack's own servers with running ones."""
     return kept_choices | {
         "PENSTOCK_REDIS_URL": redis_url,
         "PENSTOCK_PUBSUB_ENDPOINT": pubsub_endpoint,

@@ -47,12 +47,12 @@ RESOURCES: dict[str, dict[str, tuple[str, bool, list[str]]]] = {
     "apiregistration.k8s.io/v1": {"apiservices": ("APIService", False, [])},
     "keda.sh/v1alpha1": {"scaledobjects": ("ScaledObject", True, ["so"])},
 }
-"""What it serves: the kind, whether it has a namespace, and short names, by API and plural."""
+"""Resources that it serves: kind, namespaced or not, and short names, by API and plural."""
 
 
 @dataclass
 class Cluster:
-    """What is in the cluster, and what may be seen of it."""
+    """The contents of a cluster, and the part of them that may be read."""
 
     objects: list[Object]
     denied: set[str] = field(default_factory=set)
@@ -222,7 +222,7 @@ def refusal(code: int, reason: str, message: str) -> web.Response:
 
 @contextmanager
 def served(cluster: Cluster, folder: Path) -> Iterator[Cluster]:
-    """The cluster's API server, on a port of its own, with its certificate in `folder`."""
+    """The cluster's API server, on its own port, with its certificate in `folder`."""
     certificate = make_certificate(folder)
     cluster.authority = str(certificate.cert)
     encryption = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

@@ -1,4 +1,4 @@
-"""`penstock up` as a process of its own, with one small model."""
+"""`penstock up` as a separate process, with one small model."""
 
 import os
 import subprocess
@@ -35,7 +35,7 @@ def catalog(folder: Path, source: str) -> Path:
 
 @dataclass
 class Up:
-    """A running `penstock up`, in a folder of its own."""
+    """A running `penstock up`, in a separate folder."""
 
     process: subprocess.Popen[bytes]
     ports: Ports
@@ -60,10 +60,10 @@ def running_up(
     """The command until the end of the context. It may have ended before it was up.
 
     Args:
-        folder: of its state and its log.
-        settings: beside those of SMALLEST, or instead of them.
-        options: of the command, beside the ports.
-        ports: those of an earlier start. None: free ones.
+        folder: holds its state and its log.
+        settings: added to SMALLEST, or override it.
+        options: passed to the command, in addition to the ports.
+        ports: reused from an earlier start. None picks free ones.
         models: the catalog, of one model.
     """
     ports = ports or Ports.free(workers=1)

@@ -103,7 +103,7 @@ def pod_of(deployment: Object) -> Object:
 
 
 def besides(objects: list[Object]) -> list[Object]:
-    """What a cluster has that we don't put there, and what it says of what we put there."""
+    """Adds objects that are not ours to a cluster, and the cluster's status of ours."""
     for one in objects:
         if one["kind"] == "ScaledObject":
             one["status"] = {
@@ -413,7 +413,7 @@ TROUBLES: dict[str, tuple[Callable[[Cluster], None], str, str, str]] = {
         "kubectl -n penstock auth can-i --list",
     ),
 }
-"""What happens, and the finding: its subject, a part of its facts, and a part of its fix."""
+"""Each event, and its finding: the subject, a part of its facts, and a part of its fix."""
 
 
 @pytest.mark.parametrize("trouble", TROUBLES)

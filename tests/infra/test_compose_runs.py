@@ -1,6 +1,6 @@
 """The services of the Compose file as plain processes: their commands and settings work together.
 
-No container runs here. Names of hosts become ports of this machine, and volumes become folders.
+No container runs here. Host names become ports of this machine, and volumes become folders.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Machine:
         return Process(name, self.command(name), self.folder, environment=environment)
 
     def run(self, name: str, *words: str) -> str:
-        """Runs a service that ends by itself, and returns what it said."""
+        """Runs a service that ends by itself, and returns its output."""
         done = subprocess.run(
             [*self.command(name), *words],
             env=self.environment(name),

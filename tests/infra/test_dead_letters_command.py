@@ -175,7 +175,7 @@ def test_job_runs_again_with_its_id_and_a_new_deadline(site: Site) -> None:
 
 
 def test_claims_of_workers_that_died_do_not_count_again(site: Site) -> None:
-    """Otherwise a worker would give the job up before it had tried it."""
+    """Otherwise a worker would abandon the job before trying it."""
 
     async def unfinished() -> int:
         async with Records(site.redis_url) as records:

@@ -1,4 +1,4 @@
-"""What the demo says of an image, and its catalog with a model that writes.
+"""The demo's description of an image, and its catalog with a model that writes.
 
 The demo as a whole is what `make demo` runs.
 """

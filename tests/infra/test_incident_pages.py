@@ -1,8 +1,8 @@
 """The pages for incidents, followed line by line on a running stack.
 
-Every line of their blocks runs in bash, in the order of the page. What only a project on Google
-has (gcloud, kubectl, terraform) is noted instead. A line that says what it prints is repeated until
-it does.
+Every line of their blocks runs in bash, in the order of the page. Commands that need a project on
+Google (gcloud, kubectl, terraform) are recorded instead. A line with a documented output is
+repeated until it prints that output.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 
 class Reader:
-    """Somebody who types a page's lines.
+    """A person who types a page's lines.
 
     Args:
         settings: what is theirs: the values of the page's `export` lines.
@@ -107,11 +107,11 @@ class Reader:
 
     @property
     def noted(self) -> list[str]:
-        """What was for Google or the cluster."""
+        """The recorded commands for Google or the cluster."""
         return self._noted.read_text().splitlines()
 
     def follows(self, page: str, before: Mapping[str, Callable[[], None]] | None = None) -> None:
-        """Types every line, and calls what is to happen before some of them."""
+        """Types every line; before certain lines, calls the matching function in `before`."""
         for line in lines_of(page):
             if line.startswith("export "):
                 names = re.findall(r"(\w+)=", line.partition("#")[0])
@@ -238,7 +238,7 @@ class LostHome:
     Pub/Sub, BigQuery and the bucket of rows are in neither.
 
     Args:
-        settings: of what is in no region.
+        settings: apply to the services outside any region.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, str]) -> None:
@@ -287,7 +287,7 @@ class LostHome:
 
 
 def command(settings: Mapping[str, str], *words: str) -> str:
-    """What a command of `penstock` prints."""
+    """Runs a command of `penstock` and returns its output."""
     done = subprocess.run(
         [sys.executable, "-m", "infra.cli.main", *words],
         env=os.environ | settings,
@@ -337,7 +337,7 @@ def test_lost_region(tmp_path: Path, pubsub_endpoint: str, bigquery_endpoint: st
         reader = Reader(stack, tmp_path, {"KEY": key_for("default")} | region.has(home))
 
         def is_away() -> None:
-            # What needs the records waits for them. All else goes on.
+            # Requests that need the records wait for them. All other requests continue.
             assert region.ask(stack, "acme", "once", idempotency_key="once") == 503
             for number in range(20):
                 assert region.ask(stack, "acme", f"meanwhile {number}") == 200
@@ -362,7 +362,7 @@ def test_lost_region(tmp_path: Path, pubsub_endpoint: str, bigquery_endpoint: st
                 "penstock budgets restore --dry-run": is_replaced,
             },
         )
-        # The keys of before, and nobody else's. What was kept for the key is computed again.
+        # The keys of before, and nobody else's. The kept answer for the key is computed again.
         assert region.ask(stack, "acme", "once", idempotency_key="once") == 200
         assert region.ask(stack, "stranger", "hello") == 401
         assert "acme" in reader.printed_by("penstock budgets restore --dry-run")
@@ -375,7 +375,7 @@ def test_lost_region(tmp_path: Path, pubsub_endpoint: str, bigquery_endpoint: st
         assert set(found.values()) == {1}
         # The page asks once itself, to see whether it worked.
         assert len(found) == len(region.answered) + 1
-        # Once more, as the page says. Then, to the cent, counters are what the rows say.
+        # Once more, following the page. Then the counters match the rows to the cent.
         command(region.has(next_home), "budgets", "restore")
         last = command(region.has(next_home), "budgets", "restore", "--dry-run")
         assert "all budgets are as their rows say" in last

@@ -1,4 +1,6 @@
-"""constraints.txt: whole, with hashes, agrees with pyproject.toml and with what is installed."""
+"""constraints.txt: complete, with hashes, and consistent with pyproject.toml and with the installed
+packages.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,11 @@ MEMBERS = {
 REPORTED: dict[str, list[str]] = {
     one["name"]: one["requires-dist"] for one in PROJECT["tool"]["uv"]["dependency-metadata"]
 }
-"""What packages are taken to require, whatever they declare, by name."""
+"""Requirements assumed for packages, whatever they declare, by name."""
 
 
 def installed(requirement: Requirement, seen: set[tuple[str, str]]) -> Iterator[str]:
-    """The names of a requirement and of all packages that it brings here."""
+    """The names of a requirement and all packages installed with it."""
     for extra in ("", *requirement.extras):
         key = (normalized(requirement.name), extra)
         if key in seen:
@@ -140,7 +142,7 @@ def test_setup_installs_what_the_doctor_looks_for() -> None:
 def test_what_is_installed_and_not_in_the_lock_is_named(tmp_path: Path) -> None:
     locked = read_lock()
     lines = [f"{name}=={locked[name].version}" for name in ("torch", "redis")]
-    lines[0] += "+cu126"  # a build of one's own index
+    lines[0] += "+cu126"  # a build from a custom index
     lines += ["nvidia-cublas==13.0", "redis-py==1", "Weights_Of_Mine==1.0", "redis==0.1"]
     installed = tmp_path / "installed.txt"
     installed.write_text("\n".join(lines) + "\n")

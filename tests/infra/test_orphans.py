@@ -1,4 +1,4 @@
-"""What a process started, directly or not, ends with it, however it ends.
+"""Processes that a process started, directly or not, end with it, however it ends.
 
 That of a whole stack: tests/infra/test_up_survives.py.
 """
@@ -83,7 +83,7 @@ def descendants(label: str) -> list[psutil.Process]:
 
 @pytest.fixture(autouse=True)
 def _hears_hangups() -> Iterator[None]:
-    """What nohup starts ignores SIGHUP, and so would what these tests start."""
+    """Programs started by nohup ignore SIGHUP, and so would programs that these tests start."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, before)
@@ -91,7 +91,7 @@ def _hears_hangups() -> Iterator[None]:
 
 @contextmanager
 def labeled(command: Sequence[str], folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """A program, and the label that all it starts has. Whatever it leaves is killed at the end."""
+    """A program, and the label of all its children. Any that remain are killed at the end."""
     label = uuid.uuid4().hex
     given = {"LABEL": label, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     try:

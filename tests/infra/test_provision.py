@@ -1,5 +1,5 @@
-"""What the local stack creates on the broker: everything that API and workers use, and again
-without harm.
+"""Resources that the local stack creates on the broker: everything that API and workers use, and
+again without harm.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which Python `make setup` takes, and what `penstock doctor` says of it."""
+"""The Python that `make setup` chooses, and the report of `penstock doctor` about it."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""`penstock up` while the sources of a custom model change, and its callers go on."""
+"""`penstock up` while the sources of a custom model change, and its callers continue."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def predict(url: str, **given: Any) -> tuple[int, Any]:
 
 @pytest.fixture(scope="module")
 def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
-    """One for all tests. What a test serves first it writes itself."""
+    """One `penstock up` for all tests. Each test first writes the source that it serves."""
     folder = tmp_path_factory.mktemp("reload")
     (folder / "mine").mkdir()
     change(folder, source("one"))
@@ -99,7 +99,7 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
 
 
 def parts(up: Up) -> dict[str, int]:
-    """The process ids of the parts, by what they run."""
+    """The process ids of the parts, by the module or program they run."""
     found = {}
     for child in psutil.Process(up.process.pid).children():
         words = child.cmdline()

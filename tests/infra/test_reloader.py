@@ -1,4 +1,4 @@
-"""Which changes of a class restart its worker. tests/infra/test_reload.py has the whole of it."""
+"""Changes to a class that restart its worker; tests/infra/test_reload.py tests it end to end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `make setup` prints while a step runs, and when one fails."""
+"""Output of `make setup` while a step runs, and when one fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which build of torch `make setup` takes, and what `penstock doctor` says of it."""
+"""The build of torch that `make setup` chooses, and the report of `penstock doctor` about it."""
 
 import os
 import subprocess

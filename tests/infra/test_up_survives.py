@@ -1,4 +1,4 @@
-"""`penstock up` while its parts are killed one after the other, and requests go on."""
+"""`penstock up` while its parts are killed one after the other, and requests continue."""
 
 import json
 import os
@@ -53,17 +53,17 @@ def pid_of(up: Up, part: str) -> int:
 
 
 def said(up: Up, words: str) -> bool:
-    """True if `penstock up` said so."""
+    """True if `penstock up` has printed these words."""
     return words in up.said
 
 
 class Callers:
-    """Ask for ever new texts until stopped. A caller whose connection breaks asks again."""
+    """They keep sending new texts until stopped. A caller whose connection breaks asks again."""
 
     def __init__(self, url: str) -> None:
         self.outcomes: Counter[int] = Counter()
         self.unclear: list[str] = []
-        """What nobody should get."""
+        """Answers that nobody should get."""
         self.broken = 0
         """Connections that broke."""
         self._url = url

@@ -1,4 +1,4 @@
-"""What tests of stores and of the Pub/Sub client share."""
+"""Fixtures for tests of stores and the Pub/Sub client."""
 
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -30,6 +30,6 @@ def own_redis(tmp_path: Path) -> Iterator[RedisServer]:
 
 @pytest.fixture
 async def opened() -> AsyncIterator[Opened]:
-    """A Pub/Sub that does what the test says, and a transport that is connected to it."""
+    """A scripted Pub/Sub, and a transport that is connected to it."""
     async with scripted_pubsub() as script, PubSubTransport("p", script.endpoint) as transport:
         yield script, transport

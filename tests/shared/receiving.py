@@ -1,4 +1,4 @@
-"""How tests of brokers take messages."""
+"""Helpers that take messages, for tests of brokers."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""A gRPC server that answers the client's calls as a test says and writes down what came: for
+"""A gRPC server that answers the client's calls as scripted by a test and records the requests: for
 failures on demand.
 """
 
@@ -24,11 +24,11 @@ UNARY = {"Publish": "Publisher", "Acknowledge": "Subscriber", "ModifyAckDeadline
 
 @dataclass
 class ScriptedPubSub:
-    """What the server does next and what it has seen.
+    """The server's next actions and the requests it has seen.
 
     `failures[method]` are statuses for the next calls of that method; `gate`, while cleared, holds
-    every unary call. `refuses`, given, says which messages make a publish invalid. Streams send
-    what is put in `deliveries`: a list of message bodies, or a status that ends the stream.
+    every unary call. `refuses` returns True for messages that make a publish invalid. Streams send
+    the items of `deliveries`: a list of message bodies, or a status that ends the stream.
     """
 
     endpoint: str = ""
@@ -81,7 +81,7 @@ class ScriptedPubSub:
             await self._note("StreamingPull", request)
 
     async def _next_delivery(self, reading: asyncio.Task[None]) -> Any:
-        """What comes next, or None once the client has said that it is done."""
+        """The next delivery, or None once the client has closed its side."""
         delivery = asyncio.create_task(self.deliveries.get())
         try:
             ends = () if self.ignores_half_close else (reading,)

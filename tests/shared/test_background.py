@@ -1,4 +1,4 @@
-"""A task beside requests: it runs until it is stopped. An end by itself is logged as a bug."""
+"""A task that runs next to requests until it is stopped. An end by itself is logged as a bug."""
 
 import asyncio
 import logging

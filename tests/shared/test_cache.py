@@ -175,7 +175,7 @@ async def test_unpaid_result_is_paid_before_the_worker_has_stored_it(redis_url: 
 
 
 async def test_mark_says_nothing_about_a_later_result(redis_url: str) -> None:
-    """Whoever had it computed later has paid for it, or has left a mark."""
+    """The later request has paid for it, or has left a mark."""
     mark, key = Owed(finished_at_s=10.0), "a"
     async with (
         ResultCache(redis_url, BIG_MEMORY) as api,

@@ -1,4 +1,4 @@
-"""What names a result: everything that changes it, and nothing else."""
+"""Cache keys of results: they depend on everything that changes the result, and nothing else."""
 
 from typing import Any
 

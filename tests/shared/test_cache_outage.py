@@ -59,7 +59,7 @@ async def trip(cache: ResultCache) -> None:
 
 
 async def test_unpaid_result_is_computed_again_without_redis() -> None:
-    """True if somebody else has paid for it is not known. What is not marked is a hit."""
+    """It is unknown whether another caller has paid for it. Unmarked results are hits."""
     async with ResultCache(NO_REDIS, BIG_MEMORY) as cache:
         await trip(cache)
         await cache.put_many({"a": vector(), "b": vector()}, ttl_s=60)

@@ -16,7 +16,7 @@ FORK_SUPPORT = "GRPC_ENABLE_FORK_SUPPORT"
 
 
 async def start_beside_calls() -> None:
-    """Starts processes while calls of gRPC run, and prints what each of them said."""
+    """Starts processes while gRPC calls run, and prints the output of each."""
     importlib.import_module("shared")  # before gRPC, as in each process of ours
     import grpc
 
@@ -47,7 +47,7 @@ async def start_beside_calls() -> None:
 
 
 async def test_processes_start_while_calls_run() -> None:
-    """In a process of its own, as gRPC reads its settings once."""
+    """In a separate process, because gRPC reads its settings once."""
     environment = {name: value for name, value in os.environ.items() if name != FORK_SUPPORT}
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "tests.shared.test_child_processes"),

@@ -1,4 +1,4 @@
-"""Which days a scheduled run does."""
+"""The days that a scheduled run covers."""
 
 from datetime import UTC, date, datetime, timedelta
 from itertools import pairwise

@@ -1,4 +1,6 @@
-"""Turns at places: nobody holds all, nobody is forgotten, and whoever leaves takes no place."""
+"""Turns at places: nobody holds all, nobody is forgotten, and a request that leaves takes no
+place.
+"""
 
 from __future__ import annotations
 

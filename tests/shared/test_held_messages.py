@@ -1,4 +1,4 @@
-"""What a subscription holds grows and shrinks while it is open, and the round trip is measured."""
+"""A subscription holds more or fewer messages while it is open, and the round trip is measured."""
 
 import asyncio
 
@@ -63,7 +63,9 @@ async def test_fewer_are_held_when_the_first_are_acked(broker: Broker) -> None:
 
 
 async def shared_out(count: int, *subscriptions: Subscription) -> int:
-    """Takes `count` messages, acks them when all are there, and returns those of the first."""
+    """Takes `count` messages, acks them when all are there, and returns the number from the first
+    subscription.
+    """
     held: list[tuple[Subscription, ReceivedMessage]] = []
 
     async def receive(subscription: Subscription) -> None:

@@ -1,6 +1,6 @@
-"""The broker in memory where it has doors of its own: lost leases, outages, what it does not do.
+"""Features that only the in-memory broker has: lost leases, outages, unsupported calls.
 
-tests/shared/test_brokers.py holds it to what all brokers do.
+The tests in tests/shared/test_brokers.py cover behavior that all brokers share.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ async def test_message_whose_lease_ran_out_comes_again_elsewhere() -> None:
         [message] = await take(stuck, 1)
         async with broker.subscribe("jobs", max_messages=1) as other:
             await stuck.stop()
-            broker.expire_leases("jobs")  # ends those of open subscribers only
+            broker.expire_leases("jobs")  # ends only the leases of open subscribers
             assert not message.lost
             stuck.nack(message)
             [again] = await take(other, 1)
@@ -116,7 +116,7 @@ async def test_order_of_keys_is_kept_beside_other_keys() -> None:
             assert [message.data for message in await take(second, 1)] == [b"b1"]
             assert broker.backlog("jobs") == 1
             first.ack(held)
-            # It is free now, and goes to whose turn it is.
+            # It is free now, and goes to the next subscriber in turn.
             assert broker.backlog("jobs") == 0
 
 

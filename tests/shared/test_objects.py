@@ -167,7 +167,7 @@ async def test_store_that_hangs_holds_up_nobody_else(
 ) -> None:
     monkeypatch.setattr("shared.stores.objects.TIMEOUT_S", 1.5)
     errors = REGISTRY.get_sample_value("penstock_objects_errors_total", {"operation": "get"}) or 0
-    os.mkfifo(tmp_path / "hangs")  # its open waits for somebody who writes
+    os.mkfifo(tmp_path / "hangs")  # opening it blocks until a writer comes
     objects = ObjectStore(f"file://{tmp_path}")
     asked = [asyncio.create_task(objects.get("hangs", max_bytes=5)) for _ in range(50)]
     for _ in range(10):
@@ -185,7 +185,7 @@ async def test_store_that_hangs_holds_up_nobody_else(
 
 async def test_owner_whose_calls_take_long_keeps_nobody_from_the_store(tmp_path: Path) -> None:
     (tmp_path / "files/kept/busy").mkdir(parents=True)
-    os.mkfifo(tmp_path / "files/kept/busy/slow")  # its open waits for somebody who writes
+    os.mkfifo(tmp_path / "files/kept/busy/slow")  # opening it blocks until a writer comes
     objects = ObjectStore(f"file://{tmp_path}")
     slow = [
         asyncio.create_task(objects.get("files/kept/busy/slow", max_bytes=5)) for _ in range(50)
@@ -214,7 +214,7 @@ async def test_owner_has_no_more_turns_by_using_several_folders(tmp_path: Path) 
     slow = []
     for folder in folders:
         (tmp_path / folder / busy).mkdir(parents=True)
-        os.mkfifo(tmp_path / folder / busy / "slow")  # its open waits for somebody who writes
+        os.mkfifo(tmp_path / folder / busy / "slow")  # opening it blocks until a writer comes
         slow += [objects.get(f"{folder}/{busy}/slow", max_bytes=5) for _ in range(8)]
     asked = [asyncio.create_task(one) for one in slow]
     await asyncio.sleep(0)
@@ -232,7 +232,7 @@ async def test_owner_has_no_more_turns_by_using_several_folders(tmp_path: Path) 
 
 
 def _let_go(pipes: Sequence[Path]) -> None:
-    """Ends what waits to read them. The end of what nobody reads is not waited for."""
+    """Ends the calls that are waiting to read them. If nobody reads a pipe, it does not wait."""
     for pipe in pipes:
         with suppress(OSError):
             os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))

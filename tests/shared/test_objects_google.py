@@ -25,7 +25,7 @@ AUDIENCE = (
 
 
 class Google(ThreadingHTTPServer):
-    """Exchanges one known token, and has objects for those that show what came of it."""
+    """Exchanges one known token, and serves objects to callers with the resulting token."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)

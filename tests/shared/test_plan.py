@@ -1,4 +1,4 @@
-"""Plans as a file or an administrator gives them."""
+"""Plans in a file, or set by an administrator."""
 
 import msgspec
 import pytest

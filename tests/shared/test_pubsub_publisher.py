@@ -1,4 +1,4 @@
-"""How messages leave: at once, together, in order, again after failures, never without a bound."""
+"""Messages leave at once, together, in order, again after failures, and never without a bound."""
 
 import asyncio
 from collections import deque

@@ -1,4 +1,4 @@
-"""How messages come: over streams that end, with leases kept or lost, and acks in batches."""
+"""Messages come over streams that end, with leases kept or lost, and acks in batches."""
 
 import asyncio
 import itertools
@@ -72,7 +72,7 @@ async def test_refusal_that_lasts_ends_the_iteration(
     opened: Opened, code: str, error: type[Exception]
 ) -> None:
     script, transport = opened
-    # More than it takes: beside load, gRPC gives a refused stream the code INTERNAL at times.
+    # More than needed: under load, gRPC sometimes ends a refused stream with the code INTERNAL.
     for _ in range(4 * pubsub_subscribe.FATAL_TRIES):
         script.deliveries.put_nowait(grpc.StatusCode[code])
     async with transport.subscribe("s", max_messages=10) as subscription:

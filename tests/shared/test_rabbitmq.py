@@ -75,7 +75,7 @@ async def own_server(tmp_path: Path) -> AsyncIterator[RabbitServer]:
 
 @pytest.mark.anyio
 async def test_node_killed_while_messages_pass_loses_none(own_server: RabbitServer) -> None:
-    """What was confirmed comes, and what was not is published when the node is back."""
+    """Confirmed messages arrive, and unconfirmed ones are published when the node is back."""
     server, wanted = own_server, {b"%d" % number for number in range(JOBS)}
     async with RabbitTransport("kills", server.url) as transport:
         confirmed = sorted(wanted)[: JOBS // 2]
@@ -322,7 +322,7 @@ async def test_wrong_password_says_so(rabbitmq_server: RabbitServer) -> None:
 
 @pytest.mark.anyio
 async def test_broker_that_hangs_up_is_unavailable() -> None:
-    """As a proxy does whose broker is away."""
+    """A proxy does this if its broker is down."""
 
     async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.close()

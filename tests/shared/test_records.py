@@ -1,5 +1,5 @@
-"""Records over a real Redis: every sequence of calls does what a model of a few lines says; and
-Redis may be away.
+"""Records over a real Redis: every sequence of calls matches a model of a few lines, also during
+outages of Redis.
 """
 
 import asyncio
@@ -57,7 +57,7 @@ def encoded(worker: str) -> bytes:
 
 @dataclass
 class Expected:
-    """What a record should be; `state` None: there is none."""
+    """Expected state of a record; `state` is None if there is none."""
 
     state: State | None = None
     attempts: int = 0

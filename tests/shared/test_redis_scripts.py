@@ -1,4 +1,4 @@
-"""Scripts run by their digest, and go on after a Redis that restarted has forgotten them.
+"""Scripts run by their digest, and keep working after a Redis that restarted has forgotten them.
 
 A round trip that is canceled leaves nothing behind.
 """
@@ -82,7 +82,7 @@ async def test_error_of_a_canceled_round_trip_is_not_reported_as_lost() -> None:
         await asyncio.sleep(0)  # it asks
         await asyncio.sleep(0)  # it is asked
         refused.set()
-        await asyncio.sleep(0)  # it has failed, and who asks does not know it yet
+        await asyncio.sleep(0)  # it has failed, and its caller does not know it yet
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking

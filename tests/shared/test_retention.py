@@ -1,5 +1,5 @@
-"""Budgets of what Redis must not evict, over a real Redis: any sequence of calls keeps counts and
-promises.
+"""Budgets for data that Redis must not evict, over a real Redis: any sequence of calls keeps counts
+and promises.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ SIZES = st.integers(0, 12 * 1024)
 
 @dataclass
 class Entry:
-    """A prediction that was let in, as it should count."""
+    """An admitted prediction, with its expected counts."""
 
     tenant: str
     bytes: int
@@ -43,7 +43,7 @@ class Entry:
 
 @dataclass
 class Counts:
-    """What a store counts, read from its keys."""
+    """A store's counts, read from its keys."""
 
     client: redis.Redis
     store: str
@@ -58,7 +58,7 @@ class Counts:
         return self
 
     def check(self) -> None:
-        """The sums are those of the entries, and every index knows them."""
+        """Checks that the sums match the entries, and that every index has them."""
         by_tenant: dict[str, int] = {}
         for tenant, size in self.entries.values():
             by_tenant[tenant] = by_tenant.get(tenant, 0) + size

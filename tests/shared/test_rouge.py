@@ -1,4 +1,4 @@
-"""ROUGE-L: by hand, by the paper's example, and beside the textbook's table."""
+"""ROUGE-L: by hand, by the paper's example, and against the textbook's table."""
 
 import pytest
 from hypothesis import given
@@ -10,7 +10,7 @@ from shared.models.tasks.text import rouge_l
 @pytest.mark.parametrize(
     ("ours", "theirs", "expected"),
     [
-        # Lin (2004), section 3.1: S1 beside S2 and S3.
+        # Lin (2004), section 3.1: S1 compared with S2 and S3.
         ("police killed the gunman", "police kill the gunman", 0.75),
         ("police killed the gunman", "the gunman kill police", 0.5),
         ("one", "one", 1.0),

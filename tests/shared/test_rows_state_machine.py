@@ -53,8 +53,8 @@ class Mortal(Spool):
 
 
 class Rows(RuleBasedStateMachine):
-    """Rows by number, beside a model: what the living process wrote, whose writers were told, what
-    was sent.
+    """Rows by number, next to a model: rows that the living process wrote, rows confirmed to their
+    writers, and rows sent.
     """
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class Rows(RuleBasedStateMachine):
         self._journal.open()
 
     def _turn(self) -> None:
-        """Lets the event loop call who is to be told."""
+        """Lets the event loop call the writers that are waiting for confirmation."""
         self._loop.run_until_complete(asyncio.sleep(0))
 
     @property
@@ -175,7 +175,7 @@ class Rows(RuleBasedStateMachine):
             self._place.cleanup()
 
     def _send_all(self) -> None:
-        """In the end everything that is alive, or that a writer was told is safe, can be sent."""
+        """In the end, every row that is alive, or that was confirmed to its writer, can be sent."""
         if self._is_broken:
             self.disk_heals()
         while self._in_flight:

@@ -1,6 +1,6 @@
-"""What of a step is spare:
+"""The spare share of a step, checked against steps with a known fixed time.
 
-against steps with a known fixed time, and docs/reference/generation.md.
+docs/reference/generation.md describes it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tokens of texts over a real Redis: each is there once, whoever writes and reads."""
+"""Tokens of texts over a real Redis: each is there once, with any number of writers and readers."""
 
 import itertools
 import zlib

@@ -103,7 +103,7 @@ def test_no_header_raises(traceparent: str, tracestate: str) -> None:
     context = read_context(PARENT, tracestate)
     assert context is not None
     assert len(context.tracestate) <= MAX_TRACESTATE_CHARS
-    # What is passed on is read again as it is, so the next process sees the same.
+    # Attributes that are passed on are read again unchanged, so the next process sees the same.
     assert read_attributes(context.attributes()) == context
 
 

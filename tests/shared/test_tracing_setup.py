@@ -1,4 +1,6 @@
-"""Which variables turn tracing on, which values end the start, and who decides what is kept."""
+"""Variables that turn tracing on, values that end the start, and decisions about which traces are
+kept.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ TRACES = 4000
 
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch, collector: Collector) -> pytest.MonkeyPatch:
-    """With a collector configured."""
+    """An environment that configures a collector."""
     monkeypatch.setenv(ENDPOINT, collector.url)
     return monkeypatch
 
@@ -34,7 +36,7 @@ def tracing(*, decides: bool = True) -> AbstractContextManager[None]:
 
 
 def kept_share() -> float:
-    """Returns the share of kept traces, of those that begin in this process."""
+    """Returns the share of traces begun in this process that are kept."""
     spans = [begin("asked", "server", 1.0, None) for _ in range(TRACES)]
     # A trace that begins here and is not kept needs no id.
     assert all((span.context is not None) == span.is_recorded for span in spans)

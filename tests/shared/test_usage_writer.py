@@ -185,7 +185,7 @@ OF_REPORTS = {
 async def test_table_of_an_older_release_takes_rows_without_its_missing_columns(
     server: Server, tmp_path: Path, lacking: set[str]
 ) -> None:
-    """And the other way round: rows of an older writer, and a wrong row beside all of them."""
+    """And the other way round: rows of an older writer, and a wrong row along with all of them."""
     with server.running():
         with server.client() as client:
             client.delete_table(f"{DATASET}.rows")
@@ -267,7 +267,9 @@ def test_row_and_schema_agree() -> None:
 
 
 def test_rows_of_one_item_that_differ_are_no_repeats(tmp_path: Path) -> None:
-    """BigQuery drops what has the same insertId. What corrects another row must not go with it."""
+    """BigQuery drops rows with the same insertId. A row that corrects another one must not be
+    dropped with it.
+    """
     server, first = Server(tmp_path), row(1, attempt=1)
     second = msgspec.structs.replace(first, status="canceled", attempt=None)
     with server.running():

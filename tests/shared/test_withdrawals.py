@@ -1,4 +1,4 @@
-"""Withdrawn revisions in Redis, as every process learns of them."""
+"""Withdrawn revisions in Redis, and how every process learns about them."""
 
 from pathlib import Path
 

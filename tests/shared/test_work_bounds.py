@@ -1,4 +1,4 @@
-"""The most work of an item: no tokenizer makes more tokens than it says."""
+"""Maximum work per item: no tokenizer makes more tokens than the bound."""
 
 import sys
 import unicodedata

@@ -1,4 +1,4 @@
-"""Batches in one process: an API, a runner beside it, and a fake worker for both."""
+"""Batches in one process: an API, a runner, and a fake worker for both."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Running:
 async def running_runner(
     api: ApiUnderTest, settings: ApiSettings, lease_s: float = 15.0, catalog: Catalog = CATALOG
 ) -> AsyncIterator[Running]:
-    """A runner beside an API, with its broker and its object store."""
+    """A runner next to an API, sharing its broker and its object store."""
     rows = RowList()
     async with opened_runner(
         settings,

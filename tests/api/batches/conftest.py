@@ -1,4 +1,4 @@
-"""What the tests of batches share."""
+"""Fixtures for the tests of batches."""
 
 from __future__ import annotations
 

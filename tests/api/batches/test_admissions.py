@@ -44,7 +44,7 @@ class Slow(ObjectStore):
 
 
 class Forgetful(Slow):
-    """Writes, and says now and then that the object was there before, as after a lost answer."""
+    """Writes, but sometimes reports that the object already existed, as after a lost answer."""
 
     async def create(self, key: str, data: bytes, media_type: str) -> bool:
         is_new = await super().create(key, data, media_type)
@@ -66,7 +66,7 @@ async def _file(objects: ObjectStore) -> BatchFile:
 
 
 async def _created(instances: list[Batches], file: BatchFile, many: int) -> list[str]:
-    """The ids of those of so many batches that are created, at once and on all instances."""
+    """Tries to create `many` batches at once, across all instances, and returns their ids."""
 
     async def create(number: int) -> str:
         asked = NewBatch("/v1/embeddings", file.id)
@@ -87,7 +87,7 @@ def _instances(objects: ObjectStore, many: int) -> list[Batches]:
 
 
 async def test_no_more_batches_are_open_than_the_bound(tmp_path: Path) -> None:
-    """In a folder, whose conditional put is that of the system."""
+    """Uses a folder, where the operating system provides the conditional put."""
     objects = ObjectStore(f"file://{tmp_path}")
     instances, file = _instances(objects, 3), await _file(objects)
     store = BatchStore(objects)
@@ -153,7 +153,7 @@ async def test_old_admissions_are_removed(tmp_path: Path, monkeypatch: pytest.Mo
 async def test_admission_waits_for_a_bounded_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Others are always faster."""
+    """Other instances are always faster to take a place."""
     monkeypatch.setattr(admissions, "MAX_S", 0.05)
     objects = ObjectStore(f"file://{tmp_path}")
     (instance,), file = _instances(objects, 1), await _file(objects)

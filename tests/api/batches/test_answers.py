@@ -1,4 +1,4 @@
-"""What a batch answers, through OpenAI's client, with a runner in the same process."""
+"""Answers of a batch, through OpenAI's client, with a runner in the same process."""
 
 from __future__ import annotations
 

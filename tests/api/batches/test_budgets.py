@@ -62,7 +62,7 @@ def _lines(many: int, of: str = "x") -> bytes:
 
 
 def _keys(folder: Path, *, plan_usd: float = 1000.0, poor_usd: float | None = None) -> str:
-    """Two keys of one tenant, one of them with a budget of its own, and a key of another tenant."""
+    """Two keys of one tenant, one of which has its own budget, and a key of another tenant."""
     own: list[StoredKey] = [
         stored("poor", "acme", limits=Limits(budget_usd_per_month=poor_usd)),
         stored("rich", "acme"),
@@ -227,7 +227,7 @@ async def test_spent_budgets_of_many_tenants_leave_hands_to_others(
 async def test_batch_that_can_not_move_steps_aside_for_another_one_of_its_tenant(
     tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch, error: PenstockError
 ) -> None:
-    """As if the worker of the one model were gone: what is wrong lasts, and it is no budget."""
+    """The worker of one model seems lost: the failure lasts, and is not caused by a budget."""
     monkeypatch.setattr(execution, "STALLED_S", 0.2)
     monkeypatch.setattr(execution, "MAX_PAUSE_S", 0.05)
     real, is_back, late = Dispatcher.dispatch, asyncio.Event(), list[str]()

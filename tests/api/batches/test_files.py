@@ -159,7 +159,7 @@ async def test_a_listing_reads_what_it_leaves_out_in_few_rounds_and_once() -> No
     store.reads = 0
     assert await listed() == [first.id]
     assert store.reads == 1
-    # What is written again is read again.
+    # A file that was written again is read again.
     changed = msgspec.structs.replace(others[0], purpose="batch", filename="b")
     await files.add(changed)
     assert await listed() == [changed.id]

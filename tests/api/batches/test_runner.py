@@ -136,7 +136,7 @@ async def test_creation_that_broke_off_is_forgotten(api: ApiUnderTest) -> None:
             await asyncio.sleep(0.02)
 
 
-@pytest.mark.slow  # it waits for the end of a window of 3 s
+@pytest.mark.slow  # waits for a 3 s window to end
 async def test_lines_stay_within_the_budget_of_the_month(
     tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

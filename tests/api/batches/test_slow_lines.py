@@ -1,4 +1,4 @@
-"""A slow line holds up no other, and none of the answers behind it is lost."""
+"""A slow line holds up no other, and no answer that follows it is lost."""
 
 from __future__ import annotations
 

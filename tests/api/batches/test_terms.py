@@ -1,4 +1,4 @@
-"""The budgets that count for a batch: those of now, as far as they are known."""
+"""The budgets that apply to a batch: the current ones, as far as they are known."""
 
 from __future__ import annotations
 

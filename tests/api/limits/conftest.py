@@ -1,4 +1,4 @@
-"""What tests of limits share: a clock that Redis reads, and a Redis that keeps its data from one
+"""Fixtures for tests of limits: a clock that Redis reads, and a Redis that keeps its data from one
 example of a property test to the next.
 """
 

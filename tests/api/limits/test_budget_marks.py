@@ -38,7 +38,7 @@ HOLDER = BudgetHolder(TENANT)
 
 
 class ArrivingRows:
-    """Rows that arrive in BigQuery when the test says so."""
+    """Rows that arrive in BigQuery when the test adds them."""
 
     def __init__(self) -> None:
         self.arrived: list[Row] = []
@@ -113,13 +113,13 @@ class Deployment:
         return await self.world.api.dependencies.limiter.store.marks()
 
     async def until_marked(self, *, is_marked: bool = True) -> None:
-        """Waits until an instance has seen that the tenant has a budget, or has none."""
+        """Waits until an instance has seen that the tenant has a budget, or that it doesn't."""
         async with asyncio.timeout(WAIT_LIMIT_S):
             while (budget_name(HOLDER) in await self.marks()) is not is_marked:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
 
     async def refusal(self, at: int = 0) -> str:
-        """The code with which a text of a tenth of a budget is refused. Empty: it is not."""
+        """The error code of a request that costs a tenth of a budget. Empty if it is accepted."""
         answer = await self.world.ledger.embed("other", ["zzzz"], at=at)
         return "" if answer.is_success else str(answer.json()["error"]["code"])
 

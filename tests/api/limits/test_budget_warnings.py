@@ -1,4 +1,4 @@
-"""Tenants are warned once a month of each part of their budget, whichever instances notice."""
+"""Tenants are warned once a month about each share of their budget, whichever instances notice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What predictions have reserved is settled by any instance, when and however they end."""
+"""Reservations of predictions are settled by any instance, when and however the predictions end."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ REPLY = encode_reply_body(ReplyBody([ItemOutcome(0, "succeeded", Receipt("miss",
 
 
 class LatePredictions:
-    """Ends a prediction that it is asked to read, as it is late."""
+    """Ends a prediction as late when it is asked to read it."""
 
     def __init__(self, records: Records) -> None:
         self._records = records
@@ -96,7 +96,7 @@ class Setup:
         hold.is_stored = True
 
     async def spent_usd(self) -> float:
-        """What the counter says, when leases are back."""
+        """Value of the spent counter after all leases have been returned."""
         await self.limiter.give_back(self.limiter._clock() + 1)
         return float(await self.client.hget("penstock:limits:month:t:acme:usd", "used"))
 
@@ -178,7 +178,7 @@ async def test_one_that_was_settled_before_its_creation_is_known_is_settled_once
 
 
 async def test_creation_that_comes_late_does_not_come_to_be(setup: Setup) -> None:
-    """What it had reserved is back already, so nobody would pay for it."""
+    """Its reservation has already been returned, so nobody would pay for it."""
 
     class Late(Setup):
         async def store(self, hold: Hold) -> None:
@@ -198,7 +198,8 @@ async def test_canceled_one_waits_for_what_its_worker_says(setup: Setup) -> None
     await setup.records.claim(["taken"])
     for name in ("taken", "waiting"):
         await setup.records.cancel(name)
-        # As if it was long ago: nobody took the one that waited, so nobody will say anything.
+        # Backdates the cancellation: no worker took the waiting prediction, so none will report on
+        # it.
         canceled_at_s = str(time.time() - ENDING_S - 1)
         await setup.client.hset(f"penstock:record:{name}", "canceled_at_s", canceled_at_s)
     await delete_ended(setup.records, "taken")

@@ -1,6 +1,7 @@
 """Any mix of requests, with any ends: afterwards a budget's counter is the sum of its rows.
 
-And no request is let in whose highest cost does not fit beside what was spent and reserved.
+And no request is let in whose highest cost does not fit on top of the amounts already spent and
+reserved.
 """
 
 from __future__ import annotations
@@ -288,7 +289,7 @@ class Ledger(RuleBasedStateMachine):
 
     @rule(instance=st.integers(0, INSTANCES - 1))
     def die(self, instance: int) -> None:
-        """An instance dies, with no request in flight. Its predictions go on."""
+        """An instance dies, with no request in flight. Its predictions continue."""
         if not any(one.instance == instance for one in self.open):
             for _ in range(4):
                 with suppress(Unavailable):
@@ -327,7 +328,7 @@ class Ledger(RuleBasedStateMachine):
 
     @rule(instance=st.integers(0, INSTANCES - 1), steps=st.integers(1, 20))
     def begin_to_give_back(self, instance: int, steps: int) -> None:
-        """As an instance does every quarter of a second, beside whatever comes next."""
+        """Instances do so every quarter of a second, concurrently with the next steps."""
 
         async def begin() -> None:
             giving = self.instances[instance][0].give_back(self.clock())
@@ -339,7 +340,7 @@ class Ledger(RuleBasedStateMachine):
 
     @rule()
     def turn_the_month(self) -> None:
-        """Whatever is open is of the month before, at most."""
+        """Requests still open may be from the previous month, but never from an earlier one."""
         now = month_of(self.clock())
         if any(one.month < now for one in (*self.open, *self.predictions)):
             self.all_end()

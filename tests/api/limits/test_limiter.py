@@ -1,4 +1,4 @@
-"""Ten instances over one real Redis let through what the limit says, counted exactly."""
+"""Ten instances over one real Redis let through exactly as many requests as the limit allows."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ async def let_in(ten: list[Limiter], caller: Caller, wanted: RequestDemand, trie
 
 
 async def give_back(ten: list[Limiter], clock: Clock) -> None:
-    """What leases left goes back, as the background task does it."""
+    """Returns unused leases, as the background task does."""
     clock.advance(0.25)
     for limiter in ten:
         await limiter.give_back(clock())
@@ -189,7 +189,7 @@ async def test_more_than_was_reserved_is_waited_for(ten: list[Limiter], clock: C
 
 
 async def test_budget_is_never_overspent(ten: list[Limiter], clock: Clock) -> None:
-    """Requests of a tenth of a cent, half of them hits, to all instances: never over the budget."""
+    """Requests that cost a tenth of a cent each, half of them hits, never exceed the budget."""
     caller = Caller(tenant="acme", plan=Plan(budget_usd_per_month=0.5))
     drawn, spent, refused = random.Random(5), 0, 0
     while refused < 50:
@@ -226,7 +226,7 @@ async def test_spent_budget_says_when_it_starts_anew(ten: list[Limiter], clock: 
 async def test_budget_that_is_only_reserved_is_refused_for_a_moment(
     ten: list[Limiter], clock: Clock
 ) -> None:
-    """Whether the one who reserves is this instance or another one."""
+    """It does not matter whether this instance or another one holds the reservation."""
     caller = Caller(tenant="acme", plan=Plan(budget_usd_per_month=1.0))
     spent = await ask(ten[2], caller, demand(usd=0.4))
     spent.settle(demand(usd=0.4))
@@ -398,7 +398,7 @@ async def test_changed_plan_counts_at_once(ten: list[Limiter]) -> None:
 
 
 async def test_without_redis_at_most_one_limit_more_gets_in(tmp_path: Path, clock: Clock) -> None:
-    """Before, while and after Redis is away: twice the limit in any minute, and no more."""
+    """Before, during and after the Redis outage: at most twice the limit in any minute."""
     with RedisServer(tmp_path, tmp_path) as server:
         time_of = Clock(server.url)
         async with limiters(server.url, time_of, INSTANCES) as ten:

@@ -87,7 +87,7 @@ class Limited(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 100), share=st.sampled_from([0.0, 0.3, 1.0]))
     def end(self, which: int, share: float) -> None:
-        """The request ends, and used a part of what was reserved."""
+        """The request ends, having used part of its reservation."""
         if self.open:
             reservation, use = self.open.pop(which % len(self.open))
             use.tokens, use.is_open = int(use.tokens * share), False
@@ -117,7 +117,7 @@ class Limited(RuleBasedStateMachine):
 
     @rule()
     def lose_or_find_redis(self) -> None:
-        """Instances have just told each other what is spent."""
+        """Instances have just exchanged the amounts they spent."""
         if not self.is_away:
             for limiter in self.instances:
                 self.run(limiter.register())

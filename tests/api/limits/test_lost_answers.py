@@ -98,7 +98,7 @@ async def setup(redis_url: str, links: Links) -> AsyncIterator[Setup]:
 
 
 async def test_reservation_whose_answer_was_lost_counts_once(setup: Setup) -> None:
-    """It goes on without Redis, which has counted it already."""
+    """The request continues without Redis, which has already counted it."""
     setup.links.lose_answers(LINK)
     reservation = await setup.reserve(0.5)
     assert await setup.spent_usd() == 0.5, "Redis counted it"
@@ -193,7 +193,7 @@ async def test_redis_remembers_few_calls(setup: Setup) -> None:
 async def test_calls_beyond_a_bound_are_given_up(
     setup: Setup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the oldest may have taken stays counted, so that the counter is never too low."""
+    """The oldest call's possible amount stays counted, so the counter is never too low."""
     monkeypatch.setattr("api.limits.limiter.MAX_LOST", 1)
     for usd in (0.1, 0.2):
         setup.links.lose_answers(LINK)

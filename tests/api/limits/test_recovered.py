@@ -1,4 +1,4 @@
-"""What another process had computed of a batch counts once, even in a budget that is full."""
+"""Lines of a batch that another process had computed count once, even in a full budget."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def recover(limiter: Limiter, clock: Clock) -> None:
 
 
 async def used_usd(limiter: Limiter, clock: Clock) -> float:
-    """What Redis has counted, with what is reserved."""
+    """The amount that Redis has counted, including reservations."""
     await asyncio.gather(*limiter._takings)
     clock.advance(1.0)
     await limiter.give_back(clock())

@@ -1,4 +1,4 @@
-"""Budgets after Redis has lost its counts: as the rows in BigQuery say, to the last digit."""
+"""Budgets after Redis has lost its counts: they match the rows in BigQuery to the last digit."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -173,7 +173,7 @@ async def test_instances_know_how_many_they_are(redis_url: str, clock: Clock) ->
 async def test_late_requests_count_in_the_month_they_arrived_in(
     store: LimitStore, clock: Clock
 ) -> None:
-    """A line of a batch, say. Its row is of that month too."""
+    """For example, a line of a batch. Its row is of that month too."""
     november = 2026 * 12 + 10
 
     async def take(
@@ -198,7 +198,7 @@ async def test_late_requests_count_in_the_month_they_arrived_in(
 async def test_call_may_be_about_two_months_of_a_budget(
     store: LimitStore, clock: Clock, order: int
 ) -> None:
-    """An instance gives back what requests of both did not need, at the turn of the month."""
+    """At the turn of the month, an instance returns unused amounts for both months."""
     month = (await store.take([ask(0, kind="month")]))[0].period
     clock.set(calendar.timegm((2026, 12, 1, 0, 0, 0)) * 1000 + 10)
     await store.take([ask(4, kind="month", month=month)])

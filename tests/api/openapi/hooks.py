@@ -1,4 +1,4 @@
-"""What schemathesis is told of this API that an OpenAPI document has no words for."""
+"""Hooks that teach schemathesis facts about this API that an OpenAPI document can't express."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import schemathesis
 
 @schemathesis.hook
 def filter_case(context: schemathesis.HookContext, case: Any) -> bool:
-    """A header that nobody knows is no error: HTTP has them ignored."""
+    """An unknown header is not an error: HTTP requires servers to ignore it."""
     return not any("schemathesis-unknown" in name.lower() for name in case.headers or {})
 
 

@@ -57,7 +57,7 @@ class Sums:
 
 
 def drawn_rows(day_s: int) -> tuple[list[Row], dict[Group, Sums]]:
-    """Rows of the days up to that of `day_s`, and what they add up to."""
+    """Rows up to and including the day `day_s`, and their sums."""
     drawn, rows, sums = random.Random(11), [], defaultdict[Group, Sums](Sums)
     for number in range(3000):
         model, key = drawn.choice(MODELS), drawn.choice(["k1", "k2"])
@@ -104,7 +104,7 @@ async def test_models_of_all_units_are_told_apart(world: World) -> None:
 
 
 async def _read(world: World, start_s: int) -> dict[Group, list[float]]:
-    """Delivered work, charged work and dollars of each group, as the API tells them."""
+    """Delivered work, charged work and dollars of each group, as the API reports them."""
     query: dict[str, Any] = {"start_time": start_s, "limit": DAYS}
     found: dict[Group, list[float]] = {}
     by_model = query | {"group_by[]": ["model", "api_key_id"]}

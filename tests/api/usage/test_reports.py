@@ -1,4 +1,4 @@
-"""GET /v1/reports: who sees which reports, and whose rows."""
+"""GET /v1/reports: the reports that each key can see, and the rows in them."""
 
 import time
 from typing import Any

@@ -1,4 +1,4 @@
-"""What callers read about their usage is what the report says, and what they really sent.
+"""Usage that callers read matches the report, and their actual requests.
 
 Traffic goes through two API instances and a real worker's inside. Their rows go into the embedded
 BigQuery, some of them twice, as redeliveries write them.

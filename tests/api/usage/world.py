@@ -40,7 +40,7 @@ SHIPPED = read_catalog(Path("models.yaml"))
 
 @dataclass
 class Sent:
-    """What the test sent for one tenant, and what it must be charged."""
+    """Requests that the test sent for one tenant, and their expected charges."""
 
     requests: int = 0
     refused: int = 0
@@ -53,7 +53,7 @@ class Sent:
 
 @dataclass
 class World:
-    """The pipeline, and the sums of what was sent."""
+    """The pipeline, and the sums of the requests sent."""
 
     apis: list[ApiUnderTest]
     harness: WorkerHarness

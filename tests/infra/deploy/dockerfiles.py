@@ -1,4 +1,4 @@
-"""What a Dockerfile says, stage by stage."""
+"""Parses a Dockerfile, stage by stage."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SOURCES = {
     "bigquery_emulator": "emulators/bigquery/src",
     "pubsub_emulator": "emulators/pubsub/src",
 }
-"""Where the packages lie that are not at the top."""
+"""Folders of the packages that are not at the top."""
 IMAGES = ("api", "functions", "servers", "cuda", "worker")
 
 
@@ -50,7 +50,7 @@ class Stage:
 
     @property
     def copied(self) -> list[tuple[list[str], str]]:
-        """What COPY takes from the repository, and where to."""
+        """The files that COPY takes from the repository, and their destinations."""
         found = [shlex.split(rest) for rest in self.all("COPY") if not rest.startswith("--from=")]
         return [(words[:-1], words[-1]) for words in found]
 
@@ -106,7 +106,7 @@ def _fits(file: Path, pattern: str) -> bool:
 
 
 def upstream(modules: set[str], graph: Any) -> set[str]:
-    """`modules`, all modules of ours that they import, and the packages that these lie in."""
+    """`modules`, all of our modules that they import, and the packages that contain them."""
     found = modules | {one for module in modules for one in graph.find_upstream_modules(module)}
     return found | {
         module.rsplit(".", count)[0]
@@ -116,7 +116,7 @@ def upstream(modules: set[str], graph: Any) -> set[str]:
 
 
 def file_of(module: str) -> str:
-    """The file of a module of ours."""
+    """Returns the file of one of our modules."""
     top = module.partition(".")[0]
     path = Path(SOURCES.get(top, "."), *module.split("."))
     return str(path / "__init__.py" if path.is_dir() else path.with_suffix(".py"))

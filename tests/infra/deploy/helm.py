@@ -33,12 +33,12 @@ report = lint(asked["chart"], asked["values"][0], strict=True)
 found = report["errors"] + [one["error"] for one in report["messages"] if one["severity"] > 1]
 json.dump({"answers": answers, "lint": found}, sys.stdout)
 """
-"""In a process of its own, because Go's runtime stays in one that has loaded it."""
+"""In a separate process, because Go's runtime stays in any process that has loaded it."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What Helm makes of values: objects, or what it says against them."""
+    """Helm's result for a set of values: the objects, or the error message."""
 
     objects: Objects
     refusal: str
@@ -53,7 +53,7 @@ def templates(chart: Path, values: list[dict[str, Any]]) -> list[Answer]:
 
 
 def lint(chart: Path, values: dict[str, Any]) -> list[str]:
-    """What `helm lint --strict` finds, but for advice."""
+    """Returns errors from `helm lint --strict`, without advice."""
     if shutil.which("helm"):
         done = _helm(chart, values, "lint", "--strict", str(chart))
         return [] if done.returncode == 0 else [done.stdout + done.stderr]

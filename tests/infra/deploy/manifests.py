@@ -36,8 +36,8 @@ Objects = list[dict[str, Any]]
 
 
 def render(out: Path, models_file: Path = Path("models.yaml"), **changes: object) -> Objects:
-    """What stands in the cluster with these changes of DEPLOYMENT; skips the test where Kustomize
-    is missing.
+    """Objects in the cluster after these changes to DEPLOYMENT; skips the test if Kustomize is
+    missing.
     """
     if shutil.which("kubectl") is None:
         pytest.skip("kubectl, which has Kustomize built in, is not installed")

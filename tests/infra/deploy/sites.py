@@ -48,14 +48,14 @@ def example(**changes: object) -> dict[str, Any]:
 
 
 def rendered(out: Path, **changes: object) -> Objects:
-    """What stands in the cluster with these changes of the example; skips the test where Kustomize
-    is missing.
+    """Objects in the cluster after these changes to the example; skips the test if Kustomize is
+    missing.
     """
     return kustomized(out, MODELS, example(**changes))
 
 
 def kustomized(out: Path, models_file: Path, site: dict[str, Any]) -> Objects:
-    """What stands in the cluster of a site with this catalog; skips as `rendered`."""
+    """Objects in the cluster of a site with this catalog; skips as `rendered` does."""
     if shutil.which("kubectl") is None:
         pytest.skip("kubectl, which has Kustomize built in, is not installed")
     found = SelfHostedSite.model_validate(site)
@@ -72,7 +72,7 @@ def kustomized(out: Path, models_file: Path, site: dict[str, Any]) -> Objects:
 
 
 def pods_of(objects: Objects) -> dict[str, dict[str, Any]]:
-    """Every pod by the name of what makes it."""
+    """Every pod, by the name of the object that creates it."""
     found = of_kind(objects, "Deployment") | of_kind(objects, "StatefulSet")
     return {name: pod(one) for name, one in found.items()}
 

@@ -1,4 +1,4 @@
-"""Plans of the Terraform stages, through the checker that stands in for the providers."""
+"""Plans of the Terraform stages, using the checker that replaces the providers."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ PROJECT = "example-project"
 
 @dataclass(frozen=True)
 class Plan:
-    """What an apply would make: resources by type, and the outputs that are known beforehand."""
+    """The expected result of an apply: resources by type, and the outputs known in advance."""
 
     resources: list[dict[str, Any]]
     outputs: dict[str, Any]
 
     def of(self, kind: str) -> list[dict[str, Any]]:
-        """The values of every resource of a type."""
+        """The values of every resource with one type."""
         return [resource["values"] for resource in self.resources if resource["type"] == kind]
 
 
@@ -72,7 +72,7 @@ def refusals(folder: Path, root: str, given: dict[str, object]) -> dict[str, lis
 
 
 def _variable_of(root: str, reason: str) -> str:
-    """The variable whose rule gave a reason, or that has no such option; empty where neither."""
+    """The variable whose rule produced the reason, or that lacks the option. Empty if neither."""
     if unknown := re.search(r"There is no option (\w+)[.]", reason):
         return unknown[1]
     rule = re.search(r"validation rule at (\S+):(\d+),", reason)
@@ -85,7 +85,8 @@ def _variable_of(root: str, reason: str) -> str:
 
 
 def waits_for(stage: str = "platform") -> dict[str, set[str]]:
-    """What stands before each resource of a stage is made, by their addresses without keys.
+    """Maps each resource of a stage to the resources that are created before it, by their addresses
+    without keys.
 
     This is Terraform's own graph, so it has the edges of every file, module and `depends_on`.
     """

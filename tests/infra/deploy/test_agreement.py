@@ -1,5 +1,5 @@
-"""Terraform, Kubernetes, the embedded stack and the code say the same: names, filters, ports,
-probes, the table.
+"""Terraform, Kubernetes, the embedded stack and the code agree on names, filters, ports, probes and
+the table.
 
 Their settings are compared in test_settings.py, rights in test_rights.py.
 """
@@ -264,7 +264,7 @@ def test_same_table(plan: Plan, name: str) -> None:
     (partitioning,) = rows["time_partitioning"]
     wanted = options["timePartitioning"]
     assert (partitioning["type"], partitioning["field"]) == (wanted["type"], wanted["field"])
-    # Where there is none, the provider says so after an apply only.
+    # Without an expiration, the provider reports it only after an apply.
     assert partitioning.get("expiration_ms") == (int(wanted.get("expirationMs", 0)) or None)
 
 
@@ -287,7 +287,7 @@ def test_rights_are_given_to_the_accounts_of_the_pods(plan: Plan, objects: Objec
         for found in plan.of("google_pubsub_subscription_iam_member")
         if found["member"].startswith("principal://")
     }
-    # What empties nodes talks to the cluster alone.
+    # The program that drains nodes talks only to the cluster.
     assert pulling == accounts - {"ns/penstock/sa/gpu-nodes"}
     of_workers = {pod(found)["serviceAccountName"] for found in deployments(objects).values()}
     assert of_workers == of_kind(objects, "ServiceAccount").keys() - {"gpu-nodes"}

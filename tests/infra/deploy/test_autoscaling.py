@@ -62,7 +62,7 @@ def test_rollout_of_any_number_goes_on_without_a_gpu_more(objects: Objects) -> N
             surge, unavailable = _rolling(update, count)
             assert surge == 0
             assert unavailable >= 1
-            # A tenth: what is left carries the load of a utilization of 0.7.
+            # A tenth: at a utilization of 0.7, the remaining pods can carry the load.
             assert unavailable <= max(1, count * 0.1)
 
 

@@ -1,4 +1,4 @@
-"""What manifests and chart make of entries of custom classes: secrets, processes, start-up."""
+"""Manifests and the chart for catalog entries with custom classes: secrets, processes, start-up."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The Cloud Build files: valid, every name that is used given and said what for, every script sound
-and tried.
+"""The Cloud Build files: valid, every name that is used is defined and explained, every script
+sound and tried.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def test_script_is_there_and_gets_what_it_reads(path: Path, step: dict[str, Any]
     scripts = [word for word in step.get("args", []) if word.endswith(".sh")]
     for called in scripts:
         scripts += re.findall(r"infra/cloudbuild/\w+\.sh", Path(called).read_text(encoding="utf-8"))
-    # What checks the release can't come from it.
+    # A check of the release can't come from the release itself.
     if step["id"] != "fetch":
         assert all(len(word) < 120 for word in step.get("args", [])), "more belongs into a file"
     given = {pair.split("=")[0] for pair in step.get("env", [])}
@@ -116,14 +116,14 @@ def test_build_has_an_account_of_its_own(path: Path) -> None:
         found["serviceAccount"]
         == f"projects/$PROJECT_ID/serviceAccounts/{name}@$PROJECT_ID.iam.gserviceaccount.com"
     )
-    # An account of one's own has no bucket for logs.
+    # A custom account does not have a bucket for logs.
     assert found["options"]["logging"] == "CLOUD_LOGGING_ONLY"
     assert found["options"]["substitutionOption"] == "MUST_MATCH"
     assert found["options"]["dynamicSubstitutions"] is True
 
 
 def waits_for(found: dict[str, dict[str, Any]], step: str) -> set[str]:
-    """What has ended well when a step starts."""
+    """The steps that have succeeded when a step starts."""
     own = set(found[step].get("waitFor", [])) - {"-"}
     return own.union(*(waits_for(found, one) for one in own))
 
@@ -190,7 +190,7 @@ def test_shell_is_sound() -> None:
 
 
 def test_trigger_is_the_file_with_an_approval_before_it(checkout: Path) -> None:
-    # As gcloud does: `-` is no file to it.
+    # As gcloud does: it does not treat `-` as a file.
     put(checkout, "gcloud", 'case "$*" in *import*) cp -- "${@: -1}" trigger.yaml ;; esac')
     done = script(checkout, "bash", "setup.sh", "example-project", "europe-west4", "_STEPS=10,100")
     assert done.returncode == 0, done.stderr
@@ -217,8 +217,8 @@ def test_accounts_get_no_right_to_everything() -> None:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A copy of what the scripts touch, with a release begun and an empty folder for stand-ins of
-    programs.
+    """A copy of the files that the scripts touch, with a release begun and an empty folder for
+    stand-ins of programs.
     """
     shutil.copytree("infra/cloudbuild", tmp_path / "infra/cloudbuild")
     shutil.copytree("infra/docker", tmp_path / "infra/docker")
@@ -334,7 +334,7 @@ def test_lists_of_parts_go_where_the_account_may_add_them(checkout: Path) -> Non
     assert done.returncode == 0, done.stderr
     loaded = calls(checkout, "gcloud")
     assert len(loaded) == 3
-    # A folder of its own: an object of the same name could not be written over.
+    # A separate folder, because an object of the same name could not be overwritten.
     assert all(
         call.endswith("--destination gs://example-project-penstock-sboms/b1") for call in loaded
     )

@@ -32,7 +32,7 @@ ONCE = {"provision", "proxy-volumes", "keys"}
 
 
 def variables(*names: str) -> dict[str, str]:
-    """What the files of variables set."""
+    """The variables that these files set."""
     lines = [line for name in names for line in (FOLDER / name).read_text("utf-8").splitlines()]
     return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
 
@@ -112,7 +112,7 @@ def with_archive(compose: dict[str, Any]) -> dict[str, Any]:
 
 
 def validate(file: Path) -> subprocess.CompletedProcess[str]:
-    """What the schema of the Compose specification says of a file."""
+    """Validates a file against the schema of the Compose specification."""
     return run(
         Path(sys.executable).parent / "check-jsonschema",
         *("--builtin-schema", "vendor.compose-spec"),
@@ -222,7 +222,7 @@ def test_only_the_proxy_is_reached_from_outside(
     for name in SERVERS:
         assert services[name]["networks"] == ["servers"]
     assert "servers" not in services["proxy"]["networks"]
-    # The API trusts what the proxy says of the caller: nobody else is in that network.
+    # The API trusts the proxy's headers about the caller, so nothing else is in that network.
     assert {name for name, one in services.items() if "front" in one.get("networks", [])} == {
         "proxy",
         "api",

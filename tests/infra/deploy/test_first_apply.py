@@ -1,6 +1,6 @@
-"""What must be there before something else in an empty project: APIs, agents, pools, roles.
+"""Prerequisites in an empty project, in order: APIs, agents, pools, roles.
 
-The order is that of Terraform's own graph, so a resource in a new file is checked too.
+The order comes from Terraform's own graph, so a resource in a new file is checked too.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def needs(kind: str) -> tuple[str, str | None]:
 def test_everything_is_everything(everything: Plan, before: dict[str, set[str]]) -> None:
     planned = {address(resource) for resource in everything.resources}
     known = {name for name in before if not re.search(r"(^|[.])(data|ephemeral)[.]", name)}
-    # Records of one region stand in its Redis; ComputeClasses are the other way to get nodes.
+    # Records of one region are in its Redis; ComputeClasses are the other way to get nodes.
     assert known - planned == set()
 
 
@@ -212,7 +212,7 @@ def test_default_pool_does_without_the_default_account(everything: Plan) -> None
         (pool,) = cluster["node_config"]
         assert pool["service_account"].startswith("penstock-nodes-")
         assert pool["shielded_instance_config"][0]["enable_secure_boot"]
-        # Three of them stand in a region whose quota may be 500 GB.
+        # Three of them share a region whose quota may be 500 GB.
         assert pool["disk_size_gb"] <= 20
 
 

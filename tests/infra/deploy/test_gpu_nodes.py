@@ -1,4 +1,4 @@
-"""What empties nodes with a broken GPU has the rights that it uses, and is where there are GPUs."""
+"""The pod that drains nodes with broken GPUs has exactly the rights it uses, if there are GPUs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_it_is_deployed_beside_gpus_only(tmp_path: Path) -> None:
 
 
 def test_it_may_do_what_it_does_and_nothing_else() -> None:
-    """tests/workers/test_gpu_nodes.py sends these requests."""
+    """The requests come from tests/workers/test_gpu_nodes.py, which sends each of them."""
     documents = yaml.safe_load_all(Path("infra/kubernetes/gpu-nodes/rights.yaml").read_text())
     rights = {
         (rule["resources"][0], verb)
@@ -68,7 +68,7 @@ def test_it_may_do_what_it_does_and_nothing_else() -> None:
         ("NVRM: Xid (PCI:0000:00:05): 79, pid='<unknown>', name=<unknown>, GPU has fallen", True),
         ("NVRM: Xid (PCI:0000:00:05): 48, pid=1234, name=python, An uncorrectable double", True),
         ("NVRM: Xid (PCI:0000:00:05): 95, pid=1234, Uncontained ECC error", True),
-        # What a program did: an illegal address, a stopped process, a contained error.
+        # Errors caused by a program: an illegal address, a stopped process, a contained error.
         ("NVRM: Xid (PCI:0000:00:05): 31, pid=1234, name=python, Ch 00000008, MMU Fault", False),
         ("NVRM: Xid (PCI:0000:00:05): 43, pid=1234, name=python, Ch 00000010", False),
         ("NVRM: Xid (PCI:0000:00:05): 45, pid=1234, name=python, Ch 00000010", False),

@@ -1,4 +1,4 @@
-"""The bases of the images: the build gives them, by digest."""
+"""The bases of the images: the build sets them, by digest."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_without_a_registry_nothing_is_pinned_and_nothing_built(tmp_path: Path) 
     assert done.returncode != 0
     assert "no such host" in done.stderr
     assert not out.exists()
-    # What a build of a release then stands on is missing, or has no digest: both are refused.
+    # The base for a build of a release is then missing, or has no digest: both are refused.
     missing = run(FOLDER / "build.sh", "api", "api:1", BUILDER="echo", BASES=str(out))
     assert missing.returncode != 0
     assert "PYTHON_BASE" not in missing.stdout
@@ -138,7 +138,7 @@ IMAGE = re.compile(r"(docker\.io|gcr\.io|us-docker\.pkg\.dev/cloud-ops-agents-ar
 
 
 def pull_request(path: str, text: str, digest: str) -> str:
-    """The file after a pull request of the bot that gives every image this digest.
+    """The file after a pull request in which the bot sets this digest for every image.
 
     It puts the template, compiled, in the place of the whole match. Without a template it replaces
     values that are there, so an image without a digest would never get one
@@ -164,7 +164,7 @@ def pull_request(path: str, text: str, digest: str) -> str:
 
 
 def seen_by_the_bot(path: str, text: str) -> set[str]:
-    """The images in a file for which the bot proposes digests, without those that they have."""
+    """The images in a file for which the bot proposes digests, without the current digests."""
     images = set()
     for manager in RENOVATE["customManagers"]:
         patterns = (pattern.strip("/") for pattern in manager["managerFilePatterns"])

@@ -45,12 +45,12 @@ MODULES = {
     },
     "worker": {"workers.__main__", "workers.runtime.server", "workers.models"},
 }
-"""What the entry points start, in other processes too."""
+"""Modules that the entry points start, in other processes too."""
 MEMBERS = ". ./emulators/bigquery ./emulators/pubsub"
 
 
 def tool(name: str) -> str:
-    """A program that was installed beside this Python."""
+    """A program that was installed next to this Python."""
     found = shutil.which(name, path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     assert found, f"{name} is missing: make setup"
     return found
@@ -136,12 +136,12 @@ def test_what_is_installed_has_its_hash_in_the_lock(name: str) -> None:
     assert len(installs) >= 2
     for install in installs:
         if "--no-index" in install:
-            continue  # our own wheel, by what was installed before
+            continue  # our own wheel, from packages that are already installed
         checked = "--require-hashes" in install or "--verify-hashes" in install
         # The base takes its options from a choice: other builds of torch are in no lock.
         assert checked or (name == "cuda" and '"$@"' in install), install
     if any("--verify-hashes" in install for install in installs):
-        # Hashes are verified where there are any, so what has none is looked for.
+        # Hashes are verified only if a package has them, so packages without any are detected here.
         assert "lock.py covers /tmp/installed.txt 'nvidia-*' 'cuda-*' triton" in " ".join(
             text.split()
         )
@@ -167,7 +167,7 @@ def test_servers_are_in_the_image_with_what_they_require() -> None:
 def test_programs_of_ours_run_in_the_python_that_has_the_packages(
     name: str, tmp_path: Path
 ) -> None:
-    """The base's Python, which installs, is in the image too, and has none of them."""
+    """The base's Python runs the installation. It is in the image too, without the packages."""
     venv.create(tmp_path / "venv", with_pip=False)
     tree = tmp_path / "tree"
     for file in map(Path, copied_files(name)):

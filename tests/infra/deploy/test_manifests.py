@@ -1,4 +1,4 @@
-"""What the overlay makes of models.yaml, as Kustomize renders it."""
+"""The overlay's objects for models.yaml, as Kustomize renders them."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_worker_on_a_spot_node_is_done_before_the_node_goes(objects: Objects, pl
         for config in pool["node_config"][0]["kubelet_config"]
     ]
     for part in parts:
-        # What is left when the system's pods have had theirs. Without a number GKE takes 15 s.
+        # Time left after the system's pods have had theirs. Without a number GKE takes 15 s.
         ours_s = part["shutdown_grace_period_seconds"] - (
             part["shutdown_grace_period_critical_pods_seconds"] or 15
         )
@@ -167,7 +167,7 @@ def test_disk_is_no_larger_than_what_a_node_leaves(type_: str) -> None:
 
 
 def allocatable_mib(node: GpuType) -> float:
-    """What GKE leaves of a boot disk: docs.cloud.google.com/kubernetes-engine/docs/concepts/
+    """Space that GKE leaves on a boot disk: docs.cloud.google.com/kubernetes-engine/docs/concepts/
     plan-node-sizes. Its example of 100 GB has a capacity of 98,831,908 KiB, and 47,060,071,478
     bytes are allocatable.
     """
@@ -354,7 +354,7 @@ def test_who_waits_for_capacity_has_nodes_of_flex_start_alone(tmp_path: Path) ->
 
 
 def test_kinds_of_gke_have_only_documented_fields(objects: Objects, tmp_path: Path) -> None:
-    # No schema of these is to be had offline; the fields are those of GKE's reference pages.
+    # No schema of these kinds is available offline; the fields come from GKE's reference pages.
     documented = {
         "CapacityBuffer": {
             "provisioningStrategy",

@@ -72,7 +72,7 @@ def test_worker_shows_the_token_that_google_takes(
     outside: Objects, plan_with_outside: Plan
 ) -> None:
     (provider,) = plan_with_outside.of("google_iam_workload_identity_pool_provider")
-    # Terraform's own test asserts that its output says the same.
+    # Terraform's own test asserts that its output agrees.
     named = (provider["workload_identity_pool_id"], provider["workload_identity_pool_provider_id"])
     assert AUDIENCE.endswith("/workloadIdentityPools/{}/providers/{}".format(*named))
     assert provider["oidc"][0]["allowed_audiences"] is None

@@ -1,5 +1,5 @@
-"""What `penstock deploy plan` counts is what Terraform's own plan makes, with the variables that it
-prints.
+"""The counts of `penstock deploy plan` equal the resources in Terraform's own plan, with the
+variables that it prints.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The tables in the stages' READMEs are those of their variables and outputs, and no variable takes
-just anything.
+"""The tables in the stages' READMEs match their variables and outputs, and every variable is
+validated.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def test_variables_are_validated(stage: str) -> None:
             re.M | re.S,
         )
     )
-    # What takes anything is checked in modules/options, as a test says of each.
+    # Variables of type `any` are checked in modules/options, and a test covers each of them.
     unchecked = {
         name
         for name, body in declared.items()

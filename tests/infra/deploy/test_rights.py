@@ -1,4 +1,4 @@
-"""Who may do what in the cloud: every binding of the plan is one that is known here."""
+"""Permissions in the cloud: every binding of the plan is one that is known here."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ KINDS = {
 
 
 def holder(member: str | None) -> str:
-    """Who has a right, as USES names it. The agent of Network Connectivity is known later."""
+    """Holder of a right, as named in USES. The agent of Network Connectivity is known later."""
     if member is None:
         return "Network Connectivity"
     if member.startswith("principalSet:"):

@@ -1,4 +1,4 @@
-"""What scales the workers off Google, as Kustomize renders it, and what Prometheus has to read."""
+"""Scaling of workers off Google, as Kustomize renders it, and the metrics that it needs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OF_BROKER: dict[str, dict[str, Any]] = {
 }
 PRIORITIES = ("workers", "batch")
 EXPORTED_BY = {"penstock_worker": "worker-", "penstock_api": "api", "penstock_queue": "functions"}
-"""Who has which metrics: beginnings of their names."""
+"""Exporters of metrics: beginnings of the metrics' names, and of the Deployments' names."""
 
 Rendered = tuple[Objects, dict[str, Any]]
 
@@ -181,7 +181,7 @@ def test_samples_are_close_enough_for_the_queries(scaled: Rendered) -> None:
 
 
 def targets(objects: Objects, scraping: dict[str, Any]) -> dict[tuple[str, str], dict[str, str]]:
-    """The labels that Prometheus gives what it reads, by Deployment and port.
+    """The labels that Prometheus attaches to its targets, by Deployment and port.
 
     It finds each port of each pod: prometheus.io, kubernetes_sd_config, role `pod`.
     """
@@ -204,7 +204,7 @@ def targets(objects: Objects, scraping: dict[str, Any]) -> dict[tuple[str, str],
 
 
 def _relabeled(labels: dict[str, str], rules: list[dict[str, Any]]) -> dict[str, str]:
-    """What is left of the labels of a target. Nothing where it is not kept."""
+    """The labels that a target keeps. Empty if the target is dropped."""
     for rule in rules:
         value = ";".join(labels.get(name, "") for name in rule.get("source_labels", []))
         if rule.get("action") == "keep":

@@ -31,7 +31,7 @@ ON_ONE_MACHINE = {
 """Empty in the cloud: Google's own."""
 OF_TESTS = {"PENSTOCK_TEST_PATIENCE"}
 OF_THE_STACK = {"PENSTOCK_RABBITMQ_SERVER"}
-"""Which program the stack on one machine starts. No process of a deployment reads it."""
+"""The program that the stack on one machine starts. No process of a deployment reads it."""
 OF_THE_EXAMPLES = {"PENSTOCK_URL", "PENSTOCK_API_KEY"}
 """Variables of the clients in examples/. No process of Penstock reads them."""
 OF_CLASSES = {"PENSTOCK_TRACEBACKS"}
@@ -74,8 +74,8 @@ LEFT_ALONE: dict[type[Settings], set[str]] = {
         "PENSTOCK_ENVIRONMENTS_DIR",
     },
 }
-"""What is right in a deployment as it is in the code; whoever adds a setting says here that it is,
-or gives it.
+"""Settings whose defaults are right for a deployment; a new setting must be listed here, or set by
+the deployment.
 """
 
 

@@ -35,7 +35,7 @@ def chart(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def answers(chart: Path) -> dict[str, Answer]:
-    """What Helm makes of SITES and WRONG."""
+    """Helm's answers for SITES and WRONG."""
     changes = SITES | WRONG
     values = [example(**one) for one in changes.values()]
     return dict(zip(changes, templates(chart, values), strict=True))

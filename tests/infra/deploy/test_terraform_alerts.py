@@ -1,4 +1,4 @@
-"""What only Terraform has alerts about: each subscription, each job of a schedule, the row archive.
+"""Alerts that only Terraform has: for each subscription, each job of a schedule, the row archive.
 Each fires for its own trouble, by the queries and filters of the plan.
 """
 

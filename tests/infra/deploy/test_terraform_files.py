@@ -20,7 +20,7 @@ def test_files_that_terraform_reads_are_there() -> None:
 
 
 def resources(kind: str) -> dict[str, str]:
-    """The bodies of all resources of a kind, by file and name."""
+    """The bodies of all resources with one type, by file and name."""
     return {
         f"{source.relative_to(TERRAFORM)}: {name}": body
         for source in TERRAFORM.rglob("*.tf")

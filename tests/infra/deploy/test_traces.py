@@ -1,4 +1,4 @@
-"""Where spans go in the cloud: one variable of Terraform, for API, functions and workers alike."""
+"""One Terraform variable sets the destination of spans, for API, functions and workers alike."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WRITER = "roles/telemetry.tracesWriter"
 
 
 def writers(plan: Plan) -> set[str]:
-    """Who may write spans, without the part of the account that is the project's."""
+    """Accounts that may write spans, without the part of the name that contains the project."""
     members = [found for found in plan.of("google_project_iam_member") if found["role"] == WRITER]
     return {found["member"].partition("@")[0].rpartition(":")[2] for found in members}
 

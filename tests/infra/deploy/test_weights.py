@@ -66,7 +66,7 @@ def test_a_copy_is_mounted_where_the_worker_looks_for_it(tmp_path: Path) -> None
         assert PurePosixPath(options["only-dir"]) / below == path
     annotations = deployment["spec"]["template"]["metadata"]["annotations"]
     assert annotations["gke-gcsfuse/volumes"] == "true"
-    # What was there before is there still.
+    # Annotations that existed before are still there.
     assert annotations["cluster-autoscaler.kubernetes.io/safe-to-evict"] == "false"
     assert {"models", "cache", "spool", "tmp", "shm"} <= set(mounts(deployment))
 

@@ -1,4 +1,5 @@
-"""Wrong values of Terraform's variables are refused by a plan, which says which one and why.
+"""Wrong values of Terraform's variables are refused by a plan, which names the variable and the
+reason.
 
 A plan reports all variables that are wrong. So each of the plans here has a wrong value for many
 of them, one each. Variables that are checked against others have plans in which those are right.
@@ -268,7 +269,7 @@ MISSPELLED: Wrong = {
     "traces": [({"url": "https://a.example.com"}, "traces.url.")],
     "weights": [({"token": True}, "weights.token.")],
 }
-"""Options that are not there. What is there follows in the message."""
+"""Options that don't exist. The rest of the message lists the options that do."""
 READ_BY_MANY: Wrong = {"models_file": [("nowhere.yaml", "no such file")]}
 TRIED = (
     FIRST,
@@ -318,7 +319,7 @@ def test_options_that_are_not_there(tmp_path: Path, wrong: dict[str, tuple[Any, 
 def test_every_object_is_checked_for_options_that_are_not_there() -> None:
     text = (STAGES / "platform/variables.tf").read_text()
     untyped = re.findall(r'^variable "(\w+)" {\n  description = .*\n  type += any$', text, re.M)
-    # Terraform shows no message with a part of what is ephemeral.
+    # Terraform hides any message that contains part of an ephemeral value.
     assert set(untyped) == set(MISSPELLED) | {"alert_tokens"}
     assert "object(" not in text
 

@@ -1,7 +1,7 @@
 """A stand-in for Google's APIs that refuses what Google refuses: what an account has no right to,
 what does not exist, and what nobody has written for it here.
 
-What Terraform makes is there once it is in the state that lies in the bucket, and not before.
+Resources made by Terraform exist once they are in the state in the bucket, and not before.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer that is no JSON, or has headers of its own."""
+    """An answer that is not JSON, or that has custom headers."""
 
     body: bytes
     status: int = 200
@@ -62,7 +62,7 @@ ROUTES: list[tuple[str, str, re.Pattern[str], str]] = []
 
 
 def route(verb: str, host: str, path: str) -> Callable[[Handler], Handler]:
-    """Says which requests a method answers: its groups are the arguments after the request."""
+    """Registers a method for matching requests: groups in `path` become its extra arguments."""
 
     def added(handler: Handler) -> Handler:
         ROUTES.append((verb, host, re.compile(path), handler.__name__))
@@ -125,7 +125,7 @@ class Api:
         return pickle.dumps({name: one for name, one in vars(self).items() if name != "_lock"})
 
     def restore(self, saved: bytes) -> None:
-        """Goes back to what was saved."""
+        """Goes back to a saved state."""
         vars(self).update(pickle.loads(saved))
 
     def answer(self, ask: Ask) -> Reply:
@@ -171,11 +171,11 @@ class Api:
         raise Refusal(403, f"{ask.account} does not have {permission} access to {resource}.")
 
     def permissions_of(self, role: str) -> set[str]:
-        """What a role allows, if it is Google's or the project's own."""
+        """Returns the permissions of a role that Google or the project itself defines."""
         return set(self.roles.get(role, ())) | PERMISSIONS.get(role, set())
 
     def roles_of(self, account: str) -> dict[str, set[str]]:
-        """The roles of an account, by what they are on."""
+        """The roles of an account, by the resource they are granted on."""
         found: dict[str, set[str]] = defaultdict(set)
         for place, policy in self.policies.items():
             for binding in policy.get("bindings", []):
@@ -268,7 +268,7 @@ class Api:
         return {"encodedLocations": "0x0"}
 
     def made(self, kind: str, state: str = "platform") -> list[dict[str, Any]]:
-        """What is in a state in the bucket: the attributes of each resource of a kind."""
+        """The attributes of each resource with type `kind` in a state in the bucket."""
         objects = self.buckets.get(f"{self.project}-penstock-state", {})
         stored = objects.get(f"{state}/default.tfstate")
         document = json.loads(stored.data) if stored else {"resources": []}

@@ -22,7 +22,7 @@ _PROGRAMS = """
     tail tar tee test touch tr true uname uniq wc xargs
 """
 EVERYWHERE = tuple(_PROGRAMS.split())
-"""What Debian and Alpine both have."""
+"""Programs that both Debian and Alpine have."""
 IN_IMAGE = {
     "gcr.io/cloud-builders/docker": ("bash", "docker", "git"),
     "gcr.io/cloud-builders/kubectl": ("bash", "gcloud", "kubectl", "python3"),
@@ -32,7 +32,7 @@ IN_IMAGE = {
     # Alpine: no bash.
     "docker.io/hashicorp/terraform": ("git", "terraform"),
 }
-"""What each image of a step has besides. The image of syft has nothing else at all."""
+"""Additional programs in each image of a step. The image of syft has nothing else at all."""
 
 
 class StepFailed(Exception):
@@ -59,7 +59,7 @@ def resolve(build: Mapping[str, Any], built_in: Mapping[str, str]) -> Build:
     """Applies the substitutions of a build.
 
     Raises:
-        ValueError: a name is used that nobody gives (substitutionOption MUST_MATCH).
+        a name is used that is not defined (substitutionOption MUST_MATCH).
     """
     given = {**built_in, **build.get("substitutions", {})}
     names = {name: _substituted(value, given) for name, value in given.items()}

@@ -57,7 +57,7 @@ class Delivery(Api):
                     given[name] = sent[found[1]]
             build["substitutions"] = given
             build["serviceAccount"] = trigger["serviceAccount"]
-            # What is built has no source: the workspace is empty.
+            # A triggered build has no source: the workspace is empty.
             build["source"] = None
             needs_approval = trigger.get("approvalConfig", {}).get("approvalRequired", False)
             build["status"] = "PENDING" if needs_approval else "QUEUED"

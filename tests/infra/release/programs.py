@@ -132,7 +132,7 @@ def gcloud_without_account(folder: Path) -> dict[str, str]:
 
 
 def write_programs(folder: Path, *, project: str, attach: Path) -> Path:
-    """Writes the programs. `attach` is the file with the providers that Terraform is to take."""
+    """Writes the programs. `attach` is the file that lists the providers for Terraform."""
     folder.mkdir()
     settings = folder / "terraformrc"
     settings.write_text("disable_checkpoint = true\n")

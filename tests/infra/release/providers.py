@@ -1,5 +1,6 @@
-"""Terraform's providers for a release: those of the stand-in that TFOFFLINE names, kept running, so
-that Terraform itself can be run as the scripts run it, with its own state in its own backend.
+"""Terraform's providers for a release: the stand-in that TFOFFLINE names provides them and is kept
+running, so that Terraform itself can be run as the scripts run it, with its own state in its own
+backend.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ ANSWERS = {
 }
 """,
 }
-"""What Google would have answered, and the stand-in does not know, as files that go before ours."""
+"""Google's answers that the stand-in does not know, as files that take precedence over ours."""
 HOOK = """#!/bin/sh
 # Stands for Terraform: tells what it was given, and keeps the providers up until it is told to end.
 printf %s "$TF_REATTACH_PROVIDERS" > "{out}.new" && mv "{out}.new" "{out}"
@@ -50,14 +51,14 @@ exit 1
 
 
 def put_answers(tree: Path) -> None:
-    """Has the modules in a tree go on with what Google would have answered."""
+    """Lets the modules in a tree use Google's answers."""
     for module, text in ANSWERS.items():
         (tree / "infra/terraform" / module / "google_override.tf").write_text(text)
 
 
 @contextmanager
 def providers(folder: Path) -> Iterator[Path]:
-    """Yields the file with what Terraform reads as TF_REATTACH_PROVIDERS."""
+    """Yields the file whose content Terraform reads as TF_REATTACH_PROVIDERS."""
     root = folder / "providers"
     root.mkdir()
     (root / "main.tf").write_text(NEEDED)

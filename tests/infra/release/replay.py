@@ -1,5 +1,5 @@
 """A first release, replayed: the commands of the runbook, then the two builds, in the order in
-which somebody would do it who has just cloned the repository.
+which a reader would run them after cloning the repository.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CHECKS = {
     "PYTEST_ADDOPTS": "tests/test_source_files.py tests/infra/deploy/test_settings.py",
     "PYTEST_WORKERS": "1",
 }
-"""Of the tests of a build, those that look at the tree itself. All of them take minutes."""
+"""Limits a build's tests to a few that look at the tree itself. All tests would take minutes."""
 NEEDS_AN_INDEX = ("setup",)
 """Steps that install packages: these do reach what is outside."""
 
@@ -52,12 +52,12 @@ def blocks(document: Path, heading: str) -> list[str]:
 
 @dataclass
 class Replay:
-    """What a release is replayed with.
+    """Settings and folders for the replay of a release.
 
     Attributes:
-        url: of the proxy before it.
+        url: URL of the proxy before it.
         folder: for everything that is written.
-        checkout: the tree of whoever follows the runbook.
+        checkout: the tree of the person following the runbook.
     """
 
     cloud: Cloud
@@ -69,7 +69,7 @@ class Replay:
     variables: dict[str, str] = field(default_factory=dict)
 
     def environment(self, account: str, metadata: str) -> dict[str, str]:
-        """The environment of whoever is `account`."""
+        """Environment variables for commands that run as `account`."""
         home = self.folder / "homes" / account
         home.mkdir(parents=True, exist_ok=True)
         token = home / "token"
@@ -105,7 +105,7 @@ class Replay:
         script = f"set -euo pipefail\n{block}\nexport -p > {kept}\n"
         with metadata_server(PROJECT, OWNER, f"token-of-{OWNER}") as metadata:
             environment = self.environment(OWNER, metadata)
-            # What the page says once holds for its later blocks, and nothing else does.
+            # Settings made by the page apply to its later blocks, and nothing else does.
             begin = f"source {kept}\n" if kept.exists() else ""
             given = "".join(f"export {name}='{value}'\n" for name, value in environment.items())
             done = subprocess.run(
@@ -189,7 +189,7 @@ class Replay:
 
 
 def check_out(folder: Path) -> Path:
-    """Makes a clone of this tree as it lies here, with what `make setup` makes."""
+    """Makes a clone of this tree in its current state, with the results of `make setup`."""
     made = folder / "checkout"
     for path in source_files():
         (made / path).parent.mkdir(parents=True, exist_ok=True)
@@ -201,7 +201,7 @@ def check_out(folder: Path) -> Path:
 
 
 def link_environment(tree: Path) -> None:
-    """What `make setup` would install there: the environment that runs this test."""
+    """Links the environment of this test into `tree`, in place of one made by `make setup`."""
     (tree / ".venv").mkdir()
     for entry in Path(sys.prefix).iterdir():
         if entry.name != ".installed":

@@ -1,5 +1,5 @@
-"""What Google's predefined roles allow, as far as a release asks: of each role the permissions that
-the stand-in for Google's APIs checks.
+"""Permissions of Google's predefined roles that a release needs: for each role, the permissions
+that the stand-in for Google's APIs checks.
 
 Source: https://docs.cloud.google.com/iam/docs/roles-permissions, read by hand. A permission that is
 not listed is refused.

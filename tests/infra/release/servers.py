@@ -40,7 +40,7 @@ def proxy(cloud: Cloud, folder: Path) -> Iterator[tuple[str, Path]]:
 
 @contextmanager
 def metadata_server(project: str, account: str, token: str) -> Iterator[str]:
-    """What a step of Cloud Build asks who it is. Yields host and port."""
+    """Server that a Cloud Build step asks for its identity. Yields host and port."""
     answers = {
         "/": "computeMetadata/",
         "/computeMetadata/v1/project/project-id": project,
@@ -142,7 +142,7 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Clients that go away are no concern of the test."""
+        """Ignores clients that go away, which don't concern the test."""
 
 
 @contextmanager

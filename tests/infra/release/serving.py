@@ -1,4 +1,4 @@
-"""What runs: Cloud Run, Monitoring, secrets, and the API behind Google's front end."""
+"""Running services: Cloud Run, Monitoring, secrets, and the API behind Google's front end."""
 
 from __future__ import annotations
 

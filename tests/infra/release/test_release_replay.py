@@ -1,9 +1,10 @@
-"""The first release of a project, as the runbook has it: with gcloud, Terraform and kubectl, from a
-clone to an API that answers, in a project in which each account may do what `setup.sh` gave it.
+"""The first release of a project, following the runbook: with gcloud, Terraform and kubectl, from a
+clone to an API that answers, in a project in which each account has only the rights that `setup.sh`
+granted it.
 
-Terraform's providers are those that TFOFFLINE names. Docker, syft and the taking apart of an image
-by the scanner are stand-ins (programs.py). Of the build's own checks it runs the linters, and the
-tests that look at the tree.
+Terraform's providers come from the stand-in that TFOFFLINE names. Docker, syft and the taking apart
+of an image by the scanner are stand-ins (programs.py). Of the build's own checks it runs the
+linters, and the tests that look at the tree.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Replay, by
 
 @pytest.fixture
 def replay(begun: tuple[Replay, bytes], tmp_path: Path) -> Replay:
-    """The same project, with a checkout and folders of its own."""
+    """The same project, with a separate checkout and separate folders."""
     first, saved = begun
     first.cloud.restore(saved)
     checkout = tmp_path / "checkout"
@@ -142,7 +143,7 @@ def test_first_release(replay: Replay) -> None:
     assert [one["percent"] for one in cloud.traffic] == [100]
     assert "revision" in cloud.traffic[0]
 
-    # Whoever applies by hand finds what Cloud Build made.
+    # A manual apply finds the resources that Cloud Build made.
     *_, by_hand, workers, works = blocks(DEPLOY_PAGE, "First deploy")
     images = {name.split("/")[-1].partition("@")[0]: name for name in cloud.images if "@" in name}
     replay.variables |= {"API": images["api"], "WORKER": images["worker"]}
@@ -183,7 +184,7 @@ def test_list_of_files_from_git_stops_the_build(replay: Replay) -> None:
 
 
 def test_upload_without_the_rules_of_git_stops_the_build(replay: Replay) -> None:
-    """As gcloud leaves `.gitignore` out where nothing says otherwise."""
+    """Without that file, gcloud also uploads files that `.gitignore` excludes."""
     (replay.checkout / ".gcloudignore").unlink()
     with pytest.raises(StepFailed) as failed:
         built(replay, without=set(OF_IMAGES))
@@ -234,7 +235,7 @@ def test_fault_that_callers_would_see_stops_the_deployment(
     built(replay, without=CHECKS)
     with pytest.raises(StepFailed, match=said) as failed:
         deployed(replay, installs=False)
-    assert failed.value.step == "rollout"  # a first release has no candidate beside it
+    assert failed.value.step == "rollout"  # a first release has no other revision to compare with
 
 
 @pytest.mark.parametrize(
@@ -260,7 +261,7 @@ def test_faults_of_the_runbook_are_found(replay: Replay, old: str, new: str, sai
 
 
 def test_state_by_hand_elsewhere_is_found(replay: Replay) -> None:
-    """With a state of its own, what was applied by hand is not there for Cloud Build."""
+    """With separate states, Cloud Build does not see the resources that were applied by hand."""
     state = replay.cloud.buckets[f"{PROJECT}-penstock-state"]
     del state["platform/default.tfstate"]
     with pytest.raises(StepFailed, match="not found"):
@@ -308,7 +309,7 @@ OF_DATA = {
     "storage.buckets.setIamPolicy",
     "storage.objects.update",
 }
-"""What the account that runs the code of every dependency must not do, anywhere."""
+"""The account that runs every dependency's code must not be able to do these things anywhere."""
 
 
 def idle_roles(cloud: Cloud, account: str) -> set[str]:
@@ -338,7 +339,7 @@ HEAD = "| account | on | role | used in the replay |\n|---|---|---|---|\n"
 
 
 def table_of_accounts(cloud: Cloud) -> str:
-    """Each role of each account of a release, with the permissions of it that the replay used."""
+    """Roles of both accounts in a release, each with the permissions that the replay used."""
     by_terraform = of_resources(cloud)
     lines = []
     for account in (BUILD, DEPLOY):
@@ -374,7 +375,7 @@ def test_accounts_may_what_they_use(replay: Replay) -> None:
     table = table_of_accounts(cloud)
     assert table in ACCOUNTS.read_text(encoding="utf-8"), f"{ACCOUNTS} should have\n{table}"
 
-    # Where it may do what, and that nothing of it is data.
+    # Checks the account's buckets, and that none of them holds data.
     buckets = {
         place.removeprefix(f"buckets/{PROJECT}-penstock-"): roles
         for place, roles in cloud.roles_of(BUILD).items()

@@ -1,8 +1,8 @@
-"""What becomes of the state of a deployment, with the providers that TFOFFLINE names.
+"""The Terraform state of a deployment, with the providers that TFOFFLINE names.
 
 A home region that does not come back: the Terraform of docs/how-to/lost-region.md, typed line by
-line. What that page does with keys, budgets and rows runs in tests/infra/test_incident_pages.py.
-A newer release over the state of an older one: what was deployed is moved, and not made anew.
+line. The steps of that page for keys, budgets and rows run in tests/infra/test_incident_pages.py. A
+newer release over the state of an older one: deployed resources are moved, not recreated.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ KEPT = {
     "google_secret_manager_secret",
     "google_storage_bucket",
 }
-"""What has no region, and holds what nobody can make again."""
+"""Types of resources that have no region and hold data that can't be recreated."""
 DELETED = {
     "google_artifact_registry_repository_iam_member",
     "google_project_iam_member",
@@ -52,12 +52,12 @@ DELETED = {
     "google_pubsub_topic_iam_member",
     "google_service_account",
 }
-"""What the apply deletes: inboxes of the region's instances, and the account of its nodes."""
+"""Deleted by the apply: inboxes of the region's instances, and the account of its nodes."""
 STEPS = ("repositories", "state rm", "-target", "keys init", "apply -var", "budgets restore")
 UNSETTLED = {
     'module.platform.google_compute_backend_service.api["api"]': (["update"], {"backend"}),
 }
-"""What a plan without any change would do: the stand-in for the providers never gets it done."""
+"""Changes in any plan, even an empty one: the stand-in for the providers never completes them."""
 
 
 class Operator:
@@ -73,9 +73,9 @@ class Operator:
         shutil.copy("models.yaml", self.tree)
         put_answers(self.tree)
         root = self.tree / ROOT
-        # With a backend of its own, state.sh leaves the root alone.
+        # With a local backend, state.sh leaves the root alone.
         (root / "backend.tf").write_text('terraform {\n  backend "local" {}\n}\n')
-        # Fewer of what there are many: each plan then takes seconds.
+        # Reduces large counts so that each plan takes only seconds.
         main = root / "main.tf"
         text = main.read_text()
         for many, few in (
@@ -102,7 +102,7 @@ class Operator:
         }
 
     def types(self, line: str) -> str:
-        """Types a line, and says yes to what it asks. Returns what it printed."""
+        """Types a line, and answers yes to its prompts. Returns its output."""
         done = subprocess.run(
             ["bash", "-c", PRELUDE + line],
             cwd=self.tree,
@@ -121,7 +121,7 @@ class Operator:
         self.types('terraform -chdir="$ROOT" apply -var "project_id=$P"')
 
     def changes(self) -> list[dict[str, Any]]:
-        """What a plan would change now."""
+        """Changes that a plan would make now."""
         self.types(
             'terraform -chdir="$ROOT" plan -refresh=false -var "project_id=$P" -out "$PWD/p"'
         )
@@ -141,7 +141,7 @@ class Operator:
 
 
 def planned(changes: list[dict[str, Any]]) -> dict[str, tuple[list[str], set[str]]]:
-    """What a plan would do, by address: its actions, and the arguments that would be others."""
+    """Changes that a plan would make, by address: the actions, and the arguments that differ."""
     return {
         one["address"]: (one["change"]["actions"], _different(one["change"]))
         for one in changes
@@ -177,7 +177,7 @@ def operator(tmp_path: Path) -> Iterator[Operator]:
 
 
 def leave(root: Path) -> None:
-    """Edits the root, as the page says: without the lost region, and with its records apart."""
+    """Edits the root as the page describes: drops the lost region, and keeps its records apart."""
     main = root / "main.tf"
     text, count = re.subn(rf'^ +"{LOST}" = .*\n', "", main.read_text(), flags=re.MULTILINE)
     assert count == 1
@@ -210,7 +210,7 @@ def test_home_is_moved_in_the_order_of_the_page(operator: Operator) -> None:
             assert [name for name, one in deleted.items() if LOST in places(one)] == []
             assert {before[name]["type"] for name in deleted} & KEPT == set()
 
-    # What was forgotten was there, all of it, and nothing else.
+    # Every forgotten resource was in the lost region, and no other resource was forgotten.
     assert {name for name in forgotten if LOST not in places(before[name]["values"])} == set()
     after = operator.state()
     assert [name for name, one in after.items() if LOST in places(one["values"])] == []
@@ -236,7 +236,7 @@ def test_home_is_moved_in_the_order_of_the_page(operator: Operator) -> None:
     assert records["values"]["location"] == R
     assert planned(operator.changes()) == UNSETTLED
 
-    # The keys are there before anything that reads them is made anew.
+    # The keys are there before anything that reads them is recreated.
     order = [next(at for at, line in enumerate(lines) if step in line) for step in STEPS]
     assert order == sorted(order)
     noted = operator.noted
@@ -269,11 +269,11 @@ MOVED = {
     ("weights", "google_storage_bucket"): "weights",
     ("weights", "google_storage_bucket_iam_member"): "weights",
 }
-"""The names that resources had beside each other, before they were in modules."""
+"""The names that resources had side by side, before they were in modules."""
 
 
 def put_back(state: dict[str, Any]) -> int:
-    """Gives resources of a state the addresses that they had before. Returns how many."""
+    """Restores the previous addresses of resources in a state. Returns the number of resources."""
     count = 0
     for one in state["resources"]:
         module = one.get("module", "")

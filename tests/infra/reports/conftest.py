@@ -42,7 +42,7 @@ def loaded(bigquery_endpoint: str, made_rows: list[Fields]) -> Iterator[bigquery
 class OnceRunner(ReportRunner):
     """Asks each question once, as nobody writes to the made-up rows: most take seconds.
 
-    A machine that does other work besides may take longer than a report may in production.
+    A machine that is busy with other work may take longer than a report may in production.
     """
 
     def __init__(self, client: bigquery.Client) -> None:

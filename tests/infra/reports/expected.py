@@ -1,4 +1,4 @@
-"""What the reports must say, computed in plain Python from the same rows, item after item."""
+"""Expected reports, computed in plain Python from the same rows, item after item."""
 
 import datetime as dt
 import math
@@ -87,7 +87,7 @@ def device_s(row: Fields) -> Fraction:
 
 
 def computed_s(row: Fields) -> Fraction:
-    """What a device did for the item: nothing for one that was joined to another."""
+    """Device time of the item: 0 if it was joined to another."""
     return Fraction(0) if row.get("cache") == "joined" else device_s(row)
 
 
@@ -111,7 +111,7 @@ def counts(rows: Sequence[Fields]) -> Fields:
 
 
 def text_tokens(rows: Sequence[Fields]) -> Fields:
-    """Tokens of models that write, by what became of them."""
+    """Tokens of text models: read, written and cached."""
     columns = ("input_tokens", "output_tokens", "cached_tokens")
     return {column: int(exact(rows, column)) for column in columns}
 
@@ -247,7 +247,7 @@ def invoice(rows: list[Fields], question: ReportQuestion) -> Lines:
             "list_usd": None if price is None else quantity * price / 1e6,
             "amount_usd": exact(members, "cost_usd"),
         }
-        # What a reader of the invoice computes from the line is the sum of its rows.
+        # The amount that a reader of the invoice computes from the line is the sum of its rows.
         assert lines[where]["amount_usd"] == (
             approximately((price or 0) * quantity / 1e6 * where[-1])
         )

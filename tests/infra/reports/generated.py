@@ -27,7 +27,7 @@ MODELS: dict[str, Fields] = {
 
 
 def rows(seed: int = 18, requests: int = 1500) -> list[Fields]:
-    """The rows as they are written: some twice, and some with one that says that nobody got it."""
+    """The rows as written: some are duplicates, and some have a row about a failed delivery."""
     drawn = random.Random(seed)
     found: list[Fields] = []
     for number in range(requests):
@@ -50,7 +50,7 @@ def rows(seed: int = 18, requests: int = 1500) -> list[Fields]:
 
 
 def _of_a_flow(number: int, rows: list[Fields]) -> list[Fields]:
-    """The rows of a request, which is a run of a flow if its number says so."""
+    """The rows of a request, marked as a run of a flow for every seventh number."""
     if number % 7 or rows[0]["status"] == "refused":
         return rows
     flow = ("read", "draw-and-check")[number % 2]
@@ -106,7 +106,7 @@ def _item(drawn: random.Random, known: Fields, item: int) -> Fields:
     price, paid = model["prices"][received >= PRICE_CHANGE], units
     written = _written(drawn, status, units) if model["task"] == "text" else {}
     paid += (WRITTEN - 1) * written.get("output_tokens", 0)
-    if written and status in ("expired", "canceled"):  # after its reader got these
+    if written and status in ("expired", "canceled"):  # after its reader got these tokens
         share = 1.0
     total_ms = drawn.uniform(1, 900) if drawn.random() < 0.97 else drawn.uniform(4e6, 9e7)
     fields = known | {

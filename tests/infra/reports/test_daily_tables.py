@@ -1,4 +1,4 @@
-"""`daily_usage` and `anomalies` say what plain Python computes from the same rows."""
+"""`daily_usage` and `anomalies` match the results of plain Python for the same rows."""
 
 import datetime as dt
 import random
@@ -171,7 +171,7 @@ def _row(
 
 
 def unusual(rows: list[Fields], day: BillingDay, until: dt.datetime) -> set[tuple[Any, ...]]:
-    """What must be found: hour, tenant, measure and direction."""
+    """Anomalies that must be found: hour, tenant, measure and direction."""
     zone = ZoneInfo(day.tz)
     sums: dict[Any, Counter[dt.datetime]] = defaultdict(Counter)
     for row in rows:

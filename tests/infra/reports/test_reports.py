@@ -1,4 +1,4 @@
-"""Each report says what plain Python computes from the same rows, in each time zone."""
+"""Each report matches the result of plain Python for the same rows, in each time zone."""
 
 from typing import Any
 

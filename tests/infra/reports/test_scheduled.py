@@ -29,7 +29,7 @@ Clock = Callable[[], dt.datetime]
 
 
 class Running:
-    """Scheduled reports of a data set, with a clock and a bucket of their own."""
+    """Scheduled reports of a data set, with their own clock and bucket."""
 
     def __init__(self, client: bigquery.Client, folder: Path) -> None:
         self.client, self.folder = client, folder

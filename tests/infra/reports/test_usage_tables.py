@@ -161,7 +161,7 @@ def test_a_row_written_twice_counts_once(empty: bigquery.Client) -> None:
 
 
 def test_a_row_that_says_nothing_was_delivered_counts(empty: bigquery.Client) -> None:
-    """Whether it comes first or last. Of several the worker's counts, which knows more."""
+    """Order does not matter. Among several rows, the worker's counts, because it knows more."""
     worker = {"cost_usd": 0.5, "charged_share": 1.0, "tokens": 3, "inference_ms": 1.5}
     api = {"attempt": None, "status": "canceled", "cost_usd": 0.0, "charged_share": 0.0}
     canceled = {"attempt": 2, "status": "canceled", "cost_usd": 0.0, "steps_saved": 7}
@@ -274,8 +274,8 @@ def test_refused_requests_are_counted_apart_from_items(empty: bigquery.Client) -
 
 
 def test_report_equals_the_same_sums_in_exact_arithmetic(empty: bigquery.Client) -> None:
-    """Charged tokens times the price are the cost, to the last digits of a double, whoever writes
-    the rows.
+    """Charged tokens times the price equal the cost, to the last digits of a double, for rows from
+    any writer.
     """
     drawn = random.Random(16)
     model = Model(

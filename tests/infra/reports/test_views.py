@@ -1,4 +1,4 @@
-"""The views for dashboards and for analysts of tenants say what plain Python computes."""
+"""The views for dashboards and for analysts of tenants match the results of plain Python."""
 
 import datetime as dt
 import re
@@ -40,7 +40,7 @@ def by_hour(rows: list[Fields], *keys: str) -> dict[tuple[Any, ...], list[Fields
 
 
 def check_usage(lines: list[Fields], rows: list[Fields]) -> None:
-    """True if lines of usage_hourly are what these rows say."""
+    """Checks that lines of usage_hourly match these rows."""
     groups = by_hour(rows, *KEYS)
     found = {(line["hour"], *(line[key] for key in KEYS)): line for line in lines}
     assert found.keys() == groups.keys()

@@ -19,8 +19,8 @@ KEY = "first-key"
 
 
 class Region:
-    """One region's service: `deploy` makes a revision as an apply does, `counts` is what Monitoring
-    says of each.
+    """One region's service: `deploy` makes a revision as an apply does, `counts` holds Monitoring's
+    numbers for each.
     """
 
     def __init__(self, url: str) -> None:
@@ -51,7 +51,7 @@ class Region:
         return {"latestReadyRevision": newest, "traffic": self.traffic, "trafficStatuses": statuses}
 
     def change(self, traffic: list[dict[str, Any]]) -> str | None:
-        """The error that Cloud Run gives, or None."""
+        """Returns the error from Cloud Run, or None."""
         unknown = [
             target["revision"] for target in traffic if target["revision"] not in self.revisions
         ]
@@ -125,7 +125,7 @@ class GoogleApis:
 
 @contextmanager
 def serving(apis: GoogleApis) -> Iterator[str]:
-    """Serves `apis` on a port of its own; yields the URL."""
+    """Serves `apis` on a free port; yields the URL."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

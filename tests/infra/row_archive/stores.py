@@ -67,7 +67,7 @@ class TableOfRows:
 
 
 def read_parquet(paths: Iterable[Path]) -> list[Fields]:
-    """The rows of some files, without what is NULL. Times are Unix seconds."""
+    """The rows of some files, without NULL values. Times are Unix seconds."""
     listed = [str(path) for path in paths]
     with duckdb.connect() as connection:
         read = f"read_parquet({listed}, union_by_name = true)"

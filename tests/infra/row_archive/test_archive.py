@@ -34,7 +34,7 @@ DAY_S = 86_400.0
 
 
 class Kept(NamedTuple):
-    """Where rows are."""
+    """The places where rows are kept."""
 
     in_table: dict[str, int]
     """How often each is there."""
@@ -43,7 +43,7 @@ class Kept(NamedTuple):
 
 
 async def kept(objects: FragileStore, table: TableOfRows, folder: Path) -> Kept:
-    """What is kept. `folder` is for the files."""
+    """Returns the rows in each place. `folder` is for the files."""
     rows = await archived(objects, folder)
     on_the_way = [*await keys(objects, "incoming"), *await keys(objects, "pending")]
     return Kept(table.row_ids, sorted(one["row_id"] for one in rows), on_the_way)
@@ -122,7 +122,7 @@ async def test_another_archive_goes_on_with_what_one_began(tmp_path: Path) -> No
             tables.load(table, path, name)
 
     class Overtaking(Overtaken):
-        """Whoever loads finds that another archive did all of the pass meanwhile."""
+        """Before each load, another archive completes the whole pass."""
 
         def load(self, table: str, path: Path, name: str) -> None:
             asyncio.run(archive_all(RowArchive(objects, "rows", Overtaken())))

@@ -1,4 +1,4 @@
-"""What the archive loads into BigQuery is what insertAll writes there, to the last report."""
+"""The archive loads the same rows into BigQuery as insertAll writes, to the last report."""
 
 from __future__ import annotations
 

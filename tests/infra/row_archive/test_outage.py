@@ -170,7 +170,7 @@ async def test_no_row_is_lost_in_a_day_without_bigquery(
 async def test_without_the_archive_they_are_gone_with_their_pods(
     bigquery: BigQueryProcess, tmp_path: Path
 ) -> None:
-    """What the archive is for: no row of a pod that ended in the day is ever seen."""
+    """Without the archive, nobody ever sees the rows of pods that ended during the day."""
     project = f"p-{uuid.uuid4().hex[:12]}"
     settings = settings_of(bigquery, project, "")
     traffic = await day_without(bigquery, settings, tmp_path)

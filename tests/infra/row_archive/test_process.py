@@ -30,7 +30,7 @@ COMMAND = [sys.executable, "-m", "infra.row_archive"]
 
 
 def ended(*arguments: str, **settings: str) -> tuple[int, str]:
-    """The status of the program, and what it says."""
+    """The program's exit status and its output."""
     given = {f"PENSTOCK_{name.upper()}": value for name, value in settings.items()}
     done = subprocess.run(
         [*COMMAND, *arguments],

@@ -1,4 +1,6 @@
-"""What every store of the directory of keys does, in a file and in Redis, and changes to it."""
+"""Behavior common to every store for the directory of keys, in a file and in Redis, and changes to
+it.
+"""
 
 import asyncio
 import os
