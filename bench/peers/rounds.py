@@ -87,7 +87,7 @@ def measure(
         for number in range(rounds):
             for load in (load for load in loads if load.is_in(number)):
                 load_texts = load.texts(texts, seed=number)
-                for peer in _turned(awake, number):
+                for peer in _rotate(awake, number):
                     if not findings.started[peer.contender.key].missing:
                         sampled += _one(peer, load, number, load_texts, findings, say)
         for peer in awake:
@@ -124,7 +124,7 @@ def _start(
     return awake
 
 
-def _turned(awake: list[Serving], number: int) -> list[Serving]:
+def _rotate(awake: list[Serving], number: int) -> list[Serving]:
     """The order of a round: each begins with another contender."""
     at = number % len(awake) if awake else 0
     return awake[at:] + awake[:at]

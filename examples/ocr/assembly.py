@@ -132,17 +132,17 @@ def in_order(lines: Sequence[tuple[Box, Line]]) -> list[Line]:
 
     Expects straightened boxes.
     """
-    return list(_ordered(list(lines)))
+    return list(_order(list(lines)))
 
 
-def _ordered(lines: list[tuple[Box, Line]]) -> Iterator[Line]:
+def _order(lines: list[tuple[Box, Line]]) -> Iterator[Line]:
     if len(lines) > 1:
         height = median(box[3] - box[1] for box, _ in lines)
         for axis, least in ((0, height), (1, height * 1.5)):
             parts = _cut(lines, axis, least)
             if len(parts) > 1 and (axis == 1 or _are_columns(parts)):
                 for part in parts:
-                    yield from _ordered(part)
+                    yield from _order(part)
                 return
     yield from _rows(lines)
 

@@ -166,20 +166,20 @@ class Network:
             if layer.kind == "Split":
                 blobs.update(dict.fromkeys(layer.outputs, blobs_in[0]))
             elif layer.kind == "Convolution":
-                blobs[layer.outputs[0]] = _convolved(layer, blobs_in[0], *next(weights))
+                blobs[layer.outputs[0]] = _convolve(layer, blobs_in[0], *next(weights))
             else:
-                blobs[layer.outputs[0]] = _combined(layer, blobs_in)
+                blobs[layer.outputs[0]] = _combine(layer, blobs_in)
         return blobs["output"].float().clamp_(0, 1).cpu()
 
 
-def _convolved(layer: Layer, blobs_in: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+def _convolve(layer: Layer, blobs_in: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     output = functional.conv2d(blobs_in, weight, bias, padding=int(layer.options[4]))
     if 9 not in layer.options:
         return output
     return functional.leaky_relu_(output, layer.lists[10][0])
 
 
-def _combined(layer: Layer, blobs_in: list[Tensor]) -> Tensor:
+def _combine(layer: Layer, blobs_in: list[Tensor]) -> Tensor:
     if layer.kind == "Concat":
         return torch.cat(blobs_in, dim=1)
     if layer.kind == "BinaryOp" and layer.options.get(0, 0) == 0:

@@ -62,7 +62,7 @@ _CHOICES = (
     len(RELATIONS),
     *(len(choices) for _ in range(2) for choices in (SHAPES, _COLORS, SIZES)),
 )
-"""Number of choices for each target in _ordered."""
+"""Number of choices for each target in _order."""
 _KINDS = len(SHAPES) * len(_COLORS)
 _OUTPUTS = sum(_CHOICES) + _KINDS
 
@@ -150,7 +150,7 @@ def _loss(outputs: torch.Tensor, scenes: Sequence[Scene], owner: torch.Tensor) -
 
     `owner` names the scene for each output row.
     """
-    ordered = torch.tensor([_ordered(scene) for scene in scenes], device=outputs.device)[owner]
+    ordered = torch.tensor([_order(scene) for scene in scenes], device=outputs.device)[owner]
     pairs = torch.tensor([_shown(scene) for scene in scenes], device=outputs.device)[owner]
     parts = torch.split(outputs, [*_CHOICES, _KINDS], dim=1)
     losses = [
@@ -164,7 +164,7 @@ def _loss(outputs: torch.Tensor, scenes: Sequence[Scene], owner: torch.Tensor) -
     )
 
 
-def _ordered(scene: Scene) -> list[int]:
+def _order(scene: Scene) -> list[int]:
     """Returns background, place, relation, and shape, color and size of each figure."""
     targets = [
         _BACKGROUNDS.index(scene.background),

@@ -357,7 +357,7 @@ class _VariantBuilder:
             "int8": ("int8", self._int8),
             "int8-static": ("int8", self._int8_static),
             "fp16": ("fp16", self._fp16),
-            "pruned": ("fp32", self._pruned),
+            "pruned": ("fp32", self._prune),
         }
         precision, maker = makers[name]
         path = self._target / f"{name}.onnx"
@@ -398,7 +398,7 @@ class _VariantBuilder:
             "ranges": method,
         }
 
-    def _pruned(self, path: Path) -> tuple[str, dict[str, Any]]:
+    def _prune(self, path: Path) -> tuple[str, dict[str, Any]]:
         model = load_transformer(self._settings.transformer)
         parts = {"neurons": self._options.prune_neurons, "heads": self._options.prune_heads}
         cut = prune(model, self._texts, **parts)

@@ -153,15 +153,15 @@ def _record_of(made: list[tuple[str, Any, bool]], depth: int) -> dict[str, Any]:
         default = {"int": 0, "string": "", "null": None}
         more = {"default": default[kind]} if has_default and str(kind) in default else {}
         # Each record is named after its position, because names must be unique.
-        fields.append(field(name, _renamed(kind, name), **more))
+        fields.append(field(name, _rename_types(kind, name), **more))
     return record(*fields, name=f"R{depth}")
 
 
-def _renamed(kind: Any, place: str) -> Any:
+def _rename_types(kind: Any, place: str) -> Any:
     if isinstance(kind, list):
-        return [_renamed(part, place) for part in kind]
+        return [_rename_types(part, place) for part in kind]
     if isinstance(kind, dict):
-        found = {key: _renamed(value, place) for key, value in kind.items()}
+        found = {key: _rename_types(value, place) for key, value in kind.items()}
         return (
             found
             | ({"name": f"{place}_{kind['name']}"} if "symbols" in kind else {})

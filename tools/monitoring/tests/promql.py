@@ -66,13 +66,13 @@ def _walk(node: Any, asked: Asked) -> None:
 
 def queries() -> Iterator[tuple[str, str]]:
     """Yields the location and text of every query, with numbers in place of variables."""
-    alerts = json.loads(_filled("alerts.json.tftpl"))
+    alerts = json.loads(_fill("alerts.json.tftpl"))
     for key, alert in alerts.items():
         yield f"alert {key}", alert["query"]
     for group in rules()["groups"]:
         for rule in group["rules"]:
             yield f"rule {rule.get('alert', rule.get('record'))}", rule["expr"]
-    for tile in json.loads(_filled("dashboard.json.tftpl"))["mosaicLayout"]["tiles"]:
+    for tile in json.loads(_fill("dashboard.json.tftpl"))["mosaicLayout"]["tiles"]:
         for data_set in tile["widget"]["xyChart"]["dataSets"]:
             where = f"google {tile['widget']['title']}"
             yield where, data_set["timeSeriesQuery"]["prometheusQuery"]
@@ -98,10 +98,10 @@ def grafana() -> Any:
 
 def google_dashboard() -> Any:
     """Returns the dashboard for Cloud Monitoring, as filled in by Terraform."""
-    return json.loads(_filled("dashboard.json.tftpl"))
+    return json.loads(_fill("dashboard.json.tftpl"))
 
 
-def _filled(name: str) -> str:
+def _fill(name: str) -> str:
     text = _replaced((RENDERED / name).read_text(encoding="utf-8"), _IN_TERRAFORM)
     assert not re.search(r"(?<!\$)\$\{", text), "Terraform does not provide other variables"
     return text.replace("$${", "${")

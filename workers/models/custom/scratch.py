@@ -110,7 +110,7 @@ def _fill(folder: Path, working_dir: Path) -> None:
                     place.mkdir()
                     below = {*above, Path(entry.path).resolve()} if entry.is_symlink() else above
                     waiting.append((Path(entry.path), place, below))
-                elif not (size := _copied(entry, place, MAX_COPIES_BYTES - copied_bytes)):
+                elif not (size := _copy_file(entry, place, MAX_COPIES_BYTES - copied_bytes)):
                     place.symlink_to(entry.path)
                 else:
                     copied_bytes += size
@@ -146,7 +146,7 @@ def _is_small(folder: Path) -> bool:
     return True
 
 
-def _copied(entry: os.DirEntry[str], place: Path, room_bytes: int) -> int:
+def _copy_file(entry: os.DirEntry[str], place: Path, room_bytes: int) -> int:
     """Copies a file, if it is small or shares its blocks. Returns the bytes that it takes, or 0."""
     with contextlib.suppress(OSError):
         size = entry.stat().st_size

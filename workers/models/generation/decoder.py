@@ -175,7 +175,7 @@ class _Layer:
         self._head = self._attention.head_dim
         self._key_heads = self._attention.config.num_key_value_heads
         self._query_heads = self._attention.config.num_attention_heads
-        self._turned = self._query_heads + self._key_heads
+        self._turned_heads = self._query_heads + self._key_heads
 
     def add_attention(
         self,
@@ -188,11 +188,11 @@ class _Layer:
         cos, sin, half = turns
         attention = self._attention
         joint = attention.joint(self._norm_attention(hidden)).view(rows, tokens, -1, self._head)
-        both = joint[:, :, : self._turned]
+        both = joint[:, :, : self._turned_heads]
         both = torch.addcmul(both * cos, both.roll(half, -1), sin).transpose(1, 2)
         keys, values = slots.update(
             both[:, self._query_heads :],
-            joint[:, :, self._turned :].transpose(1, 2),
+            joint[:, :, self._turned_heads :].transpose(1, 2),
             attention.layer_idx,
         )
         queries = both[:, : self._query_heads]

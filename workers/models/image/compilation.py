@@ -95,7 +95,7 @@ def _graph_of(compiled: Callable[..., Any]) -> Callable[..., Any]:
         # The graphs may overwrite the last result, which was copied.
         torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
         uniform = {name: _uniform(value) for name, value in named.items()}
-        return _copied(compiled(*map(_uniform, inputs), **uniform))
+        return _copy(compiled(*map(_uniform, inputs), **uniform))
 
     return forward
 
@@ -104,7 +104,7 @@ def _uniform(value: Any) -> Any:
     return value.contiguous() if isinstance(value, torch.Tensor) else value
 
 
-def _copied(output: Any) -> Any:
+def _copy(output: Any) -> Any:
     if isinstance(output, torch.Tensor):
         return output.clone()
     return tuple(part.clone() for part in output)

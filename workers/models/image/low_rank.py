@@ -100,7 +100,7 @@ class _Batch:
             where = torch.tensor(slots, device=inputs.device)
             chosen = inputs.index_select(0, where)
         unchanged = output.index_select(0, where) if is_part else output
-        added = _convolved if isinstance(layer, torch.nn.Conv2d) else _project
+        added = _convolve if isinstance(layer, torch.nn.Conv2d) else _project
         changed = added(layer, ours, chosen, scales, unchanged)
         return output.index_copy(0, where, changed) if is_part else changed
 
@@ -138,7 +138,7 @@ def _with_rank(rank: int, projection: torch.Tensor, *, dim: int) -> torch.Tensor
     return pad(projection, (0, missing) if dim else (0, 0, 0, missing)) if missing else projection
 
 
-def _convolved(
+def _convolve(
     layer: Any,
     ours: Sequence[LowRankPair],
     inputs: torch.Tensor,

@@ -157,7 +157,7 @@ class World:
         self._simple = SimpleCatalogProto(name="root")
         self._simple.builtin_function_options.language_options.CopyFrom(language())
         self._content: dict[str, Any] = {}
-        self._registered: int | None = None
+        self._registered_id: int | None = None
         self._generation = 0
         self._named: list[NamedTable] = []
         self._catalog.create_dataset(DATASET, {})
@@ -174,28 +174,28 @@ class World:
             table.column.add(name=field.name).type.CopyFrom(type_of_field(field))
         columns = [(field.name, type_of_field(field)) for field in schema]
         self._named.append(NamedTable((name,), name, columns))
-        self._content[name] = self._evaluated(rows).content.table_data
-        self._registered = None
+        self._content[name] = self._evaluate(rows).content.table_data
+        self._registered_id = None
         self._catalog.create_table(TableKey("p", "d", name), schema, {})
         inserted = self._translator.translate(f"INSERT INTO {name} {rows}", "p", DATASET)
         self._queries.manipulate(inserted, lambda _: None)
 
-    def _evaluated(self, sql: str) -> service.EvaluateQueryResponse:
+    def _evaluate(self, sql: str) -> service.EvaluateQueryResponse:
         wanted = AnalyzerOptionsProto(language_options=language(), default_timezone="UTC")
-        if self._registered is None or self._module.generation != self._generation:
+        if self._registered_id is None or self._module.generation != self._generation:
             register = service.RegisterCatalogRequest(simple_catalog=self._simple)
             for name, rows in self._content.items():
                 register.table_content[name].table_data.CopyFrom(rows)
             answer = self._module.call("RegisterCatalog", register, service.RegisterResponse)
-            self._registered, self._generation = answer.registered_id, self._module.generation
+            self._registered_id, self._generation = answer.registered_id, self._module.generation
         request = service.EvaluateQueryRequest(
-            sql=sql, options=wanted, registered_catalog_id=self._registered
+            sql=sql, options=wanted, registered_catalog_id=self._registered_id
         )
         return self._module.call("EvaluateQuery", request, service.EvaluateQueryResponse)
 
     def expected(self, sql: str) -> Found:
         try:
-            found = self._evaluated(sql)
+            found = self._evaluate(sql)
         except (AnalyzerRefusedError, AnalyzerTrappedError) as error:
             unknown = str(error).startswith("Code: 12,") or isinstance(error, AnalyzerTrappedError)
             return Found(None, str(error), is_unsupported=unknown)

@@ -308,13 +308,13 @@ def check(
     """
     until_s = clock() + wait_s
     while True:
-        comparison = _compared(ledger, rows)
+        comparison = _compare(ledger, rows)
         if not comparison.differences or clock() >= until_s:
             return comparison
         sleep(PAUSE_S)
 
 
-def _compared(ledger: Ledger, rows: LoadRows) -> Comparison:
+def _compare(ledger: Ledger, rows: LoadRows) -> Comparison:
     since, until = _span(ledger)
     comparison, expected = compare_rows(ledger, rows.of_run(ledger.head.run, since, until))
     if not expected:

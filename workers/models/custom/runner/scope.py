@@ -40,7 +40,7 @@ class RecordedMetrics:
             return
         if not isinstance(value, _PLAIN):
             raise TypeError(f"metric {key}: {type(value).__name__} is not a JSON type")
-        new = self._combined(key, value, mode or "replace")
+        new = self._combine(key, value, mode or "replace")
         try:
             written = json.dumps(self._values | {key: new}, ensure_ascii=False).encode()
         except UnicodeEncodeError:
@@ -51,7 +51,7 @@ class RecordedMetrics:
             )
         self._values[key] = new
 
-    def _combined(self, key: str, value: Any, mode: str) -> Any:
+    def _combine(self, key: str, value: Any, mode: str) -> Any:
         before = self._values.get(key)
         if mode == "append":
             return [*(before if isinstance(before, list) else []), value]

@@ -124,7 +124,7 @@ class BigQueryService:
     async def _select(self, job: BigQueryJob, config: Json, statement: Statement) -> None:
         is_kept = bool(config.get("destinationTable"))
         select = self.queries.select_into_table if is_kept else self.queries.select
-        job.result = result = await self._selected(job, statement, select)
+        job.result = result = await self._run_select(job, statement, select)
         if not is_kept:
             config["destinationTable"] = job.anonymous_table.resource()
             return
@@ -142,9 +142,9 @@ class BigQueryService:
             view_schema = await self.view_schema(query_text(sql), job.project)
         elif statement.kind == "CREATE_TABLE_AS_SELECT":
             inner = await self._statement(job.project, config, query_text(sql))
-            result = await self._selected(job, inner, self.queries.select_into_table)
+            result = await self._run_select(job, inner, self.queries.select_into_table)
         names = self.translator.names(job.project, _default_dataset(job.project, config))
-        evaluate = partial(self._evaluated, job)
+        evaluate = partial(self._evaluate, job)
         definitions = Definitions(self.store, self.catalog, names, evaluate)
         try:
             define = partial(definitions.run, tree, sql, result, view_schema)
@@ -161,7 +161,7 @@ class BigQueryService:
             if result is not None:
                 config["destinationTable"] = defined.table.resource()
 
-    def _evaluated(self, job: BigQueryJob, expression: str) -> object:
+    def _evaluate(self, job: BigQueryJob, expression: str) -> object:
         """Returns the value of a constant expression in the API's JSON form."""
         statement = self.translator.translate(f"SELECT {expression}", "", None)
         if statement.kind != "SELECT" or statement.tables:
@@ -172,7 +172,7 @@ class BigQueryService:
         (row,) = wire_rows(statement.schema, values, is_micros=False)
         return row["f"][0]["v"]
 
-    async def _selected(
+    async def _run_select(
         self,
         job: BigQueryJob,
         statement: Statement,

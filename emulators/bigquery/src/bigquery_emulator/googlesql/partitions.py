@@ -55,12 +55,12 @@ def check_partition_filters(tree: Node, reads: Mapping[str, ReadTable]) -> None:
     """
     checks = _Checks(reads)
     if tree.kind in ("UpdateStmt", "DeleteStmt"):
-        filtered = _pruned([tree.where_expr])
+        filtered = _find_pruning([tree.where_expr])
         checks.check(tree.table_scan, filtered)
         if tree.kind == "UpdateStmt" and tree.from_scan is not None:
             checks.check(tree.from_scan, filtered)
     elif tree.kind == "MergeStmt":
-        filtered = _pruned([tree.merge_expr])
+        filtered = _find_pruning([tree.merge_expr])
         checks.check(tree.table_scan, filtered)
         checks.check(tree.from_scan, filtered)
     elif tree.has("query") and tree.query is not None:
@@ -82,10 +82,10 @@ class _Checks:
         if scan.kind == "TableScan":
             self._check_table(scan, filtered)
         elif scan.kind == "FilterScan":
-            self.check(scan.input_scan, filtered | _pruned([scan.filter_expr]))
+            self.check(scan.input_scan, filtered | _find_pruning([scan.filter_expr]))
             self.check_expressions([scan.filter_expr])
         elif scan.kind == "JoinScan":
-            inner = filtered | _pruned([scan.join_expr])
+            inner = filtered | _find_pruning([scan.join_expr])
             self.check(scan.left_scan, inner)
             self.check(scan.right_scan, inner)
             self.check_expressions([scan.join_expr])
@@ -195,7 +195,7 @@ def _keys_of_windows(scan: Node) -> frozenset[int]:
     return frozenset(keys or ())
 
 
-def _pruned(conditions: Iterable[Node | None]) -> frozenset[int]:
+def _find_pruning(conditions: Iterable[Node | None]) -> frozenset[int]:
     """Returns the columns for which these conditions, which all hold, let partitions be skipped."""
     return frozenset().union(
         *(_find_pruning_columns(condition) for condition in conditions if condition is not None)
@@ -207,20 +207,20 @@ def _find_pruning_columns(condition: Node) -> frozenset[int]:
         return _NOTHING
     name, arguments = _name(condition), condition.argument_list
     if name == "$and":
-        return _pruned(arguments)
+        return _find_pruning(arguments)
     if name == "$or":
         found = [_find_pruning_columns(argument) for argument in arguments]
         return found[0].intersection(*found[1:])
     if name not in _COMPARISONS:
         return _NOTHING
     first, others = arguments[0], arguments[1:]
-    found_first = _compared(first, others)
+    found_first = _find_compared_columns(first, others)
     if found_first or len(others) != 1:
         return found_first
-    return _compared(others[0], [first])
+    return _find_compared_columns(others[0], [first])
 
 
-def _compared(side: Node, others: Iterable[Node]) -> frozenset[int]:
+def _find_compared_columns(side: Node, others: Iterable[Node]) -> frozenset[int]:
     moving = {"ColumnRef", "SubqueryExpr"}
     if any(node.kind in moving for other in others for node in other.walk()):
         return _NOTHING

@@ -127,7 +127,7 @@ class Translator:
         found = self._kept.get((sql, *around))
         if found is None:
             text = StatementText(sql)
-            found = self._filled(text, around)
+            found = self._fill_template(text, around)
         if found is None:
             looked_up = LookedUp(self.find)
             names = Names(project, default_dataset, looked_up, self.listing)
@@ -138,7 +138,7 @@ class Translator:
                 self._templates.put((text.key, *around), looked_up, (template, found))
         return replace(found, values=bound.values)
 
-    def _filled(self, text: StatementText, around: tuple[Hashable, ...]) -> Statement | None:
+    def _fill_template(self, text: StatementText, around: tuple[Hashable, ...]) -> Statement | None:
         """Returns a statement that differs from an earlier one only in its literals."""
         earlier = self._templates.get((text.key, *around)) if text.literals else None
         if earlier is None:

@@ -176,14 +176,14 @@ async def list_rows(request: Request) -> Response:
     job = service.jobs.result_of(key)
     if job is not None and job.result is not None:
         result = job.result
-        wanted = _selected(result.schema, names)
+        wanted = _select_fields(result.schema, names)
         rows = await read_result(service, result, wanted, start, count, is_micros)
         total = result.rows
     else:
         table = service.catalog.table(key)
         if table.view_query is not None:
             raise InvalidError(f"Cannot list a table of type VIEW: {key}")
-        wanted = _selected(table.schema, names)
+        wanted = _select_fields(table.schema, names)
         read = partial(_read_page, service, table.physical, wanted, start, count, is_micros)
         total, rows = await service.threads.read(read)
     found: Json = {
@@ -230,7 +230,7 @@ async def read_result(
     return await service.threads.read(read)
 
 
-def _selected(schema: Schema, names: str | None) -> Schema:
+def _select_fields(schema: Schema, names: str | None) -> Schema:
     if not names:
         return schema
     wanted = {name.strip().lower() for name in names.split(",")}

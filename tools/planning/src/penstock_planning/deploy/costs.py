@@ -94,7 +94,7 @@ class _Bill:
 
     def __init__(self, prices: Prices) -> None:
         self._prices = prices
-        self._billed: dict[tuple[str, str], list[float]] = {}
+        self._billed_amounts: dict[tuple[str, str], list[float]] = {}
         self.rows: list[Cost] = []
 
     def add(
@@ -109,7 +109,7 @@ class _Bill:
     ) -> None:
         price = self._prices.prices.get(key)
         most = mean if peak is None else peak
-        before = self._billed.setdefault((key, place), [0.0, 0.0])
+        before = self._billed_amounts.setdefault((key, place), [0.0, 0.0])
         costs: list[float | None] = []
         for column, amount in enumerate((mean, most)):
             if not amount:

@@ -55,7 +55,7 @@ def with_measurements(document: Any, catalog: Catalog, folder: Path) -> Any:
         return document
     served = {model.name: model for model in catalog.models if model.definition.has_interface}
     filled = {
-        name: _filled(served[name], rate, folder)
+        name: _fill_rate(served[name], rate, folder)
         if name in served and isinstance(rate, dict)
         else rate
         for name, rate in models.items()
@@ -63,7 +63,7 @@ def with_measurements(document: Any, catalog: Catalog, folder: Path) -> Any:
     return {**document, "models": filled}
 
 
-def _filled(model: Model, rate: dict[str, Any], folder: Path) -> dict[str, Any]:
+def _fill_rate(model: Model, rate: dict[str, Any], folder: Path) -> dict[str, Any]:
     said = {name: value for name, value in rate.items() if name != FIELD}
     path = _path_of(model, rate, folder)
     if path is None or rate.keys() & {"seconds_per_item", "seconds_per_work"}:

@@ -134,7 +134,7 @@ def job_bytes(model: Model, input_bytes: int, items: int) -> int:
         _envelope(model),
         JobBody([Item(index, sample, cache_key="0" * 64) for index in range(items)]),
     )
-    return _billed(*encode_job(job))
+    return _count_billed_bytes(*encode_job(job))
 
 
 def reply_bytes(model: Model, output_bytes: int | None, items: int, replies: Replies) -> int | None:
@@ -143,7 +143,7 @@ def reply_bytes(model: Model, output_bytes: int | None, items: int, replies: Rep
     body = _reply_body(model, output_bytes, items)
     if body is None:
         return None
-    return _billed(*encode_reply(Reply(REQUEST_ID, 0, SLOT[replies], body)))
+    return _count_billed_bytes(*encode_reply(Reply(REQUEST_ID, 0, SLOT[replies], body)))
 
 
 def shared_reply_bytes(model: Model, output_bytes: int | None, items: int) -> int | None:
@@ -153,7 +153,7 @@ def shared_reply_bytes(model: Model, output_bytes: int | None, items: int) -> in
         return None
     count = shared_replies(model, reply_bytes(model, output_bytes, items, model.replies), items)
     replies = [(REQUEST_ID, 0, encode_reply_body(body))] * count
-    return _billed(*encode_reply_batch(replies, SLOT[model.replies]))
+    return _count_billed_bytes(*encode_reply_batch(replies, SLOT[model.replies]))
 
 
 def _reply_body(model: Model, output_bytes: int | None, items: int) -> ReplyBody | None:
@@ -248,7 +248,7 @@ def _envelope(model: Model) -> Envelope:
     )
 
 
-def _billed(data: bytes, attributes: dict[str, str]) -> int:
+def _count_billed_bytes(data: bytes, attributes: dict[str, str]) -> int:
     return (
         len(data)
         + sum(len(name) + len(value) for name, value in attributes.items())

@@ -83,7 +83,7 @@ class Fleet:
     def start_with(self, nodes: int) -> None:
         """Adds nodes that exist from the start."""
         for _ in range(nodes):
-            node = self._ordered()
+            node = self._order_node()
             node.is_ready = True
         self._place()
 
@@ -103,9 +103,9 @@ class Fleet:
         if self.is_out_of_stock:
             return
         for _ in range(wanted):
-            self._env.process(self._start(self._ordered()))
+            self._env.process(self._start(self._order_node()))
 
-    def _ordered(self) -> Node:
+    def _order_node(self) -> Node:
         self._made += 1
         node = Node(f"node-{self._made}", self.places, self._cluster.spot)
         node.since_s = node.ordered_s = self._env.now

@@ -47,7 +47,7 @@ class HorizontalPodAutoscaler:
             proposed = self._propose(replicas, readings)
             if proposed is None:
                 return replicas
-            wanted = self._limited(now_s, replicas, self._stabilize(now_s, replicas, proposed))
+            wanted = self._apply_limits(now_s, replicas, self._stabilize(now_s, replicas, proposed))
         self._record(now_s, wanted - replicas)
         return wanted
 
@@ -84,7 +84,7 @@ class HorizontalPodAutoscaler:
         self._recommended.append((now_s, proposed))
         return min(max(replicas, lowest), highest)
 
-    def _limited(self, now_s: float, replicas: int, wanted: int) -> int:
+    def _apply_limits(self, now_s: float, replicas: int, wanted: int) -> int:
         if wanted > replicas:
             limit = max(replicas, self._limit(now_s, replicas, self._behavior.scaleUp, up=True))
             return min(wanted, self._most, limit)

@@ -243,7 +243,7 @@ class _Compiler:
         return lambda at: each(inner(at), operator.neg)
 
     def _vectorselector(self, node: Any) -> _Step:
-        name, matchers, back_s = self._selected(node)
+        name, matchers, back_s = self._read_selector(node)
 
         def step(at: _Moment) -> Value:
             vector: Vector = {}
@@ -255,7 +255,7 @@ class _Compiler:
 
         return step
 
-    def _selected(self, node: Any) -> tuple[str, tuple[Matcher, ...], float]:
+    def _read_selector(self, node: Any) -> tuple[str, tuple[Matcher, ...], float]:
         if node.at is not None or node.matchers.or_matchers or node.name is None:
             raise self._refused("@, `or` between matchers or a selector without a name")
         matchers = tuple(
@@ -315,7 +315,7 @@ class _Compiler:
     def _over_range(self, name: str, node: Any) -> _Step:
         if type(node).__name__ == "SubqueryExpr":
             return self._over_subquery(name, node)
-        chosen, matchers, back_s = self._selected(node.vector_selector)
+        chosen, matchers, back_s = self._read_selector(node.vector_selector)
         range_s = node.range.total_seconds()
         self._look_back(back_s + range_s)
         how = OVER_TIME.get(name)

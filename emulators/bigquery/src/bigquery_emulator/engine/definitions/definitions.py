@@ -114,7 +114,7 @@ class Definitions:
             schema = columns(tree.this)
         if result is not None:
             schema = schema or result.schema
-            filled_by = _renamed(result, schema)
+            filled_by = _rename_columns(result, schema)
         model = self._model(tree)
         if model is not None:
             schema, settings, filled_by = _like(tree, model, settings)
@@ -239,7 +239,7 @@ def _table_key(node: exp.Expr, names: Names) -> TableKey:
     return names.table_key(tuple(part.name for part in parts if part is not None))
 
 
-def _renamed(result: Result, schema: Schema) -> str:
+def _rename_columns(result: Result, schema: Schema) -> str:
     if len(result.schema) != len(schema):
         raise InvalidQueryError(
             f"The number of columns in the column definition list ({len(schema)}) does not match"

@@ -128,12 +128,12 @@ class Analyzer:
         with self._calls:
             request = service.AnalyzeRequest(
                 options=wanted,
-                registered_catalog_id=self._registered(self._catalog(tables)),
+                registered_catalog_id=self._register(self._catalog(tables)),
                 sql_statement=sql,
             )
             return Node(self._call("Analyze", request).resolved_statement)
 
-    def _registered(self, catalog: SimpleCatalogProto) -> int:
+    def _register(self, catalog: SimpleCatalogProto) -> int:
         """Returns a catalog's id in the module.
 
         Registering one costs as much as reading it thrice.

@@ -171,10 +171,10 @@ def _array_agg(one: Aggregate) -> str:
         found = one.of("list", condition=f"{value} IS NOT NULL")
     else:
         found = one.of("list")
-    return _limited(one, found)
+    return _limit(one, found)
 
 
-def _limited(one: Aggregate, found: str) -> str:
+def _limit(one: Aggregate, found: str) -> str:
     if one.node.has("limit") and one.node.limit is not None:
         return f"list_slice({found}, 1, {one.node.limit.value.value.int64_value})"
     return found
@@ -183,7 +183,7 @@ def _limited(one: Aggregate, found: str) -> str:
 def _array_concat_agg(one: Aggregate) -> str:
     if one.distinct:
         raise one.call.refused()
-    return f"flatten({_limited(one, one.of('list', condition=f'{one.call.sql[0]} IS NOT NULL'))})"
+    return f"flatten({_limit(one, one.of('list', condition=f'{one.call.sql[0]} IS NOT NULL'))})"
 
 
 def _string_agg(one: Aggregate) -> str:
@@ -193,7 +193,7 @@ def _string_agg(one: Aggregate) -> str:
     if len(one.call.sql) > 1 and one.call.text(1) is None:
         raise unsupported("STRING_AGG with a separator that is not a literal")
     found = one.of("list", condition=f"{one.call.sql[0]} IS NOT NULL")
-    return f"array_to_string({_limited(one, found)}, {separator})"
+    return f"array_to_string({_limit(one, found)}, {separator})"
 
 
 def _quantiles(one: Aggregate) -> str:

@@ -251,11 +251,11 @@ def _set_operation(scan: Node, scope: Scope) -> str:
     kind = scan.enum("op_type")
     if kind not in _SET_OPERATIONS:
         raise unsupported(kind.replace("_", " "))
-    sides = [_renamed(item, scan, scope) for item in scan.input_item_list]
+    sides = [_rename_columns(item, scan, scope) for item in scan.input_item_list]
     return f" {_SET_OPERATIONS[kind]} ".join(sides)
 
 
-def _renamed(item: Node, scan: Node, scope: Scope) -> str:
+def _rename_columns(item: Node, scan: Node, scope: Scope) -> str:
     """Returns one side of a set operation, with column names."""
     names = [
         f"{scope.column(inner.column_id)} AS {scope.column(outer.column_id)}"
@@ -285,7 +285,7 @@ def _recursive(scan: Node, scope: Scope) -> str:
     ids = [column.column_id for column in scan.column_list]
     scope.named_queries[name] = ids
     terms = (scan.non_recursive_term, scan.recursive_term)
-    first, again = (_renamed(item, scan, scope) for item in terms)
+    first, again = (_rename_columns(item, scan, scope) for item in terms)
     scope.recursive_names.pop()
     level = f"(SELECT any_value({_LEVEL}) FROM {_query_name(name, scope)}) + 1"
     message = f"A recursive CTE has reached the maximum number of iterations: {_MOST_ITERATIONS}"
@@ -302,14 +302,14 @@ def _recursive(scan: Node, scope: Scope) -> str:
 def _recursive_ref(scan: Node, scope: Scope) -> str:
     """Returns the rows of the previous iteration."""
     name = scope.recursive_names[-1]
-    return _selected(name, scan, scope)
+    return _select_named(name, scan, scope)
 
 
 def _with_ref(scan: Node, scope: Scope) -> str:
-    return _selected(scan.with_query_name, scan, scope)
+    return _select_named(scan.with_query_name, scan, scope)
 
 
-def _selected(name: str, scan: Node, scope: Scope) -> str:
+def _select_named(name: str, scan: Node, scope: Scope) -> str:
     """Returns the columns of a WITH query, under their names in a scan of it."""
     names = [
         f"{scope.column(inner)} AS {scope.column(outer.column_id)}"

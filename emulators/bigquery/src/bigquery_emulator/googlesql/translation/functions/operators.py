@@ -24,7 +24,7 @@ _TEXTS = (types.TYPE_STRING, types.TYPE_BYTES)
 _WHOLE = (types.TYPE_INT64, types.TYPE_NUMERIC)
 
 
-def _compared(operator: str) -> Translate:
+def _compare(operator: str) -> Translate:
     def write(call: Call) -> str:
         if operator in ("=", "<>") and call.kind() == types.TYPE_STRUCT:
             equal = _equal(call.sql[0], call.sql[1], call.nodes[0].type, call.nodes[1].type)
@@ -275,12 +275,12 @@ def _error(call: Call) -> str:
 
 
 OPERATORS: Functions = {
-    "$equal": _compared("="),
-    "$not_equal": _compared("<>"),
-    "$less": _compared("<"),
-    "$less_or_equal": _compared("<="),
-    "$greater": _compared(">"),
-    "$greater_or_equal": _compared(">="),
+    "$equal": _compare("="),
+    "$not_equal": _compare("<>"),
+    "$less": _compare("<"),
+    "$less_or_equal": _compare("<="),
+    "$greater": _compare(">"),
+    "$greater_or_equal": _compare(">="),
     "$between": _between,
     "$in": _in,
     "$in_array": _in_array,
