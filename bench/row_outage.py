@@ -123,11 +123,11 @@ class _Run:
 
     async def _half(self, writer: RowWriter) -> float:
         looks = max(1, round(OUTAGE_S / 2 / LOOK_S))
-        taken = 0.0
+        taken_s = 0.0
         for _ in range(looks):
-            taken += await self._traffic.at_rate(writer, OUTAGE_S / 2 / looks)
+            taken_s += await self._traffic.at_rate(writer, OUTAGE_S / 2 / looks)
             self._most_disk_bytes = max(self._most_disk_bytes, folder_bytes(self._spool_dir))
-        return taken / looks
+        return taken_s / looks
 
     def _asked(self, sql: str) -> tuple[int, int, int]:
         with closing(open_client(PROJECT, self._endpoint)) as client:

@@ -158,7 +158,7 @@ def test_the_line_for_curl_is_what_a_shell_takes(tmp_path: Path) -> None:
         check=True,
     )
     body = json.loads(done.stdout)
-    said = curl_line("http://api", "speech", "it's open")
-    assert said.endswith("""-d '{"version": "speech", "input": {"input": "it'"'"'s open"}}'""")
+    line = curl_line("http://api", "speech", "it's open")
+    assert line.endswith("""-d '{"version": "speech", "input": {"input": "it'"'"'s open"}}'""")
     assert body["version"] == "labels"
     assert body["input"]["image"].startswith("data:image/jpeg;base64,Y2F0Y2F0")

@@ -169,12 +169,12 @@ class Bad:
             return answer.status
 
     async def _note(self, answer: aiohttp.ClientResponse) -> None:
-        said = await answer.read()
+        body = await answer.read()
         if answer.status >= 400:
-            self.reasons[f"{answer.status} {_message(said)}"] += 1
+            self.reasons[f"{answer.status} {_message(body)}"] += 1
         elif inference_ms := float(answer.headers.get("x-penstock-inference-ms", 0.0)):
             self.batch_ms.append(inference_ms)
-            usage = msgspec.json.decode(said, type=_Usage).usage
+            usage = msgspec.json.decode(body, type=_Usage).usage
             if usage.get("completion_tokens"):
                 self.step_ms.append(inference_ms / usage["completion_tokens"])
 

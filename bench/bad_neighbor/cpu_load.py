@@ -147,8 +147,8 @@ async def _burn_part(order: BurnOrder) -> float:
     )
     try:
         async with asyncio.timeout(order.seconds + END_LIMIT_S):
-            told, _ = await process.communicate(msgspec.json.encode(order))
-        return msgspec.json.decode(told, type=float)
+            output, _ = await process.communicate(msgspec.json.encode(order))
+        return msgspec.json.decode(output, type=float)
     finally:
         if process.returncode is None:
             process.kill()
@@ -178,9 +178,9 @@ def main() -> int:
     context = multiprocessing.get_context("fork")  # one session, as the processes of a part
     # A pipe for each, as a queue takes semaphores in /dev/shm, which a machine may lack.
     pipes = [context.Pipe(duplex=False) for _ in order.bursts]
-    for burst, (_, told) in zip(order.bursts, pipes, strict=True):
-        context.Process(target=_burn_one, args=(burst, order.seconds, told)).start()
-    total_s = sum(hears.recv() for hears, _ in pipes)
+    for burst, (_, sender) in zip(order.bursts, pipes, strict=True):
+        context.Process(target=_burn_one, args=(burst, order.seconds, sender)).start()
+    total_s = sum(receiver.recv() for receiver, _ in pipes)
     sys.stdout.buffer.write(msgspec.json.encode(total_s / order.seconds))
     return 0
 

@@ -36,8 +36,8 @@ class OrderedProcess:
     async def report(self, kind: type[S], limit_s: float) -> S:
         """Waits for its end, at most `limit_s`. Returns its report."""
         async with asyncio.timeout(limit_s):
-            told, _ = await self._process.communicate()
-        return msgspec.json.decode(told, type=kind)
+            output, _ = await self._process.communicate()
+        return msgspec.json.decode(output, type=kind)
 
 
 @asynccontextmanager

@@ -106,7 +106,7 @@ class Quiet:
     async def webhooks(self) -> None:
         """A prediction, until its webhook has come."""
         name = text(1)
-        told = self._told[name] = asyncio.Event()
+        arrived = self._told[name] = asyncio.Event()
         body = {
             "version": EMBEDDER,
             "input": {"text": text(12)},
@@ -114,7 +114,7 @@ class Quiet:
             "webhook_events_filter": ["completed"],
         }
         await self.post("/v1/predictions", body)
-        await told.wait()
+        await arrived.wait()
 
     async def streams(self) -> None:
         """A chat that comes token by token, to its end."""
@@ -130,8 +130,8 @@ class Quiet:
                 pass
 
     async def receive(self, request: web.Request) -> web.Response:
-        if told := self._told.pop(request.match_info["name"], None):
-            told.set()
+        if arrived := self._told.pop(request.match_info["name"], None):
+            arrived.set()
         return web.Response(status=204)
 
     async def _upload(self, data: bytes) -> dict[str, Any]:

@@ -113,10 +113,10 @@ def test_a_scan_becomes_text_and_vectors(stack: Stack, indexed: dict[str, Any]) 
     assert vectors.shape == (len(passages), 384)
     for number, (title, lines) in zip((0, 2), PAGES.items(), strict=True):
         ((page,),) = (candidate for at, candidate in enumerate(output["pages"]) if at == number)
-        said = " ".join(passage["text"] for passage in passages if passage["page"] == number)
+        page_text = " ".join(passage["text"] for passage in passages if passage["page"] == number)
         for text in (title, *lines):
             assert text in page["markdown"]
-            assert text in said
+            assert text in page_text
     assert {passage["page"] for passage in passages} == {0, 2}, "an empty page has no passage"
     expected = embedded(stack, [passage["text"] for passage in passages])
     assert (vectors * expected).sum(axis=1).min() >= MIN_COSINE

@@ -127,8 +127,8 @@ def test_a_spoken_question_gets_a_spoken_answer(stack: Stack, client: openai.Ope
     output = result["output"]
     assert words(output["question"]) == words(QUESTION)
     assert "paris" in words(output["answer"])
-    (said,) = output["speech"]
-    sound = data_of(said)
+    (speech_uri,) = output["speech"]
+    sound = data_of(speech_uri)
     assert sound.startswith(b"RIFF")
     heard = written(client, sound)
     print(f"{output['question']!r} {output['answer']!r} {heard!r}", file=sys.stderr)

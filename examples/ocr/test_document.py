@@ -58,13 +58,13 @@ def test_a_hostile_file_is_an_error_of_its_document(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    data, said = hostile[name]
+    data, reason = hostile[name]
     path = tmp_path / "document"
     path.write_bytes(data)
     with pytest.raises(InvalidInput) as caught:
         read_all(path)
     assert caught.value.field == "document"
-    assert said in str(caught.value)
+    assert reason in str(caught.value)
     path.write_bytes(report(report_pages(1)))
     monkeypatch.setattr("examples.ocr.document.OPENING_LIMIT_S", WAIT_LIMIT_S)  # a busy machine
     assert read_all(path)[0]["lines"][0]["words"][0][0] == "Chapter"

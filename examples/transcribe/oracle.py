@@ -151,21 +151,23 @@ DEFAULTS = {
 def show_steps(path: str) -> None:
     """Prints the transcript produced by the steps of a flow. Fails if it differs from the whole."""
     cut = predictor_of("windows").predict(Path(path))
-    hears = predictor_of("transcribe")
-    said = [list(hears.predict(window, **DEFAULTS, vad_filter=False)) for window in cut.windows]
-    windows = {"segments": said, "parts": cut.parts}
+    predictor = predictor_of("transcribe")
+    segments = [
+        list(predictor.predict(window, **DEFAULTS, vad_filter=False)) for window in cut.windows
+    ]
+    windows = {"segments": segments, "parts": cut.parts}
     joined = list(predictor_of("transcript").predict(windows, cut.duration))
-    assert joined == list(hears.predict(Path(path), **DEFAULTS, vad_filter=True))
-    print(json.dumps([len(said), joined]))
+    assert joined == list(predictor.predict(Path(path), **DEFAULTS, vad_filter=True))
+    print(json.dumps([len(segments), joined]))
 
 
 def show_samples(path: str) -> None:
     """Fails unless two equal windows produce equal texts, with another one in between."""
-    hears = predictor_of("transcribe")
+    predictor = predictor_of("transcribe")
     texts = [
         [
             segment["text"]
-            for segment in hears.predict(Path(path), **(DEFAULTS | {"temperature": heat}))
+            for segment in predictor.predict(Path(path), **(DEFAULTS | {"temperature": heat}))
         ]
         for heat in (1.0, 0.8, 1.0)
     ]
@@ -205,24 +207,24 @@ def show_direct(kind: str, path: str) -> None:
         compute_type="int8",
         cpu_threads=1,
     )
-    hears = load()
+    model = load()
     samples = whole(path)
     if kind == "sequence":
-        said = list(hears.transcribe(samples, vad_filter=True)[0])
+        segments = list(model.transcribe(samples, vad_filter=True)[0])
     elif kind == "batched":
-        pipeline = package.BatchedInferencePipeline(hears)
+        pipeline = package.BatchedInferencePipeline(model)
         options = {"batch_size": 1, "without_timestamps": False}
-        said = list(pipeline.transcribe(samples, **options)[0])
+        segments = list(pipeline.transcribe(samples, **options)[0])
     else:
         chunks = chunks_of(samples)[1]
-        said = []
+        segments = []
         for chunk in chunks:
             ctranslate2.set_random_seed(0)
-            heats = watch(hears)
-            said += hears.transcribe(chunk)[0]
+            heats = watch(model)
+            segments += model.transcribe(chunk)[0]
             if any(heats):
-                hears = load()  # its thread accepts only one seed
-    text = "".join(segment.text for segment in said).strip()
+                model = load()  # its thread accepts only one seed
+    text = "".join(segment.text for segment in segments).strip()
     used_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
     took = {
         "cpu_s": time.process_time() - began_s,
@@ -244,11 +246,11 @@ def make_longer(target: str, minutes: str, *paths: str) -> None:
         while samples_left > 0:
             for number in rng.sample(range(len(paths)), len(paths)):
                 pause = np.zeros(int(rng.choice(PAUSES_S) * ours.RATE_HZ), np.float32)
-                said = np.concatenate([recordings[number] * rng.uniform(0.5, 0.95), pause])
+                sound = np.concatenate([recordings[number] * rng.uniform(0.5, 0.95), pause])
                 if samples_left > 0:
                     order.append(number)
-                    file.write(said)
-                samples_left -= len(said)
+                    file.write(sound)
+                samples_left -= len(sound)
     print(json.dumps(order))
 
 

@@ -122,7 +122,7 @@ def test_transcripts_of_damaged_recordings_have_all_words_that_are_left(
 ) -> None:
     """Checks words, seconds and charges of sixty recordings in the whole pipeline."""
     whole = dict[str, list[str]]()
-    said = words(next(iter(sentences.values())))
+    spoken = words(next(iter(sentences.values())))
     for recording in corpus:
         if recording.error:
             with pytest.raises(openai.BadRequestError, match="file: ") as caught:
@@ -141,7 +141,7 @@ def test_transcripts_of_damaged_recordings_have_all_words_that_are_left(
         elif recording.damage == "joined":
             # In an encoding that is hard to understand, another window may have a word more or
             # less.
-            missed = 0 if recording.origin.startswith("chromium") else word_errors(expected, said)
+            missed = 0 if recording.origin.startswith("chromium") else word_errors(expected, spoken)
             assert word_errors(text, expected * 2) <= 1 + 2 * missed, recording
         elif recording.damage == "cut":
             assert len(text) > len(expected) // 3

@@ -58,13 +58,13 @@ def test_words_are_those_of_faster_whisper(
     printed = run(python, DIRECT, KEPT / "transcribe" / "weights", *sentences)
     direct = [json.loads(line) for line in printed.splitlines()]
     errors, count = 0, 0
-    for (path, said), expected in zip(sentences.items(), direct, strict=True):
+    for (path, sentence), expected in zip(sentences.items(), direct, strict=True):
         with path.open("rb") as file:
             reply = client.audio.transcriptions.create(model="transcribe", file=file)
         assert reply.text == expected
         assert reply.usage.seconds == math.ceil(seconds_of(path))
-        errors += word_errors(words(reply.text), words(said))
-        count += len(words(said))
+        errors += word_errors(words(reply.text), words(sentence))
+        count += len(words(sentence))
     print(f"{errors} of {count} words are wrong, as with faster-whisper", file=sys.stderr)
     assert errors / count < 0.12
 
@@ -100,8 +100,8 @@ def test_other_files_are_read_alike(
     plain = create(model="transcribe", file=path).text
     assert create(model="transcribe", file=tmp_path / "same.flac").text == plain
     for name in ("fine.mp3", "fine.ogg"):
-        said = words(create(model="transcribe", file=tmp_path / name).text)
-        assert word_errors(said, words(plain)) <= 2, name
+        heard = words(create(model="transcribe", file=tmp_path / name).text)
+        assert word_errors(heard, words(plain)) <= 2, name
 
 
 @pytest.mark.filterwarnings("ignore:deprecated:DeprecationWarning")  # makes it call translations
@@ -191,11 +191,11 @@ def test_what_is_said_can_be_written_down_again(client: Any) -> None:
     text = "The gate of the dam is open. Please keep behind the yellow line."
     heads = {"wav": b"RIFF", "flac": b"fLaC", "opus": b"OggS", "mp3": b""}
     for kind, head in heads.items():
-        said = client.audio.speech.create(
+        audio = client.audio.speech.create(
             model="speech", input=text, voice="heart", response_format=kind
         ).content
-        assert said.startswith(head)
-        reply = client.audio.transcriptions.create(model="transcribe", file=(f"a.{kind}", said))
+        assert audio.startswith(head)
+        reply = client.audio.transcriptions.create(model="transcribe", file=(f"a.{kind}", audio))
         assert word_errors(words(reply.text), words(text)) <= 1, kind
     create = client.audio.speech.create
     pcm = create(model="speech", input=text, voice="heart", response_format="pcm").content

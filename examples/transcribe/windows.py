@@ -273,9 +273,9 @@ class Cutter:
         self._window.append((part, self._samples.part(part).copy()))
 
     def _take(self) -> Window:
-        taken, self._window = self._window, []
+        window, self._window = self._window, []
         return Window(
-            [part for part, _ in taken], np.concatenate([samples for _, samples in taken])
+            [part for part, _ in window], np.concatenate([samples for _, samples in window])
         )
 
 

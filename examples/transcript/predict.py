@@ -33,8 +33,8 @@ class Predictor(BasePredictor):
         """
         transcript = Transcript(duration)
         try:
-            for said, places in zip(windows["segments"], windows["parts"], strict=True):
-                yield from transcript.add(said, places)
+            for segments, places in zip(windows["segments"], windows["parts"], strict=True):
+                yield from transcript.add(segments, places)
             yield from transcript.finish()
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             reason = "must be outputs of examples/windows and examples/transcribe"

@@ -49,7 +49,7 @@ def noised(pipeline: Any, images: torch.Tensor, captions: Sequence[str]) -> Nois
         captions: one per image. Empty: no description.
     """
     alphas = pipeline.scheduler.alphas_cumprod
-    told = encoded(pipeline, captions)
+    prompt_states = encoded(pipeline, captions)
     clean = pipeline.vae.encode(as_input(images.permute(0, 3, 1, 2))).latent_dist.sample()
     clean = clean * pipeline.vae.config.scaling_factor
     number = len(clean)
@@ -60,7 +60,7 @@ def noised(pipeline: Any, images: torch.Tensor, captions: Sequence[str]) -> Nois
     return NoisedScenes(
         latents=alpha.sqrt() * clean + (1 - alpha).sqrt() * noise,
         times=times,
-        told=told,
+        told=prompt_states,
         velocity=alpha.sqrt() * noise - (1 - alpha).sqrt() * clean,
         weight=snr.clamp(max=SNR_MAX) / (snr + 1),
     )

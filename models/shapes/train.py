@@ -113,8 +113,8 @@ def train_text(
                 * (1 + math.cos(math.pi * step / plan.steps))
             )
         hidden = encoder(tokens).last_hidden_state
-        said = (tokens == tokenizer.eos_token_id).nonzero(as_tuple=True)
-        loss = _loss(heads(hidden[said]), scenes, said[0])
+        ends = (tokens == tokenizer.eos_token_id).nonzero(as_tuple=True)
+        loss = _loss(heads(hidden[ends]), scenes, ends[0])
         optimizer.zero_grad(set_to_none=True)
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(encoder.parameters(), 1.0)
@@ -359,10 +359,10 @@ class UnetTraining:
         # bf16 halves the time per step on CPUs and GPUs that support it; the weights stay fp32.
         with torch.autocast(self._device.split(":")[0], dtype=torch.bfloat16):
             with torch.no_grad():
-                told = self._text_encoder(
+                prompt_states = self._text_encoder(
                     tokens_of(self._tokenizer, captions).to(self._device)
                 ).last_hidden_state
-            loss = self._loss(latents.sample(chosen).to(self._device), told)
+            loss = self._loss(latents.sample(chosen).to(self._device), prompt_states)
         self._optimizer.zero_grad(set_to_none=True)
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(self.unet.parameters(), 1.0)

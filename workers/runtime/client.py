@@ -214,18 +214,18 @@ class ModelClient:
 
         Only batches of one model overlap, so no model is evicted while it computes.
         """
-        taken = 0
+        turns = 0
         async with self._entrance:
             is_alone = all(pending.model == model for pending in self._pending.values())
             wanted = 1 if is_overlapping and is_alone else IN_FLIGHT
             try:
-                while taken < wanted:
+                while turns < wanted:
                     await self._turns.acquire()
-                    taken += 1
+                    turns += 1
             except asyncio.CancelledError:
-                self._release(taken)
+                self._release(turns)
                 raise
-        return taken
+        return turns
 
     def _release(self, turns: int) -> None:
         for _ in range(turns):

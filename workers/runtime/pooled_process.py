@@ -215,8 +215,8 @@ class PooledProcess:
 
     def _is_above_budget(self, model: int) -> bool:
         sizes = self.residency.size_bytes
-        taken = {*self.residency.resident, model}
-        return sum(sizes.get(number, 0) for number in taken) > self._budget_bytes
+        numbers = {*self.residency.resident, model}
+        return sum(sizes.get(number, 0) for number in numbers) > self._budget_bytes
 
     async def _fit(self, host: _Host) -> None:
         """Evicts a model that was just started, if it does not fit alongside the others."""

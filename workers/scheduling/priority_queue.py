@@ -475,11 +475,11 @@ class PriorityQueue:
             )
             if not admitted:
                 return []
-        key, taken = (here or admitted)[0].key, self._room_taken([*here, *admitted])
+        key, used_work = (here or admitted)[0].key, self._room_taken([*here, *admitted])
         at_most -= len(admitted)
         return admitted + queue.take_in_turn(
             at_most,
-            queue.budget - taken,
+            queue.budget - used_work,
             key=key,
             is_wanted=is_wanted,
             may_take=may_take,

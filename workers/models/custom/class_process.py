@@ -464,8 +464,8 @@ class ClassProcess:
 
     def has_lost_gpu(self, frame: Frame) -> bool:
         """Returns whether an answer reports that the process can't use its GPU any more."""
-        said = str(frame.message.get("error", "")) or str(frame.message.get("batch_error", ""))
-        return self._device.startswith("cuda") and said.startswith(GPU_LOST)
+        error = str(frame.message.get("error", "")) or str(frame.message.get("batch_error", ""))
+        return self._device.startswith("cuda") and error.startswith(GPU_LOST)
 
     async def give_up(self) -> ModelProcessDied:
         """Ends a process that has lost its GPU. Returns the error for what it computed."""

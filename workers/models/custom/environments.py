@@ -143,8 +143,10 @@ def _interpreter(wanted: str) -> Interpreter:
     if done.returncode or not path:
         return ours
     code = "import platform; print(platform.python_version())"
-    said = subprocess.run([path, "-I", "-c", code], capture_output=True, text=True, check=False)
-    return Interpreter(path, said.stdout.strip()) if said.returncode == 0 else ours
+    completed = subprocess.run(
+        [path, "-I", "-c", code], capture_output=True, text=True, check=False
+    )
+    return Interpreter(path, completed.stdout.strip()) if completed.returncode == 0 else ours
 
 
 def _digest(folder: Path, asked: AskedPackages, base: Interpreter) -> str:
@@ -280,13 +282,13 @@ def _install(
 
 
 def _run(folder: Path, words: Sequence[str], variables: Mapping[str, str], until_s: float) -> None:
-    with tempfile.TemporaryFile() as said:
+    with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
             [sys.executable, "-P", "-c", *words],
             env=dict(variables),
             stdin=subprocess.DEVNULL,
-            stdout=said,
-            stderr=said,
+            stdout=output,
+            stderr=output,
             cwd="/",  # uv also reads the settings of a project around it
             start_new_session=True,
         )
@@ -300,8 +302,8 @@ def _run(folder: Path, words: Sequence[str], variables: Mapping[str, str], until
             process.wait()
         if status == 0:
             return
-        said.seek(0)
-        lines = said.read().decode(errors="replace").strip().splitlines()[-LAST_LINES:]
+        output.seek(0)
+        lines = output.read().decode(errors="replace").strip().splitlines()[-LAST_LINES:]
     ended = f"took longer than {INSTALL_LIMIT_S:g} s" if status is None else "failed"
     raise ConfigurationError(
         "\n  ".join([f"{folder}: the installation of its packages {ended}; output of uv:", *lines]),

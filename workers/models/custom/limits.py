@@ -385,10 +385,10 @@ class LimitWatch:
             return f"it has {len(family)} processes, which exceeds the maximum of {MAX_PROCESSES}"
         self.taken_bytes = sum(map(memory_of, family))
         if self._memory_bytes and self.taken_bytes > self._memory_bytes:
-            taken = sum(map(proportional_memory_of, family))
-            if taken > self._memory_bytes:
+            used_bytes = sum(map(proportional_memory_of, family))
+            if used_bytes > self._memory_bytes:
                 return (
-                    f"it takes {taken >> 20} MiB of memory, which exceeds the maximum of "
+                    f"it takes {used_bytes >> 20} MiB of memory, which exceeds the maximum of "
                     f"{self._memory_bytes >> 20} MiB (resources.memory_bytes)"
                 )
         return self.disk.count(family) if self.disk.is_due() else ""

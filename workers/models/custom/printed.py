@@ -212,9 +212,9 @@ class KeptText:
 
     def take_cleared(self) -> PrintedLogs:
         """Returns the text since the last call, without an end that may begin a secret."""
-        taken = self.look()
+        logs = self.look()
         self._kept, self._left_out = "", 0
-        return taken
+        return logs
 
     def _keep(self, text: str) -> None:
         if self.shows is not None:

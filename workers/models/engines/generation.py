@@ -189,12 +189,12 @@ class EngineGeneration:
     async def _complete_chances(self, engine: EngineProcess, asked: Asked, reply: Reply) -> None:
         """Adds the log probabilities of the tokens that begin a character: it leaves them out."""
         by_token = iter(reply.completion_probabilities)
-        told = next(by_token, None)
+        candidate = next(by_token, None)
         whole = []
         for at, token in enumerate(reply.tokens):
-            if told is not None and told.id == token:
-                whole.append(told)
-                told = next(by_token, None)
+            if candidate is not None and candidate.id == token:
+                whole.append(candidate)
+                candidate = next(by_token, None)
             else:
                 ids = [*asked.ids, *reply.tokens[:at]]
                 whole.append(await self._look_up(engine, replace(asked, ids=ids), token))

@@ -200,9 +200,12 @@ class GenerationModel:
         """
         if not isinstance(item, PreparedPrompt):
             raise ModelFailed(f"a text model can't compute {type(item).__name__}")
-        taken = sum(generation.item.length for generation in self._generations.values())
-        if len(self._generations) >= len(self._rows.all) or taken + item.length > self._budget:
-            raise OutOfMemory(f"{taken} of {self._budget} tokens are taken")
+        used_tokens = sum(generation.item.length for generation in self._generations.values())
+        if (
+            len(self._generations) >= len(self._rows.all)
+            or used_tokens + item.length > self._budget
+        ):
+            raise OutOfMemory(f"{used_tokens} of {self._budget} tokens are taken")
         generation = _Generation(slot, item, Writing(item, self._vocabulary), self._lookup_tokens)
         if generation.writing.finish is None:
             self._give_row(generation)

@@ -413,9 +413,9 @@ def _in_words(error: str) -> str:
     if match := _REGEX_ERROR.search(error):
         pattern, reason = match.groups()
         return f"pattern {pattern[:80]!r}: {reason.strip()}"
-    for pattern, told in _WORDS:
+    for pattern, message in _WORDS:
         if matched := re.search(pattern, error):
-            return told.format(
-                *(repr(group) if "$ref" in told else group for group in matched.groups())
+            return message.format(
+                *(repr(group) if "$ref" in message else group for group in matched.groups())
             )
     return _WITHOUT.sub("", error).split("\n")[0]

@@ -244,10 +244,10 @@ class VllmModel:
         """
         if not isinstance(item, PreparedPrompt):
             raise ModelFailed(f"a text model can't compute {type(item).__name__}")
-        taken = sum(generation.item.length for generation in self._generations.values())
+        used_tokens = sum(generation.item.length for generation in self._generations.values())
         is_full = len(self._generations) >= self._entry.batch.max_items
-        if is_full or taken + item.length > self._budget:
-            raise OutOfMemory(f"{taken} of {self._budget} tokens are taken")
+        if is_full or used_tokens + item.length > self._budget:
+            raise OutOfMemory(f"{used_tokens} of {self._budget} tokens are taken")
         writing = Writing(item, self._vocabulary, checks_schema=False)
         generation = _Generation(item, writing, f"{slot}-{next(self._numbers)}")
         if writing.finish is None:

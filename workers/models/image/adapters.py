@@ -156,9 +156,9 @@ def read_adapter(
             if adapter.is_callers:
                 _check_copy(opened, adapter)
             numbers, metadata = _read_header(opened, modules)
-            if (taken := numbers * unet.dtype.itemsize) > limit_bytes:
+            if (needed := numbers * unet.dtype.itemsize) > limit_bytes:
                 raise WrongAdapter(
-                    f"it takes {taken} bytes in memory, which exceeds image.adapter_memory_bytes "
+                    f"it takes {needed} bytes in memory, which exceeds image.adapter_memory_bytes "
                     f"({limit_bytes})"
                 )
             tensors = _tensors(opened, adapter)

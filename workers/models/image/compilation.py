@@ -34,7 +34,7 @@ def cheapest_cover(count: int, seconds: Mapping[int, float]) -> list[int]:
     cost, choice = [0.0], [0]
     for remaining in range(1, count + 1):
         best, size = min(
-            (cost[max(0, remaining - size)] + taken, size) for size, taken in seconds.items()
+            (cost[max(0, remaining - size)] + cost_s, size) for size, cost_s in seconds.items()
         )
         cost.append(best)
         choice.append(size)

@@ -99,20 +99,20 @@ class DeepCache:
 
     def _embed(self, values: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         """The embeddings of times and prompts, as the UNet makes them."""
-        unet, told = self._unet, values["encoder_hidden_states"]
+        unet, prompt_states = self._unet, values["encoder_hidden_states"]
         conditions = values.get("added_cond_kwargs")
         time = unet.time_embedding(
             unet.get_time_embed(sample=values["sample"], timestep=values["timestep"]),
             values.get("timestep_cond"),
         )
         more = unet.get_aug_embed(
-            emb=time, encoder_hidden_states=told, added_cond_kwargs=conditions
+            emb=time, encoder_hidden_states=prompt_states, added_cond_kwargs=conditions
         )
         time = time if more is None else time + more
         if unet.time_embed_act is not None:
             time = unet.time_embed_act(time)
         prompt = unet.process_encoder_hidden_states(
-            encoder_hidden_states=told, added_cond_kwargs=conditions
+            encoder_hidden_states=prompt_states, added_cond_kwargs=conditions
         )
         return time, prompt
 

@@ -108,20 +108,20 @@ class FetchedAdapters:
                     continue
                 file_facts = _Kept(facts.st_mtime_ns, facts.st_size, file)
                 by_owner.setdefault(file.parent, []).append(file_facts)
-        taken = {
+        used_bytes = {
             owner: sum(file.size_bytes for file in owner_files)
             for owner, owner_files in by_owner.items()
         }
         for files in by_owner.values():
             files.sort(reverse=True)
-        while taken and sum(taken.values()) + size_bytes > self.urls.disk_bytes:
-            most = max(taken, key=lambda owner: taken[owner])
+        while used_bytes and sum(used_bytes.values()) + size_bytes > self.urls.disk_bytes:
+            most = max(used_bytes, key=lambda owner: used_bytes[owner])
             oldest = by_owner[most].pop()
             # A reader still has it open.
             oldest.file.unlink(missing_ok=True)
-            taken[most] -= oldest.size_bytes
+            used_bytes[most] -= oldest.size_bytes
             if not by_owner[most]:
-                del taken[most]
+                del used_bytes[most]
 
 
 Applied = tuple[LoadedAdapter, float] | None

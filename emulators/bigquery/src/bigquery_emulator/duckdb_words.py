@@ -88,8 +88,8 @@ def in_googlesql(text: str) -> str:
         text: DuckDB's message, without the kind of error at the beginning.
     """
     for pattern, words in _RULES:
-        if found := pattern.match(text):
-            return found.expand(words)
+        if match := pattern.match(text):
+            return match.expand(words)
     # Python 3.11.2 has no text for a message that DuckDB cut in the middle of a letter.
     if not text or is_of_the_database(text):
         _log.warning("a database error has no translation to GoogleSQL: %s", text)

@@ -40,10 +40,10 @@ class ServiceError(Exception):
 
     def proto(self) -> dict[str, Any]:
         """Returns the ErrorProto for a job's `status.errorResult`."""
-        found: dict[str, Any] = {"reason": self.reason, "message": self.message}
+        proto: dict[str, Any] = {"reason": self.reason, "message": self.message}
         if self.location is not None:
-            found["location"] = self.location
-        return found
+            proto["location"] = self.location
+        return proto
 
     def body(self) -> dict[str, Any]:
         """Returns the JSON body of the HTTP response."""

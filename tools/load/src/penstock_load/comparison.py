@@ -107,8 +107,8 @@ def compare_rows(
             for kind, facts in _line_differences(line, own)
         ]
         if line.ending not in ("answered", "unconnected"):
-            said = ", ".join(sorted({row.status for row in own})) or "no row"
-            comparison.told_by_rows[f"{line.ending}: {said}"] += 1
+            statuses = ", ".join(sorted({row.status for row in own})) or "no row"
+            comparison.told_by_rows[f"{line.ending}: {statuses}"] += 1
         _add(expected, line, own)
     for strange, own in of_request.items():
         facts = f"{len(own)} rows of a request that is not in the ledger"
@@ -220,14 +220,16 @@ def _step_differences(line: LedgerLine, rows: Sequence[RowOfLoad]) -> Iterator[t
         items[row.step or ""] += 1
         failed[row.step or ""] += row.status != "succeeded"
     for step in sorted(items.keys() | line.steps.keys()):
-        said, said_failed = line.steps.get(step, (0, 0))
-        facts = f"of step {step!r}: {items[step]} rows, but the answer has {said} items"
-        if items[step] < said:
+        answered, answered_failed = line.steps.get(step, (0, 0))
+        facts = f"of step {step!r}: {items[step]} rows, but the answer has {answered} items"
+        if items[step] < answered:
             yield "row missing", facts
-        elif line.status == 200 and items[step] > said:
+        elif line.status == 200 and items[step] > answered:
             yield "row too many", facts
-        elif line.status == 200 and failed[step] != said_failed:
-            facts = f"{failed[step]} rows of step {step!r} failed, but the answer has {said_failed}"
+        elif line.status == 200 and failed[step] != answered_failed:
+            facts = (
+                f"{failed[step]} rows of step {step!r} failed, but the answer has {answered_failed}"
+            )
             yield "wrong status", facts
     yield from _cost_differences(line, rows)
 

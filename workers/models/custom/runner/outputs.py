@@ -57,9 +57,9 @@ class OutputEncoder:
 
     def take_files(self) -> tuple[list[dict[str, Any]], list[bytes]]:
         """Returns the files and blobs encoded since the last call."""
-        taken = self.files, self.blobs
+        files_and_blobs = self.files, self.blobs
         self.files, self.blobs = [], []
-        return taken
+        return files_and_blobs
 
     def encode(self, value: Any, at: Place = ()) -> Any:
         """An output, or one piece of a streamed one, ready for JSON.

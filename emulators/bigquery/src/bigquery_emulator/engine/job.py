@@ -100,13 +100,13 @@ class BigQueryJob:
         return {"projectId": self.project, "jobId": self.job_id, "location": self.location}
 
     def status(self) -> Json:
-        found: Json = {"state": self.state}
+        status: Json = {"state": self.state}
         if self.error is not None:
-            found["errorResult"] = self.error.proto()
-            found["errors"] = [*self.problems, self.error.proto()]
+            status["errorResult"] = self.error.proto()
+            status["errors"] = [*self.problems, self.error.proto()]
         elif self.problems:
-            found["errors"] = self.problems
-        return found
+            status["errors"] = self.problems
+        return status
 
     def resource(self) -> Json:
         times = {

@@ -45,16 +45,16 @@ class Jobs:
         Raises:
             NotFoundError: the job does not exist, or has been forgotten.
         """
-        found = self._jobs.get((project, job_id))
-        if found is None:
+        job = self._jobs.get((project, job_id))
+        if job is None:
             raise NotFoundError(f"Not found: Job {project}:{job_id}")
-        return found
+        return job
 
     def of_project(self, project: str) -> list[BigQueryJob]:
         """Returns the jobs of a project, latest first."""
         # A query on INFORMATION_SCHEMA.JOBS calls this from a thread.
-        found = list(self._jobs.items())
-        return [job for (name, _), job in reversed(found) if name == project]
+        all_jobs = list(self._jobs.items())
+        return [job for (name, _), job in reversed(all_jobs) if name == project]
 
     def result_of(self, key: TableKey) -> BigQueryJob | None:
         """Returns the job whose hidden result table has this name."""

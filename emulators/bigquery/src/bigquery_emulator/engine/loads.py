@@ -161,12 +161,12 @@ def _stage(
         while chunk := list(islice(lines, _CHUNK_ROWS)):
             rows = []
             for number, line in chunk:
-                found = _checked(reader, line)
-                if isinstance(found, str):
+                checked = _checked(reader, line)
+                if isinstance(checked, str):
                     loaded.bad += 1
-                    _note(job, number, found)
+                    _note(job, number, checked)
                 else:
-                    rows.append(found)
+                    rows.append(checked)
             if loaded.bad > most_bad:
                 kind = "CSV" if _is_csv(config) else "JSON"
                 raise InvalidError(

@@ -55,12 +55,12 @@ class ParquetFile:
             InvalidError: the file is not in Parquet format, or a column does not match.
             UnsupportedError: this server does not support a type.
         """
-        found = self._fields(config)
-        given = config.get("schema", {}).get("fields")
-        wanted = parse_schema(given) if given else known
+        schema = self._fields(config)
+        fields = config.get("schema", {}).get("fields")
+        wanted = parse_schema(fields) if fields else known
         if wanted is None:
-            return found
-        _check(found, wanted, bool(config.get("ignoreUnknownValues")))
+            return schema
+        _check(schema, wanted, bool(config.get("ignoreUnknownValues")))
         return wanted
 
     def stage(self, cursor: Cursor, config: Json, schema: Schema, physical: str) -> int:
@@ -87,14 +87,14 @@ class ParquetFile:
     def _fields(self, config: Json) -> Schema:
         with self._store.reading() as cursor, self._readable():
             columns = cursor.execute(f"DESCRIBE SELECT * FROM {self._rows}").fetchall()
-        found = result_schema([(name, duckdb.sqltype(kind)) for name, kind, *_ in columns])
-        if _has_array(found) and not (config.get("parquetOptions") or {}).get(
+        schema = result_schema([(name, duckdb.sqltype(kind)) for name, kind, *_ in columns])
+        if _has_array(schema) and not (config.get("parquetOptions") or {}).get(
             "enableListInference"
         ):
             raise UnsupportedError(
                 "Parquet lists without enableListInference: not supported by the embedded BigQuery"
             )
-        return parse_schema([field.resource() for field in found])
+        return parse_schema([field.resource() for field in schema])
 
     def _check_elements(self, cursor: Cursor, physical: str, field: Field) -> None:
         name = quoted(field.name)

@@ -109,9 +109,9 @@ class Queries:
             on_cursor(cursor)
             # Rows are read as they are computed, so if there are too many the query ends with the
             # session.
-            found = cursor.execute(query, values_in(statement.sql, statement.values))
+            rows = cursor.execute(query, values_in(statement.sql, statement.values))
             count = _FIRST_ROWS  # any row may be large
-            while some := found.fetchmany(count):
+            while some := rows.fetchmany(count):
                 values += some
                 size_bytes += sum(map(_size_bytes, some))
                 if len(values) > _MOST_FEW_ROWS or size_bytes > _MOST_FEW_BYTES:

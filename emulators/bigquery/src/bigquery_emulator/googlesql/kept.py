@@ -49,11 +49,11 @@ class KeptStatements(Generic[Kept]):
     def get(self, key: Hashable) -> Kept | None:
         """Returns the statement if its tables have not changed."""
         with self._lock:
-            found = self._kept.get(key)
-            if found is None:
+            entry = self._kept.get(key)
+            if entry is None:
                 return None
             self._kept.move_to_end(key)
-        return found[1] if found[0].is_current() else None
+        return entry[1] if entry[0].is_current() else None
 
     def put(self, key: Hashable, tables: LookedUp, statement: Kept) -> None:
         """Stores a statement, and drops the least recently used one."""

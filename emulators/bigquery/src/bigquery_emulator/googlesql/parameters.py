@@ -69,18 +69,18 @@ def read_parameters(parameters: Sequence[Json]) -> Parameters:
     if any(names) and not all(names):
         raise InvalidQueryError("Query parameters must be all named or all positional")
     named = list(zip(names, kinds, strict=True)) if any(names) else []
-    found = Parameters(ParameterTypes(named, [] if named else kinds))
+    bound = Parameters(ParameterTypes(named, [] if named else kinds))
     for position, (name, item) in enumerate(zip(names, parameters, strict=True), 1):
         try:
-            sql = _typed(item["parameterType"], item.get("parameterValue") or {}, found.values)
+            sql = _typed(item["parameterType"], item.get("parameterValue") or {}, bound.values)
         except BadValueError as error:
             raise InvalidQueryError(
                 f"Invalid value for query parameter: {error.message}"
             ) from error
         except KeyError as error:
             raise InvalidQueryError(f"Query parameter without {error}") from error
-        found.sql[name or position] = sql
-    return found
+        bound.sql[name or position] = sql
+    return bound
 
 
 def _typed(kind: Json, value: Json, values: dict[str, Any]) -> str:
@@ -111,6 +111,6 @@ def _scalar(name: str, value: Any, values: dict[str, Any]) -> str:
         canonical_scalar("BYTES", value)
         values[placeholder] = base64.b64decode(value)
     else:
-        found = canonical_scalar(kind.type, value)
-        values[placeholder] = bytes(found).decode() if isinstance(found, msgspec.Raw) else found
+        scalar = canonical_scalar(kind.type, value)
+        values[placeholder] = bytes(scalar).decode() if isinstance(scalar, msgspec.Raw) else scalar
     return f"CAST(${placeholder} AS {kind.duckdb_type})"

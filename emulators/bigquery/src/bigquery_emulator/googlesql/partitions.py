@@ -68,8 +68,8 @@ def check_partition_filters(tree: Node, reads: Mapping[str, ReadTable]) -> None:
     scans = {"table_scan", "from_scan", "query"}
     for name in ("where_expr", "update_item_list", "merge_expr", "when_clause_list", "row_list"):
         if name not in scans and tree.has(name):
-            found = getattr(tree, name)
-            checks.check_expressions(found if isinstance(found, list) else [found])
+            part = getattr(tree, name)
+            checks.check_expressions(part if isinstance(part, list) else [part])
 
 
 class _Checks:
@@ -165,14 +165,14 @@ def _moved(filtered: frozenset[int], outer: Iterable[Any], inner: Iterable[Any])
 
 def _behind(filtered: frozenset[int], computed: Iterable[Node]) -> frozenset[int]:
     """Returns the columns behind filtered outputs, if passed on or truncated to a unit."""
-    found = set(filtered)
+    columns = set(filtered)
     for output in computed:
         if output.column.column_id in filtered:
-            found.discard(output.column.column_id)
+            columns.discard(output.column.column_id)
             column = _column_behind(output.expr)
             if column is not None:
-                found.add(column)
-    return frozenset(found)
+                columns.add(column)
+    return frozenset(columns)
 
 
 def _column_behind(expr: Node) -> int | None:
@@ -209,8 +209,8 @@ def _find_pruning_columns(condition: Node) -> frozenset[int]:
     if name == "$and":
         return _find_pruning(arguments)
     if name == "$or":
-        found = [_find_pruning_columns(argument) for argument in arguments]
-        return found[0].intersection(*found[1:])
+        alternatives = [_find_pruning_columns(argument) for argument in arguments]
+        return alternatives[0].intersection(*alternatives[1:])
     if name not in _COMPARISONS:
         return _NOTHING
     first, others = arguments[0], arguments[1:]

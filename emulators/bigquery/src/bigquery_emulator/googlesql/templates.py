@@ -62,12 +62,12 @@ class StatementText:
         """None for a statement that is not worth a template."""
         if len(sql) > _LONGEST or _NAMES_FROM_VALUES in sql.upper():
             return
-        found = [_Literal(content, *span) for content, span in _literals(sql)]
-        if len(found) > _MOST_LITERALS:
+        literals = [_Literal(content, *span) for content, span in _literals(sql)]
+        if len(literals) > _MOST_LITERALS:
             return
-        self.literals = found
-        ends = [0, *(literal.end for literal in found)]
-        starts = [*(literal.start for literal in found), len(sql)]
+        self.literals = literals
+        ends = [0, *(literal.end for literal in literals)]
+        starts = [*(literal.start for literal in literals), len(sql)]
         self._parts = [sql[end:start] for end, start in zip(ends, starts, strict=True)]
 
     @cached_property
@@ -96,11 +96,11 @@ class StatementText:
 def _literals(sql: str) -> Iterator[tuple[int | str, tuple[int, int]]]:
     """Yields content and span of whole numbers, and of strings without escapes or prefix."""
     before, before_end = "", 0
-    found = list(tokens(sql))
-    for place, (start, end) in enumerate(found):
+    all_tokens = list(tokens(sql))
+    for place, (start, end) in enumerate(all_tokens):
         token = sql[start:end]
         joined = before if before_end == start else ""
-        following = found[place + 1] if place + 1 < len(found) else None
+        following = all_tokens[place + 1] if place + 1 < len(all_tokens) else None
         after = sql[slice(*following)] if following else ""
         if token.isdecimal() and token.isascii() and len(token) <= _MOST_DIGITS:
             # Not a part of 1.5, nor of a name such as my-project-1.
@@ -135,16 +135,21 @@ def free_literals(tree: Node, text: StatementText) -> FreeLiterals:
     if not text.literals:
         return FreeLiterals({}, {})
     places = {end: place for place, (_, end) in enumerate(text.byte_ranges())}
-    found: dict[int, Node] = {}
+    literal_nodes: dict[int, Node] = {}
     copies = set()  # results of rewriting a literal, or possibly such
     for node, is_free in _literal_nodes(tree):
         # Matched by their end, because DATE '2024-01-01' begins before its literal.
         place = places.get(_range(node)[1])
-        if place is None or place in found or not is_free or not _is_plain(node, text, place):
+        if (
+            place is None
+            or place in literal_nodes
+            or not is_free
+            or not _is_plain(node, text, place)
+        ):
             copies.add(_bytes(node))
         if place is not None:
-            found[place] = node
-    free = {place: node for place, node in found.items() if _bytes(node) not in copies}
+            literal_nodes[place] = node
+    free = {place: node for place, node in literal_nodes.items() if _bytes(node) not in copies}
     first: dict[tuple[int, int], int] = {}
     marks = {
         _range(node): _mark(first.setdefault((text.equals[place], node.type.type_kind), place))
@@ -178,8 +183,8 @@ def _mark(place: int) -> str:
 
 
 def _range(node: Node) -> tuple[int, int]:
-    found = node.parse_location_range
-    return found.start, found.end
+    location = node.parse_location_range
+    return location.start, location.end
 
 
 def _value(content: int | str, kind: TypeProto) -> ValueProto | None:
@@ -204,8 +209,8 @@ def _value(content: int | str, kind: TypeProto) -> ValueProto | None:
 
 
 def _moment(content: str) -> ValueProto:
-    found = dt.datetime.fromisoformat(content.replace(" UTC", "Z").replace("UTC", "Z"))
-    since = (found if found.tzinfo else found.replace(tzinfo=dt.UTC)) - _EPOCH
+    moment = dt.datetime.fromisoformat(content.replace(" UTC", "Z").replace("UTC", "Z"))
+    since = (moment if moment.tzinfo else moment.replace(tzinfo=dt.UTC)) - _EPOCH
     value = ValueProto()
     value.timestamp_value.seconds = since.days * 86_400 + since.seconds
     value.timestamp_value.nanos = since.microseconds * 1_000

@@ -58,7 +58,7 @@ def possible_names(sql: str) -> set[tuple[str, ...]]:
 
     This includes column names. No table is missed, unless there is a comment inside its name.
     """
-    found: set[tuple[str, ...]] = set()
+    names: set[tuple[str, ...]] = set()
     parts: list[str] = []
     joint = ""
     for token in _TOKENS.finditer(sql):
@@ -73,9 +73,9 @@ def possible_names(sql: str) -> set[tuple[str, ...]]:
             parts[-1] += f"-{part}"  # for example in my-project.dataset.table
             joint = ""
         else:
-            found.add(tuple(parts))
+            names.add(tuple(parts))
             parts, joint = [part], ""
-    return {*found, tuple(parts)} - {()}
+    return {*names, tuple(parts)} - {()}
 
 
 class SplitNames:
@@ -101,14 +101,14 @@ class SplitNames:
 
     def as_given(self, message: str) -> str:
         """Returns an error message with the position in the original statement."""
-        found = _POSITION.search(message)
-        if found is None:
+        match = _POSITION.search(message)
+        if match is None:
             return message
-        line, column = int(found[1]), int(found[2])
+        line, column = int(match[1]), int(match[2])
         for at_line, at_column, grown in self._added:
             if at_line == line and at_column + grown <= column:
                 column -= grown
-        return f"{message[: found.start()]} at [{line}:{column}]"
+        return f"{message[: match.start()]} at [{line}:{column}]"
 
 
 def name_parts(name: str) -> list[str]:

@@ -124,19 +124,19 @@ class Translator:
             return Statement(definition_kind(tree), "", {}, (), {}, definition=tree)
         bound = read_parameters(parameters)
         around = (project, default_dataset, is_view, bound.form())
-        found = self._kept.get((sql, *around))
-        if found is None:
+        statement = self._kept.get((sql, *around))
+        if statement is None:
             text = StatementText(sql)
-            found = self._fill_template(text, around)
-        if found is None:
+            statement = self._fill_template(text, around)
+        if statement is None:
             looked_up = LookedUp(self.find)
             names = Names(project, default_dataset, looked_up, self.listing)
-            found, template = self._translate(sql, names, bound, is_view)
+            statement, template = self._translate(sql, names, bound, is_view)
             looked_up.is_lasting = not names.listed
-            self._kept.put((sql, *around), looked_up, found)
+            self._kept.put((sql, *around), looked_up, statement)
             if text.literals:
-                self._templates.put((text.key, *around), looked_up, (template, found))
-        return replace(found, values=bound.values)
+                self._templates.put((text.key, *around), looked_up, (template, statement))
+        return replace(statement, values=bound.values)
 
     def _fill_template(self, text: StatementText, around: tuple[Hashable, ...]) -> Statement | None:
         """Returns a statement that differs from an earlier one only in its literals."""

@@ -31,7 +31,7 @@ async def get(request: Request) -> Response:
 async def list_all(request: Request) -> Response:
     """Lists the datasets of a project."""
     project = request.path_params["project"]
-    found = [
+    datasets = [
         data for key, data in service_of(request).catalog.datasets.items() if key.project == project
     ]
     items = [
@@ -46,7 +46,7 @@ async def list_all(request: Request) -> Response:
                 if name in dataset.settings
             },
         }
-        for dataset in sorted(found, key=lambda dataset: dataset.key.dataset_id)
+        for dataset in sorted(datasets, key=lambda dataset: dataset.key.dataset_id)
     ]
     page_items, rest = page(request, items)
     return JSONResponse(

@@ -190,7 +190,7 @@ def _method(resource: str, name: str) -> dict[str, Any]:
     for part in _REPEATED:
         if part in parameters:
             parameters[part] = {**_QUERY, "repeated": True}
-    found: dict[str, Any] = {
+    method: dict[str, Any] = {
         "id": f"bigquery.{resource}.{name}",
         "path": path,
         "flatPath": path.replace("{+", "{"),
@@ -199,12 +199,12 @@ def _method(resource: str, name: str) -> dict[str, Any]:
         "parameterOrder": in_path,
     }
     if body is not None:
-        found["request"] = {"$ref": body}
+        method["request"] = {"$ref": body}
     if answer is not None:
-        found["response"] = {"$ref": answer}
+        method["response"] = {"$ref": answer}
     if (resource, name) == ("jobs", "insert"):
-        found |= {"supportsMediaUpload": True, "mediaUpload": _MEDIA_UPLOAD}
-    return found
+        method |= {"supportsMediaUpload": True, "mediaUpload": _MEDIA_UPLOAD}
+    return method
 
 
 _MEDIA_UPLOAD = {

@@ -119,7 +119,7 @@ async def get(request: Request) -> Response:
 
 async def list_all(request: Request) -> Response:
     """Lists the jobs of a project, latest first."""
-    found = service_of(request).jobs.of_project(request.path_params["project"])
+    jobs = service_of(request).jobs.of_project(request.path_params["project"])
     states = {state.upper() for state in request.query_params.getlist("stateFilter")}
     items = [
         {
@@ -127,7 +127,7 @@ async def list_all(request: Request) -> Response:
             "state": job.state,
             **({"errorResult": job.error.proto()} if job.error else {}),
         }
-        for job in found
+        for job in jobs
         if not states or job.state in states
     ]
     page_items, rest = page(request, items)
@@ -165,8 +165,8 @@ async def query(request: Request) -> Response:
         request_ids.remember(body.get("requestId"), job)
     wait_ms = int(body.get("timeoutMs", _DEFAULT_WAIT_MS))
     count = int(body.get("maxResults", _DEFAULT_PAGE_ROWS))
-    found = await _results(service, job, wait_ms, 0, count, is_micros)
-    return RowsResponse({**found, "kind": "bigquery#queryResponse"})
+    results = await _results(service, job, wait_ms, 0, count, is_micros)
+    return RowsResponse({**results, "kind": "bigquery#queryResponse"})
 
 
 async def query_results(request: Request) -> Response:
@@ -175,7 +175,7 @@ async def query_results(request: Request) -> Response:
     if job.kind != "QUERY":
         raise InvalidError(f"Job {job.job_id} is not a query job")
     options = query_options(request, RowOptions)
-    found = await _results(
+    results = await _results(
         service,
         job,
         int(options.get("timeoutMs", _DEFAULT_WAIT_MS)),
@@ -183,7 +183,7 @@ async def query_results(request: Request) -> Response:
         int(options.get("maxResults", _DEFAULT_PAGE_ROWS)),
         options.get("formatOptions.useInt64Timestamp", False),
     )
-    return RowsResponse({**found, "kind": "bigquery#getQueryResultsResponse"})
+    return RowsResponse({**results, "kind": "bigquery#getQueryResultsResponse"})
 
 
 async def _results(
@@ -196,13 +196,13 @@ async def _results(
 ) -> Json:
     with anyio.move_on_after(min(wait_ms, _LONGEST_WAIT_MS) / 1_000):
         await job.done.wait()
-    found: Json = {"jobReference": job.reference(), "jobComplete": job.state == "DONE"}
+    results: Json = {"jobReference": job.reference(), "jobComplete": job.state == "DONE"}
     if job.state != "DONE":
-        return found
+        return results
     if job.error is not None:
         raise job.error
     details = job.statistics.get("query", {})
-    found |= {
+    results |= {
         "etag": job.job_id,
         "cacheHit": False,
         "totalBytesProcessed": job.statistics.get("totalBytesProcessed", "0"),
@@ -211,18 +211,18 @@ async def _results(
     }
     if job.result is None:
         # Without `totalRows`, by which clients distinguish statements from queries without rows.
-        return found
+        return results
     result = job.result
     count = min(count, _DEFAULT_PAGE_ROWS)
     rows = await read_result(service, result, result.schema, start, count, is_micros)
-    found |= {
+    results |= {
         "totalRows": str(result.rows),
         "schema": {"fields": [field.resource() for field in result.schema]},
         "rows": rows,
     }
     if start + len(rows) < result.rows:
-        found["pageToken"] = str(start + len(rows))
-    return found
+        results["pageToken"] = str(start + len(rows))
+    return results
 
 
 def _dry_response(job: BigQueryJob) -> Json:

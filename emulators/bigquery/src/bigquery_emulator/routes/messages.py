@@ -30,8 +30,8 @@ class RowsResponse(Response):
 
 def service_of(request: Request) -> BigQueryService:
     """Returns the server that received the request."""
-    found: BigQueryService = request.app.state.service
-    return found
+    service: BigQueryService = request.app.state.service
+    return service
 
 
 async def json_body(request: Request, most_bytes: int = MOST_BODY_BYTES) -> Json:
@@ -51,14 +51,14 @@ def json_object(raw: bytes) -> Json:
         InvalidError: it is not a JSON object, or is nested too deeply.
     """
     try:
-        found = read_row(raw)
+        decoded = read_row(raw)
     except ValueError as error:
         raise InvalidError(f"Parse Error: {error}") from error
     except RecursionError as error:
         raise InvalidError("Parse Error: nested too deep") from error
-    if not isinstance(found, dict):
+    if not isinstance(decoded, dict):
         raise InvalidError("Invalid JSON payload received: the root must be an object.")
-    return found
+    return decoded
 
 
 async def whole_body(request: Request, most_bytes: int) -> bytes:

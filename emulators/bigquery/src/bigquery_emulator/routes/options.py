@@ -57,5 +57,5 @@ def query_options(request: Request, fields: type[Fields]) -> Json:
         InvalidError: a parameter has the wrong type. The message names it.
     """
     # An empty parameter counts as not set.
-    given = {name: value for name, value in request.query_params.items() if value}
-    return read_fields(given, fields)
+    parameters = {name: value for name, value in request.query_params.items() if value}
+    return read_fields(parameters, fields)

@@ -81,8 +81,8 @@ async def insert_all(request: Request) -> Response:
     insert_ids = request.app.state.insert_ids
     insert = partial(_insert, service, insert_ids, table_key(request), options, rows)
     errors = await service.threads.append(insert)
-    found: Json = {"kind": "bigquery#tableDataInsertAllResponse"}
-    return JSONResponse(found | ({"insertErrors": errors} if errors else {}))
+    answer: Json = {"kind": "bigquery#tableDataInsertAllResponse"}
+    return JSONResponse(answer | ({"insertErrors": errors} if errors else {}))
 
 
 def _insert(
@@ -112,7 +112,7 @@ def _insert_into(
     good, new_ids, errors = [], {}, {}
     for index, row in enumerate(rows):
         try:
-            found, insert_id = _canonical(reader, row), _insert_id(row)
+            canonical, insert_id = _canonical(reader, row), _insert_id(row)
         except BadValueError as error:
             errors[index] = error
             continue
@@ -120,7 +120,7 @@ def _insert_into(
             if insert_id in new_ids or not insert_ids.is_new(table, insert_id):
                 continue
             new_ids[insert_id] = index
-        good.append(found)
+        good.append(canonical)
     if errors and not options.get("skipInvalidRows"):
         return [_row_error(index, errors.get(index)) for index in range(len(rows))]
     if good:
@@ -149,12 +149,12 @@ def _canonical(reader: RowReader, row: Any) -> Json:
 
 
 def _insert_id(row: Json) -> str | None:
-    found = row.get("insertId")
-    if found is not None and not isinstance(found, str | int | float):
+    insert_id = row.get("insertId")
+    if insert_id is not None and not isinstance(insert_id, str | int | float):
         raise BadValueError("", "insertId must be text.")
-    if len(str(found or "")) > _LONGEST_INSERT_ID:
+    if len(str(insert_id or "")) > _LONGEST_INSERT_ID:
         raise BadValueError("", f"insertId is longer than {_LONGEST_INSERT_ID} characters.")
-    return None if found is None else str(found)
+    return None if insert_id is None else str(insert_id)
 
 
 def _row_error(index: int, error: BadValueError | None) -> Json:
@@ -186,15 +186,15 @@ async def list_rows(request: Request) -> Response:
         wanted = _select_fields(table.schema, names)
         read = partial(_read_page, service, table.physical, wanted, start, count, is_micros)
         total, rows = await service.threads.read(read)
-    found: Json = {
+    page: Json = {
         "kind": "bigquery#tableDataList",
         "etag": "list",
         "totalRows": str(total),
         "rows": rows,
     }
     if start + len(rows) < total:
-        found["pageToken"] = str(start + len(rows))
-    return RowsResponse(found)
+        page["pageToken"] = str(start + len(rows))
+    return RowsResponse(page)
 
 
 def _read_page(

@@ -49,14 +49,14 @@ async def get(request: Request) -> Response:
 
 async def list_all(request: Request) -> Response:
     """Lists the tables and views in a dataset."""
-    found = service_of(request).catalog.tables_of(dataset_key(request))
-    page_items, rest = page(request, [table.short_resource() for table in found])
+    tables = service_of(request).catalog.tables_of(dataset_key(request))
+    page_items, rest = page(request, [table.short_resource() for table in tables])
     return JSONResponse(
         {
             "kind": "bigquery#tableList",
             "etag": "list",
             "tables": page_items,
-            "totalItems": len(found),
+            "totalItems": len(tables),
             **rest,
         }
     )

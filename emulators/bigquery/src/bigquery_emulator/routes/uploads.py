@@ -94,16 +94,16 @@ class Sessions:
         Raises:
             InvalidError: another request is using it. NotFoundError: it does not exist.
         """
-        found = self._sessions.get(name)
-        if found is None:
+        session = self._sessions.get(name)
+        if session is None:
             raise NotFoundError("Not found: upload session")
-        if found.is_held:
+        if session.is_held:
             raise InvalidError("Another request sends a part of this upload")
-        found.is_held, found.touched_s = True, time.monotonic()
+        session.is_held, session.touched_s = True, time.monotonic()
         try:
-            yield found
+            yield session
         finally:
-            found.is_held = False
+            session.is_held = False
 
     def drop(self, name: str) -> None:
         """Forgets an upload, whose file now belongs to its job."""

@@ -68,10 +68,10 @@ class TableCatalog:
         Raises:
             NotFoundError: it does not exist.
         """
-        found = self.datasets.get(key)
-        if found is None:
+        dataset = self.datasets.get(key)
+        if dataset is None:
             raise NotFoundError(f"Not found: Dataset {key}")
-        return found
+        return dataset
 
     def table(self, key: TableKey) -> TableResource:
         """Returns a table or view.
@@ -79,17 +79,17 @@ class TableCatalog:
         Raises:
             NotFoundError: it or its dataset does not exist.
         """
-        found = self.tables.get(key)
-        if found is None:
+        table = self.tables.get(key)
+        if table is None:
             self.dataset(key.dataset)
             raise NotFoundError(f"Not found: Table {key}")
-        return found
+        return table
 
     def tables_of(self, key: DatasetKey) -> list[TableResource]:
         """Returns the tables and views in a dataset, by name."""
         self.dataset(key)
-        found = [table for name, table in list(self.tables.items()) if name.dataset == key]
-        return sorted(found, key=lambda table: table.key.table_id)
+        tables = [table for name, table in list(self.tables.items()) if name.dataset == key]
+        return sorted(tables, key=lambda table: table.key.table_id)
 
     def create_dataset(self, key: DatasetKey, body: Json) -> DatasetResource:
         """Creates a dataset.

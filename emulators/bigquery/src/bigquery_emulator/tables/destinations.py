@@ -202,11 +202,11 @@ def _fit_table(
                 f"Provided Schema does not match Table {table.key}. Field {field.name} has changed"
                 f" type from {old.type} to {field.type}"
             )
-    given = {field.name.lower() for field in schema}
+    names = {field.name.lower() for field in schema}
     missing = [
         field.name
         for field in table.schema
-        if field.mode == "REQUIRED" and field.name.lower() not in given
+        if field.mode == "REQUIRED" and field.name.lower() not in names
     ]
     relaxed = {name.lower() for name in missing} if destination.relaxes_fields else set()
     if missing and not relaxed:

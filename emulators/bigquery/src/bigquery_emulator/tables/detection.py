@@ -38,18 +38,18 @@ def _fields(rows: Iterable[Json]) -> Schema:
 
 
 def _field(name: str, values: list[Any]) -> Field:
-    given = [value for value in values if value is not None]
-    if any(isinstance(value, list) for value in given):
+    present = [value for value in values if value is not None]
+    if any(isinstance(value, list) for value in present):
         items = [
-            item for value in given for item in (value if isinstance(value, list) else [value])
+            item for value in present for item in (value if isinstance(value, list) else [value])
         ]
         inner = _field(name, items)
         return Field(name, inner.type, "REPEATED", inner.fields)
-    if any(isinstance(value, dict) for value in given):
+    if any(isinstance(value, dict) for value in present):
         return Field(
-            name, "RECORD", fields=_fields(value for value in given if isinstance(value, dict))
+            name, "RECORD", fields=_fields(value for value in present if isinstance(value, dict))
         )
-    return Field(name, _scalar_type(given))
+    return Field(name, _scalar_type(present))
 
 
 def _scalar_type(values: list[Any]) -> str:

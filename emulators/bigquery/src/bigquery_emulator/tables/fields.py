@@ -32,13 +32,13 @@ def read_fields(body: Mapping[str, Any], fields: type[msgspec.Struct]) -> Json:
     Raises:
         InvalidError: a field has a value of the wrong type. The message names the field.
     """
-    given = _checked(body, "")
+    checked = _checked(body, "")
     try:
-        read = msgspec.convert(given, fields, strict=False)
+        read = msgspec.convert(checked, fields, strict=False)
     except msgspec.ValidationError as error:
         raise InvalidError(_refusal(str(error))) from None
-    found: Json = _with_text(msgspec.to_builtins(read))
-    return found
+    plain: Json = _with_text(msgspec.to_builtins(read))
+    return plain
 
 
 def _refusal(text: str) -> str:

@@ -37,8 +37,8 @@ class TypeLimits:
     @property
     def sql(self) -> str:
         """The limits in GoogleSQL, to append to the type's name."""
-        found = [n for n in (self.max_length, self.precision, self.scale) if n is not None]
-        return f"({', '.join(str(n) for n in found)})" if found else ""
+        numbers = [n for n in (self.max_length, self.precision, self.scale) if n is not None]
+        return f"({', '.join(str(n) for n in numbers)})" if numbers else ""
 
     def holds(self, other: TypeLimits) -> bool:
         """Returns whether every value within `other` is also within these limits."""
@@ -122,23 +122,24 @@ def parse_limits(field: dict[str, Any], name: str, kind: str, is_repeated: bool)
         InvalidError: the type does not accept a limit, or it is invalid. UnsupportedError: an array
         has limits, which DuckDB can't check.
     """
-    given = {key: field[key] for key in ("maxLength", "precision", "scale") if field.get(key)}
-    if not given:
+    set_keys = {key: field[key] for key in ("maxLength", "precision", "scale") if field.get(key)}
+    if not set_keys:
         return NO_LIMITS
     try:
-        keys = msgspec.convert(given, _Keys, strict=False)
+        keys = msgspec.convert(set_keys, _Keys, strict=False)
     except msgspec.ValidationError as error:
         raise InvalidError(f"Field {name}: invalid type parameter: {error}") from None
-    found = TypeLimits(keys.max_length, keys.precision, keys.scale)
+    limits = TypeLimits(keys.max_length, keys.precision, keys.scale)
     if keys.max_length is not None and kind not in ("STRING", "BYTES"):
         raise InvalidError(f"Field {name}: maxLength is only for STRING and BYTES")
     if (keys.precision, keys.scale) != (None, None):
-        _check_digits(found, name, kind)
+        _check_digits(limits, name, kind)
     if is_repeated:
         raise UnsupportedError(
-            f"Field {name}: {kind}{found.sql} in an array is not supported by the embedded BigQuery"
+            f"Field {name}: {kind}{limits.sql} in an array is not supported by the embedded"
+            " BigQuery"
         )
-    return found
+    return limits
 
 
 def _check_digits(found: TypeLimits, name: str, kind: str) -> None:

@@ -26,8 +26,8 @@ class Listing:
     @property
     def json(self) -> str:
         """The rows in the format of DuckDB's from_json."""
-        found = [_record(self.schema, row) for row in self.rows]
-        return json.dumps(found, ensure_ascii=False)
+        records = [_record(self.schema, row) for row in self.rows]
+        return json.dumps(records, ensure_ascii=False)
 
     @property
     def structure(self) -> str:

@@ -46,17 +46,17 @@ class RowReader:
         Raises:
             BadValueError: a field does not match.
         """
-        found: Json = {}
+        values: Json = {}
         for name, value in row.items():
             field = self._fields.get(name) or self._fields.get(name.lower())
             if field is not None:
-                found[field.name] = None if value is None else self._value(field, value)
+                values[field.name] = None if value is None else self._value(field, value)
             elif not self._ignores_unknown:
                 raise BadValueError(f"{self._path}{name}", f"no such field: {self._path}{name}.")
         for field in self._fields.values():
-            if found.get(field.name) is None:
-                found[field.name] = self._missing(field)
-        return found
+            if values.get(field.name) is None:
+                values[field.name] = self._missing(field)
+        return values
 
     def _missing(self, field: Field) -> Any:
         if field.mode == "REQUIRED":

@@ -138,9 +138,9 @@ class TableResource:
         ranges = self.settings.get("rangePartitioning")
         if ranges is None:
             return None
-        found = ranges.get("range") or {}
-        start, end = (int(found.get(name) or 0) for name in ("start", "end"))
-        interval = int(found.get("interval") or 0) or None
+        value_range = ranges.get("range") or {}
+        start, end = (int(value_range.get(name) or 0) for name in ("start", "end"))
+        interval = int(value_range.get("interval") or 0) or None
         return Partitioning(ranges["field"], "RANGE", None, required, start, end, interval)
 
     @property
@@ -177,7 +177,7 @@ class TableResource:
             "clustering",
             "expirationTime",
         )
-        found: Json = {
+        resource: Json = {
             "kind": "bigquery#table",
             "id": str(self.key),
             "tableReference": self.key.resource(),
@@ -186,8 +186,8 @@ class TableResource:
             **{name: self.settings[name] for name in names if name in self.settings},
         }
         if self.view_query is not None:
-            found["view"] = {"useLegacySql": False}
-        return found
+            resource["view"] = {"useLegacySql": False}
+        return resource
 
     def resource(self, rows: int, size_bytes: int, location: str) -> Json:
         """Returns the API's Table resource."""

@@ -84,13 +84,13 @@ class Field:
 
     def resource(self) -> Json:
         """Returns the TableFieldSchema of the API."""
-        found: Json = {"name": self.name, "type": self.type, "mode": self.mode}
-        found |= self.limits.resource()
+        resource: Json = {"name": self.name, "type": self.type, "mode": self.mode}
+        resource |= self.limits.resource()
         if self.description is not None:
-            found["description"] = self.description
+            resource["description"] = self.description
         if self.fields:
-            found["fields"] = [field.resource() for field in self.fields]
-        return found
+            resource["fields"] = [field.resource() for field in self.fields]
+        return resource
 
     @property
     def element_type(self) -> str:
@@ -125,12 +125,12 @@ def parse_schema(fields: Sequence[Json]) -> Schema:
         InvalidError: BigQuery refuses a name, type or mode, or a name is used twice.
         UnsupportedError: this server does not support a type or an option.
     """
-    found = tuple(_parse_field(field) for field in fields)
-    names = [field.name.lower() for field in found]
+    schema = tuple(_parse_field(field) for field in fields)
+    names = [field.name.lower() for field in schema]
     for name in names:
         if names.count(name) > 1:
             raise InvalidError(f"Field {name} already exists in schema")
-    return found
+    return schema
 
 
 def _parse_field(field: Json) -> Field:
@@ -158,12 +158,12 @@ def _parse_field(field: Json) -> Field:
             if not nested
             else f"Field {name}: only a RECORD has fields"
         )
-    found = Field(name, _TYPE_NAMES[kind], mode, nested, field.get("description"), limits)
-    if mode == "REPEATED" and found.checks():
+    parsed = Field(name, _TYPE_NAMES[kind], mode, nested, field.get("description"), limits)
+    if mode == "REPEATED" and parsed.checks():
         raise UnsupportedError(
             f"Field {name}: type parameters in an array are not supported by the embedded BigQuery"
         )
-    return found
+    return parsed
 
 
 def result_schema(columns: Sequence[tuple[str, Any]]) -> Schema:
@@ -203,12 +203,12 @@ def _result_field(name: str, kind: Any) -> Field:
         return Field(name, "RECORD", fields=nested)
     if kind.id == "decimal":
         return Field(name, "NUMERIC")
-    found = _RESULT_TYPES.get(str(kind))
-    if found is None:
+    type_name = _RESULT_TYPES.get(str(kind))
+    if type_name is None:
         raise UnsupportedError(
             f"Column {name}: a result of type {kind} is not supported by the embedded BigQuery"
         )
-    return Field(name, found)
+    return Field(name, type_name)
 
 
 def widened(old: Schema, new: Schema, path: str = "") -> list[Field]:

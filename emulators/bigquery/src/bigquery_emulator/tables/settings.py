@@ -28,15 +28,15 @@ def merged(old: Json, patch: Json) -> Json:
 
     This is the meaning of PATCH in Google's APIs (JSON merge patch, RFC 7396).
     """
-    found: dict[str, Any] = dict(old)
+    result: dict[str, Any] = dict(old)
     for name, value in patch.items():
         if value is None:
-            found.pop(name, None)
-        elif isinstance(value, dict) and isinstance(found.get(name), dict):
-            found[name] = merged(found[name], value)
+            result.pop(name, None)
+        elif isinstance(value, dict) and isinstance(result.get(name), dict):
+            result[name] = merged(result[name], value)
         else:
-            found[name] = value
-    return found
+            result[name] = value
+    return result
 
 
 def given_schema(body: Json) -> Schema | None:
@@ -48,8 +48,8 @@ def given_schema(body: Json) -> Schema | None:
     """
     if body.get("schema") is None:
         return None
-    found = read_fields({"schema": body["schema"]}, SchemaFields)
-    return parse_schema(found["schema"].get("fields", ()))
+    checked = read_fields({"schema": body["schema"]}, SchemaFields)
+    return parse_schema(checked["schema"].get("fields", ()))
 
 
 def given_view_query(body: Json) -> str | None:
@@ -58,8 +58,8 @@ def given_view_query(body: Json) -> str | None:
     Raises:
         InvalidError: a field has the wrong type.
     """
-    found = read_fields({"view": body.get("view")}, ViewFields)
-    return found.get("view", {}).get("query") or None
+    checked = read_fields({"view": body.get("view")}, ViewFields)
+    return checked.get("view", {}).get("query") or None
 
 
 def dataset_settings(body: Json) -> Json:
@@ -68,10 +68,10 @@ def dataset_settings(body: Json) -> Json:
     Raises:
         InvalidError: a field has the wrong type. UnsupportedError: case-insensitive names.
     """
-    found = read_fields(body, DatasetFields)
-    if found.get("isCaseInsensitive"):
+    settings = read_fields(body, DatasetFields)
+    if settings.get("isCaseInsensitive"):
         raise UnsupportedError("isCaseInsensitive: not supported by the embedded BigQuery")
-    return found
+    return settings
 
 
 def table_settings(schema: Schema, body: Json, dataset: DatasetResource, created_ms: int) -> Json:
@@ -90,24 +90,26 @@ def table_settings(schema: Schema, body: Json, dataset: DatasetResource, created
     for name in _OTHER_TABLES:
         if body.get(name):
             raise UnsupportedError(f"{name}: not supported by the embedded BigQuery")
-    found = read_fields(body, TableFields)
-    if "view" in found:
-        return _view_settings(found)
+    settings = read_fields(body, TableFields)
+    if "view" in settings:
+        return _view_settings(settings)
     default_ms = dataset.settings.get("defaultTableExpirationMs")
-    if default_ms is not None and "expirationTime" not in found:
-        found["expirationTime"] = str(created_ms + int(default_ms))
-    if "timePartitioning" in found:
-        found["timePartitioning"] = _time_partitioning(schema, found["timePartitioning"], dataset)
-        # Older clients write the filter flag inside the partitioning.
-        if found["timePartitioning"].pop("requirePartitionFilter", False):
-            found["requirePartitionFilter"] = True
-    if "rangePartitioning" in found:
-        _check_field(
-            schema, found["rangePartitioning"].get("field"), ("INTEGER",), "range partitioning"
+    if default_ms is not None and "expirationTime" not in settings:
+        settings["expirationTime"] = str(created_ms + int(default_ms))
+    if "timePartitioning" in settings:
+        settings["timePartitioning"] = _time_partitioning(
+            schema, settings["timePartitioning"], dataset
         )
-    if "clustering" in found:
-        _check_clustering(schema, found["clustering"])
-    return found
+        # Older clients write the filter flag inside the partitioning.
+        if settings["timePartitioning"].pop("requirePartitionFilter", False):
+            settings["requirePartitionFilter"] = True
+    if "rangePartitioning" in settings:
+        _check_field(
+            schema, settings["rangePartitioning"].get("field"), ("INTEGER",), "range partitioning"
+        )
+    if "clustering" in settings:
+        _check_clustering(schema, settings["clustering"])
+    return settings
 
 
 def check_same_kind(old: TableResource, settings: Json) -> None:
@@ -140,18 +142,18 @@ def _view_settings(found: Json) -> Json:
 
 
 def _time_partitioning(schema: Schema, partitioning: Json, dataset: DatasetResource) -> Json:
-    found = {**partitioning, "type": str(partitioning.get("type") or "DAY").upper()}
-    if found["type"] not in _PARTITION_UNITS:
-        raise InvalidError(f"Invalid value for timePartitioning.type: {found['type']}")
+    settings = {**partitioning, "type": str(partitioning.get("type") or "DAY").upper()}
+    if settings["type"] not in _PARTITION_UNITS:
+        raise InvalidError(f"Invalid value for timePartitioning.type: {settings['type']}")
     default_ms = dataset.settings.get("defaultPartitionExpirationMs")
-    if default_ms is not None and found.get("expirationMs") is None:
-        found["expirationMs"] = str(default_ms)
-    if found.get("expirationMs") in (None, "0"):
+    if default_ms is not None and settings.get("expirationMs") is None:
+        settings["expirationMs"] = str(default_ms)
+    if settings.get("expirationMs") in (None, "0"):
         # Zero means no expiration, like an empty field.
-        found.pop("expirationMs", None)
-    if found.get("field"):
-        _check_field(schema, found["field"], _PARTITION_TYPES, "time partitioning")
-    return found
+        settings.pop("expirationMs", None)
+    if settings.get("field"):
+        _check_field(schema, settings["field"], _PARTITION_TYPES, "time partitioning")
+    return settings
 
 
 def _check_field(schema: Schema, name: Any, kinds: tuple[str, ...], purpose: str) -> None:

@@ -122,10 +122,10 @@ def _float(value: Any, path: str) -> str:
 
 
 def _boolean(value: Any, path: str) -> bool:
-    found = _BOOLEANS.get(value.strip().lower() if isinstance(value, str) else shown(value))
-    if found is None:
+    boolean = _BOOLEANS.get(value.strip().lower() if isinstance(value, str) else shown(value))
+    if boolean is None:
         raise BadValueError(path, f"Cannot convert value to boolean (bad value): {shown(value)}")
-    return found
+    return boolean
 
 
 _BOOLEANS = {
@@ -159,10 +159,10 @@ def _bytes(value: Any, path: str) -> str:
 
 def _json(value: Any, path: str) -> msgspec.Raw:
     try:
-        found = read_json(value) if isinstance(value, str) else value
+        document = read_json(value) if isinstance(value, str) else value
     except ValueError:
         raise BadValueError(path, f"Invalid JSON value: {value}") from None
-    return canonical_json(found)
+    return canonical_json(document)
 
 
 def canonical_json(value: Any) -> msgspec.Raw:

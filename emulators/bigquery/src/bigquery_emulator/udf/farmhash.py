@@ -16,14 +16,14 @@ def fingerprint64(data: bytes) -> int:
     """Returns the fingerprint of some bytes as an INT64."""
     size = len(data)
     if size <= 16:
-        found = _hash_0_to_16(data, size)
+        digest = _hash_0_to_16(data, size)
     elif size <= 32:
-        found = _hash_17_to_32(data, size)
+        digest = _hash_17_to_32(data, size)
     elif size <= 64:
-        found = _hash_33_to_64(data, size)
+        digest = _hash_33_to_64(data, size)
     else:
-        found = _hash_long(data, size)
-    return (found & _MASK ^ _SIGN) - _SIGN
+        digest = _hash_long(data, size)
+    return (digest & _MASK ^ _SIGN) - _SIGN
 
 
 def _fetch(data: bytes, at: int) -> int:

@@ -31,10 +31,10 @@ def read_json(text: str) -> Any:
 
 
 def _firsts(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    firsts: dict[str, Any] = {}
     for name, value in pairs:
-        found.setdefault(name, value)
-    return found
+        firsts.setdefault(name, value)
+    return firsts
 
 
 def _no_constant(name: str) -> Any:
@@ -99,8 +99,8 @@ def is_path(path: str) -> bool:
 
 def _steps(path: str) -> list[Step]:
     return [
-        int(found[3]) if found[3] is not None else found[1] or found[2]
-        for found in _STEP.finditer(path)
+        int(match[3]) if match[3] is not None else match[1] or match[2]
+        for match in _STEP.finditer(path)
     ]
 
 

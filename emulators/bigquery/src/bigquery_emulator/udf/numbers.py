@@ -21,10 +21,10 @@ def round_numeric(value: Decimal, digits: int, mode: str) -> Decimal:
     if mode not in _MODES:
         raise ValueError(f"bq: Invalid rounding mode: {mode}")
     step = Decimal(1).scaleb(-max(min(digits, 9), -40))
-    found = value.quantize(step, _MODES[mode], _WIDE)
-    if abs(found) >= _LIMIT:
+    rounded = value.quantize(step, _MODES[mode], _WIDE)
+    if abs(rounded) >= _LIMIT:
         raise ValueError(f"bq: numeric overflow: ROUND({value.normalize():f}, {digits})")
-    return found.quantize(Decimal("1e-9"), context=_WIDE)
+    return rounded.quantize(Decimal("1e-9"), context=_WIDE)
 
 
 def format_numeric(form: str, value: Decimal) -> str:
@@ -33,9 +33,9 @@ def format_numeric(form: str, value: Decimal) -> str:
     Raises:
         ValueError: too many digits are requested.
     """
-    found = _FORM.fullmatch(form)
-    assert found is not None, form
-    flags, width, digits = found.groups()
+    match = _FORM.fullmatch(form)
+    assert match is not None, form
+    flags, width, digits = match.groups()
     places = 6 if digits is None else int(digits)
     if places > _MOST_DIGITS or len(width) > 4:
         raise ValueError(f"bq: FORMAT element {form} asks for too many digits")

@@ -102,18 +102,18 @@ class BigQueryTable:
         return answer
 
     def _json(self, answer: HttpAnswer) -> Mapping[str, Any]:
-        found = _object(answer)
-        if answer.status != 200 or found is None:
+        document = _object(answer)
+        if answer.status != 200 or document is None:
             raise TableUnavailable(f"status {answer.status}: {_message(answer)}")
-        return found
+        return document
 
 
 def _object(answer: HttpAnswer) -> Mapping[str, Any] | None:
     try:
-        found = json.loads(answer.body)
+        document = json.loads(answer.body)
     except ValueError:
         return None
-    return found if isinstance(found, dict) else None
+    return document if isinstance(document, dict) else None
 
 
 def _error(answer: HttpAnswer) -> Mapping[str, Any]:

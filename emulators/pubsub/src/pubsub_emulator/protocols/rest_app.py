@@ -75,10 +75,10 @@ async def _answer(methods: Mapping[str, Method], http: Request) -> Response:
     path = http.scope.get("raw_path", http.url.path.encode()).decode("ascii", "replace")
     if path == "/":
         return Response("Ok\n", media_type="text/plain")
-    found = find_rule(http.method, path)
-    if found is None:
+    match = find_rule(http.method, path)
+    if match is None:
         raise ResourceNotFound(f"The requested URL was not found (path={http.method} {path}).")
-    rule, path_fields = found
+    rule, path_fields = match
     body = await _body(http)
     method = methods[rule.call]
     arguments = (method.request, rule, path_fields, http.query_params.multi_items(), body)

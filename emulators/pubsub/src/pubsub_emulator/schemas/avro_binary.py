@@ -40,9 +40,9 @@ class _Reader:
         end = self.position + size_bytes
         if end > len(self._data):
             raise Mismatch(_TOO_LITTLE)
-        taken = self._data[self.position : end]
+        data = self._data[self.position : end]
         self.position = end
-        return taken
+        return data
 
     def integer(self, bits: int = _LONG_BITS) -> int:
         """Return a number: a variable-length zigzag integer."""

@@ -88,30 +88,30 @@ class _Reading:
             keys = [(writer.type, writer.fullname), (writer.type, writer.name)]
         else:
             keys = [(kind, "") for kind in (writer.type, *_READ_BY.get(writer.type, ()))]
-        found = next((branches[key] for key in keys if key in branches), None)
-        if found is None:
+        branch = next((branches[key] for key in keys if key in branches), None)
+        if branch is None:
             raise Malformed(f"may be {_shown(writer)}, which no type of the union reads")
-        return found
+        return branch
 
 
 def _by_name(union: Schema) -> Branches:
-    found: dict[tuple[str, str], Schema] = {}
+    branches: dict[tuple[str, str], Schema] = {}
     for branch in union.schemas:
         names = [""]
         if branch.type in _NAMED:
             names = [branch.fullname, branch.name, *_aliases(branch)]
         for name in names:
-            found.setdefault((branch.type, name), branch)
-    return found
+            branches.setdefault((branch.type, name), branch)
+    return branches
 
 
 def _fields(reader: Schema, writer: Schema, path: str) -> Iterator[Pair]:
     written = {field.name: field for field in writer.fields}
     for field in reader.fields:
         names = (field.name, *_aliases(field))
-        found = next((written[name] for name in names if name in written), None)
-        if found is not None:
-            yield field.type, found.type, f"{path}.{field.name}"
+        writer_field = next((written[name] for name in names if name in written), None)
+        if writer_field is not None:
+            yield field.type, writer_field.type, f"{path}.{field.name}"
         elif not field.has_default:
             raise Malformed(f"has no {field.name}, for which there is no default")
 
@@ -132,8 +132,10 @@ def _is_alike(reader: Schema, writer: Schema) -> bool:
 
 
 def _aliases(named: Any) -> list[str]:
-    found = named.props.get("aliases")
-    return [alias for alias in found if isinstance(alias, str)] if isinstance(found, list) else []
+    aliases = named.props.get("aliases")
+    return (
+        [alias for alias in aliases if isinstance(alias, str)] if isinstance(aliases, list) else []
+    )
 
 
 def _shown(schema: Schema) -> str:

@@ -152,12 +152,12 @@ class _Types:
             for used in user.by_number.values():
                 if used.message is not None:
                     users.setdefault(used.message, []).append(user)
-        found = [message for message in self.messages.values() if message.required]
-        while found:
-            message = found.pop()
+        waiting = [message for message in self.messages.values() if message.required]
+        while waiting:
+            message = waiting.pop()
             if not message.may_lack:
                 message.may_lack = True
-                found += users.get(message, [])
+                waiting += users.get(message, [])
 
 
 def _joined(scope: str, name: str) -> str:

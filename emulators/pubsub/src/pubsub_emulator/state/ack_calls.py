@@ -58,8 +58,8 @@ def modify_ack_deadline(
         InvalidArgument: an ack id has an invalid format. Nothing was changed.
     """
     refused: dict[str, str] = {}
-    found = [(ack_id, *backlog.find(ack_id)) for ack_id in ack_ids]
-    for (ack_id, delivery, is_current), deadline_s in zip(found, deadlines_s, strict=True):
+    deliveries = [(ack_id, *backlog.find(ack_id)) for ack_id in ack_ids]
+    for (ack_id, delivery, is_current), deadline_s in zip(deliveries, deadlines_s, strict=True):
         if delivery is None or not is_current:
             if backlog.settings.exactly_once:
                 refused[ack_id] = INVALID_ACK_ID

@@ -30,9 +30,9 @@ class AckIds:
         """
         try:
             prefix, number, handout = ack_id.split(".")
-            found = int(number), int(handout)
+            delivery = int(number), int(handout)
         except ValueError:
             raise InvalidArgument(
                 f"You have passed an invalid ack ID to the service (ack_id={ack_id})."
             ) from None
-        return found if prefix == self._prefix else NO_DELIVERY
+        return delivery if prefix == self._prefix else NO_DELIVERY

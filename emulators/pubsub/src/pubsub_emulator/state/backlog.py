@@ -111,22 +111,22 @@ class Backlog:
         """
         queue = self._queue
         share = self.consumers.share(consumer, len(queue.ready))
-        taken: list[Delivery] = []
+        deliveries: list[Delivery] = []
         size_bytes = 0
         due_s = self._timers.now_s() + consumer.ack_deadline_s
-        while len(taken) < max_messages and consumer.has_room:
+        while len(deliveries) < max_messages and consumer.has_room:
             delivery = queue.next_for(consumer, share)
             if delivery is None:
                 break
             size_bytes += delivery.message.size_bytes
-            if taken and size_bytes > MAX_TAKE_BYTES:
+            if deliveries and size_bytes > MAX_TAKE_BYTES:
                 break
             share -= self._hand_out(delivery, consumer, due_s)
-            taken.append(delivery)
-        if not taken:
+            deliveries.append(delivery)
+        if not deliveries:
             self.consumers.wait(consumer)
         self.consumers.offer(len(queue.ready))
-        return taken
+        return deliveries
 
     def _hand_out(self, delivery: Delivery, consumer: Consumer, due_s: float) -> bool:
         """Lease a delivery. Returns whether any consumer could have taken it."""

@@ -373,9 +373,11 @@ def _gpu_limits(
 
 def _reduce_slots(platform: Platform, most_slots: int) -> dict[str, int]:
     """Returns the slot settings that exceed `most_slots`, reduced to it."""
-    said = {name: getattr(platform.inboxes, name) for name in ("slots", "kept_slots")}
+    configured = {name: getattr(platform.inboxes, name) for name in ("slots", "kept_slots")}
     return {
-        name: most_slots for name, value in said.items() if value is not None and value > most_slots
+        name: most_slots
+        for name, value in configured.items()
+        if value is not None and value > most_slots
     }
 
 

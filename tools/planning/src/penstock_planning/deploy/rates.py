@@ -64,10 +64,10 @@ def with_measurements(document: Any, catalog: Catalog, folder: Path) -> Any:
 
 
 def _fill_rate(model: Model, rate: dict[str, Any], folder: Path) -> dict[str, Any]:
-    said = {name: value for name, value in rate.items() if name != FIELD}
+    own = {name: value for name, value in rate.items() if name != FIELD}
     path = _path_of(model, rate, folder)
     if path is None or rate.keys() & {"seconds_per_item", "seconds_per_work"}:
-        return said
+        return own
     measurement = read_measurement(path)
     _check_measurement(model, measurement, path)
     return {
@@ -76,7 +76,7 @@ def _fill_rate(model: Model, rate: dict[str, Any], folder: Path) -> dict[str, An
         "peak_memory_bytes": measurement.peak_memory_bytes,
         "input_bytes": measurement.input_bytes,
         "output_bytes": measurement.output_bytes,
-        **said,
+        **own,
     }
 
 

@@ -200,8 +200,8 @@ class SteppedBatches:
         has_callers = any(not job.is_batch_priority for job in worker.running)
         for priority in (INTERACTIVE, BATCH):
             if priority == BATCH and (has_callers or worker.held[INTERACTIVE]):
-                taken = sum(job.items for job in worker.running if job.is_batch_priority)
-                free = min(free, max(1, int(self._slots * BATCH_SLOTS_SHARE)) - taken)
+                batch_items = sum(job.items for job in worker.running if job.is_batch_priority)
+                free = min(free, max(1, int(self._slots * BATCH_SLOTS_SHARE)) - batch_items)
             held = worker.held[priority]
             while held and held[0].items <= free:
                 job = held.popleft()
@@ -237,8 +237,8 @@ class SteppedBatches:
         in_batch_priority = (
             sum(job.items for job in worker.running if job.is_batch_priority) / items
         )
-        taken = 1 - inside.spare_part
-        parts = (taken * (1 - in_batch_priority), taken * in_batch_priority)
+        part = 1 - inside.spare_part
+        parts = (part * (1 - in_batch_priority), part * in_batch_priority)
         worker.set_busy(parts, self._env.now)
         worker.batch_done = self._env.timeout(max(0.0, next_s), worker)
         assert worker.batch_done.callbacks is not None

@@ -462,8 +462,8 @@ class World:
 
     def _first_replicas(self, key: SiteKey) -> int:
         names = self.parts.replicas[key].rules.models
-        said = [self.scenario.models[name].start_replicas for name in names]
-        configured = [count for count in said if count is not None]
+        counts = [self.scenario.models[name].start_replicas for name in names]
+        configured = [count for count in counts if count is not None]
         return max(configured) if configured else self.models[names[0]].replicas.min
 
     # Processes

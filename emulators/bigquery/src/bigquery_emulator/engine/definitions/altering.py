@@ -114,8 +114,8 @@ def _rename(shape: Shape, node: exp.Expr) -> None:
         return
     new = node.args["to"].name
     old = shape.schema[position]
-    taken = _position(shape, new, is_needed=False)
-    if taken is not None and taken != position:
+    position_of_new = _position(shape, new, is_needed=False)
+    if position_of_new is not None and position_of_new != position:
         raise DuplicateError(f"Column already exists: {new}")
     _check_free(shape, old)
     (named,) = parse_schema([{**old.resource(), "name": new}])

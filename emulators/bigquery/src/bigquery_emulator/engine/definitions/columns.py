@@ -25,26 +25,26 @@ def columns(node: exp.Schema) -> Schema:
 
 def column(node: exp.ColumnDef) -> Json:
     """Returns the TableFieldSchema of one column."""
-    found = typed(node.name, node.args["kind"])
+    field = typed(node.name, node.args["kind"])
     for constraint in node.args.get("constraints") or ():
         if isinstance(constraint.kind, exp.NotNullColumnConstraint):
-            found["mode"] = "REQUIRED"
+            field["mode"] = "REQUIRED"
         elif isinstance(constraint.kind, exp.Properties):
-            found |= column_options(constraint.kind)
+            field |= column_options(constraint.kind)
         else:
             raise unsupported(f"{constraint.sql('bigquery')} in a column")
-    return found
+    return field
 
 
 def column_options(properties: exp.Properties) -> Json:
     """Returns the changes that a column's OPTIONS make to its TableFieldSchema."""
-    found: Json = {}
+    options: Json = {}
     for item in properties.expressions:
         value = item.args["value"]
         if item.name.lower() != "description" or not isinstance(value, exp.Literal | exp.Null):
             raise unsupported(f"OPTIONS({item.name}) of a column")
-        found["description"] = None if isinstance(value, exp.Null) else value.name
-    return found
+        options["description"] = None if isinstance(value, exp.Null) else value.name
+    return options
 
 
 def typed(name: str, kind: exp.DataType) -> Json:
@@ -91,5 +91,5 @@ def _ranges(node: exp.RangeBucket) -> Json:
     if not isinstance(node.this, exp.Column) or len(numbers) < 2:
         raise unsupported(f"PARTITION BY {node.sql('bigquery')}")
     # Without a step, GENERATE_ARRAY counts by one.
-    found = dict(zip(("start", "end", "interval"), [*numbers, "1"], strict=False))
-    return {"field": node.this.name, "range": found}
+    value_range = dict(zip(("start", "end", "interval"), [*numbers, "1"], strict=False))
+    return {"field": node.this.name, "range": value_range}

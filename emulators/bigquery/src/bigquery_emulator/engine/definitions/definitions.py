@@ -124,19 +124,19 @@ class Definitions:
         return Defined("REPLACE" if exists else "CREATE", key)
 
     def _settings(self, tree: exp.Expr, sql: str) -> Json:
-        found: Json = {}
+        settings: Json = {}
         properties = tree.args.get("properties")
         for item in properties.expressions if properties is not None else ():
             if isinstance(item, exp.PartitionedByProperty):
-                found |= partitioning(item.this)
+                settings |= partitioning(item.this)
             elif isinstance(item, exp.ClusterProperty | exp.Cluster):
-                found["clustering"] = {"fields": [column.name for column in item.expressions]}
+                settings["clustering"] = {"fields": [column.name for column in item.expressions]}
             elif type(item) is not exp.Property and not isinstance(item, exp.LikeProperty):
                 raise unsupported(f"{item.sql('bigquery')} in CREATE")
         options = table_options(option_texts(sql), self._evaluate)
-        if "timePartitioning" in options and "timePartitioning" not in found:
+        if "timePartitioning" in options and "timePartitioning" not in settings:
             raise InvalidQueryError("partition_expiration_days needs PARTITION BY a time")
-        return merged(found, options)
+        return merged(settings, options)
 
     def _model(self, tree: exp.Expr) -> TableResource | None:
         """Returns the table named in CREATE TABLE LIKE or COPY."""
@@ -246,12 +246,12 @@ def _rename_columns(result: Result, schema: Schema) -> str:
             f" the number of columns produced by the query ({len(result.schema)})"
         )
     columns = []
-    for given, wanted in zip(result.schema, schema, strict=True):
-        if given.type != wanted.type and (given.type, wanted.type) not in _COERCIONS:
+    for source, target in zip(result.schema, schema, strict=True):
+        if source.type != target.type and (source.type, target.type) not in _COERCIONS:
             raise InvalidQueryError(
-                f"Column {wanted.name} of type {wanted.type} can't be made from type {given.type}"
+                f"Column {target.name} of type {target.type} can't be made from type {source.type}"
             )
-        columns.append(f"{quoted(given.name)} AS {quoted(wanted.name)}")
+        columns.append(f"{quoted(source.name)} AS {quoted(target.name)}")
     return f"(SELECT {', '.join(columns)} FROM {result.physical})"
 
 

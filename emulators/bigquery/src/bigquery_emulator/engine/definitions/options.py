@@ -44,10 +44,10 @@ def table_options(texts: Mapping[str, str], evaluate: Evaluate) -> Json:
     """
     others = dict(texts)
     days = others.pop("partition_expiration_days", None)
-    found = _changes(others, _TABLE, evaluate)
+    settings = _changes(others, _TABLE, evaluate)
     if days is not None:
-        found["timePartitioning"] = {"expirationMs": _milliseconds(days, evaluate)}
-    return found
+        settings["timePartitioning"] = {"expirationMs": _milliseconds(days, evaluate)}
+    return settings
 
 
 def dataset_options(texts: Mapping[str, str], evaluate: Evaluate) -> Json:
@@ -58,22 +58,22 @@ def dataset_options(texts: Mapping[str, str], evaluate: Evaluate) -> Json:
 def _changes(
     texts: Mapping[str, str], known: Mapping[str, tuple[str, str]], evaluate: Evaluate
 ) -> Json:
-    found: Json = {}
+    changes: Json = {}
     for name, text in texts.items():
         if name == "labels":
-            found["labels"] = _labels(text)
+            changes["labels"] = _labels(text)
             continue
         if name not in known:
             raise unsupported(f"OPTIONS({name})")
         field, form = known[name]
         if text.upper() == "NULL":
-            found[field] = None
+            changes[field] = None
         elif form == "_days":
-            found[field] = _milliseconds(text, evaluate)
+            changes[field] = _milliseconds(text, evaluate)
         else:
             value = evaluate(form.format(text))
-            found[field] = value == "true" if form.endswith("BOOL)") else value
-    return found
+            changes[field] = value == "true" if form.endswith("BOOL)") else value
+    return changes
 
 
 def _milliseconds(text: str, evaluate: Evaluate) -> str | None:

@@ -129,17 +129,17 @@ def _split(tokens: Sequence[Token]) -> list[list[Token]]:
 
 
 def _named(sql: str, tokens: Sequence[Token]) -> dict[str, str]:
-    found: dict[str, str] = {}
+    options: dict[str, str] = {}
     for part in _split(tokens) if tokens else ():
         if len(part) < 3 or part[1].token_type != TokenType.EQ:
             if len(part) > 1 and part[1].text == "+":
                 raise unsupported("OPTIONS with +=")
             raise InvalidQueryError(f"Syntax error in OPTIONS: {_text(sql, part)}")
         name = part[0].text.lower()
-        if name in found:
+        if name in options:
             raise InvalidQueryError(f"Duplicate option specified: {name}")
-        found[name] = _text(sql, part[2:])
-    return found
+        options[name] = _text(sql, part[2:])
+    return options
 
 
 def _text(sql: str, tokens: Sequence[Token]) -> str:

@@ -59,10 +59,10 @@ def column_rows(table: TableResource) -> list[Row]:
     """Returns the rows of COLUMNS for a table or view."""
     clustering = [name.lower() for name in table.settings.get("clustering", {}).get("fields", [])]
     partitioned = table.partitioning.column.lower() if table.partitioning else None
-    found: list[Row] = []
+    rows: list[Row] = []
     for ordinal, field in enumerate(table.schema, 1):
         name = field.name.lower()
-        found.append(
+        rows.append(
             (
                 *(*named(table), field.name, ordinal),
                 *("NO" if field.mode == "REQUIRED" else "YES", sql_type(field)),
@@ -72,7 +72,7 @@ def column_rows(table: TableResource) -> list[Row]:
                 *(_NONE, _NONE, None),
             )
         )
-    return found
+    return rows
 
 
 def field_path_rows(table: TableResource) -> list[Row]:

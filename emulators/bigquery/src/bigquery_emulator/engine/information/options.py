@@ -18,34 +18,34 @@ _DAY_MS = 86_400_000
 
 def dataset_rows(dataset: DatasetResource) -> list[Row]:
     """Returns the rows of SCHEMATA_OPTIONS for a dataset."""
-    found = _shared(dataset.settings)
+    options = _shared(dataset.settings)
     for name, key in (
         ("default_table_expiration_days", "defaultTableExpirationMs"),
         ("default_partition_expiration_days", "defaultPartitionExpirationMs"),
     ):
         if key in dataset.settings:
-            found.append((name, "FLOAT64", _days(dataset.settings[key])))
-    return [(dataset.key.project, dataset.key.dataset_id, *option) for option in found]
+            options.append((name, "FLOAT64", _days(dataset.settings[key])))
+    return [(dataset.key.project, dataset.key.dataset_id, *option) for option in options]
 
 
 def table_rows(table: TableResource) -> list[Row]:
     """Returns the rows of TABLE_OPTIONS for a table or view."""
     settings = table.settings
-    found = _shared(settings)
+    options = _shared(settings)
     if "expirationTime" in settings:
         moment = datetime.fromtimestamp(int(settings["expirationTime"]) / 1_000, UTC)
         text = moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
-        found.append(("expiration_timestamp", "TIMESTAMP", f'TIMESTAMP "{text}"'))
+        options.append(("expiration_timestamp", "TIMESTAMP", f'TIMESTAMP "{text}"'))
     if settings.get("requirePartitionFilter"):
-        found.append(("require_partition_filter", "BOOL", "true"))
+        options.append(("require_partition_filter", "BOOL", "true"))
     if table.partitioning is not None and table.partitioning.expiration_ms is not None:
         days = _days(table.partitioning.expiration_ms)
-        found.append(("partition_expiration_days", "FLOAT64", days))
-    return [(*named(table), *option) for option in found]
+        options.append(("partition_expiration_days", "FLOAT64", days))
+    return [(*named(table), *option) for option in options]
 
 
 def _shared(settings: Json) -> list[tuple[str, str, str]]:
-    found = [
+    options = [
         (name, "STRING", json.dumps(settings[key], ensure_ascii=False))
         for name, key in (("description", "description"), ("friendly_name", "friendlyName"))
         if key in settings
@@ -55,8 +55,8 @@ def _shared(settings: Json) -> list[tuple[str, str, str]]:
             f"STRUCT({json.dumps(key)}, {json.dumps(value)})"
             for key, value in sorted(settings["labels"].items())
         ]
-        found.append(("labels", "ARRAY<STRUCT<STRING, STRING>>", f"[{', '.join(pairs)}]"))
-    return found
+        options.append(("labels", "ARRAY<STRUCT<STRING, STRING>>", f"[{', '.join(pairs)}]"))
+    return options
 
 
 def _days(milliseconds: str | int) -> str:

@@ -38,9 +38,9 @@ def storage_rows(cursor: Cursor, table: TableResource) -> list[Row]:
     """Returns the row of TABLE_STORAGE for a table, nothing for a view."""
     if table.view_query is not None:
         return []
-    found = _partitions(cursor, table)
-    rows, size_bytes = sum(part[1] for part in found), sum(part[2] for part in found)
-    partitions = 0 if table.partitioning is None else len(found)
+    parts = _partitions(cursor, table)
+    rows, size_bytes = sum(part[1] for part in parts), sum(part[2] for part in parts)
+    partitions = 0 if table.partitioning is None else len(parts)
     sizes = (rows, partitions, size_bytes, size_bytes, 0)
     return [
         (table.key.project, *named(table), table.created_ms, *sizes, False, "BASE TABLE"),
@@ -57,9 +57,9 @@ def legacy_rows(cursor: Cursor, table: TableResource) -> list[Row]:
 def _partitions(cursor: Cursor, table: TableResource) -> list[tuple[str | None, int, int]]:
     if table.partitioning is None:
         return [(None, *table_size(cursor, table))]
-    found: list[tuple[str | None, int, int]] = cursor.execute(
+    parts: list[tuple[str | None, int, int]] = cursor.execute(
         f"SELECT {partition_id_sql(table.partitioning)}, count(*),"
         f" CAST(coalesce(sum({size_sql(table.schema)}), 0) AS BIGINT)"
         f" FROM {table.physical} GROUP BY 1 ORDER BY 1"
     ).fetchall()
-    return found
+    return parts

@@ -101,7 +101,7 @@ class InformationViews:
             raise InvalidQueryError("INFORMATION_SCHEMA must be qualified with a dataset")
         if not place.lower().startswith(_REGION):
             return self.catalog.tables_of(DatasetKey(project, place))
-        found = [
+        tables = [
             table for table in list(self.catalog.tables.values()) if table.key.project == project
         ]
-        return sorted(found, key=lambda table: (table.key.dataset_id, table.key.table_id))
+        return sorted(tables, key=lambda table: (table.key.dataset_id, table.key.table_id))

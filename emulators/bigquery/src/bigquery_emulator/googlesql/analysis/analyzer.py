@@ -99,8 +99,8 @@ class Analyzer:
             sql_statement=sql, options=self._language
         )
         with self._calls:
-            found = self._call("ExtractTableNamesFromStatement", request)
-        return [tuple(name.table_name_segment) for name in found.table_name]
+            answer = self._call("ExtractTableNamesFromStatement", request)
+        return [tuple(name.table_name_segment) for name in answer.table_name]
 
     def analyze(self, sql: str, tables: Sequence[NamedTable], parameters: ParameterTypes) -> Node:
         """Returns the resolved tree of a statement.

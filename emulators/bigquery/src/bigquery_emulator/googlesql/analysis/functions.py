@@ -77,27 +77,27 @@ def _function(
     name: str, arguments: list[Any], result: int, *, is_aggregate: bool = True
 ) -> functions.FunctionProto:
     mode = enums.FunctionEnums.AGGREGATE if is_aggregate else enums.FunctionEnums.SCALAR
-    found = functions.FunctionProto(name_path=[name], group=_GROUP, mode=mode)
-    signature = found.signature.add(argument=arguments)
+    function = functions.FunctionProto(name_path=[name], group=_GROUP, mode=mode)
+    signature = function.signature.add(argument=arguments)
     signature.return_type.CopyFrom(_argument(result) if is_aggregate else _fixed(result))
-    found.options.sql_name = name.upper()
-    found.options.supports_over_clause = is_aggregate
-    found.options.supports_safe_error_mode = not is_aggregate
-    return found
+    function.options.sql_name = name.upper()
+    function.options.supports_over_clause = is_aggregate
+    function.options.supports_safe_error_mode = not is_aggregate
+    return function
 
 
 def _argument(kind: int, **options: bool) -> functions.FunctionArgumentTypeProto:
-    found = functions.FunctionArgumentTypeProto(kind=kind, num_occurrences=-1)
-    found.options.cardinality = enums.FunctionEnums.REQUIRED
+    argument = functions.FunctionArgumentTypeProto(kind=kind, num_occurrences=-1)
+    argument.options.cardinality = enums.FunctionEnums.REQUIRED
     for name, value in options.items():
-        setattr(found.options, name, value)
-    return found
+        setattr(argument.options, name, value)
+    return argument
 
 
 def _fixed(kind: int, **options: bool) -> functions.FunctionArgumentTypeProto:
-    found = _argument(enums.ARG_TYPE_FIXED, **options)
-    found.type.type_kind = kind
-    return found
+    argument = _argument(enums.ARG_TYPE_FIXED, **options)
+    argument.type.type_kind = kind
+    return argument
 
 
 def _text(**options: bool) -> functions.FunctionArgumentTypeProto:

@@ -99,7 +99,7 @@ _REWRITES = (
 
 def language() -> LanguageOptionsProto:
     """Returns the options for BigQuery's dialect."""
-    found = LanguageOptionsProto(
+    language_options = LanguageOptionsProto(
         name_resolution_mode=options.NAME_RESOLUTION_DEFAULT,
         product_mode=options.PRODUCT_EXTERNAL,
         supported_statement_kinds=[
@@ -108,8 +108,10 @@ def language() -> LanguageOptionsProto:
         reserved_keywords=["QUALIFY"],
     )
     for name in (*_QUERIES, *_TYPES, *_FUNCTIONS, *_MANIPULATIONS):
-        found.enabled_language_features.append(options.LanguageFeature.Value(f"FEATURE_{name}"))
-    return found
+        language_options.enabled_language_features.append(
+            options.LanguageFeature.Value(f"FEATURE_{name}")
+        )
+    return language_options
 
 
 def rewrites() -> list[int]:

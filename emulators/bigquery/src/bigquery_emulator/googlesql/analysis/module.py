@@ -111,9 +111,9 @@ class AnalyzerModule:
                 raise AnalyzerTrappedError(str(error).splitlines()[-1].strip()) from error
             finally:
                 self._watchdog.end()
-        found = answer()
-        found.ParseFromString(data)
-        return found
+        reply = answer()
+        reply.ParseFromString(data)
+        return reply
 
 
 class _Watchdog:
@@ -176,14 +176,14 @@ class _Instance:
         self._reserve(len(request))
         ctypes.memmove(self._base() + self._request_at, request, len(request))
         method = f"ZetaSqlLocalService_{method}"
-        found = self._run(method, self._request_at, len(request), self._size_at)
-        if not found:
+        address = self._run(method, self._request_at, len(request), self._size_at)
+        if not address:
             size_bytes = self._run("wasm_get_last_error_size")
             message = self._read(self._run("wasm_get_last_error"), size_bytes)
             raise AnalyzerRefusedError(message.decode(errors="replace"))
         size_bytes = int.from_bytes(self._read(self._size_at, _SIZE_BYTES), "little")
-        data = self._read(found, size_bytes)
-        self._run("wasm_free", found)
+        data = self._read(address, size_bytes)
+        self._run("wasm_free", address)
         return data
 
     def _reserve(self, size_bytes: int) -> None:

@@ -58,19 +58,19 @@ class Node:
 
     def children(self) -> list[Node]:
         """Returns the direct child nodes, in the order of their fields."""
-        found: list[Node] = []
+        children: list[Node] = []
         for name, path in _paths(self._message.DESCRIPTOR).items():
             if path.is_node:
                 child = getattr(self, name)
-                found += child if path.is_list else [child] if child is not None else []
-        return found
+                children += child if path.is_list else [child] if child is not None else []
+        return children
 
     def walk(self) -> list[Node]:
         """Returns this node and all nodes below it."""
-        found = [self]
-        for node in found:
-            found += node.children()  # a list that grows while it is read
-        return found
+        nodes = [self]
+        for node in nodes:
+            nodes += node.children()  # a list that grows while it is read
+        return nodes
 
     def __repr__(self) -> str:
         return f"Node({self.kind})"
@@ -87,16 +87,16 @@ class _Path:
 
 @cache
 def _paths(descriptor: Descriptor) -> dict[str, _Path]:
-    found: dict[str, _Path] = {}
+    paths: dict[str, _Path] = {}
     depth = 0
     level: Descriptor | None = descriptor
     while level is not None:
         for field in level.fields:
             if field.name != "parent":
-                found.setdefault(field.name, _Path(depth, field))
+                paths.setdefault(field.name, _Path(depth, field))
         above = level.fields_by_name.get("parent")
         level, depth = (None if above is None else above.message_type), depth + 1
-    return found
+    return paths
 
 
 def _is_node(descriptor: Descriptor) -> bool:

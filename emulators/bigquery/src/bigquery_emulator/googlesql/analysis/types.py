@@ -28,12 +28,12 @@ _SQL_NAMES = {"INT64": "INTEGER", "FLOAT64": "FLOAT", "BOOL": "BOOLEAN", "DECIMA
 
 def type_of_field(field: Field) -> TypeProto:
     if field.type == "RECORD":
-        found = TypeProto(type_kind=types.TYPE_STRUCT)
+        kind = TypeProto(type_kind=types.TYPE_STRUCT)
         for inner in field.fields:
-            found.struct_type.field.add(field_name=inner.name, field_type=type_of_field(inner))
+            kind.struct_type.field.add(field_name=inner.name, field_type=type_of_field(inner))
     else:
-        found = TypeProto(type_kind=_KINDS[field.type])
-    return _array_of(found) if field.mode == "REPEATED" else found
+        kind = TypeProto(type_kind=_KINDS[field.type])
+    return _array_of(kind) if field.mode == "REPEATED" else kind
 
 
 def type_of_parameter(kind: Json) -> TypeProto:
@@ -47,13 +47,13 @@ def type_of_parameter(kind: Json) -> TypeProto:
     if name == "ARRAY":
         return _array_of(type_of_parameter(kind.get("arrayType") or {}))
     if name in ("STRUCT", "RECORD"):
-        found = TypeProto(type_kind=types.TYPE_STRUCT)
+        struct = TypeProto(type_kind=types.TYPE_STRUCT)
         for part in kind.get("structTypes") or []:
-            found.struct_type.field.add(
+            struct.struct_type.field.add(
                 field_name=str(part.get("name") or ""),
                 field_type=type_of_parameter(part.get("type") or {}),
             )
-        return found
+        return struct
     name = _SQL_NAMES.get(name, name)
     if name in ("BIGNUMERIC", "BIGDECIMAL", "GEOGRAPHY", "INTERVAL", "RANGE"):
         raise UnsupportedError(
@@ -125,12 +125,12 @@ def struct_field_names(kind: TypeProto) -> list[str]:
 
     Duplicate names are numbered too, because DuckDB requires unique ones.
     """
-    found: list[str] = []
+    names: list[str] = []
     for position, field in enumerate(kind.struct_type.field, 1):
         name = field.field_name or f"_field_{position}"
-        is_taken = name.lower() in {other.lower() for other in found}
-        found.append(f"_field_{position}" if is_taken else name)
-    return found
+        is_taken = name.lower() in {other.lower() for other in names}
+        names.append(f"_field_{position}" if is_taken else name)
+    return names
 
 
 def _struct_fields(kind: TypeProto) -> Schema:
@@ -148,6 +148,6 @@ def _struct_fields(kind: TypeProto) -> Schema:
 
 
 def _array_of(element: TypeProto) -> TypeProto:
-    found = TypeProto(type_kind=types.TYPE_ARRAY)
-    found.array_type.element_type.CopyFrom(element)
-    return found
+    array = TypeProto(type_kind=types.TYPE_ARRAY)
+    array.array_type.element_type.CopyFrom(element)
+    return array

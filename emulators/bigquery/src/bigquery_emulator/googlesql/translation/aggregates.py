@@ -168,10 +168,10 @@ def _array_agg(one: Aggregate) -> str:
     nulls = one.node.enum("null_handling_modifier")
     value = one.call.sql[0]
     if nulls == "IGNORE_NULLS":
-        found = one.of("list", condition=f"{value} IS NOT NULL")
+        elements = one.of("list", condition=f"{value} IS NOT NULL")
     else:
-        found = one.of("list")
-    return _limit(one, found)
+        elements = one.of("list")
+    return _limit(one, elements)
 
 
 def _limit(one: Aggregate, found: str) -> str:
@@ -192,8 +192,8 @@ def _string_agg(one: Aggregate) -> str:
     separator = one.call.sql[1] if len(one.call.sql) > 1 else "','"
     if len(one.call.sql) > 1 and one.call.text(1) is None:
         raise unsupported("STRING_AGG with a separator that is not a literal")
-    found = one.of("list", condition=f"{one.call.sql[0]} IS NOT NULL")
-    return f"array_to_string({_limit(one, found)}, {separator})"
+    elements = one.of("list", condition=f"{one.call.sql[0]} IS NOT NULL")
+    return f"array_to_string({_limit(one, elements)}, {separator})"
 
 
 def _quantiles(one: Aggregate) -> str:
@@ -226,15 +226,15 @@ def _statistic(name: str) -> Callable[[Aggregate], str]:
     def write(one: Aggregate) -> str:
         if any(one.call.kind(place) != types.TYPE_DOUBLE for place in range(len(one.call.sql))):
             raise one.call.refused()
-        found = f"bq.statistic({one.of(name, *one.call.sql[1:])})"
+        statistic = f"bq.statistic({one.of(name, *one.call.sql[1:])})"
         if len(one.call.sql) == 1:
-            return found
+            return statistic
         if one.distinct:
             raise one.call.refused()
         # DuckDB returns NaN for a single pair.
         least = 1 if name == "covar_pop" else 2
         count = one.of("regr_count", *one.call.sql[1:])
-        return f"(CASE WHEN {count} >= {least} THEN {found} END)"
+        return f"(CASE WHEN {count} >= {least} THEN {statistic} END)"
 
     return write
 

@@ -100,10 +100,10 @@ def _cast(node: Node, scope: Scope) -> str:
         if is_limited:
             raise unsupported("SAFE_CAST to a type with parameters")
         return tried([node.expr], [value], lambda sql: cast(sql[0], source, target))
-    found = cast(value, source, target)
+    converted = cast(value, source, target)
     if is_limited:
-        return limited(found, target.type_kind, node.type_modifiers.type_parameters)
-    return found
+        return limited(converted, target.type_kind, node.type_modifiers.type_parameters)
+    return converted
 
 
 def _make_struct(node: Node, scope: Scope) -> str:

@@ -93,8 +93,8 @@ def _date(value: Any) -> str:
 
 
 def _timestamp(value: Any) -> str:
-    found = value.timestamp_value
-    return f"bq.from_micros({found.seconds * 1_000_000 + found.nanos // 1_000})"
+    timestamp = value.timestamp_value
+    return f"bq.from_micros({timestamp.seconds * 1_000_000 + timestamp.nanos // 1_000})"
 
 
 def _datetime(value: Any) -> str:

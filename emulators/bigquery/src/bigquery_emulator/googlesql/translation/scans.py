@@ -56,13 +56,13 @@ def subquery(node: Node, scope: Scope) -> str:
         return f"coalesce(ARRAY(SELECT {name} FROM ({inner})), [])"
     if kind == "IN":
         value = expression(node.in_expr, scope)
-        found = f"({value} IN (SELECT {name} FROM ({inner})))"
+        is_in = f"({value} IN (SELECT {name} FROM ({inner})))"
         if node.in_expr.type.type_kind == types.TYPE_DOUBLE:
             # NaN equals nothing in GoogleSQL.
             unknown = f"CASE WHEN bool_or({name} IS NULL) THEN NULL ELSE false END"
             none = f"(SELECT {unknown} FROM ({inner}))"
-            return f"(CASE WHEN isnan({value}) THEN {none} ELSE {found} END)"
-        return found
+            return f"(CASE WHEN isnan({value}) THEN {none} ELSE {is_in} END)"
+        return is_in
     raise unsupported(f"Subqueries with {kind.replace('_', ' ')}")
 
 
@@ -95,12 +95,12 @@ def _project(scan: Node, scope: Scope) -> str:
 
 
 def _computed(columns: Iterable[Node], scope: Scope) -> dict[int, str]:
-    found: dict[int, str] = {}
+    computed: dict[int, str] = {}
     for column in columns:
         if column.kind != "ComputedColumn":
             raise unsupported(_in_words(column.kind))
-        found[column.column.column_id] = expression(column.expr, scope)
-    return found
+        computed[column.column.column_id] = expression(column.expr, scope)
+    return computed
 
 
 def _columns(scan: Node, scope: Scope, computed: dict[int, str] | None = None) -> str:
@@ -136,37 +136,37 @@ def _array(scan: Node, scope: Scope) -> str:
         raise unsupported("UNNEST of several arrays")
     array = expression(scan.array_expr_list[0], scope)
     element = scope.column(scan.element_column_list[0].column_id)
-    taken = [f"unnest({array}) AS {element}"]
+    unnested = [f"unnest({array}) AS {element}"]
     offset = scan.array_offset_column
     if offset is not None or scan.is_outer:
         offset_id = None if offset is None else offset.column.column_id
         name = "place" if offset_id is None else scope.column(offset_id)
-        taken.append(f"unnest(range(len({array}))) AS {name}")
+        unnested.append(f"unnest(range(len({array}))) AS {name}")
     if scan.is_outer or scan.join_expr is not None:
         return _join_array(scan, scope, array, offset)
-    own = {element, *(part.rsplit(" AS ", 1)[1] for part in taken)}
+    own = {element, *(part.rsplit(" AS ", 1)[1] for part in unnested)}
     passed = [
         name
         for name in dict.fromkeys(scope.column(column.column_id) for column in scan.column_list)
         if name not in own
     ]
     inner = "SELECT 1 AS one" if scan.input_scan is None else query(scan.input_scan, scope)
-    made = f"SELECT {', '.join([*passed, *taken])} FROM ({inner})"
+    made = f"SELECT {', '.join([*passed, *unnested])} FROM ({inner})"
     return f"SELECT {_columns(scan, scope)} FROM ({made})"
 
 
 def _join_array(scan: Node, scope: Scope, array: str, offset: Node | None) -> str:
     """Translates `LEFT JOIN UNNEST`, or UNNEST with a condition."""
     element = scope.column(scan.element_column_list[0].column_id)
-    taken = [f"unnest({array}) AS {element}"]
+    unnested = [f"unnest({array}) AS {element}"]
     if offset is not None:
-        taken.append(f"unnest(range(len({array}))) AS {scope.column(offset.column.column_id)}")
+        unnested.append(f"unnest(range(len({array}))) AS {scope.column(offset.column.column_id)}")
     kind = "LEFT JOIN" if scan.is_outer else "JOIN"
     condition = "true" if scan.join_expr is None else expression(scan.join_expr, scope)
     inner = query(scan.input_scan, scope)
     return (
         f"SELECT {_columns(scan, scope)} FROM ({inner})"
-        f" {kind} LATERAL (SELECT {', '.join(taken)}) ON {condition}"
+        f" {kind} LATERAL (SELECT {', '.join(unnested)}) ON {condition}"
     )
 
 

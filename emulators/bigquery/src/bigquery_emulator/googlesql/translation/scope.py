@@ -47,10 +47,10 @@ class Scope:
 
     def parameter(self, node: Node) -> str:
         """Returns the value of a Parameter node."""
-        found = self.parameters.get(node.name.lower() if node.name else node.position)
-        if found is None:
+        parameter = self.parameters.get(node.name.lower() if node.name else node.position)
+        if parameter is None:
             raise unsupported("Parameters without a type")
-        return found
+        return parameter
 
     def subquery(self, node: Node) -> str:
         """Returns the SQL of a SubqueryExpr."""

@@ -98,11 +98,11 @@ def _has_null_element(value: str, kind: TypeProto, depth: int = 0) -> str:
         return " OR ".join(part for part in parts if part)
     if kind.type_kind != types.TYPE_ARRAY:
         return ""
-    found, element = f"list_count({value}) < len({value})", f"inner{depth}"
+    condition, element = f"list_count({value}) < len({value})", f"inner{depth}"
     inner = _has_null_element(element, kind.array_type.element_type, depth + 1)
     if inner:
-        found += f" OR len(list_filter({value}, lambda {element}: {inner})) > 0"
-    return found
+        condition += f" OR len(list_filter({value}, lambda {element}: {inner})) > 0"
+    return condition
 
 
 def write_manipulation(tree: Node, scope: Scope, table: str) -> Written:
@@ -183,13 +183,13 @@ def _update(tree: Node, scope: Scope, table: str) -> Written:
 
 def _changes(items: Sequence[Node], scope: Scope) -> list[tuple[str, str]]:
     """Returns the names of the columns to set, and their values."""
-    found = []
+    changes = []
     for item in items:
         if item.target.kind != "ColumnRef" or item.set_value is None:
             raise unsupported("Changing a part of a column")
         name = item.target.column.name
-        found.append((name, _value(item.set_value, name, scope)))
-    return found
+        changes.append((name, _value(item.set_value, name, scope)))
+    return changes
 
 
 def _update_from(tree: Node, scope: Scope, table: str) -> Written:

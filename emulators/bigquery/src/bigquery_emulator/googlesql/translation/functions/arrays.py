@@ -32,10 +32,10 @@ def _subscript(call: Call) -> str:
 
 
 def _concat(call: Call) -> str:
-    found = call.sql[0]
+    joined = call.sql[0]
     for other in call.sql[1:]:
-        found = f"bq.array_concat({found}, {other})"
-    return found
+        joined = f"bq.array_concat({joined}, {other})"
+    return joined
 
 
 def _to_string(call: Call) -> str:

@@ -123,16 +123,16 @@ def _parts(pattern: str, moment: _Moment, told: str) -> list[str]:
             parts.append(f"strftime({moment.local}, {text(native)})")
         native = ""
 
-    for found in _ELEMENT.finditer(pattern):
-        native += pattern[at : found.start()].replace("%", "%%")
-        at = found.end()
-        element = found[1]
+    for match in _ELEMENT.finditer(pattern):
+        native += pattern[at : match.start()].replace("%", "%%")
+        at = match.end()
+        element = match[1]
         fraction = _FRACTION.fullmatch(element)
         needed = "S" if element[-1] == "S" and element[0] == "E" else element
         if needed not in moment.has | _ANYWHERE:
             raise unsupported(f"Date format element %{element} in {told!r}")
         if element in _NATIVE:
-            native += found[0]
+            native += match[0]
             continue
         flush()
         if fraction is not None:
@@ -195,7 +195,7 @@ def _parse_pattern(call: Call, kind: str) -> str:
     pattern = call.text(0)
     if pattern is None:
         raise unsupported("A date format that is not a literal")
-    elements = {found[1] for found in _ELEMENT.finditer(pattern)}
+    elements = {match[1] for match in _ELEMENT.finditer(pattern)}
     refused = elements - _PARSED
     if kind == "DATE":
         refused |= elements & _CLOCKS_PARSED

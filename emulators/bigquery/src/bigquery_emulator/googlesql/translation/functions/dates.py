@@ -241,16 +241,16 @@ def _bucket(call: Call) -> str:
     moment = f"CAST({value} AS TIMESTAMP)"
     units_us = {**_UNIT_US, "WEEK": 7 * _UNIT_US["DAY"]}
     if part in _MONTHS and call.kind() != _TIMESTAMP:
-        found = f"bq.months_bucket({moment}, {count} * {_MONTHS[part]}, {origin})"
+        bucket = f"bq.months_bucket({moment}, {count} * {_MONTHS[part]}, {origin})"
     elif part in units_us and (call.kind() != _DATE or part in _DAYS):
-        found = f"make_timestamp(bq.bucket_us({moment}, {count} * {units_us[part]}, {origin}))"
+        bucket = f"make_timestamp(bq.bucket_us({moment}, {count} * {units_us[part]}, {origin}))"
     else:
         name = call.name.upper()
         raise InvalidQueryError(f"Bucket width INTERVAL of {name} can't have a {part} part")
     if call.kind() == _DATE:
-        return f"bq.checked_date(CAST({found} AS DATE))"
-    found = f"bq.checked_datetime({found})"
-    return found if call.kind() == _DATETIME else f"CAST({found} AS TIMESTAMPTZ)"
+        return f"bq.checked_date(CAST({bucket} AS DATE))"
+    bucket = f"bq.checked_datetime({bucket})"
+    return bucket if call.kind() == _DATETIME else f"CAST({bucket} AS TIMESTAMPTZ)"
 
 
 _FIRST_BUCKET = "TIMESTAMP '1950-01-01'"

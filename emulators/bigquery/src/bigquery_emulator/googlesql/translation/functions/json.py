@@ -38,7 +38,7 @@ def _text(call: Call) -> str:
     An index such as `[0]` would also find the name 0 in an object.
     """
     value, path = call.sql[0], _path(call)
-    prefixes = [path[: found.start()] for found in re.finditer(r"\[", path)]
+    prefixes = [path[: match.start()] for match in re.finditer(r"\[", path)]
     if not prefixes:
         return value
     tested = " OR ".join(
@@ -152,28 +152,28 @@ def _path_steps(call: Call, place: int) -> str:
 def _keys(call: Call) -> str:
     depth, mode = [*call.sql[1:], "NULL", "NULL"][:2]
     depth = f"coalesce({depth}, {_MOST_DEPTH})"
-    found = f"bq_json_keys(CAST({call.sql[0]} AS VARCHAR), {depth}, coalesce({mode}, 'strict'))"
-    return f"CAST({found} AS VARCHAR[])"
+    keys = f"bq_json_keys(CAST({call.sql[0]} AS VARCHAR), {depth}, coalesce({mode}, 'strict'))"
+    return f"CAST({keys} AS VARCHAR[])"
 
 
 def _set(call: Call) -> str:
     *pairs, creates = call.sql[1:]
-    found = f"CAST({call.sql[0]} AS VARCHAR)"
+    document = f"CAST({call.sql[0]} AS VARCHAR)"
     for place in range(1, 1 + len(pairs), 2):
         value = json_text(call.sql[place + 1], call.nodes[place + 1].type, is_json=True)
         path = _path_steps(call, place)
         # A condition that is NULL changes nothing.
-        found = f"coalesce(bq_json_set({found}, {path}, {value}, {creates}), {found})"
-    return f"CAST({found} AS JSON)"
+        document = f"coalesce(bq_json_set({document}, {path}, {value}, {creates}), {document})"
+    return f"CAST({document} AS JSON)"
 
 
 def _remove(call: Call) -> str:
-    found = f"CAST({call.sql[0]} AS VARCHAR)"
+    document = f"CAST({call.sql[0]} AS VARCHAR)"
     for place in range(1, len(call.sql)):
         if call.text(place) == "$":
             raise InvalidQueryError("The JSONPath cannot be '$'")
-        found = f"bq_json_remove({found}, {_path_steps(call, place)})"
-    return f"CAST({found} AS JSON)"
+        document = f"bq_json_remove({document}, {_path_steps(call, place)})"
+    return f"CAST({document} AS JSON)"
 
 
 JSON: Functions = {

@@ -45,8 +45,8 @@ def _rounded(name: str) -> Translate:
                 raise call.refused()
             return f"bq_round_numeric({value}, {digits[0]}, '{mode}')"
         if call.kind() == _NUMERIC and (not digits or call.integer(1) is not None):
-            given = [] if not digits else [str(call.integer(1))]
-            return f"CAST({name}({', '.join([value, *(given or ['0'])])}) AS DECIMAL(38,9))"
+            digit_words = [] if not digits else [str(call.integer(1))]
+            return f"CAST({name}({', '.join([value, *(digit_words or ['0'])])}) AS DECIMAL(38,9))"
         if call.kind() == _NUMERIC and name == "round":
             return f"bq_round_numeric({value}, {digits[0]}, 'ROUND_HALF_AWAY_FROM_ZERO')"
         if call.kind() == _DOUBLE:

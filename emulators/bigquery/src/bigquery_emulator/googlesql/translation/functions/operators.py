@@ -118,12 +118,12 @@ def _in(call: Call) -> str:
         return f"({' OR '.join(parts)})"
     _check_comparable(call)
     value, *others = call.sql
-    found = f"({value} IN ({', '.join(others)}))"
+    is_in = f"({value} IN ({', '.join(others)}))"
     if not _may_be_nan(call, 0):
-        return found
+        return is_in
     has_null = " OR ".join(f"{other} IS NULL" for other in others)
     unknown = f"CASE WHEN {has_null} THEN CAST(NULL AS BOOLEAN) ELSE false END"
-    return f"(CASE WHEN isnan({value}) THEN {unknown} ELSE {found} END)"
+    return f"(CASE WHEN isnan({value}) THEN {unknown} ELSE {is_in} END)"
 
 
 def _in_array(call: Call) -> str:
@@ -251,9 +251,9 @@ def _extreme(name: str) -> Translate:
         if call.type.type_kind == types.TYPE_DOUBLE and any(
             _may_be_nan(call, place) for place in range(len(call.sql))
         ):
-            found = " OR ".join(f"isnan({sql})" for sql in call.sql)
+            has_nan = " OR ".join(f"isnan({sql})" for sql in call.sql)
             plain = f"{name}({', '.join(call.sql)})"
-            value = f"CASE WHEN {found} THEN CAST('NaN' AS DOUBLE) ELSE {plain} END"
+            value = f"CASE WHEN {has_nan} THEN CAST('NaN' AS DOUBLE) ELSE {plain} END"
         else:
             _check_comparable(call)
             value = f"{name}({', '.join(call.sql)})"

@@ -92,11 +92,13 @@ def tried(nodes: Sequence[Node], sql: Sequence[str], write: Callable[[list[str]]
         for place, node in enumerate(nodes)
         if node.kind != "ColumnRef" and not is_name(node)
     }
-    found = write([f"safe.a{at}" if at in handed else argument for at, argument in enumerate(sql)])
+    attempt = write(
+        [f"safe.a{at}" if at in handed else argument for at, argument in enumerate(sql)]
+    )
     if not handed:
-        return f"TRY({found})"
+        return f"TRY({attempt})"
     packed = f"struct_pack({', '.join(handed.values())})"
-    return f"list_extract(list_transform([{packed}], lambda safe: TRY({found})), 1)"
+    return f"list_extract(list_transform([{packed}], lambda safe: TRY({attempt})), 1)"
 
 
 Translate = Callable[[Call], str]

@@ -18,7 +18,7 @@ def function(call: Call) -> str:
     Raises:
         UnsupportedError: a function, or its argument types, have no translation.
     """
-    found = FUNCTIONS.get(call.name)
-    if found is None:
+    translation = FUNCTIONS.get(call.name)
+    if translation is None:
         raise unsupported(f"Function {call.name.strip('$').upper()}")
-    return fill(found, call)
+    return fill(translation, call)

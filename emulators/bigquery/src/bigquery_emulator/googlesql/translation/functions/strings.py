@@ -153,14 +153,14 @@ def _format(call: Call) -> str:
     if pattern is None:
         raise unsupported("FORMAT with a pattern that is not a literal")
     parts, place, at = [], 1, 0
-    for found in _FORMAT_PART.finditer(pattern):
-        if found.start() > at:
-            parts.append(text(pattern[at : found.start()]))
-        at = found.end()
-        if found.group() == "%%":
+    for match in _FORMAT_PART.finditer(pattern):
+        if match.start() > at:
+            parts.append(text(pattern[at : match.start()]))
+        at = match.end()
+        if match.group() == "%%":
             parts.append("'%'")
             continue
-        parts.append(_format_element(call, place, found))
+        parts.append(_format_element(call, place, match))
         place += 1
     if at < len(pattern):
         parts.append(text(pattern[at:]))
@@ -237,10 +237,10 @@ def _initcap(call: Call) -> str:
     if len(call.sql) == 1:
         breaks = _WORD_BREAKS
     else:
-        given = call.text(1)
-        if given is None or any(letter.isalpha() for letter in given):
+        delimiters = call.text(1)
+        if delimiters is None or any(letter.isalpha() for letter in delimiters):
             raise unsupported("INITCAP with delimiters that are letters or not a literal")
-        breaks = "".join(f"\\x{{{ord(letter):x}}}" for letter in given)
+        breaks = "".join(f"\\x{{{ord(letter):x}}}" for letter in delimiters)
     words = f"[{breaks}]|[^{breaks}]+" if breaks else "(?s).+"
     return f"bq.initcap({call.sql[0]}, {text(words)})"
 
@@ -274,13 +274,13 @@ def _find_text(value: str, kind: TypeProto, wanted: str, depth: int = 0) -> str:
             _find_text(f"struct_extract_at({value}, {place})", field.field_type, wanted, depth)
             for place, field in enumerate(kind.struct_type.field, 1)
         ]
-        found = " OR ".join(parts) or "false"
-        return f"(CASE WHEN {value} IS NOT NULL THEN {found} END)"
+        condition = " OR ".join(parts) or "false"
+        return f"(CASE WHEN {value} IS NOT NULL THEN {condition} END)"
     if kind.type_kind == types.TYPE_ARRAY:
         element = f"s{depth}"
         inner = _find_text(element, kind.array_type.element_type, wanted, depth + 1)
-        found = f"list_transform({value}, lambda {element}: {inner})"
-        return f"(CASE WHEN len({value}) = 0 THEN false ELSE bq.any_true({found}) END)"
+        condition = f"list_transform({value}, lambda {element}: {inner})"
+        return f"(CASE WHEN len({value}) = 0 THEN false ELSE bq.any_true({condition}) END)"
     if kind.type_kind in (types.TYPE_JSON, _BYTES, types.TYPE_DOUBLE):
         raise unsupported("CONTAINS_SUBSTR of this type")
     as_string = cast(value, kind, TypeProto(type_kind=_STRING))
