@@ -41,10 +41,10 @@ def request(
     try:
         connection.request(verb, path, body, headers)
         response = connection.getresponse()
-        found = response.read()
+        data = response.read()
         names = {name.lower(): value for name, value in response.getheaders()}
         if names.get("content-encoding") == "gzip":
-            found = gzip.decompress(found)
-        return response.status, names, json.loads(found) if found else None
+            data = gzip.decompress(data)
+        return response.status, names, json.loads(data) if data else None
     finally:
         connection.close()

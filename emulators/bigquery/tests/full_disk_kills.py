@@ -91,13 +91,13 @@ def kill_while_inserting(running: Process, url: str, kill: int, size: int, ledge
 
 def start_on_a_full_disk(running: Process, port: int, ledger: Ledger) -> None:
     """Starts it, or checks that it reports in one line why it can't start."""
-    said = len(running.log_path.read_text())
+    log_chars = len(running.log_path.read_text())
     running.start()
     running.wait_ready(lambda: listens(port) or not running.is_running, START_LIMIT_S)
     if running.is_running:
         ledger.full_starts += 1
         return
-    (line,) = running.log_path.read_text()[said:].splitlines()
+    (line,) = running.log_path.read_text()[log_chars:].splitlines()
     assert line.startswith("bigquery-emulator: cannot open"), line
     ledger.told.append(line)
 
@@ -105,11 +105,11 @@ def start_on_a_full_disk(running: Process, port: int, ledger: Ledger) -> None:
 def check(endpoint: str, ledger: Ledger, when: object) -> None:
     """Checks that each confirmed row exists once, and no refused row does."""
     with connected(endpoint, "p") as client:
-        found = [row[0] for row in rows_of(client, "SELECT id FROM d.t")]
-    lost = ledger.answered - set(found)
+        ids = [row[0] for row in rows_of(client, "SELECT id FROM d.t")]
+    lost = ledger.answered - set(ids)
     assert not lost, (when, len(lost), sorted(lost)[:5])
-    assert len(found) == len(set(found)), (when, "twice")
-    refused_rows = ledger.refused & set(found)
+    assert len(ids) == len(set(ids)), (when, "twice")
+    refused_rows = ledger.refused & set(ids)
     assert not refused_rows, (when, "refused and kept", sorted(refused_rows)[:5])
 
 

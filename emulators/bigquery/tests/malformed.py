@@ -350,10 +350,10 @@ def _named(name: str) -> Any:
 
 def send(address: str, seed: int, count: int) -> Found:
     """Sends requests from a seed, one after another. A tenth are raw bytes."""
-    generator, found = Generator(seed), Found()
+    generator, findings = Generator(seed), Found()
     for number in range(count):
         if number % 10 == 9:
-            _send_raw(address, generator.raw(), found)
+            _send_raw(address, generator.raw(), findings)
             continue
         if number % 500 == 0:
             prepare(address)
@@ -364,14 +364,14 @@ def send(address: str, seed: int, count: int) -> Found:
             if isinstance(error, ValueError):
                 # Python's own client refuses to send it.
                 continue
-            found.wrong.append(f"{number}: {verb} {path[:200]} {body[:2000]!r}: {error!r}")
+            findings.wrong.append(f"{number}: {verb} {path[:200]} {body[:2000]!r}: {error!r}")
             continue
-        found.statuses[status] += 1
+        findings.statuses[status] += 1
         # With 501 this server refuses what the service supports.
         if status >= 500 and (status, reason) != (501, "notImplemented"):
             text = f"{number}: {verb} {path[:200]} {body[:2000]!r} {headers}: {status} {reason}"
-            found.wrong.append(text)
-    return found
+            findings.wrong.append(text)
+    return findings
 
 
 def _send(
@@ -427,11 +427,11 @@ def main() -> int:
             # growth.
             send(address, options.seed + 1, options.requests // 10)
             before = memory_bytes(process.pid)
-            found = send(address, options.seed, options.requests)
+            findings = send(address, options.seed, options.requests)
             after = memory_bytes(process.pid)
-    print(dict(sorted(found.statuses.items())), f"memory {before:,} -> {after:,} bytes")
-    print(len(found.wrong), "wrong", *found.wrong[:40], sep="\n")
-    return 1 if found.wrong else 0
+    print(dict(sorted(findings.statuses.items())), f"memory {before:,} -> {after:,} bytes")
+    print(len(findings.wrong), "wrong", *findings.wrong[:40], sep="\n")
+    return 1 if findings.wrong else 0
 
 
 if __name__ == "__main__":

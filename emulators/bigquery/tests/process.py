@@ -77,8 +77,8 @@ class Process:
         deadline_s = time.monotonic() + limit_s
         while not is_ready():
             if not self.is_running or time.monotonic() > deadline_s:
-                said = self.log_path.read_text(errors="replace")
-                raise RuntimeError(f"{self._name} was not ready within {limit_s:g} s: {said}")
+                output = self.log_path.read_text(errors="replace")
+                raise RuntimeError(f"{self._name} was not ready within {limit_s:g} s: {output}")
             time.sleep(POLL_S)
 
     def kill(self) -> None:

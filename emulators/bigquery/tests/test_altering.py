@@ -118,10 +118,10 @@ def test_options_of_tables_views_and_datasets_change(client: bigquery.Client) ->
         "ALTER TABLE d.t SET OPTIONS (description=NULL, friendly_name='f', expiration_timestamp="
         "TIMESTAMP_ADD(CURRENT_TIMESTAMP(), INTERVAL 12 HOUR))",
     )
-    found = client.get_table("d.t")
-    assert (found.description, found.friendly_name, found.labels) == (None, "f", {"a": "b"})
-    assert found.expires is not None
-    assert 11.9 < (found.expires.timestamp() - time.time()) / 3600 < 12.1
+    table = client.get_table("d.t")
+    assert (table.description, table.friendly_name, table.labels) == (None, "f", {"a": "b"})
+    assert table.expires is not None
+    assert 11.9 < (table.expires.timestamp() - time.time()) / 3600 < 12.1
     rows_of(client, "CREATE VIEW d.v (id OPTIONS(description='who')) AS SELECT id FROM d.t")
     rows_of(client, "ALTER VIEW d.v SET OPTIONS (description='y')")
     view = client.get_table("d.v")
@@ -151,8 +151,8 @@ def test_tables_are_partitioned_by_an_expression(
     client: bigquery.Client, clause: str, kind: str, field: str | None
 ) -> None:
     rows_of(client, f"CREATE TABLE d.p (day DATE, ts TIMESTAMP, dt DATETIME) PARTITION BY {clause}")
-    found = client.get_table("d.p").time_partitioning
-    assert (found.type_, found.field) == (kind, field)
+    partitioning = client.get_table("d.p").time_partitioning
+    assert (partitioning.type_, partitioning.field) == (kind, field)
 
 
 def test_a_table_is_partitioned_by_ranges_of_numbers(client: bigquery.Client) -> None:
@@ -161,8 +161,8 @@ def test_a_table_is_partitioned_by_ranges_of_numbers(client: bigquery.Client) ->
         "CREATE TABLE d.p PARTITION BY RANGE_BUCKET(id, GENERATE_ARRAY(-10, 100, 10))"
         " CLUSTER BY name OPTIONS() AS (SELECT * FROM d.t)",
     )
-    found = client.get_table("d.p").range_partitioning
-    assert (found.field, found.range_) == (
+    partitioning = client.get_table("d.p").range_partitioning
+    assert (partitioning.field, partitioning.range_) == (
         "id",
         bigquery.PartitionRange(start=-10, end=100, interval=10),
     )
@@ -220,5 +220,5 @@ def test_an_option_is_a_constant(client: bigquery.Client) -> None:
 def test_a_copy_of_a_partitioned_table_keeps_its_partitions(client: bigquery.Client) -> None:
     rows_of(client, "CREATE TABLE d.p (day DATE) PARTITION BY day OPTIONS(labels=[('a','b')])")
     rows_of(client, "CREATE TABLE d.q COPY d.p")
-    found: Any = client.get_table("d.q")
-    assert (found.time_partitioning.field, found.labels) == ("day", {"a": "b"})
+    copy: Any = client.get_table("d.q")
+    assert (copy.time_partitioning.field, copy.labels) == ("day", {"a": "b"})

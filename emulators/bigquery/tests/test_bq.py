@@ -126,8 +126,8 @@ def test_an_extract_is_refused_at_once(bq: Bq, client: bigquery.Client) -> None:
     client.create_table(
         bigquery.Table(f"{client.project}.d.t", [bigquery.SchemaField("id", "INT64")])
     )
-    found = bq("extract", "d.t", "gs://bucket/rows.csv", status=1)
-    assert "Extract jobs: not supported by the embedded BigQuery" in found
+    output = bq("extract", "d.t", "gs://bucket/rows.csv", status=1)
+    assert "Extract jobs: not supported by the embedded BigQuery" in output
 
 
 def test_a_view_is_made_and_asked(bq: Bq) -> None:

@@ -77,8 +77,8 @@ def test_what_an_answer_confirmed_is_so_after_a_kill(tmp_path: Path, change: Cha
                 if kill == 0:
                     client.create_dataset("d")
                     client.create_table(bigquery.Table("p.d.t", SCHEMA))
-                found = [row.id for row in client.list_rows("p.d.t")]
-                assert sorted(found) == sorted(ids)
+                stored = [row.id for row in client.list_rows("p.d.t")]
+                assert sorted(stored) == sorted(ids)
                 if kill < KILLS:
                     ids = change(client, kill, ids)
                     running.kill()

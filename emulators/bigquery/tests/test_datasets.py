@@ -9,14 +9,14 @@ def test_a_dataset_is_made_read_changed_and_removed(client: bigquery.Client) -> 
     made = bigquery.Dataset(f"{client.project}.usage")
     made.description, made.labels, made.location = "what was used", {"team": "ml"}, "EU"
     client.create_dataset(made)
-    found = client.get_dataset("usage")
-    assert (found.description, found.labels, found.location) == (
+    dataset = client.get_dataset("usage")
+    assert (dataset.description, dataset.labels, dataset.location) == (
         "what was used",
         {"team": "ml"},
         "EU",
     )
-    found.description, found.labels = None, {"team": None, "cost": "low"}
-    client.update_dataset(found, ["description", "labels"])
+    dataset.description, dataset.labels = None, {"team": None, "cost": "low"}
+    client.update_dataset(dataset, ["description", "labels"])
     changed = client.get_dataset("usage")
     assert (changed.description, changed.labels, changed.location) == (None, {"cost": "low"}, "EU")
     client.delete_dataset("usage")

@@ -51,8 +51,8 @@ def test_a_full_disk_is_told_of_and_left_behind(tmp_path: Path) -> None:
         body = json.dumps(
             {"query": sql, "useLegacySql": False, "timeoutMs": WAIT_LIMIT_MS}
         ).encode()
-        _, _, told = request(endpoint, "POST", "/bigquery/v2/projects/p/queries", body)
-        assert "backendError" in json.dumps(told), told
+        _, _, answer = request(endpoint, "POST", "/bigquery/v2/projects/p/queries", body)
+        assert "backendError" in json.dumps(answer), answer
         server.rlimit(psutil.RLIMIT_FSIZE, unlimited)
         assert insert(endpoint, 100) == 200
         assert rows_of(client, "SELECT DISTINCT LENGTH(text) FROM d.t") == [(MIB,)]

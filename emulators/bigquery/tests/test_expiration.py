@@ -40,10 +40,10 @@ def table(catalog: TableCatalog, settings: Json, **dataset: str) -> TableKey:
 
 def days(store: Store, catalog: TableCatalog, key: TableKey) -> list[str]:
     with store.transaction() as cursor:
-        found = cursor.execute(
+        rows = cursor.execute(
             f"SELECT day FROM {catalog.table(key).physical} ORDER BY day"
         ).fetchall()
-    return [str(day) for (day,) in found]
+    return [str(day) for (day,) in rows]
 
 
 def test_a_table_lives_until_its_expiration(store: Store, catalog: TableCatalog) -> None:

@@ -38,9 +38,9 @@ def one(client: bigquery.Client, sql: str) -> Any:
 def test_an_expression_gives_bigquery_s_value(
     client: bigquery.Client, expression: str, expected: object
 ) -> None:
-    found = one(client, f"SELECT {expression} AS found")
-    assert found == expected
-    assert type(found) is type(expected)
+    value = one(client, f"SELECT {expression} AS found")
+    assert value == expected
+    assert type(value) is type(expected)
 
 
 @pytest.mark.parametrize(("expression", "expected"), AGGREGATES, ids=str)
@@ -54,10 +54,10 @@ def test_an_aggregate_gives_bigquery_s_value(
 def test_a_window_gives_bigquery_s_values(
     client: bigquery.Client, expression: str, expected: list[object]
 ) -> None:
-    found = rows_of(
+    rows = rows_of(
         client, f"SELECT found FROM (SELECT x, {expression} AS found {_ROWS}) ORDER BY x"
     )
-    assert [value for (value,) in found] == pytest.approx(expected)
+    assert [value for (value,) in rows] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(

@@ -44,25 +44,25 @@ def _rows(client: bigquery.Client, dataset: str) -> None:
 
 @pytest.mark.parametrize("time_filter", FILTERS)
 def test_a_series_is_grouped_by_time(client: bigquery.Client, time_filter: str) -> None:
-    found = rows_of(
+    rows = rows_of(
         client,
         f"SELECT {GROUP} AS time, model AS metric, AVG(total_s) AS total_s FROM d.rows"
         f" WHERE {time_filter} GROUP BY 1, 2 ORDER BY 1",
         labels={"grafana": "dashboard"},
     )
-    assert found == [
+    assert rows == [
         (datetime(2026, 1, 31, 10, 0, tzinfo=UTC), "sd", 2.0),
         (datetime(2026, 1, 31, 10, 5, tzinfo=UTC), "minilm", 0.5),
     ]
 
 
 def test_a_series_is_grouped_by_month(client: bigquery.Client) -> None:
-    found = rows_of(
+    rows = rows_of(
         client,
         f"SELECT {MONTH} AS time, SUM(total_s) FROM d.rows"
         " WHERE received_at > TIMESTAMP '2026-01-01' GROUP BY time ORDER BY time",
     )
-    assert found == [
+    assert rows == [
         (datetime(2026, 1, 1, tzinfo=UTC), 4.5),
         (datetime(2026, 2, 1, tzinfo=UTC), 9.0),
     ]

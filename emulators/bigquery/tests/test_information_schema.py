@@ -23,13 +23,13 @@ def _tables(client: bigquery.Client, dataset: str) -> None:
 
 
 def test_tables_and_views_are_listed(client: bigquery.Client) -> None:
-    found = rows_of(
+    rows = rows_of(
         client,
         "SELECT table_catalog, table_schema, table_name, table_type, is_insertable_into,"
         " creation_time <= CURRENT_TIMESTAMP()"
         f" FROM {VIEWS}.TABLES ORDER BY table_name",
     )
-    assert found == [
+    assert rows == [
         (client.project, "d", "t", "BASE TABLE", "YES", True),
         (client.project, "d", "v", "VIEW", "NO", True),
     ]
@@ -63,12 +63,12 @@ def test_columns_and_their_fields_are_listed(client: bigquery.Client) -> None:
 
 
 def test_options_are_written_as_in_sql(client: bigquery.Client) -> None:
-    found = rows_of(
+    rows = rows_of(
         client,
         f"SELECT option_name, option_type, option_value FROM {VIEWS}.TABLE_OPTIONS"
         " WHERE table_name = 't' ORDER BY option_name",
     )
-    assert found == [
+    assert rows == [
         ("description", "STRING", '"a \\"b\\""'),
         ("labels", "ARRAY<STRUCT<STRING, STRING>>", '[STRUCT("k", "v")]'),
         ("partition_expiration_days", "FLOAT64", "99999.0"),
@@ -76,12 +76,12 @@ def test_options_are_written_as_in_sql(client: bigquery.Client) -> None:
 
 
 def test_partitions_have_their_rows(client: bigquery.Client) -> None:
-    found = rows_of(
+    rows = rows_of(
         client,
         f"SELECT partition_id, total_rows FROM {VIEWS}.PARTITIONS WHERE table_name = 't'"
         " ORDER BY partition_id",
     )
-    assert found == [("202601", 2), ("202602", 1), ("__NULL__", 1)]
+    assert rows == [("202601", 2), ("202602", 1), ("__NULL__", 1)]
     storage = (
         "SELECT table_name, total_rows, total_partitions, total_logical_bytes > 0, deleted"
         " FROM `region-us`.INFORMATION_SCHEMA.TABLE_STORAGE"
@@ -114,11 +114,11 @@ def test_partitions_of_ranges_and_of_ingestion_are_named(client: bigquery.Client
 def test_datasets_of_a_project_are_listed(client: bigquery.Client) -> None:
     rows_of(client, "CREATE SCHEMA e OPTIONS(location='EU', description='other')")
     for place in ("", f"`{client.project}`.", "`region-us`.", f"`{client.project}`.`region-us`."):
-        found = rows_of(
+        rows = rows_of(
             client,
             f"SELECT schema_name, location FROM {place}INFORMATION_SCHEMA.SCHEMATA ORDER BY 1",
         )
-        assert found == [("d", "US"), ("e", "EU")]
+        assert rows == [("d", "US"), ("e", "EU")]
     options = "SELECT schema_name, option_value FROM INFORMATION_SCHEMA.SCHEMATA_OPTIONS"
     assert rows_of(client, options) == [("e", '"other"')]
 
@@ -127,14 +127,14 @@ def test_jobs_of_a_project_are_listed(client: bigquery.Client) -> None:
     with pytest.raises(GoogleAPICallError):
         rows_of(client, "SELECT missing FROM d.t")
     rows_of(client, "SELECT 1 AS a", labels={"team": "x"})
-    found = rows_of(
+    rows = rows_of(
         client,
         "SELECT query, statement_type, state, error_result.reason, destination_table.table_id IS"
         " NULL, ARRAY_LENGTH(labels) FROM `region-us`.INFORMATION_SCHEMA.JOBS_BY_PROJECT"
         " WHERE query LIKE 'SELECT _ AS a' OR error_result.reason IS NOT NULL"
         " ORDER BY creation_time",
     )
-    assert found == [
+    assert rows == [
         ("SELECT missing FROM d.t", None, "DONE", "invalidQuery", True, 0),
         ("SELECT 1 AS a", "SELECT", "DONE", None, False, 1),
     ]

@@ -42,7 +42,7 @@ async def test_the_oldest_jobs_are_forgotten_with_their_rows() -> None:
         with pytest.raises(NotFoundError, match="Not found: Job p:job1"):
             jobs.get("p", "job1")
         assert jobs.get("p", "job2").state == "DONE"
-        assert [found.job_id for found in jobs.of_project("p")][:2] == ["job1001", "job1000"]
+        assert [job.job_id for job in jobs.of_project("p")][:2] == ["job1001", "job1000"]
 
 
 async def test_large_results_are_forgotten_sooner() -> None:
@@ -89,10 +89,12 @@ async def test_a_job_that_breaks_says_so_and_harms_no_other() -> None:
 
 
 async def test_a_commit_that_finds_the_disk_full_is_worth_a_retry() -> None:
-    said = 'Failed to commit: Could not write file "bigquery.duckdb.wal": No space left on device'
+    message = (
+        'Failed to commit: Could not write file "bigquery.duckdb.wal": No space left on device'
+    )
 
     async def work(job: BigQueryJob) -> None:
-        raise duckdb.TransactionException(f"TransactionContext Error: {said}")
+        raise duckdb.TransactionException(f"TransactionContext Error: {message}")
 
     async with running([]) as jobs:
         with anyio.fail_after(5):

@@ -217,8 +217,8 @@ def test_a_load_makes_a_partitioned_table(client: bigquery.Client) -> None:
     client.load_table_from_json([{"ts": "2024-01-01"}], PLACE, job_config=config).result(
         timeout=WAIT_LIMIT_S
     )
-    found = client.get_table(PLACE)
-    assert (found.time_partitioning.field, found.clustering_fields) == ("ts", ["ts"])
+    table = client.get_table(PLACE)
+    assert (table.time_partitioning.field, table.clustering_fields) == ("ts", ["ts"])
 
 
 def test_a_table_is_copied(client: bigquery.Client) -> None:

@@ -10,9 +10,9 @@ from tests.connecting import request
 
 @pytest.mark.parametrize("seed", [11, 12])
 def test_malformed_requests_are_refused_and_harm_nothing(bigquery_endpoint: str, seed: int) -> None:
-    found = malformed.send(bigquery_endpoint.removeprefix("http://"), seed, 400)
-    assert found.wrong == []
-    assert found.statuses[http.client.BAD_REQUEST] > 0
+    findings = malformed.send(bigquery_endpoint.removeprefix("http://"), seed, 400)
+    assert findings.wrong == []
+    assert findings.statuses[http.client.BAD_REQUEST] > 0
     assert request(bigquery_endpoint, "GET", "/healthz")[0] == http.client.OK
 
 

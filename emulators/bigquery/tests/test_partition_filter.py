@@ -128,12 +128,12 @@ def test_a_table_by_ingestion_time_has_its_pseudo_columns(client: bigquery.Clien
     rows_of(client, "INSERT INTO d.events VALUES (2)")
     today = dt.datetime.now(dt.UTC).date()
     days = [today, today - dt.timedelta(days=1)]
-    found = rows_of(
+    rows = rows_of(
         client,
         "SELECT id, _PARTITIONDATE AS day FROM d.events"
         " WHERE _PARTITIONTIME > '2024-01-01' ORDER BY id",
     )
-    assert [(number, day in days) for number, day in found] == [(1, True), (2, True)]
+    assert [(number, day in days) for number, day in rows] == [(1, True), (2, True)]
     assert rows_of(
         client, "SELECT * FROM d.events WHERE _PARTITIONDATE > '2024-01-01' ORDER BY id"
     ) == [(1,), (2,)]

@@ -37,8 +37,8 @@ def test_data_is_there_after_a_restart(tmp_path: Path) -> None:
     port, data_dir = free_port(), tmp_path / "data"
     endpoint = f"http://127.0.0.1:{port}"
     with process(port, tmp_path, data_dir) as running, connected(endpoint, "p") as client:
-        said = f"BigQuery listening on 127.0.0.1:{port}\n"
-        running.wait_ready(lambda: running.log_path.read_text() == said, START_LIMIT_S)
+        line = f"BigQuery listening on 127.0.0.1:{port}\n"
+        running.wait_ready(lambda: running.log_path.read_text() == line, START_LIMIT_S)
         client.create_dataset("d")
         table = bigquery.Table(
             "p.d.t", [bigquery.SchemaField("id", "INT64"), bigquery.SchemaField("ts", "TIMESTAMP")]
@@ -143,8 +143,8 @@ def test_an_error_has_the_service_s_body(bigquery_endpoint: str) -> None:
 def test_a_request_that_makes_no_sense_is_refused(
     bigquery_endpoint: str, verb: str, path: str, sent: bytes, status: int
 ) -> None:
-    found, _, body = request(bigquery_endpoint, verb, path, sent)
-    assert found == status
+    answered, _, body = request(bigquery_endpoint, verb, path, sent)
+    assert answered == status
     assert body["error"]["code"] == status
 
 

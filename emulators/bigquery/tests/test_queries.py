@@ -105,17 +105,17 @@ def test_a_result_comes_in_pages_in_its_order(
 ) -> None:
     sql = "SELECT x FROM UNNEST(GENERATE_ARRAY(1, 25)) AS x ORDER BY x DESC"
     if run is bigquery.Client.query:
-        found = client.query(sql).result(page_size=10, timeout=WAIT_LIMIT_S)
+        rows = client.query(sql).result(page_size=10, timeout=WAIT_LIMIT_S)
     else:
-        found = client.query_and_wait(sql, page_size=10)
-    assert found.total_rows == 25
-    assert [row["x"] for row in found] == list(range(25, 0, -1))
+        rows = client.query_and_wait(sql, page_size=10)
+    assert rows.total_rows == 25
+    assert [row["x"] for row in rows] == list(range(25, 0, -1))
 
 
 def test_more_rows_than_a_page_holds(client: bigquery.Client) -> None:
-    found = client.query_and_wait("SELECT x FROM UNNEST(GENERATE_ARRAY(1, 25000)) AS x")
-    assert [row["x"] for row in found] == list(range(1, 25_001))
-    assert found.total_rows == 25_000
+    rows = client.query_and_wait("SELECT x FROM UNNEST(GENERATE_ARRAY(1, 25000)) AS x")
+    assert [row["x"] for row in rows] == list(range(1, 25_001))
+    assert rows.total_rows == 25_000
 
 
 def test_columns_without_a_name_get_bigquery_s(client: bigquery.Client) -> None:
@@ -227,8 +227,8 @@ def test_a_query_that_fails_says_why_in_its_job(client: bigquery.Client) -> None
     job = client.query("SELECT 1 / 0")
     with pytest.raises(BadRequest, match="division by zero"):
         job.result(timeout=WAIT_LIMIT_S)
-    found = client.get_job(job.job_id)
-    assert found.error_result == {
+    failed = client.get_job(job.job_id)
+    assert failed.error_result == {
         "reason": "invalidQuery",
         "message": "division by zero: 1 / 0",
         "location": "query",

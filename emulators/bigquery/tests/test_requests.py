@@ -69,17 +69,17 @@ DEEP_TYPE = b'{"type": "ARRAY", "arrayType": ' * 400 + b'{"type": "INT64"' + b"}
 def test_a_field_of_the_wrong_type_is_refused_by_its_name(
     bigquery_endpoint: str, path: str, body: Any, named: str
 ) -> None:
-    status, _, found = request(bigquery_endpoint, "POST", path, json.dumps(body).encode())
-    assert (status, found["error"]["status"]) == (400, "INVALID_ARGUMENT"), found
-    assert named in found["error"]["message"]
+    status, _, answer = request(bigquery_endpoint, "POST", path, json.dumps(body).encode())
+    assert (status, answer["error"]["status"]) == (400, "INVALID_ARGUMENT"), answer
+    assert named in answer["error"]["message"]
 
 
 @pytest.mark.parametrize("number", [b"NaN", b"-Infinity", b"1e999"])
 def test_a_number_that_json_has_not_is_refused(bigquery_endpoint: str, number: bytes) -> None:
     body = b'{"datasetReference": {"datasetId": "n"}, "access": [{"role": %s}]}' % number
-    status, _, found = request(bigquery_endpoint, "POST", DATASETS, body)
-    assert (status, found["error"]["status"]) == (400, "INVALID_ARGUMENT"), found
-    assert "Parse Error" in found["error"]["message"]
+    status, _, answer = request(bigquery_endpoint, "POST", DATASETS, body)
+    assert (status, answer["error"]["status"]) == (400, "INVALID_ARGUMENT"), answer
+    assert "Parse Error" in answer["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -96,9 +96,9 @@ def test_a_parameter_of_the_wrong_type_is_refused_by_its_name(
 ) -> None:
     # The table is looked up first.
     _made(bigquery_endpoint)
-    status, _, found = request(bigquery_endpoint, "GET", path)
+    status, _, answer = request(bigquery_endpoint, "GET", path)
     assert status == 400
-    assert f"Invalid value for {named}: " in found["error"]["message"]
+    assert f"Invalid value for {named}: " in answer["error"]["message"]
 
 
 def _made(endpoint: str) -> None:
@@ -112,8 +112,8 @@ def test_numbers_may_be_text_null_is_not_set_and_the_unknown_is_ignored(
     bigquery_endpoint: str,
 ) -> None:
     body = {**QUERY, "timeoutMs": "9000", "maxResults": None, "someNewField": {"a": [1]}}
-    status, _, found = request(bigquery_endpoint, "POST", QUERIES, json.dumps(body).encode())
-    assert (status, found["rows"]) == (200, [{"f": [{"v": "1"}]}])
+    status, _, answer = request(bigquery_endpoint, "POST", QUERIES, json.dumps(body).encode())
+    assert (status, answer["rows"]) == (200, [{"f": [{"v": "1"}]}])
 
 
 @pytest.mark.parametrize(
@@ -139,8 +139,8 @@ def test_a_body_that_is_no_json_is_refused(
     bigquery_endpoint: str, body: bytes, encoding: str, status: int
 ) -> None:
     headers = {"Content-Encoding": encoding}
-    found, _, answer = request(bigquery_endpoint, "POST", QUERIES, body, **headers)
-    assert (found, answer["error"]["code"]) == (status, status)
+    answered, _, answer = request(bigquery_endpoint, "POST", QUERIES, body, **headers)
+    assert (answered, answer["error"]["code"]) == (status, status)
 
 
 def test_an_upload_goes_on_after_a_part_that_makes_no_sense(bigquery_endpoint: str) -> None:
@@ -160,10 +160,10 @@ def test_an_upload_goes_on_after_a_part_that_makes_no_sense(bigquery_endpoint: s
 def test_an_answer_can_carry_what_it_quotes(bigquery_endpoint: str) -> None:
     _made(bigquery_endpoint)
     rows = {"rows": [{"json": {"a": "\ud800"}}, {"json": {"\ud800": 1}}]}
-    status, _, found = request(
+    status, _, answer = request(
         bigquery_endpoint, "POST", f"{TABLES}/t/insertAll", json.dumps(rows).encode()
     )
-    assert (status, [each["index"] for each in found["insertErrors"]]) == (200, [0, 1])
+    assert (status, [each["index"] for each in answer["insertErrors"]]) == (200, [0, 1])
     load = job("load")(destinationTable=PLACE)
     path = f"{UPLOADS}resumable".replace("/p/", "/%F0%9F%98%80/")
     status, headers, _ = request(bigquery_endpoint, "POST", path, json.dumps(load).encode())

@@ -24,9 +24,9 @@ def test_every_page_has_its_rows(client: bigquery.Client, most: int) -> None:
     config = QueryJobConfig(query_parameters=[ScalarQueryParameter("most", "INT64", most)])
     job = client.query(f"{NUMBERS} ORDER BY n DESC", job_config=config)
     expected = [(number, f"é{number}") for number in range(most, 0, -1)]
-    found = job.result(page_size=300)
-    assert found.total_rows == most
-    assert [tuple(row) for row in found] == expected
+    rows = job.result(page_size=300)
+    assert rows.total_rows == most
+    assert [tuple(row) for row in rows] == expected
     listed = client.list_rows(
         job.destination,
         selected_fields=[bigquery.SchemaField("t", "STRING")],
@@ -44,8 +44,8 @@ def test_long_values_are_whole(client: bigquery.Client, length: int) -> None:
         FROM UNNEST([1, 2, 3]) AS n
         ORDER BY n
     """
-    found = [tuple(row) for row in client.query(sql).result()]
-    assert found == [(n, "é" * length, [{"k": "a", "m": n, "b": b"b"}]) for n in (1, 2, 3)]
+    rows = [tuple(row) for row in client.query(sql).result()]
+    assert rows == [(n, "é" * length, [{"k": "a", "m": n, "b": b"b"}]) for n in (1, 2, 3)]
 
 
 @contextmanager

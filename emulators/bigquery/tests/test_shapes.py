@@ -68,9 +68,9 @@ async def test_rows_of_a_table_that_is_changed_are_refused_and_those_of_others_a
         with catalog.shapes.changing(ONE):
             refused = await insert(http, ONE)
             assert refused.status_code == 503, refused.text
-            (told,) = refused.json()["error"]["errors"]
-            assert told["reason"] == "backendError"
-            assert "p:d.one is being changed" in told["message"]
+            (error,) = refused.json()["error"]["errors"]
+            assert error["reason"] == "backendError"
+            assert "p:d.one is being changed" in error["message"]
             assert (await insert(http, OTHER)).json().keys() == {"kind"}
         assert (await insert(http, ONE)).json().keys() == {"kind"}
 

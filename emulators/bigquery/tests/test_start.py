@@ -65,9 +65,9 @@ def test_a_record_that_cannot_be_read_is_left_out_by_name(
         with caplog.at_level(logging.WARNING):
             catalog.load()
         assert list(catalog.tables) == [GOOD]
-        (said,) = caplog.messages
-        assert said.startswith("p:")
-        assert ".bad can't be read and is left out: " in said
+        (warning,) = caplog.messages
+        assert warning.startswith("p:")
+        assert ".bad can't be read and is left out: " in warning
         expire(store, catalog, 2**62)
         assert list(catalog.tables) == [GOOD]
     finally:
@@ -103,19 +103,19 @@ def test_a_file_of_a_newer_version_is_refused_with_its_name_and_both_versions(
         struct.pack_into("<Q", content, block + _VERSION_AT, version + 40)
         struct.pack_into("<Q", content, block, checksum(content[block + 8 : block + 4_096]))
     path.write_bytes(content)
-    said = refusal_of_a_start(tmp_path)
-    assert f"cannot open {path}: " in said
-    assert f"storage version number {version + 40}, " in said
-    assert f" and {version}." in said
+    message = refusal_of_a_start(tmp_path)
+    assert f"cannot open {path}: " in message
+    assert f"storage version number {version + 40}, " in message
+    assert f" and {version}." in message
     assert path.read_bytes() == content
 
 
 def checksum(block: bytes | bytearray) -> int:
     """Returns DuckDB's checksum of a block (src/storage/checksum.cpp)."""
-    found = 5381
+    checksum = 5381
     for (word,) in struct.iter_unpack("<Q", block):
-        found ^= (word * 0xBF58476D1CE4E5B9) & (2**64 - 1)
-    return found
+        checksum ^= (word * 0xBF58476D1CE4E5B9) & (2**64 - 1)
+    return checksum
 
 
 def refusal_of_a_start(data_dir: Path) -> str:
@@ -131,6 +131,6 @@ def refusal_of_a_start(data_dir: Path) -> str:
         check=False,
     )
     assert (run.returncode, run.stdout) == (1, "")
-    (said,) = run.stderr.splitlines()
-    assert said.startswith("bigquery-emulator: cannot ")
-    return said
+    (line,) = run.stderr.splitlines()
+    assert line.startswith("bigquery-emulator: cannot ")
+    return line

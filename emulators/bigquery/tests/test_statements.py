@@ -48,8 +48,8 @@ def test_rows_are_inserted_changed_merged_and_removed(client: bigquery.Client) -
         " WHEN NOT MATCHED THEN INSERT (id, name) VALUES (s.x, 'new')"
     )
     assert changed(client, merge) == 2
-    found = rows_of(client, "SELECT * FROM d.t ORDER BY id")
-    assert found == [(1, "merged", []), (3, "c!", ["y"]), (9, "new", [])]
+    rows = rows_of(client, "SELECT * FROM d.t ORDER BY id")
+    assert rows == [(1, "merged", []), (3, "c!", ["y"]), (9, "new", [])]
 
 
 def test_a_change_that_fails_changes_nothing(client: bigquery.Client) -> None:
@@ -75,19 +75,19 @@ def test_a_table_is_created_with_all_that_the_statement_says(client: bigquery.Cl
         " OPTIONS(description='all', require_partition_filter=true,"
         " partition_expiration_days=2, labels=[('a', 'b')])",
     )
-    found = client.get_table("d.full")
-    assert (found.description, found.require_partition_filter, found.labels) == (
+    table = client.get_table("d.full")
+    assert (table.description, table.require_partition_filter, table.labels) == (
         "all",
         True,
         {"a": "b"},
     )
-    assert (found.time_partitioning.field, found.time_partitioning.expiration_ms) == (
+    assert (table.time_partitioning.field, table.time_partitioning.expiration_ms) == (
         "ts",
         2 * 86_400_000,
     )
-    assert found.clustering_fields == ["ts"]
-    assert found.schema[0].description == "when"
-    assert [(field.name, field.field_type, field.mode) for field in found.schema[1].fields] == [
+    assert table.clustering_fields == ["ts"]
+    assert table.schema[0].description == "when"
+    assert [(field.name, field.field_type, field.mode) for field in table.schema[1].fields] == [
         ("x", "INTEGER", "REQUIRED"),
         ("ys", "DATE", "REPEATED"),
     ]

@@ -64,10 +64,10 @@ def test_bad_rows_can_be_skipped_and_unknown_fields_ignored(
     client: bigquery.Client, things: str
 ) -> None:
     rows = [{"id": 1, "unknown": 1}, {"id": "x"}, {"id": 2}]
-    found = client.insert_rows_json(
+    errors = client.insert_rows_json(
         things, rows, skip_invalid_rows=True, ignore_unknown_values=True
     )
-    assert found == [error(1, "id", "Cannot convert value to integer (bad value): x")]
+    assert errors == [error(1, "id", "Cannot convert value to integer (bad value): x")]
     assert rows_of(client, f"SELECT id FROM {things} ORDER BY id") == [(1,), (2,)]
 
 
@@ -97,8 +97,8 @@ def test_a_number_that_json_has_not_is_refused(
     client.create_table(bigquery.Table(f"{client.project}.{dataset}.n", schema))
     path = f"/bigquery/v2/projects/{client.project}/datasets/{dataset}/tables/n/insertAll"
     body = b'{"rows": [{"json": {"%s": %s}}]}' % (field.encode(), number)
-    status, _, found = request(bigquery_endpoint, "POST", path, body)
-    assert (status, found["error"]["status"]) == (400, "INVALID_ARGUMENT"), found
+    status, _, answer = request(bigquery_endpoint, "POST", path, body)
+    assert (status, answer["error"]["status"]) == (400, "INVALID_ARGUMENT"), answer
     assert rows_of(client, f"SELECT * FROM {dataset}.n") == []
 
 
@@ -110,8 +110,8 @@ def test_a_time_with_more_digits_than_sql_takes_is_refused(
     client.create_table(bigquery.Table(place, [bigquery.SchemaField("at", kind)]))
     day = "" if kind == "TIME" else "2024-01-01 "
     for digits, is_taken in (("123456", True), ("1234567", False), ("123456789", False)):
-        found = client.insert_rows_json(place, [{"at": f"{day}10:00:00.{digits}"}])
-        assert (found == []) is is_taken, found
+        errors = client.insert_rows_json(place, [{"at": f"{day}10:00:00.{digits}"}])
+        assert (errors == []) is is_taken, errors
     assert rows_of(client, f"SELECT COUNT(*) FROM {dataset}.n") == [(1,)]
 
 
@@ -129,8 +129,8 @@ def test_limits_are_the_service_s(client: bigquery.Client, things: str) -> None:
         client.insert_rows_json(things, [{"id": 1}] * 50_001, row_ids=[None] * 50_001)
     with pytest.raises(GoogleAPICallError, match="payload size exceeds"):
         client.insert_rows_json(things, [{"id": 1, "name": "x" * 10 * 1024 * 1024}])
-    (found,) = client.insert_rows_json(things, [{"id": 1}], row_ids=["x" * 129])
-    assert "insertId" in found["errors"][0]["message"]
+    (error,) = client.insert_rows_json(things, [{"id": 1}], row_ids=["x" * 129])
+    assert "insertId" in error["errors"][0]["message"]
     with pytest.raises(NotFound):
         client.insert_rows_json("d.missing", [{"id": 1}])
 
@@ -203,9 +203,9 @@ def test_a_value_that_does_not_fit_is_refused(
     client: bigquery.Client, dataset: str, kind: str, value: object
 ) -> None:
     client.create_table(bigquery.Table(f"{client.project}.{dataset}.t", [SchemaField("v", kind)]))
-    (found,) = client.insert_rows_json("d.t", [{"v": value}])
-    assert found["errors"][0]["reason"] == "invalid"
-    assert found["errors"][0]["location"] == "v"
+    (error,) = client.insert_rows_json("d.t", [{"v": value}])
+    assert error["errors"][0]["reason"] == "invalid"
+    assert error["errors"][0]["location"] == "v"
 
 
 # Google's client writes years before 1000 without leading zeros.

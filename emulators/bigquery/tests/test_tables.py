@@ -36,23 +36,23 @@ def test_a_table_keeps_what_it_was_made_with(client: bigquery.Client) -> None:
     made.clustering_fields, made.require_partition_filter = ["id"], True
     made.description, made.labels = "things", {"kind": "test"}
     client.create_table(made)
-    found = client.get_table(made)
-    assert found.schema == SCHEMA
-    assert (found.time_partitioning.type_, found.time_partitioning.field) == ("DAY", "at")
-    assert found.time_partitioning.expiration_ms == 86_400_000
-    assert (found.clustering_fields, found.require_partition_filter) == (["id"], True)
-    assert (found.description, found.labels) == ("things", {"kind": "test"})
-    assert (found.num_rows, found.num_bytes, found.table_type) == (0, 0, "TABLE")
+    stored = client.get_table(made)
+    assert stored.schema == SCHEMA
+    assert (stored.time_partitioning.type_, stored.time_partitioning.field) == ("DAY", "at")
+    assert stored.time_partitioning.expiration_ms == 86_400_000
+    assert (stored.clustering_fields, stored.require_partition_filter) == (["id"], True)
+    assert (stored.description, stored.labels) == ("things", {"kind": "test"})
+    assert (stored.num_rows, stored.num_bytes, stored.table_type) == (0, 0, "TABLE")
 
 
 @pytest.mark.usefixtures("dataset")
 def test_rows_and_bytes_are_counted(client: bigquery.Client) -> None:
     client.create_table(table(client))
     client.insert_rows_json("d.t", [{"id": 1, "at": 0, "tags": ["ab"]}, {"id": 2}])
-    found = client.get_table("d.t")
-    assert found.num_rows == 2
-    assert found.num_bytes is not None
-    assert found.num_bytes >= 2 * 8 + 8
+    stored = client.get_table("d.t")
+    assert stored.num_rows == 2
+    assert stored.num_bytes is not None
+    assert stored.num_bytes >= 2 * 8 + 8
 
 
 @pytest.mark.usefixtures("dataset")
@@ -86,11 +86,11 @@ def test_names_tell_upper_from_lower_case(client: bigquery.Client) -> None:
 def test_a_schema_may_widen_while_rows_are_there(client: bigquery.Client) -> None:
     client.create_table(table(client))
     client.insert_rows_json("d.t", [{"id": 1, "part": {"x": 1.5}}])
-    found = client.get_table("d.t")
+    stored = client.get_table("d.t")
     part = SchemaField("part", "RECORD", fields=[*SCHEMA[3].fields, SchemaField("note", "STRING")])
     relaxed = SchemaField("id", "INT64", "NULLABLE")
-    found.schema = [relaxed, *SCHEMA[1:3], part, SchemaField("more", "STRING", "REPEATED")]
-    client.update_table(found, ["schema"])
+    stored.schema = [relaxed, *SCHEMA[1:3], part, SchemaField("more", "STRING", "REPEATED")]
+    client.update_table(stored, ["schema"])
     assert client.insert_rows_json("d.t", [{"part": {"note": "n"}, "more": ["m"]}]) == []
     rows = rows_of(client, "SELECT id, part.x, part.note, more FROM d.t ORDER BY id DESC")
     assert rows == [(1, 1.5, None, []), (None, None, "n", ["m"])]
@@ -112,21 +112,21 @@ def test_a_schema_may_widen_while_rows_are_there(client: bigquery.Client) -> Non
 def test_a_schema_may_not_narrow(
     client: bigquery.Client, schema: list[SchemaField], message: str
 ) -> None:
-    found = client.create_table(table(client))
-    found.schema = schema
+    created = client.create_table(table(client))
+    created.schema = schema
     with pytest.raises(BadRequest, match=message):
-        client.update_table(found, ["schema"])
+        client.update_table(created, ["schema"])
 
 
 @pytest.mark.usefixtures("dataset")
 def test_settings_change_alone(client: bigquery.Client) -> None:
-    found = client.create_table(table(client))
-    found.description, found.labels = "new", {"a": "b"}
-    client.update_table(found, ["description", "labels"])
+    created = client.create_table(table(client))
+    created.description, created.labels = "new", {"a": "b"}
+    client.update_table(created, ["description", "labels"])
     changed = client.get_table("d.t")
     assert (changed.description, changed.labels, changed.schema) == ("new", {"a": "b"}, SCHEMA)
     with pytest.raises(PreconditionFailed):
-        client.update_table(found, ["description"])
+        client.update_table(created, ["description"])
 
 
 @pytest.mark.usefixtures("dataset")
@@ -175,14 +175,14 @@ def test_a_view_is_read_through_and_follows_its_table(client: bigquery.Client) -
     view.view_query = "SELECT id, ARRAY_LENGTH(tags) AS tags FROM `d.t` WHERE id > 1"
     client.create_table(view)
     client.insert_rows_json("d.t", [{"id": 1}, {"id": 2, "tags": ["a", "b"]}])
-    found = client.get_table("d.v")
-    assert (found.table_type, [(field.name, field.field_type) for field in found.schema]) == (
+    stored = client.get_table("d.v")
+    assert (stored.table_type, [(field.name, field.field_type) for field in stored.schema]) == (
         "VIEW",
         [("id", "INTEGER"), ("tags", "INTEGER")],
     )
     assert rows_of(client, "SELECT * FROM d.v") == [(2, 2)]
-    found.view_query = "SELECT id FROM d.t"
-    client.update_table(found, ["view_query"])
+    stored.view_query = "SELECT id FROM d.t"
+    client.update_table(stored, ["view_query"])
     assert rows_of(client, "SELECT v.id FROM d.v ORDER BY id") == [(1,), (2,)]
     with pytest.raises(BadRequest, match="view"):
         client.insert_rows_json("d.v", [{"id": 1}])
@@ -198,15 +198,15 @@ def test_a_view_of_nothing_is_refused(client: bigquery.Client) -> None:
 
 @pytest.mark.usefixtures("dataset")
 def test_pages_of_rows_come_in_order_from_anywhere(client: bigquery.Client) -> None:
-    found = client.create_table(table(client))
+    created = client.create_table(table(client))
     client.insert_rows_json("d.t", [{"id": number, "tags": ["x"]} for number in range(25)])
-    assert [row["id"] for row in client.list_rows(found, page_size=10)] == list(range(25))
-    assert [row["id"] for row in client.list_rows(found, start_index=20, max_results=3)] == [
+    assert [row["id"] for row in client.list_rows(created, page_size=10)] == list(range(25))
+    assert [row["id"] for row in client.list_rows(created, start_index=20, max_results=3)] == [
         20,
         21,
         22,
     ]
-    (row,) = client.list_rows(found, selected_fields=[SCHEMA[2]], max_results=1)
+    (row,) = client.list_rows(created, selected_fields=[SCHEMA[2]], max_results=1)
     assert row.values() == (["x"],)
 
 

@@ -183,9 +183,9 @@ def test_statement_that_means_something_else_is_analyzed(
     translator = tables.translator()
     told(translator, first)
     calls = tables.analyzer.calls
-    found = told(translator, second)
+    answers = told(translator, second)
     assert tables.analyzer.calls > calls
-    assert found == told(tables.translator(), second)
+    assert answers == told(tables.translator(), second)
 
 
 @pytest.mark.parametrize("path", sorted(QUERIES.glob("*.sql")), ids=lambda path: path.stem)
@@ -221,8 +221,8 @@ def _other(content: int | str, quote: str, draw: random.Random) -> str:
 
 def test_each_gets_its_own_rows(client: bigquery.Client) -> None:
     sql = "SELECT n FROM UNNEST([1, 2, 3]) AS n WHERE CONCAT('a', CAST(n AS STRING)) = '{}'"
-    found = [rows_of(client, sql.format(text)) for text in ("a1", "a3", "\x01", "a2")]
-    assert [[value for (value,) in rows] for rows in found] == [[1], [3], [], [2]]
+    results = [rows_of(client, sql.format(text)) for text in ("a1", "a3", "\x01", "a2")]
+    assert [[value for (value,) in rows] for rows in results] == [[1], [3], [], [2]]
 
 
 def test_table_that_changed_is_read_anew(client: bigquery.Client) -> None:

@@ -79,15 +79,15 @@ def test_numbers_are_rounded_to_their_scale(client: bigquery.Client) -> None:
 
 def test_a_length_counts_characters_and_may_grow(client: bigquery.Client) -> None:
     assert client.insert_rows_json("d.t", [{"s": "äöü", "b": "YWI="}]) == []
-    found = client.get_table("d.t")
-    found.schema = [SchemaField("s", "STRING", max_length=5), *SCHEMA[1:], SchemaField("z", "DATE")]
-    client.update_table(found, ["schema"])
+    table = client.get_table("d.t")
+    table.schema = [SchemaField("s", "STRING", max_length=5), *SCHEMA[1:], SchemaField("z", "DATE")]
+    client.update_table(table, ["schema"])
     rows_of(client, "INSERT INTO d.t (s) VALUES ('abcde')")
     assert rows_of(client, "SELECT s FROM d.t") == [("äöü",), ("abcde",)]
-    found = client.get_table("d.t")
-    found.schema = [SchemaField("s", "STRING", max_length=4), *found.schema[1:]]
+    table = client.get_table("d.t")
+    table.schema = [SchemaField("s", "STRING", max_length=4), *table.schema[1:]]
     with pytest.raises(BadRequest, match="allows less"):
-        client.update_table(found, ["schema"])
+        client.update_table(table, ["schema"])
 
 
 @pytest.mark.parametrize(

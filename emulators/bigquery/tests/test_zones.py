@@ -29,11 +29,11 @@ FORMS = (
 
 
 def asked(client: bigquery.Client, sql: str, local: dt.datetime, zone: str) -> list[object]:
-    given = [
+    parameters = [
         ScalarQueryParameter("local", "DATETIME", local),
         ScalarQueryParameter("zone", "STRING", zone),
     ]
-    (row,) = client.query(sql, job_config=QueryJobConfig(query_parameters=given)).result()
+    (row,) = client.query(sql, job_config=QueryJobConfig(query_parameters=parameters)).result()
     return list(row)
 
 

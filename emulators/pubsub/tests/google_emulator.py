@@ -35,7 +35,7 @@ def find_emulator(jar: str | None = None) -> list[str] | None:
     roots = [Path(root).expanduser() for root in SDK_ROOTS]
     if gcloud:
         roots.append(Path(gcloud).resolve().parent.parent)
-    jars = [jar] if jar else [str(found) for root in roots for found in sorted(root.glob(JAR))]
+    jars = [jar] if jar else [str(path) for root in roots for path in sorted(root.glob(JAR))]
     return [java, "-Xmx512m", "-jar", jars[-1]] if java and jars else None
 
 

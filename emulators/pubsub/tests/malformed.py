@@ -207,8 +207,8 @@ async def _garbage(endpoint: str, data: bytes) -> str:
 def _judged(path: str, data: bytes, code: grpc.StatusCode, details: str) -> str:
     bad = code in {grpc.StatusCode.UNKNOWN, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL}
     late = code is grpc.StatusCode.DEADLINE_EXCEEDED and not path.endswith("Pull")
-    told = any(word in details for word in NO_WORDS)
-    if bad or late or told:
+    leaks_internals = any(word in details for word in NO_WORDS)
+    if bad or late or leaks_internals:
         raise AssertionError(path, code, details, data)
     return str(code.name)
 

@@ -161,9 +161,9 @@ def _judged(data: bytes, answer: bytes) -> str:
         return "REST hung up"
     head, _, body = answer.partition(b"\r\n\r\n")
     status = int(head.split(b" ", 2)[1])
-    told = any(word in body.decode("utf-8", "replace") for word in NO_WORDS)
+    leaks_internals = any(word in body.decode("utf-8", "replace") for word in NO_WORDS)
     assert status < 500 or status == 501, (data, answer)
-    assert not told, (data, answer)
+    assert not leaks_internals, (data, answer)
     if status >= 400 and b"application/json" in head and not data.startswith(b"HEAD"):
         error = json.loads(body)["error"]
         assert error["code"] == status, (data, answer)

@@ -101,8 +101,8 @@ async def test_node_has_a_pause_to_see_the_end_of_its_publish(
     # call.
     await publish(publish_request("now"), PYTHON)
     await wire.publish(TOPIC, "and now")
-    taken = backlog.take(Consumer(lambda: None, 10.0))
-    assert [each.message.proto.data for each in taken] == [b"now", b"and now"]
+    deliveries = backlog.take(Consumer(lambda: None, 10.0))
+    assert [each.message.proto.data for each in deliveries] == [b"now", b"and now"]
     await publish(publish_request("soon"), NODE)
     consumer = Consumer(lambda: None, 10.0)
     await until(lambda: backlog.take(consumer) != [])

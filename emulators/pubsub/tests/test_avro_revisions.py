@@ -161,9 +161,9 @@ def _rename_types(kind: Any, place: str) -> Any:
     if isinstance(kind, list):
         return [_rename_types(part, place) for part in kind]
     if isinstance(kind, dict):
-        found = {key: _rename_types(value, place) for key, value in kind.items()}
+        renamed = {key: _rename_types(value, place) for key, value in kind.items()}
         return (
-            found
+            renamed
             | ({"name": f"{place}_{kind['name']}"} if "symbols" in kind else {})
             | ({"name": f"{place}_{kind['name']}"} if "fields" in kind else {})
         )
@@ -181,7 +181,7 @@ def test_apaches_check_says_the_same(one: Any, other: Any) -> None:
     )
     try:
         check_changes(first, second)
-        found = True
+        is_readable = True
     except Malformed:
-        found = False
-    assert found == expected
+        is_readable = False
+    assert is_readable == expected

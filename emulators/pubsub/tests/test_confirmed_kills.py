@@ -66,10 +66,10 @@ def server(tmp_path: Path) -> Iterator[KeptServer]:
 
 
 async def pulled(wire: Wire) -> list[Any]:
-    found: list[Any] = []
+    messages: list[Any] = []
     while batch := (await wire.pull(SUBSCRIPTION, 1000, return_immediately=True)).received_messages:
-        found += batch
-    return found
+        messages += batch
+    return messages
 
 
 def data(received: list[Any]) -> set[str]:

@@ -95,9 +95,9 @@ def test_rules_are_those_of_googles_client() -> None:
     ],
 )
 def test_request_finds_its_call(verb: str, path: str, call: str, fields: dict[str, str]) -> None:
-    found = find_rule(verb, path)
-    assert found is not None
-    assert (found[0].call, found[1]) == (call, fields)
+    match = find_rule(verb, path)
+    assert match is not None
+    assert (match[0].call, match[1]) == (call, fields)
 
 
 @pytest.mark.parametrize(

@@ -41,12 +41,12 @@ def test_cancelled_action_does_not_run() -> None:
 
 
 def test_waiter_is_told_only_when_something_earlier_is_due() -> None:
-    timers, told = Timers(Clock()), []
-    timers.on_earlier = lambda: told.append(timers.next_due_s)
+    timers, wakes = Timers(Clock()), []
+    timers.on_earlier = lambda: wakes.append(timers.next_due_s)
     timers.at(5, lambda: None)
     timers.at(7, lambda: None)
     timers.at(3, lambda: None)
-    assert told == [5, 3]
+    assert wakes == [5, 3]
 
 
 def test_action_may_schedule_another_that_is_due() -> None:

@@ -80,8 +80,8 @@ class Wakes(RuleBasedStateMachine):
         return reader
 
     def _ask(self, reader: Reader) -> None:
-        while taken := self.world.take(reader):
-            self.leased += taken
+        while deliveries := self.world.take(reader):
+            self.leased += deliveries
         self.asleep[reader] = reader.wakes
 
 

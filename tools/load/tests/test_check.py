@@ -50,17 +50,17 @@ LEDGER = Ledger(LedgerHead(RUN, "", NOON_S), [line(number) for number in range(4
 
 def test_check_waits_until_all_rows_are_there() -> None:
     rows, clock = ComingRows([row(number) for number in range(4)]), Clock()
-    found = check(LEDGER, rows, 60.0, clock.sleep, clock)
-    assert found.differences == []
-    assert (len(rows.asked), clock.now_s, found.groups) == (4, 3 * PAUSE_S, 1)
+    comparison = check(LEDGER, rows, 60.0, clock.sleep, clock)
+    assert comparison.differences == []
+    assert (len(rows.asked), clock.now_s, comparison.groups) == (4, 3 * PAUSE_S, 1)
     since, until = rows.asked[0]
     assert since < HOUR < until
 
 
 def test_row_that_never_comes_is_named_at_the_end_of_the_wait() -> None:
     rows, clock = ComingRows([row(number) for number in range(3)]), Clock()
-    found = check(LEDGER, rows, 10.0, clock.sleep, clock)
-    assert [difference.kind for difference in found.differences] == [
+    comparison = check(LEDGER, rows, 10.0, clock.sleep, clock)
+    assert [difference.kind for difference in comparison.differences] == [
         "row missing",
         "report differs",
     ]

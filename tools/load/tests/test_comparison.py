@@ -65,9 +65,9 @@ def refused(number: int, **changed: object) -> RowOfLoad:
 def compared(lines: Sequence[LedgerLine], rows: Sequence[RowOfLoad]) -> Comparison:
     """Compares the lines with the rows, and with a report made from the same rows."""
     ledger = Ledger(LedgerHead(RUN, "http://here", NOON_S), list(lines), 0)
-    found, expected = compare_rows(ledger, rows)
-    found.differences += compare_report(expected, [], reported(rows))
-    return found
+    comparison, expected = compare_rows(ledger, rows)
+    comparison.differences += compare_report(expected, [], reported(rows))
+    return comparison
 
 
 def reported(rows: Sequence[RowOfLoad]) -> list[UsageGroup]:
@@ -111,10 +111,15 @@ def test_equal_ledger_and_rows_have_no_difference() -> None:
         refused(2),
         row(6, status="expired", tokens=None, cost_usd=0.0),
     ]
-    found = compared(lines, rows)
-    assert found.differences == []
-    assert (found.lines, found.rows, found.copies, found.tokens) == (7, 5, 2, 30)
-    assert found.cost_usd == pytest.approx(0.4)
+    comparison = compared(lines, rows)
+    assert comparison.differences == []
+    assert (comparison.lines, comparison.rows, comparison.copies, comparison.tokens) == (
+        7,
+        5,
+        2,
+        30,
+    )
+    assert comparison.cost_usd == pytest.approx(0.4)
 
 
 def run_of_flow(**changed: object) -> LedgerLine:
@@ -133,9 +138,9 @@ def rows_of_run() -> list[RowOfLoad]:
 
 
 def test_a_run_of_a_flow_has_the_rows_of_its_steps() -> None:
-    found = compared([run_of_flow()], rows_of_run())
-    assert found.differences == []
-    assert found.cost_usd == pytest.approx(0.3)
+    comparison = compared([run_of_flow()], rows_of_run())
+    assert comparison.differences == []
+    assert comparison.cost_usd == pytest.approx(0.3)
     # Each model of a step is a separate group in the report.
     assert len({(group.hour, group.model) for group in reported(rows_of_run())}) == 2
 
@@ -158,15 +163,15 @@ def test_a_run_of_a_flow_has_the_rows_of_its_steps() -> None:
 def test_what_a_run_of_a_flow_must_not_have(
     ended: int, spoil: Callable[[list[RowOfLoad]], list[RowOfLoad]], kind: str, facts: str
 ) -> None:
-    found = compared([run_of_flow(status=ended)], spoil(rows_of_run()))
-    assert kind in kinds(found)
-    assert any(facts in difference.facts for difference in found.differences)
+    comparison = compared([run_of_flow(status=ended)], spoil(rows_of_run()))
+    assert kind in kinds(comparison)
+    assert any(facts in difference.facts for difference in comparison.differences)
 
 
 def test_a_run_that_ended_badly_may_have_rows_of_what_it_left() -> None:
     canceled = rows_of_run()[2]._replace(item=1002, row_id="req_0:1002", status="canceled")
-    found = compared([run_of_flow(status=500, code="failed")], [*rows_of_run(), canceled])
-    assert found.differences == []
+    comparison = compared([run_of_flow(status=500, code="failed")], [*rows_of_run(), canceled])
+    assert comparison.differences == []
 
 
 @pytest.mark.parametrize(
@@ -209,9 +214,9 @@ def test_a_run_that_ended_badly_may_have_rows_of_what_it_left() -> None:
 def test_each_flaw_is_named(
     spoil: Callable[[list[RowOfLoad]], list[RowOfLoad]], kind: str, facts: str
 ) -> None:
-    found = compared([line(0), line(1)], spoil([row(0), row(1)]))
-    named = [difference for difference in found.differences if difference.kind == kind]
-    assert named, found.differences
+    comparison = compared([line(0), line(1)], spoil([row(0), row(1)]))
+    named = [difference for difference in comparison.differences if difference.kind == kind]
+    assert named, comparison.differences
     assert named[0].facts.startswith(facts)
 
 
@@ -231,17 +236,17 @@ def test_failed_answer_is_not_charged_in_secret() -> None:
 def test_rows_decide_where_no_answer_came(ending: str) -> None:
     entry = line(0, ending=ending, status=0, tokens=None, cost_usd=None)
     for rows in ([], [row(0)], [row(0, status="canceled", cost_usd=0.0)]):
-        found = compared([entry], rows)
-        assert found.differences == []
-        said = rows[0].status if rows else "no row"
-        assert found.told_by_rows == {f"{ending}: {said}": 1}
-    assert found.tokens == 10
+        comparison = compared([entry], rows)
+        assert comparison.differences == []
+        status = rows[0].status if rows else "no row"
+        assert comparison.told_by_rows == {f"{ending}: {status}": 1}
+    assert comparison.tokens == 10
     assert "wrong tenant" in kinds(compared([entry], [row(0, tenant="b")]))
 
 
 def test_caller_without_a_known_tenant_has_that_of_its_rows() -> None:
-    found = compared([line(0, tenant="", key_id="")], [row(0)])
-    assert found.differences == []
+    comparison = compared([line(0, tenant="", key_id="")], [row(0)])
+    assert comparison.differences == []
 
 
 def test_request_that_was_never_sent_has_no_row() -> None:
@@ -260,16 +265,20 @@ def test_wrong_report_is_named_by_group_and_column(field: str) -> None:
     assert compare_report(expected, [], [good]) == []
     more = 1e-6 if field == "cost_usd" else 1
     wrong = good._replace(**{field: getattr(good, field) + more})
-    (found,) = compare_report(expected, [], [wrong])
-    assert (found.what, found.tenant, found.model) == ("2026-11-23 12:00 acme mini", "acme", "mini")
-    assert found.facts.startswith(f"{field} ")
-    assert ";" not in found.facts
+    (difference,) = compare_report(expected, [], [wrong])
+    assert (difference.what, difference.tenant, difference.model) == (
+        "2026-11-23 12:00 acme mini",
+        "acme",
+        "mini",
+    )
+    assert difference.facts.startswith(f"{field} ")
+    assert ";" not in difference.facts
 
 
 def test_group_that_only_the_report_has_is_named() -> None:
     strange = UsageGroup(HOUR, "other", "mini", 1, 0, 1, 1, 10, 0, 0.1)
-    (found,) = compare_report({}, [], [strange])
-    assert found.facts.startswith("requests 1, not 0")
+    (difference,) = compare_report({}, [], [strange])
+    assert difference.facts.startswith("requests 1, not 0")
     assert compare_report({}, [strange], [strange]) == []
 
 
@@ -288,8 +297,8 @@ def test_hours_are_those_of_the_rows() -> None:
         line(0, sent_at_s=NOON_S + 3598, ended_at_s=NOON_S + 3601),
         line(1, sent_at_s=NOON_S + 3599, ended_at_s=NOON_S + 3602),
     ]
-    found = compared(lines, [late, next_hour])
-    assert found.differences == []
+    comparison = compared(lines, [late, next_hour])
+    assert comparison.differences == []
 
 
 costs = st.floats(1e-9, 10.0)
@@ -317,8 +326,8 @@ def test_any_lost_doubled_or_changed_row_is_found(
         # Differences up to ABSOLUTE_USD are rounding errors.
         dearer = chosen._replace(cost_usd=(chosen.cost_usd or 0.0) * 1.01 + 2 * ABSOLUTE_USD)
         spoiled = [*rows[:place], dearer, *rows[place + 1 :]]
-    found = {
+    differences = {
         (difference.what, difference.kind) for difference in compared(lines, spoiled).differences
     }
     wanted = {"lost": "row missing", "double": "row double", "cost": "wrong cost"}[flaw]
-    assert (chosen.client_request_id, wanted) in found
+    assert (chosen.client_request_id, wanted) in differences

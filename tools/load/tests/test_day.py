@@ -43,25 +43,25 @@ days = st.builds(
 @given(days)
 @settings(max_examples=examples(60))
 def test_a_day_has_what_it_promises(day: Day) -> None:
-    found = arrivals_of(day)
-    assert len(found) == day.requests
-    assert all(0 <= arrival.at_s <= DAY_S for arrival in found)
-    assert all(first.at_s <= second.at_s for first, second in pairwise(found))
-    of_tenant = Counter(arrival.tenant for arrival in found)
+    arrivals = arrivals_of(day)
+    assert len(arrivals) == day.requests
+    assert all(0 <= arrival.at_s <= DAY_S for arrival in arrivals)
+    assert all(first.at_s <= second.at_s for first, second in pairwise(arrivals))
+    of_tenant = Counter(arrival.tenant for arrival in arrivals)
     for tenant, share in zip(day.tenants, day.tenant_shares(), strict=True):
         assert abs(of_tenant[tenant] - share * day.requests) < 1
     of_model, weight = (
-        Counter(arrival.model for arrival in found),
+        Counter(arrival.model for arrival in arrivals),
         sum(m.share for m in day.models.values()),
     )
     for name, model in day.models.items():
         assert abs(of_model[name] - model.share / weight * day.requests) < 1
-    canceled = sum(arrival.cancel_after_s is not None for arrival in found)
+    canceled = sum(arrival.cancel_after_s is not None for arrival in arrivals)
     assert canceled == round(day.cancel_share * day.requests)
-    assert sum(arrival.priority == "batch" for arrival in found) == round(
+    assert sum(arrival.priority == "batch" for arrival in arrivals) == round(
         day.batch_share * day.requests
     )
-    assert all(5 <= arrival.size <= 15 or 36 <= arrival.size <= 88 for arrival in found)
+    assert all(5 <= arrival.size <= 15 or 36 <= arrival.size <= 88 for arrival in arrivals)
 
 
 @given(days)

@@ -212,8 +212,8 @@ async def test_endings_without_an_answer_are_told_apart(tmp_path: Path) -> None:
     ]
     async with serving(misbehave) as api:
         ledger, tally = await replayed(tmp_path / "ledger", Target(api.url), arrivals)
-    found = {line.id[-1]: (line.ending, line.status, line.code) for line in ledger.lines}
-    assert found == {
+    endings = {line.id[-1]: (line.ending, line.status, line.code) for line in ledger.lines}
+    assert endings == {
         "0": ("answered", 429, "overloaded"),
         "1": ("foreign", 502, ""),
         "2": ("canceled", 0, ""),
@@ -262,10 +262,10 @@ async def test_ledger_that_can_not_grow_ends_the_replay(tmp_path: Path) -> None:
     async with serving() as api:
         sent = ["load", "--url", api.url, "--max-in-flight", "5000", *words]
         async with commanded("-c", limited, *sent) as process:
-            _, said = await process.communicate()
+            _, errors = await process.communicate()
     assert process.returncode == 1
-    assert said.decode().splitlines()[-1].endswith("/ledger: File too large")
-    assert "Traceback" not in said.decode()
+    assert errors.decode().splitlines()[-1].endswith("/ledger: File too large")
+    assert "Traceback" not in errors.decode()
 
 
 @pytest.mark.anyio

@@ -172,20 +172,20 @@ def test_alerts_of_cloud_monitoring(case: Case) -> None:
     fired: Fired = set()
     for alert in alerts(BOUNDS):
         if alert.key in BURNING:
-            found = PromQuery(alert.query).value(series, minutes(case) * 60.0)
-            assert isinstance(found, dict)
-            fired |= {(alert.key, dict(labels).get("model")) for labels in found}
+            vector = PromQuery(alert.query).value(series, minutes(case) * 60.0)
+            assert isinstance(vector, dict)
+            fired |= {(alert.key, dict(labels).get("model")) for labels in vector}
     assert fired == case.fired
 
 
 def samples(counted: Counted, every_min: int) -> list[tuple[int, float]]:
     """Returns (minute, value) of each scrape. A counter starts at 0."""
-    found, value, minute = [(0, 0.0)], 0.0, 0
+    points, value, minute = [(0, 0.0)], 0.0, 0
     for length, per_min in counted.parts:
         for _ in range(length // every_min):
             minute, value = minute + every_min, value + per_min * every_min
-            found.append((minute, value))
-    return found
+            points.append((minute, value))
+    return points
 
 
 def labels_of(counted: Counted) -> Labels:

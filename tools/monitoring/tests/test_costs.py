@@ -41,18 +41,18 @@ def series() -> list[dict[str, str]]:
     """
     pods = [("texts", "MiniLM", n, 40, 15, 5) for n in range(3)]
     pods += [("images", "SD", 0, 15, 60, 0)]
-    found = {}
+    values_of = {}
     for worker, model, pod, items, seconds, spare in pods:
         labels = f'worker="{worker}",pod="{pod}"'
         of_model = f'{labels},model="{model}"'
-        found[f"penstock_worker_items_waiting{{{labels}}}"] = "0x120"
-        found[f"penstock_worker_batch_items_sum{{{of_model}}}"] = f"0+{items}x120"
-        found[f"penstock_worker_inference_seconds_sum{{{of_model}}}"] = f"0+{seconds}x120"
-        found[f"penstock_worker_spare_seconds_total{{{of_model}}}"] = f"0+{spare}x120"
+        values_of[f"penstock_worker_items_waiting{{{labels}}}"] = "0x120"
+        values_of[f"penstock_worker_batch_items_sum{{{of_model}}}"] = f"0+{items}x120"
+        values_of[f"penstock_worker_inference_seconds_sum{{{of_model}}}"] = f"0+{seconds}x120"
+        values_of[f"penstock_worker_spare_seconds_total{{{of_model}}}"] = f"0+{spare}x120"
     for cache, hits in (("memory", 60), ("redis", 60), ("none", 120)):
         labels = f'model="MiniLM",cache="{cache}",status="succeeded"'
-        found[f"penstock_api_items_total{{{labels}}}"] = f"0+{hits}x120"
-    return [{"series": name, "values": values} for name, values in found.items()]
+        values_of[f"penstock_api_items_total{{{labels}}}"] = f"0+{hits}x120"
+    return [{"series": name, "values": values} for name, values in values_of.items()]
 
 
 @pytest.mark.parametrize(

@@ -23,17 +23,17 @@ from tools.monitoring.tests.promql import google_dashboard, grafana
 
 
 def test_repository_has_what_the_code_makes() -> None:
-    found = {path.name: path.read_text(encoding="utf-8") for path in RENDERED.iterdir()}
-    assert found == rendered(), "run: python -m penstock_monitoring"
+    files = {path.name: path.read_text(encoding="utf-8") for path in RENDERED.iterdir()}
+    assert files == rendered(), "run: python -m penstock_monitoring"
 
 
 def test_grafana_knows_every_field_of_its_dashboard() -> None:
     """Grafana's own models read it, dropping unknown fields, and write it again."""
-    given = grafana()
-    read = grafana_models.Dashboard.from_json(given)
+    dashboard = grafana()
+    read = grafana_models.Dashboard.from_json(dashboard)
     again = json.loads(JSONEncoder().encode(read))
-    assert missing(given, again) == []
-    ids = [panel["id"] for panel in given["panels"]]
+    assert missing(dashboard, again) == []
+    ids = [panel["id"] for panel in dashboard["panels"]]
     assert len(ids) == len(set(ids))
 
 

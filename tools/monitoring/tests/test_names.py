@@ -90,7 +90,7 @@ RECORDED = re.compile(r"penstock:slo_(errors:ratio|bad:increase)\d+[mhd]")
 @cache
 def exported() -> dict[str, set[str]]:
     """Returns the labels of each of our series, by name."""
-    found: dict[str, set[str]] = {}
+    metrics: dict[str, set[str]] = {}
     done = subprocess.run(
         [sys.executable, "-c", _DUMP, *MODULES],
         capture_output=True,
@@ -101,8 +101,8 @@ def exported() -> dict[str, set[str]]:
     for name, (kind, labels) in json.loads(done.stdout).items():
         for suffix in _SAMPLES[kind]:
             extra = {"le"} if suffix == "_bucket" else set()
-            found[name + suffix] = {*labels, *extra}
-    return found
+            metrics[name + suffix] = {*labels, *extra}
+    return metrics
 
 
 @pytest.mark.parametrize(("where", "query"), list(queries()))

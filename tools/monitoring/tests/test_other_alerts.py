@@ -70,8 +70,8 @@ def bound(current: float, most: float, least: float, **labels: str) -> list[Seri
 
 
 def pending(value: float, **labels: str) -> Series:
-    given = {"phase": "Pending", "pod": "worker-sd-7f-x", "namespace": "penstock"}
-    return Series("kube_pod_status_phase", given | labels, value)
+    base_labels = {"phase": "Pending", "pod": "worker-sd-7f-x", "namespace": "penstock"}
+    return Series("kube_pod_status_phase", base_labels | labels, value)
 
 
 def uptime(value: float, place: str) -> Series:
@@ -197,8 +197,8 @@ ALL = (*IN_PROMETHEUS, *ON_GOOGLE)
 
 @pytest.mark.parametrize(("key", "series"), FIRES)
 def test_alert_fires_alone(key: str, series: list[Series]) -> None:
-    given = series if key == "metrics-missing" else [*series, UP]
-    assert firing(ALL, given) == {key}
+    stored = series if key == "metrics-missing" else [*series, UP]
+    assert firing(ALL, stored) == {key}
 
 
 @pytest.mark.parametrize(("about", "series"), SILENT, ids=[about for about, _ in SILENT])
@@ -252,11 +252,11 @@ def test_alerts_of_prometheus_fire_there(tmp_path: Path) -> None:
 
 def as_promtool(alert: Alert, key: str, series: list[Series]) -> dict[str, object]:
     firing = f'count(ALERTS{{alertname="{alert.name}",alertstate="firing"}})'
-    given = series if key == "metrics-missing" else [*series, UP]
+    stored = series if key == "metrics-missing" else [*series, UP]
     return {
         "name": key,
         "interval": "1m",
-        "input_series": [as_input(stream) for stream in given],
+        "input_series": [as_input(stream) for stream in stored],
         "promql_expr_test": [
             {"expr": firing, "eval_time": "59m", "exp_samples": [{"labels": "{}", "value": 1}]}
         ],

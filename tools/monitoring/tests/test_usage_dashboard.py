@@ -39,8 +39,8 @@ INTERVALS_MS = {"1h": 3_600_000, "6h": 21_600_000, "1d": 86_400_000}
 
 def expanded(sql: str, interval: str = "1h", **variables: str) -> str:
     """Expands a query as Grafana does: first variables, with its syntax, then macros."""
-    given = {"dataset": DATASET, "tenant": "", "model": ""} | variables
-    for name, value in given.items():
+    values_of = {"dataset": DATASET, "tenant": "", "model": ""} | variables
+    for name, value in values_of.items():
         quoted = value.replace('"', '\\"')
         sql = sql.replace(f"${{{name}:doublequote}}", f'"{quoted}"')
         sql = sql.replace(f"${{{name}}}", value)
@@ -66,23 +66,23 @@ def made() -> list[Fields]:
 
 @pytest.fixture(scope="module")
 def client(bigquery_endpoint: str, made: list[Fields]) -> Iterator[bigquery.Client]:
-    with connected(bigquery_endpoint, f"p-{uuid.uuid4().hex[:12]}") as found:
-        tables.create(found, DATASET)
-        load(found, "rows", made)
-        load(found, "rows", hourly(BillingDay(dt.date(2026, 10, 22), "UTC"), seed=3))
+    with connected(bigquery_endpoint, f"p-{uuid.uuid4().hex[:12]}") as opened:
+        tables.create(opened, DATASET)
+        load(opened, "rows", made)
+        load(opened, "rows", hourly(BillingDay(dt.date(2026, 10, 22), "UTC"), seed=3))
         at = dt.datetime(2026, 10, 20, 5, tzinfo=dt.UTC)
-        load(found, "worker_hours", [worker_hour("w1", gpu_type="l4", hour=at, since=at)])
-        days = DayTables(found, DATASET)
+        load(opened, "worker_hours", [worker_hour("w1", gpu_type="l4", hour=at, since=at)])
+        days = DayTables(opened, DATASET)
         days.write_usage(BillingDay(dt.date(2026, 10, 20), "UTC"))
         day = BillingDay(dt.date(2026, 10, 22), "UTC")
         days.write_anomalies(day, day.until)
-        yield found
+        yield opened
 
 
 def answer(client: bigquery.Client, title: str, interval: str = "1h", **given: str) -> list[Fields]:
     sql = PANELS[title]["targets"][0]["rawSql"]
-    found = client.query(expanded(sql, interval, **given)).result()
-    return [dict(row.items()) for row in found]
+    rows = client.query(expanded(sql, interval, **given)).result()
+    return [dict(row.items()) for row in rows]
 
 
 @pytest.mark.parametrize("title", PANELS)
@@ -108,13 +108,13 @@ def test_charges_are_those_of_the_rows_at_each_step(
     groups = expected.grouped(
         rows, lambda row: (row["received_at"] - (row["received_at"] - epoch) % step, row["tenant"])
     )
-    found = {
+    charges = {
         (row["time"], row["metric"]): row["value"]
         for row in answer(client, "Charged, by tenant", interval)
     }
-    assert found.keys() == groups.keys()
+    assert charges.keys() == groups.keys()
     for key, members in groups.items():
-        assert found[key] == pytest.approx(expected.exact(members, "cost_usd"), abs=1e-9), key
+        assert charges[key] == pytest.approx(expected.exact(members, "cost_usd"), abs=1e-9), key
 
 
 def test_variables_choose_a_tenant_and_a_model(client: bigquery.Client) -> None:
@@ -129,21 +129,21 @@ def test_variables_choose_a_tenant_and_a_model(client: bigquery.Client) -> None:
 
 def test_unusual_hours_are_those_of_the_table(client: bigquery.Client) -> None:
     nine = dt.datetime(2026, 10, 22, tzinfo=dt.UTC) + 9 * HOUR
-    found = {(row["hour"], row["tenant"]) for row in answer(client, "Unusual hours")}
-    assert {(nine, "acme"), (nine, "(all)")} <= found
+    hours = {(row["hour"], row["tenant"]) for row in answer(client, "Unusual hours")}
+    assert {(nine, "acme"), (nine, "(all)")} <= hours
 
 
 def test_grafana_knows_every_field() -> None:
     """Grafana's own models read it, dropping unknown fields, and write it again."""
-    given = json.loads(json.dumps(usage_dashboard()))
-    again = json.loads(JSONEncoder().encode(grafana_models.Dashboard.from_json(given)))
-    for dashboard in (given, again):  # queries have other models than dashboards
+    original = json.loads(json.dumps(usage_dashboard()))
+    again = json.loads(JSONEncoder().encode(grafana_models.Dashboard.from_json(original)))
+    for dashboard in (original, again):  # queries have other models than dashboards
         for panel in dashboard["panels"]:
             panel.pop("targets", None)
-    assert missing(given, again) == []
+    assert missing(original, again) == []
     for panel in PANELS.values():
         (target,) = panel["targets"]
         query = grafana_bigquery.Dataquery.from_json(target)
         assert missing(target, json.loads(JSONEncoder().encode(query))) == []
-    ids = [panel["id"] for panel in given["panels"]]
+    ids = [panel["id"] for panel in original["panels"]]
     assert len(ids) == len(set(ids))

@@ -57,16 +57,16 @@ def test_queries_answer_as_google_s_evaluator_does(
     known = set(_UNSUPPORTED.read_text(encoding="utf-8").splitlines())
     wrong = []
     for sql in queries_of(path):
-        expected, found = world.expected(sql), given(sql)
-        is_told = found.error.startswith(_RULES) or expected.is_unsupported
-        if found.is_unsupported and sql not in known:
-            wrong.append(f"{sql}\n  is refused now: {found.error}")
-        elif sql in known and not found.is_unsupported:
+        expected, answer = world.expected(sql), given(sql)
+        is_told = answer.error.startswith(_RULES) or expected.is_unsupported
+        if answer.is_unsupported and sql not in known:
+            wrong.append(f"{sql}\n  is refused now: {answer.error}")
+        elif sql in known and not answer.is_unsupported:
             wrong.append(f"{sql}\n  is answered now; take it out of unsupported.txt")
-        elif not found.is_unsupported and not is_told and not _agree(expected, found):
+        elif not answer.is_unsupported and not is_told and not _agree(expected, answer):
             wrong.append(
                 f"{sql}\n  expected: {expected.rows} {expected.error}"
-                f"\n  given:    {found.rows} {found.error}"
+                f"\n  given:    {answer.rows} {answer.error}"
             )
     assert not wrong, "\n".join([f"{len(wrong)} of {len(queries_of(path))}:", *wrong])
 
@@ -87,15 +87,15 @@ def test_random_queries_answer_as_google_s_evaluator_does(
     wrong, refused = [], 0
     for seed in range(first, first + 100):
         sql = query(seed)
-        given = world.given(sql)
-        if given.is_unsupported:
+        answer = world.given(sql)
+        if answer.is_unsupported:
             refused += 1
             continue
         expected = world.expected(sql)
         # The order in which rows are evaluated and dropped is undefined, so an error may be missed.
-        is_missed = query is random_table_query and expected.error and not given.error
-        if not (_agree(expected, given) or _is_only_null(expected, given) or is_missed):
-            wrong.append(f"{seed}: {sql}\n  expected: {expected}\n  given:    {given}")
+        is_missed = query is random_table_query and expected.error and not answer.error
+        if not (_agree(expected, answer) or _is_only_null(expected, answer) or is_missed):
+            wrong.append(f"{seed}: {sql}\n  expected: {expected}\n  given:    {answer}")
     assert not wrong, "\n".join(wrong)
     assert refused < 10
 
@@ -105,7 +105,7 @@ def _is_only_null(expected: Found, given: Found) -> bool:
 
     Values next to a NULL need not be evaluated.
     """
-    answers = [found.rows for found in (expected, given) if not found.error]
+    answers = [side.rows for side in (expected, given) if not side.error]
     return answers == [[(None,)]] or answers == [[([],)]]
 
 
@@ -119,10 +119,10 @@ def test_an_argument_that_is_null_comes_before_every_special_case(world: World, 
     names = frozenset(sorted(FUNCTIONS)[part::4])
     wrong = []
     for _, sql in null_calls(builtin_functions(), names):
-        given = world.given(sql)
-        expected = given if given.is_unsupported else world.expected(sql)
-        if not (expected.is_unsupported or _agree(expected, given)):
-            wrong.append(f"{sql}\n  expected: {expected}\n  given:    {given}")
+        answer = world.given(sql)
+        expected = answer if answer.is_unsupported else world.expected(sql)
+        if not (expected.is_unsupported or _agree(expected, answer)):
+            wrong.append(f"{sql}\n  expected: {expected}\n  given:    {answer}")
     assert not wrong, "\n".join([f"{len(wrong)}:", *wrong])
 
 
@@ -134,8 +134,8 @@ def test_every_function_is_called_with_a_null() -> None:
 @pytest.mark.parametrize("path", sorted(QUERIES.glob("*.sql")), ids=lambda path: path.stem)
 def test_errors_have_no_words_of_the_database(given: Callable[[str], Found], path: Path) -> None:
     errors = {sql: given(sql).error for sql in queries_of(path)}
-    told = {sql: error for sql, error in errors.items() if is_of_the_database(error)}
-    assert not told
+    leaking = {sql: error for sql, error in errors.items() if is_of_the_database(error)}
+    assert not leaking
 
 
 def test_there_are_enough_of_them() -> None:

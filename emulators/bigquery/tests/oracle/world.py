@@ -195,17 +195,17 @@ class World:
 
     def expected(self, sql: str) -> Found:
         try:
-            found = self._evaluate(sql)
+            response = self._evaluate(sql)
         except (AnalyzerRefusedError, AnalyzerTrappedError) as error:
             unknown = str(error).startswith("Code: 12,") or isinstance(error, AnalyzerTrappedError)
             return Found(None, str(error), is_unsupported=unknown)
-        kinds = [column.type for column in found.prepared.columns]
+        kinds = [column.type for column in response.prepared.columns]
         rows = [
             tuple(
                 _of_evaluator(cell, kind, is_top=True)
                 for cell, kind in zip(row.cell, kinds, strict=True)
             )
-            for row in found.content.table_data.row
+            for row in response.content.table_data.row
         ]
         return Found(self._comparable(rows, sql))
 
@@ -278,8 +278,8 @@ def _time(value: Any) -> dt.time:
 
 
 def _timestamp(value: Any) -> int:
-    found = value.timestamp_value
-    return int(found.seconds * 1_000_000 + found.nanos // 1_000)
+    timestamp = value.timestamp_value
+    return int(timestamp.seconds * 1_000_000 + timestamp.nanos // 1_000)
 
 
 _SCALARS: dict[int, Callable[[Any], Any]] = {

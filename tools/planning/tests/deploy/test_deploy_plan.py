@@ -42,10 +42,13 @@ def test_rates_can_be_words(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--rate", f"{MINILM}=5:50", "--seconds", f"{MINILM}=0.002", "--json"]
     assert run_penstock("deploy", "plan", *words) == 0
     plan = json.loads(capsys.readouterr().out)
-    found = {model["model"]: model for model in plan["models"]}
-    assert (found[MINILM]["requests_mean_per_s"], found[MINILM]["requests_peak_per_s"]) == (5, 50)
-    assert found[MINILM]["rate"]["measured"] == "given on the command line"
-    assert found["stable-diffusion-tiny"]["pods_peak"] == 0
+    by_name = {model["model"]: model for model in plan["models"]}
+    assert (by_name[MINILM]["requests_mean_per_s"], by_name[MINILM]["requests_peak_per_s"]) == (
+        5,
+        50,
+    )
+    assert by_name[MINILM]["rate"]["measured"] == "given on the command line"
+    assert by_name["stable-diffusion-tiny"]["pods_peak"] == 0
 
 
 def test_distance_to_the_broker_can_be_given(capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,13 +94,13 @@ def test_a_machine_without_a_price_is_said(capsys: pytest.CaptureFixture[str]) -
 def test_variables_that_size_nothing_are_kept(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = {
+    document = {
         "project_id": "mine",
         "api": {"image": "there", "max_instances": 2},
         "labels": {"a": "b"},
     }
     file = tmp_path / "x.tfvars.json"
-    file.write_text(json.dumps(given))
+    file.write_text(json.dumps(document))
     assert run_penstock("deploy", "plan", "--rates", EXAMPLE, "--tfvars", str(file), "--json") == 0
     variables = json.loads(capsys.readouterr().out)["tfvars"]
     assert (variables["project_id"], variables["api"]["image"], variables["labels"]) == (

@@ -49,8 +49,8 @@ def test_prices_without_an_order_are_refused(since: dt.date | None) -> None:
 def test_bigquery_reads_the_view(bigquery_endpoint: str) -> None:
     with connected(bigquery_endpoint, "gpu-prices") as client:
         bigquery.create(client, "penstock")
-        found = rows_of(client, "SELECT * FROM penstock.gpu_prices WHERE gpu_type = 'l4'")
+        rows = rows_of(client, "SELECT * FROM penstock.gpu_prices WHERE gpu_type = 'l4'")
     wanted = [
         price for price in gpu_prices(read_prices(), read_gpu_types()) if price.gpu_type == "l4"
     ]
-    assert {(*row[:4], row[4].date()) for row in found} == {tuple(price) for price in wanted}
+    assert {(*row[:4], row[4].date()) for row in rows} == {tuple(price) for price in wanted}

@@ -69,11 +69,11 @@ def test_a_measured_model_needs_no_seconds(
 ) -> None:
     write_measured(folder / "mine" / "penstock.measured.json")
     words = ["--models", str(catalog(folder)), "--rate", "mine=2:8"]
-    (found,) = plan(capsys, *words)["models"]
+    (model,) = plan(capsys, *words)["models"]
     # Four items take a second.
-    assert (found["service_s"], found["batch"]) == (0.25, 4)
-    assert found["rate"]["measured"] == "on a CPU of a test"
-    assert (found["rate"]["input_bytes"], found["rate"]["output_bytes"]) == (1000, 9000)
+    assert (model["service_s"], model["batch"]) == (0.25, 4)
+    assert model["rate"]["measured"] == "on a CPU of a test"
+    assert (model["rate"]["input_bytes"], model["rate"]["output_bytes"]) == (1000, 9000)
     assert run_penstock("deploy", "plan", *words) == 0
     assert "mine: 0.25 s per item: on a CPU of a test" in capsys.readouterr().out
 
@@ -81,8 +81,8 @@ def test_a_measured_model_needs_no_seconds(
 def test_what_rates_say_goes_before(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_measured(folder / "mine" / "penstock.measured.json")
     words = ["--rate", "mine=2", "--seconds", "mine=0.1"]
-    (found,) = plan(capsys, "--models", str(catalog(folder)), *words)["models"]
-    assert (found["service_s"], found["rate"]["measured"]) == (0.1, "given on the command line")
+    (model,) = plan(capsys, "--models", str(catalog(folder)), *words)["models"]
+    assert (model["service_s"], model["rate"]["measured"]) == (0.1, "given on the command line")
 
 
 def test_a_model_that_is_elsewhere_has_its_figures_beside_the_rates(
@@ -92,16 +92,16 @@ def test_a_model_that_is_elsewhere_has_its_figures_beside_the_rates(
     models = catalog(folder, source="gs://bucket/mine", interface="mine/penstock.schema.json")
     rates = folder / "rates.yaml"
     rates.write_text("models: {mine: {mean_per_s: 2, measurement: mine.json, output_bytes: 7}}")
-    (found,) = plan(capsys, "--models", str(models), "--rates", str(rates))["models"]
-    assert (found["service_s"], found["rate"]["output_bytes"]) == (0.125, 7)
+    (model,) = plan(capsys, "--models", str(models), "--rates", str(rates))["models"]
+    assert (model["service_s"], model["rate"]["output_bytes"]) == (0.125, 7)
 
 
 def test_without_figures_the_command_is_named(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = refusal(capsys, "--models", str(catalog(folder)), "--rate", "mine=2")
-    assert "models.mine: seconds_per_item is missing" in said
-    assert "penstock models measure FOLDER" in said
+    message = refusal(capsys, "--models", str(catalog(folder)), "--rate", "mine=2")
+    assert "models.mine: seconds_per_item is missing" in message
+    assert "penstock models measure FOLDER" in message
 
 
 @pytest.mark.parametrize(
@@ -122,9 +122,9 @@ def test_figures_of_something_else_are_refused(
 ) -> None:
     write_measured(folder / "mine" / "penstock.measured.json", **measured)
     models = catalog(folder, gpu={"type": gpu})
-    said = refusal(capsys, "--models", str(models), "--rate", "mine=2")
-    assert reason in said
-    assert f"measure again: penstock models measure {folder / 'mine'}" in said
+    message = refusal(capsys, "--models", str(models), "--rate", "mine=2")
+    assert reason in message
+    assert f"measure again: penstock models measure {folder / 'mine'}" in message
 
 
 @pytest.mark.parametrize(
@@ -147,8 +147,8 @@ def test_a_file_that_is_something_else_is_refused(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "mine" / "penstock.measured.json").write_text('{"device": "cpu"}')
-    said = refusal(capsys, "--models", str(catalog(folder)), "--rate", "mine=2")
-    assert "penstock.measured.json: measured: Field required" in said
+    message = refusal(capsys, "--models", str(catalog(folder)), "--rate", "mine=2")
+    assert "penstock.measured.json: measured: Field required" in message
 
 
 def test_more_memory_than_a_worker_has_is_noted(
@@ -178,18 +178,18 @@ def planned(
     rates.write_text(f"models: {{mine: {rate}}}")
     entry = {"batch": {"max_items": 4, "max_work": 60}, "work": {"max": 1000}} | more
     words = ["--models", str(catalog(folder, **entry)), "--rates", str(rates)]
-    (found,) = plan(capsys, *words)["models"]
-    return found["service_s"], found["batch"], found["processes_peak"]
+    (model,) = plan(capsys, *words)["models"]
+    return model["service_s"], model["batch"], model["processes_peak"]
 
 
 def test_items_count_by_their_work(weighing: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert planned(weighing, capsys, "{mean_per_s: 10}") == (0.25, 4, 4)
     # Three times the measured work takes three times as long, and two fit into a batch.
     assert planned(weighing, capsys, "{mean_per_s: 10, work_per_item: 30}") == (0.75, 2, 11)
-    given = "{mean_per_s: 10, work_per_item: 30, seconds_per_work: 0.1, measured: x}"
-    assert planned(weighing, capsys, given) == (3.0, 2, 43)
-    given = "{mean_per_s: 10, work_per_item: 30, seconds_per_item: 0.5, measured: x}"
-    assert planned(weighing, capsys, given) == (0.5, 2, 8)
+    rate = "{mean_per_s: 10, work_per_item: 30, seconds_per_work: 0.1, measured: x}"
+    assert planned(weighing, capsys, rate) == (3.0, 2, 43)
+    rate = "{mean_per_s: 10, work_per_item: 30, seconds_per_item: 0.5, measured: x}"
+    assert planned(weighing, capsys, rate) == (0.5, 2, 8)
 
 
 @pytest.mark.parametrize(

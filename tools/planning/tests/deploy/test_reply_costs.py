@@ -31,12 +31,12 @@ def painter(replies: Replies = "slots") -> Model:
 
 
 def planned(model: Model, output_bytes: int, slots: int = 8) -> DeployPlan:
-    given = {"inboxes": {"per_region": 8, "slots": slots}}
+    variables = {"inboxes": {"per_region": 8, "slots": slots}}
     demand = rate(200, seconds_per_item=0.01, input_bytes=100, output_bytes=output_bytes)
     return plan_of(
         model,
         rates={model.name: demand},
-        platform=Platform.model_validate(given),
+        platform=Platform.model_validate(variables),
         prices=read_prices(),
     )
 
@@ -87,10 +87,10 @@ def test_it_is_told_what_replies_that_share_messages_cost() -> None:
 def told(notes: Sequence[str]) -> tuple[float, float, int]:
     """Returns the costs of direct replies and shared messages, and how many share one."""
     (note,) = (note for note in notes if "the replies of" in note)
-    found = re.search(r"about ([\d,.]+) USD per month direct.*, ([\d,.]+) if (\d+) share", note)
-    assert found is not None, note
-    direct, shared = (float(amount.replace(",", "")) for amount in found.groups()[:2])
-    return direct, shared, int(found[3])
+    match = re.search(r"about ([\d,.]+) USD per month direct.*, ([\d,.]+) if (\d+) share", note)
+    assert match is not None, note
+    direct, shared = (float(amount.replace(",", "")) for amount in match.groups()[:2])
+    return direct, shared, int(match[3])
 
 
 def test_images_share_no_message() -> None:

@@ -41,9 +41,9 @@ def test_a_short_deadline_takes_more_workers() -> None:
 
 def test_distance_to_the_broker_is_held_and_counted() -> None:
     # 16 items in 16 x 3.125 ms = 50 ms, 1 item a job: 320 jobs a second.
-    given = {"texts": rate(100, seconds_per_item=1 / 320)}
+    demand = {"texts": rate(100, seconds_per_item=1 / 320)}
     near, usual, far, moon = (
-        plan_of(entry(), rates=given, broker_round_trip_s=trip_s).sites[0].workers[0]
+        plan_of(entry(), rates=demand, broker_round_trip_s=trip_s).sites[0].workers[0]
         for trip_s in (0.0, 0.05, 1.0, 5.0)
     )
     assert near.held_jobs == 2 * 16
@@ -61,10 +61,10 @@ def test_distance_to_the_broker_is_held_and_counted() -> None:
 
 
 def test_a_broker_that_is_too_far_is_in_the_notes() -> None:
-    given = {"texts": rate(100, seconds_per_item=1 / 320)}
-    notes = "\n".join(plan_of(entry(), rates=given, broker_round_trip_s=5.0).notes)
+    demand = {"texts": rate(100, seconds_per_item=1 / 320)}
+    notes = "\n".join(plan_of(entry(), rates=demand, broker_round_trip_s=5.0).notes)
     assert "texts: the broker is too far (broker_round_trip_s: 5): " in notes
-    assert "too far" not in "\n".join(plan_of(entry(), rates=given).notes)
+    assert "too far" not in "\n".join(plan_of(entry(), rates=demand).notes)
 
 
 def test_a_batch_beyond_the_deadline_is_refused_with_the_field() -> None:

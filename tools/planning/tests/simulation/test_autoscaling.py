@@ -23,8 +23,8 @@ SMALL = (
 
 
 def run(name: str, *changes: str, events: list[dict[str, Any]] | None = None) -> SimulationResult:
-    given = changes if events is None else (*changes, f"events={events}")
-    return simulate(read_scenario(name, tuple(given)))
+    all_changes = changes if events is None else (*changes, f"events={events}")
+    return simulate(read_scenario(name, tuple(all_changes)))
 
 
 @pytest.mark.parametrize(

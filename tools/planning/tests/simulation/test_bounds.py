@@ -56,8 +56,8 @@ def test_plan_and_simulation_ask_for_the_same_gpus(
     summary = simulate(
         scenario(entry=entry, load=load | {"start_replicas": 12}, duration_s=2400)
     ).summary
-    given = {name: value for name, value in load.items() if name != "arrivals"}
-    bound, quota = requested(entry, stream["per_s"], **given)
+    options = {name: value for name, value in load.items() if name != "arrivals"}
+    bound, quota = requested(entry, stream["per_s"], **options)
     assert summary.gpus_to_request == quota <= bound
     assert summary.gpus_most <= quota <= 1.5 * summary.gpus_most + 2
 

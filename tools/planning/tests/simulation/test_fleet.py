@@ -99,9 +99,9 @@ def test_no_node_comes_while_they_are_out_of_stock() -> None:
         {"kind": "stock_out", "at_s": 10, "for_s": 300, "gpu": "l4"},
     ]
     result = run(replicas=2, events=events, cluster={"buffer": 0}, duration_s=600)
-    found = nodes(result)
-    assert {count for at_s, count in found.items() if 60 < at_s < 300} == {0}
-    assert list(found.values())[-1] == 2
+    counts = nodes(result)
+    assert {count for at_s, count in counts.items() if 60 < at_s < 300} == {0}
+    assert list(counts.values())[-1] == 2
 
 
 def test_an_idle_node_is_deleted() -> None:

@@ -20,11 +20,11 @@ FAILURE = {"kind": "gpu_failure", "at_s": 600}
 def run(
     *, events: list[dict[str, Any]], replicas: int = 10, max_gpus: int | None = None, **load: Any
 ) -> SimulationResult:
-    given = {"arrivals": [{"kind": "constant", "per_s": 5.0}], "start_replicas": replicas}
+    base_load = {"arrivals": [{"kind": "constant", "per_s": 5.0}], "start_replicas": replicas}
     return simulate(
         scenario(
             entry={"replicas": {"min": replicas, "max": 50}},
-            load=given | load,
+            load=base_load | load,
             regions={"us-central1": {"share": 1.0, "max_gpus": max_gpus}},
             duration_s=3600,
             events=events,

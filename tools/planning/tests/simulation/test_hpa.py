@@ -16,8 +16,8 @@ FAST = {
 
 
 def hpa(most: int = 1000, **behavior: object) -> HorizontalPodAutoscaler:
-    given = {"scaleUp": FAST, "scaleDown": FAST} | behavior
-    return HorizontalPodAutoscaler(1, most, Behavior.model_validate(given))
+    rules = {"scaleUp": FAST, "scaleDown": FAST} | behavior
+    return HorizontalPodAutoscaler(1, most, Behavior.model_validate(rules))
 
 
 def test_replicas_are_the_total_over_the_target_rounded_up() -> None:

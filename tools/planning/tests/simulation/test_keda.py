@@ -17,14 +17,14 @@ STILL = {
 
 def autoscaler(series: TimeSeries, **fields: object) -> Autoscaler:
     trigger = {"name": "items", "query": f"sum({IN_FLIGHT})", "threshold": 2}
-    given = {"triggers": [trigger], "behavior": {"scaleUp": STILL, "scaleDown": STILL}}
-    return Autoscaler(AutoscalerRules.model_validate(given | fields), series)
+    base_rules = {"triggers": [trigger], "behavior": {"scaleUp": STILL, "scaleDown": STILL}}
+    return Autoscaler(AutoscalerRules.model_validate(base_rules | fields), series)
 
 
 def gauge(value: float, at_s: float = 0.0) -> TimeSeries:
-    found = TimeSeries()
-    found.append(IN_FLIGHT, (), at_s, value)
-    return found
+    series = TimeSeries()
+    series.append(IN_FLIGHT, (), at_s, value)
+    return series
 
 
 def test_a_value_above_the_activation_leaves_zero() -> None:
@@ -117,7 +117,7 @@ def test_nothing_found_is_zero_or_a_failure() -> None:
 
 
 def test_a_query_with_several_values_fails() -> None:
-    found = gauge(5.0)
-    found.append(IN_FLIGHT, (("location", "here"),), 0.0, 5.0)
+    series = gauge(5.0)
+    series.append(IN_FLIGHT, (("location", "here"),), 0.0, 5.0)
     trigger = {"name": "items", "query": IN_FLIGHT, "threshold": 2}
-    assert autoscaler(found, triggers=[trigger]).sync(0, 40) == 40
+    assert autoscaler(series, triggers=[trigger]).sync(0, 40) == 40

@@ -102,6 +102,6 @@ def test_busy_ratio_is_that_of_workers(batches: list[tuple[float, int, int]]) ->
             theirs.end(parts)
             ours.set_busy((0.0, 0.0), now_s)
         now_s += gap_s / 2
-        found = ours.busy_ratio(now_s)
-        assert found[0] == pytest.approx(theirs.read("interactive"), abs=2e-3)
-        assert found[1] == pytest.approx(theirs.read("batch"), abs=2e-3)
+        ratios = ours.busy_ratio(now_s)
+        assert ratios[0] == pytest.approx(theirs.read("interactive"), abs=2e-3)
+        assert ratios[1] == pytest.approx(theirs.read("batch"), abs=2e-3)

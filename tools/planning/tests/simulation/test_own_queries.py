@@ -26,9 +26,9 @@ def series() -> TimeSeries:
 
 
 def sample(series: TimeSeries, name: str, values: dict[float, float], **labels: str) -> None:
-    found = tuple(sorted(({"namespace": "here"} | labels).items()))
+    all_labels = tuple(sorted(({"namespace": "here"} | labels).items()))
     for at_s, value in values.items():
-        series.append(name, found, at_s, value)
+        series.append(name, all_labels, at_s, value)
 
 
 def waits(series: TimeSeries, priority: str, count: float, **labels: str) -> None:
@@ -37,9 +37,9 @@ def waits(series: TimeSeries, priority: str, count: float, **labels: str) -> Non
 
 def ask(series: TimeSeries, query: str | None) -> float | None:
     assert query is not None
-    found = PromQuery(query).value(series, NOW_S)
-    assert isinstance(found, dict)
-    return found.get(())
+    vector = PromQuery(query).value(series, NOW_S)
+    assert isinstance(vector, dict)
+    return vector.get(())
 
 
 def test_messages_of_both_priorities_are_seconds_of_work(series: TimeSeries) -> None:

@@ -18,14 +18,14 @@ NOW_S = 1000.0
 @pytest.fixture
 def series() -> TimeSeries:
     """A counter that grows by 7 every 10 s in two pods, and a gauge of two regions."""
-    found = TimeSeries()
+    stored = TimeSeries()
     for number in range(101):
         for pod, per_sample in (("a", 7.0), ("b", 1.0)):
             labels = (("pod", pod), ("worker", "w"))
-            found.append("counter_total", labels, number * 10.0, number * per_sample)
+            stored.append("counter_total", labels, number * 10.0, number * per_sample)
     for region, value in (("here", 3.0), ("there", 5.0)):
-        found.append("gauge", (("location", region),), NOW_S, value)
-    return found
+        stored.append("gauge", (("location", region),), NOW_S, value)
+    return stored
 
 
 @pytest.mark.parametrize(
@@ -94,34 +94,34 @@ def test_a_query_that_is_none_is_refused() -> None:
 
 
 def test_samples_are_seen_when_they_are_old_enough() -> None:
-    found = TimeSeries()
+    stored = TimeSeries()
     for at_s in (0.0, 60.0):
-        found.append("gauge", (), at_s, at_s, age_s=100.0)
-    assert PromQuery("gauge").value(found, 99.0) == {}
-    assert PromQuery("gauge").value(found, 100.0) == {(): 0.0}
-    assert PromQuery("gauge").value(found, 160.0) == {(): 60.0}
+        stored.append("gauge", (), at_s, at_s, age_s=100.0)
+    assert PromQuery("gauge").value(stored, 99.0) == {}
+    assert PromQuery("gauge").value(stored, 100.0) == {(): 0.0}
+    assert PromQuery("gauge").value(stored, 160.0) == {(): 60.0}
 
 
 def test_a_sample_is_used_for_five_minutes() -> None:
-    found = TimeSeries()
-    found.append("gauge", (), 0.0, 1.0)
-    assert PromQuery("gauge").value(found, 299.0) == {(): 1.0}
-    assert PromQuery("gauge").value(found, 300.0) == {}
+    stored = TimeSeries()
+    stored.append("gauge", (), 0.0, 1.0)
+    assert PromQuery("gauge").value(stored, 299.0) == {(): 1.0}
+    assert PromQuery("gauge").value(stored, 300.0) == {}
 
 
 def test_a_series_whose_target_is_gone_has_no_value() -> None:
-    found = TimeSeries()
-    found.append("gauge", (), 0.0, 1.0)
-    found.end("gauge", (), 10.0)
-    assert PromQuery("gauge").value(found, 5.0) == {(): 1.0}
-    assert PromQuery("gauge").value(found, 11.0) == {}
+    stored = TimeSeries()
+    stored.append("gauge", (), 0.0, 1.0)
+    stored.end("gauge", (), 10.0)
+    assert PromQuery("gauge").value(stored, 5.0) == {(): 1.0}
+    assert PromQuery("gauge").value(stored, 11.0) == {}
 
 
 def counted(times_s: list[float], values: list[float], from_s: float, to_s: float) -> object:
-    found = TimeSeries()
+    stored = TimeSeries()
     for at_s, value in zip(times_s, values, strict=True):
-        found.append("counter_total", (), at_s, value)
-    (series,) = found.select("counter_total", ())
+        stored.append("counter_total", (), at_s, value)
+    (series,) = stored.select("counter_total", ())
     return increase(series, 0, len(times_s), from_s, to_s)
 
 

@@ -66,9 +66,9 @@ class World:
         return self
 
     def ask(self, query: str) -> float | None:
-        found = PromQuery(query).value(self.series, NOW_S)
-        assert isinstance(found, dict)
-        return found.get(())
+        vector = PromQuery(query).value(self.series, NOW_S)
+        assert isinstance(vector, dict)
+        return vector.get(())
 
 
 def test_workers_lost_from_sight_are_no_idle_workers() -> None:
@@ -112,9 +112,9 @@ def test_callers_who_hang_up_buy_no_gpus() -> None:
 
 
 def test_arrivals_are_seconds_of_work() -> None:
-    found = World().api(per_s=0.5).ask(QUERIES.arrivals())
-    assert found is not None
-    assert abs(found - 0.5 * GUESS_S) < 1e-9
+    work = World().api(per_s=0.5).ask(QUERIES.arrivals())
+    assert work is not None
+    assert abs(work - 0.5 * GUESS_S) < 1e-9
 
 
 def test_worker_with_two_processes_does_twice_as_much() -> None:

@@ -58,8 +58,8 @@ def test_rules_of_a_model() -> None:
 
 
 def test_a_deployment_has_only_its_models() -> None:
-    given = DEPLOYMENT.model_dump() | {"models": ["all-MiniLM-L6-v2"]}
-    deployment = Deployment.model_validate(given)
+    variables = DEPLOYMENT.model_dump() | {"models": ["all-MiniLM-L6-v2"]}
+    deployment = Deployment.model_validate(variables)
     assert set(read_rules(read_catalog(MODELS), MODELS, deployment)) == {"all-MiniLM-L6-v2"}
 
 

@@ -104,8 +104,8 @@ def times_of(stream: Constant | Wave | StepArrivals | Burst, duration_s: float) 
 
 
 def test_even_arrivals_keep_their_distance() -> None:
-    found = times_of(Constant(per_s=4, spacing="even"), 100)
-    assert np.diff(found) == pytest.approx([0.25] * 399)
+    times_s = times_of(Constant(per_s=4, spacing="even"), 100)
+    assert np.diff(times_s) == pytest.approx([0.25] * 399)
 
 
 @pytest.mark.parametrize(
@@ -121,11 +121,11 @@ def test_even_arrivals_keep_their_distance() -> None:
 def test_streams_have_their_rates(
     stream: Constant | Wave | StepArrivals | Burst, count: int
 ) -> None:
-    found = times_of(stream, 1000)
-    assert found == sorted(found)
+    times_s = times_of(stream, 1000)
+    assert times_s == sorted(times_s)
     # Five standard deviations of Poisson's distribution.
-    assert len(found) == pytest.approx(count, abs=5 * count**0.5)
-    assert all(stream.from_s <= at_s < (stream.until_s or 1000) for at_s in found)
+    assert len(times_s) == pytest.approx(count, abs=5 * count**0.5)
+    assert all(stream.from_s <= at_s < (stream.until_s or 1000) for at_s in times_s)
 
 
 @pytest.mark.parametrize(
@@ -138,13 +138,13 @@ def test_streams_have_their_rates(
 def test_a_trace_is_replayed(tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / name).write_text(text)
     stream = f"arrivals: [{{kind: trace, file: {name}}}]"
-    given = GIVEN.replace("arrivals: [{kind: constant, per_s: 1}]", stream)
-    result = simulate(read_scenario(written(tmp_path, given)))
+    document = GIVEN.replace("arrivals: [{kind: constant, per_s: 1}]", stream)
+    result = simulate(read_scenario(written(tmp_path, document)))
     assert sorted(result.recorder.models["all-MiniLM-L6-v2"].arrived_s) == [1.5, 3.0]
 
 
 def test_a_broken_trace_is_named(tmp_path: Path) -> None:
     (tmp_path / "trace.csv").write_text("time\n3\n")
-    given = GIVEN.replace("kind: constant, per_s: 1", "kind: trace, file: trace.csv")
+    document = GIVEN.replace("kind: constant, per_s: 1", "kind: trace, file: trace.csv")
     with pytest.raises(ConfigurationError, match=r"trace\.csv: every line needs a number at_s"):
-        simulate(read_scenario(written(tmp_path, given)))
+        simulate(read_scenario(written(tmp_path, document)))

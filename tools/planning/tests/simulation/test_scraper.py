@@ -15,13 +15,13 @@ SEEN = PromQuery("count(penstock_worker_busy_ratio{lane='interactive'})")
 
 def seen(at_s: float, **fields: object) -> object:
     """Returns how many workers queries count after the autoscaler removed one of two."""
-    given = scenario(
+    one_model = scenario(
         entry={"replicas": {"min": 1, "max": 1}},
         load={"start_replicas": 2, "arrivals": [{"kind": "constant", "per_s": 0}]},
         metrics=fields,
     )
-    catalog, rules = deployed_rules(given)
-    world = World(given, catalog, rules, read_prices())
+    catalog, rules = deployed_rules(one_model)
+    world = World(one_model, catalog, rules, read_prices())
     world.env.run(until=at_s)
     return SEEN.value(world.series, at_s)
 

@@ -36,10 +36,10 @@ def measured(figure: str) -> tuple[float, float]:
 
 
 def summary(name: str) -> tuple[RunSummary, FlowSummary]:
-    found = simulate(read_scenario(name)).summary
-    (flow,) = found.flows
+    run_summary = simulate(read_scenario(name)).summary
+    (flow,) = run_summary.flows
     assert flow.served >= flow.arrived - 3 > 1000
-    return found, flow
+    return run_summary, flow
 
 
 def test_idle_gpus_are_those_that_were_measured() -> None:
@@ -83,19 +83,19 @@ def shared(per_s: float, item_s: float, start: int = 1, **fields: Any) -> dict[s
 def test_the_autoscaler_follows_the_load_of_all_models_as_planned() -> None:
     """Nine workers are busy, three with each model."""
     scenario = scenario_of(shared(6.0, 0.5, start=14))
-    found = simulate(scenario).summary
+    run_summary = simulate(scenario).summary
     catalog, rules = deployed_rules(scenario)
     assert [autoscaler.models for autoscaler in rules["us-central1"].values()] == [NAMES]
     rate = ModelRate(mean_per_s=6.0, seconds_per_item=0.5, measured="made up")
     rates = DemandRates(models=dict.fromkeys(NAMES, rate))
     plan = make_plan(catalog, rates, Platform(), Prices(sources={}, prices={}), read_gpu_types(), 1)
     planned = plan.sites[0].workers[0]
-    for model in found.models:
+    for model in run_summary.models:
         assert model.within_deadline > 0.999
-        assert model.replicas == found.models[0].replicas, "they are the same pods"
-    assert 9 / 0.9 < found.models[0].replicas.mean <= planned.pods_peak * 1.15
-    assert found.models[0].replicas.most <= planned.pods_most
-    assert found.gpus_to_request == plan.sites[0].pools[0].nodes_most
+        assert model.replicas == run_summary.models[0].replicas, "they are the same pods"
+    assert 9 / 0.9 < run_summary.models[0].replicas.mean <= planned.pods_peak * 1.15
+    assert run_summary.models[0].replicas.most <= planned.pods_most
+    assert run_summary.gpus_to_request == plan.sites[0].pools[0].nodes_most
 
 
 def test_drained_and_killed_pods_lose_no_request() -> None:
@@ -106,21 +106,23 @@ def test_drained_and_killed_pods_lose_no_request() -> None:
         {"kind": "gpu_failure", "at_s": 1800},
         {"kind": "set_replicas", "at_s": 2100, "model": NAMES[2], "count": 8},
     ]
-    found = simulate(scenario_of(shared(2.0, 0.5, start=6, events=events, duration_s=3600))).summary
-    for model in found.models:
+    run_summary = simulate(
+        scenario_of(shared(2.0, 0.5, start=6, events=events, duration_s=3600))
+    ).summary
+    for model in run_summary.models:
         assert (model.refused, model.lost) == (0, 0)
         assert model.served + model.open + model.expired == model.arrived
         assert model.within_deadline > 0.98
-    assert found.workers_lost["killed"] > 0
+    assert run_summary.workers_lost["killed"] > 0
 
 
 def test_continuous_batches_of_shared_workers_are_not_simulated() -> None:
-    given = shared(1.0, 0.1)
+    document = shared(1.0, 0.1)
     steps = {"count": 4, "fixed_s": 0.1, "per_item_s": 0.0}
     load = {"arrivals": [{"kind": "constant", "per_s": 1}], "steps": steps, "measured": "made up"}
-    given["models"] = given["models"] | {NAMES[1]: load}
+    document["models"] = document["models"] | {NAMES[1]: load}
     with pytest.raises(ConfigurationError, match=r"b-model\.steps: models that share workers"):
-        simulate(scenario_of(given))
+        simulate(scenario_of(document))
 
 
 @pytest.mark.parametrize(

@@ -42,16 +42,16 @@ def queue_of(servers: int, load: float, spread: str) -> Scenario:
 @pytest.mark.slow
 @pytest.mark.parametrize(("servers", "load"), [(1, 0.6), (4, 3.0), (10, 8.0)])
 def test_waits_are_those_of_erlang(servers: int, load: float) -> None:
-    found = waits(simulate(queue_of(servers, load, "exponential")))
-    assert sum(found) / len(found) == pytest.approx(mean_wait_s(servers, load, 1.0), rel=0.1)
-    share = sum(wait_s > 1e-9 for wait_s in found) / len(found)
+    waits_s = waits(simulate(queue_of(servers, load, "exponential")))
+    assert sum(waits_s) / len(waits_s) == pytest.approx(mean_wait_s(servers, load, 1.0), rel=0.1)
+    share = sum(wait_s > 1e-9 for wait_s in waits_s) / len(waits_s)
     assert share == pytest.approx(erlang_c(servers, load), rel=0.05)
 
 
 def test_waits_of_constant_service_are_those_of_pollaczek_and_khinchin() -> None:
     # M/D/1: rho s / (2 (1 - rho)).
-    found = waits(simulate(queue_of(1, 0.7, "none")))
-    assert sum(found) / len(found) == pytest.approx(0.7 / (2 * 0.3), rel=0.05)
+    waits_s = waits(simulate(queue_of(1, 0.7, "none")))
+    assert sum(waits_s) / len(waits_s) == pytest.approx(0.7 / (2 * 0.3), rel=0.05)
 
 
 def test_the_same_seed_gives_the_same_result() -> None:
@@ -245,9 +245,9 @@ def test_a_worker_far_from_its_broker_does_as_much_as_one_near_it() -> None:
 
 
 def test_at_most_a_second_of_work_is_held_beyond_two_batches() -> None:
-    given = fast_and_far(5.0)
-    catalog, rules = deployed_rules(given)
-    world = World(given, catalog, rules, read_prices())
-    world.env.run(until=given.duration_s)
+    distant = fast_and_far(5.0)
+    catalog, rules = deployed_rules(distant)
+    world = World(distant, catalog, rules, read_prices())
+    world.env.run(until=distant.duration_s)
     (replicas,) = world.parts.replicas.values()
     assert replicas.workers[0].most_held[0] == 2 * 16 + 320

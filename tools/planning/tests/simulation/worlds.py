@@ -28,10 +28,10 @@ def scenario(
         "measured": "made up",
         "start_replicas": 4,
     } | (load or {})
-    given = {
+    base = {
         "duration_s": 600,
         "settle_s": 0,
         "catalog": [ENTRY | (entry or {})],
         "models": {"model": given_load},
     }
-    return scenario_of(given | fields)
+    return scenario_of(base | fields)
