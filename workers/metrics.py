@@ -370,9 +370,10 @@ class BusyRatio:
 
     def start(self, priorities: Iterable[Priority]) -> dict[Priority, float]:
         """A batch starts, with one priority for each of its items. Returns what `end` needs."""
-        each = list(priorities)
+        item_priorities = list(priorities)
         parts: dict[Priority, float] = {
-            priority: each.count(priority) / len(each) / self._processes for priority in PRIORITIES
+            priority: item_priorities.count(priority) / len(item_priorities) / self._processes
+            for priority in PRIORITIES
         }
         self._batches += 1
         self._add(parts, 1)

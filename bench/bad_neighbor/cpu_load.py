@@ -133,11 +133,11 @@ async def burning(
 ) -> AsyncIterator[list[float]]:
     """Burns the load while the block runs. Afterwards the list has the cores that it got."""
     orders = [BurnOrder(bursts, seconds, part in low_parts) for part, bursts in load.items()]
-    got: list[float] = []
+    cores_got: list[float] = []
     async with asyncio.TaskGroup() as tasks:
         burns = [tasks.create_task(_burn_part(order)) for order in orders]
-        yield got
-    got.append(sum(burn.result() for burn in burns))
+        yield cores_got
+    cores_got.append(sum(burn.result() for burn in burns))
 
 
 async def _burn_part(order: BurnOrder) -> float:

@@ -297,10 +297,10 @@ class BatchExecution:
         self.padded_work += computed
         if (real := sum(lengths)) < computed:
             # If each item costs as much as the longest, padding is not in proportion.
-            each = [computed // len(lengths)] * len(lengths)
+            shares = [computed // len(lengths)] * len(lengths)
             if not self._model.pads:
-                each = [length * computed // real for length in lengths]
-            self.padded |= dict(zip(slots, each, strict=True))
+                shares = [length * computed // real for length in lengths]
+            self.padded |= dict(zip(slots, shares, strict=True))
 
 
 class StepPreviews:

@@ -164,8 +164,8 @@ def _read(connection: socket.socket, size_bytes: int) -> bytearray | None:
     body = bytearray(size_bytes)
     view, got_bytes = memoryview(body), 0
     while got_bytes < size_bytes:
-        got = connection.recv_into(view[got_bytes:])
-        if not got:
+        read_bytes = connection.recv_into(view[got_bytes:])
+        if not read_bytes:
             return None
-        got_bytes += got
+        got_bytes += read_bytes
     return body

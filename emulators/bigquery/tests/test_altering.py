@@ -17,7 +17,7 @@ def _table(client: bigquery.Client, dataset: str) -> None:
 
 
 def shape(client: bigquery.Client, table: str = "d.t") -> list[tuple[str, str, str]]:
-    return [(each.name, each.field_type, each.mode) for each in client.get_table(table).schema]
+    return [(field.name, field.field_type, field.mode) for field in client.get_table(table).schema]
 
 
 def test_columns_are_dropped_renamed_and_added_at_once(client: bigquery.Client) -> None:

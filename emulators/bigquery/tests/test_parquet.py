@@ -43,7 +43,7 @@ def test_a_file_makes_its_table(client: bigquery.Client, tmp_path: Path) -> None
     )
     job = load(client, parquet(tmp_path, query))
     assert (job.output_rows, job.destination.table_id) == (1, "loaded")
-    kinds = [(each.field_type, each.mode) for each in client.get_table(PLACE).schema]
+    kinds = [(field.field_type, field.mode) for field in client.get_table(PLACE).schema]
     assert kinds == [
         *[("INTEGER", "NULLABLE")] * 2,
         *[(kind, "NULLABLE") for kind in ("FLOAT", "STRING", "BYTES", "BOOLEAN", "DATE", "TIME")],

@@ -163,7 +163,7 @@ def test_an_answer_can_carry_what_it_quotes(bigquery_endpoint: str) -> None:
     status, _, answer = request(
         bigquery_endpoint, "POST", f"{TABLES}/t/insertAll", json.dumps(rows).encode()
     )
-    assert (status, [each["index"] for each in answer["insertErrors"]]) == (200, [0, 1])
+    assert (status, [row_error["index"] for row_error in answer["insertErrors"]]) == (200, [0, 1])
     load = job("load")(destinationTable=PLACE)
     path = f"{UPLOADS}resumable".replace("/p/", "/%F0%9F%98%80/")
     status, headers, _ = request(bigquery_endpoint, "POST", path, json.dumps(load).encode())

@@ -34,7 +34,7 @@ async def main(folder: Path) -> None:
         received: list[Any] = []
         while len(received) < len(answered):
             received += (await wire.pull(SUBSCRIPTION)).received_messages
-        assert {each.message.message_id for each in received} >= set(answered)
+        assert {delivery.message.message_id for delivery in received} >= set(answered)
         # Once the backlog is acked, there is space again, without any other action.
         for start in range(0, len(received), 100):
             await wire.ack(SUBSCRIPTION, received[start : start + 100])

@@ -121,7 +121,7 @@ class Requests:
         if field.cpp_type in _INTEGERS:
             bits = 31 if "32" in str(field.type) or field.cpp_type in (1, 3) else 63
             least = 0 if field.cpp_type in (3, 4) else -(2**bits)
-            return self.random.choice([each for each in NUMBERS if least <= each < 2**bits])
+            return self.random.choice([number for number in NUMBERS if least <= number < 2**bits])
         return self.random.choice((0.0, -1.0, 1e300, float("nan"), float("inf")))
 
     def _named(self, field: Any) -> str:
@@ -131,7 +131,7 @@ class Requests:
         if field.name in {"project", "parent"}:
             return "projects/p"
         kind = field.containing_type.name if field.name == "name" else field.name
-        names = [each for each in self._names if f"/{kind.lower()}s/" in each]
+        names = [name for name in self._names if f"/{kind.lower()}s/" in name]
         return self.random.choice(names) if names else ""
 
     def text(self) -> str:
@@ -148,9 +148,9 @@ async def run(server: KeptServer, count: int, seed: int) -> Counter[str]:
     requests, statuses = Requests(seed), Counter[str]()
     endpoint, methods = server.endpoint, unary_methods(Broker(lambda: 1e9))
     targets: list[tuple[str, Callable[[], Any]]] = [
-        (f"/{each.service}/{each.name}", each.request) for each in methods
+        (f"/{method.service}/{method.name}", method.request) for method in methods
     ]
-    kinds = {each.name: each.request for each in methods}
+    kinds = {method.name: method.request for method in methods}
     rest = RestRequests(requests.random, requests.text, requests.fill, kinds)
     async with connect(endpoint) as wire:
         await wire.topic(TOPIC)
@@ -224,9 +224,9 @@ async def clear(wire: Wire) -> None:
         field = "parent" if kind == "Schemas" else "project"
         request = message_class(f"List{kind}Request")(**{field: "projects/p"})
         listed = await wire.call(service, f"List{kind}", request, f"List{kind}Response")
-        for each in getattr(listed, kind.lower()):
+        for resource in getattr(listed, kind.lower()):
             name = "name" if kind == "Schemas" else noun.lower()
-            delete = message_class(f"Delete{noun}Request")(**{name: each.name})
+            delete = message_class(f"Delete{noun}Request")(**{name: resource.name})
             await wire.call(service, f"Delete{noun}", delete, "Empty")
 
 

@@ -118,8 +118,8 @@ class RestRequests:
                 elif isinstance(fields[name], (dict, list)):
                     self._damage(fields[name])
         elif isinstance(fields, list):
-            for each in fields:
-                self._damage(each)
+            for field in fields:
+                self._damage(field)
 
 
 async def send(endpoint: str, rule: Rule, data: bytes) -> str:

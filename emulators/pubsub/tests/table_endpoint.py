@@ -42,7 +42,7 @@ class TableEndpoint:
         if len(body["rows"]) > self.most_rows:
             return _error(413, "requestTooLarge")
         errors: list[Json] = []
-        for index, row in enumerate(each["json"] for each in body["rows"]):
+        for index, row in enumerate(entry["json"] for entry in body["rows"]):
             unknown = sorted(row.keys() - self.columns.keys())
             if unknown and not body["ignoreUnknownValues"]:
                 why = {"location": unknown[0], "message": "no such field"}

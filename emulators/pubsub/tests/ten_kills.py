@@ -64,9 +64,9 @@ async def consume(wire: Wire, ledger: Ledger, path: str, is_done: Any) -> None:
     received = ledger.received.setdefault(path, set())
     while not is_done():
         pulled = (await wire.pull(path, 50, return_immediately=True)).received_messages
-        received.update(each.message.message_id for each in pulled)
+        received.update(delivery.message.message_id for delivery in pulled)
         if path == ONCE:
-            ledger.again |= ledger.confirmed & {each.message.message_id for each in pulled}
+            ledger.again |= ledger.confirmed & {delivery.message.message_id for delivery in pulled}
         if path == ORDERED:
             check_order(pulled)
         if not pulled:
@@ -74,7 +74,7 @@ async def consume(wire: Wire, ledger: Ledger, path: str, is_done: Any) -> None:
             continue
         await wire.ack(path, pulled)
         if path == ONCE:
-            ledger.confirmed |= {each.message.message_id for each in pulled}
+            ledger.confirmed |= {delivery.message.message_id for delivery in pulled}
 
 
 async def consume_until_killed(wire: Wire, ledger: Ledger, path: str) -> None:
@@ -84,10 +84,10 @@ async def consume_until_killed(wire: Wire, ledger: Ledger, path: str) -> None:
 
 def check_order(pulled: Any) -> None:
     latest: dict[str, int] = {}
-    for each in pulled:
-        message_id = int(each.message.message_id)
-        assert message_id > latest.get(each.message.ordering_key, 0), "out of order"
-        latest[each.message.ordering_key] = message_id
+    for received in pulled:
+        message_id = int(received.message.message_id)
+        assert message_id > latest.get(received.message.ordering_key, 0), "out of order"
+        latest[received.message.ordering_key] = message_id
 
 
 async def kill_in_traffic(

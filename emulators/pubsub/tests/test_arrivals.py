@@ -41,11 +41,11 @@ NODE = Caller("gl-node/20.20.2 gax/5.0.6 grpc/1.14.0 gccl/5.3.1")
 
 
 def answer_of(server: PubsubServer, name: str) -> Answer:
-    return next(each.answer for each in unary_methods(server.broker) if each.name == name)
+    return next(method.answer for method in unary_methods(server.broker) if method.name == name)
 
 
 def publish_request(*data: str, **fields: Any) -> Any:
-    messages = [message_class("PubsubMessage")(data=each.encode(), **fields) for each in data]
+    messages = [message_class("PubsubMessage")(data=text.encode(), **fields) for text in data]
     return message_class("PublishRequest")(topic=TOPIC, messages=messages)
 
 
@@ -102,7 +102,7 @@ async def test_node_has_a_pause_to_see_the_end_of_its_publish(
     await publish(publish_request("now"), PYTHON)
     await wire.publish(TOPIC, "and now")
     deliveries = backlog.take(Consumer(lambda: None, 10.0))
-    assert [each.message.proto.data for each in deliveries] == [b"now", b"and now"]
+    assert [received.message.proto.data for received in deliveries] == [b"now", b"and now"]
     await publish(publish_request("soon"), NODE)
     consumer = Consumer(lambda: None, 10.0)
     await until(lambda: backlog.take(consumer) != [])
@@ -148,7 +148,7 @@ async def test_delivery_whose_publish_was_not_written_is_taken_back(
         monkeypatch.setattr(Database, "write", full)
         with pytest.raises(ServerUnavailable, match="disk is full"):
             await answer_of(server, "Publish")(publish_request("a"), Caller())
-        assert [each.message.proto.data for each in delivered] == [b"a"]
+        assert [received.message.proto.data for received in delivered] == [b"a"]
         assert unacked(server) == 0
         monkeypatch.setattr(Database, "write", write)
         await until(lambda: is_admitted(server))
@@ -167,7 +167,7 @@ def is_admitted(server: PubsubServer) -> bool:
 
 async def pulled(wire: Wire) -> list[str]:
     received = (await wire.pull(SUBSCRIPTION)).received_messages
-    return [each.message.message_id for each in received]
+    return [delivery.message.message_id for delivery in received]
 
 
 async def test_what_a_caller_published_before_it_gave_up_comes_all_the_same(
@@ -205,7 +205,7 @@ async def test_seek_back_does_not_bring_what_has_no_answer_yet(tmp_path: Path) -
             for _ in publishing.let_out():
                 pass
             received = (await wire.pull(SUBSCRIPTION)).received_messages
-            assert [each.message.data for each in received] == [b"a", b"b"]
+            assert [delivery.message.data for delivery in received] == [b"a", b"b"]
             await wire.ack(SUBSCRIPTION, received)
 
 
@@ -227,8 +227,8 @@ async def test_other_calls_are_answered_while_a_publish_reaches_many_subscriptio
     assert answered >= 5
     for number in (0, 299):
         pulled = await wire.pull(f"projects/p/subscriptions/sub{number}", max_messages=1000)
-        assert [each.message.data for each in pulled.received_messages] == [
-            b"%d" % each for each in range(len(pulled.received_messages))
+        assert [received.message.data for received in pulled.received_messages] == [
+            b"%d" % number for number in range(len(pulled.received_messages))
         ]
         assert pulled.received_messages
 

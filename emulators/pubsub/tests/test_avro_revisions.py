@@ -172,7 +172,7 @@ def _rename_types(kind: Any, place: str) -> Any:
 
 @given(one=definitions(2), other=definitions(2))
 def test_apaches_check_says_the_same(one: Any, other: Any) -> None:
-    first, second = (avro.schema.make_avsc_object(each) for each in (one, other))
+    first, second = (avro.schema.make_avsc_object(definition) for definition in (one, other))
     apaches = cast("Any", ReaderWriterCompatibilityChecker)
     expected = all(
         apaches().get_compatibility(reader, writer).compatibility

@@ -73,7 +73,7 @@ async def pulled(wire: Wire) -> list[Any]:
 
 
 def data(received: list[Any]) -> set[str]:
-    return {each.message.data.decode() for each in received}
+    return {delivery.message.data.decode() for delivery in received}
 
 
 async def make(server: KeptServer) -> None:
@@ -112,10 +112,10 @@ async def test_what_an_ack_confirmed_does_not_come_again_and_the_rest_does(
             # Given back, so that their ids hold no more: none, one, all but one.
             stale = received[: (1, 0, len(received) - 1)[kill % 3]]
             await nack(wire, stale)
-            refused = await door(server, wire, [each.ack_id for each in received])
+            refused = await door(server, wire, [message.ack_id for message in received])
             server.kill()
         server.start()
-        assert refused == {each.ack_id for each in stale}
+        assert refused == {message.ack_id for message in stale}
         async with connect(server.endpoint) as wire:
             again = await pulled(wire)
             assert data(again) == data(stale)
@@ -126,6 +126,6 @@ async def nack(wire: Wire, received: list[Any]) -> None:
     if not received:
         return
     request = message_class("ModifyAckDeadlineRequest")(
-        subscription=SUBSCRIPTION, ack_ids=[each.ack_id for each in received]
+        subscription=SUBSCRIPTION, ack_ids=[message.ack_id for message in received]
     )
     await wire.call("Subscriber", "ModifyAckDeadline", request, "Empty")

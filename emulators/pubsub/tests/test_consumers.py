@@ -7,10 +7,10 @@ def test_consumer_takes_no_more_than_it_has_room_for(world: World) -> None:
     world.publish(*"abcd")
     reader = world.consumer(max_messages=3)
     first = world.take(reader)
-    assert [each.data for each in first] == ["a", "b", "c"]
+    assert [message.data for message in first] == ["a", "b", "c"]
     assert world.take(reader) == []
     world.ack(first[:1])
-    assert [each.data for each in world.take(reader)] == ["d"]
+    assert [message.data for message in world.take(reader)] == ["d"]
 
 
 def test_full_consumer_is_woken_when_a_lease_of_its_own_ends(world: World) -> None:
@@ -56,7 +56,7 @@ def test_consumer_that_writes_something_else_is_passed_over(world: World) -> Non
     world.busy(stuck)  # with an answer to a ping, on a connection that takes nothing
     world.publish("a")
     assert [stuck.wakes, idle.wakes] == [0, 1]
-    assert [each.data for each in world.take(idle)] == ["a"]
+    assert [message.data for message in world.take(idle)] == ["a"]
     world.take(stuck)
     world.publish("b")
     assert stuck.wakes == 1
@@ -84,7 +84,7 @@ def test_consumer_that_left_is_woken_for_nothing(world: World) -> None:
     for wakes in (1, 2):
         world.publish("b")
         assert [gone.wakes, idle.wakes] == [0, wakes]
-        assert [each.data for each in world.take(idle)] == ["b"]
+        assert [message.data for message in world.take(idle)] == ["b"]
         world.take(idle)
 
 
@@ -113,7 +113,7 @@ def test_turn_of_a_leaving_consumer_goes_to_the_next(world: World) -> None:
     world.publish("a")
     subscription.leave(first)
     assert second.wakes == 1
-    assert [each.data for each in world.take(second)] == ["a"]
+    assert [message.data for message in world.take(second)] == ["a"]
 
 
 def test_leases_of_a_consumer_that_left_stay_until_they_run_out(world: World) -> None:

@@ -140,7 +140,7 @@ async def test_confirmed_ack_of_exactly_once_delivery_outlives_the_server(
     async with connect(kept_server.endpoint) as wire:
         await wire.publish(TOPIC, "c")
         assert [
-            each.message.data for each in (await wire.pull(SUBSCRIPTION)).received_messages
+            received.message.data for received in (await wire.pull(SUBSCRIPTION)).received_messages
         ] == [b"c"]
 
 

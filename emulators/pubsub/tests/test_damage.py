@@ -34,7 +34,11 @@ def filled(folder: Path) -> None:
 def left_in(folder: Path) -> list[str]:
     with opened_database(folder, fsync=False) as database:
         world = KeptWorld(database)
-        return [each.data for each in world.pull()] if world.broker.registry.subscriptions else []
+        return (
+            [message.data for message in world.pull()]
+            if world.broker.registry.subscriptions
+            else []
+        )
 
 
 def test_whole_directory_says_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -72,8 +72,8 @@ async def test_full_disk_refuses_and_loses_nothing_and_goes_on_when_there_is_roo
             again: list[str] = []
             while len(again) < len(answered) - len(leased):
                 again += [
-                    each.message.message_id
-                    for each in (await wire.pull(SUBSCRIPTION)).received_messages
+                    received.message.message_id
+                    for received in (await wire.pull(SUBSCRIPTION)).received_messages
                 ]
             assert again == answered[len(leased) :]
     finally:
@@ -435,7 +435,7 @@ async def test_fsync_keeps_the_same(tmp_path: Path) -> None:
         await wire.publish(TOPIC, "a")
     async with serve(data_dir=tmp_path, fsync=True) as server, connect(server.endpoint) as wire:
         assert [
-            each.message.data for each in (await wire.pull(SUBSCRIPTION)).received_messages
+            received.message.data for received in (await wire.pull(SUBSCRIPTION)).received_messages
         ] == [b"a"]
 
 

@@ -92,7 +92,7 @@ def test_push_and_exactly_once_exclude_each_other(once: World) -> None:
 async def test_each_refused_id_is_named_however_many_they_are(wire: Wire, name: str) -> None:
     """A client takes each id that is not named as confirmed. Google's send 1,000 or 2,500."""
     await wire.subscription(SUBSCRIPTION, TOPIC, enable_exactly_once_delivery=True)
-    ack_ids = [f"6612340c2ab73.{1_795_653_892_693_352 + each}.1" for each in range(15_000)]
+    ack_ids = [f"6612340c2ab73.{1_795_653_892_693_352 + number}.1" for number in range(15_000)]
     request = message_class(f"{name}Request")(subscription=SUBSCRIPTION, ack_ids=ack_ids)
     with pytest.raises(grpc.aio.AioRpcError) as refusal:
         await wire.call("Subscriber", name, request, "Empty")

@@ -100,10 +100,12 @@ def compounds(draw: st.DrawFn, parts: st.SearchStrategy[Expression]) -> Expressi
     operands = draw(st.lists(parts, min_size=2, max_size=3))
     text = f" {kind.upper()} ".join(
         # A negation binds tighter than AND and OR, so it may stand there without parentheses.
-        each.text if each.truth[0] == "not" and draw(st.booleans()) else parenthesised(each)
-        for each in operands
+        operand.text
+        if operand.truth[0] == "not" and draw(st.booleans())
+        else parenthesised(operand)
+        for operand in operands
     )
-    return Expression(text, (kind, *(each.truth for each in operands)))
+    return Expression(text, (kind, *(operand.truth for operand in operands)))
 
 
 expressions = st.recursive(conditions(), compounds, max_leaves=5).filter(

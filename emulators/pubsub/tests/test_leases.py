@@ -9,7 +9,7 @@ from tests.world import World, message
 
 def test_message_is_out_once_until_its_lease_ends(world: World) -> None:
     world.publish("a")
-    assert [each.data for each in world.pull()] == ["a"]
+    assert [message.data for message in world.pull()] == ["a"]
     world.advance(9.9)
     assert world.pull() == []
     world.advance(0.1)

@@ -14,11 +14,11 @@ def ordered_world(**fields: Any) -> World:
 
 
 def publish(world: World, key: str, *data: str) -> None:
-    world.publish(*(message(each, ordering_key=key) for each in data))
+    world.publish(*(message(text, ordering_key=key) for text in data))
 
 
 def data_of(pulled: Sequence[Pulled]) -> list[str]:
-    return [each.data for each in pulled]
+    return [message.data for message in pulled]
 
 
 def test_a_pull_brings_several_of_a_key_in_order() -> None:
@@ -96,7 +96,10 @@ def test_only_the_nacked_one_has_an_attempt_more() -> None:
     world = ordered_world(dead_letter_policy=policy)
     publish(world, "k", "1", "2")
     world.nack(world.pull()[:1])
-    assert [(each.data, each.delivery_attempt) for each in world.pull()] == [("1", 2), ("2", 1)]
+    assert [(message.data, message.delivery_attempt) for message in world.pull()] == [
+        ("1", 2),
+        ("2", 1),
+    ]
 
 
 def test_expired_lease_keeps_the_order() -> None:
@@ -137,7 +140,7 @@ def test_without_ordering_the_key_is_only_carried() -> None:
     world.subscription()
     publish(world, "k", "1", "2")
     pulled = world.pull()
-    assert [each.data for each in pulled] == ["1", "2"]
+    assert [message.data for message in pulled] == ["1", "2"]
     assert pulled[0].message.ordering_key == "k"
 
 

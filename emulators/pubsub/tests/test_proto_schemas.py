@@ -97,7 +97,8 @@ def test_message_fits_the_newest_revision_that_it_can(world: World) -> None:
     commit(world, STATE.replace("name", "named").replace("= 1", "= 4"))
     world.publish('{"name": "a"}', '{"population": 3}', '{"named": "a"}', topic_id="typed")
     fitted = [
-        each.message.attributes["googclient_schemarevisionid"] for each in world.pull("typed")
+        received.message.attributes["googclient_schemarevisionid"]
+        for received in world.pull("typed")
     ]
     assert fitted[:2] == [second, second]
     assert fitted[2] not in (first, second)

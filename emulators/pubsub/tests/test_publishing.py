@@ -10,7 +10,7 @@ from tests.world import World, message
 def test_ids_are_unique_and_in_order(world: World) -> None:
     ids = [*world.publish("a", "b"), *world.publish("c")]
     assert len(set(ids)) == 3
-    assert [each.message.message_id for each in world.pull()] == ids
+    assert [received.message.message_id for received in world.pull()] == ids
 
 
 def test_server_sets_id_and_time_whatever_the_publisher_wrote(world: World) -> None:

@@ -19,7 +19,7 @@ async def test_pull_waits_for_the_first_message(wire: Wire, server: PubsubServer
     backlog = server.broker.registry.subscriptions[SUBSCRIPTION].backlog
     await until(lambda: len(backlog.consumers) == 1)
     await wire.publish(TOPIC, "a")
-    assert [each.message.data for each in (await pull).received_messages] == [b"a"]
+    assert [received.message.data for received in (await pull).received_messages] == [b"a"]
     assert not len(backlog.consumers)
 
 

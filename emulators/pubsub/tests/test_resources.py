@@ -355,7 +355,7 @@ def test_lists_are_paged_by_name_and_bound_to_the_project() -> None:
     while True:
         request = {"project": PROJECT, "page_size": 2, "page_token": token}
         page = world.call("ListTopics", "ListTopicsRequest", **request)
-        names += [each.name for each in page.topics]
+        names += [topic.name for topic in page.topics]
         token, pages = page.next_page_token, pages + 1
         if not token:
             break
@@ -367,7 +367,7 @@ def test_subscriptions_are_listed_by_project_and_by_topic(world: World) -> None:
     world.topic("other")
     world.subscription("elsewhere", "other")
     listed = world.call("ListSubscriptions", "ListSubscriptionsRequest", project=PROJECT)
-    assert [each.name for each in listed.subscriptions] == [
+    assert [subscription.name for subscription in listed.subscriptions] == [
         subscription_path("elsewhere"),
         subscription_path("workers"),
     ]

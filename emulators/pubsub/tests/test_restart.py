@@ -47,9 +47,9 @@ def test_settings_come_back_as_they_were(kept: KeptWorld) -> None:
     kept.subscription(
         "pushed", push_config={"push_endpoint": "http://localhost:1/push", "attributes": {"a": "b"}}
     )
-    before = [type(each)() for each in (get(kept), get(kept, "pushed"))]
-    for copy, each in zip(before, (get(kept), get(kept, "pushed")), strict=True):
-        copy.CopyFrom(each)
+    before = [type(resource)() for resource in (get(kept), get(kept, "pushed"))]
+    for copy, resource in zip(before, (get(kept), get(kept, "pushed")), strict=True):
+        copy.CopyFrom(resource)
     kept.restart()
     assert [get(kept), get(kept, "pushed")] == before
     assert kept.call("GetTopic", "GetTopicRequest", topic=topic_path("jobs")).name == topic_path(
@@ -82,7 +82,7 @@ def test_updates_and_deletions_come_back(kept: KeptWorld) -> None:
 def test_unacked_messages_come_back_and_acked_ones_do_not(kept: KeptWorld) -> None:
     kept.subscription()
     kept.publish("waits", "leased", "acked")
-    pulled = {each.data: each for each in kept.pull(max_messages=3)}
+    pulled = {message.data: message for message in kept.pull(max_messages=3)}
     kept.ack([pulled["acked"]])
     kept.restart()
     assert kept.pull_data() == ["waits", "leased"]
@@ -135,7 +135,7 @@ def test_filter_and_attributes_hold_after_a_restart(kept: KeptWorld) -> None:
     kept.publish(message("before", slot="1"))
     kept.restart()
     kept.publish(message("mine", slot="1"), message("theirs", slot="2"))
-    assert [(each.data, dict(each.message.attributes)) for each in kept.pull()] == [
+    assert [(received.data, dict(received.message.attributes)) for received in kept.pull()] == [
         ("before", {"slot": "1"}),
         ("mine", {"slot": "1"}),
     ]
@@ -167,14 +167,14 @@ def test_attempts_go_on_and_end_in_a_dead_letter(kept: KeptWorld) -> None:
 
 def test_ordering_keys_keep_their_order(kept: KeptWorld) -> None:
     kept.subscription(enable_message_ordering=True)
-    kept.publish(*(message(each, ordering_key="k") for each in "1234"))
+    kept.publish(*(message(text, ordering_key="k") for text in "1234"))
     kept.publish(message("x", ordering_key="l"))
     kept.ack(kept.pull()[:1])
     seen = []
     kept.restart()
     while pulled := kept.pull(max_messages=2):
-        of_key = [each for each in pulled if each.message.ordering_key == "k"]
-        seen += [each.data for each in of_key]
+        of_key = [received for received in pulled if received.message.ordering_key == "k"]
+        seen += [message.data for message in of_key]
         kept.ack(pulled)
         kept.restart()
     assert seen == ["2", "3", "4"]

@@ -112,13 +112,13 @@ def test_lists_have_definitions_only_when_asked(world: World) -> None:
     for schema_id in ("one", "two"):
         create(world, schema_id=schema_id)
     listed = world.call("ListSchemas", "ListSchemasRequest", parent=PROJECT)
-    assert [each.definition for each in listed.schemas] == ["", ""]
+    assert [schema.definition for schema in listed.schemas] == ["", ""]
     request = {"parent": PROJECT, "view": FULL, "page_size": 1}
     page = world.call("ListSchemas", "ListSchemasRequest", **request)
-    assert [each.definition for each in page.schemas] == [ONE]
+    assert [schema.definition for schema in page.schemas] == [ONE]
     request["page_token"] = page.next_page_token
     page = world.call("ListSchemas", "ListSchemasRequest", **request)
-    assert [each.name for each in page.schemas] == [f"{PROJECT}/schemas/two"]
+    assert [schema.name for schema in page.schemas] == [f"{PROJECT}/schemas/two"]
     assert page.next_page_token == ""
 
 
@@ -293,7 +293,9 @@ def test_message_fits_the_newest_revision_of_the_range_that_it_can() -> None:
     typed_topic(world, last_revision_id=second)
     world.subscription()
     world.publish(user(name="a"), user(name="a", age=1), user(name="a", more=1))
-    fitted = [each.message.attributes["googclient_schemarevisionid"] for each in world.pull()]
+    fitted = [
+        received.message.attributes["googclient_schemarevisionid"] for received in world.pull()
+    ]
     assert fitted == [first, second, first]
     assert third not in fitted
     topic = {"name": topic_path("jobs"), "schema_settings": {"first_revision_id": second}}

@@ -59,7 +59,7 @@ def test_memory_is_counted_once_for_each_delivery_whatever_a_seek_does() -> None
     world.topic()
     world.subscription(enable_message_ordering=True)
     storage = world.broker.registry.storage
-    world.publish(*(message(each, ordering_key="k") for each in "abc"))
+    world.publish(*(message(text, ordering_key="k") for text in "abc"))
     held_bytes = storage.held_bytes
     start_s = world.now_s - 1
     snapshot(world)
@@ -124,7 +124,7 @@ def test_message_in_flight_gives_its_place_in_the_flow_control_back() -> None:
     wakes = stream.wakes
     seek_to(world, world.now_s - 1)
     assert stream.wakes > wakes
-    assert [each.data for each in world.take(stream)] == ["a"]
+    assert [message.data for message in world.take(stream)] == ["a"]
     assert stream.outstanding_messages == 1
 
 
@@ -243,7 +243,7 @@ def test_snapshots_are_listed_and_deleted(world: World) -> None:
     snapshot(world, "one-1")
     snapshot(world, "two-2")
     listed = world.call("ListSnapshots", "ListSnapshotsRequest", project="projects/test-project")
-    assert [each.name for each in listed.snapshots] == [
+    assert [snapshot.name for snapshot in listed.snapshots] == [
         snapshot_path("one-1"),
         snapshot_path("two-2"),
     ]

@@ -140,7 +140,10 @@ async def test_many_streams_on_one_connection_leave_room_for_calls_and_no_consum
                     path, "projects/p/topics/replies", filter=f'attributes.slot = "{number}"'
                 )
                 await wire.stream().open(path)
-            backlogs = [each.backlog for each in server.broker.registry.subscriptions.values()]
+            backlogs = [
+                subscription.backlog
+                for subscription in server.broker.registry.subscriptions.values()
+            ]
             await until(lambda: all(len(backlog.consumers) == 1 for backlog in backlogs))
             assert await wire.publish("projects/p/topics/replies", "calls are answered")
         await until(lambda: not any(len(backlog.consumers) for backlog in backlogs))

@@ -154,15 +154,15 @@ class Deliveries(RuleBasedStateMachine):
         key = self.published[name]
         if self.ordered and key:
             older = [
-                each
-                for each, of_key in self.published.items()
-                if of_key == key and int(each[1:]) < int(name[1:])
+                other
+                for other, of_key in self.published.items()
+                if of_key == key and int(other[1:]) < int(name[1:])
             ]
             out = {held for held, _ in self.lease_ends_s.values()}
             assert set(older) <= self.settled | self.letters() | out, (
                 "a message overtook an older one of its key"
             )
-            assert {self.readers_of[each] for each in out & set(older)} <= {reader}, (
+            assert {self.readers_of[other] for other in out & set(older)} <= {reader}, (
                 "two consumers have messages of one key"
             )
         self.readers_of[name] = reader
@@ -177,7 +177,7 @@ class Deliveries(RuleBasedStateMachine):
 
     def letters(self) -> set[str]:
         backlog = self.world.broker.registry.subscriptions[subscription_path("morgue")].backlog
-        return {each.proto.data.decode() for each in backlog.messages}
+        return {stored.proto.data.decode() for stored in backlog.messages}
 
     def teardown(self) -> None:
         """In the end every message is acked, or has failed often enough to be a dead letter."""
@@ -186,13 +186,13 @@ class Deliveries(RuleBasedStateMachine):
         for _ in range((len(self.published) + 1) * (MAX_ATTEMPTS if self.dead else 1)):
             self.wait(40)
             pulled = self.world.pull()
-            for each in pulled:
-                self.note(each, 10, reader=-1)
-            for each in pulled:
+            for pulled_message in pulled:
+                self.note(pulled_message, 10, reader=-1)
+            for pulled_message in pulled:
                 if self.dead:
-                    self.nack(each)
+                    self.nack(pulled_message)
                 else:
-                    self.ack(each)
+                    self.ack(pulled_message)
         letters = self.letters()
         assert self.settled | letters == set(self.published)
         assert all(self.attempts[name] == MAX_ATTEMPTS for name in letters)

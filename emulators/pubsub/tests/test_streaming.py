@@ -36,7 +36,7 @@ async def test_waiting_messages_come_in_one_response(wire: Wire) -> None:
     await wire.publish(TOPIC, *"abcde")
     stream = wire.stream()
     await stream.open(SUBSCRIPTION)
-    assert [each.message.data for each in (await stream.receive()).received_messages] == [
+    assert [received.message.data for received in (await stream.receive()).received_messages] == [
         b"a",
         b"b",
         b"c",
@@ -51,9 +51,11 @@ async def test_flow_control_holds_messages_back_until_one_is_acked(wire: Wire) -
     await stream.open(SUBSCRIPTION, max_outstanding_messages=2)
     await wire.publish(TOPIC, *"abc")
     first = (await stream.receive()).received_messages
-    assert [each.message.data for each in first] == [b"a", b"b"]
+    assert [received.message.data for received in first] == [b"a", b"b"]
     await stream.send(ack_ids=[first[1].ack_id])
-    assert [each.message.data for each in (await stream.receive()).received_messages] == [b"c"]
+    assert [received.message.data for received in (await stream.receive()).received_messages] == [
+        b"c"
+    ]
 
 
 async def test_nack_on_the_stream_redelivers(wire: Wire) -> None:
@@ -207,7 +209,7 @@ async def test_exactly_once_stream_confirms_acks_and_extensions(wire: Wire) -> N
     await stream.open(SUBSCRIPTION)
     response = await stream.receive()
     assert response.subscription_properties.exactly_once_delivery_enabled
-    first, second = (each.ack_id for each in response.received_messages)
+    first, second = (message.ack_id for message in response.received_messages)
     await stream.send(modify_deadline_ack_ids=[first, "gone"], modify_deadline_seconds=[30, 30])
     confirmed = (await stream.receive()).modify_ack_deadline_confirmation
     assert (list(confirmed.ack_ids), list(confirmed.invalid_ack_ids)) == ([first], ["gone"])
@@ -225,7 +227,7 @@ async def test_ordered_stream_says_so_and_keeps_the_order(wire: Wire) -> None:
     await stream.open(SUBSCRIPTION)
     response = await stream.receive()
     assert response.subscription_properties.message_ordering_enabled
-    assert [each.message.data for each in response.received_messages] == [b"a", b"b", b"c"]
+    assert [received.message.data for received in response.received_messages] == [b"a", b"b", b"c"]
     await wire.publish(TOPIC, "d", ordering_key="k")
     (following,) = (await stream.receive()).received_messages
     assert following.message.data == b"d"

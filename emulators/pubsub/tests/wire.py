@@ -46,7 +46,7 @@ class Wire:
         await self.call("Subscriber", "DeleteSubscription", request, "Empty")
 
     async def publish(self, topic: str, *data: str, **fields: Any) -> list[str]:
-        messages = [message_class("PubsubMessage")(data=each.encode(), **fields) for each in data]
+        messages = [message_class("PubsubMessage")(data=text.encode(), **fields) for text in data]
         request = message_class("PublishRequest")(topic=topic, messages=messages)
         return list(
             (await self.call("Publisher", "Publish", request, "PublishResponse")).message_ids
@@ -66,7 +66,7 @@ class Wire:
 
     async def ack(self, subscription: str, received: Iterable[Any]) -> None:
         request = message_class("AcknowledgeRequest")(
-            subscription=subscription, ack_ids=[each.ack_id for each in received]
+            subscription=subscription, ack_ids=[message.ack_id for message in received]
         )
         await self.call("Subscriber", "Acknowledge", request, "Empty")
 

@@ -75,7 +75,7 @@ class World:
         return str(self.call("CreateSubscription", "Subscription", **request).name)
 
     def publish(self, *messages: str | PubsubMessage, topic_id: str = "jobs") -> list[str]:
-        protos = [message(each) if isinstance(each, str) else each for each in messages]
+        protos = [message(item) if isinstance(item, str) else item for item in messages]
         response = self.call(
             "Publish", "PublishRequest", topic=topic_path(topic_id), messages=protos
         )
@@ -110,15 +110,20 @@ class World:
         backlog = self.broker.registry.subscriptions[subscription_path(subscription_id)].backlog
         response = PullResponse.FromString(backlog.serialized(backlog.take(consumer, max_messages)))
         return [
-            Pulled(each.message.data.decode(), each.ack_id, each.delivery_attempt, each.message)
-            for each in response.received_messages
+            Pulled(
+                received.message.data.decode(),
+                received.ack_id,
+                received.delivery_attempt,
+                received.message,
+            )
+            for received in response.received_messages
         ]
 
     def pull_data(self, subscription_id: str = "workers") -> list[str]:
-        return [each.data for each in self.pull(subscription_id)]
+        return [message.data for message in self.pull(subscription_id)]
 
     def ack(self, pulled: Sequence[Pulled], subscription_id: str = "workers") -> None:
-        ack_ids = [each.ack_id for each in pulled]
+        ack_ids = [message.ack_id for message in pulled]
         path = subscription_path(subscription_id)
         self.call("Acknowledge", "AcknowledgeRequest", subscription=path, ack_ids=ack_ids)
 
@@ -129,7 +134,7 @@ class World:
             "ModifyAckDeadline",
             "ModifyAckDeadlineRequest",
             subscription=subscription_path(subscription_id),
-            ack_ids=[each.ack_id for each in pulled],
+            ack_ids=[message.ack_id for message in pulled],
             ack_deadline_seconds=deadline_s,
         )
 

@@ -112,11 +112,11 @@ def load_pipelines(folder: Path, device: torch.device, plan: ImagePlan) -> Loade
     if not by_mode:
         reason = f"{folder}: {kind.__name__} draws neither from a prompt nor from an image"
         raise ConfigurationError(reason, field="source")
-    for each in (pipeline, *by_mode.values()):
-        each.set_progress_bar_config(disable=True)
+    for loaded in (pipeline, *by_mode.values()):
+        loaded.set_progress_bar_config(disable=True)
         # Pipelines of Stable Diffusion XL mark their images if a certain package is installed.
-        if getattr(each, "watermark", None) is not None:
-            each.watermark = None
+        if getattr(loaded, "watermark", None) is not None:
+            loaded.watermark = None
     return LoadedPipelines(pipeline, by_mode)
 
 

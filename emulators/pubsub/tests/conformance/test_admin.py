@@ -152,7 +152,7 @@ def test_deleted_topic_is_shown_as_such_and_its_backlog_stays(
     publisher.delete_topic(topic=topic)
     assert subscriber.get_subscription(subscription=path).topic == "_deleted-topic_"
     pulled = subscriber.pull(subscription=path, max_messages=10).received_messages
-    assert [each.message.data for each in pulled] == [b"kept"]
+    assert [received.message.data for received in pulled] == [b"kept"]
 
 
 def test_lists_are_paged(
@@ -168,7 +168,7 @@ def test_lists_are_paged(
     assert max(len(page.topics) for page in pages) == 2
     assert sorted(topic.name for page in pages for topic in page.topics) == topics
     listed = subscriber.list_subscriptions(request={"project": project, "page_size": 2})
-    assert sorted(each.name for each in listed) == subscriptions
+    assert sorted(resource.name for resource in listed) == subscriptions
     of_topic = publisher.list_topic_subscriptions(request={"topic": topics[0], "page_size": 2})
     assert sorted(of_topic) == subscriptions
     assert list(publisher.list_topic_subscriptions(topic=topics[1])) == []

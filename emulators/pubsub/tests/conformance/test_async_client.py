@@ -63,9 +63,11 @@ async def test_stream_delivers_and_ends_after_the_half_close(
         await publisher.publish(topic=topic, messages=[{"data": b"1"}, {"data": b"2"}])
         data = []
         async for response in stream:
-            data += [each.message.data for each in response.received_messages]
+            data += [received.message.data for received in response.received_messages]
             requests.put_nowait(
-                StreamingPullRequest(ack_ids=[each.ack_id for each in response.received_messages])
+                StreamingPullRequest(
+                    ack_ids=[message.ack_id for message in response.received_messages]
+                )
             )
             if len(data) == 2:
                 break

@@ -44,17 +44,19 @@ def pulled_data(subscriber: SubscriberClient, subscription: str, count: int) -> 
         pulled = subscriber.pull(
             subscription=subscription, max_messages=100, timeout=WAIT_LIMIT_S
         ).received_messages
-        data += [each.message.data for each in pulled]
+        data += [received.message.data for received in pulled]
         if pulled:
             subscriber.acknowledge(
-                subscription=subscription, ack_ids=[each.ack_id for each in pulled]
+                subscription=subscription, ack_ids=[message.ack_id for message in pulled]
             )
     return data
 
 
 def pull_at_once(subscriber: SubscriberClient, subscription: str) -> list[bytes]:
     request = {"subscription": subscription, "max_messages": 10, "return_immediately": True}
-    return [each.message.data for each in subscriber.pull(request=request).received_messages]
+    return [
+        received.message.data for received in subscriber.pull(request=request).received_messages
+    ]
 
 
 def test_hundred_messages_reach_the_callback_once_each(
@@ -75,7 +77,7 @@ def test_hundred_messages_reach_the_callback_once_each(
         ids = [publisher.publish(topic, str(number).encode(), kind="test") for number in range(100)]
         messages = [received.get(timeout=WAIT_LIMIT_S) for _ in range(100)]
         assert {message.message_id for message in messages} == {
-            each.result(timeout=WAIT_LIMIT_S) for each in ids
+            future.result(timeout=WAIT_LIMIT_S) for future in ids
         }
         assert {message.attributes["kind"] for message in messages} == {"test"}
         assert received.empty()
@@ -113,8 +115,8 @@ def test_flow_control_holds_the_second_message_back(
     topic = make_topic()
     path = make_subscription(topic)
     received: queue.Queue[Message] = queue.Queue()
-    for each in [publisher.publish(topic, data) for data in (b"1", b"2")]:
-        each.result(timeout=WAIT_LIMIT_S)
+    for future in [publisher.publish(topic, data) for data in (b"1", b"2")]:
+        future.result(timeout=WAIT_LIMIT_S)
     with subscribed(subscriber, path, received.put, flow_control=FlowControl(max_messages=1)):
         first = received.get(timeout=WAIT_LIMIT_S)
         with pytest.raises(queue.Empty):
@@ -185,8 +187,8 @@ def test_every_subscription_gets_every_message(
 ) -> None:
     topic = make_topic()
     paths = [make_subscription(topic, f"sub-{number}") for number in range(3)]
-    for each in [publisher.publish(topic, data) for data in (b"1", b"2")]:
-        each.result(timeout=WAIT_LIMIT_S)
+    for future in [publisher.publish(topic, data) for data in (b"1", b"2")]:
+        future.result(timeout=WAIT_LIMIT_S)
     for path in paths:
         assert sorted(pulled_data(subscriber, path, 2)) == [b"1", b"2"]
 

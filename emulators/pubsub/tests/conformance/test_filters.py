@@ -42,7 +42,7 @@ def test_filter_keeps(
     pulled = subscriber.pull(
         subscription=path, max_messages=10, timeout=WAIT_LIMIT_S
     ).received_messages
-    assert {each.message.data.decode() for each in pulled} == expected
+    assert {received.message.data.decode() for received in pulled} == expected
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def test_message_makes_its_way(
     assert received.message.message_id == published.message_ids[0]
     assert (received.message.data, dict(received.message.attributes)) == (b"hello", {"k": "v"})
     rest_subscriber.acknowledge(subscription=subscription, ack_ids=[received.ack_id])
-    assert [each.name for each in rest_publisher.list_topics(project=project)] == [topic]
+    assert [topic.name for topic in rest_publisher.list_topics(project=project)] == [topic]
     rest_subscriber.delete_subscription(subscription=subscription)
     rest_publisher.delete_topic(topic=topic)
     with pytest.raises(exceptions.NotFound):

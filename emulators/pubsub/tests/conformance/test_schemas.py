@@ -46,7 +46,9 @@ def test_schema_is_made_shown_listed_and_deleted(
     assert (schema.definition, schema.revision_id) == (user.definition, user.revision_id)
     basic = schemas.get_schema(request={"name": user.name, "view": SchemaView.BASIC})
     assert basic.definition == ""
-    assert [each.name for each in schemas.list_schemas(parent=project)] == [user.name]
+    assert [listed_schema.name for listed_schema in schemas.list_schemas(parent=project)] == [
+        user.name
+    ]
     with pytest.raises(exceptions.AlreadyExists):
         schemas.create_schema(parent=project, schema=avro(name="string"), schema_id="user")
     schemas.delete_schema(name=user.name)
@@ -66,7 +68,7 @@ def test_revisions(schemas: SchemaServiceClient, user: Schema) -> None:
     second = schemas.commit_schema(name=user.name, schema=avro(name="string", age="int"))
     third = schemas.rollback_schema(name=user.name, revision_id=user.revision_id)
     assert third.definition == user.definition
-    listed = [each.revision_id for each in schemas.list_schema_revisions(name=user.name)]
+    listed = [revision.revision_id for revision in schemas.list_schema_revisions(name=user.name)]
     assert listed == [user.revision_id, second.revision_id, third.revision_id]
     named = f"{user.name}@{second.revision_id}"
     assert schemas.get_schema(name=named).definition == second.definition
@@ -164,9 +166,9 @@ def test_topic_takes_what_fits_its_protocol_buffer(
     state, plus, none = (
         Schema(
             type_=Schema.Type.PROTOCOL_BUFFER,
-            definition=f'syntax = "proto3"; message State {{ {each} }}',
+            definition=f'syntax = "proto3"; message State {{ {fields_text} }}',
         )
-        for each in (fields, f"{fields} int64 population = 3;", "words name = 1;")
+        for fields_text in (fields, f"{fields} int64 population = 3;", "words name = 1;")
     )
     schemas.validate_schema(parent=project, schema=state)
     made = schemas.create_schema(parent=project, schema=state, schema_id="state")

@@ -18,13 +18,17 @@ def pull_all(subscriber: SubscriberClient, subscription: str) -> list[bytes]:
     pulled = subscriber.pull(
         subscription=subscription, max_messages=10, timeout=WAIT_LIMIT_S
     ).received_messages
-    subscriber.acknowledge(subscription=subscription, ack_ids=[each.ack_id for each in pulled])
-    return sorted(each.message.data for each in pulled)
+    subscriber.acknowledge(
+        subscription=subscription, ack_ids=[message.ack_id for message in pulled]
+    )
+    return sorted(received.message.data for received in pulled)
 
 
 def pull_at_once(subscriber: SubscriberClient, subscription: str) -> list[bytes]:
     request = {"subscription": subscription, "max_messages": 10, "return_immediately": True}
-    return [each.message.data for each in subscriber.pull(request=request).received_messages]
+    return [
+        received.message.data for received in subscriber.pull(request=request).received_messages
+    ]
 
 
 def test_seek_to_a_snapshot_brings_its_backlog_back(
@@ -43,7 +47,9 @@ def test_seek_to_a_snapshot_brings_its_backlog_back(
     assert pull_all(subscriber, path) == [b"after", b"before"]
     subscriber.seek(request={"subscription": path, "snapshot": snapshot.name})
     assert pull_all(subscriber, path) == [b"after", b"before"]
-    assert [each.name for each in subscriber.list_snapshots(project=project)] == [snapshot.name]
+    assert [
+        listed_snapshot.name for listed_snapshot in subscriber.list_snapshots(project=project)
+    ] == [snapshot.name]
     subscriber.delete_snapshot(snapshot=snapshot.name)
     assert list(subscriber.list_snapshots(project=project)) == []
 

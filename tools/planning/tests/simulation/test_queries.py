@@ -60,8 +60,8 @@ class World:
         if spare is not None:
             counters["spare_seconds_total"] = spare
         for at_s in range(0, int(NOW_S) + 1, 10):
-            for name, each in counters.items():
-                value = at_s * per_s * each
+            for name, factor in counters.items():
+                value = at_s * per_s * factor
                 self.series.append(f"penstock_worker_{name}", labels, float(at_s), value)
         return self
 

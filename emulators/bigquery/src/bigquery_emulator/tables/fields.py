@@ -53,12 +53,12 @@ def _refusal(text: str) -> str:
 def _checked(value: Any, where: str) -> Any:
     if isinstance(value, Mapping):
         return {
-            _encodable(name, where): _checked(each, f"{where}.{name}")
-            for name, each in value.items()
-            if each is not None
+            _encodable(name, where): _checked(element, f"{where}.{name}")
+            for name, element in value.items()
+            if element is not None
         }
     if isinstance(value, list):
-        return [_checked(each, f"{where}[{at}]") for at, each in enumerate(value)]
+        return [_checked(element, f"{where}[{at}]") for at, element in enumerate(value)]
     if isinstance(value, float) and not math.isfinite(value):
         # Python's parser accepts them, but they are not valid JSON.
         raise InvalidError(f"Invalid value for {where.removeprefix('.')}: {value} is not JSON")
@@ -76,8 +76,8 @@ def _encodable(text: str, where: str) -> str:
 
 def _with_text(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: _with_text(each) for name, each in value.items()}
+        return {name: _with_text(element) for name, element in value.items()}
     if isinstance(value, list):
-        return [_with_text(each) for each in value]
+        return [_with_text(element) for element in value]
     is_number = isinstance(value, int) and not isinstance(value, bool)
     return str(value) if is_number else value

@@ -84,7 +84,7 @@ def _value(value: Any, column: Column | None) -> Any:
         return value
     if column.get("mode") == "REPEATED" and isinstance(value, list):
         single = {**column, "mode": "NULLABLE"}
-        return [_value(each, single) for each in value]
+        return [_value(element, single) for element in value]
     if column["type"] in ("RECORD", "STRUCT") and isinstance(value, dict):
         return _as_inserted(value, columns_of(column))
     if column["type"] == "JSON" and not isinstance(value, str):

@@ -75,7 +75,7 @@ class SchemaCalls:
     def list_schema_revisions(self, request: Any) -> Any:
         """List a schema's revisions, oldest first, paged."""
         schema = self._registry.schema(request.name)
-        numbered = ((f"{number:04}", each) for number, each in enumerate(schema.revisions))
+        numbered = ((f"{number:04}", revision) for number, revision in enumerate(schema.revisions))
         page, token = page_of(numbered, request.page_size, request.page_token)
         return _ListSchemaRevisionsResponse(
             schemas=_shown(page, request.view), next_page_token=token

@@ -103,21 +103,23 @@ class _Types:
         self._fields: list[tuple[str, FieldDescriptorProto]] = []
         self._extensions: list[tuple[str, FieldDescriptorProto]] = []
         scope = f".{file.package}".rstrip(".")
-        self._extensions += [(scope, each) for each in file.extension]
+        self._extensions += [(scope, definition) for definition in file.extension]
         for message in file.message_type:
             self._declare(scope, message)
-        for name, each in self._fields:
-            self.messages[name].add(self._field(each, each.name), (each.name, each.json_name))
-        for scope, each in self._extensions:
-            name = _joined(scope, each.name)[1:]
-            self.messages[each.extendee].add(self._field(each, name), (f"[{name}]",))
+        for name, definition in self._fields:
+            self.messages[name].add(
+                self._field(definition, definition.name), (definition.name, definition.json_name)
+            )
+        for scope, definition in self._extensions:
+            name = _joined(scope, definition.name)[1:]
+            self.messages[definition.extendee].add(self._field(definition, name), (f"[{name}]",))
         self._find_lacking()
 
     def _declare(self, scope: str, message: DescriptorProto) -> None:
         name = _joined(scope, message.name)
         self.messages[name] = MessageType(name[1:], message.options.map_entry)
-        self._fields += [(name, each) for each in message.field]
-        self._extensions += [(name, each) for each in message.extension]
+        self._fields += [(name, definition) for definition in message.field]
+        self._extensions += [(name, definition) for definition in message.extension]
         for enum in message.enum_type:
             self._declare_enum(name, enum)
         for nested in message.nested_type:

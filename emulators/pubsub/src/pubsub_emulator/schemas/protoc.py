@@ -58,9 +58,11 @@ def compile_definition(definition: str) -> FileDescriptorProto:
 
 def _first_error(report: str) -> str:
     places = [match.groups() for match in _AT_A_PLACE.finditer(report)]
-    errors = [each for each in places if not each[2].startswith("warning: ")]
+    errors = [error for error in places if not error[2].startswith("warning: ")]
     # A missing import is reported first, in a line without a position.
-    for line, column, reason in [each for each in errors if each[2].startswith("Import ")] + errors:
+    for line, column, reason in [
+        error for error in errors if error[2].startswith("Import ")
+    ] + errors:
         if reason.startswith("Import "):
             reason = "a definition can't import others"
         return f"line {line}, column {column}: {reason}"

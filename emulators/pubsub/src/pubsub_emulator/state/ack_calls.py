@@ -38,7 +38,7 @@ def acknowledge(backlog: Backlog, ack_ids: Iterable[str]) -> dict[str, str]:
     """
     refused: dict[str, str] = {}
     exactly_once = backlog.settings.exactly_once
-    for ack_id, (delivery, is_current) in [(each, backlog.find(each)) for each in ack_ids]:
+    for ack_id, (delivery, is_current) in [(ack_id, backlog.find(ack_id)) for ack_id in ack_ids]:
         if exactly_once and not is_current:
             refused[ack_id] = INVALID_ACK_ID
         elif delivery is not None:

@@ -218,7 +218,9 @@ class Backlog:
     def withdraw(self, sequences: Collection[int]) -> None:
         """Drop messages, leased or not. Acks for them have no effect."""
         for delivery in [
-            each for each in self._queue.deliveries.values() if each.message.sequence in sequences
+            received
+            for received in self._queue.deliveries.values()
+            if received.message.sequence in sequences
         ]:
             self._remove(delivery)
 

@@ -34,7 +34,7 @@ class Measured(NamedTuple):
 
 def measured(request: PublishRequest) -> Measured:
     """Read the size and the attributes of a publish request."""
-    return Measured(request.ByteSize(), [dict(each.attributes) for each in request.messages])
+    return Measured(request.ByteSize(), [dict(message.attributes) for message in request.messages])
 
 
 def check_publish(request: PublishRequest) -> Measured:

@@ -69,7 +69,9 @@ def message_check(topic: Topic, find_schema: FindSchema) -> MessageCheck:
         )
     schema = find_schema(settings.schema)
     revisions = schema.range(settings.first_revision_id, settings.last_revision_id)
-    definitions = [(each.revision_id, partial(schema.definition, each)) for each in revisions]
+    definitions = [
+        (revision.revision_id, partial(schema.definition, revision)) for revision in revisions
+    ]
     return MessageCheck(
         schema.path, kind_of(schema.latest), _ENCODINGS[settings.encoding], definitions
     )

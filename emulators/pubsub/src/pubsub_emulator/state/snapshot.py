@@ -53,7 +53,9 @@ class Snapshot:
         self.messages[message.sequence] = message
 
     def withdraw(self, sequences: Collection[int]) -> None:
-        for message in [each for each in self.messages.values() if each.sequence in sequences]:
+        for message in [
+            stored for stored in self.messages.values() if stored.sequence in sequences
+        ]:
             self._journal.release(message, self.holder)
             del self.messages[message.sequence]
 

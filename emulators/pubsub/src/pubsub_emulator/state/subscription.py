@@ -143,7 +143,7 @@ class SubscriptionState:
     def withdraw(self, sequences: Collection[int]) -> None:
         """Withdraw messages, including leased and acked ones. Acks for them have no effect."""
         self.backlog.withdraw(sequences)
-        for message in [each for each in self._acked if each.sequence in sequences]:
+        for message in [message for message in self._acked if message.sequence in sequences]:
             self._journal.release(message, self.holder)
             self._acked.remove(message)
 

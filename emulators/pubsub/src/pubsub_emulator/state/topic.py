@@ -145,7 +145,7 @@ class Topic:
 
     def withdraw(self, sequences: Collection[int]) -> None:
         """Remove withdrawn messages from the log."""
-        for message in [each for each in self.log if each.sequence in sequences]:
+        for message in [message for message in self.log if message.sequence in sequences]:
             self._journal.release(message, self.holder)
             self.log.remove(message)
 

@@ -206,7 +206,7 @@ class Database:
         """Remove messages and their holders. On a full disk they stay until the next start."""
         with suppress(WriteFailed), self._transaction():
             for statement in (_DROP, "DELETE FROM held WHERE sequence = ?"):
-                self._connection.executemany(statement, [(each,) for each in sequences])
+                self._connection.executemany(statement, [(sequence,) for sequence in sequences])
 
     def take_reserve(self) -> None:
         """Reserve space for the time when the disk is full.

@@ -46,7 +46,7 @@ def altered(table: TableResource, actions: list[str], evaluate: Evaluate) -> Sha
         DuplicateError: a column already exists. InvalidQueryError: a column does not exist, or
         BigQuery refuses the change. UnsupportedError: this server does not support the action.
     """
-    sources = {each.name: quoted(each.name) for each in table.schema}
+    sources = {field.name: quoted(field.name) for field in table.schema}
     shape = Shape(table.schema, table.settings, sources)
     for text in actions:
         _apply(shape, text, evaluate)
@@ -172,8 +172,8 @@ def _cannot(old: Field, kind: exp.DataType) -> InvalidQueryError:
 
 
 def _position(shape: Shape, name: str, is_needed: bool) -> int | None:
-    for position, each in enumerate(shape.schema):
-        if each.name.lower() == name.lower():
+    for position, candidate in enumerate(shape.schema):
+        if candidate.name.lower() == name.lower():
             return position
     if is_needed:
         raise InvalidQueryError(f"Column not found: {name}")
