@@ -1,4 +1,6 @@
-"""A disk that is full for a while: refused, nothing answered is lost, and it goes on by itself."""
+"""A disk that is full for a while: writes are refused, no answered write is lost, and the server
+recovers by itself.
+"""
 
 import json
 import random

@@ -30,7 +30,7 @@ def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks async tests for anyio."""
+    """Makes all async tests run in one event loop, by anyio's `_one_event_loop` fixture."""
     for item in items:
         if isinstance(item, pytest.Function) and "anyio_backend" in item.fixturenames:
             item.fixturenames.insert(0, "_one_event_loop")

@@ -202,7 +202,7 @@ def connected(folder: Path) -> Iterator[sqlite3.Connection]:
 
 
 class FullDatabase(Database):
-    """The real one on a disk that is full while the test says so."""
+    """The real database on a disk that is full while `is_full` is set."""
 
     is_full = False
 

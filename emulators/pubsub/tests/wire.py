@@ -120,8 +120,8 @@ async def connect(endpoint: str) -> AsyncIterator[Wire]:
 async def until(condition: Callable[[], bool]) -> None:
     """Let the loop run until something is true inside a server of this process.
 
-    That mostly takes a few of its turns. Turns without end would take a core from whoever is to
-    change it.
+    That mostly takes a few of its turns. Endless turns would take a core from the server that
+    must change it.
     """
     turns_until_s = time.perf_counter() + TURNS_S
     async with asyncio.timeout(WAIT_LIMIT_S):

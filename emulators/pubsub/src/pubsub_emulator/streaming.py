@@ -61,7 +61,7 @@ async def pull(broker: Broker, request: Any, time_left_s: float | None) -> bytes
                         woken.clear()
                         deliveries = subscription.backlog.take(consumer)
     finally:
-        # Also when the caller hangs up, because a consumer waiting behind it must be woken instead.
+        # Also when the caller hangs up, because the next waiting consumer must be woken instead.
         subscription.leave(consumer)
     if consumer.ended is not None:
         raise consumer.ended

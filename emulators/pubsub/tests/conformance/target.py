@@ -48,8 +48,8 @@ class Target:
 
 @contextmanager
 def embedded(name: str, folder: Path) -> Iterator[Target]:
-    """Run the embedded server in a process of its own, in memory or kept in the folder, where its
-    log goes too.
+    """Run the embedded server in a separate process, in memory or with its data in the folder,
+    where its log goes too.
     """
     port, rest_port = free_port(), free_port()
     command = [sys.executable, "-m", "pubsub_emulator", f"--port={port}"]

@@ -22,8 +22,8 @@ _COMPARISONS = frozenset(
 _MONOTONE = frozenset(
     {"date", "timestamp", "datetime", "date_trunc", "timestamp_trunc", "datetime_trunc"}
 )
-"""A filter on one of these functions of a column counts as a filter on the column, as with a view's
-DATE(at) AS day.
+"""A filter on the result of one of these functions counts as a filter on its column, as with a
+view's DATE(at) AS day.
 """
 _NOTHING: frozenset[int] = frozenset()
 

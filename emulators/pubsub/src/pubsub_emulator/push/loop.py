@@ -16,7 +16,7 @@ from pubsub_emulator.state.subscription import SubscriptionState
 PUSH_WORKERS = 32
 """Maximum messages of a subscription at its endpoint at a time.
 
-Most of the time they wait for others.
+They mostly wait for others.
 """
 # https://cloud.google.com/pubsub/docs/push#receive_push: these statuses ack, all others nack.
 ACK_STATUSES = frozenset({102, 200, 201, 202, 204})

@@ -31,8 +31,8 @@ def main(libraries: str, cpu_s: int, memory_mib: int) -> int:
         resource.setrlimit(kind, (limit, limit))
     sys.path.insert(0, libraries)
     compiler = importlib.import_module("grpc_tools._protoc_compiler")
-    # In-memory files, because there is a limit on file sizes: each of thousands of errors may
-    # repeat a name of 100 KB.
+    # In-memory files, because there is a limit on file sizes: the compiler may report thousands of
+    # errors, each with a 100 KB name.
     compiled = os.memfd_create("compiled")
     errors = os.memfd_create("errors")
     standard_error = os.dup(2)

@@ -1,4 +1,4 @@
-"""A subscription's deliveries, by who may take them: anyone, the consumer of a key, nobody yet.
+"""A subscription's deliveries, grouped by their possible consumers: any, a key's consumer, none.
 
 This is the layer between a backlog, which knows leases and policies, and the ordering lines.
 """

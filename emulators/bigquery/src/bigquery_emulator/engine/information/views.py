@@ -61,8 +61,8 @@ class InformationViews:
             before: parts of the name before it: project, then region or dataset.
 
         Raises:
-            InvalidQueryError: the view needs a dataset or a region and has none. NotFoundError: the
-            dataset does not exist. UnsupportedError: this server does not support the view.
+            InvalidQueryError: the view needs a dataset or a region that is missing. NotFoundError:
+            the dataset does not exist. UnsupportedError: this server does not support the view.
         """
         name = view.upper()
         if name in _OF_DATASETS or name in _JOB_VIEWS:
