@@ -113,7 +113,7 @@ def _predict(stack: Stack, count: int, word: str) -> LoadReport:
     """Asks for predictions whose callers wait.
 
     Raises:
-        RuntimeError: one did not succeed, or has another output than the class gives.
+        RuntimeError: one did not succeed, or its output differs from the class's output.
     """
     bodies = [
         msgspec.json.encode({"version": NAME, "input": {"text": f"{word} {number}"}}).decode()

@@ -2,8 +2,8 @@
 
 Each direction delays what passes by DELAY_MS. JITTER is the sigma of log-normal delays, whose
 median is DELAY_MS. Every CUT_EVERY_S seconds, all connections are lost with the bytes on their way.
-A value of 0 turns either off. Bytes keep their order, as TCP does. The proxy is a process of its
-own and shares no interpreter with the measured programs.
+A value of 0 turns either off. Bytes keep their order, as TCP does. The proxy is a separate
+process and shares no interpreter with the measured programs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PUBSUB_SIGMA = 0.44
 Its quantiles 0.5, 0.9 and 0.99 are 26.6, 46.8 and 470.7 ms with Google's Go client and 100
 messages/s (https://github.com/davidxia/cloud-message-latency, "Metrics", 2021). Up to 0.9 they fit
 a log-normal time. The last hundredth is later than that, one message at a time. This proxy can't
-show it, as it would hold up all of a connection, which Pub/Sub does not.
+show it: it would hold up a whole connection, which Pub/Sub does not do.
 """
 READY_LIMIT_S = 30.0
 
@@ -43,10 +43,10 @@ def distant(
     jitter: float = 0.0,
     cut_every_s: float = 0.0,
 ) -> Iterator[int]:
-    """The port of a proxy in front of `target_port` of this machine.
+    """Yields the port of a proxy in front of this machine's `target_port`.
 
     Args:
-        delay_ms: of each direction, in milliseconds. With 0, and nothing else, there is no proxy.
+        delay_ms: delay in each direction. If it is 0 and nothing else is set, there is no proxy.
         log_dir: the folder of its log.
         jitter: sigma of the log-normal delay. 0: it is always the same.
         cut_every_s: all connections are lost after each such time, in seconds. 0: never.

@@ -1,4 +1,4 @@
-"""One worker and its callers at a distance from their broker, each in a process of its own.
+"""One worker and its callers at a distance from their broker, each in a separate process.
 
 A real worker with a model that takes a fixed time for a batch (bench/timed_worker.py), and
 callers that keep a number of jobs in flight, both behind a proxy (bench/distant_link.py). Redis is
@@ -63,7 +63,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What one run showed."""
+    """Results of one run."""
 
     items_per_s: float
     busy: float
@@ -84,7 +84,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Killed:
-    """What a worker's death cost."""
+    """Delay and repeated work caused by a worker's death."""
 
     items_per_s: float
     """Before the kill."""
@@ -97,7 +97,7 @@ class Killed:
     asked: int
     """Requests in all. Each was answered."""
     healed_s: float
-    """From the kill to the last answer of those that were in flight."""
+    """Time from the kill to the last answer among the jobs in flight."""
 
 
 @contextmanager
@@ -117,7 +117,7 @@ def far_site(
 
 
 class WorkerProcess:
-    """A worker in a process of its own. A context manager that starts and ends it.
+    """A worker in a separate process. A context manager that starts and ends it.
 
     Args:
         hand: how many messages of a priority it holds. 0: as usual.
@@ -252,7 +252,7 @@ async def _calling(site: BrokerSite, project: str, load: FarLoad) -> AsyncIterat
 
 
 def provisioned(site: BrokerSite) -> str:
-    """Makes a project of its own, and returns its name."""
+    """Makes a separate project, and returns its name."""
     project = f"far-{time.time_ns()}"
     uvloop.run(site.provision(project))
     return project

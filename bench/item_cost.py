@@ -1,6 +1,6 @@
 """CPU of an item in a worker's I/O process, with a model that takes no time and one item per job.
 
-A worker with a model that computes nothing (bench/timed_worker.py), in a process of its own, and
+A worker with a model that computes nothing (bench/timed_worker.py), in a separate process, and
 callers in this one that keep a number of jobs in flight. Broker and Redis are near. On two cores
 they share what the worker leaves, so what counts is items per CPU second of the worker: it has one
 core. Rows are written to the disk, as a worker does.

@@ -2,7 +2,7 @@
 
 The parent half starts child processes and sends them ways to batch. The child half (`python -m
 bench.raw_model THREADS FOLDER BACKEND`) loads the model with the library alone, none of our code,
-and says when it has run what it holds.
+and reports when it has run its batches.
 """
 
 from __future__ import annotations

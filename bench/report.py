@@ -47,7 +47,7 @@ class Outcome(msgspec.Struct):
     figures: list[Figure]
     details: dict[str, Any] = {}
     failure: str = ""
-    """What must never happen and did. The command then exits with 1, with `--check` or without."""
+    """A violation that must never happen. The command then exits with 1, even without `--check`."""
 
 
 def machine() -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Takes rows as BigQuery does and counts them: `python -m bench.row_sink PORT LATENCY_MS MOST`.
 
-A process of its own, which is never what limits the writer. `GET /away` makes it hang up on every
-call until `GET /back`. `GET /counts` says what it has: rows, different rows, and their tokens.
+A separate process that never limits the writer. `GET /away` makes it hang up on every
+call until `GET /back`. `GET /counts` returns its totals: rows, different rows, and their tokens.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ MODEL = Model(
 
 
 class RowTraffic:
-    """Makes rows, each with a number of its own at the end of its request."""
+    """Makes rows, each with a unique number at the end of its request."""
 
     def __init__(self) -> None:
         self.written = 0

@@ -1,9 +1,9 @@
 """The writer of usage rows on one core: its rate, an outage of BigQuery, and the recovery.
 
-The writer has a core of its own. The stand-in for BigQuery has another one, if there is one,
+The writer has a dedicated core. The stand-in for BigQuery has another one, if there is one,
 and answers after as long as the service (bench/row_sink.py). An outage of ten minutes is
-compressed: its rows come as fast as they can be made. Then BigQuery is back, while rows go on for a
-while at the usual rate.
+compressed: its rows come as fast as they can be made. Then BigQuery is back, while rows continue
+for a while at the usual rate.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class _Run:
 
 
 def folder_bytes(folder: Path) -> int:
-    """Size of its files. Those that are deleted during the count are left out."""
+    """Returns the size of its files, without files deleted during the count."""
     total_bytes = 0
     for path in folder.iterdir():
         with suppress(FileNotFoundError):

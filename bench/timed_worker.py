@@ -114,7 +114,7 @@ class _TimedProcess:
         self._batch_s = batch_s
 
     async def ready(self) -> None:
-        """It always is."""
+        """Returns at once: this process needs no start."""
 
     def overlaps(self, model: int) -> bool:
         return False
@@ -123,7 +123,7 @@ class _TimedProcess:
         return RunningBatch(asyncio.ensure_future(self._run(batch)), _do_nothing, _do_nothing)
 
     async def finish(self, done: BatchResult, model: int) -> None:
-        """It has enough memory."""
+        """Does nothing: this process never runs out of memory."""
 
     async def _run(self, batch: Sequence[PreparedItem]) -> BatchResult:
         began_s, work = time.time(), sum(item.length for item in batch)
@@ -280,7 +280,7 @@ class BrokerSite:
 
 
 class WorkerCounts(NamedTuple):
-    """What a worker did since its start."""
+    """Totals of a worker since its start."""
 
     at_s: float
     busy_s: float

@@ -1,8 +1,8 @@
 """The bad tenant: on each surface the worst that a caller with a valid key can do.
 
-It is a process of its own with a lower priority, since the machine that it calls from would be
-another one. It reads an order (a line on stdin), prepares what it sends, and says that it is ready
-(a line on stdout). The next line on stdin lets it begin, and at the end it writes what came of it.
+It is a separate process with a lower priority, because it would call from a different machine. It
+reads an order (a line on stdin), prepares its requests, and reports that it is ready (a line on
+stdout). The next line on stdin lets it begin, and at the end it writes its results.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from bench.bad_neighbor.ordered import await_start, read_order, write_report
 from tests.keys import bearer
 
 AFTER_REFUSAL_S = 0.1
-"""Each of its connections waits so long after a refusal, instead of the time that it is told."""
+"""How long each of its connections waits after a refusal, instead of the time in `Retry-After`."""
 TIDY_LIMIT_S = 20.0
 KEY = bearer(BAD)
 SPENT_KEY = bearer(SPENT)
@@ -63,7 +63,7 @@ _NUMBER = re.compile(r"[0-9]+(\.[0-9]+)?")
 
 
 class BadOrder(msgspec.Struct):
-    """What to do on some surfaces, with silent webhook `receivers` and slowly read `streams`."""
+    """Load on some surfaces, with silent webhook `receivers` and slowly read `streams`."""
 
     url: str
     surfaces: list[str]
@@ -117,7 +117,7 @@ class Bad:
                 await act()
 
     async def run(self) -> None:
-        """Does its worst for as long as the order says, and then leaves what it began."""
+        """Does its worst for the order's duration, and then abandons unfinished requests."""
         async with AsyncExitStack() as undo:
             if "webhooks" in self._order.surfaces:
                 self._receivers = await undo.enter_async_context(_hanging(self._order.receivers))
@@ -134,7 +134,7 @@ class Bad:
                 await self._tidy()
 
     def _worst(self, name: str) -> Sequence[AuditEvent]:
-        """What is done at the same time on a surface, again and again."""
+        """Returns the calls that run concurrently on a surface, again and again."""
         worst: dict[str, list[AuditEvent]] = {
             "texts": [self._pages] * 28 + [self._hang_up] * 2,
             "images": [self._late_edit] * 16 + [self._images] * 2 + [self._image] * 4,
@@ -183,12 +183,12 @@ class Bad:
         return await self._post("/v1/embeddings", body, PATIENT, limit_s=300.0)
 
     async def _patient_page(self) -> int:
-        """Work of the same priority as batches, whose answer tells how long a batch of it takes."""
+        """Work with the priority of batches, whose answer shows how long a batch of it takes."""
         body = {"model": EMBEDDER, "input": [text(200) for _ in range(8)]}
         return await self._post("/v1/embeddings", body, BATCH_PRIORITY, limit_s=300.0)
 
     async def _short_text(self) -> int:
-        """A text like those of its predictions. Its answer tells how long their batches take."""
+        """A text like the ones in its predictions. Its answer shows how long their batches take."""
         status = await self._post("/v1/embeddings", {"model": EMBEDDER, "input": text(4)}, PATIENT)
         await asyncio.sleep(AFTER_REFUSAL_S)
         return status
@@ -248,7 +248,7 @@ class Bad:
         return await self._send_form(form)
 
     async def _send_form(self, form: aiohttp.FormData) -> int:
-        """Once the quota is full, something is deleted now and then, so that it goes on."""
+        """Once the quota is full, deletes something now and then to be able to continue."""
         async with self._http.post(f"{self._order.url}/v1/files", data=form) as answer:
             await self._note(answer)
         if answer.status >= 400 and random.random() < 0.1:
@@ -348,13 +348,13 @@ class Bad:
 
 
 class _Usage(msgspec.Struct):
-    """What an answer says of its tokens."""
+    """Returns the token usage of an answer."""
 
     usage: dict[str, Any] = {}
 
 
 def _small_socket(address: aiohttp.AddrInfoType) -> socket.socket:
-    """A socket that takes little before its peer has to wait."""
+    """Opens a socket with a small receive buffer, so its peer soon has to wait."""
     family, kind, protocol, *_ = address
     connection = socket.socket(family, kind, protocol)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
@@ -362,7 +362,7 @@ def _small_socket(address: aiohttp.AddrInfoType) -> socket.socket:
 
 
 def _message(said: bytes) -> str:
-    """What an error says, with 0 for each number: alike errors are one."""
+    """Returns an error's text with 0 for each number, so similar errors are counted together."""
     with suppress(msgspec.DecodeError, AttributeError):
         reply = msgspec.json.decode(said)
         said = str(reply.get("detail") or reply["error"]["message"]).encode()
@@ -370,7 +370,7 @@ def _message(said: bytes) -> str:
 
 
 def _largest_range() -> tuple[int, int]:
-    """A range that no answer in a cache has."""
+    """Returns a time range that no cached answer has."""
     end_s = int(time.time()) - random.randrange(DAY_S)
     return end_s - (DAYS - 2) * DAY_S + random.randrange(DAY_S), end_s
 

@@ -1,9 +1,9 @@
-"""What a quiet tenant noticed on a surface, the bound on it, and the table of all.
+"""The bad tenant's effect on a quiet tenant per surface, the bound on it, and a table of all.
 
-The p99 beside the bad tenant is at most `RATIO * max(alone, same CPU) + unit`:
+The p99 next to the bad tenant is at most `RATIO * max(alone, same CPU) + unit`:
 
-- `alone` is the p99 of the quiet tenant alone, and `same CPU` that beside the same CPU load of
-  nobody's requests (cpu_load.py). With enough cores they are equal.
+- `alone` is the p99 of the quiet tenant alone, and `same CPU` its p99 next to the same CPU load
+  without requests (cpu_load.py). With enough cores they are equal.
 - `unit` is what can't be interrupted of the bad tenant's work, or is computed together with it. A
   text, an image, a line of a batch or a prediction waits for the batch that runs, and is computed
   in one that the other fills. A text that is written has one step for its prompt and one for each
@@ -41,7 +41,7 @@ class Beside:
     """True if both tenants were on all surfaces at once."""
     alone: Noticed = field(default_factory=Noticed)
     same_cpu: Noticed = field(default_factory=Noticed)
-    """Beside the same CPU load of nobody's requests."""
+    """Latencies next to the same CPU load without requests."""
     beside: Noticed = field(default_factory=Noticed)
     sent: int = 0
     """Requests of the bad tenant."""
@@ -51,9 +51,9 @@ class Beside:
     batch_ms: float = 0.0
     step_ms: float = 0.0
     cores: list[float] = field(default_factory=list)
-    """That the bad tenant took in each round, with what it made the stack do."""
+    """Cores that the bad tenant used in each round, including the work it caused in the stack."""
     burned_cores: list[float] = field(default_factory=list)
-    """That the same load of nobody's requests got in each."""
+    """Cores that the same load without requests used in each."""
 
     @property
     def name(self) -> str:
@@ -61,7 +61,7 @@ class Beside:
 
     @property
     def ratio(self) -> float:
-        """The p99 beside over that alone."""
+        """The p99 next to the bad tenant, divided by the p99 alone."""
         return percentile(self.beside, 99) / percentile(self.alone, 99)
 
     @property
@@ -76,12 +76,12 @@ class Beside:
 
     @property
     def limit_ms(self) -> float:
-        """The bound on the p99 beside."""
+        """Maximum p99 next to the bad tenant."""
         return RATIO * _slower(self.alone, self.same_cpu) + self.unit_ms
 
     @property
     def verdict(self) -> str:
-        """What of the bound was needed."""
+        """The p99's share of the bound."""
         beside_ms = percentile(self.beside, 99)
         if beside_ms <= RATIO * percentile(self.alone, 99):
             return f"{RATIO:g} x alone"
@@ -115,7 +115,7 @@ class Beside:
 
 
 def percentile(noticed: Noticed, which: float) -> float:
-    """In ms: the fastest of which `which` percent are no slower. NaN: nothing was answered."""
+    """Returns the percentile `which`, in ms. NaN: nothing was answered."""
     if not noticed.took_ms:
         return math.nan
     return float(np.percentile(noticed.took_ms, which, method="inverted_cdf"))
@@ -171,7 +171,7 @@ def cells(line: Beside) -> tuple[str, ...]:
 
 
 def outcome_of(lines: Sequence[Beside]) -> Outcome:
-    """What is kept of the measurement.
+    """Returns the stored figures of the measurement.
 
     It fails if a request of the quiet tenant was refused anywhere, or was not counted.
     """

@@ -1,9 +1,9 @@
-"""The control of the measurement: the CPU that a bad tenant takes, taken by nobody's requests.
+"""The control of the measurement: the same CPU load as a bad tenant's, but without its requests.
 
-Both tenants share the cores with the whole stack. What a quiet tenant notices of that is not the
-pipeline's to divide, and with more cores it would be gone. So the CPU time that each process spends
-on the bad tenant is measured. Then as many processes burn as much, in bursts of the same length,
-while the quiet tenant has the pipeline to itself.
+Both tenants share the cores with the whole stack. The pipeline can't divide the cores' time, and
+with more cores a quiet tenant would not notice. So the CPU time that each process spends on the bad
+tenant is measured. Then the same number of processes burn the same CPU time, in bursts of the same
+length, while the quiet tenant has the pipeline to itself.
 
 Run as a process, it burns: an order on stdin, the cores that it got on stdout.
 """
@@ -28,13 +28,13 @@ import psutil
 
 NICENESS = 10
 MIN_CORES = 0.005
-"""What a process takes below this is not burned."""
+"""CPU load of a process below this is not burned."""
 MIN_BURST_S, MAX_BURST_S = 0.0001, 0.1
 END_LIMIT_S = 30.0
 
 
 def step_back() -> None:
-    """Gives this process, and a session that it leads, a lower priority."""
+    """Lowers the priority of this process and its session."""
     os.nice(NICENESS)
     # Linux divides a core among sessions first, whatever the nice values in them (sched(7)).
     with suppress(OSError):
@@ -42,7 +42,7 @@ def step_back() -> None:
 
 
 class CpuTime(NamedTuple):
-    """What a process had so far: CPU seconds, and how often it gave its core up by itself."""
+    """Totals of a process so far: CPU seconds and voluntary context switches."""
 
     cpu_s: float
     waits: int
@@ -53,7 +53,7 @@ Parts = dict[str, dict[int, CpuTime]]
 
 
 def cpu_times(leaders: Mapping[str, int]) -> Parts:
-    """What all processes of some parts had so far."""
+    """Returns the totals so far, by part and process, of the sessions that `leaders` lead."""
     return {name: _family(pid) for name, pid in leaders.items()}
 
 
@@ -70,7 +70,7 @@ def _family(pid: int) -> dict[int, CpuTime]:
 
 
 class CpuBurst(msgspec.Struct):
-    """What one process takes: CPU seconds per second, in bursts of `burst_s` CPU seconds."""
+    """Load of one process: CPU seconds per second, in bursts of `burst_s` CPU seconds."""
 
     cores: float
     burst_s: float
@@ -120,7 +120,7 @@ def cores_of(load: Load) -> float:
 
 
 class BurnOrder(msgspec.Struct):
-    """What one part burns, for how long, and whether it has a lower priority."""
+    """CPU load to burn for one part, how long, and whether its priority is lower."""
 
     bursts: list[CpuBurst]
     seconds: float
@@ -166,7 +166,7 @@ def burn(burst: CpuBurst, seconds: float) -> float:
         until_cpu_s = time.thread_time() + burst.burst_s
         while time.thread_time() < until_cpu_s:
             pass
-        # What was late is not made up for, as requests of a closed loop are not.
+        # Late bursts are not made up for, just like requests in a closed loop.
         due_s = max(due_s, now_s - period_s) + random.expovariate(1 / period_s)
     return time.thread_time() - began_cpu_s
 

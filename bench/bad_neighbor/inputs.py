@@ -1,4 +1,4 @@
-"""What both tenants send: words, images and lines of batches that no cache has seen.
+"""Inputs of both tenants: words, images and batch lines that are not in any cache.
 
 It imports little: the bad tenant's process does, and its start must not be what is measured.
 """
@@ -60,7 +60,7 @@ def edit(source: str, size: str, steps: int, **changes: object) -> dict[str, Any
 
 
 def chat(model: str, words: int, tokens: int, **changes: object) -> dict[str, Any]:
-    """The body of a chat with a prompt of so many words and at most so many tokens of answer."""
+    """Returns a chat request, by number of words in the prompt and maximum tokens to write."""
     message = {"role": "user", "content": text(words)}
     return {"model": model, "messages": [message], "max_tokens": tokens, **changes}
 

@@ -1,4 +1,4 @@
-"""A process of its own that prepares what it is ordered to do, and begins when it is told to.
+"""A separate process that prepares the work in its order and waits for the signal to begin.
 
 It reads its order from stdin, a line of JSON, and writes READY once it is prepared. It begins with
 the next line, and writes a report when it is done. Both sides are here.
@@ -77,7 +77,7 @@ def read_order(kind: type[S]) -> S:
 
 
 def await_start() -> None:
-    """Says that this process is ready, and waits until it may begin."""
+    """Reports that this process is ready, and waits until it may begin."""
     sys.stdout.buffer.write(READY)
     sys.stdout.buffer.flush()
     sys.stdin.buffer.readline()

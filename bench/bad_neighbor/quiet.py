@@ -42,7 +42,7 @@ class RefusedError(Exception):
 
 @dataclass
 class Noticed:
-    """What the quiet tenant noticed on one surface."""
+    """Results of the quiet tenant on one surface."""
 
     sent: int = 0
     """Requests that were begun. Each has a time or a refusal."""
@@ -189,7 +189,7 @@ SURFACES = (
 
 Each often enough for MIN_SAMPLES in all rounds of a full measurement."""
 MIN_SAMPLES = 100
-"""Of fewer a 99th percentile is no more than the slowest."""
+"""With fewer requests, the 99th percentile is just the slowest one."""
 
 
 @asynccontextmanager

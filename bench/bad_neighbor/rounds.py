@@ -1,7 +1,7 @@
 """A quiet tenant on each surface: alone, next to a bad tenant, and next to the same CPU load.
 
 That CPU load (cpu_load.py) comes from no request, so it shows how much the shared cores of this
-machine explain. The bound is in comparison.py. All surfaces at once have none.
+machine explain. The bound is in comparison.py. All surfaces at once have no bound.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ async def _round(
     order: BadOrder,
     lines: dict[str, Beside],
 ) -> Load:
-    """The quiet tenant alone and beside the bad one. Returns the CPU load that the latter added."""
+    """Measures the quiet tenant alone and next to the bad one, and returns the added CPU load."""
     seconds = order.seconds - LEAD_S
     leaders = {name: process.pid for name, process in stack.processes.items()}
     async with ordered(["bench.bad_neighbor.bad"], order, PROCESS_LIMIT_S) as bad:

@@ -1,4 +1,4 @@
-"""The stack that both tenants use: that of `penstock up`, with keys and a small model of each task.
+"""The stack that both tenants use: `penstock up` with keys and a small model for each task.
 
 The text model has random weights, so nothing has to be downloaded. It writes as fast as a small
 machine lets it, which makes the rest of the pipeline the thing that is measured.
@@ -31,7 +31,7 @@ PLANS = {
     "quiet": Plan(requests_per_min=100_000, budget_usd_per_month=1e6),
     "bad": Plan(requests_per_min=1_000_000, budget_usd_per_month=1e6),
 }
-"""Both are counted, and neither is stopped by a limit of its own."""
+"""Both are counted, and neither is stopped by its own limits."""
 IDLE_LIMIT_S = 30.0
 IDLE_CPU_S = 0.25
 """CPU seconds a second of a stack that has nothing to do."""
@@ -64,7 +64,7 @@ def serving() -> Iterator[Stack]:
 def _catalog(folder: Path) -> Path:
     weights = folder / WRITER
     weights.mkdir()
-    # Transformers, which only whoever starts a stack needs.
+    # Imports transformers, which only the process that starts a stack needs.
     from tests.workers.models.generation import tiny
 
     tiny.write_folder(weights)

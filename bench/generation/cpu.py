@@ -1,9 +1,9 @@
 """CPU of the pipeline for each token of streamed texts, at several speeds of the model.
 
-What a token costs depends on how many come at a time, so models of three sizes are measured, with
+The cost of a token depends on how many come at a time, so models of three sizes are measured, with
 16 texts in flight. Two of them have random weights and write nonsense. The third is SmolLM2-135M,
-if the `text` extra is installed. The stack is that of `penstock up`. Counted are the API, the
-worker without its model process, and Redis, compared with their use when idle.
+if the `text` extra is installed. The stack is `penstock up`. The CPU time covers the API, the
+worker without its model process, and Redis, minus their use when idle.
 """
 
 from __future__ import annotations

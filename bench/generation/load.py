@@ -3,7 +3,7 @@
 All compute SmolLM2-135M-Instruct in fp32 on this CPU, but llama.cpp, whose weights have 4 bits. The
 stack is measured with our engine in fp32, in the fastest precision of this CPU, and in int4, and
 with llama.cpp's server, which is measured alone too, with the same prompts.
-The stack is that of `penstock up`, with everything on the same cores. A text is streamed, and its
+The stack is `penstock up`, with everything on the same cores. A text is streamed, and its
 reader notes when each piece comes. Tokens are counted from the text, for all alike.
 
 The short form measures what decision 139 compares: our engine in the fastest precision, llama.cpp,
@@ -263,11 +263,11 @@ class _Pieces(BaseStreamer):  # type: ignore[misc]
         self._is_prompt = False
 
     def end(self) -> None:
-        """Nothing is left to note."""
+        """Does nothing: all times are already recorded."""
 
 
 def _plain(folder: Path, prompts: Sequence[MixedPrompt]) -> list[TimedGeneration]:
-    """generate() of transformers, greedy."""
+    """Times each prompt alone with `generate()` of transformers and greedy decoding."""
     model: Any = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, local_files_only=True
     ).eval()

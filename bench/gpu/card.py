@@ -16,7 +16,7 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def matrix_tflops(device: str, precision: str, size: int) -> float:
-    """TFLOP/s of square matrix products of `size`, the upper bound of any model."""
+    """Returns the TFLOP/s of `size` x `size` matrix products, the upper bound for any model."""
     left, right = (
         torch.randn(size, size, device=device, dtype=DTYPES[precision]) for _ in range(2)
     )

@@ -1,4 +1,4 @@
-"""Images that join a running batch on a GPU: how far their pixels are from those of each alone."""
+"""Images that join a running batch on a GPU: the distance of their pixels from each image alone."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def drawn(
 def distances(model: ImageModel, items: Mapping[str, PreparedImage]) -> dict[str, dict[str, float]]:
     """How far each image of a mixed batch is from the same one alone, in levels of 255.
 
-    `again` is the largest difference of two images alone, which says what the device itself
-    does not repeat. `contrast` is the standard deviation of its pixels. `outside_kept` is 1 if each
-    pixel outside of its mask is the source's own.
+    `again` is the largest difference between two runs of an image alone, which shows how well the
+    device itself repeats. `contrast` is the standard deviation of its pixels. `outside_kept` is 1
+    if each pixel outside of its mask is unchanged from the source.
     """
     alone = {name: drawn(model, [item])[0] for name, item in items.items()}
     again = {name: drawn(model, [item])[0] for name, item in items.items()}

@@ -2,7 +2,7 @@
 
 First what each costs: four images of Stable Diffusion 1.5's size with it, and the same four without
 it, in turn. Then the shipped model draws all kinds in one running batch, which images join and
-leave, and their pixels are compared with those of each image alone.
+leave, and their pixels are compared with the pixels of each image alone.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CONTROL_STD = 0.01
 
 
 def measure(scale: Scale, pipeline: Path, folder: Path) -> dict[str, Any]:
-    """`costs`: seconds of a batch of each kind, and its rate over the plain one's.
+    """`costs`: seconds per batch of each kind, and its rate over the plain one's.
 
     `distances`: by precision and kind of image, see bench.gpu.company. In both, images are not
     compiled: an entry with adapters never is.

@@ -1,6 +1,6 @@
 """The load generator of all benchmarks: closed or open loop, over kept connections.
 
-It is a process of its own (`python -m bench.load.generator`: an order on stdin, the report on
+It is a separate process (`python -m bench.load.generator`: an order on stdin, the report on
 stdout), so that its cost is not counted as the API's.
 """
 
@@ -55,8 +55,8 @@ class LoadOrder(msgspec.Struct):
 class LoadReport(msgspec.Struct):
     """The exchanges in order of their end, and what they cost.
 
-    `lag_ms` says how late each request of an open loop was sent. `samples` has numbers of bodies
-    and their answers. `wall_s` ends with the last answer. CPU seconds are the generator's own.
+    `lag_ms` is the delay of each request of an open loop. `samples` has body numbers and their
+    answers. `wall_s` ends with the last answer. CPU seconds are the generator's own.
     """
 
     sent: int

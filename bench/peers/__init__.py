@@ -1,4 +1,4 @@
-"""The same model behind other servers, each set up as its documentation says.
+"""The same model behind other servers, each set up as documented.
 
 `python -m bench.peers` measures them and Penstock with one load generator and writes the table of
 docs/explanation/performance.md.

@@ -34,7 +34,7 @@ class Contender:
         commands: started in this order. `{port}` is where it must listen, `{spare}`
             another free port (as `{spare2}`), `{bin}` the environment's programs, `{home}` its
             folder, `{model}` the model's.
-        environment: variables in addition to those of this process. The same places are filled in.
+        environment: variables to add to this process's. The same places are filled in.
         entry: what Penstock's catalog entry of the model has different from the shipped one.
         broker: `rabbitmq` for a RabbitMQ of this machine. Commands and environment of a peer get
             its port as `{broker}`.

@@ -20,7 +20,7 @@ Rows = list[list[str]]
 
 
 class Medians:
-    """The median over rounds of every figure of every contender under every load."""
+    """Returns the median over rounds of each figure, by contender and load."""
 
     def __init__(
         self, contenders: Sequence[Contender], loads: Sequence[Load], findings: Findings
@@ -282,7 +282,7 @@ def markdown(summary: str, tables: Sequence[Rows]) -> str:
 
 
 def write_between_markers(path: Path, section: str) -> None:
-    """Puts `section` between the markers of a page, or at its end if it has none."""
+    """Puts `section` between the markers of a page, or at its end if there are no markers."""
     page = path.read_text(encoding="utf-8") if path.is_file() else ""
     if BEGIN not in page or END not in page:
         page = f"{page.rstrip()}\n\n{BEGIN}\n{END}\n".lstrip()

@@ -22,7 +22,7 @@ LONGEST = 256
 
 
 class TunedMosecEmbedding(Worker):
-    """MiniLM on one thread, pooled and normalized as its folder says."""
+    """MiniLM on one thread, pooled and normalized as specified in its folder."""
 
     def __init__(self) -> None:
         torch.set_num_threads(1)
