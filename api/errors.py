@@ -1,9 +1,9 @@
 """Maps errors to HTTP responses: one table from error code to status, one body, one handler.
 
-The body is that of OpenAI: `{"error": {"message", "type", "param", "code"}}`, always with all four
+The body has OpenAI's form: `{"error": {"message", "type", "param", "code"}}`, always with all four
 keys (https://platform.openai.com/docs/guides/error-codes). `code` is the stable code of
 shared/errors.py. A 405 names all methods of its path in the `Allow` header (RFC 9110, 10.2.1). The
-router would name those of one route only.
+router would name the methods of one route only.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ class RateLimited(Overloaded):
     """A limit of the plan is reached.
 
     Args:
-        message: which limit, of what, and when to try again.
+        message: the limit that was reached, and when to try again.
         unit: what it counts: requests, tokens, pixel_steps, work, items or usd.
         retry_after_s: when there is room again.
         is_final: True if the same request can't get through by waiting a little.

@@ -50,7 +50,7 @@ async def running_api(
 
     Args:
         broker: shared with the workers. The API creates its inbox there.
-        flows: results of `shared.models.catalog.flow_of` for flows of these models.
+        flows: flows that use these models, made by `shared.models.catalog.flow_of`.
         redis_url: stores records, limits, streams and results, if there is a Redis.
         objects_url: store for large results. Workers must use the same.
         settings: fields of ApiSettings by name. Others come from the environment.

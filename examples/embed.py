@@ -17,7 +17,7 @@ SENTENCES = ["A cat sleeps on the mat.", "A kitten naps on the rug.", "The bank 
 
 
 def main() -> None:
-    """Prints the cosine similarity of each pair of sentences."""
+    """Prints the cosine similarity for each pair of sentences."""
     client = OpenAI(base_url=f"{URL}/v1", api_key=os.environ.get("PENSTOCK_API_KEY", "any"))
     reply = client.embeddings.create(model="all-MiniLM-L6-v2", input=SENTENCES)
     vectors = [np.array(item.embedding) for item in reply.data]

@@ -1,7 +1,7 @@
 """The configured broker: Pub/Sub or RabbitMQ. The only place that knows both.
 
-A process imports only the client it uses, because importing Google's takes a third of a second of
-CPU time.
+A process imports only the client it uses, because importing Google's takes 0.3 s of CPU
+time.
 """
 
 from __future__ import annotations

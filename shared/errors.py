@@ -19,9 +19,9 @@ PenstockError
 A `code` is stable. It appears in messages, rows and metrics. api/errors.py maps it to an HTTP
 status.
 
-`message` is for us: logs and commands. It may repeat what BigQuery, Redis, the broker or the object
-store said, with addresses and names of ours. `public_message` is for callers. Whatever leaves for a
-caller (a body, an event, a record, a webhook) takes that one.
+`message` is for us: logs and commands. It may repeat messages from BigQuery, Redis, the broker or
+the object store, with our addresses and names. `public_message` is for callers. Everything sent to
+a caller (a body, an event, a record, a webhook) uses that one.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class PenstockError(Exception):
 
     Args:
         message: what happened, for us. Default: what is public, or the docstring's first line.
-        field: of the request, or a variable, that is wrong.
-        public: what a caller may read of it. Default: as `public_by_default` says.
+        field: request field, or variable, that is wrong.
+        public: message for the caller. Default: see `public_by_default`.
     """
 
     code = "internal"
@@ -174,7 +174,9 @@ _ON_THE_WIRE = (
 
 
 def error_for_code(code: str, message: str, field: str | None = None) -> PenstockError:
-    """Returns the error that came as these. An unknown code gives a plain PenstockError.
+    """Returns the error for a code and message that were received.
+
+    An unknown code returns a plain PenstockError.
 
     Args:
         message: as it left the sender, which sends only what is public.

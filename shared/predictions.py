@@ -88,7 +88,7 @@ class Prediction(msgspec.Struct, kw_only=True, omit_defaults=True):
     price: ItemPrice | None = None
     """The terms for charging it. None: created by a release that did not store them."""
     streams: str = ""
-    """How the output of a custom class grows while it runs: `text` or `items`.
+    """Form in which the output of a custom class grows while it runs: `text` or `items`.
 
     Empty: it does not, or the prediction was created by a release that did not record it.
     """

@@ -240,8 +240,8 @@ class ApiSettings(Settings):
     picture_budget_bytes: int = Field(256 * 1024 * 1024, ge=1)
     """Memory for decoding images at the same time.
 
-    A larger image (a WebP of 25 megapixels takes 400 MB) is decoded alone. In addition, each
-    process may decode an image of a quarter of this size.
+    A larger image (a 25-megapixel WebP takes 400 MB) is decoded alone. In addition, each process
+    may decode an image that takes a quarter of it.
     """
 
     @field_validator("tls_key")
@@ -343,7 +343,7 @@ class WorkerSettings(ClassSettings):
     device: str = "auto"
     """`cpu`, `cuda`, `cuda:N`, or `auto`: cuda if there is a GPU."""
     artifacts_dir: Path = Path("var/artifacts")
-    """Folder of optimized artifacts and of the backends chosen on this machine."""
+    """Folder with optimized artifacts and the backends chosen on this machine."""
     processes: int = Field(0, ge=0)
     """Number of model processes. 0: as measured (embeddings on a CPU), one (a text model with a
     whole CPU), otherwise one per GPU or per core (at most 4).

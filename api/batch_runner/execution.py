@@ -294,8 +294,8 @@ class LineExecutor:
     ) -> LineAnswer | None:
         """Returns the answer to a line that is already computed. Computes nothing.
 
-        An unfinished flow run is canceled. Items are charged only if delivered, including those of
-        a flow.
+        An unfinished flow run is canceled. Items are charged only if delivered, including flow
+        items.
 
         Args:
             batch: the batch, which is canceled or expired.

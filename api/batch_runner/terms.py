@@ -83,7 +83,7 @@ class CurrentTerms:
                 if stored is None:
                     return
                 source = self._store.source
-                # Takes tens of milliseconds for thousands of keys, during which lines continue.
+                # For thousands of keys this takes tens of milliseconds, and lines continue.
                 document = await asyncio.to_thread(decode_document, stored.data, source)
             except (TimeoutError, Unavailable, ConfigurationError) as error:
                 self._failed(str(error) or f"no answer in {READ_LIMIT_S:g} s")

@@ -2,7 +2,7 @@
 
     created      → validating
     plan         → in_progress
-    cancel       → cancelling        (a marker next to that of the open batch)
+    cancel       → cancelling        (a marker next to the open batch's marker)
     finalizing   → finalizing        with the end that it leads to
     ended        → completed, failed, expired, cancelled
 

@@ -33,7 +33,7 @@ MIN_KEEP_S = 3600
 READ_BYTES = 1024 * 1024
 PAGE = 100
 MAX_LEFT_OUT = 50_000
-"""Number of files left out of listings that need not be read again. They take about 15 MB."""
+"""Number of files to remember as left out of listings, to avoid rereading. They take 15 MB."""
 JSONL = "application/jsonl"
 _DOCUMENT_MAX_BYTES = 16 * 1024
 _HEAD_BYTES = 1024
@@ -229,7 +229,7 @@ class BatchFiles:
         return is_file_id(name)
 
     async def load(self, tenant: str, file_id: str, max_bytes: int) -> tuple[bytes, str]:
-        """Returns the data and name of a file of this tenant.
+        """Returns the data and name of one of the tenant's files.
 
         Raises:
             NotFound: the tenant does not have such a file, or it has expired.

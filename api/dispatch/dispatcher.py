@@ -465,7 +465,7 @@ class Dispatcher:
             if outcome.receipt.inference_ms is not None:
                 row.device_share = device_share_of(request.model)
             if outcome.result is None:
-                row.attempt = None  # so that of two rows without a result, the worker's counts
+                row.attempt = None  # makes the worker's row count if both lack a result
             self._rows.write(row)
 
 

@@ -1,13 +1,13 @@
 """Limits unacknowledged jobs per model and priority so that no tenant can fill a topic.
 
-A topic is in order of arrival, regardless of the tenant. So a tenant's jobs beyond those that
-workers hold delay all other tenants. Jobs beyond the window wait here, each tenant's by deadline,
+A topic is in order of arrival, regardless of the tenant. So once workers are full, a tenant's
+further jobs delay all other tenants. Jobs beyond the window wait here, each tenant's by deadline,
 and leave as replies arrive.
 
 - The size follows from Little's law: the workers' rate times the time that a job may spend there.
-  This is the way to the broker and back, a short wait there, one running batch and one ready batch.
-- While the window has room, any job leaves. Among waiting jobs, the tenant with the fewest items in
-  the window relative to its weight goes first.
+  This is the round trip to the broker, a short wait there, one running and one ready batch.
+- While the window has room, any job leaves. Among waiting jobs, the tenant with the
+  smallest share of the window relative to its weight goes first.
 - A tenant can always use its fair share, and a tenant with nothing in the window can always
   publish. So the window may be exceeded briefly, until replies to other tenants arrive.
 - Other instances report the items they hold through Redis. A tenant's share is divided among

@@ -234,7 +234,7 @@ def _names_loopback(url: bytes) -> bool:
 
 
 class Access(Protocol):
-    """Decides who may call this API. An async context manager."""
+    """Decides which callers may use this API. An async context manager."""
 
     async def __aenter__(self) -> Self: ...
 

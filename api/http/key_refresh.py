@@ -171,7 +171,7 @@ class LiveDirectory:
                 document = await self.store.read(self._version)
             self._current_s = self._clock()
             if document is not None:
-                # Takes tens of milliseconds for thousands of keys, during which requests continue.
+                # For thousands of keys this takes tens of milliseconds, and requests continue.
                 self._directory = await asyncio.to_thread(self._decode, document)
                 self._version = document.version
                 self._stored, self._copied_s = document, -math.inf

@@ -5,10 +5,10 @@ memory and the connections that request bodies may hold, in total and per tenant
 request (`receive`) lasts from its arrival to the end of its answer. It does not include the URL,
 query or headers, because callers put texts and keys there by mistake.
 
-All requests of an instance share one event loop. A tenant with many uploads has many chunks ready
-at any time, and every other request would wait for all of them at each of its steps. So chunks of
-large bodies take turns: one per tenant in each turn of the event loop. A tenant that is alone loses
-nothing, because a turn of an idle loop is short.
+All requests in an instance share one event loop. A tenant with many uploads has many chunks ready
+at any time, and every other request would wait for all these chunks each time that it awaits. So
+chunks of large bodies take turns: one per tenant in each turn of the event loop. A tenant that is
+alone loses nothing, because a turn of an idle loop is short.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ log = logging.getLogger(__name__)
 
 
 class BodyPermits:
-    """Gives each tenant one chunk per turn of the event loop, and queues the rest."""
+    """Admits one chunk per tenant in each turn of the event loop, and queues the rest."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}

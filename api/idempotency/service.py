@@ -274,7 +274,7 @@ class IdempotencyService:
         return msgspec.structs.replace(stored, body=body)
 
     async def _renew(self) -> None:
-        """Renews the leases of all claims of this instance with one call, until canceled.
+        """Renews the leases of all this instance's claims with one call, until canceled.
 
         No timer runs while there are no claims.
         """

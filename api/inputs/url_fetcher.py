@@ -94,7 +94,7 @@ class FileRules(NamedTuple):
     media_types: tuple[str, ...] = ()
     """Accepted prefixes of the media type. Empty: all types."""
     within: tuple[str, ...] = ()
-    """Allowed prefixes of its URL and of every redirect. Empty: any URL."""
+    """Allowed prefixes of its URL and every redirect. Empty: any URL."""
     max_bytes: int = MAX_BYTES
     sha256: str = ""
     """The digest that the caller expects, in hex.
@@ -332,7 +332,7 @@ def _as_input(known: FetchedUrl) -> FetchedInput:
 
 
 class _Place(NamedTuple):
-    """Where a fetched file is stored, and until when it counts (Unix time)."""
+    """The storage of a fetched file, and the time until which it counts (Unix time)."""
 
     storage: Storage
     quota: StorageQuota

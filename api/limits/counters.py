@@ -117,7 +117,7 @@ class Counter(ABC):
 
     @abstractmethod
     def take(self, need: float, now_s: float) -> float | None:
-        """Takes `need` from what this instance has.
+        """Takes `need` from the amount that this instance holds.
 
         Returns its period, or None if Redis must decide.
         """

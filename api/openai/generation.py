@@ -67,7 +67,7 @@ _OF_PARTS = (
 Others, such as `const`, may contain something that only looks like a schema.
 """
 _MIXED = frozenset({"allOf", "dependentSchemas", "dependencies", "if", "not", "$dynamicRef"})
-"""With any of these, an object's properties may be listed in several places."""
+"""With any of these keywords, an object's properties may be listed in several places."""
 _OPEN = frozenset({"additionalProperties", "patternProperties", "unevaluatedProperties"})
 _BRANCHES = frozenset({"anyOf", "oneOf", "$ref"})
 _SAYS_NOTHING = frozenset({"type", "title", "description", "$schema", "$comment"})

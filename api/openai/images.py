@@ -493,7 +493,7 @@ class ImageRequests:
         return model
 
     def draft(self, call: ModelCall, body: ImageBody, model: Model) -> ImageDraft:
-        """Returns a draft of the images of a request. Their files are not kept."""
+        """Returns a draft of the requested images. Their files are not kept."""
         quota = self.storage.quota_of(call.caller, "images")
         owner = self.inference.file_owner(call, model, quota, call.answer_by_s(model))
         return ImageDraft(body, model, size_in(body, model), owner, self.source_images)

@@ -3,8 +3,8 @@
 https://html.spec.whatwg.org/multipage/server-sent-events.html
 
 Events have IDs if the reader requests them. An ID has the number of tokens that a reader has
-received of each generation: `7` is seven tokens, `7f2` the second piece of the end of a generation
-of seven tokens, `-` nothing at all, and generations are separated by periods. A suffix `~80` is the
+received of each generation: `7` is seven tokens, `7f2` the second piece of the end of a seven-token
+generation, `-` nothing at all, and generations are separated by periods. A suffix `~80` is the
 number of printed characters, if the stream includes them. So a reader that reconnects with that ID,
 to any instance, gets each token once. The worker writes tokens to Redis, and the final result is in
 the record. Text beyond the tokens that were read comes with the end: if Redis is unreachable for a
@@ -72,8 +72,8 @@ log = logging.getLogger(__name__)
 
 
 Return: TypeAlias = Literal["never", "from_event", "from_request"]
-"""How the reader of a new stream can return: not at all, after an event that it received, or by
-sending its request again.
+"""Options for the reader of a new stream to return: not at all, after an event that it received, or
+by sending its request again.
 
 If it can't return, the generation is canceled as soon as it hangs up.
 """
@@ -108,7 +108,7 @@ class StreamShape(Protocol):
     ) -> bytes | None:
         """Returns the event for text added since the last event. None if there is nothing to send.
 
-        `at`: number of tokens, and of pieces of the end, that a reader has after the event.
+        `at`: numbers of tokens and end pieces that a reader has after the event.
         """
 
     def ending(self, index: int, result: Any) -> Sequence[bytes]:

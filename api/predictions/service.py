@@ -71,8 +71,8 @@ All stored predictions may have 64 MiB in total, which take four times as much m
 sent.
 """
 DOCUMENT_MAX_BYTES = 4 * 1024 * 1024
-"""Maximum size of a prediction document: a sixteenth of the usual budget of all predictions, which
-is the part in which a tenant finds room however much others store
+"""Maximum size of a prediction document: a sixteenth of the usual budget for all predictions, which
+is the part in which a tenant finds room no matter how much others store
 (shared/stores/record_create.lua).
 """
 CALLER_ID = re.compile(r"(?!pred_)[A-Za-z0-9][A-Za-z0-9._-]{0,63}")

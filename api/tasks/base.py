@@ -62,7 +62,7 @@ class ApiTask(ABC):
         return self.output_schema
 
     def streams(self, model: Model) -> StreamKind:
-        """How workers write output to Redis while computing, for streams to read.
+        """Returns the form in which workers write output to Redis while computing, for streams.
 
         Empty: only as a whole. `text`: piece by piece. `items`: one line of JSON per element.
         """

@@ -187,7 +187,7 @@ def windows_of(
 
     Args:
         sections: tokens of its sections, in order.
-        lengths: number of characters of its sections.
+        lengths: length of each section, in characters.
         tokens: maximum tokens per window, without special tokens.
         overlap: maximum tokens that a window repeats from the previous one, in whole units.
         by: unit at which windows begin and end.

@@ -120,7 +120,7 @@ class ImagePredictionInput(ImageFields):
 
     @property
     def mode(self) -> ImageMode:
-        """What the image is drawn from."""
+        """Starting point of the drawing: `mask` (also with `padding`), `image` or `text`."""
         if self.mask is not None or self.padding is not None:
             return "mask"
         return "text" if self.image is None else "image"

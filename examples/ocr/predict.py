@@ -3,7 +3,7 @@
 Pages with a text layer are read from it, and other pages by PP-OCR
 (https://github.com/PaddlePaddle/PaddleOCR) on ONNX Runtime: RapidOCR for text, RapidLayout for
 tables and images, RapidTable for cells. The unit of work is a page. No page depends on another one,
-so a page gives the same result alone and in a longer document.
+so a page has the same result alone and in a longer document.
 """
 
 from __future__ import annotations

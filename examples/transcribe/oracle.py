@@ -176,7 +176,7 @@ def show_samples(path: str) -> None:
 
 
 def watch(hears: Any) -> list[float]:
-    """Records the temperature of each generation of a model, including ones without a segment."""
+    """Records the temperature of each of a model's generations, even ones without a segment."""
     heats, generate = list[float](), type(hears).generate_with_fallback
 
     def generate_and_tell(*arguments: Any) -> Any:

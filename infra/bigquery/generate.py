@@ -53,7 +53,7 @@ def tenant_columns() -> dict[str, str]:
 
 
 def tenant_view_sql() -> str:
-    """Returns the query of the tenant view of the usage table."""
+    """Returns the query of the usage table's tenant view."""
     visible = tenant_columns()
     about = "\n".join(f"-- column {name}: {text}" for name, text in visible.items())
     selected = ",\n".join(f"  {name}" for name in visible)

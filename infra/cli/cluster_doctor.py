@@ -1,8 +1,8 @@
 """`penstock doctor --cluster`: checks a deployed cluster from an operator's machine.
 
-It asks the cluster by kubectl, and Google by the operator's own credentials, and changes nothing.
-What a deployment should have is read from the deployment itself (its Deployments and ConfigMaps),
-and from this release (its topics and tables). Where the operator may not look, the finding says so.
+It queries the cluster with kubectl, and Google with the operator's own credentials, and changes
+nothing. The expected state is read from the deployment itself (its Deployments and ConfigMaps) and
+from this release (its topics and tables). If the operator lacks access, the finding reports it.
 """
 
 from __future__ import annotations
@@ -137,12 +137,12 @@ class ClusterDoctor:
     kubectl: Kubectl
     catalog: Catalog
     own: Settings
-    """The operator's settings. Those that are set come before the deployment's."""
+    """The operator's settings. They override the deployment's if they are set."""
     ack_deadline_s: int = 10
-    """That of workers' subscriptions, as `delivery.ack_deadline_s` in Terraform."""
+    """Ack deadline of workers' subscriptions, as in Terraform's `delivery.ack_deadline_s`."""
 
     def findings(self) -> Iterator[Diagnosis]:
-        """Yields every finding. The cluster comes first: its settings say where the rest is."""
+        """Yields every finding. The cluster comes first: its settings locate everything else."""
         access = self._access()
         yield access
         checks: dict[str, Callable[[], Iterator[Diagnosis]]] = {}
@@ -216,7 +216,7 @@ class ClusterDoctor:
             names = _references(_pod_spec(deployment))["configmap"] & self._configmaps
             if names:
                 answer = self.kubectl.read("configmap", *sorted(names))
-                # Of several names kubectl makes a list.
+                # kubectl returns a list if there are several names.
                 for configmap in answer.get("items", [answer]):
                     settings |= configmap.get("data", {})
             if "PENSTOCK_PROJECT" in settings:

@@ -40,7 +40,7 @@ OF_OPERATORS = OF_KEYS | {
 SERVING = ("api", "workers")
 """Packages of ours that an image may lack."""
 TOOLS = "penstock.commands"
-"""Group of the entry points of tools: functions that add a command to the application."""
+"""Entry point group for tools: functions that add a command to the application."""
 STATE_DIR = Path("var")
 """The folder in which `penstock up` keeps logs, rows and objects."""
 

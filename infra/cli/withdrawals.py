@@ -76,7 +76,7 @@ def _check_served(catalog: Catalog, name: str, revision: str) -> None:
     """Rejects a name or a revision that is not in the catalog: most likely it is misspelled.
 
     Raises:
-        ConfigurationError: the revision is not the model's, nor that of its canary.
+        ConfigurationError: the revision belongs neither to the model nor to its canary.
         UnknownModel: there is no such model.
     """
     model = catalog.find(name)

@@ -39,7 +39,7 @@ def node_affinity(accelerators: tuple[str, ...]) -> dict[str, Any]:
 
 
 def deployment_patch(name: str, pod: dict[str, Any], **spec: Any) -> dict[str, Any]:
-    """Returns a patch of the pod template and the rest of the `spec` of the Deployment `name`."""
+    """Returns a patch for Deployment `name`: its pod template and the rest of its `spec`."""
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",

@@ -76,7 +76,7 @@ class Placement:
 
 
 def processes_of(models: Sequence[Model]) -> int:
-    """Returns the number of model processes of a worker that serves these models.
+    """Returns the number of model processes in a worker that serves these models.
 
     The number in the catalog entry, if set. Otherwise one per GPU; and on a CPU one per core, or a
     single process if weights are shared. All processes compute at the same time.

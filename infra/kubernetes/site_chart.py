@@ -139,7 +139,7 @@ def write_site_chart(out: Path, catalog: Catalog, models_file: Path, *, version:
 
     Args:
         out: output folder. Files from an earlier run are deleted.
-        version: version of the chart and of the deployed software, as in pyproject.toml.
+        version: version of both the chart and the deployed software, as in pyproject.toml.
 
     Raises:
         ConfigurationError: kubectl is missing or refuses the overlay, or `out` is a folder that

@@ -1,6 +1,6 @@
 """`penstock up`: runs the stack until Ctrl-C, and prints how to use it.
 
-A part that dies is restarted. The others keep their state, as they would in the cloud. If other
+A part that dies is restarted. The others keep their state, just like in the cloud. If other
 machines can reach the API, it requires keys and does not send webhooks to private addresses.
 """
 

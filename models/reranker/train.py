@@ -12,8 +12,8 @@ softmax over the eight; van den Oord et al. 2018). Two variants are trained one 
 After each epoch the model reorders the validation split's candidates, and the best epoch is kept.
 Only that epoch is evaluated on the test split, which shares no packages with the others. The report
 contains the MRR at 20 after reordering the 50 nearest documents by cosine, with its bootstrap
-error; for comparison, also the MRR of cosine itself and of MaxSim over MiniLM's token states
-(Khattab and Zaharia 2020).
+error; for comparison, it also has the MRR for cosine itself and for MaxSim over MiniLM's token
+states (Khattab and Zaharia 2020).
 
 It stops after `--minutes`. It needs torch, transformers, tokenizers, safetensors and numpy, and
 nothing from this repository.

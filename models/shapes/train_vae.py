@@ -67,7 +67,7 @@ def train_vae(
 ) -> Any:
     """Trains the autoencoder, or continues from `state_dir`. Returns it.
 
-    The loss is the mean absolute and squared difference of pixels and of hues, plus KL_WEIGHT times
+    The loss is the mean absolute and squared difference of pixels and hues, plus KL_WEIGHT times
     the latents' mean divergence from the normal distribution (Kingma and Welling 2014).
     """
     torch.manual_seed(seed)

@@ -41,7 +41,7 @@ SIZES = ("small", "medium", "large")
 """A caption omits "medium"."""
 RADII_ALONE = {"small": (10.5, 12.0), "medium": (14.5, 16.5), "large": (19.5, 22.0)}
 RADII_OF_TWO = {"small": (9.0, 9.8), "medium": (11.0, 11.8), "large": (13.0, 13.5)}
-"""Minimum and maximum in pixels of half the side of the square that a figure fills."""
+"""Range of a figure's radius: half the side, in pixels, of the square that it fills."""
 
 PLACES: dict[str, tuple[int, int]] = {
     "center": (0, 0),

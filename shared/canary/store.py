@@ -24,7 +24,7 @@ from shared.stores.redis_client import KEY_PREFIX, RedisLink, RedisStore, load_s
 WINDOW_S = 600
 MINUTE_S = 60
 ALIVE_S = 5.0
-"""How long a canary receives requests after the last sign of life from one of its workers."""
+"""How long a canary receives requests after one of its workers was last seen alive."""
 KEEP_S = 30 * 86_400
 """How long a canary stays rolled back, unless resumed."""
 JUDGE_EVERY_S = 0.9

@@ -162,7 +162,7 @@ class FlowEngine:
         """Records outcomes of a job's items. Only the first call for an item counts.
 
         Args:
-            outcomes: outcomes of all or some of its items. Large results are in the object store.
+            outcomes: outcomes of some or all items. Large results are in the object store.
 
         Raises:
             Unavailable: Redis did not answer, but may have recorded them.

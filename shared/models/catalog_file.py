@@ -85,10 +85,10 @@ def _check_names(path: Path, names: Sequence[tuple[str, ...]], nodes: Sequence[y
 def _check_slugs(
     path: Path, deployed: Sequence[tuple[str, ...]], nodes: Sequence[yaml.Node]
 ) -> None:
-    """Checks that no two of those that have objects in Kubernetes have the same name there.
+    """Checks that all models and lists with objects in Kubernetes have different names there.
 
     Raises:
-        ConfigurationError: they have.
+        ConfigurationError: two have the same name.
     """
     slugs: dict[str, str] = {}
     for own, node in zip(deployed, nodes, strict=True):
@@ -118,7 +118,7 @@ def _read_workers(
 def _unshareable(
     entry: WorkersEntry, number: int, models: tuple[Model, ...], others: list[WorkersEntry]
 ) -> str:
-    """Why a model of the list can't be one of those that share these workers. Empty: it can."""
+    """Returns why a model of the list can't share these workers. Empty: it can."""
     by_name = {model.name: model for model in models}
     name = entry.models[number]
     if name not in by_name:
@@ -182,9 +182,9 @@ def inline_interfaces(path: Path) -> dict[str, Any]:
 
 
 def reread_interfaces(catalog: Catalog, path: Path) -> None:
-    """Takes the interfaces that the catalog file has now, and says so in the log.
+    """Takes the interfaces that the catalog file has now, and logs it.
 
-    `penstock up` has API and runner of batches do it, when a class has changed.
+    `penstock up` makes the API and the batch runner do this when a class has changed.
     """
     try:
         changed = catalog.take_interfaces(read_catalog(path))
@@ -195,7 +195,7 @@ def reread_interfaces(catalog: Catalog, path: Path) -> None:
 
 
 def _entries(path: Path, root: yaml.Node | None, kind: str) -> list[yaml.Node]:
-    """The entries of `models`, of which there is at least one, of `flows` or of `workers`."""
+    """Returns the entries of `models` (at least one), `flows` or `workers`."""
     for key, value in root.value if isinstance(root, yaml.MappingNode) else ():
         if key.value == kind and isinstance(value, yaml.SequenceNode) and value.value:
             return list(value.value)
@@ -251,7 +251,7 @@ def _locate_error(
 
 
 def _with_interface(path: Path, entry: dict[str, Any]) -> dict[str, Any]:
-    """An entry with its interface in place of the path of the file.
+    """Returns an entry with its interface in place of the file's path.
 
     Raises:
         ConfigurationError: the file is missing or wrong.

@@ -16,7 +16,7 @@ MAX_VARIABLES = 64
 MAX_VALUE_CHARS = 4096
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 OURS = "PENSTOCK_"
-"""Prefix of our own settings."""
+"""Prefix of Penstock's settings, which classes do not receive."""
 _REFERENCES = {
     "local": re.compile(r"local:(?P<path>[/~][^\0]+)"),
     "kubernetes": re.compile(

@@ -39,7 +39,7 @@ ServedApi = Literal["transcription", "speech", "ocr"]
 /v1/audio/speech. `ocr`: Mistral's /v1/ocr. See shared/models/tasks/custom.py for their inputs.
 """
 Rerank = Literal["cosine", "cross-encoder"]
-"""How a similarity model compares a text with a query.
+"""Method by which a similarity model compares a text with a query.
 
 `cosine`: cosine of vectors from an encoder, which reads each text separately. `cross-encoder`: a
 model that reads both texts together (`AutoModelForSequenceClassification` with one label).
@@ -251,8 +251,8 @@ class ModelResources(EntryPart):
     memory_bytes: Positive | None = None
     """Memory of its process and its child processes.
 
-    If they exceed it, they are killed. None: 80 % of the memory of the machine or its control
-    group.
+    If they exceed it, they are killed. None: 80 % of the memory available to the machine or its
+    control group.
     """
     disk_bytes: Positive = DEFAULT_DISK_BYTES
     """Disk space of its processes at a time, in addition to the files in the class's folder, and

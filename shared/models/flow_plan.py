@@ -216,7 +216,7 @@ def references_in(value: Any) -> Iterator[Reference]:
 def input_named(references: Sequence[Reference]) -> str | None:
     """Returns the flow input that all of the references refer to.
 
-    `input`: they refer to several. None: not all of them are inputs of the flow.
+    `input`: they refer to several. None: not all of them are flow inputs.
     """
     if not references or any(reference.name != INPUT for reference in references):
         return None
@@ -352,7 +352,7 @@ class FlowStep(_Part):
         return [*lists, *conditions, *references_in(self.input), *references_in(self.default)]
 
     def origins_of(self, name: str, position: int) -> list[Reference]:
-        """Returns the origin of an input of its model.
+        """Returns the origin of a model input.
 
         Args:
             name: input name. `input`, if none has that name: all inputs.

@@ -1,4 +1,4 @@
-"""The part of an image model's entry in the catalog, and what it may have beside its weights."""
+"""The image part of a catalog entry, and models that it may have in addition to its weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shared.models.image_interface import ImageInterface
 from shared.models.schedulers import SCHEDULER_NAMES
 
 MAX_ADAPTERS = 256
-"""Of a model. An entry travels to model processes as an argument of a program."""
+"""Maximum per model. An entry travels to model processes as a command-line argument."""
 MIN_LORA_SCALE, MAX_LORA_SCALE = -1.0, 3.0
 """As Replicate's models for adapters have them."""
 DEFAULT_ADAPTER_BYTES = 1024**3
@@ -38,14 +38,14 @@ class Adapter(EntryPart):
     source: Annotated[
         str, Field(pattern=r"^(hf:|gs://|local:|package:)[^\s]+\.safetensors$", max_length=300)
     ]
-    """Its file. The kinds are those of models: `hf:ORG/NAME/FILE`, `gs://BUCKET/FILE`,
+    """Its file. The same kinds as for models: `hf:ORG/NAME/FILE`, `gs://BUCKET/FILE`,
     `local:FILE`, `package:IMPORT.NAME/FILE`."""
     revision: Revision = "main"
-    """Of a hub repository. The copy of a bucket is kept under this name."""
+    """Revision of a hub repository. A copy from a bucket is kept under this name."""
     digest: str | None = Field(None, pattern=r"^sha256:[0-9a-f]{64}$")
-    """Of the file, which is checked when it is read. None: any."""
+    """Digest of the file, which is checked when it is read. None: any."""
     scale: float = Field(1.0, ge=MIN_LORA_SCALE, le=MAX_LORA_SCALE)
-    """The `lora_scale` of requests that say none."""
+    """The `lora_scale` of requests without one."""
     max_rank: int = Field(128, ge=1, le=1024)
 
     @property
@@ -61,14 +61,14 @@ class AdapterUrls(EntryPart):
     """Files of adapters that requests may name by https URLs."""
 
     allowed: tuple[UrlBeginning, ...] = Field(min_length=1, max_length=16)
-    """What the URL of a file, and each URL that it is redirected to, begins with: a bucket, or a
-    folder of it."""
+    """Allowed prefixes of a file's URL and each URL that it is redirected to: a bucket, or a folder
+    in it."""
     max_bytes: Positive = Field(256 * 1024**2, le=1024**3)
-    """Of a file."""
+    """Maximum size of a file."""
     max_rank: int = Field(128, ge=1, le=1024)
     disk_bytes: Positive = 4 * 1024**3
-    """What the files may take on the disk of a worker. Above it, those of the tenant that has the
-    most make room, the least recently used first."""
+    """Maximum size of the files on a worker's disk. Above it, the tenant that uses the most space
+    loses its least recently used files."""
 
     @model_validator(mode="after")
     def _holds_a_file(self) -> Self:
@@ -78,14 +78,14 @@ class AdapterUrls(EntryPart):
 
 
 class _FolderBeside(EntryPart):
-    """A folder of weights that an image model loads beside its own."""
+    """A folder of weights that an image model loads alongside its own."""
 
     source: Source
     revision: Revision = "main"
 
     @cached_property
     def version(self) -> str:
-        """A digest of what decides its results: all but the scale, which requests have."""
+        """A digest of everything that affects its results, except the scale, which requests set."""
         text = self.model_dump_json(exclude={"scale"})
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
@@ -94,8 +94,8 @@ class Control(_FolderBeside):
     """A ControlNet of an image model: a folder of diffusers' ControlNetModel, trained for it."""
 
     preprocessor: Literal["none", "canny", "tile"] = "none"
-    """What makes its map of a caller's image. `none`: nothing, it is one (of depths, a pose).
-    `canny`: edges, as OpenCV's `Canny`. `tile`: a coarser image.
+    """Conversion of a caller's image to its map. `none`: the image is already a map (of depths, a
+    pose). `canny`: edges, like OpenCV's `Canny`. `tile`: a coarser image.
     """
     canny_low: int = Field(100, ge=0, le=2040)
     canny_high: int = Field(200, ge=0, le=2040)
@@ -103,7 +103,7 @@ class Control(_FolderBeside):
     tile_factor: float = Field(1.0, ge=1, le=8)
     """How many times `tile` shrinks width and height, before it enlarges them again."""
     scale: float = Field(1.0, ge=0, le=MAX_CONTROL_SCALE)
-    """`controlnet_conditioning_scale`, if the caller does not say."""
+    """`controlnet_conditioning_scale` if the caller does not set it."""
 
     @model_validator(mode="after")
     def _thresholds_are_in_order(self) -> Self:
@@ -115,41 +115,41 @@ class Control(_FolderBeside):
 class IpAdapter(_FolderBeside):
     """An IP-Adapter of an image model: a file, and the image encoder that it was trained with.
 
-    `subfolder`, `weight_name` and `image_encoder_folder` are those of diffusers' `load_ip_adapter`.
+    `subfolder`, `weight_name` and `image_encoder_folder` are as in diffusers' `load_ip_adapter`.
     """
 
     subfolder: str = Field("", pattern=_PLACE_PATTERN, max_length=200)
-    """Of the source, with the file."""
+    """Subfolder of the source that contains the file."""
     weight_name: str = Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*\.safetensors$", max_length=200)
     image_encoder_folder: str = Field("image_encoder", pattern=_PLACE_PATTERN, max_length=200)
-    """Of transformers' CLIPVisionModelWithProjection: in `subfolder`, or if it has a slash, in the
-    source."""
+    """Folder of transformers' CLIPVisionModelWithProjection: in `subfolder`, or if it has a slash,
+    in the source."""
     digest: str | None = Field(None, pattern=r"^sha256:[0-9a-f]{64}$")
-    """Of the file, which is checked when it is read. None: any."""
+    """Digest of the file, which is checked when it is read. None: any."""
     scale: float = Field(1.0, ge=0, le=MAX_IP_ADAPTER_SCALE)
-    """The `ip_adapter_scale` of requests that say none."""
+    """The `ip_adapter_scale` of requests without one."""
 
 
 class UpscaleStep(EntryPart):
     """The custom model that enlarges images on request (shared/models/after_image.py)."""
 
     model: str
-    """Its name in the catalog. It has the inputs `image` and `scale`, and gives a PNG file."""
+    """Its name in the catalog. It has the inputs `image` and `scale`, and returns a PNG file."""
 
 
 class SafetyStep(EntryPart):
     """The custom model that looks at every image before it is delivered."""
 
     model: str
-    """Its name in the catalog. It has an input `image`, and gives an object with `is_safe`."""
+    """Its name in the catalog. It has an input `image`, and returns an object with `is_safe`."""
     threshold: float | None = Field(None, ge=0, le=1)
     """Its input `threshold`. None: its own default."""
 
 
 class DeepCacheSettings(EntryPart):
-    """How a UNet keeps its deep features over steps. The names are those of DeepCache.
+    """Settings for reusing a UNet's deep features over several steps, with DeepCache's names.
 
-    https://arxiv.org/abs/2312.00858. It is faster, and the images are others.
+    https://arxiv.org/abs/2312.00858. It is faster, and the images differ.
     """
 
     cache_interval: int = Field(3, ge=2, le=20)
@@ -171,13 +171,13 @@ class ImageDefaults(EntryPart):
     guidance_scale: float = Field(7.5, ge=0)
     scheduler: str = "ddim"
     largest_pixels: Positive = 1024 * 1024
-    """The largest width x height that may be asked for."""
+    """Maximum width x height of a request."""
     multiple: Positive = 8
     """Width and height are multiples of this (the VAE's scale)."""
     interface: ImageInterface | None = None
     """The tasks and fields of the pipeline, as `penstock models check` writes them: the path of the
     file, from the catalog's folder, or its content. The defaults above are then the pipeline's.
-    None: the API accepts all fields, and the worker refuses those that the pipeline lacks.
+    None: the API accepts all fields, and the worker refuses fields that the pipeline lacks.
     """
     join: Literal["auto", "never"] = "auto"
     """`auto`: images join a running batch between two steps if the model is a pipeline of diffusers
@@ -192,12 +192,12 @@ class ImageDefaults(EntryPart):
     adapter_urls: AdapterUrls | None = None
     """The files that requests may name as `lora_weights` by URL. None: no URL is taken."""
     adapter_memory_bytes: Positive = DEFAULT_ADAPTER_BYTES
-    """What the adapters that are in the memory of a model process may take together, in the
-    precision of the model. The least recently used ones make room for others."""
+    """Maximum total size of the adapters in a model process's memory, in the model's precision. The
+    least recently used ones make room for others."""
     upscale: UpscaleStep | None = None
-    """What makes images two or four times as large. None: requests can't ask for it."""
+    """Makes images two or four times as large. None: requests can't ask for it."""
     safety: SafetyStep | None = None
-    """What decides whether an image is delivered. None: all are."""
+    """Decides whether an image is delivered. None: all are."""
     controls: dict[RequestedName, Control] = Field({})
     """ControlNets by the names that callers use."""
     ip_adapters: dict[RequestedName, IpAdapter] = Field({})
@@ -248,17 +248,17 @@ class ImageDefaults(EntryPart):
 
     @property
     def compile_mode(self) -> Literal["auto", "always", "never"]:
-        """`compile` as it holds.
+        """The effective value of `compile`.
 
-        A compiled graph can't follow adapters, which come and go beside its layers, and does not
-        give the features inside.
+        A compiled graph can't follow adapters, which come and go alongside its layers, and does not
+        expose its inner features.
         """
         is_open = self.has_adapters or bool(self.ip_adapters) or self.deep_cache is not None
         return "never" if is_open else self.compile
 
     @property
     def shortcuts(self) -> tuple[object, ...]:
-        """What makes results other than those of all steps as a whole. Empty: nothing does."""
+        """Settings that change results compared with computing every step in full. Empty: none."""
         chosen: tuple[object, ...] = ()
         if (cache := self.deep_cache) is not None:
             chosen += ("deep_cache", cache.cache_interval, cache.cache_branch_id)

@@ -39,7 +39,7 @@ class ModelInterface(BaseModel):
     output: dict[str, Any]
     """JSON Schema of the output, with Cog's `x-cog-array-type` if it is streamed."""
     streams: Literal["", "text", "items"] = ""
-    """How the output is returned.
+    """Form in which the output is returned.
 
     Empty: as a whole. `text`: in pieces of one text. `items`: as elements of a list.
     """

@@ -3,12 +3,12 @@
 The header is the comment at the top of a file in `queries`:
 
     -- What each tenant used of each model, per day.      the title
-    -- owner: product                                     who answers for it
-    -- audience: tenants                                  or operators: who may see it
+    -- owner: product                                     the team that owns it
+    -- audience: tenants                                  readers: tenants or operators
     -- without: tz                                        standard parameters that it does not have
-    -- days: 42                                           how far it looks back if nothing is said
+    -- days: 42                                           how far it looks back by default
     -- range: months                                      it covers whole calendar months
-    -- @target FLOAT64 = 0.99: what it is                 a parameter of its own
+    -- @target FLOAT64 = 0.99: what it is                 an additional parameter
     -- plot: bars cost_usd by day, one color per model    how it is drawn
     -- totals: items, cost_usd                            columns that have a total
     -- column day: what it is                             each column, in order

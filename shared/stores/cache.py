@@ -151,7 +151,7 @@ def cache_key(model: Model, input: Input, tenant: str, purges: int = 0) -> str:
 
     Args:
         tenant: caller's tenant. Part of the key only if the model's cache scope is `tenant`.
-        purges: number of purges of this revision's cached results (shared/stores/withdrawals.py).
+        purges: how often this revision's cached results were purged (shared/stores/withdrawals.py).
             Part of the key only if above 0.
 
     Raises:

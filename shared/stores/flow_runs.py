@@ -3,15 +3,15 @@
 A run is a prediction whose record (shared/stores/records.py) shows whether it is open. Its steps
 are in a hash next to it, `<record>:flow`, which is deleted with it:
 
-    input            of the run
+    input            the run's input
     n:<step>         the number of items of a step, once it is known
     d:<step>         how many of them are done
     j:<step>         the number of its jobs
-    h:<step>         the number of jobs that were given to somebody to publish
+    h:<step>         the number of jobs that were handed to a process to publish
     b:<step>         1 once the broker has the first of them
     p:<step>:<job>   the items of a job
     o:<item>         how an item ended, by its index in the run
-    w:<item>         the jobs that were given to whoever ended the job that begins with this item
+    w:<item>         the jobs handed to the process that ended the job that begins with this item
 
 The scripts next to this file (flow_*.lua) decide which results count: the first plan of a step, the
 first outcome of an item, and nothing once the run is closed or over. So repeating a call, after any
@@ -67,7 +67,7 @@ class Marked(NamedTuple):
 
 
 class Look(NamedTuple):
-    """Whether a job still needs to be done."""
+    """Result of checking whether a job still needs to be done."""
 
     is_open: bool
     begins: bool

@@ -219,7 +219,7 @@ class ObjectStore:
         setting: setting with the URL, for errors.
 
     Raises:
-        ConfigurationError: the URL has none of these forms, or its folder can't be created.
+        ConfigurationError: the URL has a different form, or its folder can't be created.
     """
 
     def __init__(self, url: str, setting: str = "objects_url") -> None:

@@ -70,7 +70,7 @@ from shared.stores.webhook_log import WebhookLog
 log = logging.getLogger(__name__)
 
 EndState = Literal["succeeded", "failed", "canceled"]
-"""How a record can end."""
+"""The final states of a record."""
 
 LOOK_AGAIN_S = 1.0
 """How long other instances leave a due hold to the one that took it."""

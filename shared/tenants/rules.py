@@ -28,7 +28,7 @@ class Served(NamedTuple):
     """Names that plans and keys may use (`shared.stores.key_stores.served_by`)."""
 
     units: Mapping[str, str]
-    """The unit of work of each model, by catalog name."""
+    """Each model's unit of work, by catalog name."""
     aliases: Mapping[str, str]
     """Names of models by alias."""
     check_webhook: Callable[[str], object]

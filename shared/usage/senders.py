@@ -40,7 +40,7 @@ class ObjectSender:
         url: URL of the store: file://, gs:// or s3://.
 
     Raises:
-        ConfigurationError: the URL has none of these forms, or its folder can't be created.
+        ConfigurationError: the URL has a different form, or its folder can't be created.
     """
 
     linger_s = 10.0

@@ -68,7 +68,7 @@ async def pinned_session(
     It has no cookies, proxy or credentials, and does not decompress anything.
 
     Args:
-        tls: trusted certificate authorities. None: those of this machine.
+        tls: trusted certificate authorities. None: the machine's default.
 
     Raises:
         UrlForbidden: one of the addresses is not allowed.
@@ -120,7 +120,7 @@ def _create_fixed_resolver(addresses: Sequence[str]) -> AbstractResolver:
             return [_resolved(host, address, port) for address in addresses]
 
         async def close(self) -> None:
-            """Does nothing."""
+            """Does nothing, because the addresses are fixed and no resources are held."""
 
     return FixedResolver()
 

@@ -27,7 +27,7 @@ OnProgress = Callable[[int, int], None]
 """Called as on_step(step, steps) after some steps of a batch."""
 OnPreviews = Callable[[Previews], None]
 OnStepMessage = Callable[[StepMessage], None]
-"""Called with the results of items of a model that computes in steps."""
+"""Called with item results from a model that computes in steps."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -114,7 +114,7 @@ class ProcessClient(Protocol):
         """Interrupts these items of the batch that runs in steps. They come back as preempted."""
 
     def watch(self, slots: Sequence[int]) -> None:
-        """Requests previews of these slots of the batch that runs in steps, for a moment."""
+        """Requests previews of these slots in the batch that runs in steps, for a moment."""
 
     async def evict(self, models: Sequence[int]) -> None:
         """Frees the memory of these models, between two batches. They are loaded when used."""

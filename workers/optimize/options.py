@@ -59,7 +59,7 @@ def wanted_variants(entry: Model, options: OptimizeOptions) -> tuple[str, ...]:
 def missing_variants(
     manifest: Manifest, wanted: tuple[str, ...], tolerance: float
 ) -> tuple[str, ...]:
-    """Returns missing variants, except those that failed with this or a looser tolerance."""
+    """Returns missing variants, except variants that failed with this or a looser tolerance."""
     existing = {variant.name for variant in manifest.variants}
     prefix = WORKER_TASKS[manifest.task].variant_prefix
 

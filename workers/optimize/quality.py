@@ -18,7 +18,7 @@ _NO_DIFFERENCE_DB = 100.0
 class VectorQuality:
     """Vectors against the reference's, all from -1 or 0 to 1.
 
-    `neighbors`: the average share of each text's ten nearest neighbors that it keeps.
+    `neighbors`: the average share of a text's ten nearest neighbors that it keeps.
     `rank_correlation`: Spearman's, over the similarities of all pairs of texts.
     """
 

@@ -254,7 +254,7 @@ class ModelClient:
             self._writer.write(encode_preempt(pending.number, list(slots)))
 
     def watch(self, slots: Sequence[int]) -> None:
-        """Requests previews of these slots of the batch that runs in steps, for a moment."""
+        """Requests previews of these slots in the batch that runs in steps, for a moment."""
         if (pending := self._in_steps) is not None:
             self._watch(pending.number, slots)
 

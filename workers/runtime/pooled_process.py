@@ -265,7 +265,7 @@ class PooledProcess:
             self._current.preempt(slots)
 
     def watch(self, slots: Sequence[int]) -> None:
-        """Requests previews of these slots of the batch that runs in steps, for a moment."""
+        """Requests previews of these slots in the batch that runs in steps, for a moment."""
         if self._current is not None:
             self._current.watch(slots)
 

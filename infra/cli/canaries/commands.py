@@ -36,8 +36,8 @@ def promote(path: Path, name: str) -> None:
     """Sets a model's revision and source to its canary's, and removes the canary.
 
     Raises:
-        ConfigurationError: the file has no such model, or it has no canary, or its entry stands in
-            one line.
+        ConfigurationError: the file has no such model, or it has no canary, or its entry is on a
+            single line.
     """
     from shared.models.catalog_file import read_catalog
 

@@ -26,7 +26,7 @@ from shared.stores.records import Records
 
 HELD_MAX_BYTES = 256 * 1024 * 1024
 FIRST_WAIT_S, NEXT_WAIT_S = 5.0, 2.0
-"""How long the first letter may take, and each further one: a broker does not say which is last."""
+"""Maximum time to wait for the first and each further letter: brokers don't mark the last one."""
 ACK_DEADLINE_S = 60
 _DELIVERIES = "cloudpubsubdeadlettersourcedeliverycount"
 
@@ -37,7 +37,7 @@ class Letter:
 
     Attributes:
         message: as it was received, and not acked.
-        envelope: who asked for what. None if its attributes do not say.
+        envelope: the caller and the job. None if its attributes do not have them.
         answered: why nobody waits for it any more. Empty: its caller still waits.
     """
 
@@ -56,7 +56,7 @@ class Letter:
 
     @property
     def reason(self) -> str:
-        """Why it is here, and of which step of which flow it is."""
+        """Why it is here, and its flow and step, if it has them."""
         attributes = {name.lower(): value for name, value in self.message.attributes.items()}
         attempts = attributes.get(_DELIVERIES)
         many = (
@@ -124,7 +124,7 @@ class HeldLetters:
         envelope.deadline_s = time.time() + deadline_s
         envelope.published_at_s = time.time()
         envelope.start_by_s, envelope.attempt = 0.0, 1
-        # What it did to workers before was the fault that is mended now.
+        # Earlier crashes were caused by the problem that is fixed now.
         await self._records.hand_over(record_id(envelope.request_id, envelope.part))
         data, attributes = encode_job(job)
         await self._transport.publish(jobs_topic_id(self.model), data, attributes)
@@ -169,7 +169,7 @@ async def _letter(message: ReceivedMessage, records: Records) -> Letter:
     envelope = decode_leniently(message.attributes)
     if envelope is None:
         return Letter(message, None, "its attributes do not say whose job it is")
-    part = 0 if envelope.flow else envelope.part  # who waits for a step waits for its run
+    part = 0 if envelope.flow else envelope.part  # a caller waits for the whole run
     record = await records.read(record_id(envelope.request_id, part))
     if record is not None and record.is_over:
         return Letter(message, envelope, f"its caller was answered: {record.state}")

@@ -187,7 +187,7 @@ class Task(ABC):
     compares_images: ClassVar[bool] = False
     """True if two results are compared as images, by their peak signal-to-noise ratio."""
     compares_texts: ClassVar[bool] = False
-    """True if its models compare two texts, in one of the ways of `rerank`."""
+    """True if its models compare two texts, by one of the methods in `rerank`."""
     runs_graphs: ClassVar[bool] = False
     """True if its models can run as optimized ONNX graphs."""
     has_context: ClassVar[bool] = False

@@ -34,9 +34,9 @@ MAX_PROMPT_CHARS = 32_000
 class ChosenAdapter(msgspec.Struct, frozen=True, array_like=True):
     """An adapter that an image is drawn with.
 
-    `version`: the digest of its file, as the catalog of the API has it. Of one by URL it is the
-    digest of what the API fetched, which is its name too. `object_key`: where that is in the object
-    store, and `owner` the digest of its tenant. Until it is fetched, `url` says from where.
+    `version`: the digest of its file in the API's catalog. For a file by URL, it is the digest of
+    the fetched file, which is also its name; `object_key` is its key in the object store, and
+    `owner` the digest of its tenant. `url`: where to fetch it from, until it is fetched.
     """
 
     name: str
@@ -50,8 +50,8 @@ class ChosenAdapter(msgspec.Struct, frozen=True, array_like=True):
 class ControlInput(msgspec.Struct, omit_defaults=True):
     """The ControlNet that an image is drawn with, by its name in the catalog, and its image.
 
-    `digest`: of the entry of the ControlNet. `scale` multiplies what it adds. `start`, `end`: the
-    part of the steps in which it does, from 0 to 1.
+    `digest`: digest of the ControlNet's entry. `scale` multiplies its contribution. `start`, `end`:
+    the part of the steps in which it contributes, from 0 to 1.
     """
 
     name: str
@@ -70,7 +70,7 @@ class ControlInput(msgspec.Struct, omit_defaults=True):
 class IpAdapterInput(msgspec.Struct, omit_defaults=True):
     """The IP-Adapter that an image is drawn with, by its name in the catalog, and its image.
 
-    `version`: of its entry in the catalog. `scale` multiplies what it adds.
+    `version`: version of its catalog entry. `scale` multiplies its contribution.
     """
 
     name: str
@@ -86,10 +86,10 @@ class IpAdapterInput(msgspec.Struct, omit_defaults=True):
 class ImageInput(TaskInput, tag="image"):
     """One image to draw. With `image`, image-to-image at `strength`.
 
-    `mask`: a gray image of the size to draw. Only where it is not black, `image` is drawn anew.
+    `mask`: a gray image of the size to draw. `image` is redrawn only where the mask is not black.
     `control`: a ControlNet that guides the drawing, and `more_controls` others that do too.
     `ip_adapter`: an image to draw after.
-    `clip_skip`: how many of the last layers of CLIP do not read `prompt`. `guidance_rescale`: how
+    `clip_skip`: how many of CLIP's last layers do not read `prompt`. `guidance_rescale`: how
     much of the contrast that guidance adds is taken back, from 0 to 1
     (https://arxiv.org/abs/2305.08891).
     """
@@ -202,7 +202,7 @@ class ImagesInput(TaskInput, tag="images"):
 
 
 class ImageResult(TaskResult, tag="image"):
-    """One encoded image with the seed that gives it again."""
+    """One encoded image with the seed that reproduces it."""
 
     image: Blob
     width: int
@@ -212,7 +212,7 @@ class ImageResult(TaskResult, tag="image"):
     truncated_tokens: int | None = None
     """Tokens that were left out, because a prompt was too long for the model. None: not known."""
     adapter: str | None = None
-    """The name of the adapter that it was drawn with. None: it has none."""
+    """The name of the adapter that it was drawn with. None: it was drawn without one."""
 
     @property
     def blobs(self) -> Sequence[Blob]:
@@ -263,7 +263,7 @@ class ImagesResult(TaskResult, tag="images"):
         return msgspec.structs.replace(self, images=images)
 
     def to_output(self, media_type: str, link_to: LinkTo) -> list[str]:
-        """The URIs of those that are delivered."""
+        """Returns the URIs of the delivered images."""
         return [image.to_output(media_type, link_to) for image in self.delivered]
 
     def step_value(self) -> list[Blob]:
@@ -276,7 +276,7 @@ def choose_adapter(
     """Returns what a request has chosen by `lora_weights` and `lora_scale`. None: no adapter.
 
     Args:
-        scale: how strongly it counts. None: as the catalog says.
+        scale: how strongly it counts. None: the default in the catalog.
         takes_urls: True if `name` may be the URL of its file, which the caller of this fetches.
 
     Raises:
@@ -318,7 +318,7 @@ def _no_such_adapter(entry: CatalogEntry, name: str, takes_urls: bool) -> str:
 
 
 def step_fields(entry: CatalogEntry) -> dict[str, Any]:
-    """What a step of a flow gives to an image model, as JSON Schema: no image to start from."""
+    """Returns the inputs of an image model in a flow step, as JSON Schema without a start image."""
     prompt = {"type": "string", "maxLength": MAX_PROMPT_CHARS}
     adapters: dict[str, Any] = {}
     if entry.image.adapters:
@@ -372,7 +372,7 @@ class ImageTask(Task):
         return entry.batch.max_pixel_steps
 
     def tolerance(self, entry: CatalogEntry) -> float:
-        """The least peak signal-to-noise ratio."""
+        """Returns the minimum peak signal-to-noise ratio, in dB, at which images count as equal."""
         return entry.tolerance.psnr_db
 
     def step_schema(self, entry: CatalogEntry) -> StepSchema:
@@ -415,7 +415,7 @@ class ImageTask(Task):
         return StepInput(image, seed is not None)
 
     def step_bound(self, entry: CatalogEntry) -> WorkBound:
-        """The largest image with the most steps."""
+        """Returns the work of the largest image with the maximum number of steps."""
         return WorkBound(entry.image.largest_pixels * entry.image.longest_steps)
 
     def least_work(self, entry: CatalogEntry) -> int:

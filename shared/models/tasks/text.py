@@ -290,7 +290,7 @@ class GenerationResult(TaskResult, tag="generation"):
     prompt_text: str = ""
     """Only if requested."""
     prompt_logprobs: list[TokenLogprob] = msgspec.field(default_factory=list)
-    """For an echoed prompt. The first token has none, so it has 0 and no alternatives."""
+    """Log probabilities of an echoed prompt. The first token's is 0, without alternatives."""
     stop_sequence: str = ""
     """The stop sequence that ended the generation. Empty: it ended for another reason."""
 

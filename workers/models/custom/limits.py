@@ -25,9 +25,7 @@ WHOLE_EVERY = 20
 """Of so many looks, one is at all that the runner has started. The others are at itself."""
 MAX_PROCESSES = 512
 DEFAULT_SHARE = 0.8
-"""Share of the memory of the machine, or of its control group, if the entry does not specify a
-limit.
-"""
+"""Share of the machine's or control group's memory, if the entry does not specify a limit."""
 MAX_ENTRIES = 500_000
 """Files and folders below the scratch folder."""
 MAX_OUTSIDE = 10_000

@@ -256,7 +256,7 @@ class HiddenValues:
 
 
 def _overlap(text: str, value: str) -> int:
-    """Returns the length of the longest suffix of `text` with which `value` starts."""
+    """Returns the length of the longest suffix of `text` that is a prefix of `value`."""
     at = text.find(value[0], max(0, len(text) - len(value) + 1))
     while at >= 0:
         if value.startswith(text[at:]):

@@ -56,7 +56,7 @@ class PublicLogs:
         self._seen = 0
         """Number of printed characters that were received."""
         self._held = ""
-        """The start of what may be a path, until the rest has arrived."""
+        """The start of a possible path, until the rest has arrived."""
         self.printed = PrintedLogs()
 
     def add(self, printed: PrintedLogs, *, is_all: bool = False) -> PrintedLogs:

@@ -269,7 +269,7 @@ class ClassSteps:
         try:
             self._on_message(message)
         except Exception as error:
-            # Whatever it is, it ends the run, because nothing else would report it.
+            # Any error ends the run, because nothing else would report it.
             self.fault = self.fault or error
             self._changed.set()
 

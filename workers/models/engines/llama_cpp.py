@@ -168,7 +168,7 @@ class Chance(msgspec.Struct):
 
 
 class Chosen(Chance):
-    """Log probabilities of a token and of the likeliest tokens."""
+    """Log probabilities of a token and the likeliest tokens."""
 
     top_logprobs: list[Chance] = []
 

@@ -279,6 +279,6 @@ class EngineSteps:
         try:
             self._on_message(message)
         except Exception as error:
-            # Whatever it is, it ends the run, because nothing else would report it.
+            # Any error ends the run, because nothing else would report it.
             self._fault = self._fault or error
             self._changed.set()

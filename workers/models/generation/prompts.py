@@ -388,7 +388,7 @@ class PromptPreparer:
         return ids
 
     def _encode_plain(self, text: str, field: str, *, special: bool) -> list[int]:
-        """Encodes text without control tokens, except those that the model puts around it."""
+        """Encodes text without control tokens, except the tokens that the model puts around it."""
         try:
             ids: list[int] = self._vocabulary.plain_tokenizer.encode(
                 text, add_special_tokens=special

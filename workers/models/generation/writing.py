@@ -285,8 +285,8 @@ class Writing:
         """Processes log probabilities of the prompt from an engine.
 
         Args:
-            chances: for each token, the log probabilities of the likeliest tokens and of itself.
-                The first token has none.
+            chances: for each token, the log probabilities of the likeliest tokens and itself. None
+                for the first token.
         """
         for token, row in zip(self._prompt_ids, chances, strict=False):
             if row is not None:

@@ -281,7 +281,7 @@ class IpAdapters:
         """Within it the UNet computes rows of these reference images.
 
         Args:
-            starts: one per row, and which of its two sets of tokens the row gets.
+            starts: one per row, with the index (0 or 1) of the token set that the row gets.
         """
         groups: dict[str, list[tuple[int, IpAdapterStart, int]]] = {}
         for row, chosen in enumerate(starts):

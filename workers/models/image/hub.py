@@ -140,7 +140,7 @@ class Hub:
         self._limits = _RowLimits()
         self._watchdog = _Watchdog(python_limit_s)
         self.work: list[tuple[Any, int]] = []
-        """The owners of the denoiser calls in the last step, and the number of rows of each."""
+        """The owners of the denoiser calls in the last step, and each call's number of rows."""
 
     def __len__(self) -> int:
         return len(self._runs)

@@ -23,7 +23,7 @@ _METHOD = "encode_prompt"
 class LostTokens:
     """Counts the tokens that the text encoders of a pipeline do not read.
 
-    Each text is counted by the encoder that reads the most tokens.
+    Each text is counted by the encoder with the longest input.
     """
 
     def __init__(self) -> None:

@@ -1,12 +1,12 @@
 """Compares a replay's ledger with rows and report, down to single rows, tokens and cents.
 
-- A request that was answered has the rows, tokens and cost that its answer said.
-- A run of a flow has a row for each item of each step, as its answer says, and their cost.
+- A request that was answered has the rows, tokens and cost in its answer.
+- A flow run has the rows in its answer, one for each item of each step, and their cost.
 - A request that was refused as a whole has one row, `refused`, and costs nothing.
-- A request whose answer was lost or is a proxy's, or whose caller hung up, has what its rows say.
-  Only they know.
+- If an answer was lost or came from a proxy, or the caller hung up, the rows are the only record
+  of the request, and are taken as they are.
 - A request for which no connection could be opened has no row.
-- The report has, for each hour, tenant and model, what the ledger adds up to.
+- The report has, for each hour, tenant and model, the sums of the ledger.
 
 `check` asks BigQuery until all of a ledger is there, or the time is up.
 """

@@ -101,7 +101,7 @@ def textbox(name: str, label: str, value: str) -> dict[str, Any]:
 
 
 def row(title: str, top: int, row_id: int) -> dict[str, Any]:
-    """Returns the header of a section of panels."""
+    """Returns the header for a section of panels."""
     return {
         "type": "row",
         "id": row_id,

@@ -122,7 +122,7 @@ def error_ratio(objective: Objective, window: str, scope: Scope) -> str:
 
 
 def budget_left(objective: Objective, bounds: Bounds, scope: Scope) -> str:
-    """Returns PromQL for the remaining share of the budget of PERIOD. Negative: overspent."""
+    """Returns PromQL for the remaining share of PERIOD's budget. Negative: overspent."""
     bad, valid = bad_events(objective, PERIOD, scope), valid_events(objective, PERIOD, scope)
     return f"1 - ({bad} or 0 * {valid}) / {valid} / {bounds.budgets[objective.name]}"
 

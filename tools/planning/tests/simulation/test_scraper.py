@@ -1,4 +1,4 @@
-"""What queries see when workers start and end."""
+"""Tests query results when workers start and end."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ MAX_OUTPUT_BYTES = 16 * 1024 * 1024
 """Maximum size of an output as JSON, without its files. A large one is stored as a file."""
 MAX_BLOBS_BYTES = 256 * 1024 * 1024
 MAX_BLOBS = 16_384
-"""More than the files of two outputs of the maximum size, or the files of any input."""
+"""More than the number of files in two maximum-size outputs, or in any input."""
 BATCH = -1
 """The number by which a batch is canceled."""
 

@@ -185,7 +185,7 @@ def _peak_of(model: str, sites: Sequence[Site]) -> float:
 
 @dataclass(frozen=True)
 class Change:
-    """A setting that is lower than what the autoscaler requests at the peak."""
+    """A setting that is lower than the autoscaler's request at the peak."""
 
     where: str
     setting: str

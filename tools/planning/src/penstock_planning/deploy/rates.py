@@ -91,7 +91,7 @@ def _seconds(model: Model, measurement: ModelMeasurement) -> dict[str, float]:
 def _path_of(model: Model, rate: dict[str, Any], folder: Path) -> Path | None:
     """Returns a model's measurement file.
 
-    None: the rates name none, and the class's folder has none.
+    None: the rates do not name a file, and the class's folder does not have one.
     """
     if isinstance(named := rate.get(FIELD), str):
         return folder / named

@@ -131,7 +131,7 @@ class Workers:
 
 
 def once(workers: Iterable[Workers]) -> list[Workers]:
-    """Returns one member of each group of workers, to count its pods once."""
+    """Returns one member from each group of workers, to count its pods once."""
     return list({(members.region, members.group.name): members for members in workers}.values())
 
 

@@ -1,8 +1,8 @@
 """Requests, and one region's API, which admits or refuses them like api/dispatch/admission.py.
 
 The service rate is estimated by the same class that the API uses. One estimate represents all
-instances of a region: each of n instances has an n-th of the items and of the rate, so they expect
-the same waits. Tenants are not modeled, so everything that waits is ahead.
+instances of a region: each of n instances has 1/n of the items and the rate, so they expect the
+same waits. Tenants are not modeled, so everything that waits is ahead.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class ScenarioApi(Entry):
 
 
 class ScenarioBroker(Entry):
-    """How Pub/Sub delivers jobs to workers."""
+    """Settings for the delivery of jobs to workers by Pub/Sub."""
 
     delivery: Literal["random", "idle_first"] = "random"
     """`random`: to any worker whose flow control has room. Pub/Sub guarantees nothing better."""
