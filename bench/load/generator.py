@@ -55,7 +55,8 @@ class LoadOrder(msgspec.Struct):
 class LoadReport(msgspec.Struct):
     """The exchanges in order of their end, and what they cost.
 
-    `lag_ms` is each request's delay in an open loop. `samples` has body numbers and their answers. `wall_s` ends with the last answer. CPU seconds are the generator's own.
+    `lag_ms` is each request's delay in an open loop. `samples` has body numbers and their answers.
+    `wall_s` ends with the last answer. CPU seconds are the generator's own.
     """
 
     sent: int
