@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass
 class ApiProcess:
-    """A running process, and all that it writes."""
+    """A running process, and all of its output."""
 
     url: str
     metrics_url: str

@@ -1,6 +1,4 @@
-"""Requests as a caller with bad intentions sends them: mostly right, with something in them that is
-not.
-"""
+"""Requests from a malicious caller: mostly valid, with something invalid in them."""
 
 from __future__ import annotations
 
@@ -211,8 +209,8 @@ def predictions(model: str) -> st.SearchStrategy[Asked]:
 
 
 def as_json(path: str, body: object, method: str = "POST") -> Asked:
-    """With what Python's encoder lets pass and JSON does not have: NaN, Infinity; lone surrogates
-    are escaped.
+    """Includes values that Python's encoder accepts and JSON does not have: NaN, Infinity; lone
+    surrogates are escaped.
     """
     return Asked(method, path, json.dumps(body).encode(), [("content-type", "application/json")])
 
@@ -236,7 +234,9 @@ charsets = chosen(
 
 
 def as_form(fields: dict[str, Any], charset: str) -> Asked:
-    """A form with an image, its texts in the charset its header names where that makes sense."""
+    """A form with an image, with texts in the charset that its header names, if that makes
+    sense.
+    """
     parts = []
     for name, value in fields.items():
         text = str(value).encode("utf-7" if charset == "utf-7" else "utf-8", "surrogatepass")

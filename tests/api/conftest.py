@@ -1,5 +1,5 @@
-"""An API over a broker in memory, for tests that need no more than that; without Redis unless a
-test brings one.
+"""An API over a broker in memory, for tests that need nothing else; without Redis unless a test
+provides one.
 """
 
 from collections.abc import AsyncIterator

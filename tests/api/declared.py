@@ -24,7 +24,7 @@ NOT_OF_ROUTES = frozenset({405})
 
 @cache
 def _pattern(place: str) -> re.Pattern[str]:
-    """Matches the paths of an operation. The key of an object has slashes."""
+    """Matches the paths of an operation. The key of an object may contain slashes."""
     any_text = ".+" if place.endswith("/{key}") else "[^/]+"
     return re.compile(re.sub(r"\\{[^}]*\\}", lambda _: any_text, re.escape(place)))
 
@@ -35,8 +35,8 @@ class Declared:
     _document: ClassVar[dict[str, Any]] = {}
     """Document of the first app that was asked.
 
-    It takes a third of a second, and all apps have the same: no setting and no model is in it
-    (tests/api/test_openapi.py).
+    Building it takes a third of a second, and it is the same for all apps: it depends on no setting
+    and no model (tests/api/test_openapi.py).
     """
 
     def __init__(self, app: FastAPI) -> None:
@@ -50,7 +50,7 @@ class Declared:
         return Declared._document
 
     async def check(self, response: httpx.Response) -> None:
-        """Notes what the document does not have. An event hook of httpx."""
+        """Records answers missing from the document. An httpx event hook."""
         request = response.request
         self.undeclared += self.missing(
             request.method, request.url.path, response.status_code, response.headers
@@ -82,7 +82,7 @@ class Declared:
     def _operation(self, method: str, path: str) -> dict[str, Any] | None:
         """The operation of a request. None if the document does not have it."""
         verb = "get" if method == "HEAD" else method.lower()
-        # Paths without parameters come before those with some.
+        # Paths without parameters come before paths with parameters.
         for place in sorted(self.document["paths"], key=lambda one: one.count("{")):
             found = self.document["paths"][place].get(verb)
             if found is not None and _pattern(place).fullmatch(path):

@@ -52,7 +52,7 @@ class HeldCache(ResultCache):
 
 @dataclass
 class DispatcherHarness:
-    """A dispatcher and all it works with."""
+    """A dispatcher and its dependencies."""
 
     dispatcher: Dispatcher
     worker: FakeWorker
@@ -65,7 +65,7 @@ class DispatcherHarness:
     def ask(
         self, *texts: str, deadline_in_s: float = 30.0, **flags: Any
     ) -> asyncio.Task[InferenceResponse]:
-        """A request under way; it has joined its items after one turn of the event loop."""
+        """A request in progress; it has joined its items after one turn of the event loop."""
         now_s, inputs = time.time(), [TextInput(text) for text in texts]
         request_id = f"req_{random.getrandbits(64):x}"
         given = {name: flags.pop(name) for name in RequestFacts.__struct_fields__ if name in flags}

@@ -1,4 +1,4 @@
-"""A worker without a model: takes jobs from a broker, in memory or real, and answers them
+"""A worker without a model: it takes jobs from a broker, in memory or real, and answers them
 deterministically.
 """
 
@@ -73,7 +73,7 @@ from workers.models.base import PreparedText, Preparer
 
 
 def vector_of(given: Input, dimensions: int = 384) -> np.ndarray:
-    """The vector of a text or token list: unit length, and another for every other input."""
+    """The vector of a text or token list: unit length, and different for every other input."""
     if not isinstance(given, ImageInput):
         given = msgspec.structs.replace(given, truncate="end")  # changes nothing for short texts
     seed = zlib.crc32(repr(given).encode())
@@ -83,7 +83,7 @@ def vector_of(given: Input, dimensions: int = 384) -> np.ndarray:
 
 
 def png_of(given: ImageInput) -> bytes:
-    """An image of one color, made from the seed, or half way to it from the source's mean."""
+    """An image of one color, derived from the seed, or halfway between it and the source's mean."""
     color = (given.seed % 256, given.seed // 256 % 256, given.steps % 256)
     buffer = io.BytesIO()
     Image.new("RGB", (given.width, given.height), color).save(buffer, "png")
@@ -91,7 +91,7 @@ def png_of(given: ImageInput) -> bytes:
 
 
 LAST_WORD = "END"
-"""A text that stops by itself ends with it."""
+"""The last word of a text that stops by itself."""
 MAX_PROMPT_WORDS = 10
 """Further words of an image prompt are reported as lost, as a real worker reports lost tokens."""
 
@@ -290,7 +290,7 @@ class FakeWorker:
 
 
 def until_stop(text: str, stops: Sequence[str]) -> tuple[str, str]:
-    """The text before the first of the stop sequences, and that one. Empty: none is there."""
+    """The text before the first stop sequence, and that sequence; empty if there is none."""
     at, stop = min(((text.find(one), one) for one in stops if one in text), default=(len(text), ""))
     return text[:at], stop
 

@@ -1,4 +1,4 @@
-"""An https server with files, as inputs name them by URL, and its own authority."""
+"""An https server with files that inputs refer to by URL, and its own certificate authority."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class FileServer:
     """Answers by path. `asked` counts requests per path, and `headers` has the headers of the
     latest request.
 
-    `go` lets those bodies end that wait for it.
+    `go` releases the bodies that wait for it.
     """
 
     def __init__(self, port: int, certificate: Certificate) -> None:
@@ -38,7 +38,7 @@ class FileServer:
 
     @property
     def settings(self) -> dict[str, str]:
-        """The settings of an API that may fetch from here."""
+        """The settings of an API that may fetch from this server."""
         return {
             "fetch_hosts": f"127.0.0.1:{self.port}, {NAME}:{self.port}",
             "fetch_networks": "127.0.0.1/32",
@@ -91,7 +91,7 @@ class FileServer:
 
 @asynccontextmanager
 async def serving_files(folder: Path) -> AsyncIterator[FileServer]:
-    """A server on this machine, whose certificate is also for NAME."""
+    """A server on this machine, whose certificate is also valid for NAME."""
     certificate = make_certificate(folder, names=[NAME])
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     tls.load_cert_chain(certificate.cert, certificate.key)

@@ -57,9 +57,9 @@ CATALOG = Catalog(
 """The shipped models plus models for similarity and for text, each under a second name too."""
 TEXT_MODEL, IMAGE_MODEL = CATALOG.default("embedding"), CATALOG.default("image")
 TICK_S = 0.1
-"""Between two looks of uvicorn's server."""
+"""Time between two checks of uvicorn's server."""
 ACCEPT_TURNS = 5
-"""Of the event loop, until an accepted socket is a connection. asyncio takes three."""
+"""Turns of the event loop until an accepted socket becomes a connection. asyncio takes three."""
 T = TypeVar("T")
 
 
@@ -71,7 +71,7 @@ class ApiUnderTest:
     app: FastAPI
     worker: FakeWorker
     broker: InMemoryBroker
-    """Unless the test brought another."""
+    """Default unless the test provides another."""
     rows: list[Row]
     http: httpx.AsyncClient
     clients: list[openai.AsyncOpenAI] = field(default_factory=list)
@@ -92,7 +92,7 @@ class ApiUnderTest:
         return client
 
     async def until_idle(self) -> None:
-        """Waits until the dispatcher has nothing in flight any more."""
+        """Waits until the dispatcher has nothing in flight."""
         await until(lambda: not self.dependencies.dispatcher.in_flight)
 
 
@@ -118,7 +118,7 @@ async def running_api(
     written: list[Row] | None = None,
     spent: SpentReader | None = None,
 ) -> AsyncIterator[ApiUnderTest]:
-    """An API and a worker; with `worker` that one, which somebody else keeps running, serves it.
+    """An API and a worker; `worker` replaces the worker with one that the caller keeps running.
 
     `written` gets its rows. `spent` adds up rows; by default, the rows that this API wrote.
     """
@@ -139,7 +139,7 @@ async def running_api(
             httpx.AsyncClient(
                 base_url=url,
                 timeout=WAIT_LIMIT_S,
-                verify=False,  # plain HTTP, and the certificates of this machine take long to read
+                verify=False,  # plain HTTP, because loading this machine's certificates takes long
                 event_hooks={"response": [declared.check]},
             )
         )
@@ -167,8 +167,8 @@ def api_with_redis(**settings: object) -> Any:
 class PromptServer(uvicorn.Server):
     """Shuts down as soon as it is asked to, in the same steps as uvicorn.
 
-    That one looks ten times a second whether it shall end, and then pauses for a tenth of a second.
-    It would do so in each test that starts an API.
+    Uvicorn checks ten times a second whether to exit, and then pauses for a tenth of a second. It
+    would do so in each test that starts an API.
     """
 
     def __init__(self, config: uvicorn.Config) -> None:
@@ -188,7 +188,7 @@ class PromptServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket] | None = None) -> None:
         state = self.server_state
-        # One accepted a moment ago is not among the connections yet, and nobody would close it.
+        # A connection accepted a moment ago is not in the list yet, and nobody would close it.
         # Python 3.12 and 3.13.0 lose it if the server is closed before.
         for _ in range(ACCEPT_TURNS):
             await asyncio.sleep(0)

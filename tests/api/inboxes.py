@@ -29,7 +29,7 @@ class Broker:
     admin: Admin
 
     def instance(self, name: str = "api-1", **given: Any) -> ReplyInbox:
-        """The inbox of an instance that was not started yet."""
+        """The inbox of an instance that has not started yet."""
         return ReplyInbox(inbox_settings(**given), self.transport, self.admin, name)
 
     async def reply_to(
@@ -67,7 +67,7 @@ def inbox_settings(**given: Any) -> ApiSettings:
 
 
 async def next_inbox(inbox: ReplyInbox, replies: Replies = "slots") -> str:
-    """The topic of the inbox that this instance holds, as soon as it holds one."""
+    """The topic of this instance's inbox, as soon as it has one."""
     async with asyncio.timeout(WAIT_LIMIT_S):
         while True:
             try:

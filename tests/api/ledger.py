@@ -1,7 +1,7 @@
 """Charges to tenants and keys according to three books: the answers, the rows, and the counters.
 
 A test sends requests through a `Ledger` and lets them end in any way. `check` waits until nothing
-is in flight any more, and compares the books of each key and each tenant.
+is in flight, and compares the books of each key and each tenant.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ BUDGET_USD = 1000.0
 EXACT_USD = 1e-9
 SETTLE_LIMIT_S = 5.0 * PATIENCE
 KEYS = {"one": "acme", "two": "acme", "other": "globex", "poor": "initech"}
-"""The tenants of the keys that tests call so."""
+"""The tenants of the keys, by the keys' names in tests."""
 POOR_USD = 0.001
 PRICED = MODEL.model_copy(
     update={
@@ -58,7 +58,7 @@ PRICED = MODEL.model_copy(
 class Ledger:
     """The three books of a deployment.
 
-    `apis` and `row_lists` may grow. `until_idle` waits until no worker will write a row any more.
+    `apis` and `row_lists` may grow. `until_idle` waits until no worker will write any more rows.
     """
 
     redis_url: str
@@ -71,7 +71,7 @@ class Ledger:
     told_usd: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Costs reported in answers, by key; answers that nobody received don't count."""
     uncounted: set[str] = field(default_factory=set)
-    """Names of the counters whose tenants or keys have no budget."""
+    """Counter names of tenants or keys without a budget."""
 
     def tell(self, key: str, usd: float) -> None:
         self.told_usd[key] += usd
@@ -110,7 +110,7 @@ class Ledger:
         """Compares the three books of each key and tenant, and returns the charges by key.
 
         Args:
-            spare_usd: by the names of counters, by how much they may be above their rows.
+            spare_usd: amount by which each counter may exceed its rows, by counter name.
         """
         async with asyncio.timeout(WAIT_LIMIT_S):
             for api in self.apis:
@@ -142,7 +142,7 @@ class Ledger:
         return sums
 
     async def _apart(self, spare_usd: Mapping[str, float]) -> list[tuple[str, float, float, float]]:
-        """The counters that are below their rows, or above them by more than they may be."""
+        """The counters that are below their rows, or too far above them."""
         charged, counted = self.charged_by_month(), await self._counted()
         return [
             (name, month, counted[name].get(month, 0.0), charged[name].get(month, 0.0))
@@ -188,7 +188,7 @@ def budgets_of(tenant: str, key_id: str) -> tuple[str, str]:
 
 @dataclass
 class LedgerWorld:
-    """An API or several over a real worker with a fake model process, and their ledger."""
+    """One or more APIs over a real worker with a fake model process, and their ledger."""
 
     ledger: Ledger
     harness: WorkerHarness
@@ -202,7 +202,7 @@ class LedgerWorld:
     async def hang_up(
         self, key: str, texts: Sequence[str], when: Callable[[], bool], **headers: str
     ) -> None:
-        """Asks, and hangs up as soon as `when` holds."""
+        """Sends a request, and hangs up as soon as `when` holds."""
         asked = asyncio.create_task(self.ledger.embed(key, texts, **headers))
         await self.harness.until(lambda: asked.done() or when())
         assert not asked.done(), "it was answered before it could hang up"
@@ -211,7 +211,7 @@ class LedgerWorld:
 
 
 def ledger_keys(folder: Path, tenant_of: Mapping[str, str] = KEYS, **plan: Any) -> str:
-    """Writes keys whose tenants and which themselves have a budget. Returns the URL."""
+    """Writes keys and tenants that have budgets. Returns the URL."""
     own = Limits(budget_usd_per_month=BUDGET_USD)
     rich, poor = (Plan(budget_usd_per_month=usd, **plan) for usd in (BUDGET_USD, POOR_USD))
     return keys_url(
@@ -232,11 +232,11 @@ async def ledger_world(
     worker: AbstractAsyncContextManager[WorkerHarness] | None = None,
     spent: SpentReader | None = None,
 ) -> AsyncIterator[LedgerWorld]:
-    """A deployment of embeddings whose text is its vector (tests/workers/worker_harness.py).
+    """A deployment for embeddings whose vector is their text (tests/workers/worker_harness.py).
 
     Args:
-        worker: another one that serves the model.
-        spent: the rows that have arrived. None: all of the ledger.
+        worker: another worker that serves the model.
+        spent: the rows that have arrived. None uses all rows of the ledger.
     """
     settings = settings_for(folder, redis_url=redis_url, keys_url=ledger_keys(folder))
     catalog = Catalog((model,))

@@ -1,4 +1,4 @@
-"""The keys of one mix of requests, and their budgets, which change while requests run."""
+"""Keys for one mix of requests, with budgets that change while requests run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class MixedBudgets:
         default_factory=lambda: {name: OWN_USD if name == "two" else RICH_USD for name in NAMES}
     )
     highest_usd: dict[str, float] = field(default_factory=dict)
-    """The highest budget so far, by counter name. Infinite once there was no budget."""
+    """The highest budget so far, by counter name. Infinite if a budget was ever missing."""
 
     @property
     def tenant_of(self) -> dict[str, str]:
@@ -82,7 +82,7 @@ class MixedBudgets:
         self.write()
 
     def budgets(self) -> Mapping[str, float | None]:
-        """Returns the budgets by counter name. None: nothing is counted."""
+        """Returns the budgets by counter name. None if nothing is counted."""
         found: dict[str, float | None] = {}
         for name, tenant in TENANTS.items():
             key, of = self.key(name), f"{tenant}-{self.number}"

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 INSTANCES = 2
 RUNNER = 2
-"""The number of the process that runs batches. Those below it are instances of the API."""
+"""The number of the process that runs batches. Lower numbers are instances of the API."""
 NAMES = ("one", "two", "poor", "open")
 """Names of keys."""
 
@@ -33,8 +33,8 @@ PREDICTIONS = ("prediction", "drawing", "stream", "flow")
 class Ask:
     """A request, and how its caller ends it.
 
-    `items` choose from few texts, so that some are found in the cache, and some are joined. 7 is
-    refused by the worker, 8 fails. `repeats` chooses an Idempotency-Key, and 0 none.
+    `items` are chosen from a few texts, so that some are found in the cache, and some are joined. 7
+    is refused by the worker, 8 fails. `repeats` chooses an Idempotency-Key; 0 means none.
     """
 
     kind: Kind
@@ -45,11 +45,11 @@ class Ask:
     instance: int = 0
     waits: bool = False
     is_put: bool = False
-    """True if a prediction is created under an id of the caller's own, which `repeats` chooses."""
+    """True if a prediction is created under an id chosen by the caller through `repeats`."""
 
     @property
     def ends_early(self) -> bool:
-        """True if it ends although model processes are held."""
+        """True if it ends even while model processes are held."""
         is_canceled = self.end.startswith("cancel") and self.kind in PREDICTIONS and not self.waits
         return is_canceled or self.end in ("late", "hang up", "hang up at once")
 
@@ -58,7 +58,8 @@ class Ask:
 class NewBudget:
     """A new budget for a tenant, or for the key "two".
 
-    The plan of a tenant changes, or the tenant `moves` to another plan. `usd` None: no budget.
+    The plan of a tenant changes, or the tenant `moves` to another plan. If `usd` is None, there is
+    no budget.
     """
 
     holder: Literal["rich", "poor", "open", "two"]
@@ -71,7 +72,7 @@ class Wave:
     """Requests in flight together.
 
     `outage`: the instances do not reach Redis, or do not get its answers. `dies`: the process that
-    is killed meanwhile. `model_dies`: the model process is, once. `budgets` change meanwhile: the
+    is killed meanwhile. `model_dies`: the model process dies, once. `budgets` change meanwhile: the
     first instance learns of them immediately, the second one at the end of the wave.
     """
 
@@ -84,7 +85,7 @@ class Wave:
 
 @dataclass(frozen=True)
 class Mixture:
-    """One example. `turn`: the wave in which the month ends."""
+    """One example. `turn` is the wave in which the month ends."""
 
     waves: tuple[Wave, ...]
     batches: tuple[Ask, ...] = ()
@@ -157,7 +158,7 @@ UNPAID = Mixture(
     ),
     batches=(Ask("batch", items=(0, 3, 7), end="cancel"),),
 )
-"""Results that nobody paid for are asked for again, on the same instance and on another one."""
+"""Unpaid results are requested again, on the same instance and on another one."""
 
 DEATHS = Mixture(
     waves=(
@@ -176,7 +177,7 @@ DEATHS = Mixture(
     batches=(Ask("batch", items=(0, 1, 6)),),
     turn=1,
 )
-"""An instance dies with requests of every kind, then the process of batches."""
+"""An instance dies with requests of every kind, followed by the batch process."""
 
 BUDGETS = Mixture(
     waves=(

@@ -1,8 +1,8 @@
-"""Processes inside the test's own that die as if they were killed.
+"""Processes inside the test's own process that die as if they were killed.
 
-Nothing that a dead one does counts any more. It does not reach Redis, the broker drops its messages
-and redelivers the ones it held, and only the rows that it had already written remain. Then it is
-closed, which nobody notices.
+After its death, nothing a process does counts. It does not reach Redis, the broker drops its
+messages and redelivers the ones it held, and only the rows that it had already written remain. Then
+it is closed unnoticed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class Door:
-    """The door of one process to a broker in memory: a Transport and Admin that can be shut."""
+    """One process's access to a broker in memory: a Transport and Admin that can be shut."""
 
     def __init__(self, broker: InMemoryBroker) -> None:
         self._broker = broker
@@ -65,8 +65,8 @@ class Mortal(Generic[T]):
 
     Args:
         name: name of its link to Redis.
-        made: opens it, with its door to the broker and a list for its rows.
-        ledger: gets the lists of its rows.
+        made: opens it, with its access to the broker and a list for its rows.
+        ledger: receives the lists of its rows.
     """
 
     def __init__(

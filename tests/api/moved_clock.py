@@ -1,4 +1,4 @@
-"""A clock that a test moves: of this process, and of Redis if it counts limits."""
+"""A clock that a test moves: for this process, and for Redis if it counts limits."""
 
 from __future__ import annotations
 
@@ -36,16 +36,18 @@ class MovedClock:
         patch.setitem(LimitStore.__init__.__kwdefaults__ or {}, "clock", SCRIPT)
 
     def move(self, ahead_s: float) -> None:
-        """Sets by how much it is ahead."""
+        """Sets how far it is ahead."""
         self._ahead_s = ahead_s
         self._client.set("test:ahead_ms", round(ahead_s * 1000))
 
     def move_on(self, seconds: float) -> None:
-        """Moves it from where it is."""
+        """Moves it by an offset from its current time."""
         self.move(self._ahead_s + seconds)
 
     def move_to_turn(self, left_s: float) -> None:
-        """Moves it to so long before the end of this month (UTC). Negative: after that."""
+        """Moves it to the given time before the end of this month (UTC). Negative values are after
+        it.
+        """
         now = datetime.fromtimestamp(self._usual(), UTC)
         turn = datetime(now.year + now.month // 12, now.month % 12 + 1, 1, tzinfo=UTC)
         self.move(turn.timestamp() - left_s - self._usual())
@@ -55,7 +57,7 @@ class MovedClock:
 
 
 def _default_clock(patch: pytest.MonkeyPatch, function: Any, usual: object, moved: object) -> None:
-    """Lets `function` take `moved` by default, which has taken `usual`."""
+    """Makes `function` use `moved` by default instead of `usual`."""
     by_place, by_name = function.__defaults__ or (), function.__kwdefaults__ or {}
     assert usual in (*by_place, *by_name.values()), f"{function.__qualname__} has no clock"
     patch.setattr(

@@ -16,7 +16,7 @@ OVER = {"succeeded", "failed", "canceled"}
 
 
 async def until_over(api: ApiUnderTest, prediction: dict[str, Any]) -> dict[str, Any]:
-    """The prediction once it is over, as GET shows it."""
+    """The prediction once it is over, as returned by GET."""
     async with asyncio.timeout(WAIT_LIMIT_S):
         while True:
             found: dict[str, Any] = (
@@ -28,7 +28,7 @@ async def until_over(api: ApiUnderTest, prediction: dict[str, Any]) -> dict[str,
 
 
 async def until_processing(api: ApiUnderTest, headers: dict[str, str] | None = None) -> None:
-    """Waits until a worker has the newest prediction of the caller."""
+    """Waits until a worker has the caller's newest prediction."""
     async with asyncio.timeout(WAIT_LIMIT_S):
         while True:
             listed = (await api.http.get("/v1/predictions", headers=headers)).json()["results"]
@@ -38,7 +38,7 @@ async def until_processing(api: ApiUnderTest, headers: dict[str, str] | None = N
 
 
 def admitted() -> float:
-    """Items that count as in flight, as /metrics shows them."""
+    """Items in flight according to /metrics."""
     labels = {"model": TEXT_MODEL.name, "lane": "interactive"}
     return REGISTRY.get_sample_value("penstock_api_items_in_flight", labels) or 0.0
 

@@ -1,4 +1,4 @@
-"""`lora_weights` and `lora_scale`, at every door that images are asked for at."""
+"""`lora_weights` and `lora_scale`, on every endpoint for images."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path

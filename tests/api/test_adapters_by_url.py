@@ -1,4 +1,4 @@
-"""`lora_weights` as a URL: fetched once, by digest, and only from where the catalog allows."""
+"""`lora_weights` as a URL: fetched once, by digest, and only from sources the catalog allows."""
 
 import asyncio
 import hashlib
@@ -87,7 +87,7 @@ async def test_every_door_takes_a_url(api: ApiUnderTest, server: FileServer) -> 
 
 
 async def test_many_requests_load_a_file_once(api: ApiUnderTest, server: FileServer) -> None:
-    """Those at the same time share it. The later ones ask whether it has changed."""
+    """Simultaneous requests share the download. Later ones ask whether it has changed."""
     path = "/bucket/ink.safetensors"
     url = f"{server.url}{path}"
 
@@ -101,7 +101,7 @@ async def test_many_requests_load_a_file_once(api: ApiUnderTest, server: FileSer
         await ask(seed)
     asked = server.asked[path]
     assert server.headers[path]["if-none-match"] == '"1"', "it is asked for by its tag only"
-    # With the digest, nobody has to be asked.
+    # With the digest, there is no need to ask.
     await ask_with_digest(api, url)
     assert server.asked[path] == asked
     assert len(drawn(api)) == 9
@@ -174,7 +174,7 @@ async def test_a_wrong_url_is_refused_by_the_field(api: ApiUnderTest, server: Fi
 async def test_url_fetched_by_another_model_is_still_refused(
     api: ApiUnderTest, server: FileServer, path: str
 ) -> None:
-    """A custom class may fetch from any folder. Its downloads are no way around `allowed`."""
+    """A custom class may fetch from any folder. Its downloads do not bypass `allowed`."""
     server.add("/elsewhere/ink.safetensors", DATA, "application/octet-stream", ETag='"1"')
     server.redirect("/bucket/out.safetensors", f"{server.url}/elsewhere/ink.safetensors")
     url = f"{server.url}{path}"
@@ -233,7 +233,7 @@ async def test_what_a_tenant_has_fetched_is_of_no_use_to_others(
 async def test_lines_of_batches_take_a_url(
     server: FileServer, tmp_path: Path, redis_url: str
 ) -> None:
-    """And one whose file is gone fails alone."""
+    """An adapter whose file is gone also fails alone."""
     catalog = Catalog((painter(server),))
     url, gone = (f"{server.url}/bucket/{name}.safetensors" for name in ("ink", "gone"))
     lines = [

@@ -1,4 +1,4 @@
-"""Admission alone, with a clock of the test's own and, where it pays, a worker of a few lines."""
+"""Admission alone, with the test's own clock and, if useful, a worker of a few lines."""
 
 import heapq
 import math
@@ -90,7 +90,7 @@ def test_batch_priority_leaves_room_for_interactive_requests() -> None:
 def measured(
     item_s: float, *, max_in_flight: int = 10_000, service_s: float = 0.05
 ) -> tuple[Admission, Clock]:
-    """An admission that saw items leave every `item_s` while others waited; 100 are in flight."""
+    """An admission that saw an item leave every `item_s` while others waited; 100 are in flight."""
     clock = Clock(100.0)
     admission = Admission(max_in_flight, [bounded(TEXT, max_in_flight)], clock)
     admission.admit(Demand(TEXT.name, 1100))
@@ -124,7 +124,7 @@ def test_interactive_requests_do_not_wait_for_batch_priority() -> None:
 
 
 def test_time_is_counted_in_fair_order() -> None:
-    """100 items of a busy tenant take a second. Nobody else waits for all of them."""
+    """100 items of a busy tenant take a second. Nobody else has to wait for all of them."""
     admission, _ = measured(0.01, service_s=0.05)
     admission.admit(Demand(TEXT.name, 1, "quiet"), remaining_s=0.2)
     admission.admit(Demand(TEXT.name, 9, "quiet"), remaining_s=0.4)
@@ -183,8 +183,8 @@ def test_bursts_of_replies_are_no_measure_of_a_single_one() -> None:
 
 
 def test_slow_arrivals_do_not_look_like_a_slow_worker() -> None:
-    """Ten workers, one request a second at first; then ten at once, which ten workers do side by
-    side.
+    """Ten workers, one request a second at first; then ten at once, which the ten workers do in
+    parallel.
     """
     clock = Clock(100.0)
     admission = Admission(1000, [IMAGE], clock)
@@ -287,8 +287,8 @@ def test_after_its_wait_a_refused_request_is_let_in(
 def test_overload_leaves_the_workers_busy_and_answers_in_time(
     servers: int, batch: int, batch_s: float, load: float, deadline_turns: float
 ) -> None:
-    """Workers take up to `batch` items each `batch_s`, and are offered `load` times what they can
-    do.
+    """Workers take up to `batch` items every `batch_s`, and are offered `load` times their
+    capacity.
     """
     clock = Clock(100.0)
     admission = Admission(1_000_000, [bounded(TEXT, 1_000_000)], clock)

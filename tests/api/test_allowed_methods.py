@@ -98,7 +98,7 @@ async def open_api(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncItera
 
 async def test_pages_of_named_origins_may_call(open_api: ApiUnderTest) -> None:
     origin, http = {"origin": PREFLIGHT["origin"]}, open_api.http
-    # Browsers send no key with a preflight.
+    # Browsers do not send a key with a preflight.
     preflight = await http.options("/v1/embeddings", headers=PREFLIGHT)
     assert preflight.status_code == 200
     assert preflight.headers["access-control-allow-origin"] in (origin["origin"], "*")

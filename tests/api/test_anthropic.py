@@ -113,7 +113,7 @@ async def test_calls_of_tools_are_blocks_whole_and_streamed(api: ApiUnderTest) -
 async def test_arguments_that_are_no_sound_json_are_left_out(
     api: ApiUnderTest, arguments: str
 ) -> None:
-    """The second is cut: a model that repeats itself writes such."""
+    """The second one is cut off: a model that repeats itself writes such text."""
     said = f'say <tool_call>{{"name":"weather","arguments":{arguments}'
     said += "" if "[" in arguments else "}</tool_call>"
     body = asked(said, tools=[TOOL], max_tokens=1)
@@ -216,7 +216,7 @@ async def test_what_a_worker_finds_wrong_has_a_status_in_streams_too(api: ApiUnd
 async def test_a_prompt_that_is_too_long_is_refused_in_anthropics_words(
     api: ApiUnderTest, prompt: int, reason: str
 ) -> None:
-    """LiteLLM and agents look for them."""
+    """LiteLLM and agents look for these fields."""
     messages = [{"role": "user", "content": "a"}]
     given = GenerationInput(messages=messages, max_tokens=40, seed=1)
     api.worker.refusal = given.too_long(prompt, 1024)

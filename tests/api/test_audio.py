@@ -27,7 +27,7 @@ TRANSCRIPTIONS, TRANSLATIONS, SPEECH = (
 
 
 def interface(inputs: dict[str, Any], output: dict[str, Any], **more: Any) -> ModelInterface:
-    """An interface whose first input must be there."""
+    """An interface whose first input is required."""
     return ModelInterface(
         inputs={"type": "object", "properties": inputs, "required": [next(iter(inputs))]},
         output=output,
@@ -173,7 +173,7 @@ async def test_verbose_json_has_segments_and_words(api: ApiUnderTest) -> None:
     assert (len(both.segments), len(both.words)) == (2, 5)
 
 
-@pytest.mark.filterwarnings("ignore:deprecated:DeprecationWarning")  # so the client calls it
+@pytest.mark.filterwarnings("ignore:deprecated:DeprecationWarning")  # because the client calls it
 async def test_translations(api: ApiUnderTest) -> None:
     client = api.openai()
     reply = await client.audio.translations.create(file=recording(), model="ears", prompt="a")

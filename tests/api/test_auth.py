@@ -108,7 +108,7 @@ async def test_who_knows_only_the_id_is_told_nothing(keys: ApiKeys) -> None:
 async def test_every_wrong_key_takes_the_same_path(
     keys: ApiKeys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every refusal makes the same calls."""
+    """Every refusal makes the same calls, whatever its reason."""
     calls: list[str] = []
 
     def counted(name: str, call: Callable[..., object]) -> Callable[..., object]:
@@ -183,7 +183,7 @@ async def test_machine_itself_needs_no_key(tmp_path: Path, host: str) -> None:
 async def test_pages_of_strangers_reach_no_open_api(
     tmp_path: Path, headers: dict[str, str], status: int
 ) -> None:
-    """A name of theirs may lead to this machine (DNS rebinding), and their forms need no name."""
+    """Their hostname may resolve to this machine (DNS rebinding), and their forms need no name."""
     settings = settings_for(tmp_path, cors_origins="https://app.example.com")
     async with running_api(settings) as api:
         assert (await api.http.get("/v1/models", headers=headers)).status_code == status

@@ -1,4 +1,6 @@
-"""Wrong requests get a 4xx that names field and reason, and nothing is published for them."""
+"""Invalid requests get a 4xx that names the field and the reason, and nothing is published for
+them.
+"""
 
 import io
 import json
@@ -16,7 +18,7 @@ TEXT = {"model": TEXT_MODEL.name}
 
 @pytest.fixture(scope="module")
 async def api(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ApiUnderTest]:
-    """One for all: nothing here gets as far as leaving something behind."""
+    """Shared by all tests: no request gets far enough to leave anything behind."""
     async with running_api(settings_for(tmp_path_factory.mktemp("api"))) as running:
         yield running
 

@@ -1,4 +1,4 @@
-"""Pieces of large bodies: a tenant with many uploads does not fill the event loop's turns."""
+"""Pieces of large bodies: a tenant with many uploads does not take all turns of the event loop."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PIECE = bytes(SMALL_BODY_BYTES)
 
 
 class Uploads:
-    """An app that notes whose piece it handles, behind the middleware."""
+    """An app that records whose piece it handles, behind the middleware."""
 
     def __init__(self) -> None:
         budget = BodyBudget(2**30, 2**30, FairRoom(1000))
@@ -45,7 +45,7 @@ class Uploads:
         await Response()(scope, receive, send)
 
     async def upload(self, tenant: str) -> None:
-        """Sends a body whose pieces are all there already."""
+        """Sends a body whose pieces are all available at once."""
         left = PIECES
 
         async def receive() -> Message:
@@ -83,7 +83,7 @@ async def test_quiet_tenant_waits_for_one_piece_of_a_tenant_with_many_uploads() 
     assert uploads.handled.count("busy") == UPLOADS * PIECES, "none is lost"
     at = [place for place, tenant in enumerate(uploads.handled) if tenant == "quiet"]
     assert len(at) == PIECES
-    # The first piece is small, and of those all come at once.
+    # The first piece is small, and the first pieces arrive together.
     between = [after - before - 1 for before, after in pairwise(at[1:])]
     assert max(between) <= 2, f"pieces of the other between two of its own: {between}"
 

@@ -1,5 +1,5 @@
-"""A tenant that fills the Redis of answers and predictions: over HTTP, with a real Redis whose
-memory is small.
+"""A tenant that fills up Redis with answers and predictions: over HTTP, with a real Redis that has
+little memory.
 """
 
 import contextlib
@@ -24,8 +24,7 @@ UNCACHED = {"cache-control": "no-store"}
 CAT = {"model": TEXT_MODEL.name, "input": "a cat", "encoding_format": "base64"}
 ONE = {"version": TEXT_MODEL.name, "input": {"text": "a cat"}}
 ROUNDS = 130
-"""Each leaves some 50 kB of answers and as much of predictions, which is three times what Redis has
-room for.
+"""Each leaves some 50 kB of answers and as much of predictions, three times Redis's capacity.
 """
 
 

@@ -1,4 +1,4 @@
-"""JSON behind a byte order mark, which some editors and clients write, is read as without one."""
+"""JSON after a byte order mark, which some editors and clients write, is read as without one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ api = api_with_redis()
 
 
 def json_routes(api: ApiUnderTest) -> list[tuple[str, str]]:
-    """(method, path) of the routes that take JSON."""
+    """Yields the method and path of the routes that take JSON."""
     routes = [
         (method.upper(), re.sub(r"\{.*?\}", "x", path))
         for path, methods in api.app.openapi()["paths"].items()
@@ -46,7 +46,9 @@ def _known_part(status: int, body: Any) -> tuple[int, Any]:
 
 
 async def test_a_marked_request_is_streamed_under_its_key(api: ApiUnderTest) -> None:
-    """True if a request with an Idempotency-Key asks for a stream is read before all else."""
+    """With an Idempotency-Key, the `stream` field is read before anything else, even after a
+    mark.
+    """
     body = api.http.build_request("POST", "/", json=chat(stream=True)).content
     headers = JSON | {"idempotency-key": "marked"}
     answer = await api.http.post("/v1/chat/completions", content=MARK + body, headers=headers)

@@ -1,8 +1,8 @@
 """Every field of every request type in the installed `openai` client: null, absent and a usual
 value.
 
-Fields that are optional in the client's types may be null. Any other value is taken, or refused by
-the name of the field and with a reason.
+Fields that are optional in the client's types may be null. Any other value is accepted, or refused
+with the name of the field and a reason.
 """
 
 import json
@@ -294,7 +294,7 @@ async def api(
 
 
 async def _prepared(api: ApiUnderTest, case: Case) -> tuple[str, dict[str, Any]]:
-    """The path and the body of a case, with ids of things that are there."""
+    """The path and the body of a case, with ids of existing objects."""
     text = json.dumps([case.path, case.body])
     if "{conversation}" in text:
         made = await api.http.post("/v1/conversations", json={})
@@ -345,10 +345,10 @@ async def _flaws(api: ApiUnderTest, case: Case, field: Field) -> list[str]:
 
 
 def _is_well_refused(answer: httpx.Response, case: Case, field: Field, value: Any) -> bool:
-    """True if it is refused by the name of the field, with a reason."""
+    """True if the refusal names the field and a reason."""
     error = answer.json()["error"]
     is_named = error["param"] == (case.place[0] if case.place else field.name)
-    # Ids that are not there are named in OpenAI's words.
+    # Missing ids are reported in OpenAI's words.
     is_shown = field.name in error["message"] or repr(value) in error["message"]
     has_reason = len(error["message"]) > len(field.name) + len("unknown")
     return answer.status_code in (400, 404) and is_named and is_shown and has_reason
@@ -368,7 +368,7 @@ async def test_each_field_of_the_client_is_taken_or_refused_by_name(
 
 
 async def test_what_the_client_dumps_of_answers_is_taken_back(api: ApiUnderTest) -> None:
-    """With all the nulls that its types have."""
+    """Includes every null that its types allow."""
     client = api.openai()
     call = 'say sure <tool_call>{"name": "f", "arguments": {}}</tool_call>'
     tool: dict[str, Any] = {"type": "function", "function": {"name": "f"}}

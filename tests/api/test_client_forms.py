@@ -1,7 +1,7 @@
 """Every field of every form in the installed `openai` client: empty, absent and a usual value.
 
-The client leaves null out of a form. Written by hand it is an empty value, which is taken as null
-or refused. Any other value is taken, or refused by the name of the field.
+The client leaves null out of a form. Written by hand it is an empty value, which is treated as null
+or refused. Any other value is accepted, or refused with the name of the field.
 """
 
 import base64
@@ -19,7 +19,7 @@ from tests.api.test_client_fields import WHITE
 
 pytestmark = pytest.mark.anyio
 FORM = Querystring(array_format="brackets")
-"""As the client writes its forms."""
+"""Encoded as the client encodes its forms."""
 PNG = base64.b64decode(WHITE.partition(",")[2])
 
 
@@ -68,13 +68,13 @@ async def _sent(api: ApiUnderTest, case: Case, given: dict[str, Any]) -> httpx.R
     written = [pair for pair in case.fields.items() if pair[0] not in given]
     written += FORM.stringify_items({name: one for name, one in given.items() if name not in FILES})
     files = [*case.files, *((name, ("b.png", PNG)) for name in given if name in FILES)]
-    # Fields as files without a name: `data` of httpx takes each name once.
+    # Fields as files without a name: httpx's `data` accepts each name only once.
     parts: list[Any] = [(name, (None, value)) for name, value in written]
     return await api.http.post(case.path, files=[*parts, *files])
 
 
 def _is_well_refused(answer: httpx.Response, field: Field) -> bool:
-    """True if it is refused by the name of the field, with a reason."""
+    """True if the refusal names the field and a reason."""
     if answer.status_code not in (400, 404):
         return False
     error = answer.json()["error"]
@@ -126,7 +126,7 @@ async def test_a_file_in_another_field_is_refused_for_what_it_is(
 
 
 async def test_what_the_client_sends_as_null_is_left_out(api: ApiUnderTest) -> None:
-    """Through the client itself, with each optional field null."""
+    """Calls the client itself, with each optional field null."""
     client = api.openai()
     nulls: dict[str, Any] = {
         field.name: None

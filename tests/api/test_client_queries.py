@@ -1,7 +1,7 @@
 """Every parameter of every query in the installed `openai` client: empty, absent and a usual value.
 
-The client leaves null out of a query. Written by hand it is an empty value, which is taken as
-absent or refused. Any other value is taken, or refused by the name of the parameter.
+The client leaves null out of a query. Written by hand it is an empty value, which is treated as
+absent or refused. Any other value is accepted, or refused with the name of the parameter.
 """
 
 import time
@@ -27,20 +27,20 @@ from tests.api.harness import ApiUnderTest, running_api, settings_for
 
 pytestmark = pytest.mark.anyio
 QUERY = Querystring(array_format="brackets")
-"""As the client writes its queries."""
+"""Encoded as the client encodes its queries."""
 SAY = {"role": "user", "content": "say a"}
 USAGE = "/v1/organization/usage"
 
 
 class Case(NamedTuple):
-    """A route that is asked by a query, and the types of the client that describe it."""
+    """A route with a query, and the types of the client that describe it."""
 
     path: str
     kinds: tuple[Any, ...]
     needed: str = ""
-    """A query that is needed in any case."""
+    """Query parameters that are always required."""
     body: dict[str, Any] | None = None
-    """With it, it is a POST."""
+    """With a body, the request is a POST."""
 
 
 CASES = [
@@ -93,7 +93,7 @@ async def api(
 
 
 async def _path(api: ApiUnderTest, path: str) -> str:
-    """The path with ids of things that are there."""
+    """The path with ids of existing objects."""
     text = {"model": "writer", "max_tokens": 2, "messages": [SAY]}
     if "{chat}" in path:
         made = await api.http.post("/v1/chat/completions", json=text | {"store": True})
@@ -116,7 +116,7 @@ async def _asked(api: ApiUnderTest, case: Case, path: str, query: str) -> httpx.
 
 
 def _is_well_refused(answer: httpx.Response, field: Field) -> bool:
-    """True if it is refused by the name of the parameter, with a reason."""
+    """True if the refusal names the parameter and a reason."""
     if answer.status_code not in (400, 404):
         return False
     error = answer.json()["error"]
@@ -156,7 +156,7 @@ async def test_a_filter_of_stored_chats_is_never_left_out(api: ApiUnderTest) -> 
 
 @pytest.mark.parametrize("case", USAGES, ids=lambda case: case.path)
 async def test_a_filter_of_usage_is_known_or_refused_by_name(api: ApiUnderTest, case: Case) -> None:
-    """An ignored filter would return other usage as the usage it asks for."""
+    """If a filter were ignored, other usage would be reported as the filtered usage."""
     known = {"project_ids", "api_key_ids"}
     known.add("line_items" if case.path.endswith("costs") else "models")
     for field in params_of(*case.kinds):

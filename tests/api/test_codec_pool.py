@@ -1,5 +1,4 @@
-"""The pool of image processes, seen from outside: bounded, in order, and nothing worked on that
-nobody waits for.
+"""The pool of image processes, seen from outside: bounded, in order, and without wasted work.
 
 Nothing here takes time on purpose: processes are stopped and continued by signals.
 """
@@ -35,7 +34,7 @@ LAST_NICENESS = 19
 
 @pytest.fixture
 async def api(tmp_path: Path) -> AsyncIterator[ApiUnderTest]:
-    """One with a single image process, which has had its first image."""
+    """An API with a single image process, which has had its first image."""
     async with running_api(settings_for(tmp_path, picture_processes=1)) as running:
         assert not _processes()
         assert (await _edit(running, "first")).status_code == 200
@@ -82,9 +81,7 @@ async def _until(is_so: object) -> None:
 
 
 async def _stopped(api: ApiUnderTest) -> tuple[psutil.Process, "asyncio.Task[httpx.Response]"]:
-    """An image process that stands still with an image in hand, and the request that the image
-    belongs to.
-    """
+    """A suspended image process with an image in hand, and the request that the image came from."""
     (process,) = _processes()
     process.suspend()
     sent = asyncio.create_task(_edit(api, "in hand"))
@@ -118,7 +115,7 @@ async def _next_prompt(api: ApiUnderTest, process: psutil.Process) -> str:
     """Lets a suspended process finish one image, and returns its prompt once the worker has it.
 
     After decoding, images overtake each other on their way to the worker. So the process runs only
-    while the event loop of the API stands still: it then gets no further than its next read.
+    while the API's event loop is blocked: it then gets no further than its next read.
     """
     decoded, received = _ends("done"), len(_prompts(api))
     async with asyncio.timeout(WAIT_LIMIT_S):
@@ -187,7 +184,7 @@ async def test_image_of_a_caller_that_hung_up_is_decoded_no_further(api: ApiUnde
 
 @pytest.fixture
 def short_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bounds that are in force before the API starts."""
+    """Bounds that apply before the API starts."""
     monkeypatch.setattr(codec_pool, "MAX_QUEUED", 3)
 
 
@@ -326,7 +323,7 @@ async def test_tenants_take_turns(tmp_path: Path) -> None:
 async def _held(
     api: ApiUnderTest, key: dict[str, str]
 ) -> tuple[psutil.Process, "asyncio.Task[httpx.Response]"]:
-    """An image process that stands still, and the request of a tenant whose image it has."""
+    """A suspended image process, and the request of the tenant whose image it has."""
     pool, before = api.dependencies.image_codec._pool, set(_processes())
     (idle,) = (one for one in before if one.status() != psutil.STATUS_STOPPED)
     idle.suspend()

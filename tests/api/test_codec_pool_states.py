@@ -1,7 +1,7 @@
 """Any order of commands, cancellations, deadlines, ends and deaths, against the pool of processes.
 
-The clock of the loop is moved, and what happens in one turn of the loop is a matter of chance: a
-command may be canceled, expire and get its process in the same turn.
+The clock of the loop is moved, and the order of events in one turn of the loop is random: a command
+may be canceled, expire and get its process in the same turn.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ EXPECTED = (Overloaded, DeadlineExceeded, Unavailable, BadInput)
 
 
 class MovedLoop(asyncio.SelectorEventLoop):
-    """A loop whose clock stands still until it is moved."""
+    """A loop whose clock is stopped until it is moved."""
 
     now_s = 0.0
 
@@ -168,7 +168,7 @@ class Pool(RuleBasedStateMachine):
 
     @rule()
     def nobody_waits_beside_a_free_process(self) -> None:
-        """And no tenant has all processes, however many commands it has."""
+        """And no tenant has all processes, regardless of how many commands it has."""
         self.settle()
         open_commands = [command for command in self.commands if not command.done()]
         by_tenant = Counter(self.tenants[command] for command in open_commands)
@@ -177,7 +177,7 @@ class Pool(RuleBasedStateMachine):
         assert _waiting() - self.waiting_before == len(open_commands) - len(self.running)
 
     def teardown(self) -> None:
-        """After all commands ended, all processes take new ones."""
+        """After all commands have ended, all processes accept new ones."""
         self.settle()
         for command in self.commands:
             command.cancel()

@@ -1,4 +1,4 @@
-"""The pool of image processes with processes that are slow, dear or missing."""
+"""The pool of image processes with slow, expensive or missing processes."""
 
 import asyncio
 import os
@@ -70,7 +70,7 @@ async def test_no_more_is_decoded_at_once_than_the_budget_has_room_for(cost_byte
 @pytest.mark.slow(about_s=5)
 @pytest.mark.usefixtures("fake")
 async def test_image_that_takes_too_long_is_no_fault_of_ours() -> None:
-    """However many end at once: each has its own reason."""
+    """However many end at once, each reports its own reason."""
     async with CodecPool(4, budget_bytes=400) as pool:
 
         def prepare(data: bytes) -> Coroutine[Any, Any, Any]:
@@ -85,7 +85,7 @@ async def test_image_that_takes_too_long_is_no_fault_of_ours() -> None:
 
 
 async def test_small_image_does_not_wait_for_memory_of_another_tenant() -> None:
-    """Not even while one image has all of the budget, and the next waits for all of it."""
+    """Not even while one image has the entire budget, and the next one waits for all of it."""
     running: list[FakeProcess] = []
 
     async def start() -> CodecClient:

@@ -1,4 +1,4 @@
-"""The chat of the console in a browser: what is written streams, can be stopped, and stays text."""
+"""The chat of the console in a browser: the text streams, can be stopped, and stays text."""
 
 import asyncio
 import shutil

@@ -1,4 +1,4 @@
-"""/console is served whole from this API, under a policy that lets nothing else in."""
+"""/console is served entirely from this API, under a policy that allows nothing else."""
 
 import re
 import shutil

@@ -1,4 +1,4 @@
-"""Canaries of custom classes: outputs are compared by equality, or by the class itself."""
+"""Canaries of custom classes: outputs are compared for equality, or by the class itself."""
 
 from __future__ import annotations
 

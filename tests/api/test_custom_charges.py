@@ -61,7 +61,7 @@ PRICE = {"per_item_usd": 0.25, "per_work_usd": 0.01, "per_second_usd": 0.5, "cac
 async def charged(
     redis_url: str, tmp_path: Path, body: str, **fields: Any
 ) -> AsyncIterator[LedgerWorld]:
-    """A deployment of a class whose tenants have budgets, with its books."""
+    """A deployment of a class with its books, and tenants with budgets."""
     (tmp_path / "class").mkdir()
     folder = write_class(tmp_path / "class", body)
     entry = entry_of(folder, **{"price": PRICE, "work": {"max": MOST}, **fields})
@@ -278,7 +278,7 @@ class Predictor(BasePredictor):
 async def test_lines_of_batches_are_charged_alike_in_answer_counter_and_row(
     redis_url: str, tmp_path: Path
 ) -> None:
-    """One that was computed, and whose file is too large for a line, costs nothing."""
+    """A prediction that was computed, but whose file is too large for a line, costs nothing."""
     price = {"per_item_usd": 0.25}
     async with charged(redis_url, tmp_path, GIVES_A_FILE, price=price, work={}) as world:
         client = world.api.openai(api_key=key_for("one"))

@@ -145,7 +145,7 @@ class Predictor(BasePredictor):
 
 
 async def test_a_caller_never_reads_what_a_process_printed_before_it_died(serve: Any) -> None:
-    """Its last output may be another tenant's, and has paths of the machine."""
+    """Its last output may belong to another tenant, and contains paths of the machine."""
     api = await serve(KILLED)
     killed = await predict(api, text="a")
     assert (killed["status"], killed["logs"]) == ("failed", "")
@@ -168,7 +168,7 @@ class Predictor(BasePredictor):
 
 
 async def test_as_many_are_computed_at_a_time_as_the_class_allows(serve: Any) -> None:
-    """Each waits for the others, so none ends if fewer run at a time."""
+    """Each prediction waits for the others, so none ends unless all run at once."""
     api = await serve(TOGETHER)
     limit = {"cancel-after": f"{WAIT_LIMIT_S:g}s"}
     found = await asyncio.gather(*(predict(api, limit, number=number) for number in range(4)))
@@ -210,7 +210,7 @@ async def test_wrong_inputs_are_refused_by_the_api(serve: Any) -> None:
 
 
 async def test_null_is_the_same_as_leaving_an_input_out(serve: Any) -> None:
-    """Replicate's clients send it. Cog refuses it, or passes it to the class."""
+    """Replicate's clients send it. Cog either refuses it, or passes it to the class."""
     api = await serve(CLASS)
     found = await predict(api, text="a", times=None, mode=None, image=None)
     assert (found["status"], found["output"]) == ("succeeded", ["a 0", "a 1"])
@@ -332,7 +332,7 @@ async def test_files_are_streamed_as_they_are_made(serve: Any, tmp_path: Path) -
 
 
 def key_of(url: str) -> str:
-    """A link without its signature, whose end may be another each time."""
+    """A link without its signature, which may end differently each time."""
     return url.partition("?")[0]
 
 
@@ -368,7 +368,7 @@ async def test_what_a_class_prints_is_shown_while_it_runs(
                     if f"line {number}" in said:
                         break
         (tmp_path / "class" / str(number)).touch()
-    # Readers of events take this character for the end of a line.
+    # Readers of events treat this character as the end of a line.
     assert said == "".join(map(line.format, range(3))).replace("\u2028", "\n")
     over = await until_over(api, created)
     assert (over["status"], over["logs"]) == ("succeeded", "".join(map(line.format, range(3))))
@@ -389,7 +389,7 @@ async def test_what_was_printed_stays_if_it_is_canceled(serve: Any, tmp_path: Pa
 
 
 async def until_printed(api: ApiUnderTest, created: dict[str, Any]) -> dict[str, Any]:
-    """The prediction once it has logs."""
+    """The prediction, once it has logs."""
     async with asyncio.timeout(WAIT_LIMIT_S):
         while True:
             shown: dict[str, Any] = (await api.http.get(created["urls"]["get"])).json()
@@ -453,7 +453,7 @@ async def test_replicates_client_gets_what_the_class_gives(serve: Any) -> None:
 
 
 async def test_replicates_client_gets_a_file_object_as_the_page_says(serve: Any) -> None:
-    """The client makes one of `https:` and `data:` only: docs/how-to/clients.md."""
+    """The client sends either of `https:` and `data:` only: docs/how-to/clients.md."""
     api = await serve(FILES)
     client = Client(api_token="any", base_url=api.url)
     small: Any = await client.async_run("me/mine", input={"size": 3})

@@ -242,7 +242,7 @@ async def test_job_that_every_caller_has_left_is_canceled(
 
 
 async def test_row_of_an_item_that_got_no_reply_says_so(harness: DispatcherHarness) -> None:
-    """The worker may have written another one, of a result. It does not count then."""
+    """The worker may have written another row for a result, which then does not count."""
     harness.worker.is_silent = True
     assert ends(await harness.ask("a", deadline_in_s=0.05)) == ["deadline_exceeded"]
     assert [(row.status, row.attempt, row.cost_usd) for row in harness.rows] == [
@@ -431,7 +431,7 @@ async def test_any_mix_of_asking_and_hanging_up_answers_right_and_leaves_nothing
 async def test_recall_cancels_a_job_that_no_worker_has_claimed(
     start_harness: StartHarness, redis_url: str
 ) -> None:
-    """A worker that gets it later must not compute it, because nobody would pay."""
+    """A worker that gets it later must not compute it, because nobody would pay for it."""
     async with start_harness(redis_url=redis_url) as harness:
         now_s = time.time()
         facts = RequestFacts(request_id="batch_1-1", tenant="t", received_at_s=now_s)

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings as OpenAI's client sees it."""
+"""POST /v1/embeddings, as OpenAI's client sees it."""
 
 import base64
 

@@ -42,7 +42,7 @@ VALUES: list[Any] = [
 
 
 def bodies(kind: type[Body] = Body) -> Iterator[type[Body]]:
-    """All bodies of requests, and the parts of them."""
+    """All request bodies, and their parts."""
     for one in kind.__subclasses__():
         yield one
         yield from bodies(one)

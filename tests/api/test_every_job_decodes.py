@@ -31,7 +31,7 @@ MAX_DATA_BYTES, MAX_NAME_BYTES, MAX_VALUE_BYTES = 10_000_000, 256, 1024
 
 
 class Listening(InMemoryBroker):
-    """Keeps the jobs that were published since the last look."""
+    """Keeps the jobs published since the last check."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ async def api(
 
 
 async def answer_to(api: ApiUnderTest, asked: Asked, more: Headers) -> tuple[int, bytes]:
-    """Asks the app itself: no server in between refuses what is not quite HTTP."""
+    """Calls the app itself: no server in between refuses requests that are not quite HTTP."""
     raw = [
         (name.encode(), value.encode("latin-1", "replace")) for name, value in asked.headers + more
     ]

@@ -1,4 +1,4 @@
-"""A tenant with long items of a custom class holds up no other tenant for longer than is stated."""
+"""A tenant with long items of a custom class delays other tenants no longer than documented."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ async def status_of(api: ApiUnderTest, key: str, prediction: Any) -> Any:
 async def test_a_tenant_does_not_hold_all_processes(
     tmp_path: Path, redis_url: str, priority: str
 ) -> None:
-    """Five items without an end leave one of two processes to another tenant."""
+    """Five endless items leave one of two processes to another tenant."""
     plan = Plan(max_priority="batch") if priority == "batch" else Plan()
     settings = keys_of(tmp_path, plan)
     serving = served_class(tmp_path, redis_url, WAITS, settings, processes=2)
@@ -74,7 +74,7 @@ async def test_a_tenant_does_not_hold_all_processes(
 async def test_an_item_ends_at_the_longest_time_of_its_entry(
     tmp_path: Path, redis_url: str
 ) -> None:
-    """It fails for good, costs nothing and counts its work. The next one is computed."""
+    """It fails permanently, costs nothing and counts its work. The next one is computed."""
     settings = keys_of(tmp_path, Plan(requests_per_min=100, work_per_min=100))
     entry: dict[str, Any] = {"work": {"max_s": 8.0}}
     serving = served_class(tmp_path, redis_url, WAITS, settings, **entry)

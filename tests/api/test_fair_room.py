@@ -1,4 +1,4 @@
-"""The room that tenants share: nobody fills it alone, and nothing of it stays idle."""
+"""The room that tenants share: nobody fills it alone, and no part of it stays idle."""
 
 from collections import Counter
 
@@ -20,7 +20,7 @@ def demand(tenant: str, items: int, weight: float | None = None) -> Demand:
 
 
 def fill(room: FairRoom, tenant: str, items: int = 1) -> int:
-    """Sends requests of `items` until one is refused. Returns how many items are in."""
+    """Sends requests of `items` until one is refused. Returns the number of items admitted."""
     while not room.turns_to_wait(demand(tenant, items)):
         room.take(demand(tenant, items))
     return room.held_by(tenant)

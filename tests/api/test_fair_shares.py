@@ -1,4 +1,4 @@
-"""One tenant must not shut out the others, however much it sends."""
+"""One tenant must not shut out the others, no matter how much it sends."""
 
 import asyncio
 from pathlib import Path

@@ -122,7 +122,7 @@ async def test_what_is_wrong_is_named(api: ApiUnderTest, wrong: dict[str, Any], 
 
 
 FAR_ABOVE = 20_000
-"""Words: many contexts of the model."""
+"""Number of words: many times the model's context."""
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ FAR_ABOVE = 20_000
 async def test_prompt_far_above_the_context_is_refused_in_openais_words(
     api: ApiUnderTest, path: str, given: dict[str, Any], field: str
 ) -> None:
-    """Proxies match the sentence, whatever the length of the prompt. No worker sees it."""
+    """Proxies match the sentence, regardless of the prompt's length. No worker sees it."""
     model: dict[str, Any] = {"model": "writer", "stream": True}
     model = {} if path == "predictions" else model
     answer = await api.http.post(f"/v1/{path}", json=model | given)

@@ -43,7 +43,7 @@ ACME = bearer("a")
 
 @asynccontextmanager
 async def served(redis_url: str, folder: Path) -> AsyncIterator[tuple[ApiUnderTest, WorkerHarness]]:
-    """An API over the worker that spells. The tenant has limits, and one text at a time."""
+    """An API with a worker that spells. The tenant has limits, and one text at a time."""
     plan = Plan(tokens_per_min=LIMIT, max_in_flight=1)
     keys = keys_url(folder, plans={"p": plan}, tenants={"acme": "p"}, a="acme")
     settings = settings_for(folder, redis_url=redis_url, keys_url=keys)
@@ -66,7 +66,7 @@ async def pieces(answer: httpx.Response) -> AsyncGenerator[tuple[str, str]]:
 
 
 async def read_and_leave(api: ApiUnderTest, letters: int) -> str:
-    """Reads the beginning of a text that it could resume, and hangs up."""
+    """Reads the beginning of a resumable text, and hangs up."""
     text, headers = "", ACME | {"x-penstock-event-ids": "true"}
     async with api.http.stream("POST", "/v1/completions", json=BODY, headers=headers) as answer:
         assert answer.status_code == 200
@@ -79,7 +79,7 @@ async def read_and_leave(api: ApiUnderTest, letters: int) -> str:
 
 
 async def check_counted(api: ApiUnderTest, row: Row) -> None:
-    """Checks that a text counts what was written of it, which is at least what was delivered."""
+    """Checks that a text counts the part that was written, which is at least the delivered part."""
     assert row.tokens is not None
     assert row.tokens <= await used_tokens(api) <= row.tokens + BODY_TOKENS
 

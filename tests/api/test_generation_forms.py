@@ -1,4 +1,4 @@
-"""Log probabilities in the form of completions."""
+"""Log probabilities in the format of completions."""
 
 import pytest
 
@@ -16,7 +16,7 @@ def told(data: bytes, logprob: float, *top: TokenLogprob) -> TokenLogprob:
         ([], {"a": -3.0}),
         ([told(b"b", -1.0)], {"b": -1.0, "a": -3.0}),
         ([told(b"a", -3.0), told(b"b", -4.0)], {"a": -3.0, "b": -4.0}),
-        # Parts of characters, which all look alike as text
+        # Parts of characters, which all look the same as text
         (
             [told(b"\xe2", -1.0), told(b"\xe3", -2.0)],
             {"bytes:\\xe2": -1.0, "bytes:\\xe3": -2.0, "a": -3.0},

@@ -22,7 +22,7 @@ api = api_with_redis(secret="s")
 
 @pytest.fixture
 async def client(api: ApiUnderTest) -> AsyncIterator[Any]:
-    """Untyped, so that tests can look at what comes."""
+    """Untyped, so that tests can look at raw output."""
     made = Client(api_token="any", base_url=api.url)
     yield made
     await made._async_client.aclose()

@@ -25,7 +25,9 @@ api = api_with_redis()
 async def test_the_end_of_a_text_comes_behind_its_last_token_and_once(
     api: ApiUnderTest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker holds back what may become a stop sequence, and has no token to send it with."""
+    """A worker holds back text that may become a stop sequence, and has no token to send it
+    with.
+    """
     assert api.worker.records is not None
     append = api.worker.records.tokens.append
 
@@ -48,7 +50,7 @@ async def test_the_end_of_a_text_comes_behind_its_last_token_and_once(
 
 
 async def test_several_texts_go_on_behind_any_event(api: ApiUnderTest) -> None:
-    """Each choice begins, is written and ends once, whatever the order that they came in."""
+    """Each choice begins, is written and ends once, in whatever order the choices came."""
     tool = {"type": "function", "function": {"name": "f"}}
     calls = '<tool_call>[{"name": "f"}, {"name": "f", "arguments": {}}]</tool_call> so'
     body = chat(
@@ -75,7 +77,7 @@ async def test_several_texts_go_on_behind_any_event(api: ApiUnderTest) -> None:
 async def test_a_stream_waits_for_redis_and_ends_whole(
     api: ApiUnderTest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Redis does not answer after two tokens were read. The end is in the record."""
+    """Redis does not answer after two tokens have been read. The end is in the record."""
     read, asked = TokenStreams.read, asyncio.Event()
 
     async def away(self: TokenStreams, wanted: Any) -> Any:

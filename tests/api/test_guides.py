@@ -28,7 +28,9 @@ BODIES = ("GenerationBody", "EditForm", "EditBody", "VariationForm")
 
 @dataclass(frozen=True)
 class Guide:
-    """A kind of guide. `field` names one of `names`, and begins the names of its other fields."""
+    """A kind of guide. `field` is one of `names`, and the names of its other fields start with
+    it.
+    """
 
     field: str
     model: Model
@@ -89,7 +91,7 @@ async def test_catalog_without_any_documents_none(
 
 
 async def test_lines_of_batches_have_guides(guide: Guide, tmp_path: Path, redis_url: str) -> None:
-    """One whose image is broken fails alone."""
+    """One with a broken image fails alone."""
     wish = {"model": guide.model.name, "prompt": "a", "seed": 1, guide.field: guide.names[0]}
     images = {"a": uri(PICTURE), "b": uri(b"no image"), "c": uri(SOURCE)}
     lines = [

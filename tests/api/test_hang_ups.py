@@ -1,4 +1,4 @@
-"""Callers that hang up while their job goes to the broker: workers are notified all the same."""
+"""Callers that hang up while their job is sent to the broker: workers are notified all the same."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ RESPONSE = ("/v1/responses", {"input": "say it", "stream": True})
 
 
 class UnconfirmingBroker(InMemoryBroker):
-    """Delivers jobs, and confirms none to its publisher. With `error` that is how it ends."""
+    """Delivers jobs, but confirms none to its publisher. If `error` is set, publishing raises
+    it.
+    """
 
     def __init__(self, error: PenstockError | None = None) -> None:
         super().__init__()
@@ -112,7 +114,7 @@ async def test_stream_that_nobody_can_resume_is_canceled_at_once(
     body: dict[str, Any],
     headers: dict[str, str],
 ) -> None:
-    """Its reader has no event yet, so it has nothing to come back with."""
+    """Its reader has no event yet, so it has no id to resume with."""
     monkeypatch.setattr("api.predictions.generation_stream.LEFT_S", 10 * WAIT_LIMIT_S)
     api.worker.go.clear()
     asking = asyncio.create_task(api.http.post(path, json=body, headers=headers))
@@ -123,7 +125,7 @@ async def test_stream_that_nobody_can_resume_is_canceled_at_once(
 
 
 async def test_stream_that_was_cut_off_goes_on_for_its_reader(api: ApiUnderTest) -> None:
-    """With an Idempotency-Key the same request finds it again."""
+    """With an Idempotency-Key, the same request finds it again."""
     api.worker.go.clear()
     path, body = CHAT
     given: dict[str, Any] = {"json": body, "headers": {"idempotency-key": "again"}}

@@ -1,5 +1,5 @@
-"""Idempotency-Key: over a real Redis, real uvicorns and OpenAI's own client; what counts are the
-jobs published.
+"""Idempotency-Key over a real Redis, real uvicorns and OpenAI's own client, checked by counting
+published jobs.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.anyio
 TEXTS = {"model": TEXT_MODEL.name, "input": "a cat", "encoding_format": "base64"}
 IMAGE = {"model": IMAGE_MODEL.name, "prompt": "a cat", "n": 1}
 UNCACHED = {"cache-control": "no-store"}
-"""So that nothing but the key can spare an inference."""
+"""Ensures that only the key can save an inference."""
 
 
 def keyed(key: str = "k1", **more: str) -> dict[str, str]:
@@ -58,8 +58,8 @@ async def api(tmp_path: Path, redis_url: str) -> AsyncIterator[ApiUnderTest]:
 async def two_apis(
     tmp_path: Path, redis_url: str, *, way: str = "", **settings: object
 ) -> AsyncIterator[tuple[ApiUnderTest, str]]:
-    """One with the worker of both, and the URL of another, over one Redis; `way`: the first one's
-    to it.
+    """One API with the worker of both, and the URL of another, over one Redis; `way` is the first
+    one's link to it.
     """
     given = settings_for(tmp_path, redis_url=redis_url, **settings)
     async with running_api(given.model_copy(update={"redis_url": way or redis_url})) as first:
@@ -75,7 +75,7 @@ async def _open(part: InMemoryBroker) -> AsyncIterator[InMemoryBroker]:
 
 
 class Line:
-    """A way to a server that can be cut."""
+    """A link to a server that can be cut."""
 
     def __init__(self, url: str) -> None:
         self._port = int(url.rpartition(":")[2].partition("/")[0])
@@ -241,7 +241,7 @@ async def test_openai_client_that_gives_up_and_retries_costs_one_inference(
 
 
 async def test_openai_client_that_lost_the_answer_gets_it_again(api: ApiUnderTest) -> None:
-    for _ in range(3):  # as its retries are: the same POST with the same key
+    for _ in range(3):  # like its retries: the same POST with the same key
         client = api.openai()
         images = await client.images.generate(
             model=IMAGE_MODEL.name,
@@ -370,7 +370,7 @@ async def test_first_answer_stays(redis_url: str) -> None:
         async with asyncio.timeout(WAIT_LIMIT_S):
             while (await two.claim("n", "f", "c2")).state != "acquired":  # noqa: ASYNC110 - Redis's clock decides
                 await asyncio.sleep(0.01)
-        await one.release("n", "c1")  # no longer its own to free
+        await one.release("n", "c1")  # no longer its own to release
         assert await one.complete("n", "acme", "f", "c1", b"late, but first") == b"late, but first"
         assert await two.complete("n", "acme", "f", "c2", b"second") == b"late, but first"
         assert await one.claim("n", "f", "c3") == KeyClaim("completed", b"late, but first")
@@ -408,7 +408,7 @@ async def test_without_redis_only_keys_are_refused(tmp_path: Path, own_redis: Re
         assert refused.status_code == 503
         assert int(refused.headers["retry-after"]) >= 1
         api.worker.go.set()
-        assert (await running).status_code == 200  # computed, though it can't be kept
+        assert (await running).status_code == 200  # computed, although it can't be kept
         assert (
             await api.http.post("/v1/embeddings", json=TEXTS, headers=UNCACHED)
         ).status_code == 200
@@ -416,7 +416,7 @@ async def test_without_redis_only_keys_are_refused(tmp_path: Path, own_redis: Re
 
 
 class Crowd:
-    """Requests of tenants that each repeat one key, whose answers wait for `done`."""
+    """Requests of tenants that each repeat one key, and whose answers wait for `done`."""
 
     def __init__(self, idempotency: IdempotencyService) -> None:
         self.idempotency = idempotency
@@ -489,7 +489,7 @@ async def test_closing_frees_what_is_under_way(redis_url: str) -> None:
 
 
 async def _until_seen(api: ApiUnderTest, posts: int) -> None:
-    """Waits until so many requests have arrived."""
+    """Waits until `count` requests have arrived."""
     async with asyncio.timeout(WAIT_LIMIT_S):
         while api.dependencies.idempotency.waiting < posts - 1:  # noqa: ASYNC110
             await asyncio.sleep(0.005)

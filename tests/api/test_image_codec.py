@@ -1,4 +1,4 @@
-"""Images that strangers send, whole, odd, and broken in every way."""
+"""Images from untrusted callers: whole, odd, and broken in every way."""
 
 import base64
 import io
@@ -115,7 +115,7 @@ def _chunk(kind: bytes, data: bytes) -> bytes:
 
 
 def _png_with(header: tuple[int, int], *chunks: bytes) -> bytes:
-    """A PNG that claims a size, with chunks of ours between its header and its few pixels."""
+    """A PNG that claims a size, with extra chunks between its header and its few pixels."""
     shape = struct.pack(">IIBBBBB", *header, 8, 0, 0, 0, 0)
     pixels = _chunk(b"IDAT", zlib.compress(bytes(9 * 8)))
     return (
@@ -143,7 +143,7 @@ def test_jpeg_with_many_scans_is_refused_before_it_is_decoded() -> None:
 
 
 def test_jpeg_whose_scans_look_like_a_segment_is_refused() -> None:
-    """A decoder reads them all: its time grows with their number."""
+    """A decoder reads all of them: its time grows with their number."""
 
     def reserve(cost_bytes: int) -> None:
         raise AssertionError("nothing is decoded")
@@ -161,7 +161,7 @@ def test_jpeg_whose_scans_look_like_a_segment_is_refused() -> None:
 
 
 def test_scans_are_counted_in_linear_time() -> None:
-    """A byte 0xFF may have any number of them before it. Each is looked at once."""
+    """A byte 0xFF may have any number of fill bytes before it. Each is looked at once."""
     whole = _encoded("jpeg", "RGB", comment=b"\xff\xda" * (MAX_SCANS + 1))
     filled = whole.removesuffix(b"\xff\xd9") + b"\xff" * 150_000 + b"\x00\xff\xd9"
     begun_s = time.process_time()
@@ -203,11 +203,11 @@ def _animated(kind: str) -> bytes:
 
 @cache
 def _blown_up() -> bytes:
-    """60 MB, if it is inflated."""
+    """60 MB when inflated."""
     return zlib.compress(bytes(60_000_000), 9)
 
 
-# They are made by their tests: each process of a run would make them when it collects.
+# Made by their tests: otherwise each process of a run would make them during collection.
 @pytest.mark.parametrize(
     ("make", "is_taken"),
     [
@@ -220,7 +220,7 @@ def _blown_up() -> bytes:
         (lambda: _png_with((8, 8), _chunk(b"iCCP", b"a\0\0" + _blown_up())), True),
         (lambda: _png_with((8, 8), _chunk(b"zTXt", b"a\0\0" + _blown_up())), True),
         (lambda: _png_with((8, 8), *[_chunk(b"tEXt", b"a\0" + bytes(1000))] * 5000), True),
-        # More pixels are claimed than there are.
+        # It claims more pixels than it has.
         (lambda: _png_with((4000, 4000)), False),
         (lambda: _png_with((0, 8)), False),
         (lambda: b"GIF89a" + bytes(100), False),

@@ -1,4 +1,6 @@
-"""Image models whose interface is known: what the API accepts, refuses and describes."""
+"""Image models with a known interface: which inputs the API accepts and refuses, and how it
+describes them.
+"""
 
 from collections.abc import AsyncIterator
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""Every mode, depth and container of images: drawn as numpy reckons it, or refused by name.
+"""Every mode, depth and container of images: drawn as numpy computes it, or refused by name.
 
-The oracle is what the image was made of. It never reads the file.
+The expected pixels come from the data that the image was made of. The test never reads the file.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ LIMITS = SourceLimits(8, 8, 1, 1 << 20)
 WIDTH, HEIGHT = 19, 13
 Pixels = np.ndarray[Any, np.dtype[Any]]
 CONTAINERS = {"PNG": 0, "WEBP": 0, "JPEG": 40, "AVIF": 10, "GIF": 0, "TIFF": 0.25, "BMP": 0}
-"""How far a channel may be off, as JPEG and AVIF lose some. YCbCr in TIFF is rounded twice."""
+"""Tolerance per channel, because JPEG and AVIF are lossy. YCbCr in TIFF is rounded twice."""
 WITH_EXIF = ("PNG", "WEBP", "JPEG")
 
 
 def drawn(data: bytes) -> Pixels:
-    """The RGB pixels that a model gets of a file."""
+    """The RGB pixels that a model gets from a file."""
     pixels = drawn_or_refused(data)
     assert not isinstance(pixels, CodecError), pixels
     return pixels
@@ -44,7 +44,7 @@ def drawn_or_refused(data: bytes) -> Pixels | CodecError:
 
 
 def slopes(channels: int, highest: int) -> Pixels:
-    """Smooth values from 0 to `highest`, another slope in each channel."""
+    """Smooth values from 0 to `highest`, with a different slope in each channel."""
     across, down = np.meshgrid(np.linspace(0, 1, WIDTH), np.linspace(0, 1, HEIGHT))
     each = [across, down, (across + down) / 2, 1 - across]
     stacked = np.stack(each[:channels], axis=-1) * highest
@@ -52,7 +52,7 @@ def slopes(channels: int, highest: int) -> Pixels:
 
 
 def on_white(color: Pixels, alpha: Pixels) -> Pixels:
-    """RGB over white. Alpha is from 0 to 1."""
+    """RGB over white. Alpha ranges from 0 to 1."""
     mixed: Pixels = color * alpha[..., None] + 255 * (1 - alpha[..., None])
     return np.round(mixed)
 
@@ -70,7 +70,7 @@ def ycbcr(given: Pixels) -> Pixels:
 
 
 def made(mode: str) -> tuple[Image.Image, Pixels] | None:
-    """An image of a mode, and its RGB. None: images of the mode can't be made of an array."""
+    """An image of a mode, and its RGB. None if images of the mode can't be made from an array."""
     if mode == "1":
         bits = slopes(1, 255)[..., 0] > 127
         return Image.fromarray(bits), gray(bits * 255)
@@ -181,7 +181,7 @@ def chunk(kind: bytes, data: bytes) -> bytes:
 
 
 def lines(values: Pixels, depth: int) -> bytes:
-    """The rows of an image, each behind its filter, which is none."""
+    """The rows of an image, each preceded by its filter type, which is none."""
     rows = values.reshape(values.shape[0], -1)
     if depth == 16:
         return b"".join(b"\0" + row.astype(">u2").tobytes() for row in rows)
@@ -245,7 +245,7 @@ def test_transparent_color_of_a_png_is_white(kind: int, depth: int) -> None:
 
 
 def exif(kind: int, count: int, value: bytes) -> bytes:
-    """A block of EXIF with one entry, the orientation, of any type."""
+    """An EXIF block with one entry, the orientation, of any type."""
     entry = struct.pack("<HHHI", 1, 0x0112, kind, count) + value.ljust(4, b"\0")
     return b"II*\0" + struct.pack("<I", 8) + entry + bytes(4)
 
@@ -341,7 +341,7 @@ def test_a_picture_is_drawn_upright(container: str, orientation: int) -> None:
     answer, png = run_command(PrepareSource(None, limits), buffer.getvalue(), lambda cost: None)
     assert isinstance(answer, SourcePrepared)
     upright = np.asarray(Image.open(io.BytesIO(png)))
-    # EXIF 2.3, section 4.6.4: which stored corner is at the top left when it is seen.
+    # EXIF 2.3, section 4.6.4: which stored corner is at the top left when the image is displayed.
     turned = {
         1: corner,
         2: corner[:, ::-1],
@@ -365,7 +365,9 @@ def test_of_several_pictures_the_first_is_taken() -> None:
 
 
 def wide_gamut() -> ImageCms.ImageCmsProfile:
-    """A profile whose red is sRGB's green and so on: what is not turned by it is plainly wrong."""
+    """A profile that swaps colors, with sRGB's green as its red: an image that ignores it is
+    plainly wrong.
+    """
     data = bytearray(ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes())
     names = {data[at : at + 4].decode("latin1"): at for at in range(132, 132 + 12 * 20, 12)}
     places = [names[name] for name in ("rXYZ", "gXYZ", "bXYZ")]
@@ -398,7 +400,7 @@ def test_a_profile_that_can_not_be_read_is_none(profile: bytes) -> None:
 
 
 def test_lab_is_drawn_by_its_colors() -> None:
-    """CIE 15: L* = 53.2, a* = 80.1, b* = 67.2 is the red of sRGB, in which Pillow has 128 for 0."""
+    """CIE 15: L* = 53.2, a* = 80.1, b* = 67.2 is sRGB's red; Pillow stores 0 as 128."""
     image = Image.new("LAB", (WIDTH, HEIGHT), (136, 208, 195))
     buffer = io.BytesIO()
     image.save(buffer, "TIFF")

@@ -1,5 +1,5 @@
-"""Inputs named by https URLs are fetched before a request is accepted, and from nowhere else than
-they should be.
+"""Inputs named by https URLs are fetched before a request is accepted, and only from allowed
+places.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ async def files(tmp_path: Path) -> AsyncIterator[FileServer]:
 
 @pytest.fixture
 async def api(tmp_path: Path, redis_url: str, files: FileServer) -> AsyncIterator[ApiUnderTest]:
-    """An API that may fetch from the server of files."""
+    """An API that may fetch from the file server."""
     catalog = Catalog((*CATALOG.models, CLASS))
     settings = settings_for(tmp_path, redis_url=redis_url, secret="s", **files.settings)
     async with running_api(settings, catalog=catalog) as running:
@@ -92,7 +92,7 @@ async def edited(api: ApiUnderTest, url: str, **headers: str) -> Any:
 
 
 async def refusal(api: ApiUnderTest, url: str) -> str:
-    """The reason for which an image is refused. Nothing was created."""
+    """The reason why an image is refused. Also checks that nothing was created."""
     response = await edited(api, url)
     assert response.status_code == 422, response.text
     (wrong,) = response.json()["invalid_fields"]
@@ -186,7 +186,7 @@ async def test_a_name_that_can_not_be_read_is_that_of_the_path_or_readable(
     "kind", ["text", "t" * 65 + "/plain", "text/plain\r\nx: y", "テキスト/plain"]
 )
 async def test_a_media_type_that_is_none_goes_no_further(api: ApiUnderTest, kind: str) -> None:
-    """It would become a header in the object store, and a part of the message."""
+    """It would become a header in the object store, and part of the message."""
     api.worker.is_silent = True
     uri = f"data:{kind};base64,{base64.b64encode(b'a').decode()}"
     body = {"version": "mine", "input": {"file": uri}}
@@ -201,7 +201,7 @@ async def test_a_media_type_that_is_none_goes_no_further(api: ApiUnderTest, kind
 async def test_a_name_server_that_is_silent_holds_up_no_other_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nor anything else that needs the threads of the event loop."""
+    """Nor does anything else that needs the event loop's threads."""
     look_up, released = socket.getaddrinfo, threading.Event()
 
     def getaddrinfo(host: str, *rest: Any, **more: Any) -> Any:
@@ -223,7 +223,7 @@ async def test_a_name_server_that_is_silent_holds_up_no_other_name(
 async def test_a_large_file_goes_to_the_object_store(
     api: ApiUnderTest, files: FileServer, tmp_path: Path
 ) -> None:
-    """By its digest, as uploads and data: URIs do: equal files have one key."""
+    """Stored by digest, as uploads and data: URIs are: equal files have one key."""
     data = PNG + bytes(LARGE)
     url = files.add("/large.png", data)
     blob = (await given_to_class(api, file=url)).files[0]
@@ -290,7 +290,7 @@ async def test_private_places_are_refused_by_field_and_reason(closed: ApiUnderTe
 async def test_nobody_is_connected_to_who_was_not_checked(
     closed: ApiUnderTest, files: FileServer
 ) -> None:
-    """The port of the server is refused before its address, so the settings allow the port."""
+    """The server's port would be refused before its address, so the settings allow the port."""
     url = files.add("/a.png", PNG)
     assert "not public" in await refusal(closed, url)
     assert not files.asked
@@ -349,7 +349,7 @@ async def test_a_slow_body_is_cut(tmp_path: Path, redis_url: str, files: FileSer
 async def test_file_that_was_fetched_under_other_rules_is_checked_again(
     api: ApiUnderTest, files: FileServer
 ) -> None:
-    """A class takes any media type, an edit does not."""
+    """A class accepts any media type; an edit does not."""
     page = files.add("/page", bytes(200_000), "text/html", etag='"1"')
     await given_to_class(api, file=page)
     api.worker.jobs.clear()
@@ -446,7 +446,7 @@ async def test_one_private_address_among_others_refuses_the_name(
 async def test_errors_have_nothing_that_a_host_sent(
     tmp_path: Path, files: FileServer, records: Records, said: bytes, reason: str
 ) -> None:
-    """It may be a service of ours that was reached by mistake."""
+    """It may be an internal service that was reached by mistake."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
@@ -501,7 +501,7 @@ async def test_a_tenant_leaves_room_for_others(
 
 
 async def asked_for_slow(files: FileServer) -> None:
-    """Waits until a body that does not end yet has begun."""
+    """Waits until an unfinished body has begun."""
     async with asyncio.timeout(WAIT_LIMIT_S):
         while not files.asked["/slow"]:
             files.is_asked.clear()
@@ -511,7 +511,7 @@ async def asked_for_slow(files: FileServer) -> None:
 async def test_requests_at_the_same_time_share_a_download(
     tmp_path: Path, files: FileServer, records: Records
 ) -> None:
-    """Of one tenant, and however many they are: those who wait hold no permit."""
+    """All of one tenant, in any number: those waiting hold no permit."""
     one = fetcher(tmp_path, files.settings, records.fetched_urls, here)
     slow, small = f"{files.url}/slow", files.add("/small", b"a")
     async with asyncio.TaskGroup() as group:

@@ -1,4 +1,4 @@
-"""A key that a caller puts in a wrong place is in no log, metric, row, error or store."""
+"""A key that a caller puts in the wrong place is in no log, metric, row, error or store."""
 
 import asyncio
 from pathlib import Path
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.anyio]
 INPUT = {"input": {"text": "a"}}
 PREDICTION = {"version": TEXT_MODEL.name} | INPUT
 SOON = {"x-penstock-deadline-ms": "200"}
-"""No worker answers here."""
+"""Without a worker."""
 
 
 async def test_key_in_wrong_places_is_nowhere_else(
@@ -56,7 +56,7 @@ async def test_key_in_wrong_places_is_nowhere_else(
     assert spooled(api), "refused requests leave rows"
     secret = issued.key.text[21:]
     for text in seen:
-        # Any eight characters of it are too many.
+        # Even eight of its characters in a row are too many.
         for at in range(len(secret) - 8):
             assert secret[at : at + 8].encode() not in text
 
@@ -143,7 +143,7 @@ async def raw(api: ApiProcess, text: str) -> bytes:
 
 
 def dump(redis_url: str) -> list[bytes]:
-    """Everything in Redis, names and values as it keeps them on disk."""
+    """Everything in Redis, names and values, in its on-disk form."""
     with redis.Redis.from_url(redis_url) as client:
         names: Any = client.keys("*")
         values: list[bytes] = []

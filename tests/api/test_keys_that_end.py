@@ -1,6 +1,6 @@
-"""A key that ends while its caller reads or waits: what is open ends within seconds.
+"""A key that ends while its caller reads or waits: open requests end within seconds.
 
-Keys are in a file that others change, so each instance learns of the end as any other does.
+Keys are in a file that others change, so each instance learns of the end as usual.
 """
 
 import asyncio
@@ -50,7 +50,7 @@ async def api(tmp_path: Path, redis_url: str) -> AsyncIterator[ApiUnderTest]:
 
 
 async def freeze(api: ApiUnderTest, folder: Path) -> None:
-    """Freezes the tenant, as somebody else did."""
+    """Freezes the tenant, as another process would."""
     url = keys_url(folder, a="acme", b="acme")
     async with key_store(url, is_writable=True) as store:
         await Administration(store, actor="user x", address="").freeze_tenant(
@@ -62,7 +62,7 @@ async def freeze(api: ApiUnderTest, folder: Path) -> None:
 
 
 async def revoke(api: ApiUnderTest, folder: Path) -> None:
-    """Ends the key `a`, as somebody else did. The instance reads of it as it always does."""
+    """Ends the key `a`, as another process would. The instance reads about it as usual."""
     keys_url(folder, b="acme", keys=[stored("a", "acme", revoked_s=5)])
     access = api.dependencies.access
     assert isinstance(access, ApiKeys)

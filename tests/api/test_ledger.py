@@ -39,7 +39,9 @@ WORD_USD = 4 * LETTER_USD
 LATE_MS = str(int(500 * PATIENCE))
 """A deadline that passes in the test."""
 DEADLINES_MS = tuple(str(int(LATE_MS) * 4**attempt) for attempt in range(5))
-"""Deadlines to try one after the other, where the worker has to meet one that the caller misses."""
+"""Deadlines to try one after the other, if the worker has to meet a deadline that the caller
+misses.
+"""
 End = Callable[[LedgerWorld], Awaitable[dict[str, float]]]
 
 
@@ -50,7 +52,7 @@ async def world(redis_url: str, tmp_path: Path) -> AsyncIterator[LedgerWorld]:
 
 
 def words(count: int, start: int = 0) -> list[str]:
-    """Different texts of four letters. A message has 16 items, a batch of the model four."""
+    """Different texts of four letters each. A message has 16 items, a batch of the model four."""
     digits = "abcdefghij"
     return ["".join(digits[int(one)] for one in f"{start + at:04d}") for at in range(count)]
 
@@ -60,7 +62,7 @@ def code_of(answer: httpx.Response) -> str:
 
 
 def replies(world: LedgerWorld, count: int) -> Callable[[], bool]:
-    """True if workers have answered so many items."""
+    """True if workers have answered `count` items."""
     return lambda: len(world.harness.rows) >= count
 
 
@@ -73,7 +75,7 @@ async def delivered(world: LedgerWorld) -> dict[str, float]:
 
 
 async def one_item_is_bad(world: LedgerWorld) -> dict[str, float]:
-    """Results of the same job, of another one, of the cache, and of an item that was joined."""
+    """Results from the same job, from another job, from the cache, and from a joined item."""
     texts = words(20)
     await world.ledger.embed("one", texts[:2])
     for asked in ([*texts, "0"], ["0", *words(40, 100)], [texts[0], "0", texts[0]]):
@@ -108,7 +110,7 @@ async def caller_hangs_up_at_once(world: LedgerWorld) -> dict[str, float]:
 
 
 async def caller_hangs_up_with_a_part_done(world: LedgerWorld) -> dict[str, float]:
-    """The first message has its reply, of the second a batch."""
+    """The first message has its reply; only a batch of the second does."""
     texts = words(32)
     world.harness.process.holds = texts[20]
     await world.hang_up("one", texts, replies(world, 16))
@@ -154,7 +156,7 @@ async def deadline_passes_with_a_part_done(world: LedgerWorld) -> dict[str, floa
 
 
 async def reply_is_lost(world: LedgerWorld) -> dict[str, float]:
-    """The worker has answered in time, and has its row. The caller has nothing."""
+    """The worker has answered in time, and written its row. The caller got nothing."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("api.dispatch.reply_inbox.OpenInbox.deliver", lambda *_: None)
         patch.setattr(Records, "read", _away)
@@ -169,7 +171,7 @@ async def reply_is_lost(world: LedgerWorld) -> dict[str, float]:
 
 
 async def broker_confirms_a_reply_late(world: LedgerWorld) -> dict[str, float]:
-    """It has delivered the reply in time, but the worker hears of it after the deadline."""
+    """It delivered the reply in time, but the worker hears of it after the deadline."""
     publish = world.harness.broker.publish
     for attempt, deadline_ms in enumerate(DEADLINES_MS):
         answered, before = asyncio.Event(), len(world.harness.rows)
@@ -240,7 +242,7 @@ async def items_are_joined(world: LedgerWorld) -> dict[str, float]:
 
 
 async def who_was_joined_hangs_up(world: LedgerWorld) -> dict[str, float]:
-    """The first of the others pays all of it: it was computed for nobody else."""
+    """The first of the others pays for all of it, because it was computed for nobody else."""
     world.harness.process.gate.clear()
     first, *others = [await _begun(world, key) for key in ("one", "two", "other", "two")]
     first.cancel()
@@ -262,7 +264,7 @@ async def who_joined_hangs_up(world: LedgerWorld) -> dict[str, float]:
 
 
 async def who_was_joined_gets_an_error(world: LedgerWorld) -> dict[str, float]:
-    """Its request fails as a whole, so the one that joined pays all of it."""
+    """Its request fails as a whole, so the request that joined pays for all of it."""
     world.harness.process.gate.clear()
     first = await _begun(world, "one", "0")
     second = await _begun(world, "two")
@@ -275,7 +277,7 @@ async def who_was_joined_gets_an_error(world: LedgerWorld) -> dict[str, float]:
 async def unpaid_results_of_a_bad_request_are_asked_for_again(
     world: LedgerWorld,
 ) -> dict[str, float]:
-    """The first hit pays like a miss, the next ones their share."""
+    """The first hit pays like a miss, and later hits pay their share."""
     texts = words(20)
     await _leave_unpaid(world, texts)
     for key in ("one", "two"):
@@ -295,7 +297,7 @@ async def unpaid_results_are_asked_for_together(world: LedgerWorld) -> dict[str,
 
 
 async def unpaid_results_fail_again(world: LedgerWorld) -> dict[str, float]:
-    """They stay unpaid until somebody gets them."""
+    """They stay unpaid until some request gets them."""
     texts = words(3)
     for more in ("0", "0", "!"):
         assert not (await world.ledger.embed("one", [*texts, more])).is_success
@@ -306,7 +308,7 @@ async def unpaid_results_fail_again(world: LedgerWorld) -> dict[str, float]:
 
 
 async def unpaid_results_meet_a_refusal(world: LedgerWorld) -> dict[str, float]:
-    """A request that is refused before anything of it is computed pays for none of its hits."""
+    """A request that is refused before any of it is computed pays for none of its hits."""
     texts = words(3)
     await _leave_unpaid(world, texts)
     with pytest.MonkeyPatch.context() as patch:
@@ -331,7 +333,7 @@ async def results_of_a_hang_up_are_asked_for_again(world: LedgerWorld) -> dict[s
 
 
 async def results_are_on_their_way_at_a_hang_up(world: LedgerWorld) -> dict[str, float]:
-    """The worker has replied, and the API has yet to get it."""
+    """The worker has replied, but the API has not received it yet."""
     texts = words(3)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("api.dispatch.reply_inbox.OpenInbox.deliver", lambda *_: None)
@@ -341,7 +343,7 @@ async def results_are_on_their_way_at_a_hang_up(world: LedgerWorld) -> dict[str,
 
 
 async def answer_that_cant_be_made_is_asked_for_again(world: LedgerWorld) -> dict[str, float]:
-    """In a form in which it can."""
+    """This time in a form that it can use."""
     for encoding, status in (("float", 500), ("base64", 200), ("base64", 200)):
         answer = await world.ledger.embed("one", ["abc"], encoding=encoding)
         assert answer.status_code == status
@@ -359,14 +361,14 @@ async def prediction_gets_unpaid_results(world: LedgerWorld) -> dict[str, float]
 
 
 async def results_computed_again_are_not_delivered(world: LedgerWorld) -> dict[str, float]:
-    """`no-cache` computes again and replaces what the cache has, so that is unpaid."""
+    """`no-cache` computes again and replaces the cached result, so the new one is unpaid."""
     texts = words(3)
     await _leave_unpaid(world, texts, cache_control="no-cache")
     return await _pay_once(world, texts)
 
 
 async def results_computed_again_meet_a_hang_up(world: LedgerWorld) -> dict[str, float]:
-    """The worker has replied, and the API has yet to get it."""
+    """The worker has replied, but the API has not received it yet."""
     texts = words(3)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("api.dispatch.reply_inbox.OpenInbox.deliver", lambda *_: None)
@@ -390,7 +392,7 @@ async def paid_results_replace_unpaid_ones(world: LedgerWorld) -> dict[str, floa
 
 
 async def caller_hangs_up_as_its_hits_are_found(world: LedgerWorld) -> dict[str, float]:
-    """Redis has deleted the marks already. They are written again."""
+    """Redis has already deleted the marks. They are written again."""
     texts = words(3)
     await _leave_unpaid(world, texts)
     take, taken, left = RedisLevel.take, asyncio.Event(), asyncio.Event()
@@ -411,7 +413,7 @@ async def caller_hangs_up_as_its_hits_are_found(world: LedgerWorld) -> dict[str,
 
 
 async def prediction_is_canceled_as_its_hit_is_found(world: LedgerWorld) -> dict[str, float]:
-    """Its worker has taken the mark already, and writes it again."""
+    """Its worker has already taken the mark, and writes it again."""
     await _leave_unpaid(world, ["abcd"])
     get_many, registry = ResultCache.get_many, world.harness.registry
     assert registry is not None
@@ -433,7 +435,7 @@ async def prediction_is_canceled_as_its_hit_is_found(world: LedgerWorld) -> dict
 
 
 async def _leave_unpaid(world: LedgerWorld, texts: Sequence[str], **options: Any) -> None:
-    """Has texts computed for a request that fails, so that nobody has paid for them."""
+    """Computes texts for a request that fails, so that nobody has paid for them."""
     answer = await world.ledger.embed("one", [*texts, "0"], **options)
     assert (answer.status_code, code_of(answer)) == (400, "invalid_input")
     await world.ledger.until_idle()
@@ -451,7 +453,7 @@ async def _until_marked(world: LedgerWorld) -> None:
 
 
 async def _pay_once(world: LedgerWorld, texts: Sequence[str]) -> dict[str, float]:
-    """Asks for unpaid results twice: the first hit pays for all of it, the second its share."""
+    """Requests unpaid results twice: the first hit pays for all of it, the second its share."""
     for _ in range(2):
         assert (await world.ledger.embed("one", texts)).status_code == 200
     assert _computed_once(world)
@@ -468,7 +470,7 @@ def _full(*_: object, **__: object) -> None:
 
 
 async def predictions_end(world: LedgerWorld) -> dict[str, float]:
-    """Succeeded, found again, failed, and canceled while they are computed."""
+    """Succeeded, found again, failed, and canceled during computation."""
     for text in ("abcd", "!"):
         for _ in range(2):
             await _prediction(world, text, idempotency_key=f"key-{len(text)}")
@@ -477,12 +479,12 @@ async def predictions_end(world: LedgerWorld) -> dict[str, float]:
     canceled = await _create(world, "efgh")
     await world.harness.until(lambda: world.harness.process.started.is_set())
     await world.ledger.post("one", f"/v1/predictions/{canceled['id']}/cancel", {})
-    world.ledger.tell("one", WORD_USD)  # of the one that succeeded
+    world.ledger.tell("one", WORD_USD)  # for the one that succeeded
     return {"one": WORD_USD}
 
 
 async def prediction_is_published_by_who_asks_again(world: LedgerWorld) -> dict[str, float]:
-    """The first could not, and was answered so."""
+    """The first could not be, and got that answer."""
     world.harness.broker.outage = Unavailable("the broker is away")
     put: Any = {"version": MODEL.name, "input": {"text": "abcd"}}
     first = await _put(world, put)
@@ -495,7 +497,7 @@ async def prediction_is_published_by_who_asks_again(world: LedgerWorld) -> dict[
 
 
 async def batch_ends(world: LedgerWorld) -> dict[str, float]:
-    """A line with an error is not charged, whatever of it was computed."""
+    """A line with an error is not charged, however much of it was computed."""
     client = world.api.openai(api_key=key_for("one"))
     async with running_batches(world):
         batch = await _batch(client, ["abcd"], ["efgh", "0"], ["ijkl", "!"], words(20))
@@ -506,7 +508,7 @@ async def batch_ends(world: LedgerWorld) -> dict[str, float]:
 
 
 async def batch_is_canceled(world: LedgerWorld) -> dict[str, float]:
-    """A part of one line is computed, and nothing of the other."""
+    """Part of one line is computed, and nothing of the other."""
     client = world.api.openai(api_key=key_for("one"))
     texts = words(32)
     world.harness.process.holds = texts[20]
@@ -548,7 +550,7 @@ async def batch_is_canceled_and_its_results_are_gone(world: LedgerWorld) -> dict
 
 
 async def _left_by_its_process(world: LedgerWorld, client: Any) -> Any:
-    """A batch of four lines. Three had ended when its process died, and none was stored."""
+    """A batch of four lines. Three had finished when its process died, and none was stored."""
     texts = words(40)
     world.harness.process.holds = texts[39]
     before = _completed_lines()
@@ -564,7 +566,7 @@ async def _left_by_its_process(world: LedgerWorld, client: Any) -> Any:
 
 
 async def batch_process_ends(world: LedgerWorld) -> dict[str, float]:
-    """The next one asks under the same ids, and gets what was computed."""
+    """The next process sends the same ids, and gets the results already computed."""
     client = world.api.openai(api_key=key_for("one"))
     texts = words(32)
     world.harness.process.holds = texts[20]
@@ -573,7 +575,7 @@ async def batch_process_ends(world: LedgerWorld) -> dict[str, float]:
         await world.harness.until(replies(world, 16))
     world.harness.process.holds = ""
     world.harness.process.gate.set()
-    await world.ledger.until_idle()  # the lease of the first one keeps the next one waiting longer
+    await world.ledger.until_idle()  # the first one's lease would keep the next one waiting longer
     async with running_batches(world):
         batch = await until(client, batch)
     assert batch.request_counts.completed == 1
@@ -585,7 +587,7 @@ async def batch_process_ends(world: LedgerWorld) -> dict[str, float]:
 
 
 async def batch_process_ends_within_a_segment(world: LedgerWorld) -> dict[str, float]:
-    """Lines that have ended are asked for again, as their segment was not written."""
+    """Lines that have finished are sent again, because their segment was not written."""
     client = world.api.openai(api_key=key_for("one"))
     texts = words(40)
     world.harness.process.holds = texts[39]
@@ -600,7 +602,7 @@ async def batch_process_ends_within_a_segment(world: LedgerWorld) -> dict[str, f
         batch = await until(client, batch)
     assert batch.request_counts.completed == 4
     await world.ledger.until_idle()
-    cost_usd = world.ledger.charged_usd("one")  # what was computed before is in the cache now
+    cost_usd = world.ledger.charged_usd("one")  # earlier results are in the cache now
     world.ledger.tell("one", cost_usd)
     assert 0 < cost_usd <= 40 * WORD_USD / 2 + EXACT_USD, "each is charged once at most"
     return {"one": cost_usd}
@@ -657,7 +659,7 @@ async def test_three_books_agree(world: LedgerWorld, end: End) -> None:
 
 
 async def test_unpaid_results_are_paid_at_any_instance(redis_url: str, tmp_path: Path) -> None:
-    """Once: by the first that asks, wherever the request was that was not delivered."""
+    """Charged once, to the first that asks, wherever the undelivered request was."""
     async with ledger_world(redis_url, tmp_path, instances=3) as world:
         texts = words(3)
         assert (await world.ledger.embed("one", [*texts, "0"])).status_code == 400
@@ -669,7 +671,7 @@ async def test_unpaid_results_are_paid_at_any_instance(redis_url: str, tmp_path:
 
 
 async def test_three_books_agree_on_streams(redis_url: str, tmp_path: Path) -> None:
-    """One is read to its end, and of one some letters are read before it is canceled."""
+    """One is read to its end; of the other, some letters are read before it is canceled."""
     worker = spelling(redis_url, tmp_path, model=LONG)
     async with ledger_world(redis_url, tmp_path, LONG, worker=worker) as world:
         http, key, rows = world.api.http, bearer("one"), world.harness.rows
@@ -690,7 +692,7 @@ async def test_three_books_agree_on_streams(redis_url: str, tmp_path: Path) -> N
 
 
 async def test_three_books_agree_on_canaries(redis_url: str, tmp_path: Path) -> None:
-    """Its caller pays once for what fails there and is computed by the other revision."""
+    """Its caller pays once for items that fail there and are computed by the other revision."""
     keys = ledger_keys(tmp_path)
     async with running_world(redis_url, tmp_path, keys_url=keys) as world:
         await world.until_serving()
@@ -733,7 +735,7 @@ async def _begun(world: LedgerWorld, key: str, *more: str) -> asyncio.Task[httpx
 
 
 def _waiters(world: LedgerWorld) -> int:
-    """How many of the three texts wait in the API."""
+    """The number of the three texts that are waiting in the API."""
     flights = world.api.dependencies.dispatcher._single_flight._by_key.values()
     return sum(one.waiters for one in flights if getattr(one.item.input, "text", "") in words(3))
 
@@ -760,7 +762,7 @@ async def running_batches(world: LedgerWorld) -> AsyncIterator[None]:
 
 
 async def _batch(client: Any, *lines: list[str]) -> Any:
-    """A batch with a line for each list of texts."""
+    """A batch with one line per list of texts."""
     given = {"model": MODEL.name, "encoding_format": "base64"}
     return await created(
         client,
@@ -777,7 +779,7 @@ async def _create(world: LedgerWorld, text: str, **headers: Any) -> dict[str, An
 
 
 async def _prediction(world: LedgerWorld, text: str, **headers: Any) -> None:
-    """Creates one, and waits for its end."""
+    """Creates a batch, and waits for its end."""
     created_one = await _create(world, text, **headers)
     http, key = world.api.http, bearer("one")
     async with asyncio.timeout(WAIT_LIMIT_S):

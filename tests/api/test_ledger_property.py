@@ -1,4 +1,5 @@
-"""Any mix of requests with any ends: afterwards the three books agree, and no budget is exceeded.
+"""Any mix of requests, ending in any way: afterwards the three books agree, and no budget is
+exceeded.
 
 Answers, rows and counters are compared per key and tenant (tests/api/ledger.py). An example is a
 list of waves. The requests of a wave are in flight together: model processes are held until
@@ -148,11 +149,13 @@ PATIENT = "wait=2"
 """`Prefer` header for predictions. A late one waits in vain, as long as its model is held."""
 NEVER_S = 1e9
 LEASE_S = 1.0
-"""For so long nobody takes over what a process that died was doing."""
+"""Until then, nobody takes over the work of a process that died."""
 LINES_WAIT_S = 2.0
-"""For so long the lines of a batch may wait for room in their budget after all other requests."""
+"""Time for which the lines of a batch may wait for room in their budget after all other
+requests.
+"""
 RIVALS = 8
-"""Deletions at the same time as a cancel. They arrive at different moments of it."""
+"""Deletions sent together with a cancel. They arrive at different moments of it."""
 ENDLESS = 10**6
 """Tokens that nobody waits for."""
 SMALL = {"size": "64x64", "num_inference_steps": 4}
@@ -214,7 +217,7 @@ class Mixed:
             self.links.heal(name)
 
     def place(self, number: int) -> None:
-        """Puts a process that was started into the ledger."""
+        """Adds a started process to the ledger."""
         process = self.processes[number].process
         if number == RUNNER:
             self.ledger.limiters[:] = [process]
@@ -355,7 +358,7 @@ class Mix:
     untold: set[str] = field(default_factory=set)
     """Predictions that were deleted before anybody could read what they cost."""
     own_ids: dict[str, str] = field(default_factory=dict)
-    """Of predictions that their callers named, by the id of the request that created them."""
+    """Ids of predictions named by their callers, by the id of the request that created them."""
     silent: set[str] = field(default_factory=set)
     """Requests whose callers got no report of the cost, by the ID they sent.
 
@@ -448,7 +451,7 @@ class Mix:
                     marked = set(await store.marks())
 
     async def _kill(self, number: int, asked: Sequence[Asked]) -> None:
-        """Kills a process after it has synced its work during an outage to Redis."""
+        """Kills a process after it has reported to Redis its work during an outage."""
         limiter = self.world.limiter(number)
         await self._tell_redis([number])
         waiting = [one for one in asked if one[0].instance == number and not one[2].done()]
@@ -632,7 +635,7 @@ class Mix:
             said[made] += cost_usd
         self._tell(said)
         await self._tell_redis()
-        if self.has_died:  # after this time, the amounts it had reserved count as spent
+        if self.has_died:  # after this time, its reserved amounts count as spent
             self.world.clock.move_on(SLOTS_S + 1)
         self.ledger.uncounted = self.budgets.budgets().keys() - self.budgets.counted()
 
@@ -692,8 +695,8 @@ def check_bounds(ledger: Ledger, highest_usd: Mapping[str, float], times: int) -
     """No budget is exceeded. Without Redis, each instance spends its part of the remaining amount
     that it knows of.
 
-    If it does not know what was spent, that is its part of the whole budget. So all together spend
-    at most one budget more (docs/reference/limits.md).
+    An instance that does not know the amount spent uses its part of the whole budget. So together
+    they overspend by at most one budget (docs/reference/limits.md).
     """
     for name, months in ledger.charged_by_month().items():
         for month, usd in months.items():
@@ -712,8 +715,8 @@ def check_paid_once(
 
     Args:
         ledger: the books of one example.
-        texts: what the embedding model was asked to compute.
-        words: what the steps of flows were asked to compute.
+        texts: texts sent to the embedding model.
+        words: words sent to the steps of flows.
         is_whole: True if all processes lived and reached Redis, which has the marks.
     """
     tenants = set(ledger.tenant_of.values())
@@ -750,7 +753,7 @@ def cost_of(prediction: Mapping[str, Any]) -> float:
 
 
 def _text(item: int) -> str:
-    """Returns a text whose length no other one has that can be delivered."""
+    """Returns a text whose length differs from all others that can be delivered."""
     return "0!"[item - 7] if item >= 7 else "abcdefg"[item] * 4 * (item + 1)
 
 

@@ -1,4 +1,4 @@
-"""Limits of plans and keys, as callers meet them."""
+"""Limits of plans and keys, as callers see them."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -42,7 +42,7 @@ PRICED = Catalog(
         ),
     )
 )
-"""A token costs a tenth of a cent. FakeWorker counts the words of a text and two more."""
+"""A token costs a tenth of a cent. FakeWorker counts the words of a text plus two."""
 
 
 @asynccontextmanager
@@ -54,7 +54,7 @@ async def limited_api(
     catalog: Catalog = PRICED,
     **settings: object,
 ) -> AsyncIterator[ApiUnderTest]:
-    """An API in which the key `a` is of the tenant acme, which has this plan."""
+    """An API in which the key `a` belongs to the tenant acme, which has this plan."""
     url = keys_url(
         tmp_path,
         plans={"theirs": plan},
@@ -139,7 +139,7 @@ async def test_key_has_less_than_its_tenant(tmp_path: Path, redis_url: str) -> N
 
 
 async def test_work_is_settled_by_what_is_charged(tmp_path: Path, redis_url: str) -> None:
-    """A hit is free here, so it counts nothing. A failed text counts nothing either."""
+    """A hit is free here, so it does not count. A failed text does not count either."""
     async with limited_api(tmp_path, redis_url, Plan(tokens_per_min=1000)) as api:
         text = "w " * 100
         left = [
@@ -195,7 +195,7 @@ async def test_items_in_flight_are_bounded(tmp_path: Path, redis_url: str) -> No
 
 
 async def test_spent_budget_is_insufficient_quota(tmp_path: Path, redis_url: str) -> None:
-    """Three words cost half a cent. They are reserved with a token for every byte."""
+    """Three words cost half a cent. The reservation assumes one token per byte."""
     async with limited_api(tmp_path, redis_url, Plan(budget_usd_per_month=0.016)) as api:
         answers = [await embed(api, f"one two {number}") for number in range(3)]
         assert [answer.status_code for answer in answers] == [200, 200, 429]
@@ -249,7 +249,7 @@ async def test_texts_at_once_stay_within_the_budget(tmp_path: Path, redis_url: s
 async def test_seconds_are_reserved_until_the_answer_is_due(
     tmp_path: Path, redis_url: str, limit: dict[str, str]
 ) -> None:
-    """Cancel-After ends predictions, and no request whose answer its caller waits for."""
+    """Cancel-After ends predictions, but not requests whose caller waits for the answer."""
     by_second = TEXT_MODEL.model_copy(update={"price": Price(per_second_usd=1.0)})
     due_s = by_second.deadline.default_s + STOPS_WITHIN_S
     for budget_usd, status in ((due_s - 1, 429), (due_s + 1, 200)):
@@ -282,7 +282,9 @@ async def test_prediction_is_settled_if_its_end_is_waited_for(
 
 
 async def test_prediction_is_settled_when_it_ends(tmp_path: Path, redis_url: str) -> None:
-    """Nobody waits for it. A failed one costs nothing, and its item is no longer in flight."""
+    """Nobody waits for it. A failed prediction costs nothing, and its item is no longer in
+    flight.
+    """
     plan = Plan(tokens_per_min=1000, max_in_flight=1, budget_usd_per_month=0.258)
     async with limited_api(tmp_path, redis_url, plan) as api:
         api.worker.broken.add("x" * 200)
@@ -300,7 +302,7 @@ async def test_prediction_is_settled_when_it_ends(tmp_path: Path, redis_url: str
         assert (found["status"], found["metrics"]["cost_usd"]) == ("failed", 0)
         assert limits_in(answer)["remaining-tokens"] == "996"
         assert limits_in(answer)["limit-tokens"] == "1000"
-        # It reserves the 256 tokens that the model reads of it at most.
+        # It reserves the maximum of 256 tokens that the model reads.
         spent = await embed(api, "y" * 416)
         assert spent.json()["error"]["code"] == "insufficient_quota"
         assert "used 0.004," in spent.json()["error"]["message"]
@@ -333,7 +335,7 @@ async def test_predictions_of_an_instance_that_died_are_settled(
 async def test_a_prediction_that_has_used_its_whole_request_gives_its_budget_back(
     tmp_path: Path, redis_url: str
 ) -> None:
-    """Nothing of the request comes back, and all but the price of the budget does."""
+    """The request stays used up, but its budget is returned, except for the price."""
     plan = Plan(requests_per_min=100, budget_usd_per_month=1.0)
     body = {"version": MODEL, "input": {"text": "x" * 200}}
     async with limited_api(tmp_path, redis_url, plan) as api:

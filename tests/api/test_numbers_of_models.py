@@ -178,7 +178,7 @@ async def test_vector_that_is_0_in_the_dimensions_asked_for_is_not_returned(
 
 
 class WrongClass(ThreadModel):
-    """Its output has a number that JSON has not, below a list."""
+    """Its output has a number that JSON does not allow, inside a list."""
 
     def __init__(self) -> None:
         """Skips the parent's constructor, whose state is not needed."""

@@ -1,4 +1,4 @@
-"""Documents that are read, in the shape of Mistral's OCR API."""
+"""Documents that are read, in the format of Mistral's OCR API."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ STEPS = st.lists(st.tuples(st.integers(0, 7), st.integers(0, 2), KINDS), max_siz
 
 
 async def run(steps: list[tuple[int, int, Replies]]) -> None:
-    """A step begins a job of a request, or ends it where it is there already."""
+    """A step begins a job of a request, or ends it if it exists already."""
     inbox = OpenInbox("7", SLOTS)
     kind_of: dict[int, Replies] = {}
     jobs: dict[int, dict[int, tuple[str, str]]] = {}

@@ -125,7 +125,7 @@ def _references(node: object) -> set[str]:
 async def test_no_setting_and_no_model_is_in_it(
     page: dict[str, Any], tmp_path: Path, redis_url: str
 ) -> None:
-    """So all tests of a process compare answers with the same one (tests/api/declared.py)."""
+    """So all tests of a process compare answers with the same document (tests/api/declared.py)."""
     keys = keys_url(tmp_path, a="acme")
     other = settings_for(tmp_path, redis_url=redis_url, secret="s", keys_url=keys)
     async with running_api(other, catalog=Catalog((TEXT_MODEL,))) as api:

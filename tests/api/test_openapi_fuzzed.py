@@ -56,7 +56,7 @@ async def test_answers_are_as_documented(
     with client:
         tables.create(client, settings.dataset)
     async with running_api(settings) as api:
-        # The document's own bounds, not this instance's load, are what is asked for here.
+        # The document's own bounds are tested here, not this instance's load.
         command = [
             sys.executable,
             "-m",

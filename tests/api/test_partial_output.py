@@ -30,7 +30,7 @@ class Predictor(BasePredictor):
 
 
 async def until_shown(api: ApiUnderTest, created: dict[str, Any], count: int) -> dict[str, Any]:
-    """The prediction as GET shows it, once its output has so many elements."""
+    """The prediction as GET returns it, once its output has `count` elements."""
     async with asyncio.timeout(WAIT_LIMIT_S):
         while True:
             found: dict[str, Any] = (await api.http.get(created["urls"]["get"])).json()
@@ -92,7 +92,7 @@ async def test_files_are_there_before_the_end(serve: Any, tmp_path: Path) -> Non
 
 
 async def test_replicates_client_iterates_over_the_output(serve: Any, tmp_path: Path) -> None:
-    """It takes what each answer has beyond the one before, so no piece may change."""
+    """It uses the part of each answer that follows the previous one, so no piece may change."""
     words = [f"{number} " for number in range(30)]
     api = await serve(YIELDS.format(kind="ConcatenateIterator[str]", pieces=repr(words)))
     client = Client(api_token="any", base_url=api.url)
@@ -195,7 +195,7 @@ async def test_output_of_an_asynchronous_class_stays_when_it_fails(serve: Any) -
 
 
 async def until_charged(api: ApiUnderTest, created: dict[str, Any]) -> dict[str, Any]:
-    """The prediction once its worker has ended it, too."""
+    """The prediction, once its worker has ended it too."""
     async with asyncio.timeout(WAIT_LIMIT_S):
         while True:
             found: dict[str, Any] = (await api.http.get(created["urls"]["get"])).json()
@@ -231,7 +231,7 @@ async def test_a_webhook_is_notified_of_growth_and_once_of_the_end(
 
 
 async def told(api: ApiUnderTest, messages: Any) -> AsyncIterator[WebhookEvent]:
-    """Yields the events that are published, each once."""
+    """Yields the published events, each of them once."""
     async for message in messages:
         messages.ack(message)
         yield decode_webhook_event(message.data)

@@ -1,5 +1,5 @@
-"""Predictions when something is late, gone or full: what was promised is kept, and nothing else is
-promised.
+"""Predictions when something is late, gone or full: accepted predictions are kept, and no others
+are accepted.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ async def test_another_instance_answers_for_one_that_is_gone(
                 first.http.post("/v1/predictions", json=TEXT, headers={"prefer": "wait=2"})
             )
             await second.worker.until_taken(1)
-            # Known, waited for and canceled through another instance than the one that made it.
+            # Known, awaited and canceled through a different instance than the one that created it.
             (listed,) = (await second.http.get("/v1/predictions")).json()["results"]
             canceled = (await second.http.post(f"/v1/predictions/{listed['id']}/cancel")).json()
             assert canceled["status"] == "canceled"
@@ -138,7 +138,7 @@ async def test_hanging_redis_does_not_hold_an_answer_back(tmp_path: Path) -> Non
             finally:
                 server.resume()
             assert created["status"] == "starting"
-            # Its own wait, not Redis's limit for each of its calls.
+            # Its own wait, not Redis's limit for each call.
             assert time.monotonic() - began_s < REDIS_LIMIT_S
             api.worker.go.set()
             assert (await until_over(api, created))["status"] == "succeeded"

@@ -1,6 +1,4 @@
-"""The Predictions API over a real Redis, by plain HTTP: created, waited for, listed, canceled,
-followed.
-"""
+"""The Predictions API over a real Redis, by plain HTTP: create, wait, list, cancel, follow."""
 
 import asyncio
 import itertools
@@ -77,9 +75,7 @@ async def test_waiting_answers_when_it_is_over(api: ApiUnderTest) -> None:
 async def test_wait_that_ends_early_answers_starting_and_get_says_processing(
     api: ApiUnderTest,
 ) -> None:
-    """Replicate's clients take `processing` in the answer to a wait for the end of it, without
-    output.
-    """
+    """Replicate's clients take `processing` in the answer to a wait as its end, without output."""
     api.worker.go.clear()
     response = await api.http.post("/v1/predictions", json=TEXT, headers={"prefer": "wait=1"})
     created = response.json()
@@ -144,7 +140,7 @@ async def test_put_twice_is_one_prediction(api: ApiUnderTest) -> None:
 
 @pytest.fixture
 def one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In force before the API starts."""
+    """Allows one stream at a time, from before the API starts."""
     monkeypatch.setattr("api.predictions.event_stream.MAX_STREAMS", 1)
 
 
@@ -216,7 +212,9 @@ async def test_streams_of_one_tenant_leave_room_for_another(
 async def test_many_predictions_of_one_tenant_do_not_stand_before_requests(
     api: ApiUnderTest,
 ) -> None:
-    """`interactive` priority gets what a model process takes at once, `batch` priority the rest."""
+    """`interactive` priority gets as much as a model process takes at once, `batch` priority the
+    rest.
+    """
     api.worker.go.clear()
     most = 2 * IMAGE_MODEL.batch.max_items
     for number in range(most + 3):
@@ -266,7 +264,7 @@ async def test_list_goes_back_page_by_page(api: ApiUnderTest) -> None:
 
 
 async def test_a_page_of_large_predictions_has_fewer_of_them(api: ApiUnderTest) -> None:
-    """All together may be more than an instance has memory for, if several ask at a time."""
+    """Together they may exceed an instance's memory, if several ask at the same time."""
     large = TEXT | {"input": {"texts": ["a " * 3500] * 128}}
     made = [(await api.http.post("/v1/predictions", json=large)).json()["id"] for _ in range(8)]
     found, url = list[str](), "/v1/predictions"

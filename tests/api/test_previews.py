@@ -1,4 +1,4 @@
-"""Previews reach a reader who asks for them, from any instance, and nobody else pays for them."""
+"""Previews reach readers who ask for them, from any instance, and nobody else pays for them."""
 
 import asyncio
 import base64

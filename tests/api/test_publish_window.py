@@ -35,7 +35,7 @@ def demand(tenant: str, items: int = 1) -> Demand:
 
 
 def window_of(items_per_s: float = 1.0, floor: int = FLOOR) -> ModelWindow:
-    """A window of `floor`, unless the workers are faster."""
+    """A window with at least `floor`, and more if the workers are faster."""
     guesses = FirstGuesses(gap_s=1 / items_per_s, batch_s=0.1)
     return ModelWindow(ServiceRate(guesses), floor, broker_wait_s=0.3)
 
@@ -47,7 +47,7 @@ class Senders:
         self.window = window
         self.tasks: list[tuple[Demand, asyncio.Task[None]]] = []
         self.left: list[Demand] = []
-        """In the order in which they left, and not answered yet."""
+        """Unanswered jobs, in the order in which they left."""
 
     async def send(self, asked: Demand, until_s: float = FAR_S) -> asyncio.Task[None]:
         task = asyncio.create_task(self._run(asked, until_s))
@@ -101,7 +101,7 @@ async def test_one_tenant_s_texts_leave_room_in_the_first_worker(places: int) ->
     assert senders.published()["a"] < held_messages(places, 1, in_steps=True)
     await senders.send(demand("b"))
     assert senders.published()["b"] == 1
-    # Once the workers are known to be faster, more are published.
+    # Once the workers are known to be faster, more jobs are published.
     for now_s in (1.0, 2.0, 3.0):
         rate.record_completed(now_s, 100 * places, 200 * places, 0.5)
     await senders.answer("a")
@@ -123,7 +123,7 @@ async def test_tenant_alone_fills_the_window_and_goes_on_as_replies_come() -> No
 
 @pytest.mark.anyio
 async def test_window_holds_what_workers_do_in_time() -> None:
-    """100 items/s stay 0.3 s at the broker and 0.2 s in two batches."""
+    """100 items/s spend 0.3 s at the broker and 0.2 s in two batches."""
     with ended(Senders(window_of(items_per_s=100))) as senders:
         for _ in range(80):
             await senders.send(demand("a"))
@@ -333,12 +333,12 @@ TestPublishing.settings = settings(deadline=None, stateful_step_count=40, max_ex
 
 @pytest.mark.anyio
 async def test_job_that_is_late_or_unwanted_in_the_window_is_not_published(tmp_path: Path) -> None:
-    """Rows are the API's then, since no worker saw the items."""
+    """The API then writes the rows, because no worker saw the items."""
     async with running_dispatcher(tmp_path, window_floor=1) as harness:
         harness.worker.go.clear()
         first = harness.ask("first")
         await harness.worker.until_taken(1)
-        # Longer than a busy machine may pause: admission refuses a request that would be late.
+        # Longer than a busy machine may pause: admission refuses requests that would be late.
         late = harness.ask("late", deadline_in_s=LATE_S)
         unstarted = harness.ask("unstarted", queue_limit_s=LATE_S)
         gone = harness.ask("gone")

@@ -20,7 +20,7 @@ api = api_with_redis(secret="s")
 
 
 async def waiting(api: ApiUnderTest, records: Records, count: int) -> list[dict[str, Any]]:
-    """So many predictions that no worker has, in the order of their deadlines."""
+    """`count` predictions that no worker has taken, in the order of their deadlines."""
     made = []
     for _ in range(count):
         api.worker.go.clear()

@@ -1,4 +1,5 @@
-"""How often a request waits for Redis: with Redis far away, each of these is a round trip more.
+"""The number of times that a request waits for Redis: if Redis is far away, each is another round
+trip.
 
 Redis is behind a proxy that forwards nothing until the test lets it. All commands that the API has
 sent by then pass together, as one round trip.
@@ -46,10 +47,7 @@ async def gated_api(
 
 
 async def fewest(api: ApiUnderTest, link: GatedLink, cache: str, *texts: str) -> int:
-    """The fewest round trips of requests for these texts, one text each.
-
-    `cache`: the expected value of the header in their answers.
-    """
+    """The minimum number of round trips that requests for these texts take, one text each."""
     found = list[str]()
 
     async def embed(text: str) -> httpx.Response:

@@ -214,7 +214,7 @@ async def test_who_only_looks_leaves_no_row(api: ApiUnderTest) -> None:
 
 
 async def test_what_a_worker_refuses_has_its_own_row(api: ApiUnderTest) -> None:
-    """Items of a request that was taken on leave rows where they end: no second one here."""
+    """Items of an accepted request leave rows where they end, so there is no second row here."""
     before = count(EMBEDDINGS, 500, "model_failed")
     assert (
         await api.http.post(EMBEDDINGS, json=TEXT | {"input": "broken"}, headers=ACME)

@@ -50,7 +50,7 @@ async def api(tmp_path: Path, redis_url: str) -> AsyncIterator[ApiUnderTest]:
 
 @pytest.fixture
 async def client(api: ApiUnderTest) -> AsyncIterator[Any]:
-    """Untyped, so that tests can look at what comes."""
+    """Untyped, so that tests can look at raw output."""
     made = Client(api_token=KEY, base_url=api.url)
     yield made
     await made._async_client.aclose()
@@ -63,7 +63,7 @@ async def test_run_gives_the_vector(client: Any) -> None:
 
 
 async def test_run_of_a_version_gives_images(api: ApiUnderTest, client: Any) -> None:
-    """Looks at the version for the schema of its output, too."""
+    """It also looks at the version for the schema of its output."""
     model = await client.models.async_get(IMAGE_REF)
     version = model.latest_version
     images = await client.async_run(

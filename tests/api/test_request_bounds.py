@@ -52,7 +52,7 @@ REASONING = [
         ("summary", lambda size: [{"type": "summary_text", "text": "s" * size}]),
     )
 ]
-"""Fields of a reasoning item, which is stored and not read: as long as may be, and longer."""
+"""Fields of a reasoning item, which is stored but not read: of maximum length, and longer."""
 
 
 def _thought(fields: dict[str, Any]) -> list[dict[str, Any]]:
@@ -203,7 +203,7 @@ def _bodies(kind: type[Body] = Body) -> Iterator[type[Body]]:
 
 
 def _lists_in(schema: Any) -> Iterator[dict[str, Any]]:
-    """The lists in a schema of pydantic's core whose elements may be wrong."""
+    """The lists in one of pydantic's core schemas whose elements may be wrong."""
     if isinstance(schema, dict):
         if schema.get("type") == "list" and schema.get("items_schema", {}).get("type") != "any":
             yield schema
@@ -214,7 +214,7 @@ def _lists_in(schema: Any) -> Iterator[dict[str, Any]]:
 
 
 def test_a_list_ends_at_its_first_wrong_element_or_has_few() -> None:
-    """pydantic reports each wrong element, and there is room for 300,000: 3 s of the event loop."""
+    """pydantic reports each wrong element, and 300,000 would fit: 3 s of the event loop."""
     kinds = [*_bodies(), validator_of(CLASS)]
     lists = [
         (kind.__name__, one) for kind in kinds for one in _lists_in(kind.__pydantic_core_schema__)

@@ -20,7 +20,7 @@ REQUESTS = 20
 
 @contextmanager
 def garbage_kept() -> Iterator[list[object]]:
-    """Collects what the block leaves in cycles."""
+    """Collects the objects that the block leaves in cycles."""
     gc.collect()
     gc.disable()
     gc.set_debug(gc.DEBUG_SAVEALL)
@@ -33,7 +33,7 @@ def garbage_kept() -> Iterator[list[object]]:
 
 
 def ours(garbage: list[object]) -> set[str]:
-    """The names of functions and types in it that are of the API."""
+    """The names of the functions and types in it that belong to the API."""
     kinds = (one if isinstance(one, types.FunctionType) else type(one) for one in garbage)
     return {
         f"{kind.__module__}.{kind.__qualname__}"

@@ -1,5 +1,5 @@
-"""Options in headers: what passes is on the job within its bounds, what does not is refused by name
-and range.
+"""Options in headers: valid ones are on the job within their bounds, others are refused by name and
+range.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ async def test_wait_of_any_length_is_at_most_a_minute(api: ApiUnderTest, prefere
 async def test_preference_that_makes_no_sense_is_ignored(
     api: ApiUnderTest, preference: str
 ) -> None:
-    """As RFC 7240 demands."""
+    """As RFC 7240 requires."""
     api.worker.go.clear()
     headers = {b"prefer": preference.encode(), b"cache-control": b"no-store"}
     answer = await api.http.post("/v1/predictions", json=ROUTES["/v1/predictions"], headers=headers)

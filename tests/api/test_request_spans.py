@@ -1,4 +1,4 @@
-"""The spans of the API: of a request, of its look into the cache, and of its jobs."""
+"""Spans of the API: of a request, its cache lookup, and its jobs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""POST /v1/rerank and /v2/rerank: documents in order of their scores."""
+"""POST /v1/rerank and /v2/rerank: documents ordered by score."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def test_equal_documents_stay_in_their_order(api: ApiUnderTest) -> None:
 
 async def test_tokens_are_those_of_the_rows(api: ApiUnderTest) -> None:
     first = await ranked(api)
-    reply = await ranked(api)  # of hits the API writes the rows
+    reply = await ranked(api)  # the API writes the rows of hits
     await api.until_idle()
     tokens = sum(row.tokens or 0 for row in api.rows)
     assert len(api.rows) == len(DOCUMENTS) + 1

@@ -1,4 +1,4 @@
-"""/v1/responses as OpenAI's client calls it: whole, streamed, in the background, read again."""
+"""/v1/responses as OpenAI's client calls it: whole, streamed, in the background, and read again."""
 
 import asyncio
 import json

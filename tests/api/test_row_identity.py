@@ -27,7 +27,7 @@ api = api_with_redis(secret="s")
 
 
 def rows_by_worker(job: Job) -> list[Row]:
-    """The rows that a worker leaves for a job."""
+    """The rows that a worker writes for a job."""
     outcomes = [ItemOutcome(item.index, "succeeded", Receipt()) for item in job.body.items]
     return [row_of(job.envelope, outcome, TEXT_MODEL) for outcome in outcomes]
 
@@ -90,7 +90,7 @@ async def test_id_of_the_caller_stands_in_its_rows_and_names_none(
     shown = {answer.headers["x-request-id"] for answer in answers}
     if kept is not None and kept is not HASHED:
         assert shown == {given}
-    else:  # what is answered is found in the rows
+    else:  # the ids in answers are found in the rows
         assert shown <= {row.request_id for row in rows}
 
 

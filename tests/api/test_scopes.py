@@ -285,11 +285,11 @@ EXPECTED: dict[tuple[str, str], KeyScope] = {
     for path, methods in paths.items()
     for method in methods.split()
 }
-"""The scope that each route needs, by method and path without version."""
+"""The scope that each route requires, by method and path without the version."""
 
 
 async def test_each_route_requires_the_scope_in_the_documentation(api: ApiUnderTest) -> None:
-    """An endpoint without a scope accepts only unrestricted keys, which nobody would notice."""
+    """An endpoint without a scope accepts only unrestricted keys, and nobody would notice."""
     routes = {
         (method, path)
         for method, path in routes_of(api.app)
@@ -344,7 +344,7 @@ PREFIXES = {"completion_id": "chatcmpl-", "response_id": "resp_"}
 
 
 def place_of(template: str, stored_id: str) -> str:
-    """The path of stored work, with the id in the form that the route knows."""
+    """The path of stored work, with the id in the form that the route expects."""
     digits = re.split("[-_]", stored_id)[1]
     return "/v1" + re.sub(
         r"\{([^}]*)\}", lambda name: PREFIXES.get(name[1], "pred_") + digits, template
@@ -431,7 +431,7 @@ FORMS = {
     "/audio/transcriptions": "file",
     "/audio/translations": "file",
 }
-"""The routes that take a form, with the name of its file."""
+"""The routes that take a form, with the name of its file field."""
 
 
 async def test_no_route_runs_a_model_of_another_key(api: ApiUnderTest) -> None:

@@ -1,4 +1,4 @@
-"""Whose word is taken for how callers reach this API, which links in answers are made from."""
+"""Sources that are trusted for the API's public address, which links in answers are made from."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ BY_A_PROXY = {
 
 
 def keyed_settings(tmp_path: Path, **settings: object) -> ApiSettings:
-    """Without keys the API answers for no name but its own machine's."""
+    """Without keys, the API answers only for this machine's names."""
     return settings_for(tmp_path, keys_url=keys_url(tmp_path, k="t"), **settings)
 
 

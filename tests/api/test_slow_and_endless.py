@@ -1,5 +1,5 @@
-"""Callers that send too much before they ask, or too slowly, over real sockets: they are cut, and
-cost nobody else.
+"""Callers that send too much before they ask, or too slowly, over real sockets: they are cut off,
+and nobody else is affected.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ MUCH = 200 * HEAD_LIMIT_BYTES
 
 
 class Peer:
-    """A connection that sends what it likes."""
+    """A connection that can send anything."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader = reader
@@ -35,7 +35,9 @@ class Peer:
         await self.writer.drain()
 
     async def send_until_cut(self, piece: bytes, most_bytes: int = MUCH) -> int:
-        """Sends `piece` again and again until the other side hangs up; the bytes it took in."""
+        """Sends `piece` repeatedly until the other side hangs up; returns the number of bytes
+        accepted.
+        """
         sent = 0
         try:
             while sent < most_bytes:
@@ -49,7 +51,7 @@ class Peer:
         return sent
 
     async def said(self) -> bytes:
-        """All that comes until the other side hangs up."""
+        """All data that arrives until the other side hangs up."""
         async with asyncio.timeout(WAIT_LIMIT_S):
             try:
                 return await self.reader.read()
@@ -57,7 +59,7 @@ class Peer:
                 return b""
 
     async def answer(self) -> tuple[int, bytes]:
-        """The next answer, its status and body."""
+        """The status and body of the next answer."""
         async with asyncio.timeout(WAIT_LIMIT_S):
             head = (await self.reader.readuntil(b"\r\n\r\n")).lower()
             length = int(head.partition(b"content-length: ")[2].partition(b"\r\n")[0])
@@ -244,7 +246,7 @@ async def test_full_house_closes_who_asks_for_nothing(tmp_path: Path) -> None:
         peer_of(api) as third,
     ):
         assert (await api.http.get("/healthz")).status_code == 200
-        # Of the four, `first` has asked for nothing for the longest.
+        # Of the four, `first` has been idle the longest.
         async with peer_of(api):
             assert not await first.said()
             for peer in (second, third):
@@ -273,11 +275,11 @@ async def test_full_house_of_requests_refuses_the_next(tmp_path: Path) -> None:
 
 
 LARGE_BYTES = 24 * 1024 * 1024
-"""More than the kernel keeps of an answer for a caller that does not read it."""
+"""More of an answer than the kernel buffers for a caller that does not read it."""
 
 
 async def _large(api: ApiUnderTest) -> bytes:
-    """A request for a file that is larger than the kernel's buffers; nobody needs a key for it."""
+    """A request for a file larger than the kernel's buffers; it needs no key."""
     sent = await api.http.post(
         "/v1/files", files={"content": ("a", bytes(LARGE_BYTES))}, timeout=WAIT_LIMIT_S
     )
@@ -286,7 +288,7 @@ async def _large(api: ApiUnderTest) -> bytes:
 
 
 async def _until_unread(connections: int) -> None:
-    """Returns when answers wait for so many connections that do not read them."""
+    """Returns when the answers on `count` connections are stuck because nobody reads them."""
     async with asyncio.timeout(WAIT_LIMIT_S):
         unread = "penstock_api_connections_unread"
         while REGISTRY.get_sample_value(unread) != connections:  # noqa: ASYNC110 - the product has no use for an event
@@ -354,7 +356,7 @@ OFFER = (
     b"upgrade: h2c\r\n"
     b"http2-settings: AAEAAEAAAAIAAAABAAMAAABk\r\n"
 )
-"""As Java's client sends it with each request over http."""
+"""Java's client sends it with each request over http."""
 
 
 @pytest.mark.parametrize(
@@ -407,8 +409,8 @@ async def test_tunnels_are_refused(tmp_path: Path, target: bytes, offer: bytes) 
 
 
 async def test_trailers_are_no_headers(tmp_path: Path) -> None:
-    """A proxy looks at headers only: what it strips or checks there must not come in behind the
-    body.
+    """A proxy looks at headers only: fields that it strips or checks there must not come in after
+    the body.
     """
     chunked = POST + b"transfer-encoding: chunked\r\nconnection: close\r\n\r\n%x\r\n%b\r\n0\r\n" % (
         len(BODY),
@@ -422,7 +424,7 @@ async def test_trailers_are_no_headers(tmp_path: Path) -> None:
 
 
 async def test_body_beside_an_offer_is_no_request(tmp_path: Path) -> None:
-    """A proxy that passes the offer on would otherwise mix up whose answer is whose."""
+    """A proxy that passes on the offer would otherwise mix up the answers of its callers."""
     hidden = b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n"
     async with _api(tmp_path) as api, peer_of(api) as peer:
         await peer.send(POST + OFFER + b"content-length: %d\r\n\r\n" % len(hidden))
@@ -454,7 +456,7 @@ async def test_bodies_are_bounded_together(tmp_path: Path) -> None:
         peer_of(api) as second,
     ):
         await first.send(head + b" " * (length - 1))
-        # How much of it was taken in shows in what is refused.
+        # The refusals show how much of it has been read.
         statuses = []
         while 429 not in statuses:
             await second.send(head + b" " * length)
@@ -472,7 +474,7 @@ async def test_bodies_are_bounded_together(tmp_path: Path) -> None:
 
 
 async def test_bodies_of_one_tenant_leave_room_for_another(tmp_path: Path) -> None:
-    """Bodies that come slowly are held for as long as they take: an hour for the largest."""
+    """Slow bodies are held as long as they take: an hour for the largest."""
     length = 2 * SMALL_BODY_BYTES
     busy, quiet = (
         POST + b"authorization: Bearer %b\r\ncontent-length: %d\r\n\r\n" % (key, length)
@@ -496,7 +498,7 @@ async def test_bodies_of_one_tenant_leave_room_for_another(tmp_path: Path) -> No
 
 
 async def test_slow_bodies_of_one_tenant_leave_connections_to_another(tmp_path: Path) -> None:
-    """Small bodies, of which each holds a connection for as long as it takes."""
+    """Small bodies, each of which holds a connection as long as it takes."""
     busy, quiet = (
         POST + b"authorization: Bearer %b\r\ncontent-length: %d\r\n\r\n" % (key, len(BODY))
         for key in (key_for("b").encode(), key_for("q").encode())

@@ -1,4 +1,6 @@
-"""Readers of streamed texts that stop reading, or leave: they hold nobody up, and leave nothing."""
+"""Readers of streamed texts that stop reading, or leave: they hold nobody up, and leave nothing
+behind.
+"""
 
 from __future__ import annotations
 
@@ -34,20 +36,22 @@ TOKENS = 64
 COUNT = [{"role": "user", "content": "count"}]
 COUNTED = "".join(f"3-{number} " for number in range(TOKENS))
 ROOM_BYTES = 64 * 1024
-"""A segment of the loopback interface. With less room the kernel sends in bursts, 0.2 s apart."""
+"""A segment of the loopback interface. With less room, the kernel sends in bursts 0.2 s apart."""
 LONG_TOKENS, STEP_TOKENS = 1000, 50
-"""Several times what has room between an API and a reader, with its log-probabilities."""
+"""Several times the room between an API and a reader, including log-probabilities."""
 LEAVING, PATIENT = 200, 20
-"""Readers that leave at once, and how many of them wait for a token before."""
+"""Readers that leave at once, and the number of them that wait for a token first."""
 KEY_S = 600
-"""Longer than this takes, so that no key runs out before it is looked at."""
+"""Longer than the test takes, so that no key expires before it is checked."""
 
 
 api = api_with_redis()
 
 
 class RoomlessServer(PromptServer):
-    """Has the kernel keep few bytes for a caller that does not read: a few megabytes otherwise."""
+    """Makes the kernel buffer few bytes for a caller that does not read: otherwise it is a few
+    megabytes.
+    """
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -60,7 +64,7 @@ class RoomlessServer(PromptServer):
 async def roomy(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[ApiUnderTest]:
-    """An API with room for all those who leave at once, and for long texts.
+    """An API with room for all readers that leave at once, and for long texts.
 
     Its answers begin before there are tokens.
     """
@@ -76,7 +80,7 @@ async def roomy(
 
 
 class SlowReader:
-    """A client by ASGI that takes the start of an answer, and nothing more until `reads`."""
+    """An ASGI client that receives the start of an answer, and nothing more until `reads`."""
 
     def __init__(self, api: ApiUnderTest, body: dict[str, Any]) -> None:
         self._body = json.dumps(body).encode()
@@ -120,7 +124,7 @@ def _scope() -> dict[str, Any]:
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
-    """By record: what each read that brought tokens has read to."""
+    """By record: the position after each read that brought tokens."""
     found: dict[str, list[int]] = defaultdict(list)
     read = TokenStreams.read
 
@@ -172,7 +176,7 @@ async def test_a_reader_that_stops_holds_up_nobody_and_gets_all_later(
 async def test_what_a_socket_does_not_take_is_not_read_for_it(
     roomy: ApiUnderTest, reads: dict[str, list[int]]
 ) -> None:
-    """The kernel has some room. The API keeps what one read brought, and no more."""
+    """The kernel has some room. The API buffers one read, and no more."""
     roomy.worker.written = asyncio.Semaphore(0)
     asked = chat(
         messages=COUNT, max_tokens=LONG_TOKENS, stream=True, logprobs=True, top_logprobs=20
@@ -201,7 +205,7 @@ async def test_what_a_socket_does_not_take_is_not_read_for_it(
 
 
 async def write_until_unread(api: ApiUnderTest, reads: dict[str, list[int]]) -> None:
-    """Lets the worker write, each part when the last one was read, until an answer is stuck."""
+    """Lets the worker write, each part once the previous one was read, until an answer is stuck."""
     for written in range(STEP_TOKENS, LONG_TOKENS, STEP_TOKENS):
         for _ in range(STEP_TOKENS):
             api.worker.written.release()
@@ -214,7 +218,7 @@ async def write_until_unread(api: ApiUnderTest, reads: dict[str, list[int]]) -> 
 async def test_readers_that_leave_leave_nothing_behind(
     roomy: ApiUnderTest, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each text is canceled, as nobody comes back to read it, and every key runs out."""
+    """Each text is canceled, because nobody comes back to read it, and every key expires."""
 
     async def nobody(self: TokenStreams, record: str) -> bool:
         return False
@@ -229,15 +233,15 @@ async def test_readers_that_leave_leave_nothing_behind(
     before = len(asyncio.all_tasks())
 
     async def leave(http: httpx.AsyncClient, *, is_patient: bool) -> None:
-        # Too long to be complete before its reader leaves.
+        # Too long to finish before its reader leaves.
         body = chat(messages=COUNT, max_tokens=LONG_TOKENS, stream=True)
         async with http.stream("POST", "/v1/chat/completions", json=body) as answer:
             assert answer.status_code == 200
             async for text in answer.aiter_text():
                 if not is_patient or "data:" in text:
                     return
-                # It goes to whichever text has waited longest. With the next heartbeat, so does
-                # another, until it is the turn of this one.
+                # It goes to the text that has waited longest. With each heartbeat another text gets
+                # one, until it is the turn of this one.
                 api.worker.written.release()
 
     all_at_once = httpx.Limits(max_connections=LEAVING)
@@ -263,12 +267,12 @@ async def test_readers_that_leave_leave_nothing_behind(
 
 
 def unread() -> float:
-    """How many connections of this process have an answer that their callers do not read."""
+    """The number of this process's connections with an answer that the caller does not read."""
     return REGISTRY.get_sample_value("penstock_api_connections_unread") or 0.0
 
 
 async def statuses(api: ApiUnderTest) -> Counter[str]:
-    """How many predictions there are in each state."""
+    """The number of predictions in each state."""
     url, found = "/v1/predictions", Counter[str]()
     while url:
         page = (await api.http.get(url)).json()

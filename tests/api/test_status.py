@@ -1,4 +1,4 @@
-"""GET /v1/status: how busy the models are, without a word about what other tenants send."""
+"""GET /v1/status: how busy the models are, without revealing what other tenants send."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -64,7 +64,7 @@ async def test_a_tenant_sees_its_own_items_and_only_that_others_have_some(
     assert foreign["is_busy"]
     assert foreign["your_items_in_flight"] == 0
     api.dependencies.admission.admit(Demand(name, 9, "acme"))
-    # A fair turn later is the same, however much the other one sends.
+    # One fair turn later it is the same, no matter how much the other tenant sends.
     assert (await status_for(api, "globex"))[name] == foreign
     assert not (await status_for(api, "globex"))[TEXT_MODEL.name]["is_busy"]
 
@@ -82,7 +82,7 @@ def measured(api: ApiUnderTest, name: str) -> None:
 
 
 async def test_what_was_not_measured_is_not_told(api: ApiUnderTest) -> None:
-    """A wait that follows from a guess looks like one that was measured."""
+    """A wait derived from a guess looks the same as a measured one."""
     name = IMAGE_MODEL.name
     api.dependencies.admission.admit(Demand(name, 6, "globex"))
     one = (await status_for(api, "acme"))[name]

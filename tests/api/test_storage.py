@@ -142,7 +142,7 @@ async def test_expired_files_make_room_at_once(
 
 
 class CountingStore(ObjectStore):
-    """An object store that counts what it is asked."""
+    """An object store that counts the calls it gets."""
 
     listed = 0
     read = 0
@@ -161,7 +161,7 @@ async def test_uploads_of_a_tenant_at_the_same_time_share_their_counts(tmp_path:
     storage = Storage(objects)
     reservations = [StorageReservation(storage, quota()) for _ in range(32)]
     await asyncio.gather(*(one.take(1) for one in reservations))
-    # A count lists four folders. On a busy machine several begin before the others have reserved.
+    # A count lists four folders. On a busy machine, several begin before the others have reserved.
     assert objects.listed < 32, f"{objects.listed} listings for 32 uploads"
     assert await storage.use("alice") == StorageUse(32, 32)
 

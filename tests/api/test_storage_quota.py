@@ -63,7 +63,7 @@ async def predicted(api: ApiUnderTest, image: bytes, key: str = "a") -> httpx.Re
 
 
 def large_image() -> bytes:
-    """An image of 300 KiB, most of which is behind its end."""
+    """An image of 300 KiB, most of which follows its end marker."""
     return PNG + os.urandom(300 * 1024)
 
 

@@ -1,4 +1,4 @@
-"""Every task as the API serves it: its example, its schemas, and the predictions of similarity."""
+"""Every task as the API serves it: its example, its schemas, and predictions for similarity."""
 
 from typing import Any
 

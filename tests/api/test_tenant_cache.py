@@ -43,8 +43,8 @@ class Deployment:
         return answer.headers["x-penstock-cache"]
 
     async def begin(self, key: str, api: ApiUnderTest, marker: str) -> asyncio.Task[str]:
-        """The same, under way: its SECRET waits for somebody once the job with its marker is
-        published.
+        """The same, in progress: its SECRET waits for another request once the job with its marker
+        is published.
         """
         published = self.harness.broker.published
         asked = asyncio.create_task(self.embed(key, api, marker))

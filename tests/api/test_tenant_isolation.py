@@ -1,4 +1,4 @@
-"""No route shows or changes what another tenant made: all of them, with the other's ids."""
+"""No route shows or changes another tenant's objects: tries all routes, with the other's ids."""
 
 import re
 from collections.abc import AsyncIterator

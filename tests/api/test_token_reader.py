@@ -1,4 +1,4 @@
-"""When an API instance looks for the next tokens of a text."""
+"""Times at which an API instance looks for the next tokens of a text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shared.stores.token_streams import FIRST_SHARE, MAX_GAP_S, READ_EVERY_S, Re
 
 
 def looks(pace: ReadPace, tokens_s: Sequence[float], skipped_s: float = 0.0) -> tuple[int, float]:
-    """How often a reader looks until it has all tokens, and how late it has one at most.
+    """The number of reads until a reader has all tokens, and its maximum delay for a token.
 
     Args:
         pace: pace of the reader, which wakes up every READ_EVERY_S.

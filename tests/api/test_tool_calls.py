@@ -1,4 +1,4 @@
-"""Calls of tools: read out of texts, forced, and streamed, as OpenAI's own client reads them."""
+"""Tool calls: parsed from texts, forced, and streamed, as OpenAI's own client reads them."""
 
 import itertools
 import json
@@ -26,7 +26,7 @@ from tests.api.harness import ApiUnderTest, api_with_redis
 CALL = '{"name": "weather", "arguments": {"city": "Bern"}}'
 PARAMETERS = '{"name": "weather", "parameters": {"city": "Bern"}}'
 LONE = '{"name": "weather", "arguments": {"city": "\\ud800"}}'
-"""Half of a surrogate pair, as small models write emoji."""
+"""Half of a surrogate pair, which is how small models write emoji."""
 QUOTED = '{"name": "weather", "arguments": "{\\"city\\": \\"\\ud800\\"}"}'
 TRICKY = '{"name": "weather", "arguments": {"city": "</tool_call> ]}"}}'
 
@@ -121,7 +121,7 @@ def takes(schema: str, arguments: Any) -> bool:
             {"a": {"b": 1}},
             {"a": {"c": 1}},
         ),
-        # Properties that are listed in several places
+        # Properties listed in several places
         (
             {"properties": {"a": {}}, "anyOf": [{"properties": {"b": {}}}, {"required": ["c"]}]},
             {"a": 1, "b": 2},

@@ -55,7 +55,7 @@ QUERIES = {"/v1/organization/costs": {"start_time": "2026-01-01"}}
 
 
 async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Redis that refuses every command in its own words."""
+    """Redis that refuses every command with its own message."""
     try:
         while head := await reader.readline():
             for _ in range(int(head[1:])):

@@ -1,4 +1,4 @@
-"""Work without a delivered result is free, and counts toward the limits of its tenant."""
+"""Work without a delivered result is free, but counts toward its tenant's limits."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ async def files(tmp_path: Path) -> AsyncIterator[FileServer]:
 
 
 def fetching(files: FileServer) -> dict[str, Any]:
-    """The settings of an API that may fetch from the server of files."""
+    """The settings of an API that may fetch from the file server."""
     return dict(files.settings)
 
 
@@ -182,7 +182,7 @@ async def test_a_prediction_of_an_edit_counts_one_request_when_it_is_settled(
 async def test_urls_are_not_fetched_for_a_tenant_without_room(
     tmp_path: Path, redis_url: str, files: FileServer
 ) -> None:
-    """A fetch that ends in a refusal counts as a request, wherever it was aimed at."""
+    """A refused fetch counts as a request, whatever its target was."""
     async with limited_api(tmp_path, redis_url, PLAN, **fetching(files)) as api:
         url = files.add("/page", b"<html>", "text/html")
         statuses = [(await edit(api, url)).status_code for _ in range(5)]
@@ -193,7 +193,7 @@ async def test_urls_are_not_fetched_for_a_tenant_without_room(
 async def test_what_an_instance_had_begun_counts_if_it_dies(
     tmp_path: Path, redis_url: str, files: FileServer
 ) -> None:
-    """The count is in Redis before the work begins, so there is nothing to lose."""
+    """The count is in Redis before the work begins, so it can't be lost."""
     (tmp_path / "other").mkdir()
     plan = Plan(requests_per_min=1)
     async with limited_api(tmp_path, redis_url, plan, **fetching(files)) as api:

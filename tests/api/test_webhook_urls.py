@@ -1,6 +1,4 @@
-"""A webhook to which nothing can ever be delivered is refused before anything is promised or
-computed.
-"""
+"""A webhook that can never be delivered is refused before anything is accepted or computed."""
 
 from pathlib import Path
 

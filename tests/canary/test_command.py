@@ -1,4 +1,4 @@
-"""`penstock canary`, as operators type it."""
+"""`penstock canary`, as operators run it."""
 
 import asyncio
 import json

@@ -37,7 +37,7 @@ GREEDY = GenerationInput(16, 3, prompt="a", temperature=0.0)
 
 
 class CountingCanaryStore(FakeCanaryStore):
-    """Adds up what is counted."""
+    """Adds up the counts."""
 
     async def count(self, canary: Model, counts: CanaryCounts) -> None:
         self.seen.compared += counts.compared

@@ -78,7 +78,7 @@ async def test_hanging_revision_leaves_the_other_one_time(redis_url: str, tmp_pa
 
 
 async def test_callers_in_a_hurry_take_no_revision_back(redis_url: str, tmp_path: Path) -> None:
-    """Half of the time that they leave may be less than any revision takes."""
+    """Half of the remaining time may be less than any revision takes."""
     async with running_world(redis_url, tmp_path) as world:
         await world.until_serving()
         world.workers[CANARY.name].process.fault = "hangs"

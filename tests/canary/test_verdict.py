@@ -1,4 +1,4 @@
-"""The verdict by itself: what takes a canary back, and how rarely it is wrong."""
+"""The verdict alone: when a canary is taken back, and how rarely that is wrong."""
 
 import random
 
@@ -95,7 +95,7 @@ def test_a_good_item_more_only_speaks_for_a_revision(seen: int, more: int, ratio
 def test_equal_revisions_are_rarely_told_apart() -> None:
     """A canary that fails as often as it may, over 2,000 items.
 
-    It is asked after each item that failed: one more that did not fail only speaks for it.
+    The verdict is asked for after each failed item: successes only count in its favor.
     """
     drawn, taken_back = random.Random(1), 0
     for _ in range(100):

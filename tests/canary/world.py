@@ -1,5 +1,5 @@
 """Two revisions of a model side by side: the real API and real workers of both, with model
-processes that a test can make bad.
+processes that a test can break.
 """
 
 import asyncio
@@ -67,7 +67,7 @@ def vector_of(text: str) -> bytes:
 
 
 class RevisionProcess(LoneBatches):
-    """Computes one vector for each text, unless something is wrong with it."""
+    """Computes one vector for each text, unless it is made to fail."""
 
     def __init__(self) -> None:
         self.fault: Fault = ""
@@ -132,7 +132,7 @@ class RunningWorker:
         await asyncio.wait_for(self.task, WAIT_LIMIT_S)
 
     async def kill(self) -> None:
-        """Ends it without a goodbye to the canary_store."""
+        """Ends it without notifying the canary_store."""
         self.task.cancel()
         await asyncio.gather(self.task, return_exceptions=True)
 
@@ -172,15 +172,15 @@ class CanaryWorld:
                 await asyncio.sleep(0.01)
 
     async def until_rows(self, count: int) -> None:
-        """Waits until so many items of callers have their rows."""
+        """Waits until `count` items of callers have their rows."""
         async with asyncio.timeout(WAIT_LIMIT_S):
             while sum(row.tenant != COMPARISON_TENANT for row in self.rows()) < count:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
     async def until_judged(self) -> None:
-        """Waits until all that was counted so far was judged, and something was."""
+        """Waits until every count so far has been judged, and at least one has."""
         async with asyncio.timeout(WAIT_LIMIT_S):
-            # Workers send what they count now and then, so there is no event to wait for.
+            # Workers send their counts only periodically, so there is no event to wait for.
             while not (await self.canary_store.counts(CANARY)).canary.items:  # noqa: ASYNC110
                 await asyncio.sleep(JUDGE_EVERY_S)
         for _ in range(2):
@@ -190,7 +190,7 @@ class CanaryWorld:
             assert before
 
     async def taken_back(self) -> str:
-        """Why it was taken back. Empty: it was not."""
+        """The reason why it was taken back. Empty if it was not."""
         return (await self.canary_store.state(CANARY)).taken_back
 
     def rows(self) -> list[Row]:
@@ -239,7 +239,7 @@ class NoTable:
 
 @asynccontextmanager
 async def _dead_letter_function(broker: InMemoryBroker, redis_url: str) -> AsyncIterator[None]:
-    """Runs the function that gets what workers of the canary died of."""
+    """Runs the function for dead letters of the canary's workers."""
 
     async def run(records: Records) -> None:
         function = DeadLetters(records, broker, NoTable(), CATALOG, "here")
@@ -260,7 +260,7 @@ async def _dead_letter_function(broker: InMemoryBroker, redis_url: str) -> Async
 
 
 def _letters(number: int) -> str:
-    """A number as a text that the models take."""
+    """A number as a text that the models accept."""
     return "".join(chr(ord("a") + int(digit)) for digit in str(number))
 
 

@@ -23,7 +23,7 @@ CHECKED = {
 def class_entry(
     name: str, inputs: Mapping[str, Any], output: Mapping[str, Any], **more: Any
 ) -> Model:
-    """The entry of a class: its inputs without a default are required."""
+    """The entry of a class: inputs without a default are required."""
     required = [name for name, shape in inputs.items() if "default" not in shape]
     schema = {"type": "object", "properties": dict(inputs), "required": required}
     interface = ModelInterface(
@@ -64,11 +64,11 @@ class Compute:
 
     asked: list[tuple[str, Any]] = field(default_factory=list)
     fails: dict[str, int] = field(default_factory=dict)
-    """How often a word fails to be checked."""
+    """The number of times that a word's check fails."""
     gates: dict[str, threading.Event] = field(default_factory=dict)
     """Gates at which words wait before they are checked."""
     began: set[str] = field(default_factory=set)
-    """The words whose check began."""
+    """The words whose check has begun."""
 
     def output(self, name: str, values: Mapping[str, Any]) -> Any:
         self.asked.append((name, values))
@@ -88,7 +88,7 @@ class Compute:
         return {"word": word.upper(), "flagged": word.startswith("x"), "size": len(word)}
 
     def count(self, name: str) -> int:
-        """How many items a model computed."""
+        """The number of items that a model computed."""
         return sum(one == name for one, _ in self.asked)
 
 

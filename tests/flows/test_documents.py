@@ -1,4 +1,4 @@
-"""Documents that a flow reads page by page, in the shape of Mistral's OCR API."""
+"""Documents that a flow reads page by page, in the format of Mistral's OCR API."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ FLOW: dict[str, Any] = {
 
 
 class Reads(Compute):
-    """A document is a text here, and each line of it a page."""
+    """A document is a text here, with one page per line."""
 
     def output(self, name: str, values: Mapping[str, Any]) -> Any:
         self.asked.append((name, values))

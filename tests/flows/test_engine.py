@@ -70,7 +70,7 @@ class Died(Exception):
 
 
 class Broker:
-    """Keeps what is published. A publisher may die after any message."""
+    """Keeps published messages. A publisher may die after any message."""
 
     def __init__(self) -> None:
         self.jobs: list[tuple[bytes, dict[str, str]]] = []
@@ -113,7 +113,9 @@ class Workers:
         self.deaths = 0
 
     async def start(self, text: str, *, lives: int | None = None, ago_s: float = 0.0) -> None:
-        """Begins a run. With `lives`, the API dies after so many messages, and never comes back."""
+        """Begins a run. With `lives`, the API dies after that many messages, and never comes
+        back.
+        """
         now_s = time.time() - ago_s
         prediction = Prediction(
             id=RUN,
@@ -167,7 +169,7 @@ class Workers:
         await self._do(decode_job(*self.broker.jobs.pop(0)))
 
     async def _until_done(self, act: Any) -> Any:
-        """Does it, and again after each death, which may be after any message."""
+        """Processes it, and again after each death, which may happen after any message."""
         while True:
             self.broker.dies_after = self._moment([None, None, 0, 1, 2])
             try:
@@ -300,7 +302,7 @@ async def test_dead_letter_ends_its_item_and_a_run_without_default(
         workers.broker.jobs[:] = others
         letter = message_of(*first)
         await dead_letters.answer(letter)
-        await dead_letters.answer(letter)  # it comes twice
+        await dead_letters.answer(letter)  # it arrives twice
         await workers.work()
         record = await workers.ended()
     assert {(row.flow, row.step, row.status, row.cost_usd) for row in table.rows} == {

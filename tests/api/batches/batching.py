@@ -30,7 +30,7 @@ OVER = {"completed", "failed", "expired", "cancelled"}
 
 
 def line(custom_id: str, text: str = "", **body: Any) -> dict[str, Any]:
-    """A line for an embedding of a text."""
+    """A line that embeds a text."""
     given = {"model": TEXT_MODEL.name, "input": text or f"text {custom_id}", **body}
     return {"custom_id": custom_id, "method": "POST", "url": ENDPOINT, "body": given}
 
@@ -40,7 +40,7 @@ def jsonl(lines: Iterable[dict[str, Any]]) -> bytes:
 
 
 async def created(client: Any, data: bytes, endpoint: str = ENDPOINT, **given: Any) -> Any:
-    """A batch of a file with these bytes."""
+    """A batch whose input file has these bytes."""
     file = await client.files.create(file=("in.jsonl", data), purpose="batch")
     return await client.batches.create(
         input_file_id=file.id, endpoint=endpoint, completion_window="24h", **given
@@ -59,7 +59,7 @@ async def until(client: Any, batch: Any, *statuses: str) -> Any:
 
 
 async def until_completed(client: Any, batch: Any, lines: int) -> None:
-    """Waits until so many lines are completed."""
+    """Waits until `count` lines are completed."""
     async with asyncio.timeout(WAIT_LIMIT_S):
         while True:
             counts = (await client.batches.retrieve(batch.id)).request_counts
@@ -78,7 +78,7 @@ async def answers(client: Any, file_id: str | None) -> list[dict[str, Any]]:
 
 @dataclass
 class Running:
-    """A runner, and the rows that it writes itself."""
+    """A runner, and its own rows."""
 
     runner: BatchRunner
     task: asyncio.Task[None]

@@ -1,4 +1,4 @@
-"""How many batches of a tenant are open, however many instances create them at once."""
+"""The maximum number of open batches per tenant, however many instances create them at once."""
 
 from __future__ import annotations
 

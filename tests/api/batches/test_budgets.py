@@ -1,4 +1,4 @@
-"""Batches of budgets that are reserved, spent and raised, and what they leave to other batches."""
+"""Batches with reserved, spent and raised budgets, and the room they leave for other batches."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ PRICED = Catalog(
     )
 )
 RESERVED_USD, SPENT_USD = 21.0, 1.5
-"""For each of `_lines`: half the list price of the 42 tokens that it has at most, and of its 3."""
+"""Half the list price of the 42 tokens that each line of `_lines` may use, and of the 3 it does
+use.
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +74,7 @@ def _keys(folder: Path, *, plan_usd: float = 1000.0, poor_usd: float | None = No
 
 
 def _computed(api: ApiUnderTest, batch: Any) -> Counter[str]:
-    """How often the lines of a batch were computed, by the ids of their requests."""
+    """How often each line of a batch was computed, by request id."""
     ids = (job.envelope.request_id for job in api.worker.jobs)
     return Counter(one for one in ids if one.startswith(batch.id))
 
@@ -86,7 +88,7 @@ async def _until_next_is_due(running: Running) -> None:
 async def test_lines_go_on_as_soon_as_reservations_come_back(
     tmp_path: Path, redis_url: str
 ) -> None:
-    """All lines together reserve three times the budget, and spend less than it."""
+    """Together, all lines reserve three times the budget, but spend less than the budget."""
     url = _keys(tmp_path, plan_usd=20 * SPENT_USD + RESERVED_USD)
     async with batching(tmp_path, redis_url, catalog=PRICED, keys_url=url) as (api, _):
         client = api.openai(api_key=key_for("rich"))
@@ -122,7 +124,7 @@ async def test_batch_of_a_spent_budget_steps_aside_and_goes_on_when_it_is_raised
 async def test_line_larger_than_its_budget_is_refused_at_once(
     tmp_path: Path, redis_url: str
 ) -> None:
-    """Others of the batch run. Nothing waits until the batch expires."""
+    """Other lines of the batch run. Nothing waits until the batch expires."""
     url = _keys(tmp_path, poor_usd=RESERVED_USD)
     async with batching(tmp_path, redis_url, catalog=PRICED, keys_url=url) as (api, _):
         poor = api.openai(api_key=key_for("poor"))
@@ -138,7 +140,9 @@ async def test_line_larger_than_its_budget_is_refused_at_once(
 
 
 async def test_long_text_reserves_only_what_its_model_reads(tmp_path: Path, redis_url: str) -> None:
-    """A budget for 42 tokens takes a text of 4,000 bytes if the model reads 42 of them."""
+    """A budget for 42 tokens admits a text of 4,000 bytes if the model reads only 42 tokens of
+    it.
+    """
     models = [
         model.model_copy(update={"text": EmbeddingLimits(max_input_tokens=42)})
         if model.name == TEXT_MODEL.name

@@ -1,4 +1,4 @@
-"""The documents of a batch."""
+"""Documents that a batch refers to."""
 
 from api.batches.documents import HEADER_BYTES, Counts, decode_header, encode_segment
 

@@ -1,5 +1,5 @@
-"""/v1/files as OpenAI's client calls it: uploads that are streamed, and files that only their
-tenant sees.
+"""/v1/files as OpenAI's client calls it: streamed uploads, and files that only their own tenant
+sees.
 """
 
 import asyncio
@@ -114,7 +114,7 @@ async def test_pages_are_complete_and_in_order(
 
 
 class CountingStore(ObjectStore):
-    """Counts the documents that are read, and the rounds in which that is done."""
+    """Counts the documents that are read, and the rounds of reading."""
 
     reads = rounds = open = 0
 
@@ -129,7 +129,7 @@ class CountingStore(ObjectStore):
 
 
 async def test_a_listing_reads_what_it_leaves_out_in_few_rounds_and_once() -> None:
-    """With a file in a round, 10,000 files took 5,000 rounds, each time they were asked for."""
+    """With one file per round, listing 10,000 files took 5,000 rounds each time."""
     store = CountingStore("memory://")
     files = batch_files.BatchFiles(store, storage.Storage(store))
     now_s = time.time()
@@ -242,7 +242,7 @@ async def test_expiry_is_the_callers(api: ApiUnderTest) -> None:
 
 
 async def expire(api: ApiUnderTest, tenant: str, file_id: str) -> None:
-    """Lets a file be past its time."""
+    """Moves a file past its expiry time."""
     files = api.dependencies.batch_files
     file = await files.find(tenant, file_id)
     await files.add(msgspec.structs.replace(file, expires_at_s=1.0))

@@ -1,4 +1,4 @@
-"""The lines of a file are the same, however its bytes are cut into pieces."""
+"""The lines of a file are the same, regardless of how its bytes are cut into pieces."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FILES = st.lists(PIECES, max_size=40).map(b"".join)
 
 
 def expected(data: bytes) -> list[Line]:
-    """The same, with the whole file at hand."""
+    """The same, reading the whole file at once."""
     lines, offset = [], 0
     for number, raw in enumerate(data.split(b"\n"), 1):
         text = raw.removesuffix(b"\r")

@@ -1,4 +1,4 @@
-"""Lines whose recordings are written down, named as Groq's users and OpenAI's name files."""
+"""Lines that transcribe recordings, with file names as used by Groq's and OpenAI's users."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def line(custom_id: str, path: str = TRANSCRIPTIONS, **body: Any) -> dict[str, A
 
 
 async def bodies(client: Any, file_id: str | None) -> dict[str, Any]:
-    """The answers of a file by the ids of their lines."""
+    """The answers in a file, by custom id."""
     lines = await answers(client, file_id)
     return {one["custom_id"]: one["response"]["body"] for one in lines}
 

@@ -1,4 +1,4 @@
-"""Lines whose documents are read."""
+"""Lines that read documents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""/v1/batches: what is created, listed and shown, and to whom."""
+"""/v1/batches: what callers can create, list and see, and which of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The runner: turns, takeovers, second tries and budgets."""
+"""The runner: turns, takeovers, retries and budgets."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ async def test_next_runner_goes_on_after_the_last_whole_segment(
 async def test_two_runners_of_one_batch_do_no_harm(
     tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As if Redis had given the lease to both."""
+    """Simulates a Redis that has granted the lease to both."""
     monkeypatch.setattr(BatchLeases, "take", _always)
     settings = settings_for(tmp_path, redis_url=redis_url)
     async with (
@@ -140,7 +140,7 @@ async def test_creation_that_broke_off_is_forgotten(api: ApiUnderTest) -> None:
 async def test_lines_stay_within_the_budget_of_the_month(
     tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rates are for requests only. A budget that is spent holds lines back until the end."""
+    """Rates apply only to requests. A spent budget holds lines back until the end."""
     monkeypatch.setattr(service, "WINDOW_S", 3)
     keys = keys_url(
         tmp_path,

@@ -32,7 +32,7 @@ Hold = Callable[[Callable[[int], bool]], asyncio.Event]
 
 
 def is_slow(number: int) -> bool:
-    """Of each segment of seven, the second line."""
+    """True for the second line in each segment of seven."""
     return number % 7 == 2
 
 
@@ -51,7 +51,7 @@ async def check(client: Any, done: Any) -> None:
 async def test_lines_and_counts_go_on_beside_slow_lines(
     api: ApiUnderTest, held_lines: Hold, monkeypatch: pytest.MonkeyPatch, kept_bytes: int
 ) -> None:
-    """Memory is bounded: what is logged is read again."""
+    """Memory is bounded: logged requests are read again."""
     monkeypatch.setattr(answers_module, "KEPT_BYTES", kept_bytes)
     go, client = held_lines(is_slow), api.openai()
     batch = await created(client, jsonl(line(str(n)) for n in range(LINES)))
@@ -108,7 +108,7 @@ async def test_lines_that_ended_behind_a_slow_one_are_delivered_by_a_cancel(
 async def test_lines_in_flight_go_on_when_a_segment_can_not_be_written(
     api: ApiUnderTest, held_lines: Hold, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The object store fails for a moment. No line begins a second time."""
+    """The object store fails briefly. No line starts a second time."""
     begun, failed, write = Counter[int](), asyncio.Event(), BatchStore.add_segment
 
     def is_held(number: int) -> bool:

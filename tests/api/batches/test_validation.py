@@ -1,4 +1,4 @@
-"""Files that are run, and files that are refused whole."""
+"""Files that are accepted, and files that are refused as a whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Redis and instances on one clock, which the test sets."""
+"""Redis and instances on one clock, which the test controls."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ async def clock(redis_url: str) -> AsyncIterator[Clock]:
 
 @pytest.fixture(scope="module")
 def server_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A Redis of the module's own, which nobody empties."""
+    """The module's own Redis, which is never emptied."""
     folder = tmp_path_factory.mktemp("redis")
     with RedisServer(folder, folder) as server:
         yield server.url

@@ -1,4 +1,4 @@
-"""A budget that is set in the middle of a month counts what was spent before."""
+"""A budget set in the middle of a month counts amounts spent earlier."""
 
 import asyncio
 import threading
@@ -64,7 +64,7 @@ class Deployment:
     folder: Path
 
     async def set_keys(self, **given: Any) -> None:
-        """Replaces the file of keys. `other` is a key of globex, and `one` one of acme."""
+        """Replaces the file of keys. `other` is a key of globex, and `one` a key of acme."""
         own = given.pop("limits", None)
         tenant_of = {"other": TENANT, "one": "acme", "two": "acme", "poor": "initech"}
         keys = [
@@ -77,7 +77,7 @@ class Deployment:
         await self._end_passes()
 
     async def _end_passes(self) -> None:
-        """Waits for the end of a pass over budgets that began with the keys before."""
+        """Waits for the end of a pass over budgets that began with the previous keys."""
         async with (
             asyncio.timeout(WAIT_LIMIT_S),
             LimitStore(self.world.ledger.redis_url, "test", timeout_s=REDIS_LIMIT_S) as store,
@@ -97,7 +97,7 @@ class Deployment:
         await self.world.ledger.until_idle()
 
     def arrive(self) -> None:
-        """Lets all rows arrive that were written."""
+        """Makes all rows written so far arrive."""
         self.rows.arrived[:] = [row for rows in self.world.ledger.row_lists for row in rows]
 
     async def counted(self, holder: BudgetHolder = HOLDER) -> float:
@@ -239,7 +239,7 @@ async def test_budgets_come_back_by_themselves_after_redis_lost_them(deployed: D
 
 
 async def test_what_is_in_flight_while_rows_are_added_counts_once(deployed: Deployment) -> None:
-    """Its row is there before its request has settled what it reserved, and the other way round."""
+    """Its row is there before its request has settled its reservation, and the other way round."""
     await deployed.spend(words(3))
     deployed.arrive()
     deployed.world.harness.process.gate.clear()
@@ -279,7 +279,7 @@ class MeetingRows:
 async def test_spending_without_redis_counts_once_after_redis_lost_its_data(
     redis_url: str, clock: Clock
 ) -> None:
-    """An instance reports it after another one has seen that Redis is back."""
+    """An instance reports it after another instance has seen that Redis is back."""
     rows = RowSumsOf(5.0)
     month, budgets = month_of(T0_MS / 1000), frozenset({HOLDER})
     ask = Ask(budget_name(HOLDER), "month", 100.0, 0.0, month=month)
@@ -296,7 +296,7 @@ async def test_spending_without_redis_counts_once_after_redis_lost_its_data(
 
 
 async def test_lock_whose_answer_was_lost_is_taken_again(redis_url: str) -> None:
-    """Otherwise no instance would look after budgets for three minutes."""
+    """Otherwise no instance would check budgets for three minutes."""
     async with (
         LimitStore(redis_url, "a", timeout_s=REDIS_LIMIT_S) as store,
         LimitStore(redis_url, "b", timeout_s=REDIS_LIMIT_S) as other,
@@ -337,7 +337,7 @@ async def test_instance_can_stop_during_a_check_while_redis_is_unreachable(
 
 
 async def test_operators_at_once_add_rows_once(redis_url: str, clock: Clock) -> None:
-    """A command and an instance read the same rows, while a request spends."""
+    """A command and an instance read the same rows while a request spends."""
     rows = MeetingRows(3)
     async with LimitStore(redis_url, "a", clock=CLOCK, timeout_s=REDIS_LIMIT_S) as store:
         await store.read_age_s()

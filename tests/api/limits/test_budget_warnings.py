@@ -24,7 +24,7 @@ PLAN = Plan(budget_usd_per_month=1.0, budget_webhook="https://acme.example/hook"
 
 
 class Topic:
-    """Keeps what is published. `is_away`: refuses."""
+    """Keeps published messages. `is_away`: refuses them."""
 
     def __init__(self) -> None:
         self.events: list[BudgetEvent] = []

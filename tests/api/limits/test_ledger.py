@@ -1,4 +1,4 @@
-"""Any mix of requests, with any ends: afterwards a budget's counter is the sum of its rows.
+"""Any mix of requests, ending in any way: afterwards a budget's counter is the sum of its rows.
 
 And no request is let in whose highest cost does not fit on top of the amounts already spent and
 reserved.
@@ -79,7 +79,7 @@ SHARES = st.sampled_from([0.0, 0.4, 1.0])
 
 @dataclass
 class Open:
-    """A request that was let in."""
+    """An admitted request."""
 
     limited: LimitedRequest
     model: Model
@@ -102,7 +102,7 @@ class Open:
         return sum(highest_cost_usd(price, unit, one.bound_work(self.model)) for one in self.inputs)
 
     def outcome(self, index: int, share: float, cache: str = "miss") -> ItemOutcome:
-        """An item that used a share of the most it can use."""
+        """An item that used part of its maximum."""
         bound = self.inputs[index].bound_work(self.model)
         receipt = Receipt(cache)
         if self.model.definition.unit == "pixel_steps":
@@ -145,7 +145,7 @@ class Ledger(RuleBasedStateMachine):
         self.predictions: list[Open] = []
         self.giving: list[asyncio.Task[None]] = []
         self.lost: set[float] = set()
-        """The months in which answers of Redis were lost."""
+        """The months in which Redis's answers were lost."""
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return self.loop.run_until_complete(coroutine)
@@ -191,7 +191,7 @@ class Ledger(RuleBasedStateMachine):
         others = [one for one in (*self.open, *self.predictions) if one.month == asked.month]
         reserved = sum(one.highest_usd for one in (*others, asked))
         budget = self.plan.budget_usd_per_month or 0.0
-        if asked.month in self.lost:  # an instance spends what it knows is left
+        if asked.month in self.lost:  # an instance spends only the remainder that it knows of
             budget *= 1 + INSTANCES
         assert self.rows[asked.month] + reserved <= budget + 1e-8
         return asked
@@ -204,7 +204,7 @@ class Ledger(RuleBasedStateMachine):
         price_share=st.sampled_from([1.0, 0.5]),
     )
     def ask(self, kind: int, items: int, instance: int, age_s: float, price_share: float) -> None:
-        """A request, or the line of a batch that was created a while ago."""
+        """A request, or the line of a batch that was created some time ago."""
         at_s = self.clock() - age_s
         if (asked := self.let_in(kind, items, instance, at_s, price_share)) is not None:
             self.open.append(asked)
@@ -227,7 +227,7 @@ class Ledger(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 100), error=st.sampled_from([ClientGone, RuntimeError]))
     def fail(self, which: int, error: type[Exception]) -> None:
-        """The caller hangs up, or the request is refused after all. Nothing is charged."""
+        """The caller hangs up, or the request is refused after all. It is not charged."""
         if self.open:
             one = self.open.pop(which % len(self.open))
             self.run(one.limited.__aexit__(error, error(), None))
@@ -239,7 +239,7 @@ class Ledger(RuleBasedStateMachine):
         stored=st.sampled_from(["yes", "yes", "found", "lost", "lost answer"]),
     )
     def predict(self, kind: int, items: int, instance: int, stored: str) -> None:
-        """A prediction. Redis may not have got it, or its answer may be lost."""
+        """A prediction. The call to Redis may be lost, or its answer may be."""
         asked = self.let_in(kind, items, instance, self.clock(), 1.0)
         if asked is None:
             return
@@ -298,9 +298,9 @@ class Ledger(RuleBasedStateMachine):
 
     @rule(instance=st.integers(0, INSTANCES - 1), calls=st.integers(1, 2), is_counted=st.booleans())
     def lose_answers(self, instance: int, calls: int, is_counted: bool) -> None:
-        """The next calls of an instance count or not, and it does not hear which.
+        """The next calls of an instance may or may not count, and it gets no answer.
 
-        The settlement of a prediction is another's if it fails (test_holds.py).
+        If the settlement of a prediction fails, another instance does it (test_holds.py).
         """
         commands = self.instances[instance][0].store._commands
         left, run_script = itertools.count(-calls + 1), type(commands).run_script
@@ -320,7 +320,7 @@ class Ledger(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([0.1, 0.3, 5.0, 40_000.0]))
     def wait(self, seconds: float) -> None:
-        """In the last case up to the next month, if that is near."""
+        """In the last case, waits until the next month if it is near."""
         self.clock.advance(seconds)
         for limiter, _ in self.instances:
             with suppress(Unavailable):

@@ -48,7 +48,7 @@ async def is_let_in(limiter: Limiter, caller: Caller, wanted: RequestDemand | No
 
 
 async def let_in(ten: list[Limiter], caller: Caller, wanted: RequestDemand, tries: int) -> int:
-    """How many of so many requests get in, sent to all instances at once."""
+    """The number of `count` requests that get in, sent to all instances at once."""
     asked = (is_let_in(ten[number % len(ten)], caller, wanted) for number in range(tries))
     return sum(await asyncio.gather(*asked))
 
@@ -75,7 +75,7 @@ async def test_ten_instances_let_through_exactly_the_limit(
 
 
 async def test_no_minute_has_more_than_the_limit(ten: list[Limiter], clock: Clock) -> None:
-    """The limit used at the end of one minute is not there again at the start of the next."""
+    """A limit used up at the end of one minute is not available again at the start of the next."""
     caller, through = Caller(tenant="acme", plan=Plan(tokens_per_min=50_000)), []
     drawn = random.Random(3)
     for _ in range(300):
@@ -372,7 +372,7 @@ async def test_request_larger_than_the_limit_is_told_so(ten: list[Limiter]) -> N
 async def test_request_larger_than_the_limit_is_told_so_after_its_preparation(
     ten: list[Limiter],
 ) -> None:
-    """The preparation has taken a part. The rest would fit into the limit alone."""
+    """Preparation has used part of the limit. The rest alone would fit."""
     limiter, caller = ten[0], Caller(tenant="acme", plan=Plan(tokens_per_min=10))
     account = limiter.account(caller, "mini", "tokens")
     taken = await limiter.reserve_rates(account, demand(4, items=0))
@@ -440,7 +440,7 @@ async def test_budget_without_redis_is_what_was_left(tmp_path: Path) -> None:
 
 
 async def test_spent_budget_stays_spent_without_redis(redis_url: str, clock: Clock) -> None:
-    """On an instance too that never served the tenant: it has heard of it with its registration."""
+    """This includes an instance that never served the tenant: it learns of it when it registers."""
     async with limiters(redis_url, clock, 3) as three:
         for limiter in three:
             await limiter.register()
@@ -453,7 +453,7 @@ async def test_spent_budget_stays_spent_without_redis(redis_url: str, clock: Clo
         for limiter in three:
             with pytest.raises(BudgetExceeded):
                 await ask(limiter, caller, demand(usd=0.1))
-        # Nobody has spent anything of this one, which is known too.
+        # Nobody has spent anything of this budget, which is known too.
         other = Caller(tenant="other", plan=Plan(budget_usd_per_month=0.9))
         assert await let_in(three, other, demand(usd=0.1), 30) == 9
         assert await is_let_in(three[1], caller, demand(usd=0.0)), "what is free"
@@ -463,7 +463,7 @@ async def test_spent_budget_stays_spent_without_redis(redis_url: str, clock: Clo
 async def test_plan_says_what_becomes_of_a_budget_that_is_not_known(
     redis_url: str, clock: Clock, on_outage: OnOutage, let: int
 ) -> None:
-    """The instance has never reached Redis. It is one of two."""
+    """The instance, one of two, has never reached Redis."""
     plan = Plan(budget_usd_per_month=1.0, on_limit_store_outage=on_outage)
     key = Limits(budget_usd_per_month=1.0)
     async with limiters(redis_url, clock, 1) as (one,):
@@ -513,7 +513,7 @@ async def _unavailable(asks: object) -> list[Answer]:
 async def test_what_redis_grants_to_a_canceled_request_comes_back(
     redis_url: str, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its caller hangs up while Redis is asked, or its batch is canceled."""
+    """Its caller hangs up during the call to Redis, or its batch is canceled."""
     taken, take = asyncio.Event(), LimitStore.take
 
     async def slow(store: LimitStore, asks: Sequence[Ask]) -> list[Answer]:

@@ -1,4 +1,4 @@
-"""Any order of requests, ends, waits and outages, against a model that knows every use."""
+"""Any order of requests, ends, waits and outages, checked against a model that knows every use."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WINDOW_S = 60.5
 
 
 class Use:
-    """One request that was let in."""
+    """An admitted request."""
 
     def __init__(self, at_s: float, caller: Caller, tokens: int, items: int, alone: bool) -> None:
         self.at_s, self.caller, self.items, self.alone = at_s, caller, items, alone
@@ -98,7 +98,7 @@ class Limited(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([0.01, 0.1, 0.25, 1.0, 7.0, 30.0]))
     def wait(self, seconds: float) -> None:
-        """Slots are renewed meanwhile, as the background task does it."""
+        """Slots are renewed meanwhile, as the background task does."""
         while seconds > 0:
             step_s = min(seconds, 7.0)
             self.clock.advance(step_s)
@@ -150,7 +150,7 @@ class Limited(RuleBasedStateMachine):
 
     @rule()
     def rest(self) -> None:
-        """After a pause in which all comes back, what the limits allow gets in."""
+        """After a pause in which everything is returned, as much gets in as the limits allow."""
         if self.is_away or self.open:
             return
         self.clock.advance(31.0)

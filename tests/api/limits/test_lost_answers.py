@@ -1,4 +1,6 @@
-"""Redis counts a call once, also if its answer is lost and it is repeated or comes again later."""
+"""Redis counts a call once, even if its answer is lost and it is repeated or arrives again
+later.
+"""
 
 from __future__ import annotations
 
@@ -51,12 +53,12 @@ class Setup:
         return await self.limiter.reserve(account, demand(usd))
 
     async def give_back(self) -> None:
-        """As the background task does it: a failure is tried again the next time."""
+        """Acts as the background task does: a failed call is retried the next time."""
         with suppress(Unavailable):
             await self.limiter.give_back(math.inf)
 
     async def until_given_back(self) -> None:
-        """Tries until Redis has all: a connection that was lost is made again."""
+        """Retries until Redis has everything: a lost connection is opened again."""
         for _ in range(20):
             await self.give_back()
             await self.limiter.store.wait_up(REDIS_LIMIT_S)
@@ -65,7 +67,7 @@ class Setup:
         return float(await self.client.hget(BUDGET, "used") or 0)
 
     async def calls(self) -> int:
-        """How many Redis remembers of this instance."""
+        """The number of calls that Redis remembers for this instance."""
         [key] = await self.client.keys("penstock:limits:calls:*")
         return int(await self.client.hlen(key)) - 1
 
@@ -126,7 +128,7 @@ async def test_amount_that_came_back_unheard_comes_back_once(setup: Setup) -> No
 
 
 async def test_what_was_spent_without_redis_is_told_once(setup: Setup) -> None:
-    """While Redis may know of it or not, it is not left for others."""
+    """As long as Redis may or may not have counted it, it is not available to others."""
     await setup.reserve(0.1)
     setup.links.cut(LINK)
     for _ in range(3):
@@ -146,7 +148,7 @@ async def test_what_was_spent_without_redis_is_told_once(setup: Setup) -> None:
 
 @pytest.mark.parametrize("first", ["copy", "resolve"])
 async def test_copy_that_comes_late_counts_nothing(setup: Setup, first: str) -> None:
-    """A connection that was given up may deliver what was sent over it after the repetition."""
+    """An abandoned connection may deliver its data after the repetition."""
     store, sent = setup.limiter.store, list[tuple[Any, ...]]()
     run = store._commands.run_script
 
@@ -172,7 +174,7 @@ async def test_copy_that_comes_late_counts_nothing(setup: Setup, first: str) -> 
 
 
 async def test_redis_remembers_few_calls(setup: Setup) -> None:
-    """Those without an answer, and those after them until it has come."""
+    """Calls without an answer, and the calls after them until it has come."""
     for _ in range(20):
         (await setup.reserve(0.9)).cancel()
         await setup.until_given_back()

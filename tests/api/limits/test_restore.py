@@ -31,25 +31,27 @@ RICH = ("one", "two", "other")
 
 @dataclass
 class Books:
-    """A deployment with its counters and the rows that BigQuery has."""
+    """A deployment with its counters and the rows in BigQuery."""
 
     world: LedgerWorld
     client: bigquery.Client
     capsys: pytest.CaptureFixture[str]
 
     async def store_rows(self) -> None:
-        """Stores all rows that there are, some of them once more."""
+        """Stores all existing rows, some of them twice."""
         rows = [fields_of(row) for rows in self.world.ledger.row_lists for row in rows]
         place = f"{DATASET}.rows"
         assert not self.client.insert_rows_json(place, rows, row_ids=[None] * len(rows))
 
     async def restore(self, *words: str) -> str:
-        """Runs the command. Returns what it printed."""
+        """Runs the command. Returns its output."""
         assert await asyncio.to_thread(penstock, "budgets", "restore", *words) == 0
         return self.capsys.readouterr().out
 
     async def until_rests(self) -> None:
-        """Waits until no request is in flight, and each instance has given back what it can."""
+        """Waits until no request is in flight, and each instance has returned its unused
+        amounts.
+        """
         async with asyncio.timeout(WAIT_LIMIT_S):
             for api in self.world.ledger.apis:
                 await api.until_idle()
@@ -67,7 +69,7 @@ class Books:
             return await client.hmget(f"penstock:limits:month:{name}:usd", list(fields))
 
     async def ask(self, key: str, count: int, start: int) -> None:
-        """Asks for texts of that key, one after the other. All are answered."""
+        """Sends texts under that key, one after the other. All are answered."""
         for at in range(start, start + count):
             answer = await self.world.ledger.embed(key, [key[0] + words(1, at)[0]])
             assert answer.status_code == 200, answer.text
@@ -82,7 +84,7 @@ async def books(
     capsys: pytest.CaptureFixture[str],
 ) -> AsyncIterator[Books]:
     project = f"restore-{uuid4().hex[:8]}"
-    # The instances see no rows: what they would add by themselves, the command shall.
+    # The instances see no rows, so only the command can add amounts to budgets.
     async with ledger_world(redis_url, tmp_path, instances=2, spent=RowSums([])) as world:
         for name, value in {
             "REDIS_URL": redis_url,
@@ -186,7 +188,7 @@ async def test_counter_above_its_rows_is_lowered_only_if_asked(books: Books) -> 
 
 
 async def test_what_is_reserved_is_not_taken_for_spent(books: Books) -> None:
-    """A row may be there before its request has settled what it reserved. It counts once."""
+    """A row may exist before its request has settled its reservation. It counts once."""
     await books.ask("one", 1, 0)
     await books.world.harness.until(lambda: len(books.world.harness.rows) == 1)
     books.world.harness.process.gate.clear()

@@ -1,4 +1,4 @@
-"""The script that counts, on a real Redis whose clock the test sets."""
+"""The counting script, on a real Redis whose clock the test sets."""
 
 from __future__ import annotations
 

@@ -13,7 +13,9 @@ def filter_case(context: schemathesis.HookContext, case: Any) -> bool:
 
 @schemathesis.hook
 def map_body(context: schemathesis.HookContext, body: Any) -> Any:
-    """To JSON Schema 1.0 is an integer. It is none to this API, and to no client: they write 1."""
+    """In JSON Schema, 1.0 is an integer. This API and its clients don't treat it as one: they write
+    1.
+    """
     return _whole(body)
 
 

@@ -1,4 +1,4 @@
-"""The pipeline whose usage is read."""
+"""The pipeline whose usage the tests read."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path

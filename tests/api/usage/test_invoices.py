@@ -1,4 +1,6 @@
-"""GET /v1/invoices and the console's view of them: the amounts of the rows, and only the key's."""
+"""GET /v1/invoices and the console's view of them: the amounts match the rows, and belong only to
+the key.
+"""
 
 import re
 import shutil

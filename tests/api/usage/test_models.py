@@ -1,4 +1,4 @@
-"""Rows of several models, keys and days, against sums of fractions and the report."""
+"""Rows of several models, keys and days, compared with sums of fractions and with the report."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Group: TypeAlias = tuple[int, str, str]
 
 
 class Sums:
-    """Delivered work, charged work, and dollars, exactly."""
+    """Exact delivered work, charged work, and dollars."""
 
     def __init__(self) -> None:
         self.work = self.charged = self.usd = Fraction()

@@ -29,7 +29,7 @@ DOLLARS = re.compile(r"\$[\d,]+\.\d+")
 async def page(world: World) -> AsyncIterator[Page]:
     told: list[str] = []
     async with async_playwright() as playwright:
-        # The sandbox needs rights that containers lack. The only page is our own.
+        # The sandbox needs rights that containers lack. Only our own pages are opened.
         browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         page = await browser.new_page(viewport={"width": 360, "height": 740}, timezone_id="UTC")
         page.on("pageerror", lambda error: told.append(str(error)))
@@ -38,7 +38,7 @@ async def page(world: World) -> AsyncIterator[Page]:
         await page.goto(f"{world.apis[0].url}/console#reports")
         yield page
         await browser.close()
-    # Chromium logs each refusal of the API. One is expected.
+    # Chromium logs each error from the API. One is expected.
     assert [text for text in told if "status of 400" not in text] == []
 
 
@@ -115,7 +115,7 @@ async def test_text_of_plots_has_the_same_size_at_every_width(world: World, page
     for width in (360, 800, 1440):
         await page.set_viewport_size({"width": width, "height": 900})
         for number in range(2):
-            # The plot is drawn again after its place has changed.
+            # The plot is redrawn after its position has changed.
             await page.wait_for_function(
                 "number => { const svg = document.querySelectorAll('.chart svg.drawing')[number];"
                 " return Math.abs(svg.clientWidth - svg.parentNode.clientWidth) < 2 }",

@@ -1,4 +1,4 @@
-"""Questions about usage are few at a time, and answered from memory for a while."""
+"""Few usage questions run at a time, and they are answered from memory for a while."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Usage that callers read matches the report, and their actual requests.
 
-Traffic goes through two API instances and a real worker's inside. Their rows go into the embedded
-BigQuery, some of them twice, as redeliveries write them.
+Traffic goes through two API instances and the inside of a real worker. Their rows go into the
+embedded BigQuery, some of them twice, as redeliveries would write them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.anyio]
 
 
 async def _traffic(world: World) -> int:
-    """Misses, hits, joined items, failures, wrong and refused requests. Returns how many rows."""
+    """Misses, hits, joined items, failures, wrong and refused requests. Returns the number of
+    rows.
+    """
     acme, other, limited = (world.sent[name] for name in ("acme", "other", "limited"))
     rows = 0
     for key, sent, text in (("a", acme, "cat"), ("a2", acme, "horse"), ("o", other, "cat")):

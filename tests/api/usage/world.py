@@ -1,4 +1,6 @@
-"""Two API instances, a real worker's inside, and the embedded BigQuery that gets their rows."""
+"""Two API instances, the inside of a real worker, and the embedded BigQuery that gets their
+rows.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,7 @@ class World:
         return [row for api in self.apis for row in api.rows] + list(self.harness.rows)
 
     async def store_rows(self, count: int) -> None:
-        """Waits for the rows of so many items, and stores them. Every third one comes twice."""
+        """Waits for the rows of `count` items, and stores them. Every third one is stored twice."""
         await self.harness.until(lambda: len({row.row_id for row in self.rows()}) >= count)
         rows = [fields_of(row) for row in self.rows()]
         assert len({row["row_id"] for row in rows}) == count
@@ -85,9 +87,9 @@ class World:
 
 
 _EMPTY: dict[str, list[str]] = defaultdict(list)
-"""Projects with tables and views that hold nothing and that nobody uses, by their BigQuery.
+"""Projects with empty tables and views that nobody uses, by their BigQuery.
 
-To make them takes a second of CPU time, more than most tests here.
+Making them takes a second of CPU time, more than most tests here.
 """
 
 
