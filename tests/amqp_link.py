@@ -1,4 +1,4 @@
-"""A TCP proxy before a RabbitMQ that loses chosen answers, goes silent, or hangs up."""
+"""A TCP proxy in front of a RabbitMQ that loses chosen answers, goes silent, or hangs up."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ CHUNK_BYTES = 64 * 1024
 METHOD_FRAME = 1
 
 Method = tuple[int, int]
-"""Class and method, as https://www.rabbitmq.com/amqp-0-9-1-reference numbers them."""
+"""Class and method, as numbered in https://www.rabbitmq.com/amqp-0-9-1-reference."""
 EXCHANGE_DECLARE_OK, QUEUE_DECLARE_OK = (40, 11), (50, 11)
 QOS_OK, CONSUME_OK, CONFIRMATION = (60, 11), (60, 21), (60, 80)
 
 
 class AmqpLink:
-    """A port that leads to a broker of this machine. A context manager."""
+    """A port that leads to a broker on this machine. A context manager."""
 
     def __init__(self, target_port: int) -> None:
         self._target_port = target_port
@@ -50,11 +50,11 @@ class AmqpLink:
         self.cut()
 
     def lose(self, method: Method) -> None:
-        """Loses the next such answer of the broker."""
+        """Loses the next answer of this kind from the broker."""
         self._to_lose.append(method)
 
     def fall_silent(self) -> None:
-        """Carries nothing more on the connections there are. New ones are served."""
+        """Carries no more data on open connections. New connections are served."""
         self._silent |= self._writers
 
     def hang_up_unread(self) -> None:

@@ -32,19 +32,20 @@ from tests.rabbitmq import needs_rabbitmq
 from tests.tiers import QUICK_EXAMPLES, QuickTests, has_none_of
 
 if TYPE_CHECKING:
-    # OpenTelemetry, which each process of a run would import, and few tests need.
+    # OpenTelemetry, which each process of a run would import, although few tests need it.
     from tests.kept_spans import KeptSpans
     from tests.otlp import Collector
 
-# Threads of torch wait for one another. By default they spin, on a core that the other one needs:
-# 8 s of CPU time for what takes 0.7 s, at a load of 20. A model process spins less (GOMP_SPINS).
+# Threads of torch wait for one another. By default they spin, and block a core that another thread
+# needs. At a load of 20, that takes 8 s of CPU time instead of 0.7 s. A model process spins less
+# (GOMP_SPINS).
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-# As in a process that serves. Python's own threshold of 700 takes a fifth of the CPU time while
-# collecting tests, and a twentieth while running small tests.
+# The same threshold as in a process that serves. Python's own threshold of 700 takes a fifth of the
+# CPU time while collecting tests, and a twentieth while running small tests.
 gc.set_threshold(YOUNG_OBJECTS, 20, 20)
 
-# The same examples each time, so that a failure is the change's own. A quick run takes few,
-# `make test-slow` takes many for these tests too; `--hypothesis-profile=explore` tries others.
+# The same examples each time, so that any failure comes from the change. A quick run uses few,
+# `make test-slow` uses many for these tests too; `--hypothesis-profile=explore` tries others.
 settings.register_profile(
     "few", derandomize=True, deadline=None, print_blob=True, max_examples=QUICK_EXAMPLES
 )
@@ -59,15 +60,15 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.timeout = TEST_LIMIT_S
     config.pluginmanager.register(QuickTests(is_enforced="CI" in os.environ), "quick-tests")
     exempt_loopback_from_proxies()
-    # All that tests start ends with this process, also when it is killed.
+    # Everything that tests start ends with this process, even if it is killed.
     os.environ.update(child_marks())
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure() -> None:
-    """Undoes what `settle_heap` of an API in this process did.
+    """Undoes the effect of `settle_heap` in an API in this process.
 
-    Python frees no frozen object when it ends, so libraries would report thousands of leaks.
+    Python does not free frozen objects when it exits, so libraries would report thousands of leaks.
     """
     gc.unfreeze()
 
@@ -91,10 +92,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
-    """The name of a test's parameter that is bytes: its length; None leaves other values to pytest.
+    """The name of a test's bytes parameter: its length. None leaves other values to pytest.
 
-    Two processes collect the tests and must come to the same names. Packed bytes hold the second
-    at which they were packed.
+    Two processes collect the tests and must arrive at the same names. Packed bytes contain the
+    second in which they were packed.
     """
     return f"{argname}-{len(val)}-bytes" if isinstance(val, bytes) else None
 
@@ -117,10 +118,10 @@ def anyio_backend() -> str:
 
 @pytest.fixture(scope="session")
 async def _one_event_loop(anyio_backend: str) -> AsyncIterator[None]:
-    """Keeps one event loop for all tests of a process, as a process of ours has.
+    """Keeps one event loop for all tests of a process, as in a process of ours.
 
-    gRPC's poller serves all loops of a process: what a closed one still had under way it would hand
-    to the next test as "Event loop is closed".
+    gRPC's poller serves all loops of a process: it would pass unfinished work of a closed loop to
+    the next test, as "Event loop is closed".
     """
     yield  # noqa: PT022  what follows a yield keeps the loop
 
@@ -143,7 +144,7 @@ def _patient_redis(monkeypatch: pytest.MonkeyPatch) -> None:
 def artifacts_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder in which workers keep their choice of backend, for all processes of this run.
 
-    The first of them measures, for some ten seconds, and others need not.
+    The first process measures, for some ten seconds; others need not.
     """
     folder = tmp_path_factory.getbasetemp()
     return (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "artifacts"
@@ -163,7 +164,9 @@ def redis_url(redis_server: RedisServer) -> str:
 
 
 def emptied(server: RedisServer) -> str:
-    """Empties a Redis and returns its URL; one that ended fails the test with its log's end."""
+    """Empties a Redis and returns its URL; if the server has ended, fails the test with the end of
+    its log.
+    """
     if not server.is_running:
         pytest.fail(f"{server.name} {server.ending}{server.last_words()}")
     with redis.Redis.from_url(server.url) as client:
@@ -190,7 +193,7 @@ def collector() -> "Iterator[Collector]":
 
 @pytest.fixture
 def kept() -> "Iterator[KeptSpans]":
-    """The spans that this process makes during the test."""
+    """The spans that this process creates during the test."""
     from tests.kept_spans import keeping_spans
 
     with keeping_spans() as spans:
@@ -199,7 +202,7 @@ def kept() -> "Iterator[KeptSpans]":
 
 @pytest.fixture(scope="session")
 def rabbitmq_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RabbitServer]:
-    """A RabbitMQ of this machine's packages; shared, so each test names its own project."""
+    """A RabbitMQ from this machine's packages; shared, so each test names its own project."""
     needs_rabbitmq()
     folder = tmp_path_factory.mktemp("rabbitmq")
     with RabbitServer(folder / "data", folder) as server:

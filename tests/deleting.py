@@ -1,4 +1,4 @@
-"""Deletes predictions in the store, as the API does once it has read them."""
+"""Deletes predictions from the store, as the API does once it has read them."""
 
 import time
 
@@ -6,10 +6,10 @@ from shared.stores.records import Records
 
 
 async def delete_ended(records: Records, record: str, keep_s: float = 1000.0) -> bool | None:
-    """Deletes the record of a prediction that is over. A broker may deliver its job for `keep_s`.
+    """Deletes the record of a finished prediction. A broker may deliver its job for `keep_s`.
 
     Returns:
-        True: it is deleted. False: it has changed since it was read.
+        True if it was deleted. False if it has changed since it was read.
     """
     known = await records.read(record)
     assert known is not None

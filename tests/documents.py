@@ -1,6 +1,6 @@
-"""Documents for tests, written here: reports with a text layer, scans of them, and hostile files.
+"""Documents for tests, generated here: reports with a text layer, scans of them, and hostile files.
 
-A PDF is written by hand (ISO 32000-1), so that each may be broken in its own way.
+PDFs are written by hand (ISO 32000-1), so that each may be broken in a different way.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def pages_pdf(
     Args:
         contents: one content stream per page, as PDF objects.
         things: objects that pages may draw, by name.
-        is_shared: True if every page may draw all of them. False: each has one, in order.
+        is_shared: True if every page may draw all of them. False if each has one, in order.
     """
     named = list((things or {}).items())
     font = b"<</Type/Font/Subtype/Type1/BaseFont/Helvetica/Encoding/WinAnsiEncoding>>"
@@ -76,7 +76,7 @@ def pages_pdf(
 
 
 def shown(text: str, x: float, y: float, size: float) -> bytes:
-    """The operators that show a line of ASCII."""
+    """The operators that draw a line of ASCII."""
     escaped = re.sub(rb"([()\\])", rb"\\\1", text.encode("ascii"))
     return b"BT /F1 %g Tf 1 0 0 1 %g %g Tm (%s) Tj ET\n" % (size, x, y, escaped)
 
@@ -106,7 +106,7 @@ def report_pages(count: int, *, first: int = 0) -> list[list[str]]:
 
 
 def page_content(lines: Sequence[str], *, has_table: bool = False) -> bytes:
-    """The content stream of a page with a title, lines and perhaps a table at its end."""
+    """The content stream of a page with a title, lines and optionally a table at its end."""
     title, *rest = lines
     drawn = [shown(title, LEFT_PT, TOP_PT, TITLE_PT)]
     y: float = TOP_PT - 2.5 * LEADING_PT
@@ -139,7 +139,9 @@ def report(pages: Sequence[Sequence[str]], *, has_table: bool = False) -> bytes:
 
 
 def scan_of(pdf: bytes, *, dpi: int = 150, degrees: float = 0.6, seed: int = 0) -> bytes:
-    """The same pages as a scanner sees them: gray, noisy and slightly skewed, without text."""
+    """The same pages as a scanner would produce them: gray, noisy and slightly skewed, without
+    text.
+    """
     import pypdfium2
 
     chance = np.random.default_rng(seed)
@@ -172,7 +174,7 @@ def images_of(pdf: bytes, *, dpi: int = 150) -> list[Image.Image]:
 
 
 def image_file(images: Sequence[Image.Image], kind: str) -> bytes:
-    """A file of images: several for a TIFF."""
+    """An image file: several images make a TIFF."""
     file = io.BytesIO()
     first, *rest = [image.convert("RGB") for image in images]
     more = {"save_all": True, "append_images": rest} if rest else {}
@@ -186,7 +188,7 @@ def _image(width: int, height: int, data: bytes) -> bytes:
 
 
 def _zeros(size: int) -> bytes:
-    """`size` zero bytes, deflated (RFC 1951): one block of a MiB, again and again."""
+    """`size` zero bytes, deflated (RFC 1951): the same block of a MiB, repeated."""
     packer = zlib.compressobj(9, wbits=-zlib.MAX_WBITS)
     block = packer.compress(bytes(1 << 20)) + packer.flush(zlib.Z_FULL_FLUSH)
     return b"\x78\xda" + block * (size >> 20) + b"\x03\0" + bytes(4)
@@ -287,7 +289,7 @@ def _png_head(width: int, height: int) -> bytes:
 
 
 def _tiff(width: int, height: int, next_at: int, data: bytes = b"\0" * 8) -> bytes:
-    """A gray TIFF with one directory, and where the next one is."""
+    """A gray TIFF with one directory, and the position of the next one."""
     entries = [
         (256, 4, 1, width),
         (257, 4, 1, height),
@@ -311,7 +313,7 @@ def _tiff(width: int, height: int, next_at: int, data: bytes = b"\0" * 8) -> byt
 
 
 def odd_files() -> dict[str, bytes]:
-    """Files that look hostile and can be read: each has one page."""
+    """Files that look hostile but can be read: each has one page."""
     tiny = stream(b"", b"q 2 0 0 2 9 9 cm /Dot Do Q\n" * 5000 + shown("fine", 72, 700, 12))
     no_size = b"<</Type/Pages/Count 1/Kids[3 0 R]/MediaBox[0 0 0 0]>>"
     return {

@@ -1,4 +1,4 @@
-"""Counts the round trips that somebody waits for: a proxy that holds back what is asked."""
+"""Counts the round trips that a caller waits for: a proxy that holds back requests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class GatedLink:
-    """A TCP proxy. While `gate` is closed, requests wait in it, and answers pass."""
+    """A TCP proxy. While `gate` is closed, requests wait, and answers pass."""
 
     def __init__(self, target_port: int) -> None:
         self._target_port = target_port
@@ -48,22 +48,22 @@ class GatedLink:
             writer.write(data)
 
     def close(self) -> None:
-        """Holds back what is asked from now on."""
+        """Holds back requests from now on."""
         self.is_open = False
 
     def cut(self) -> None:
-        """Ends all connections. New ones are accepted."""
+        """Closes all connections. New ones are accepted."""
         for writer in self._writers:
             writer.transport.abort()
         self._writers.clear()
 
     def open(self) -> None:
-        """Passes everything on from now on."""
+        """Forwards held and later requests immediately."""
         self.is_open = True
         self.pass_on()
 
     async def trips(self, answer: Awaitable[T]) -> tuple[int, T]:
-        """The number of round trips until an answer is there, and the answer."""
+        """The number of round trips until there is an answer, and the answer."""
         self.close()
         trips = 0
         answering = asyncio.ensure_future(answer)

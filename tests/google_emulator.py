@@ -1,4 +1,4 @@
-"""Google's own Pub/Sub emulator, if installed, to compare the embedded Pub/Sub with."""
+"""Google's own Pub/Sub emulator, if installed, for comparison with the embedded Pub/Sub."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SDK_ROOTS = (
     "/snap/google-cloud-cli/current",
     "~/google-cloud-sdk",
 )
-"""The paths that packages and installers use. Otherwise `gcloud` on PATH finds it."""
+"""The paths that packages and installers use. Otherwise `gcloud` in PATH finds it."""
 JAR = "platform/pubsub-emulator/lib/cloud-pubsub-emulator-*.jar"
 
 
@@ -28,7 +28,7 @@ def find_emulator(jar: str | None = None) -> list[str] | None:
     """Returns the command that starts the emulator, without its options.
 
     Args:
-        jar: the emulator's, if it is known.
+        jar: path of the emulator's JAR, if known.
 
     Returns:
         None if the emulator or a Java is missing.
@@ -46,7 +46,7 @@ def running_emulator(command: list[str], log_dir: Path) -> Iterator[str]:
     """Runs it. Yields `host:port`.
 
     Raises:
-        Unavailable: it did not start.
+        it did not start.
     """
     port = free_port()
     with Process(

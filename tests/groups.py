@@ -17,7 +17,8 @@ SHARING = (
     "tests/workers/models/generation/",
 )
 """Folders whose files share a stack, processes, rows in BigQuery or loaded models. Their subfolders
-do not."""
+are separate.
+"""
 BROKERS = "brokers"
 OF_BROKERS = frozenset(
     {
@@ -29,11 +30,11 @@ OF_BROKERS = frozenset(
         "tests/workers/functions/test_queue_depths.py",
     }
 )
-"""Files that share a RabbitMQ, and Google's emulator. Each takes many seconds to start."""
+"""Files that share a RabbitMQ, or Google's emulator. Each takes many seconds to start."""
 
 
 class GroupScheduling(LoadFileScheduling):  # type: ignore[misc]  # it has no types
-    """Hands a worker a whole file at a time, or all files that share.
+    """Assigns a whole file at a time to a worker, or all files that share resources.
 
     The marks of `--dist loadgroup` would do the same, but have no effect from pytest 9.2 on
     (https://github.com/pytest-dev/pytest-xdist/issues/1386).
@@ -47,12 +48,12 @@ SLOW_S, QUICK_S = 1.0, 0.1
 """Approximate duration of a test, on a quiet machine of two cores, unless a mark specifies one:
 `pytest.mark.slow(about_s=60)`, or `pytest.mark.many(about_s=60)` of a property test with many
 examples. The mark of a test specifies the test's duration, the `pytestmark` of a file the duration
-of the whole file. Only the order comes from it.
+of the whole file. It only affects the order.
 """
 
 
 def about_s(items: Iterable[pytest.Item]) -> float:
-    """About how many seconds tests take one after the other."""
+    """Approximate seconds that the tests take one after the other."""
     tests_s, files_s = 0.0, dict[str, float]()
     for item in items:
         marks = (*item.iter_markers_with_node("slow"), *item.iter_markers_with_node("many"))
@@ -68,9 +69,9 @@ def about_s(items: Iterable[pytest.Item]) -> float:
 
 
 def longest_first(items: Iterable[pytest.Item]) -> list[pytest.Item]:
-    """Sorts tests: groups that take longest first, so that no worker is left alone with one.
+    """Sorts tests: the longest groups first, so that no worker is left alone with one.
 
-    Tests of a group keep their order.
+    Tests in a group keep their order.
     """
     groups: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
@@ -80,7 +81,7 @@ def longest_first(items: Iterable[pytest.Item]) -> list[pytest.Item]:
 
 
 def group_of(nodeid: str) -> str:
-    """The file of a test, or what stands for all files that share with it."""
+    """The file of a test, or the name of the group that shares resources with it."""
     file = nodeid.partition("::")[0]
     if file in OF_BROKERS:
         return BROKERS

@@ -12,7 +12,7 @@ from shared.tracing.spans import STAGE, Attributes, Kind, TraceContext, install
 
 @dataclass
 class KeptSpan:
-    """A span under way or ended. Times are Unix time."""
+    """An open or ended span. Times are Unix time."""
 
     name: str
     kind: Kind

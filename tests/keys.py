@@ -23,7 +23,7 @@ SALT = bytes(16)
 
 
 def key_for(name: str) -> str:
-    """The key that tests call `name`; always the same."""
+    """The key that tests call `name`; it is always the same."""
     return _key(name).text
 
 
@@ -42,9 +42,9 @@ def keys_url(
     """Writes a file of keys, and returns its URL for PENSTOCK_KEYS_URL.
 
     Args:
-        tenants: the plan of a tenant, by the tenant.
-        keys: more keys, made with `stored`.
-        tenant_of: the tenant of a key, by the name of the key.
+        tenants: the plan of each tenant.
+        keys: more keys, created with `stored`.
+        tenant_of: the tenant of each key, by key name.
     """
     document = Document(
         plans=dict(plans or {}),

@@ -1,7 +1,7 @@
-"""How long tests wait for what must come. A limit ends a test that hangs; it never judges: what is
-there ends the wait.
+"""How long tests wait for expected events. A limit only ends a test that hangs and never decides a
+result: the event itself ends the wait.
 
-Each is at least ten times what a quiet machine of two cores takes. On a slower machine,
+Each is at least ten times as long as a quiet machine of two cores takes. On a slower machine,
 PENSTOCK_TEST_PATIENCE=3, for example, stretches all of them at once. A test whose subject is a
 deadline of the product has a fake clock or large ratios.
 """
@@ -11,15 +11,14 @@ import os
 PATIENCE = float(os.environ.get("PENSTOCK_TEST_PATIENCE", "1"))
 
 WAIT_LIMIT_S = 180.0 * PATIENCE
-"""For an answer, a message, a row, the end of a short program: usually less than a second, a few at
-most.
+"""Seconds for an answer, a message, a row, or the end of a short program: usually less than one, a
+few at most.
 """
 START_LIMIT_S = 240.0 * PATIENCE
-"""For a process or a stack until it is ready or gone: usually one second, 20 where models are
-loaded.
+"""Seconds until a process or a stack is ready or gone: usually one, or 20 if models are loaded.
 """
 REDIS_LIMIT_S = 10.0 * PATIENCE
 """Default limit for one round trip to Redis in a process of ours: usually a millisecond.
 """
 TEST_LIMIT_S = 900.0 * PATIENCE
-"""For one test with its set-ups, shared ones included: usually less than a minute."""
+"""Seconds for one test with its fixtures, including shared ones: usually less than a minute."""

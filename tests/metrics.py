@@ -4,5 +4,5 @@ from prometheus_client import REGISTRY
 
 
 def metric(name: str, **labels: str) -> float:
-    """The value of a sample; 0 for one that was never set."""
+    """The value of a sample; 0 if it was never set."""
     return REGISTRY.get_sample_value(name, labels) or 0.0

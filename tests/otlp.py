@@ -1,4 +1,4 @@
-"""A collector: takes OTLP over HTTP, and keeps the bytes and the spans that they decode to."""
+"""A collector: accepts OTLP over HTTP, and keeps the bytes and the spans that they decode to."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Value = str | int | float | bool
 
 @dataclass(frozen=True)
 class ReceivedSpan:
-    """A span as it came. Ids are hexadecimal, times nanoseconds since 1970."""
+    """A received span. Ids are hexadecimal, times nanoseconds since 1970."""
 
     name: str
     trace_id: str
@@ -34,7 +34,7 @@ class ReceivedSpan:
     end_ns: int
     attributes: dict[str, Value]
     links: list[tuple[str, str]]
-    """(trace id, span id) of each."""
+    """(trace id, span id) of each link."""
     is_error: bool
     trace_state: str
     resource: dict[str, Value]
@@ -70,7 +70,7 @@ class Collector:
             ]
 
     def stages(self, trace_id: str, wanted: set[str]) -> dict[str, ReceivedSpan]:
-        """The spans of a trace by stage, once all of `wanted` have come."""
+        """The spans of a trace by stage, once all of `wanted` have arrived."""
         self.until(lambda: {span.stage for span in self.of_trace(trace_id)} >= wanted)
         return {span.stage: span for span in self.of_trace(trace_id)}
 

@@ -1,4 +1,4 @@
-"""Runs `penstock` in the process of a test."""
+"""Runs `penstock` in the test's own process."""
 
 from __future__ import annotations
 

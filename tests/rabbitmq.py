@@ -1,4 +1,4 @@
-"""True if this machine has a RabbitMQ server, which no wheel carries."""
+"""True if this machine has a RabbitMQ server, which no wheel includes."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from shared.errors import ConfigurationError
 
 
 def needs_rabbitmq() -> None:
-    """Skips the test where there is none."""
+    """Skips the test if it is not installed."""
     try:
         find_rabbitmq_server()
     except ConfigurationError as error:

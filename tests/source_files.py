@@ -1,4 +1,4 @@
-"""The files of the repository, without git: in a build there is neither `.git` nor, perhaps, git.
+"""The files in the repository, without git: a build has no `.git`, and may not have git.
 
 `python -m tests.source_files` prints them with a NUL after each, for xargs.
 """

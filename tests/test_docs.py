@@ -1,4 +1,4 @@
-"""The documents name files that exist, and lead a newcomer to the line that acks a job."""
+"""The documents refer to existing files, and lead a newcomer to the line that acks a job."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_anchors_of_links_exist(document: Path) -> None:
 
 @cache
 def read_anchors(page: Path) -> frozenset[str]:
-    """Returns the anchors of a page as GitHub makes them: its headings, and each `<a id>`."""
+    """Returns a page's anchors as GitHub creates them: from its headings, and each `<a id>`."""
     text = page.read_text()
     anchors = re.findall(r'<a id="([^"]+)">', text)
     prose = re.sub(r"^ *```.*?^ *```", "", text, flags=re.MULTILINE | re.DOTALL)
@@ -137,7 +137,7 @@ def test_each_decision_has_a_number_of_its_own() -> None:
 
 @pytest.mark.parametrize("folder", ["", *FOLDERS])
 def test_decisions_that_are_named_have_a_page(folder: str) -> None:
-    """A comment often has only a number. A changelog names the decisions of its day."""
+    """A comment often has only a number. A changelog uses the decision numbers of its day."""
     member_pages = (ROOT / "emulators").glob("*/docs/decisions/*.md")
     pages = {path.name[:4] for path in (*DECISIONS, *member_pages)}
     missing = {
@@ -153,9 +153,9 @@ def test_decisions_that_are_named_have_a_page(folder: str) -> None:
 
 
 def homes(document: Path) -> list[Path]:
-    """The folders that a document's paths and modules are named from.
+    """The folders to which a document's paths and modules are relative.
 
-    It returns its distribution, the repository, and its own folder, which relative links start at.
+    It returns its distribution, the repository, and its own folder for relative links.
     """
     is_member = document.parts[0] == "emulators" and len(document.parts) > 2
     distribution = [ROOT.joinpath(*document.parts[:2])] if is_member else []
@@ -217,9 +217,7 @@ def test_members_in_the_architecture_exist() -> None:
 
 
 def leads_to(file: Path) -> set[str]:
-    """The files that a reader of `file` is sent to: links of a document, paths and imports of a
-    module.
-    """
+    """The files that `file` refers to: links in a document, paths and imports in a module."""
     if file.suffix == ".md":
         found = ((ROOT / file).parent.joinpath(link).resolve() for link in links(file))
         return {str(path.relative_to(ROOT)) for path in found if path.is_relative_to(ROOT)}

@@ -1,4 +1,4 @@
-"""The embedded servers are taken from outside by their public names alone, and know no Penstock."""
+"""The embedded servers are used only through their public names, and don't depend on Penstock."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SERVERS = {"pubsub": "pubsub_emulator", "bigquery": "bigquery_emulator"}
 
 
 def imported(folder: Path) -> set[str]:
-    """The modules that the files of a folder import."""
+    """The modules that the files in a folder import."""
     return {
         module
         for file in folder.rglob("*.py")

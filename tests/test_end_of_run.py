@@ -1,4 +1,4 @@
-"""A run of tests ends without messages from libraries, whether it passes or fails."""
+"""A test run ends without messages from libraries, whether it passes or fails."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Tests that share what takes long to start run on one worker of pytest-xdist."""
+"""Tests that share resources with a long start-up run on one worker of pytest-xdist."""
 
 import re
 import subprocess

@@ -23,7 +23,7 @@ TOPIC, SUBSCRIPTION = "rows", "rows.bigquery"
 
 
 class Export:
-    """A topic whose messages go into a table of the embedded BigQuery."""
+    """A topic whose messages are written to a table in the embedded BigQuery."""
 
     def __init__(self, server: Server, endpoint: str, publisher: PubSubTransport) -> None:
         self.server = server
@@ -51,7 +51,7 @@ class Export:
     async def rows(
         self, sql: str, is_enough: Callable[[list[tuple[Any, ...]]], bool]
     ) -> list[tuple[Any, ...]]:
-        """The result of a query once it is enough."""
+        """The result of a query, once it is sufficient."""
         async with asyncio.timeout(WAIT_LIMIT_S):
             while True:
                 result = await asyncio.to_thread(lambda: self.server.client().query(sql).result())

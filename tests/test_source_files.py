@@ -1,4 +1,4 @@
-"""The list of the repository's files is git's own, and nothing else asks git for it."""
+"""The list of the repository's files matches git's own, and no other code asks git for it."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_nothing_else_asks_git_for_the_list() -> None:
         if path.suffix in {".py", ".sh"} or path.name == "Makefile"
         if "ls-files" in (ROOT / path).read_text(encoding="utf-8")
     }
-    replay = Path("tests/infra/release/test_release_replay.py")  # puts it back, and sees it fail
+    replay = Path("tests/infra/release/test_release_replay.py")  # restores it, and sees it fail
     assert asking == {Path("tests/source_files.py"), Path("tests/test_source_files.py"), replay}
 
 

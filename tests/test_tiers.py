@@ -136,7 +136,9 @@ def test_the_makefile_names_the_tiers() -> None:
 
 @pytest.mark.slow(about_s=10)
 def test_collecting_quick_tests_imports_no_model_library() -> None:
-    """Each process of a quick run would: torch and transformers take 3.8 s of CPU time."""
+    """Each process of a quick run would import them: torch and transformers take 3.8 s of CPU
+    time.
+    """
     program = f"""
 import sys, pytest
 status = pytest.main(["--collect-only", "-qq", "-n", "0", "-m", {QUICK!r}])

@@ -1,4 +1,6 @@
-"""Tools are distributions that add commands to `penstock`; without one, its command names it."""
+"""Tools are distributions that add commands to `penstock`; if one is missing, its command names
+it.
+"""
 
 from __future__ import annotations
 

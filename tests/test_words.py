@@ -1,4 +1,4 @@
-"""Each thing has one name: words that were given up for another don't come back."""
+"""Each thing has one name: replaced words don't come back."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ELSEWHERE = re.compile(
     """,
     re.VERBOSE | re.MULTILINE,
 )
-"""Names on the wire, of metrics and settings, which stay, and captions that a model knows."""
+"""Names on the wire, in metrics and settings, which must stay, and captions that a model knows."""
 
 EMPTY_NAMES = {"found", "given", "made", "what", "whose"}
 """They show that there is a value, but not which."""

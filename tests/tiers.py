@@ -29,7 +29,7 @@ QUICK_EXAMPLES = 15
 QUICK, SLOW = "not slow", "slow or hypothesis"
 """The tiers, as `-m` of `make test` and `make test-slow`."""
 MAX_NAMED_FILES = 25
-"""So many are named at the end of a run."""
+"""The number of tests named at the end of a run."""
 _ALL_SLOW = re.compile(r"^pytestmark = (\[\s*)?pytest\.mark\.slow\b", re.MULTILINE)
 _TOOK = "took_s"
 
@@ -38,9 +38,9 @@ Timed = Generator[None, Any, Any]
 
 
 def examples(usual: int) -> int:
-    """How many examples a test of Hypothesis takes that would usually take another number than 100.
+    """The number of examples for a Hypothesis test that would usually take another number than 100.
 
-    The profile decides how many 100 are: 15 in the quick tier (tests/conftest.py).
+    The profile decides how many examples 100 stands for: 15 in the quick tier (tests/conftest.py).
     """
     return max(1, usual * settings().max_examples // 100)
 
@@ -50,8 +50,8 @@ def has_none_of(expression: str, path: Path) -> bool:
     """True if all tests in a file or folder are in the other tier, so `-m expression` needn't
     import it.
 
-    A third of the files are slow as a whole, and import torch and other large libraries. Each
-    process of a run would.
+    A third of the files are slow as a whole, and import torch and other large libraries. Otherwise
+    each process of a run would import them.
     """
     if expression not in (QUICK, SLOW):
         return False
@@ -67,7 +67,7 @@ def has_none_of(expression: str, path: Path) -> bool:
 
 
 def used_cpu_s() -> float:
-    """CPU seconds of this process and its children. A child counts once it was waited for."""
+    """CPU seconds of this process and its children. A child counts once it has been waited for."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(one.ru_utime + one.ru_stime for one in used)
 
@@ -124,7 +124,7 @@ class QuickTests:
             item.user_properties.append((_TOOK, own_s))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Gets the times of a test with its last report, also from another process."""
+        """Gets the times of a test with its last report, even from another process."""
         self._files_s[report.nodeid.partition("::")[0]] += report.duration
         if report.when == "teardown":
             took_s = sum(float(str(s)) for name, s in report.user_properties if name == _TOOK)
@@ -132,13 +132,13 @@ class QuickTests:
 
     @property
     def too_slow(self) -> dict[str, float]:
-        """The tests above the limit, the slowest first, and their CPU seconds."""
+        """The tests above the limit with their CPU seconds, slowest first."""
         found = {name: s for name, s in self._took_s.items() if s > self._limit_s}
         return dict(sorted(found.items(), key=lambda one: -one[1]))
 
     @property
     def longest_files(self) -> dict[str, float]:
-        """The files that took longest, and their seconds on the clock. `about_s` follows them."""
+        """The slowest files, and their seconds of wall-clock time. `about_s` should match them."""
         longest = sorted(self._files_s.items(), key=lambda one: -one[1])
         return dict(longest[:MAX_NAMED_FILES])
 
@@ -149,7 +149,9 @@ class QuickTests:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Names the files that took longest, the tests that took too long, and why some skipped."""
+        """Names the slowest files, the tests that took too long, and the reasons for skipped
+        tests.
+        """
         write = terminalreporter.write_line
         if len(longest := self.longest_files) == MAX_NAMED_FILES:
             terminalreporter.section("longest files")
@@ -168,7 +170,7 @@ class QuickTests:
 
 
 def skips_by_reason(reports: list[pytest.TestReport | pytest.CollectReport]) -> list[str]:
-    """One line per reason: how many tests were skipped for it, and in which files."""
+    """One line per reason: the number of tests skipped for it, and their files."""
     files: dict[str, list[str]] = defaultdict(list)
     for report in reports:
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)

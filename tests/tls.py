@@ -1,4 +1,4 @@
-"""A certificate for tests: signed by itself."""
+"""A self-signed certificate for tests."""
 
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta

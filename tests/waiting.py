@@ -13,7 +13,7 @@ _PAUSE_S = 0.001
 async def until(holds: Callable[[], bool]) -> None:
     """Returns once `holds()`. The code that makes it true must run on the same event loop.
 
-    That mostly takes a few of its turns. Longer waits depend on a timer or on another process, and
+    That usually takes a few of its turns. Longer waits depend on a timer or on another process, and
     turns without end would take the core that this one needs.
     """
     turns_until_s = time.perf_counter() + _TURNS_S

@@ -84,7 +84,7 @@ WITH_ALL = draws(
     adapters={"ink": {"source": "local:ink.safetensors"}},
 )
 UNSAFE_FROM = 128
-"""An image is as unsafe as it is red, and as red as its seed is high."""
+"""The redder an image, the less safe it is; the higher its seed, the redder."""
 BLOCKED = "moderation_blocked: the image was drawn and then withheld by the safety check"
 
 
@@ -185,7 +185,7 @@ async def test_a_flagged_image_is_withheld_by_name_charged_and_counted(images: W
         "code": "moderation_blocked",
     }
     rows = of_request(await images.until_rows(2), answer)
-    # Drawing and checking are charged because they were computed. Nothing was enlarged.
+    # Drawing and checking are charged because they were computed. No image was enlarged.
     assert [(row.step, row.status) for row in rows] == [
         ("image", "succeeded"),
         ("safety", "succeeded"),
@@ -233,7 +233,7 @@ async def test_an_image_from_the_cache_of_before_is_checked_by_the_entry_of_now(
                 while not kept.keys("*:result:*"):  # noqa: ASYNC110 - the worker keeps it at last
                     await asyncio.sleep(0.02)
     async with world(redis_url, models=(checked, JUDGE), computes=Draws, keys_url=keys) as now:
-        other = body | {"seed": 1}  # until it is connected, a cache has nothing
+        other = body | {"seed": 1}  # until it is connected, the cache is empty
         assert (
             await now.http.post("/v1/images/generations", json=other, headers=bearer("one"))
         ).is_success
@@ -391,7 +391,7 @@ async def test_limits_and_budgets_count_as_for_the_image_model(
     redis_url: str, tmp_path: Path
 ) -> None:
     most = 2 * SIDE_PX * SIDE_PX * STEPS
-    # Room for two small images with their steps, and not for the largest that an entry allows.
+    # Room for two small images with their steps, but not for the largest that an entry allows.
     limits = Limits(pixel_steps_per_min=most, budget_usd_per_month=2 * (DRAW_USD + 0.75))
     url = keys_url(
         tmp_path,

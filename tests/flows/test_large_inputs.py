@@ -39,7 +39,7 @@ class Grows(Compute):
 
 
 def flow_of(**step: Any) -> dict[str, Any]:
-    """A flow that grows letters, and measures the texts by a last step."""
+    """A flow that grows letters, and measures the texts in its last step."""
     return {
         "name": "long",
         "input": {"letters": ["string"]},

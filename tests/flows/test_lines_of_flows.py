@@ -1,4 +1,4 @@
-"""Lines of batches that are runs of flows."""
+"""Batch lines that are runs of flows."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ async def flows(settings: ApiSettings) -> AsyncIterator[World]:
 
 
 def client_of(flows: World) -> Any:
-    http: Any = flows.http  # its types name another httpx
+    http: Any = flows.http  # its types refer to another httpx
     return openai.AsyncOpenAI(
         base_url="http://localhost/v1", api_key="any", max_retries=0, http_client=http
     )
@@ -97,7 +97,7 @@ async def runs_of(flows: World) -> list[dict[str, Any]]:
 
 
 async def until_canceled(flows: World) -> dict[str, Any]:
-    """The only run, once it is canceled."""
+    """The only run, once it has been canceled."""
     async with asyncio.timeout(WAIT_LIMIT_S):
         while True:
             (run,) = await runs_of(flows)
@@ -117,7 +117,7 @@ async def test_lines_are_runs_with_the_price_of_batches(
         done = await until(client, await created(client, jsonl(given), endpoint=URL))
         answered = {one["custom_id"]: one for one in await answers(client, done.output_file_id)}
         (failed,) = await answers(client, done.error_file_id)
-        # Equal items of other runs are hits or computed, and each has a row.
+        # Equal items in other runs are hits or computed, and each has a row.
         rows = await flows.until_rows(4 + 5 + 3)
     assert (done.request_counts.completed, done.request_counts.failed) == (2, 1)
     for name, one in answered.items():
@@ -163,7 +163,7 @@ async def test_a_canceled_batch_begins_no_further_step(flows: World, settings: A
 async def test_a_batch_canceled_while_a_run_begins_leaves_no_run(
     flows: World, settings: ApiSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The broker has the first job, and the runner does not know yet."""
+    """The broker has the first job, but the runner does not know it yet."""
     client, gate, publish = client_of(flows), threading.Event(), flows.broker.publish
     flows.compute.gates["held"] = gate
     unconfirmed = asyncio.Event()
@@ -190,7 +190,7 @@ async def test_a_batch_canceled_while_a_run_begins_leaves_no_run(
 async def left_by_its_runner(
     flows: World, settings: ApiSettings, text: str, gate: threading.Event
 ) -> Any:
-    """A batch of one line whose step `held` waits for the gate, and whose runner has died."""
+    """A batch of one line whose step `held` waits for the gate, after its runner has died."""
     flows.compute.gates["held"] = gate
     async with running_runner(flows, settings) as runner:
         batch = await created(client_of(flows), jsonl([line("a", text)]), endpoint=URL)
@@ -200,7 +200,7 @@ async def left_by_its_runner(
     return batch
 
 
-@pytest.mark.slow(about_s=7)  # the lease of the first one ends
+@pytest.mark.slow(about_s=7)  # the first lease ends
 async def test_another_runner_finds_the_run_of_one_that_died(
     flows: World, settings: ApiSettings
 ) -> None:

@@ -1,6 +1,7 @@
-"""Inputs that the model of a step refuses: errors name the field that the caller sent.
+"""Inputs that a step's model refuses: errors name the field that the caller sent.
 
-The classes here call their inputs otherwise than the endpoints that their flows serve.
+The inputs of these classes have other names than the fields of the endpoints that their flows
+serve.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ TRANSCRIPTIONS, OCR = "/v1/audio/transcriptions", "/v1/ocr"
 
 
 class Strict(Compute):
-    """A document is a text here, and each line of it a page."""
+    """A document is a text here, with one page per line."""
 
     def output(self, name: str, values: Mapping[str, Any]) -> Any:
         if name == HEAR.name:

@@ -32,7 +32,7 @@ OVER = {"succeeded", "failed", "canceled"}
 
 
 class ThreadModel:
-    """A class on a thread."""
+    """A class that runs on a thread."""
 
     device_name = "cpu"
     pads = False
@@ -93,7 +93,7 @@ class World:
     async def run(
         self, flow: str, given: Mapping[str, Any], headers: Mapping[str, str] | None = None
     ) -> dict[str, Any]:
-        """A run of a flow, once it is over."""
+        """A run of a flow, once it has ended."""
         body = {"version": flow, "input": dict(given)}
         async with asyncio.timeout(WAIT_LIMIT_S):
             while True:
@@ -107,7 +107,7 @@ class World:
     async def until_over(
         self, prediction_id: str, headers: Mapping[str, str] | None = None
     ) -> dict[str, Any]:
-        """A prediction, once it is over."""
+        """A prediction, once it has ended."""
         async with asyncio.timeout(WAIT_LIMIT_S):
             while True:
                 shown: dict[str, Any] = (
@@ -145,7 +145,7 @@ async def world(
     idle: Collection[str] = (),
     **settings: Any,
 ) -> AsyncIterator[World]:
-    """Serves flows of models. `idle` ones have no worker. `settings` are of the API."""
+    """Serves flows of models. Models in `idle` have no worker. `settings` apply to the API."""
     broker, compute, written = InMemoryBroker(), computes(), list[list[Row]]()
     catalog = catalog_of(*flows, models=models)
     async with AsyncExitStack() as opened:

@@ -1,8 +1,8 @@
-"""A stand-in for a cluster's API server, which kubectl itself talks to.
+"""A stand-in for a cluster's API server, which the real kubectl talks to.
 
-It speaks TLS, without which kubectl sends no token. It has discovery, single objects, lists, the
-version, tokens, rights, and `exec` over WebSocket. A command of `exec` runs here, with the settings
-of the pod's ConfigMaps.
+It uses TLS, without which kubectl sends no token. It has discovery, single objects, lists, the
+version, tokens, rights, and `exec` over WebSocket. A command of `exec` runs on this machine, with
+the settings of the pod's ConfigMaps.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Cluster:
         return [one for one in self.objects if one["kind"] == kind]
 
     def named(self, kind: str, name: str) -> Object:
-        """The object whose name begins so."""
+        """The object whose name begins with this prefix."""
         return next(one for one in self.of_kind(kind) if one["metadata"]["name"].startswith(name))
 
     def remove(self, kind: str, name: str) -> None:
@@ -99,7 +99,7 @@ class Cluster:
         return await self._objects(request, path)
 
     def _served(self) -> dict[str, str]:
-        # Those of custom resources only with their definitions.
+        # Custom resources exist only with their definitions.
         there = {one["spec"]["group"] for one in self.of_kind("CustomResourceDefinition")}
         return {
             f"/api/{api}" if api == "v1" else f"/apis/{api}": api
@@ -207,7 +207,7 @@ class Cluster:
 
 
 def refusal(code: int, reason: str, message: str) -> web.Response:
-    """A Status, as the API server answers."""
+    """A Status, in the API server's format."""
     status = {
         "kind": "Status",
         "apiVersion": "v1",

@@ -57,7 +57,7 @@ def running_up(
     ports: Ports | None = None,
     models: str = CATALOG.format(source=MINI),
 ) -> Iterator[Up]:
-    """The command until the end of the context. It may have ended before it was up.
+    """The command, until the end of the context. It may have ended before it was up.
 
     Args:
         folder: holds its state and its log.

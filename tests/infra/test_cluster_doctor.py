@@ -1,7 +1,8 @@
-"""`penstock doctor --cluster`, with kubectl itself, over a stand-in for the cluster's API server.
+"""`penstock doctor --cluster`, with the real kubectl, against a stand-in for the cluster's API
+server.
 
-It has what the overlays put there. Embedded servers are in the place of Google's, and the pods ask
-a real Redis.
+The cluster contains the objects of the overlays. Embedded servers replace Google's, and the pods
+use a real Redis.
 """
 
 from __future__ import annotations
@@ -147,16 +148,16 @@ def manifests(tmp_path_factory: pytest.TempPathFactory) -> list[Object]:
 
 @pytest.fixture(scope="module")
 def project(pubsub_endpoint: str, bigquery_endpoint: str) -> str:
-    """A project with the topics and tables of this release, for tests that do not change it.
+    """A project with this release's topics and tables, for tests that do not change it.
 
-    Its views take a second of CPU time.
+    Creating its views takes a second of CPU time.
     """
     return made_project(pubsub_endpoint, bigquery_endpoint)
 
 
 @pytest.fixture
 def own_project(cluster: Cluster, pubsub_endpoint: str, bigquery_endpoint: str) -> str:
-    """Such a project for one test to change, which is the cluster's from now on."""
+    """Such a project that one test may change, and which the cluster uses from now on."""
     name = made_project(pubsub_endpoint, bigquery_endpoint)
     for one in cluster.of_kind("ConfigMap"):
         if "PENSTOCK_PROJECT" in one["data"]:
@@ -210,7 +211,7 @@ def cluster(
 
 
 def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: Cluster) -> None:
-    """kubectl with a way to this cluster, and a gcloud that knows one image."""
+    """kubectl configured for this cluster, and a gcloud that knows one image."""
     kubectl = shutil.which("kubectl")
     assert kubectl is not None  # or the overlay was not rendered
     folder = tmp_path / "bin"
@@ -452,7 +453,7 @@ def test_subscriptions_are_those_of_this_release(own_project: str, pubsub_endpoi
             workers_subscription_id(second),
         ):
             await admin.delete_subscription(name)
-        # As an older release made it, and as somebody changed it by hand.
+        # As an older release created it, or as somebody changed it manually.
         old = SubscriptionSettings(jobs, dead_letter_topic_id=dead_letter_topic_id(first))
         await admin.ensure_subscription(workers_subscription_id(first), old)
         slow = SubscriptionSettings(
@@ -582,5 +583,5 @@ def test_gcloud_itself_knows_the_command(tmp_path: Path) -> None:
         timeout=WAIT_LIMIT_S,
         check=False,
     )
-    assert done.returncode == 1  # 2 is for words that it does not know
+    assert done.returncode == 1  # 2 is for unknown words
     assert "unrecognized arguments" not in done.stderr

@@ -1,6 +1,6 @@
-"""Every command of `penstock` with its options and defaults, on which scripts rely.
+"""Every command of `penstock` with its options and defaults, because scripts rely on them.
 
-CHANGELOG.md names the reason for each removal.
+CHANGELOG.md must explain each removal.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ COMMANDS: dict[str, dict[str, str]] = json.loads(
     (Path(__file__).parent / "commands.json").read_text(encoding="utf-8")
 )
 PROGRAMS = ("bench", "bigquery", "pubsub")
-"""Commands whose options a program of another distribution declares."""
+"""Commands whose options a program in another distribution declares."""
 
 
 def list_options(command: Any, name: str = "") -> Iterator[tuple[str, dict[str, str]]]:

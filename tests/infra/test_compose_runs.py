@@ -1,4 +1,4 @@
-"""The services of the Compose file as plain processes: their commands and settings work together.
+"""The services in the Compose file as plain processes: their commands and settings work together.
 
 No container runs here. Host names become ports of this machine, and volumes become folders.
 """
@@ -38,7 +38,7 @@ OF_IMAGES = {"API_IMAGE": "api", "FUNCTIONS_IMAGE": "functions", "SERVERS_IMAGE"
 
 
 class Machine:
-    """The services by name, each as a process that is not started."""
+    """The services by name, each as a process that has not been started."""
 
     def __init__(self, folder: Path, redis_url: str, models_file: Path, model: str) -> None:
         self.folder = folder
@@ -69,14 +69,14 @@ class Machine:
         return [*PROGRAMS[here[0]], *here[1:]]
 
     def health_check(self, name: str) -> dict[str, Any]:
-        """The health check of a service, with its command for this machine."""
+        """The health check of a service, with its command adapted to this machine."""
         found = dict(self._services[name]["healthcheck"])
         _, *words = found.pop("test")
         words = [word.replace(":8081", f":{self.health_port}") for word in words]
         return found | {"command": [*PROGRAMS[words[0]], *words[1:]]}
 
     def environment(self, name: str, **more: str) -> dict[str, str]:
-        """The variables of a service: of its image, of the file, and `more`."""
+        """The variables of a service: from its image, from the file, and `more`."""
         service = self._services[name]
         built = image(self._images[service["image"]]).environment
         kept = {
@@ -195,7 +195,7 @@ def machine_of_class(tmp_path: Path, redis_url: str) -> Machine:
 def test_a_worker_stays_healthy_while_its_class_takes_200_s_to_set_up(
     machine_of_class: Machine,
 ) -> None:
-    """Docker counts a failure after `start_period`, or as soon as a check has succeeded."""
+    """Docker counts a failure only after `start_period`, or after the first successful check."""
     machine = machine_of_class
     check = machine.health_check("worker-cpu")
     failures, has_succeeded, began_s = 0, False, time.monotonic()
@@ -222,5 +222,5 @@ def test_a_worker_stays_healthy_while_its_class_takes_200_s_to_set_up(
 
 
 def seconds(check: dict[str, Any], field: str) -> float:
-    """A time of a health check. All are written in seconds."""
+    """A duration in a health check. All are in seconds."""
     return float(str(check[field]).removesuffix("s"))

@@ -1,4 +1,4 @@
-"""`penstock dead-letters`, as operators type it, over the embedded Pub/Sub."""
+"""`penstock dead-letters`, as operators run it, over the embedded Pub/Sub."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ REASON = "it killed three workers"
 
 
 class Site:
-    """A deployment with one model, whose dead letters stay where they are."""
+    """A deployment with one model, whose dead letters stay in the subscription."""
 
     def __init__(self, endpoint: str, redis_url: str, project: str) -> None:
         self.endpoint, self.redis_url, self.project = endpoint, redis_url, project
@@ -86,7 +86,7 @@ class Site:
         asyncio.run(self._provision())
 
     def die(self, request_id: str, *, is_over: bool = False, **envelope: Any) -> None:
-        """A prediction whose job died, which a worker had claimed."""
+        """A prediction whose job became a dead letter after a worker had claimed it."""
         asyncio.run(self._claim(request_id, is_over=is_over))
         asyncio.run(self._die(request_id, **envelope))
 
@@ -121,7 +121,7 @@ def types(*words: str, status: int = 0) -> str:
 
 
 def listed() -> dict[str, dict[str, Any]]:
-    """The letters by the id of their request."""
+    """The dead letters on the list, by request id."""
     found: list[dict[str, Any]] = json.loads(types("list", "--json"))
     return {one["request_id"]: one for one in found}
 

@@ -1,6 +1,6 @@
 """The demo's description of an image, and its catalog with a model that writes.
 
-The demo as a whole is what `make demo` runs.
+`make demo` runs the demo as a whole.
 """
 
 import io

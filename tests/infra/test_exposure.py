@@ -1,4 +1,4 @@
-"""An API that others can reach has keys, whatever else is set."""
+"""An API that others can reach has keys, regardless of other settings."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""The pages for incidents, followed line by line on a running stack.
+"""The pages about incidents, followed line by line on a running stack.
 
 Every line of their blocks runs in bash, in the order of the page. Commands that need a project on
 Google (gcloud, kubectl, terraform) are recorded instead. A line with a documented output is
@@ -54,7 +54,7 @@ PRICED = CATALOG + f'    revision: "{REVISION}"\n    price: {{{{per_million_toke
 
 
 def lines_of(page: str, heading: str = "") -> list[str]:
-    """The commands of a page, one each; of one of its sections."""
+    """The commands of a page, or of one of its sections, as separate items."""
     text = (PAGES / f"{page}.md").read_text(encoding="utf-8")
     if heading:
         text = text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
@@ -89,7 +89,7 @@ class Reader:
     """A person who types a page's lines.
 
     Args:
-        settings: what is theirs: the values of the page's `export` lines.
+        settings: values for the page's `export` lines.
     """
 
     def __init__(self, stack: Stack, folder: Path, settings: Mapping[str, str]) -> None:
@@ -102,7 +102,7 @@ class Reader:
         """The output of each line."""
 
     def gets(self, settings: Mapping[str, str]) -> None:
-        """Something of theirs is elsewhere now."""
+        """Changes some of the reader's settings, as after a move."""
         self._settings |= settings
 
     @property
@@ -155,12 +155,12 @@ class Reader:
         )
 
     def printed_by(self, start: str) -> str:
-        """The output of the last line that begins so."""
+        """The output of the last line that begins with this text."""
         return [text for line, text in self.printed.items() if line.startswith(start)][-1]
 
 
 def status(stack: Stack, key: str, text: str = "hello") -> int:
-    """The status of a request with a key of tests/keys.py."""
+    """The status of a request with one of the keys in tests/keys.py."""
     body = json.dumps({"model": MODEL, "input": text}).encode()
     headers = bearer(key) | {"content-type": "application/json"}
     asked = urllib.request.Request(f"{stack.api_url}/v1/embeddings", body, headers)
@@ -211,7 +211,7 @@ def test_compromised_key(stack: Stack, tmp_path: Path) -> None:
         becomes(401, lambda: status(stack, "acme"))
 
     reader.follows("compromised-key", {"penstock keys revoke": frozen})
-    # Thawed: the other key of the tenant works again, and that one does not.
+    # Thawed: the tenant's other key works again, but this one does not.
     becomes(200, lambda: status(stack, "acme"))
     assert status(stack, "leaked") == 401
     assert leaked.split("_")[2] in reader.printed_by("penstock keys audit")
@@ -233,9 +233,9 @@ def test_poisoned_model(stack: Stack, tmp_path: Path) -> None:
 
 
 class LostHome:
-    """A region whose home is another one: its Redis has the records and the keys.
+    """A region whose home is another region: that one's Redis has the records and the keys.
 
-    Pub/Sub, BigQuery and the bucket of rows are in neither.
+    Pub/Sub, BigQuery and the bucket of rows belong to neither.
 
     Args:
         settings: apply to the services outside any region.
@@ -248,7 +248,7 @@ class LostHome:
         self._running = ExitStack()
         self._cache = RedisServer(folder / "cache", folder)
         self.answered: set[str] = set()
-        """Ids of the requests that were answered with 200."""
+        """Ids of the requests answered with 200."""
 
     def __enter__(self) -> Self:
         self._cache.start()
@@ -259,7 +259,7 @@ class LostHome:
         self._cache.stop()
 
     def has(self, records: RedisServer) -> dict[str, str]:
-        """The settings of a region with these records."""
+        """The settings of a region that uses these records."""
         return self._settings | {
             "PENSTOCK_REDIS_URL": self._cache.url,
             "PENSTOCK_RECORDS_URL": records.url,
@@ -301,7 +301,9 @@ def command(settings: Mapping[str, str], *words: str) -> str:
 
 
 def test_lost_region(tmp_path: Path, pubsub_endpoint: str, bigquery_endpoint: str) -> None:
-    """The home region, for good: its Redis is gone while requests run, and another takes over."""
+    """The home region is gone permanently: its Redis disappears while requests run, and another
+    takes over.
+    """
     (tmp_path / "models.yaml").write_text(PRICED.format(source=MINI))
     first_keys = keys_url(
         tmp_path / "first",
@@ -362,7 +364,7 @@ def test_lost_region(tmp_path: Path, pubsub_endpoint: str, bigquery_endpoint: st
                 "penstock budgets restore --dry-run": is_replaced,
             },
         )
-        # The keys of before, and nobody else's. The kept answer for the key is computed again.
+        # Previous keys work, and no others. The kept answer for the key is computed again.
         assert region.ask(stack, "acme", "once", idempotency_key="once") == 200
         assert region.ask(stack, "stranger", "hello") == 401
         assert "acme" in reader.printed_by("penstock budgets restore --dry-run")
@@ -373,7 +375,7 @@ def test_lost_region(tmp_path: Path, pubsub_endpoint: str, bigquery_endpoint: st
         )
         found = rows_of_requests(bigquery_endpoint, project)
         assert set(found.values()) == {1}
-        # The page asks once itself, to see whether it worked.
+        # The page itself sends one request, to check whether it worked.
         assert len(found) == len(region.answered) + 1
         # Once more, following the page. Then the counters match the rows to the cent.
         command(region.has(next_home), "budgets", "restore")
@@ -395,7 +397,7 @@ ORDER = (
 
 
 def rows_of_requests(endpoint: str, project: str) -> dict[str, int]:
-    """How many rows each request has that was answered."""
+    """The number of rows per answered request."""
     query = (
         "SELECT request_id, COUNT(*) FROM penstock.rows_deduplicated"
         " WHERE received_at >= TIMESTAMP '2000-01-01' AND status = 'succeeded' GROUP BY request_id"

@@ -1,4 +1,4 @@
-"""`penstock keys`, `tenants` and `plans`, as operators type them."""
+"""`penstock keys`, `tenants` and `plans`, as operators run them."""
 
 import json
 import os
@@ -14,11 +14,11 @@ from shared.tenants.directory import Directory, decode_document
 
 
 class Operator:
-    """Types commands against one directory."""
+    """Runs commands against one directory."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._monkeypatch = monkeypatch
-        # A stack that runs in this folder is another one.
+        # A stack running in this folder would be a different one.
         monkeypatch.setenv("PENSTOCK_PROJECT", "penstock-local")
 
     def use(self, url: str) -> None:

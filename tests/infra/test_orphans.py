@@ -1,6 +1,6 @@
 """Processes that a process started, directly or not, end with it, however it ends.
 
-That of a whole stack: tests/infra/test_up_survives.py.
+tests/infra/test_up_survives.py tests it for a whole stack.
 """
 
 import os
@@ -70,7 +70,7 @@ def test_starts_processes(tmp_path):
 
 
 def descendants(label: str) -> list[psutil.Process]:
-    """The processes that were started with `label` in their environment."""
+    """The processes started with `label` in their environment."""
     found = []
     for process in psutil.process_iter():
         try:

@@ -1,4 +1,4 @@
-"""`penstock provision`, as a container runs it before the API."""
+"""`penstock provision`, as a container runs it before the API starts."""
 
 import asyncio
 import os

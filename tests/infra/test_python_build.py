@@ -19,7 +19,7 @@ HOMEMADE = "'--prefix=/usr/local'"
 
 
 def chosen(tmp_path: Path, pythons: dict[str, bool]) -> str:
-    """The choice among these programs of PATH, by whether each suits."""
+    """The choice among these programs in PATH, by whether each is suitable."""
     folders = list(dict.fromkeys(str(tmp_path / Path(path).parent) for path in pythons))
     for path, suits in pythons.items():
         program = tmp_path / path

@@ -43,7 +43,7 @@ def source(version: str, *, more: str = "", setup: str = "pass") -> str:
 
 
 class Callers:
-    """Asks one prediction after the other until it is stopped."""
+    """Sends one prediction after the other until it is stopped."""
 
     def __init__(self, url: str) -> None:
         self.outputs: list[str] = []
@@ -119,14 +119,14 @@ def test_a_changed_class_is_reloaded_and_its_callers_wait(up: Up) -> None:
         change(up.log_path.parent, source("two"))
         wait_until(lambda: callers.last_is("two a"), START_LIMIT_S)
 
-        # Another interface: API and worker have it together.
+        # Another interface: API and worker switch to it together.
         assert predict(url, text="a", loud=True)[0] == 422
         change(up.log_path.parent, source("three", more=", loud: bool = False"))
         wait_until(lambda: callers.last_is("three a"), START_LIMIT_S)
         status, found = predict(url, text="a", loud=True)
         assert (status, found["output"]) == (201, "three a")
 
-        # Sources that can't be served change nothing.
+        # Broken sources change nothing.
         change(up.log_path.parent, "def predict(:\n")
         wait_until(lambda: "mine unchanged; " in up.said, START_LIMIT_S)
         assert "SyntaxError" in up.said or "invalid syntax" in up.said

@@ -64,7 +64,7 @@ class World:
         self.reported.append((word, facts))
 
     def look(self) -> list[str]:
-        """Looks once, later than before. Returns the words that were reported until now."""
+        """Checks once, at a later time. Returns the messages reported so far."""
         self.now_s += max(LOOK_EVERY_S, SETTLED_S)
         self.reloader.look()
         assert self.supervisor.look() is None

@@ -1,4 +1,4 @@
-"""Direct requirements are used, and setup compiles none of the locked packages."""
+"""Direct requirements are used, and setup does not compile any locked package."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ REASONS = {
     "types-psutil": "types",
     "types-pyyaml": "types",
 }
-"""Requirements that nothing imports or runs by name, and why they are listed."""
+"""Requirements that nothing imports or runs by name, with the reason for each."""
 
 
 def direct_requirements() -> set[str]:
-    """The names in the project files of Penstock, its servers and its tools, normalized."""
+    """The normalized names from the project files of Penstock, its servers and its tools."""
     names = set()
     members = (*Path("emulators").glob("*/pyproject.toml"), *Path("tools").glob("*/pyproject.toml"))
     for file in (Path("pyproject.toml"), *members):
@@ -54,7 +54,7 @@ def direct_requirements() -> set[str]:
 
 
 def imported_modules(texts: Mapping[Path, str]) -> set[str]:
-    """Every dotted name that the code imports, and all packages above it."""
+    """Every dotted name that the code imports, and all of its parent packages."""
     found = set()
     for path, text in texts.items():
         if path.suffix == ".py":
@@ -66,7 +66,9 @@ def imported_modules(texts: Mapping[Path, str]) -> set[str]:
 
 
 def provided_modules(name: str) -> set[str]:
-    """The modules and packages of an installed distribution. If absent: its name, as a guess."""
+    """The modules and packages of an installed distribution. If it is not installed, guesses its
+    name.
+    """
     try:
         files = distribution(name).files or ()
     except PackageNotFoundError:
@@ -80,7 +82,7 @@ def provided_modules(name: str) -> set[str]:
 
 
 def programs(name: str) -> Iterator[str]:
-    """The commands that an installed distribution brings."""
+    """The commands that an installed distribution provides."""
     try:
         files = distribution(name).files or ()
     except PackageNotFoundError:

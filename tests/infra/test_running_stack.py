@@ -1,4 +1,4 @@
-"""Commands find the stack that runs in their folder, unless a setting names another one."""
+"""Commands find the stack that runs in their folder, unless a setting specifies another one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def announcement(tmp_path: Path) -> Iterator[Announcement]:
 
 
 def penstock(folder: Path, *words: str, **settings: str) -> subprocess.CompletedProcess[str]:
-    """Runs a command in a folder, with these settings only."""
+    """Runs a command in a folder, with only these settings."""
     environment = environment_with(settings) | {"PYTHONPATH": str(ROOT)}
     return subprocess.run(
         [sys.executable, "-m", "infra.cli.main", *words],

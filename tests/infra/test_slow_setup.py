@@ -90,7 +90,7 @@ def status_of(port: int, path: str) -> int:
 
 
 def unready_port(up: Up) -> int:
-    """The health port of the first worker, in the order of the catalog, that is not ready."""
+    """The health port of the first worker, in catalog order, that is not ready."""
     first = up.ports.health[0]
     return next(port for port in range(first, first + 100) if status_of(port, "/readyz") == 503)
 
@@ -99,7 +99,7 @@ def test_slow_endless_and_failing_setups_hold_up_nobody(up: Up) -> None:
     assert "Penstock is up, without slow, endless, broken." in up.said
     calls = [predict(up, "quick") for _ in range(4)]
     assert calls == [f"quick a {number}" for number in (1, 2, 3, 4)], "it has one process"
-    # By these the probes of the manifests and the health check of Compose decide.
+    # The probes in the manifests and Compose's health check use these endpoints.
     slow_port = unready_port(up)
     assert status_of(slow_port, "/livez") == 200
     assert "last log line: loading " in up.said

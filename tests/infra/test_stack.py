@@ -1,4 +1,4 @@
-"""The stack as `penstock up` runs it; what flows through it is tested in tests/end_to_end."""
+"""The stack as `penstock up` runs it; tests/end_to_end tests the traffic through it."""
 
 import re
 import signal
@@ -101,7 +101,7 @@ def test_first_start_makes_graphs_that_lack_and_gives_every_worker_all_cores(
     graphs, torch_alone = "    backend: onnx\n", "    backend: torch\n    precision: fp32\n"
     other = entry.partition("models:\n")[2].replace("name: tiny", "name: other")
     models_file.write_text(f"{entry}{graphs}{other}{torch_alone}")
-    # One thread each: what is left open is how many processes there are.
+    # With one thread each, only the number of processes is left to choose.
     own = {
         "PENSTOCK_MODELS_FILE": str(models_file),
         "PENSTOCK_ARTIFACTS_DIR": str(artifacts_dir),

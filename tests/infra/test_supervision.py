@@ -1,4 +1,4 @@
-"""Parts that die are started again: after longer and longer pauses, and not forever."""
+"""Parts that die are restarted: after increasing pauses, and not forever."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -41,7 +41,7 @@ class World:
         )
 
     def start_of_a_worker(self, limit_s: float = 60.0) -> Supervisor:
-        """A supervisor of the same process, as a worker that was just started."""
+        """A supervisor of the same process, as for a worker that has just started."""
         self.is_ready = False
         part = SupervisedPart(
             self.process, lambda: self.is_ready, limit_s, was_ready=False, is_optional=True
@@ -51,7 +51,7 @@ class World:
         )
 
     def pause_after_death(self) -> float:
-        """Kills the part, and returns the seconds until it is started again."""
+        """Kills the part, and returns the seconds until it is restarted."""
         began_s = self.now_s
         self.process.kill()
         assert self.supervisor.look() is None

@@ -19,7 +19,7 @@ def program(path: Path, text: str) -> None:
 
 
 def installed(tmp_path: Path, *, config: str = "", has_driver: bool = False, uv: int = 0) -> str:
-    """The commands that install torch, where pip is configured so and uv ends with this status."""
+    """The commands that install torch, with this pip configuration and exit status of uv."""
     venv, said = tmp_path / "venv", tmp_path / "said"
     pip = f'if [ "$1" = config ]; then echo "{config}"; else echo "pip $*" >> {said}; fi'
     program(venv / "bin/pip", pip)

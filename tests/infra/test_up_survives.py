@@ -34,7 +34,7 @@ PARTS = {
     "worker-mini": "workers",
     "row-archive": "infra.row_archive",
 }
-"""The parts, and a word of their command."""
+"""The parts, each with a word from its command."""
 CLEAR_REFUSALS = {429, 503, 504}
 CALLERS = 4
 PAUSE_S = 0.05
@@ -46,7 +46,7 @@ def pid_of(up: Up, part: str) -> int:
     (found,) = [
         child.pid
         for child in psutil.Process(up.process.pid).children()
-        # Redis writes its address behind its name, into the same word. Folders may have spaces.
+        # Redis appends its address to its name, in the same word. Folders may contain spaces.
         if any(Path(given).name.partition(" ")[0] == word for given in child.cmdline())
     ]
     return found
@@ -83,7 +83,7 @@ class Callers:
             assert not thread.is_alive(), "a request was never answered"
 
     def were_answered(self, count: int) -> bool:
-        """True if that many requests got their vector."""
+        """True if that many requests have got their vector."""
         assert not self.unclear, self.unclear
         return self.outcomes[200] >= count
 
@@ -154,7 +154,7 @@ def test_every_part_comes_back_while_requests_go_on_and_ends_with_the_stack(
         for part in PARTS:
             assert f"died    {part} was ended by SIGKILL; " in up.said
         assert up.process.poll() is None
-        # Killed itself, it takes all of them with it.
+        # If it is killed itself, it takes all of them with it.
         parts = psutil.Process(up.process.pid).children(recursive=True)
         assert {REDIS, "penstock-model"} <= {one.name() for one in parts}, up.said
         up.process.kill()

@@ -1,4 +1,4 @@
-"""An embedded BigQuery as a process that tests of rows can stop, and what they write to it."""
+"""An embedded BigQuery as a process that tests of rows can stop, and helpers that write to it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROJECT, DATASET = "rows-test", "penstock"
 
 
 class Server:
-    """An embedded BigQuery that keeps its port and its data over restarts."""
+    """An embedded BigQuery that keeps its port and its data across restarts."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

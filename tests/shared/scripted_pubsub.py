@@ -46,7 +46,7 @@ class ScriptedPubSub:
     _ids: Any = field(default_factory=lambda: itertools.count(1))
 
     async def seen(self, method: str, count: int) -> list[Any]:
-        """The requests of `method`, once there are `count`."""
+        """The requests of `method`, once there are `count` of them."""
         async with asyncio.timeout(WAIT_LIMIT_S), self._arrived:
             await self._arrived.wait_for(lambda: len(self.requests[method]) >= count)
         return self.requests[method]
@@ -69,7 +69,7 @@ class ScriptedPubSub:
         self.peers.add(context.peer())
         reading = asyncio.create_task(self._read(requests))
         try:
-            # An error must be raised here: gRPC answers INTERNAL if this task ends before another
+            # The error must be raised here: gRPC answers INTERNAL if this task ends before another
             # one has sent it.
             while (what := await self._next_delivery(reading)) is not None:
                 await self._deliver(what, context)
@@ -112,7 +112,7 @@ Opened = tuple[ScriptedPubSub, PubSubTransport]
 async def scripted_pubsub(
     credentials: grpc.ServerCredentials | None = None,
 ) -> AsyncIterator[ScriptedPubSub]:
-    """Serves on a free port; in the clear unless `credentials` are given."""
+    """Serves on a free port; unencrypted unless `credentials` are set."""
     script = ScriptedPubSub()
     script.gate.set()
     server = grpc.aio.server()

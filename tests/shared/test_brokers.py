@@ -1,4 +1,4 @@
-"""The contract of the transport: the same tests over the broker in memory, the embedded Pub/Sub,
+"""The contract of the transport: the same tests over the in-memory broker, the embedded Pub/Sub,
 RabbitMQ and Google's emulator.
 """
 
@@ -264,7 +264,7 @@ async def test_message_that_comes_again_comes_before_those_of_its_key(broker: Br
         first = await take(subscription, 2)
         subscription.nack(first[0])
         seen = [b""]
-        while seen[-3:] != [b"0", b"1", b"2"]:  # what was under way may come before
+        while seen[-3:] != [b"0", b"1", b"2"]:  # messages under way may arrive first
             [message] = await take(subscription, 1)
             seen.append(message.data)
     assert [message.data for message in first] == [b"0", b"1"]
@@ -351,7 +351,7 @@ async def test_attribute_too_long_is_refused(broker: Broker, attributes: dict[st
     topic = await broker.topic()
     with pytest.raises(BadInput):
         await broker.transport.publish(topic, b"1", attributes)
-    # The broker in memory takes only what both others take.
+    # The in-memory broker accepts only input that both others accept.
     longest = 256 if broker.kind == "embedded" else 128
     assert await broker.transport.publish(topic, b"1", {"a" * longest: "\u2588" * 341})
 

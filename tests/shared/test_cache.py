@@ -1,6 +1,4 @@
-"""Both levels of the cache over a real Redis that answers; test_cache_outage.py has one that does
-not.
-"""
+"""Both levels of the cache over a working Redis; test_cache_outage.py covers a Redis that fails."""
 
 import time
 
@@ -42,7 +40,7 @@ async def test_get_many_names_the_level(redis_url: str) -> None:
         ResultCache(redis_url, BIG_MEMORY) as reader,
     ):
         await writer.put_many({"a": vector(b"a"), "b": vector(b"b")}, ttl_s=60)
-        # A worker learns from Redis whether what it computed was paid for.
+        # A worker asks Redis whether its results have been paid for.
         assert await writer.get_many(["a"]) == {"a": Hit(vector(b"a"), "redis")}
         assert await writer.get_many(["a"]) == {"a": Hit(vector(b"a"), "memory")}
         assert await reader.get_many(["a", "b", "c", "a"]) == {
@@ -195,7 +193,7 @@ async def test_mark_says_nothing_about_a_later_result(redis_url: str) -> None:
 
 @pytest.mark.parametrize("times_s", [(10.0, 20.0), (20.0, 10.0)])
 async def test_mark_of_the_later_result_stays(redis_url: str, times_s: tuple[float, float]) -> None:
-    """Requests may end in another order than that in which their results were computed."""
+    """Requests may end in a different order than their results were computed."""
     async with ResultCache(redis_url, 0) as cache:
         await cache.put_many({"a": vector()}, 60, {"a": 20.0})
         for finished_at_s in times_s:

@@ -1,5 +1,5 @@
 """The cache while its Redis is missing, stops, hangs or refuses: nothing fails, nothing waits long,
-all heals.
+and everything recovers.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ def own_redis(tmp_path: Path) -> Iterator[RedisServer]:
 
 
 async def wait_for(condition: Callable[[], Awaitable[bool]]) -> None:
-    """Asks until it holds; each asking is the work that makes it hold."""
+    """Asks until it holds; each call does the work that makes it hold."""
     with anyio.fail_after(WAIT_LIMIT_S):
         while not await condition():
             pass
@@ -102,7 +102,7 @@ async def test_hanging_redis_costs_a_bounded_wait_then_none(own_redis: RedisServ
         own_redis.pause()
         with anyio.fail_after(WAIT_LIMIT_S):
             await trip(cache)
-            # With the breaker open nothing waits: far fewer seconds than one limit each would take.
+            # With the breaker open nothing waits: it takes far less time than one limit per call.
             for _ in range(1000):
                 assert await cache.get_many(["a"]) == {}
                 await cache.put_many({"b": vector()}, ttl_s=60)
@@ -175,8 +175,8 @@ async def test_answer_that_came_while_the_process_was_held_up_counts(
             for _ in range(20):
                 await anyio.lowlevel.checkpoint()
             own_redis.resume()
-            # From here no task runs: answer and timer both become due while this process stands
-            # still.
+            # No task runs from here on: answer and timer both become due while this process is
+            # blocked.
             while "cmdstat_mget" not in client.info("commandstats"):
                 pass
             time.sleep(1.2 * timeout_s)  # noqa: ASYNC251

@@ -79,7 +79,7 @@ def test_canary_is_a_model_of_the_pipeline_only(models_file: Path) -> None:
     assert isinstance(canary, Revision)
     assert (canary.replicas.min, canary.aliases) == (1, ())
     assert Revision.model_validate_json(canary.model_dump_json()) == canary
-    # Model processes read it as any other model.
+    # Model processes read it like any other model.
     assert Model.model_validate_json(canary.model_dump_json()).revision == "2"
     assert catalog.find_deployed("small") is catalog.find("mini")
     with pytest.raises(UnknownModel):

@@ -1,4 +1,4 @@
-"""Lists of models that share workers: what they make of the catalog, and which are refused."""
+"""Lists of models that share workers: their effect on the catalog, and invalid lists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes that the API and the workers start while calls of gRPC run."""
+"""Processes that the API and the workers start while gRPC calls run."""
 
 import asyncio
 import importlib
@@ -17,7 +17,7 @@ FORK_SUPPORT = "GRPC_ENABLE_FORK_SUPPORT"
 
 async def start_beside_calls() -> None:
     """Starts processes while gRPC calls run, and prints the output of each."""
-    importlib.import_module("shared")  # before gRPC, as in each process of ours
+    importlib.import_module("shared")  # before gRPC, as in all of our processes
     import grpc
 
     server = grpc.aio.server()

@@ -23,7 +23,7 @@ _steps = st.lists(
 
 
 class Line:
-    """Those who wait for a place or have one, as tasks."""
+    """Tasks that wait for a place or have one."""
 
     def __init__(self) -> None:
         self._turns = FairPermits(PLACES)

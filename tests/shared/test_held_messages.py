@@ -35,7 +35,7 @@ async def test_more_is_held_at_once(broker: Broker) -> None:
         first = await take(subscription, 4)
         subscription.hold(16)
         more = await take(subscription, 12)
-        # The others are for others: this subscription has what it may hold.
+        # The others are for other subscriptions: this one has its maximum.
         async with broker.transport.subscribe(jobs, max_messages=20) as other:
             rest = await take(other, 4)
     data = {message.data for message in (*first, *more, *rest)}
@@ -53,7 +53,7 @@ async def test_fewer_are_held_when_the_first_are_acked(broker: Broker) -> None:
             subscription.ack(message)
         subscription.hold(2)
         async with broker.transport.subscribe(jobs, max_messages=20) as other:
-            # Streams end in the background, so the first rounds may find them open.
+            # Streams end in the background, so the first rounds may find them still open.
             for _ in range(ROUNDS):
                 await publish(broker, topic, 10)
                 mine = await shared_out(10, subscription, other)
@@ -95,7 +95,7 @@ async def test_nothing_is_lost_or_double_while_it_changes(broker: Broker) -> Non
             async for message in subscription:
                 seen.append(message.data)
                 subscription.ack(message)
-                # Up in steps that need more streams than there may be, and back down.
+                # Up in steps that need more streams than allowed, and back down.
                 subscription.hold(2 + min(len(seen), MESSAGES - len(seen)))
                 if len(seen) == MESSAGES:
                     break

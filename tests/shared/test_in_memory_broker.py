@@ -105,7 +105,7 @@ async def test_bytes_bound_what_a_subscriber_holds() -> None:
 
 
 async def test_order_of_keys_is_kept_beside_other_keys() -> None:
-    """A key that waits for its holder holds up no other."""
+    """A key that waits for its holder holds up no other key."""
     broker = await broker_with(is_ordered=True)
     async with broker.subscribe("jobs", max_messages=1) as first:
         await broker.publish("jobs", b"a1", {}, ordering_key="a")

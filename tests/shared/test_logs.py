@@ -1,4 +1,4 @@
-"""A log line as Cloud Logging reads it."""
+"""A log line in the form that Cloud Logging reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests to this machine never ask a proxy, whichever variables name one."""
+"""Requests to this machine never use a proxy, whichever variables set one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Amounts of US dollars, as headers, errors, reports, invoices and the console show them."""
+"""Amounts in US dollars, as headers, errors, reports, invoices and the console show them."""
 
 import json
 import shutil

@@ -180,7 +180,7 @@ async def test_store_that_hangs_holds_up_nobody_else(
         == errors + 50
     )
     with (tmp_path / "hangs").open("w"):
-        pass  # lets the threads go
+        pass  # releases the threads
 
 
 async def test_owner_whose_calls_take_long_keeps_nobody_from_the_store(tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ async def test_owner_whose_calls_take_long_keeps_nobody_from_the_store(tmp_path:
         for one in slow:
             one.cancel()
         with (tmp_path / "files/kept/busy/slow").open("w"):
-            pass  # lets the threads go
+            pass  # releases the threads
     await asyncio.wait(slow)
     assert await objects.get("files/kept/quiet/file", max_bytes=1) == b"x"
 
@@ -219,7 +219,7 @@ async def test_owner_has_no_more_turns_by_using_several_folders(tmp_path: Path) 
     asked = [asyncio.create_task(one) for one in slow]
     await asyncio.sleep(0)
     try:
-        # A reservation and two lists at once, as the beginning of an upload.
+        # A reservation and two lists at once, as at the beginning of an upload.
         keys = [f"{folder}/{quiet}/{place}" for place, folder in enumerate(folders)]
         async with asyncio.timeout(TIMEOUT_S / 2):
             await asyncio.gather(*(objects.put(key, b"x", "image/png") for key in keys))

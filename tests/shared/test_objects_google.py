@@ -1,5 +1,5 @@
-"""A bucket, with the credentials of workload identity federation: a token of the cluster's,
-exchanged for Google's.
+"""A bucket, with credentials from workload identity federation: one of the cluster's tokens,
+exchanged for one of Google's.
 """
 
 from __future__ import annotations

@@ -22,7 +22,8 @@ from tests.shared.scripted_pubsub import Opened
 pytestmark = pytest.mark.anyio
 
 SHORT_LEASE_S, LEASE_S = 1, 3
-"""Shorter than the service allows, so that a test sees leases run out, or kept for longer than one.
+"""Shorter than the service allows, so that a test sees leases expire, or be extended beyond one
+lease.
 """
 
 

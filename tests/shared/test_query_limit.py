@@ -1,4 +1,4 @@
-"""A query ends within its time, and at BigQuery too."""
+"""A query ends within its time limit, in BigQuery too."""
 
 from __future__ import annotations
 

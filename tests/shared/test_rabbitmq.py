@@ -1,4 +1,4 @@
-"""RabbitMQ where it differs: connections that end, redelivery at once, delays, routing."""
+"""Features specific to RabbitMQ: connections that end, immediate redelivery, delays, routing."""
 
 import asyncio
 import sys
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.slow(about_s=10)
 
 JOBS = 100
 MANY = 256
-"""So many acks that the broker does not pass them on at once."""
+"""Enough acks that the broker does not pass all of them on at once."""
 ROUNDS = 4
 
 Pair = tuple[RabbitTransport, RabbitAdmin]
@@ -59,10 +59,10 @@ async def make(admin: RabbitAdmin, name: str = "jobs", **settings: object) -> No
 
 @pytest.fixture
 async def own_server(tmp_path: Path) -> AsyncIterator[RabbitServer]:
-    """A server to kill, which has the queue "jobs" of the project "kills".
+    """A server to kill, with the queue "jobs" of the project "kills".
 
-    It was restarted since: RabbitMQ 3.10 elects no leader of a queue after a kill in the first
-    seconds of that queue.
+    It has been restarted: RabbitMQ 3.10 elects no leader for a queue after a kill in the queue's
+    first seconds.
     """
     needs_rabbitmq()
     with RabbitServer(tmp_path / "data", tmp_path) as server:
@@ -145,7 +145,7 @@ async def test_messages_of_a_killed_process_come_again_at_once(
 
 @pytest.mark.anyio
 async def test_acks_just_before_the_close_are_not_forgotten(rabbit: Pair) -> None:
-    """The broker drops acks of a channel that it has not passed on when the channel is closed."""
+    """The broker drops acks of a channel that it has not passed on when the channel closes."""
     transport, admin = rabbit
     for number in range(ROUNDS):
         name = f"jobs-{number}"
@@ -210,7 +210,7 @@ async def test_removed_queue_ends_the_iteration(rabbit: Pair) -> None:
 
 @pytest.mark.anyio
 async def test_message_handed_back_waits_on_the_broker(rabbit: Pair) -> None:
-    """It holds up none that comes after it, and keeps its id, its age and its attempts."""
+    """It does not hold up later messages, and keeps its id, its age and its attempts."""
     transport, admin = rabbit
     first_s, longest_s = 0.2, 0.4
     await make(admin, retry_min_s=first_s, retry_max_s=longest_s, push_endpoint="http://function")
@@ -296,7 +296,7 @@ def test_server_of_another_version_can_be_named(
 
 
 def test_server_listens_on_this_machine_only(rabbitmq_server: RabbitServer) -> None:
-    """Neither clients nor nodes of other machines may reach it: its password is known."""
+    """Neither clients nor nodes on other machines may reach it, because its password is public."""
     listening = {
         one.laddr.ip
         for one in psutil.Process(rabbitmq_server.pid).net_connections("tcp")

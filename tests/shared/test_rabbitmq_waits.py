@@ -1,4 +1,4 @@
-"""RabbitMQ when answers are lost: each wait has a limit, and what it was for is done again."""
+"""RabbitMQ when answers are lost: each wait has a limit, and the operation is then repeated."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -31,12 +31,11 @@ from tests.shared.receiving import take
 pytestmark = [pytest.mark.slow(about_s=15), pytest.mark.anyio]
 
 SOON_S = 0.2
-"""Until the broker is asked again. The limit doubles, so a slow machine is only asked more often.
-"""
+"""Limit until the first repetition. It doubles, so a slow machine only repeats more often."""
 MANY = 1000
-"""So many that the connection breaks before all are written."""
+"""Enough that the connection breaks before all are written."""
 LARGE_BYTES = 9_000_000
-"""Three of them do not fit into the buffers of a socket."""
+"""Three of them do not fit into a socket's buffers."""
 
 
 @dataclass
@@ -105,7 +104,7 @@ async def test_publishing_goes_on_when_the_exchange_was_not_confirmed(linked: Li
 async def test_publishes_that_wait_for_room_are_sent_after_the_connection_broke(
     linked: Linked,
 ) -> None:
-    """Nobody empties the queue to the socket any more, and the channel is not closed yet."""
+    """Nothing empties the queue to the socket any more, but the channel is not closed yet."""
     async with linked.transport(answer_limit_s=WAIT_LIMIT_S) as transport:
         await transport.publish("jobs", b"first", {})
         linked.link.hang_up_unread()
@@ -180,7 +179,7 @@ async def test_acks_go_on_after_the_connection_broke_while_they_waited_for_room(
                 subscription.ack(message)
             for message in await take(subscription, MANY):
                 subscription.ack(message)
-            # No more come than are acked.
+            # Only as many arrive as are acked.
             await transport.publish("jobs", b"last", {})
             [message] = await take(subscription, 1)
     assert message.data == b"last"

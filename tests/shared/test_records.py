@@ -71,7 +71,7 @@ class Expected:
 
 
 class Transitions(RuleBasedStateMachine):
-    """Calls in any order, by any number of workers and callers, against `Expected`."""
+    """Calls in any order, by any number of workers and callers, checked against `Expected`."""
 
     url = ""
     number = itertools.count()
@@ -240,7 +240,7 @@ async def test_job_that_is_no_prediction_goes_by_itself(records: Records, redis_
 async def test_canceled_job_is_known_as_such_until_its_deadline(
     records: Records, redis_url: str
 ) -> None:
-    """The broker may deliver it until then, to a worker that starts in an hour."""
+    """Until then, the broker may deliver it to a worker that starts in an hour."""
     await records.cancel("late", time.time() + 3600)
     with redis.Redis.from_url(redis_url) as client:
         assert client.ttl("penstock:record:late") > 3600

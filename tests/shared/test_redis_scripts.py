@@ -1,6 +1,6 @@
 """Scripts run by their digest, and keep working after a Redis that restarted has forgotten them.
 
-A round trip that is canceled leaves nothing behind.
+A canceled round trip leaves nothing behind.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def commands(server: RedisServer) -> dict[str, int]:
-    """How often the server ran EVAL and EVALSHA."""
+    """The number of times the server ran EVAL and EVALSHA."""
     with redis.Redis.from_url(server.url) as client:
         stats: Any = client.info("commandstats")
     return {
@@ -66,7 +66,7 @@ async def test_restarted_redis_learns_the_scripts_again(own_redis: RedisServer) 
 
 @pytest.mark.anyio
 async def test_error_of_a_canceled_round_trip_is_not_reported_as_lost() -> None:
-    """The store closes in the turn of the loop in which Redis refuses a connection."""
+    """The store closes in the same turn of the loop in which Redis refuses a connection."""
     lost: list[object] = []
     loop = asyncio.get_running_loop()
     usual = loop.get_exception_handler()

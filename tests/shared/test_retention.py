@@ -24,7 +24,7 @@ from tests.tiers import examples
 pytestmark = pytest.mark.anyio
 BUDGET_BYTES = 64 * 1024
 ENTRY_BYTES = 1024
-"""As in retention.lua."""
+"""Same as in retention.lua."""
 SHARE_BYTES = BUDGET_BYTES // 16
 LARGE, QUIET = ["acme", "globex"], "quiet"
 REPLY = b'{"outcomes":[],"worker":"%s"}'
@@ -73,7 +73,7 @@ class Counts:
 
 
 class Predictions(RuleBasedStateMachine):
-    """ApiKeys that take all they get, and a quiet one that stays below its share."""
+    """API keys that take everything they can, and a quiet one that stays below its share."""
 
     url = ""
     number = itertools.count()
@@ -210,7 +210,7 @@ async def test_oldest_of_the_largest_go_and_a_tenant_that_finds_no_room_replaces
             True,
             True,
         ]
-        for name in ("l5", "l3"):  # the order in which they end counts
+        for name in ("l5", "l3"):  # the order in which they end matters
             await records.finish(name, "succeeded", REPLY % (b"w" * 2976))
         await create("m4", "middle", 1000)
         assert [await records.read(f"l{number}") is not None for number in (3, 5)] == [True, False]
@@ -271,7 +271,9 @@ NAMES = [
 
 
 class Answers(RuleBasedStateMachine):
-    """Answers of tenants that ask much and of a quiet one; a claim may stay without an answer."""
+    """Answers of tenants that send many requests and of a quiet one; a claim may remain without an
+    answer.
+    """
 
     url = ""
     number = itertools.count()
@@ -332,7 +334,7 @@ class Answers(RuleBasedStateMachine):
 
     @rule(tenant=st.sampled_from(LARGE))
     def flood(self, tenant: str) -> None:
-        """A tenant asks with all of its keys."""
+        """A tenant sends requests with all of its keys."""
         for number in range(20):
             name = f"{tenant}{number}"
             if name not in self.claimed:

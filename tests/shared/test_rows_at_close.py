@@ -1,4 +1,4 @@
-"""Rows that a writer has when it closes, while its thread is at work."""
+"""Rows that a writer still has when it closes, while its thread is at work."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tests.shared.embedded_bigquery import row
 
 ROWS = 10
 SOON_S = 0.3
-"""Two threads that do not wait for each other are done by then. More time changes nothing."""
+"""Two threads that do not wait for each other are done by then. A longer time changes nothing."""
 
 
 class SlowSpool(Spool):
-    """The first segment is made only when `go` is set."""
+    """The first segment is created only after `go` is set."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, 1_000_000)
@@ -72,7 +72,7 @@ async def test_each_row_is_on_disk_once_if_the_writer_closes_while_rows_are_save
 
 
 class KeptRows:
-    """A sender that keeps what it gets."""
+    """A sender that keeps the rows it gets."""
 
     linger_s = WAIT_LIMIT_S
 
@@ -88,7 +88,7 @@ class KeptRows:
 async def test_rows_are_sent_that_come_while_the_last_look_finds_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pod that ends takes its folder along, so they would be lost."""
+    """The folder of a pod that ends disappears with it, so the rows would be lost."""
     looks, go, adopt = threading.Event(), threading.Event(), Spool.adopt
 
     def slow_adopt(spool: Spool) -> tuple[Segment, list[Fields]] | None:

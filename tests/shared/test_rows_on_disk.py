@@ -1,5 +1,5 @@
-"""No row is lost when its process is killed or its disk fails: real processes, real files, a real
-embedded BigQuery.
+"""No row is lost when its process is killed or its disk fails: tested with real processes, real
+files and a real embedded BigQuery.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.anyio]
 
 POLL_S = 0.01
 SAFE_ROWS = 700
-"""More than one segment, so that some are full when the process is killed and one is open."""
+"""More than one segment, so that some are full and one is open when the process is killed."""
 WRITES_UNTIL_KILLED = """
 import asyncio, sys
 from pathlib import Path
@@ -55,7 +55,7 @@ NUMBERS = iter(range(90_000, 99_999))
 
 
 def unused() -> int:
-    """The number of a row that no other test of this file has."""
+    """A row number that no other test in this file uses."""
     return next(NUMBERS)
 
 
@@ -216,7 +216,7 @@ async def test_rows_beyond_the_bound_of_memory_are_given_up_and_counted_unless_a
     spool_dir = tmp_path / "spool"
     spool_dir.write_text("no folder")
     before = metric("penstock_rows_lost_total")
-    with socket.create_server(("127.0.0.1", 0)) as hung:  # takes connections and never answers
+    with socket.create_server(("127.0.0.1", 0)) as hung:  # accepts connections and never answers
         nowhere = f"http://127.0.0.1:{hung.getsockname()[1]}"
         async with writer_to(nowhere, spool_dir) as rows:
             for _ in range(60):
@@ -228,14 +228,14 @@ async def test_rows_beyond_the_bound_of_memory_are_given_up_and_counted_unless_a
             assert rows.pending == 65 - (metric("penstock_rows_lost_total") - before)
             assert metric("penstock_rows_lost_total") > before
             spool_dir.unlink()
-    # The close found the disk in order: what was in memory is on it.
+    # The close found the disk in order, and wrote the rows in memory to it.
     kept = sum(len(path.read_text().splitlines()) for path in spool_dir.glob("*.segment"))
     assert kept == 65 - (metric("penstock_rows_lost_total") - before)
 
 
 async def test_full_disk_costs_no_row(server: Server, tmp_path: Path) -> None:
-    """A process that may write 2,000 bytes to a file: the write that crosses the bound is torn, the
-    next fail.
+    """A process that may write 2,000 bytes to a file: the write that crosses the limit is torn, and
+    later ones fail.
     """
     wanted = [unused() for _ in range(40)]
     program = WRITES_UNTIL_KILLED.replace(

@@ -1,4 +1,4 @@
-"""Rows of a long outage: compressed on disk, within bounds, and all there once at the end."""
+"""Rows of a long outage: compressed on disk, within limits, and each delivered once at the end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROWS, BATCH = 10_000, 100
 
 
 def spool_with(folder: Path, *counts: int) -> Spool:
-    """A folder with released segments of so many rows each."""
+    """A folder with released segments, with this number of rows in each."""
     spool = Spool(folder, max_bytes=10**9)
     for number, count in enumerate(counts):
         segment = spool.create()

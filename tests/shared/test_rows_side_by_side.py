@@ -1,4 +1,6 @@
-"""A backlog is sent by several requests at a time, since each takes BigQuery its time."""
+"""A backlog is sent by several requests at a time, because BigQuery takes a while to answer
+each.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ pytestmark = pytest.mark.anyio
 
 
 class Slow:
-    """Answers the first requests once all of them are there. One with the row `failing` fails."""
+    """Answers the first requests once all of them have arrived. The one with the row `failing`
+    fails.
+    """
 
     def __init__(self, together: int, failing: str) -> None:
         self.barrier = threading.Barrier(together)
@@ -30,7 +34,7 @@ class Slow:
         self._lock = threading.Lock()
 
     def answer(self, ids: list[str]) -> int:
-        """The status for a request with these rows."""
+        """The status of a request with these rows."""
         with self._lock:
             self._asked += 1
             is_first = self._asked <= self.barrier.parties

@@ -1,5 +1,5 @@
 """The journal of rows as a state machine: written, sent, kept, killed, with a disk that fails, in
-whatever order.
+any order.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from shared.usage.writer import Journal, RowBatch
 from tests.tiers import examples
 
 SMALL = {"BATCH_ROWS": 3, "MEMORY_ROWS": 6, "FIRST_PAUSE_S": 0.0, "MAX_PAUSE_S": 0.0}
-"""Bounds that a few rows reach, and a disk that is due again at once."""
+"""Limits that a few rows reach, and a disk that is retried at once."""
 
 
 class Mortal(Spool):
-    """A spool that can die: its locks go as the kernel takes them from a process that is killed."""
+    """A spool that can die: its locks are released as the kernel does for a killed process."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, max_bytes=SPOOL_MAX_BYTES)
@@ -137,7 +137,7 @@ class Rows(RuleBasedStateMachine):
     @precondition(lambda self: not self._is_broken)
     @rule()
     def is_killed_while_it_packs(self) -> None:
-        """Both are there: the segment that could not be removed any more, and the packed one."""
+        """Both exist: the segment that could not be removed any more, and the packed one."""
         segments = {path: path.read_bytes() for path in self._folder.glob("*.segment")}
         self._journal.pack()
         for path, data in segments.items():
@@ -182,7 +182,7 @@ class Rows(RuleBasedStateMachine):
             self.end(is_sent=False, which=0)
         self._drain()
         assert self.alive - self.sent == set()
-        self.is_killed()  # what this process could not remove is left to another
+        self.is_killed()  # leftovers of this process are removed by another
         self._drain()
         assert self.safe - self.sent == set()
         assert self._journal.rows == 0

@@ -15,7 +15,7 @@ from shared.models.service_rate import StepTime
 
 PLACES = 16
 TEXTS_MS = {1: 21.8, 2: 26.5, 4: 24.8, 8: 29.8, 16: 43.6}
-"""A step of so many texts in bf16 (docs/reference/generation.md).
+"""Milliseconds of a decoding step with this number of texts in bf16 (docs/reference/generation.md).
 
 A prompt of 256 tokens took 213.
 """
@@ -70,7 +70,7 @@ def test_prompts_of_lone_texts_tell_the_fixed_time_too() -> None:
         for _ in range(20):
             time.observe(1, TEXTS_MS[1] / 1000)
     assert time.fixed_s == pytest.approx(0.021, abs=0.001)
-    # Others have to wait for a prompt, so hardly any of its step was theirs.
+    # Others have to wait for a prompt, so hardly any of its step was spare.
     assert taken(time, 1, PROMPT_MS / 1000, PROMPT_TOKENS) > 0.9
 
 
@@ -112,7 +112,7 @@ def test_steps_that_others_slow_are_no_more_work() -> None:
             time.observe(items, 0.020 + 0.0015 * items)
     quiet, slowed = taken(time, 1, 0.0215), taken(time, 1, 2 * 0.0215)
     assert quiet == pytest.approx(slowed, abs=0.01)
-    # Ten times as long is no longer the same step.
+    # A step ten times as long is no longer the same step.
     assert taken(time, 1, 10 * 0.0215) > 0.8
 
 

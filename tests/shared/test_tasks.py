@@ -1,4 +1,4 @@
-"""Each task has its file in every layer, and no other code asks which task a model serves."""
+"""Each task has its file in every layer, and no other code checks which task a model serves."""
 
 import ast
 from collections.abc import Iterator
@@ -70,7 +70,7 @@ def test_the_registry_may_be_asked(code: str) -> None:
 
 
 def branches(source: str) -> Iterator[int]:
-    """Lines that choose by the name of a task, other than by asking a registry."""
+    """Lines that branch on a task's name instead of using a registry."""
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Compare(left=left, ops=ops, comparators=others):

@@ -37,7 +37,7 @@ def test_release_0_1_0_reads_pieces_as_tokens() -> None:
 
 
 async def claimed(records: Records, times: int = 1) -> str:
-    """A prediction that so many workers have claimed."""
+    """A prediction that `count` workers have claimed."""
     record = f"req_{next(NUMBERS)}"
     await records.create(record, "t", b"{}", deadline_s=4e9, keep_s=60)
     for _ in range(times):

@@ -1,4 +1,4 @@
-"""W3C Trace Context as callers send it: what is read, what is refused, and that nothing fails."""
+"""W3C Trace Context as callers send it: values that are read or ignored, without any failure."""
 
 from __future__ import annotations
 

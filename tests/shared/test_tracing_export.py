@@ -24,7 +24,7 @@ FACTS = {"service.name": "test"}
 
 
 class StuckExporter(SpanExporter):
-    """Takes nothing until it is let go."""
+    """Takes nothing until it is released."""
 
     def __init__(self, result: SpanExportResult = SpanExportResult.SUCCESS) -> None:
         self.go, self.entered = threading.Event(), threading.Event()

@@ -44,14 +44,14 @@ def kept_share() -> float:
 
 
 def exported(collector: Collector, trace: TraceContext, name: str = "done") -> ReceivedSpan:
-    """A span of `trace`, made now, as the collector gets it."""
+    """A span of `trace`, created now, as the collector gets it."""
     record(name, "internal", (1.0, 2.0), {}, parent=trace)
     collector.until(lambda: bool(collector.of_trace(trace.trace_id)))
     return collector.of_trace(trace.trace_id)[0]
 
 
 def test_without_an_endpoint_nothing_of_the_sdk_is_imported() -> None:
-    # redis imports the SDK's metrics by itself, wherever the SDK is installed.
+    # redis imports the SDK's metrics by itself, if the SDK is installed.
     code = (
         "import sys, api.__main__, workers.__main__, workers.functions.dependencies;"
         "from shared.tracing.setup import traced\n"
@@ -92,7 +92,7 @@ def test_standard_switches_turn_it_off(
         ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/json"),
         ("OTEL_TRACES_EXPORTER", "zipkin"),
         ("OTEL_TRACES_SAMPLER", "sometimes"),
-        ("OTEL_TRACES_SAMPLER", "traceidratio"),  # without a ratio the SDK takes 1
+        ("OTEL_TRACES_SAMPLER", "traceidratio"),  # without a ratio the SDK uses 1
         ("OTEL_TRACES_SAMPLER_ARG", "1%"),
         ("OTEL_TRACES_SAMPLER_ARG", "2"),
         ("OTEL_TRACES_SAMPLER_ARG", "nan"),

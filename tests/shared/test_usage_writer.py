@@ -1,5 +1,5 @@
-"""Rows reach BigQuery whatever happens to it meanwhile; on a real embedded server, as a process
-that can be stopped.
+"""Rows reach BigQuery whatever happens to it; tested with a real embedded server, as a process that
+can be stopped.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ async def test_close_during_an_outage_leaves_rows_to_the_next(
 
 
 async def test_close_while_bigquery_hangs_keeps_the_rows(server: Server, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", server.port)):  # takes connections and never answers
+    with socket.create_server(("127.0.0.1", server.port)):  # accepts connections and never answers
         async with writer(server, tmp_path / "spool") as rows:
             rows.write(row(1))
             assert not await rows.flush(0.3)
@@ -178,7 +178,7 @@ OF_REPORTS = {
     *("cached_tokens", "gpu_type", "spot", "priority", "user_agent_family", "batch_id"),
     *("cold_start", "batch_capacity", "padded_tokens"),
 }
-"""Columns that came together."""
+"""Columns that were added together."""
 
 
 @pytest.mark.parametrize("lacking", [{"charged_share"}, {"charged_share"} | OF_REPORTS])
@@ -223,7 +223,7 @@ async def test_table_of_an_older_release_takes_rows_without_its_missing_columns(
 async def test_table_that_is_missing_keeps_no_other_rows_waiting(
     server: Server, tmp_path: Path
 ) -> None:
-    """A worker of a new release starts before the table of hours is there."""
+    """A worker of a new release starts before the table of hours exists."""
     hours = writer_to(server.endpoint, tmp_path / "hours", "worker_hours")
     with server.running():
         with server.client() as client:
@@ -274,6 +274,6 @@ def test_rows_of_one_item_that_differ_are_no_repeats(tmp_path: Path) -> None:
     second = msgspec.structs.replace(first, status="canceled", attempt=None)
     with server.running():
         sender = BigQuerySender(PROJECT, f"{DATASET}.rows", server.endpoint)
-        for one in (first, second) * 2:  # an answer that got lost
+        for one in (first, second) * 2:  # one answer was lost
             assert sender.send([fields_of(one)]) == []
         assert server.row_ids() == ["req:00001"] * 2

@@ -1,5 +1,5 @@
-"""Events and signatures of webhooks; what clients make of them is tested with the function that
-delivers them.
+"""Events and signatures of webhooks; the tests of the function that delivers them cover how clients
+read them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One plan of two regions and one rendering, which most tests only look at."""
+"""One plan of two regions and one rendering, which most tests only read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
 
 @pytest.fixture(scope="session")
 def plan_with_batches(tmp_path_factory: pytest.TempPathFactory) -> Plan:
-    """One region with a runner of batches."""
+    """One region with a batch runner."""
     return plan_platform(
         tmp_path_factory.mktemp("batches"),
         batches={"instances": 1},

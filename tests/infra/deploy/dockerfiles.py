@@ -24,18 +24,18 @@ IMAGES = ("api", "functions", "servers", "cuda", "worker")
 
 @dataclass
 class Stage:
-    """One FROM, and the instructions up to the next: their word, and the rest of the line."""
+    """One FROM, and the instructions up to the next: their keyword, and the rest of the line."""
 
     base: str
     name: str
     lines: list[tuple[str, str]] = field(default_factory=list)
 
     def all(self, word: str) -> list[str]:
-        """The instructions of a kind, without their word."""
+        """The instructions of one kind, without their keyword."""
         return [rest for found, rest in self.lines if found == word]
 
     def last(self, word: str) -> str:
-        """The one that counts where a kind may be given again."""
+        """The last one, which is the one that applies."""
         return self.all(word)[-1]
 
     @property
@@ -44,7 +44,7 @@ class Stage:
 
     @property
     def entry_point(self) -> list[str]:
-        """The words that the image runs."""
+        """The command that the image runs."""
         found: list[str] = json.loads(self.last("ENTRYPOINT"))
         return found
 
@@ -77,7 +77,7 @@ def image(name: str) -> Stage:
 
 
 def copied_files(name: str) -> set[str]:
-    """Every file of the repository that gets into the project's own part of an image."""
+    """Every file of the repository that ends up in the project's own part of an image."""
     sources = [source for stage in stages(name) for found, _ in stage.copied for source in found]
     return {str(file) for source in sources for file in files_below(Path(source)) if is_sent(file)}
 
@@ -88,7 +88,7 @@ def files_below(path: Path) -> list[Path]:
 
 
 def is_sent(file: Path) -> bool:
-    """True if .dockerignore lets a file through to the builder; the last rule that fits decides."""
+    """True if .dockerignore lets a file through to the builder; the last matching rule decides."""
     sent = True
     for rule in Path(".dockerignore").read_text(encoding="utf-8").splitlines():
         if not rule or rule.startswith("#"):
@@ -123,7 +123,7 @@ def file_of(module: str) -> str:
 
 
 def run(*command: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs a program of the build with these environment variables."""
+    """Runs a build script with these environment variables."""
     given = os.environ | environment
     return subprocess.run(
         command, capture_output=True, text=True, timeout=WAIT_LIMIT_S, check=False, env=given

@@ -1,4 +1,4 @@
-"""Helm itself: the program where it is installed, else its code as a library."""
+"""Helm itself: the program if it is installed, otherwise its code as a library."""
 
 from __future__ import annotations
 

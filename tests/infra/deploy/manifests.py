@@ -52,12 +52,12 @@ def render(out: Path, models_file: Path = Path("models.yaml"), **changes: object
 
 
 def objects_of(text: str) -> Objects:
-    """The objects of a YAML file. Python's own loader takes ten times the time of libyaml's."""
+    """The objects in a YAML file. Python's own loader takes ten times as long as libyaml's."""
     return [one for one in yaml.load_all(text, yaml.CSafeLoader) if one]
 
 
 def of_kind(objects: Objects, kind: str) -> dict[str, dict[str, Any]]:
-    """The objects of a kind by name."""
+    """The objects of one kind, by name."""
     return {found["metadata"]["name"]: found for found in objects if found["kind"] == kind}
 
 
@@ -75,7 +75,7 @@ def pod(deployment: dict[str, Any]) -> dict[str, Any]:
 
 
 def settings_of(objects: Objects, deployment: dict[str, Any]) -> dict[str, str]:
-    """The environment that a worker's container gets."""
+    """The environment of a worker's container."""
     (source,) = pod(deployment)["containers"][0]["envFrom"]
     data: dict[str, str] = of_kind(objects, "ConfigMap")[source["configMapRef"]["name"]]["data"]
     return data

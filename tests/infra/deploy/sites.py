@@ -1,4 +1,6 @@
-"""Whole deployments off Google as Kustomize renders them, and what tests look for in them."""
+"""Whole deployments off Google as Kustomize renders them, and helpers that tests use to examine
+them.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +34,13 @@ GIVEN: dict[str, Any] = {
     "google": {"project": "example-project", "credentials_secret": "penstock-google"},
     "ingress": None,
 }
-"""Everything from elsewhere."""
+"""Everything is external."""
 RABBITMQ: dict[str, Any] = {
     "kind": "rabbitmq",
     "secret": "penstock-broker",
     "networks": ["10.3.0.0/16"],
 }
-"""A broker from elsewhere."""
+"""The broker is external."""
 
 
 def example(**changes: object) -> dict[str, Any]:
@@ -78,7 +80,7 @@ def pods_of(objects: Objects) -> dict[str, dict[str, Any]]:
 
 
 def environment(objects: Objects, name: str) -> dict[str, str]:
-    """The variables of a Deployment's container from ConfigMaps."""
+    """The environment variables that a Deployment's container gets from ConfigMaps."""
     maps = of_kind(objects, "ConfigMap")
     given: dict[str, str] = {}
     for source in pods_of(objects)[name]["containers"][0]["envFrom"]:

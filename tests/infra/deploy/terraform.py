@@ -17,7 +17,7 @@ from tests.limits import START_LIMIT_S
 
 STAGES = Path("infra/terraform")
 CHECKER = os.environ.get("TFOFFLINE", "")
-"""A stand-in for Terraform's providers. A plan with Google's own asks for an account."""
+"""A stand-in for Terraform's providers. Google's own would require an account."""
 
 REGIONS = {"europe-west4": {"index": 0}, "europe-west1": {"index": 1}}
 PROJECT = "example-project"
@@ -36,7 +36,7 @@ class Plan:
 
 
 def plan_platform(folder: Path, **variables: object) -> Plan:
-    """Plans the stage `platform`; skips the test where there is nothing to plan with."""
+    """Plans the stage `platform`; skips the test if there is nothing to plan with."""
     _need_terraform()
     given = {
         "project_id": PROJECT,
@@ -53,7 +53,7 @@ def plan_platform(folder: Path, **variables: object) -> Plan:
 
 
 def refusals(folder: Path, root: str, given: dict[str, object]) -> dict[str, list[str]]:
-    """The reasons for which a plan of a root is refused, by the variable that is wrong."""
+    """The reasons why a plan of a root is refused, by the wrong variable."""
     _need_terraform()
     file = folder / "given.tfvars.json"
     file.write_text(json.dumps(given))
@@ -120,12 +120,12 @@ def api_container(plan: Plan, region: str) -> dict[str, Any]:
 
 
 def api_settings(plan: Plan, region: str) -> dict[str, str | None]:
-    """The environment of the API; None where it is known only after an apply."""
+    """The environment of the API; values are None if they are known only after an apply."""
     return {env["name"]: env.get("value") for env in api_container(plan, region)["env"]}
 
 
 def function_settings(plan: Plan, service: str) -> dict[str, str | None]:
-    """The environment of a function; None where it is known only after an apply."""
+    """The environment of a function; values are None if they are known only after an apply."""
     (container,) = [
         container
         for found in plan.of("google_cloud_run_v2_service")

@@ -1,7 +1,7 @@
 """Terraform, Kubernetes, the embedded stack and the code agree on names, filters, ports, probes and
 the table.
 
-Their settings are compared in test_settings.py, rights in test_rights.py.
+Settings are compared in test_settings.py, rights in test_rights.py.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ EXPORTERS = (
     shared.usage.writer,
     workers.metrics,
 )
-"""Imported, because that registers their metrics."""
+"""Imported because that registers their metrics."""
 FUNCTIONS_URL = "https://functions.example.com"
 
 
 class RecordingAdmin:
-    """Keeps what is asked to be made."""
+    """Records the resources to create."""
 
     def __init__(self) -> None:
         self.topics: set[str] = set()
@@ -206,7 +206,7 @@ def test_api_is_scraped_where_it_answers(plan: Plan) -> None:
     ]
     (endpoint,) = config["spec"]["endpoints"]
     assert str(endpoint["port"]) == api_settings(plan, "europe-west4")["PENSTOCK_METRICS_PORT"]
-    # Callers can reach the one port that the container names, and no other.
+    # Callers can reach the one port that the container declares, and no other.
     assert endpoint["port"] not in {
         port["container_port"] for port in api_container(plan, "europe-west4")["ports"]
     }

@@ -33,7 +33,8 @@ def test_lost_metrics_are_an_error_and_keep_what_runs(objects: Objects) -> None:
             ours = re.sub(spare, "", ours)
             guess = f"or vector({model.definition.first_guesses.item_s:g})"
             for part in re.findall(r"or vector\(.*?\)", ours):
-                # Nothing of ours is read as no load, but for the bound of arrivals.
+                # Missing data from our own metrics counts as no load, except for the bound of
+                # arrivals.
                 assert part == guess or trigger["name"] == "arrivals"
 
 
@@ -163,7 +164,7 @@ def _share(value: object) -> float:
 def _rolling(update: dict[str, Any], count: int) -> tuple[int, int]:
     """Surge and unavailable of a Deployment (k8s.io/kubernetes deployment util, ResolveFenceposts).
 
-    A share of surge is rounded up, one of unavailable down, and both are not 0 together.
+    A share of surge is rounded up, a share of unavailable pods down, and both can't be 0.
     """
     surge, unavailable = (
         value if isinstance(value, int) else rounded(_share(value) * count)

@@ -73,7 +73,7 @@ def test_every_substitution_is_used_and_said_what_for(path: Path) -> None:
     lines = text.splitlines()
     for name in declared:
         place = next(number for number, line in enumerate(lines) if line.startswith(f"  {name}:"))
-        # A comment stands right above it, or above the group that it is in.
+        # A comment is right above the variable, or above its group.
         while lines[place].lstrip().startswith("_"):
             place -= 1
         assert lines[place].lstrip().startswith("#"), name
@@ -102,7 +102,7 @@ def test_script_is_there_and_gets_what_it_reads(path: Path, step: dict[str, Any]
             re.findall(r"\b([A-Z][A-Z_]+)=", text)
         )
         read |= named - {"PWD"}
-    # build.sh, which image.sh calls, takes the revision.
+    # image.sh calls build.sh, which takes the revision.
     assert not scripts or given == read | (
         {"REVISION"} if "infra/cloudbuild/image.sh" in scripts else set()
     )
@@ -173,7 +173,7 @@ def test_rollout_has_time_for_its_steps_in_two_regions() -> None:
     found = config(SCRIPTS / "deploy.yaml")["substitutions"]
     watched_s = 2 * len(found["_STEPS"].split(",")) * float(found["_WATCH_S"])
     assert watched_s < int(steps(SCRIPTS / "deploy.yaml")["rollout"]["timeout"][:-1])
-    # Monitoring shows a request up to three minutes late.
+    # Monitoring shows requests up to three minutes late.
     assert float(found["_WATCH_S"]) >= 240
 
 
@@ -231,7 +231,7 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def put(checkout: Path, program: str, does: str = "") -> None:
-    """A program that notes how it was called, and does a little."""
+    """A program that records its arguments, and does a little."""
     path = checkout / "bin" / program
     path.write_text(f'#!/bin/bash\necho "$*" >> "{checkout}/{program}.calls"\n{does}\n')
     path.chmod(0o755)
@@ -344,7 +344,7 @@ def test_lists_of_parts_go_where_the_account_may_add_them(checkout: Path) -> Non
 
 
 def test_release_is_fetched_into_an_empty_workspace(checkout: Path, tmp_path: Path) -> None:
-    """A build that a message started has no source, so nothing is there."""
+    """A build started by a message has no source, so the workspace is empty."""
     empty = tmp_path / "workspace"
     empty.mkdir()
     put(checkout, "gcloud")
@@ -352,7 +352,7 @@ def test_release_is_fetched_into_an_empty_workspace(checkout: Path, tmp_path: Pa
     assert script(checkout, "bash", "release.sh", **given).returncode == 0
     (published,) = [call for call in calls(checkout, "gcloud") if "publish" in call]
     message = json.loads(published.partition("--message ")[2])
-    # As gcloud does: the folder must be there.
+    # As with gcloud, the folder must exist.
     put(
         checkout,
         "gcloud",
@@ -456,7 +456,7 @@ def test_root_with_a_backend_keeps_it(checkout: Path) -> None:
 
 
 def test_workers_of_every_region_are_applied(checkout: Path) -> None:
-    # Reads its input, as a program may: the list of regions must not be lost to it.
+    # Reads its input, as a program may: it must not swallow the list of regions.
     put(checkout, "terraform", "cat > /dev/null")
     (checkout / "release/clusters").write_text("r1 penstock-r1\nr2 penstock-r2\n")
     (checkout / "infra/terraform/workloads").mkdir(parents=True)
@@ -510,7 +510,7 @@ PLATFORM = {"attestor": "projects/p/attestors/a", "attestor_key": "projects/p/ke
 def test_images_are_attested_where_nodes_ask_for_it(
     checkout: Path, platform: dict[str, str | None]
 ) -> None:
-    """The worker's is attested already, as after a deployment that was tried again."""
+    """The worker's image has been attested already, as after a retried deployment."""
     put(checkout, "gcloud", 'case "$*" in *list*r/worker@*) echo there ;; esac')
     (checkout / "release/platform.json").write_text(json.dumps(platform))
     done = script(checkout, "bash", "attest.sh")

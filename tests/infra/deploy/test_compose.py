@@ -28,7 +28,7 @@ KINDS: dict[str, type[Settings]] = {
 }
 SERVERS = {"pubsub", "bigquery", "redis"}
 ONCE = {"provision", "proxy-volumes", "keys"}
-"""They end by themselves."""
+"""These services end by themselves."""
 
 
 def variables(*names: str) -> dict[str, str]:
@@ -82,7 +82,7 @@ _Override.add_constructor("!override", _replacement)
 
 
 def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """As Compose merges two files, as far as ours need it."""
+    """Merges two files as Compose does, as far as ours need it."""
     found = dict(base)
     for name, value in over.items():
         if value is None and name in base:

@@ -28,7 +28,7 @@ NEEDS = {
         "binaryauthorization",
         "binaryauthorization.policyEditor",
     ),
-    # The role is on the billing account, which setup.sh has no right to.
+    # The role is on the billing account, on which setup.sh has no rights.
     "google_billing_": ("billingbudgets", None),
     "google_cloud_run_v2_": ("run", "run.admin"),
     "google_cloud_scheduler_": ("cloudscheduler", "cloudscheduler.admin"),
@@ -51,7 +51,7 @@ NEEDS = {
     "google_service_account": ("iam", "iam.serviceAccountAdmin"),
     "google_storage_": ("storage", "storage.admin"),
 }
-"""The API that each kind of resource is made by, and the role that may make it."""
+"""The API that creates each kind of resource, and the role that may create it."""
 OTHERS_NEED = {
     "containerfilesystem": "image streaming of GKE",
     "dns": "Cloud DNS as GKE's own",
@@ -60,15 +60,15 @@ OTHERS_NEED = {
     "sts": "tokens of clusters outside Google",
     "telemetry": "spans",
 }
-"""APIs that no resource is made by, and what calls them."""
+"""APIs that create no resource, and their callers."""
 
 
 @pytest.fixture(scope="module")
 def everything(tmp_path_factory: pytest.TempPathFactory) -> Plan:
-    """A plan in which every resource of the stage is asked for."""
+    """A plan that includes every resource of the stage."""
     image = {"image": "registry.example.com/functions@sha256:0"}
     folder = tmp_path_factory.mktemp("everything")
-    # Its models come from the hub, so that a token is asked for.
+    # Its models come from the hub, so that it needs a token.
     hub = Path("infra/terraform/platform/tests/hub.models.yaml")
     catalog = yaml.safe_load(hub.read_text())
     catalog["models"][0]["canary"] = {"revision": "next"}
@@ -107,14 +107,14 @@ def before() -> dict[str, set[str]]:
 
 
 def address(resource: dict[str, str]) -> str:
-    """As the graph has it: without the keys of for_each."""
+    """In the graph's form: without the keys of for_each."""
     return re.sub(r"\[[^]]*\]", "", resource["address"])
 
 
 def needs(kind: str) -> tuple[str, str | None]:
     found = [need for prefix, need in NEEDS.items() if kind.startswith(prefix)]
     assert found, f"{kind}: say in NEEDS which API and which role it takes"
-    # The longest prefix stands later: google_project_service before google_project_iam_.
+    # The longest prefix comes last: google_project_service before google_project_iam_.
     return found[-1]
 
 
@@ -231,7 +231,7 @@ def test_deploy_account_may_make_everything(everything: Plan) -> None:
 
 
 def test_project_is_named_in_the_first_steps() -> None:
-    # Terraform reads the project before it can enable the API that it reads it with.
+    # Terraform reads the project before it can enable the API that it needs for reading it.
     for text in ("docs/how-to/deploy.md", "infra/cloudbuild/setup.sh"):
         assert "cloudresourcemanager.googleapis.com" in Path(text).read_text(), text
 

@@ -17,10 +17,10 @@ def test_every_base_is_given_by_the_build(name: str) -> None:
     text = (FOLDER / f"{name}.Dockerfile").read_text(encoding="utf-8")
     base = "CUDA_BASE" if name == "worker" else "PYTHON_BASE"
     names = {stage.name for stage in stages(name)}
-    # `scratch` is empty, and no image.
+    # `scratch` is empty, not an image.
     assert all(stage.base in names | {f"${{{base}}}", "scratch"} for stage in stages(name))
     assert len(stages(name)) > 1
-    # Without a default: nobody builds on what a tag happens to be.
+    # Without a default, nobody builds on whatever a tag currently refers to.
     assert f"\nARG {base}\n" in text
     assert f"ARG {base}=" not in text
 
@@ -89,7 +89,7 @@ def no_registry(folder: Path) -> dict[str, str]:
 
 
 def test_digest_that_the_bot_proposed_is_what_a_build_stands_on(tmp_path: Path) -> None:
-    """A pull request of the bot, merged: a build takes its digest, and asks no registry."""
+    """After a pull request of the bot is merged, a build uses its digest, and asks no registry."""
     was, now = (f"sha256:{letter * 64}" for letter in "ab")
     path = "infra/docker/bases.env"
     pinned = pull_request(path, Path(path).read_text(), was)
@@ -140,9 +140,9 @@ IMAGE = re.compile(r"(docker\.io|gcr\.io|us-docker\.pkg\.dev/cloud-ops-agents-ar
 def pull_request(path: str, text: str, digest: str) -> str:
     """The file after a pull request in which the bot sets this digest for every image.
 
-    It puts the template, compiled, in the place of the whole match. Without a template it replaces
-    values that are there, so an image without a digest would never get one
-    (renovatebot/renovate, lib/workers/repository/update/branch/auto-replace.ts).
+    It replaces the whole match with the compiled template. Without a template it replaces existing
+    values, so an image without a digest would never get one (renovatebot/renovate,
+    lib/workers/repository/update/branch/auto-replace.ts).
     """
     (manager,) = [
         one

@@ -82,7 +82,7 @@ def test_files_that_are_copied_are_there_and_sent(name: str) -> None:
 @pytest.mark.parametrize("name", OURS)
 def test_image_holds_every_module_that_its_entry_point_imports(name: str) -> None:
     graph = grimp.build_graph("api", "workers", "shared", "infra", *SOURCES)
-    # `penstock` imports what it runs. MODULES names what an image runs.
+    # `penstock` imports the modules it runs. MODULES lists them per image.
     for importer in graph.find_descendants("infra.cli"):
         for imported in graph.find_modules_directly_imported_by(importer):
             if imported.startswith(("api.", "workers.")):
@@ -129,7 +129,7 @@ def test_base_has_the_torch_that_the_worker_asks_for() -> None:
 
 @pytest.mark.parametrize("name", IMAGES)
 def test_what_is_installed_has_its_hash_in_the_lock(name: str) -> None:
-    """Nothing comes from an index but by a hash of the lock, save what torch brings."""
+    """Except for torch's own dependencies, everything from an index has a hash in the lock."""
     text = (FOLDER / f"{name}.Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")
     text = "\n".join(line for line in text.splitlines() if not line.startswith("#"))
     installs = re.findall(r"pip (?:--python \S+ )?(?:install|wheel) [^&;]*", text)
@@ -138,7 +138,7 @@ def test_what_is_installed_has_its_hash_in_the_lock(name: str) -> None:
         if "--no-index" in install:
             continue  # our own wheel, from packages that are already installed
         checked = "--require-hashes" in install or "--verify-hashes" in install
-        # The base takes its options from a choice: other builds of torch are in no lock.
+        # The base chooses its options: other builds of torch are in no lock.
         assert checked or (name == "cuda" and '"$@"' in install), install
     if any("--verify-hashes" in install for install in installs):
         # Hashes are verified only if a package has them, so packages without any are detected here.
@@ -186,7 +186,7 @@ def test_programs_of_ours_run_in_the_python_that_has_the_packages(
     programs = [file for file in (tmp_path / "app/bin").iterdir() if file.name != "__pycache__"]
     assert "penstock" in {program.name for program in programs}
     for program in programs:
-        # Behind the line that names it, or in the next one if it is long.
+        # On the same line after its name, or on the next line if it is long.
         named = "".join(program.read_text(encoding="utf-8").splitlines()[:2])
         assert str(tmp_path / "venv/bin/python") in named, program
 
@@ -229,7 +229,7 @@ def test_worker_has_the_settings_of_the_manifests(objects: Objects) -> None:
 
 def test_worker_writes_only_where_the_manifests_mount(objects: Objects) -> None:
     environment = image("worker").environment
-    # Environments of classes are made with the image.
+    # Environments of classes are created together with the image.
     read_only = {"PENSTOCK_ENVIRONMENTS_DIR"}
     written = [
         value
@@ -279,7 +279,7 @@ def test_functions_start_what_terraform_names(plan: Plan) -> None:
         for env in container["env"] or []
         if env["name"] == "FUNCTION_SOURCE"
     }
-    # Relative to the folder that the image starts in, which has what was copied.
+    # Relative to the image's working folder, which contains the copied files.
     assert sources == {built.environment["FUNCTION_SOURCE"]}
     assert sources <= copied_files("functions")
     assert built.last("WORKDIR") == built.environment["PYTHONPATH"]

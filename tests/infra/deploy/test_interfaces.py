@@ -1,4 +1,4 @@
-"""Deployments mount the catalog alone, so it must contain the interface files that it names."""
+"""Deployments mount only the catalog, so it must contain the interface files that it refers to."""
 
 from __future__ import annotations
 

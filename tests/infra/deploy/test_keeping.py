@@ -1,5 +1,5 @@
-"""Objects in the bucket outlive what points to them: every folder that the code writes has its end
-in Terraform.
+"""Objects in the bucket outlive references to them: Terraform sets an expiry for every folder that
+the code writes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DAY_S = 86_400
 
 @pytest.fixture(scope="module")
 def kept_s(plan: Plan) -> dict[str, int]:
-    """Seconds for which the bucket keeps the objects of each folder."""
+    """The bucket's retention of each folder's objects, in seconds."""
     (bucket,) = [
         found for found in plan.of("google_storage_bucket") if found["name"].endswith("-objects")
     ]

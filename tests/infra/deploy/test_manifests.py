@@ -229,7 +229,7 @@ def test_containers_run_as_nobody_on_a_file_system_they_cannot_write(objects: Ob
     for name, deployment in of_kind(objects, "Deployment").items():
         spec = pod(deployment)
         assert spec["securityContext"]["runAsNonRoot"] is True
-        # Only what empties nodes asks the API server.
+        # Only the program that drains nodes calls the API server.
         assert spec["automountServiceAccountToken"] is (name == "gpu-nodes")
         for container in spec["containers"]:
             security = container["securityContext"]
@@ -420,14 +420,14 @@ def test_model_without_a_gpu_runs_anywhere(tmp_path: Path) -> None:
 
 
 def test_terraform_names_workers_alike() -> None:
-    # Terraform's own test of the same file is in platform/tests/names.tftest.hcl.
+    # Terraform's own test of the same file is platform/tests/names.tftest.hcl.
     accounts = json.loads(Path("infra/terraform/platform/tests/names.json").read_text())
     assert accounts == {name: f"worker-{slug(name)}" for name in accounts}
 
 
 def test_objects_of_the_terraform_tests_are_rendered_from_this_tree(tmp_path: Path) -> None:
-    # To mend: python -m infra.kubernetes with the values of DEPLOYMENT, then kubectl kustomize OUT
-    # > objects.yaml.
+    # To fix it: python -m infra.kubernetes with the values of DEPLOYMENT, then kubectl kustomize
+    # OUT > objects.yaml.
     rendered = render(tmp_path, GOLDEN / "models.yaml")
     assert rendered == objects_of((GOLDEN / "objects.yaml").read_text())
 

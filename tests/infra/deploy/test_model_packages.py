@@ -1,4 +1,4 @@
-"""The models that the catalog takes from packages are in the worker's image."""
+"""The models that the catalog takes from packages are included in the worker's image."""
 
 from __future__ import annotations
 

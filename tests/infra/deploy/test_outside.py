@@ -1,5 +1,5 @@
-"""Workers in a cluster outside Google: the same worker, let in by its cluster's token, without
-anything of GKE's.
+"""Workers in a cluster outside Google: the same worker, authenticated by its cluster's token,
+without any GKE features.
 """
 
 from __future__ import annotations

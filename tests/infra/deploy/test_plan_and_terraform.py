@@ -46,7 +46,7 @@ def test_two_regions_are_those_of_terraform(plan: Plan) -> None:
     agree(ours, plan)
 
 
-# Two runs of Terraform: some 5 s where nobody else wants the machine.
+# Two runs of Terraform: some 5 s on an otherwise idle machine.
 def test_variables_with_the_changes_are_taken_by_terraform(tmp_path: Path) -> None:
     given = {
         "api": {"image": IMAGE, "cpu": 4, "memory": "2Gi"},
@@ -163,7 +163,7 @@ def test_defaults_are_those_of_terraform(variable: str, model: Any, file: Path) 
 
 
 def test_names_are_those_of_terraform() -> None:
-    """A misspelt variable is refused, and none that Terraform takes is."""
+    """A misspelled variable is refused, but no variable that Terraform accepts is."""
     names = set(re.findall(r'^variable "(\w+)"', PLATFORM.read_text(), flags=re.MULTILINE))
     accepted = Platform.model_fields.keys() | Platform.KEPT
     assert accepted == names

@@ -42,9 +42,9 @@ ALLOWED = {
 }
 
 OF_ANALYSTS = {"google_bigquery_dataset_iam_member"}
-"""In plans with `analysts`."""
+"""Only in plans with `analysts`."""
 KINDS_OF_MEMBERS = {"principal", "principalSet", "serviceAccount"}
-"""Neither allUsers nor allAuthenticatedUsers is one of them."""
+"""Neither allUsers nor allAuthenticatedUsers is among them."""
 
 
 def bindings(plan: Plan) -> dict[str, list[dict[str, str]]]:
@@ -58,7 +58,7 @@ def bindings(plan: Plan) -> dict[str, list[dict[str, str]]]:
 def test_no_role_but_the_least(plan: Plan) -> None:
     assert ALLOWED.keys() - OF_ANALYSTS == bindings(plan).keys()
     for kind, members in bindings(plan).items():
-        # The table's role is our own, so its id is known only after an apply.
+        # The table's role is custom, so its id is known only after an apply.
         roles = {member["role"] for member in members if "role" in member}
         assert roles <= ALLOWED[kind], kind
 
@@ -154,7 +154,7 @@ USES: dict[str, dict[tuple[str, str, str], str]] = {
         for name in ("dead-letters", "reports", "webhooks")
     },
 }
-"""All that each account may: on what, by which role, and what for."""
+"""All rights of each account: the resource, the role, and the purpose."""
 KINDS = {
     "pubsub_topic": ("topic", "topic"),
     "pubsub_subscription": ("subscription", "subscription"),
@@ -263,7 +263,7 @@ def test_reports_read_rows_and_write_only_what_is_theirs(plan: Plan) -> None:
         for found in values
         if found.get("member") == REPORTS
     }
-    # The role of the tables that it writes is our own, so its id is known only after an apply.
+    # The role for the tables that it writes is custom, so its id is known only after an apply.
     assert of_reports == {
         ("google_project_iam_member", "", "roles/bigquery.jobUser"),
         ("google_bigquery_table_iam_member", "rows", "roles/bigquery.dataViewer"),

@@ -1,6 +1,4 @@
-"""The runbook knows every alert that Terraform makes and no other, and names only metrics that are
-exported.
-"""
+"""The runbook covers exactly the alerts that Terraform creates, and names only exported metrics."""
 
 from __future__ import annotations
 
@@ -48,11 +46,11 @@ EXPORTERS = (
     ),
     *(workers.functions.dependencies, workers.functions.main, workers.metrics),
 )
-"""Imported, because that registers their metrics."""
+"""Imported because that registers their metrics."""
 
 
 INSTALLED = "bq|curl|docker|gcloud|git|gsutil|helm|jq|kubectl|make|openssl|terraform"
-"""Programs that somebody may have to install first."""
+"""Programs that a reader may have to install first."""
 ANCHORS = {
     re.sub(r"[^a-z0-9 -]", "", heading.lower()).replace(" ", "-")
     for heading in re.findall(r"^#+ (.+)$", PAGES["troubleshoot"], re.MULTILINE)
@@ -77,7 +75,7 @@ def test_every_alert_has_its_line(plan: Plan) -> None:
     off_google = {alert.title for alert in OFF_GOOGLE} - {"Dead letters"}  # several there
     on_google = {alert.title for alert in ON_GOOGLE}
     assert on_google <= made
-    # That of exported keys is there with keys in Redis only.
+    # The alert about exported keys exists only with keys in Redis.
     assert sorted(explained) == sorted(made | {"Budget", "Keys: the export fails"} | off_google)
 
 

@@ -33,7 +33,7 @@ Rendered = tuple[Objects, dict[str, Any]]
 
 @pytest.fixture(scope="module", params=list(OF_BROKER))
 def scaled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Rendered:
-    """A site with each broker: its objects, and the configuration of Prometheus."""
+    """A site with each broker: its objects, and Prometheus's configuration."""
     return site(tmp_path_factory.mktemp("scaled") / "site", **OF_BROKER[request.param])
 
 
@@ -48,7 +48,7 @@ def triggers(objects: Objects) -> dict[str, list[dict[str, Any]]]:
 
 
 def selectors(objects: Objects) -> list[tuple[str, dict[str, str]]]:
-    """Each selector of a trigger's query: its metric, and its labels."""
+    """Each selector in a trigger's query: its metric, and its labels."""
     return [
         (name, dict(re.findall(r'(\w+)="(.*?)"', matchers)))
         for of_worker in triggers(objects).values()
@@ -176,14 +176,14 @@ def test_samples_are_close_enough_for_the_queries(scaled: Rendered) -> None:
         for trigger in of_worker
         for number, unit in re.findall(r"\[([0-9]+)([sm])\]", trigger["metadata"]["query"])
     )
-    # A rate needs two samples, also where one is lost.
+    # A rate needs two samples, even if one is lost.
     assert int(job["scrape_interval"].removesuffix("s")) * 4 <= shortest_s
 
 
 def targets(objects: Objects, scraping: dict[str, Any]) -> dict[tuple[str, str], dict[str, str]]:
     """The labels that Prometheus attaches to its targets, by Deployment and port.
 
-    It finds each port of each pod: prometheus.io, kubernetes_sd_config, role `pod`.
+    It discovers each port of each pod: prometheus.io, kubernetes_sd_config, role `pod`.
     """
     (job,) = scraping["scrape_configs"]
     (discovery,) = job["kubernetes_sd_configs"]

@@ -1,6 +1,4 @@
-"""Every process gets the settings that it knows, and all that it must be given; no other name is
-written anywhere.
-"""
+"""Every process gets the settings that it knows and requires, and no other setting is written."""
 
 from __future__ import annotations
 
@@ -28,20 +26,20 @@ ON_ONE_MACHINE = {
     "PENSTOCK_BIGQUERY_ENDPOINT",
     "PENSTOCK_BROKER",
 }
-"""Empty in the cloud: Google's own."""
+"""Empty in the cloud, which uses Google's own endpoints."""
 OF_TESTS = {"PENSTOCK_TEST_PATIENCE"}
 OF_THE_STACK = {"PENSTOCK_RABBITMQ_SERVER"}
 """The program that the stack on one machine starts. No process of a deployment reads it."""
 OF_THE_EXAMPLES = {"PENSTOCK_URL", "PENSTOCK_API_KEY"}
 """Variables of the clients in examples/. No process of Penstock reads them."""
 OF_CLASSES = {"PENSTOCK_TRACEBACKS"}
-"""Variables that the cog.yaml of a class may set, for its own runner."""
+"""Variables that a class's cog.yaml may set, for its own runner."""
 LEFT_ALONE: dict[type[Settings], set[str]] = {
     ApiSettings: {
         *("PENSTOCK_LOG_LEVEL", "PENSTOCK_MEMORY_CACHE_BYTES", "PENSTOCK_REQUEST_MAX_BYTES"),
         *("PENSTOCK_INBOX_LEASE_S", "PENSTOCK_IDEMPOTENCY_LEASE_S", "PENSTOCK_METRICS_HOST"),
         *("PENSTOCK_CORS_ORIGINS", "PENSTOCK_WEBHOOKS_PRIVATE"),
-        # Inputs are fetched from all public hosts.
+        # Inputs may be fetched from all public hosts.
         *("PENSTOCK_FETCH_HOSTS", "PENSTOCK_FETCH_NETWORKS"),
         *("PENSTOCK_FETCH_CA", "PENSTOCK_FETCH_LIMIT_S"),
         # TLS ends at the load balancer.
@@ -51,7 +49,7 @@ LEFT_ALONE: dict[type[Settings], set[str]] = {
         *("PENSTOCK_FILES_MAX_BYTES", "PENSTOCK_BATCH_ITEMS_IN_FLIGHT"),
         "PENSTOCK_USAGE_QUERY_MAX_BYTES",
         *("PENSTOCK_PICTURE_PROCESSES", "PENSTOCK_PICTURE_BUDGET_BYTES"),
-        # Only where there is a domain, or a pool that does not begin at 0.
+        # Only if there is a domain, or a pool that does not begin at 0.
         *("PENSTOCK_PUBLIC_URL", "PENSTOCK_INBOX_FIRST"),
     },
     WorkerSettings: {
@@ -63,14 +61,14 @@ LEFT_ALONE: dict[type[Settings], set[str]] = {
             "PENSTOCK_THREADS",
             "PENSTOCK_SPOOL_MAX_BYTES",
         ),
-        # Only where no node is a spot node.
+        # Only if no node is a spot node.
         "PENSTOCK_SPOT",
-        # Only where prefetched weights are mounted.
+        # Only if prefetched weights are mounted.
         "PENSTOCK_KERNELS_DIR",
         "PENSTOCK_WEIGHTS_DIR",
-        # Classes get no variables of their worker.
+        # Classes do not get their worker's variables.
         "PENSTOCK_CLASS_VARIABLES",
-        # The image sets it, because it has the environments.
+        # The image sets it, because it contains the environments.
         "PENSTOCK_ENVIRONMENTS_DIR",
     },
 }
@@ -144,7 +142,7 @@ def test_row_archive_knows_and_accepts_what_terraform_sets(
         monkeypatch.setenv(name, value)
     settings = RowArchiveSettings()
     assert settings.rows_url == api_settings(plan, "europe-west4")["PENSTOCK_ROWS_URL"]
-    # BigQuery allows a table 1,500 load jobs a day, of which a backlog needs some.
+    # BigQuery allows 1,500 load jobs per table and day, some of which a backlog needs.
     assert 86_400 / settings.archive_every_s < 1_000
     # The sidecar scrapes this port, and Cloud Run probes it.
     assert archive["ports"][0]["container_port"] == settings.health_port == 9464

@@ -1,4 +1,4 @@
-"""Workers that several models share: plan, manifests, chart, Terraform and autoscaler agree."""
+"""Workers shared by several models: plan, manifests, chart, Terraform and autoscaler agree."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ SHARED = ("texts", "words", "pages")
 
 
 def document(**changes: Any) -> dict[str, Any]:
-    """A catalog of three models that share workers, one of them with a canary, and one apart."""
+    """A catalog with three models that share workers, one of them with a canary, and one separate
+    model.
+    """
     models = [
         MODEL
         | {
@@ -186,7 +188,7 @@ def test_rights_are_given_to_the_accounts_of_the_pods(
         account = pod(deployment)["serviceAccountName"]
         models = settings_of(objects, deployment)["PENSTOCK_MODEL"].split(",")
         own = {f"jobs.{model}.{priority}" for model in models for priority in ("workers", "batch")}
-        # A canary's leftovers are taken by the workers of the other revision.
+        # The other revision's workers take over a canary's leftovers.
         assert (
             own
             <= pulling.pop(account)
@@ -217,7 +219,8 @@ def test_plan_adds_up_the_loads_and_counts_the_pods_once(tmp_path: Path) -> None
     (site,), (other,) = planned(together, rates).sites, planned(apart, rates).sites
     rows = {one.model.name: one for one in site.workers}
     single = {one.model.name: one for one in other.workers}
-    # 30 items/s of 0.01 s keep 0.3 workers busy: one does it, and three if each has its own.
+    # 30 items/s of 0.01 s keep 0.3 workers busy: one shared worker is enough; separate ones would
+    # be three.
     assert {rows[name].processes_peak for name in SHARED} == {1}
     assert [one.nodes_peak for one in site.pools] == [1]
     assert sum(single[name].pods_peak for name in SHARED) == len(SHARED)

@@ -1,5 +1,5 @@
-"""The chart of a deployment off Google makes what the overlay of the same site makes, and Helm
-refuses wrong values by name.
+"""The chart of a deployment off Google renders the same objects as the overlay of the same site,
+and Helm refuses wrong values by name.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def test_chart_makes_what_the_overlay_makes(
 def test_helm_refuses_wrong_values_by_name(answers: dict[str, Answer], field: str) -> None:
     refusal = answers[field].refusal
     assert answers[field].objects == []
-    # Missing and unknown ones are named apart from where they are.
+    # Missing and unknown fields are named separately from their location.
     where, _, name = field.rpartition(".")
     places = (f"'/{field.replace('.', '/')}'", f"/{field.replace('.', '/')}")
     assert any(place in refusal for place in places) or f"'{name}'" in refusal, refusal

@@ -1,4 +1,6 @@
-"""The JSON schema of a site accepts what the models accept, and names the field that they name."""
+"""The JSON schema of a site accepts the same sites as the models do, and names the same field in
+errors.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ def test_wrong_sites_are_wrong_for_both(
     assert errors
     *_, name = field.split(".")
     for one in errors:
-        # Of a missing or an unknown field the message has the name, in quotes.
+        # For a missing or an unknown field, the message has its name in quotes.
         assert name in [*map(str, one.instance_path), *re.findall(r"[\w.]+", one.message)]
     assert name in str(refused.value)
 

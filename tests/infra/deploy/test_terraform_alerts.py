@@ -37,7 +37,7 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> Plan:
 
 
 def conditions(plan: Plan, kind: str) -> dict[str, dict[str, Any]]:
-    """The conditions of one kind, by the key of their alert."""
+    """The conditions of one kind, by their alert's key."""
     return {
         policy["user_labels"]["alert"]: policy["conditions"][0][kind][0]
         for policy in plan.of("google_monitoring_alert_policy")
@@ -95,13 +95,13 @@ def test_archive_that_is_late_or_gone_is_told(
 
 
 def told(plan: Plan, entry: Mapping[str, Any]) -> set[str]:
-    """The alerts on logs that an entry sets off."""
+    """The log alerts that an entry triggers."""
     asked = conditions(plan, "condition_matched_log")
     return {key for key, one in asked.items() if matches(one["filter"], entry)}
 
 
 def matches(given: str, entry: Mapping[str, Any]) -> bool:
-    """True if an entry is one of a filter's, which has the form `a AND b` or `(a AND b) OR (c)`.
+    """True if an entry matches a filter of the form `a AND b` or `(a AND b) OR (c)`.
 
     https://cloud.google.com/logging/docs/view/logging-query-language
     """

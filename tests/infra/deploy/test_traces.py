@@ -63,7 +63,7 @@ def test_google_takes_spans_of_all_who_may_write_them(tmp_path: Path) -> None:
 def test_process_accepts_what_terraform_sets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But for the credentials, which this machine does not have."""
+    """Except for the credentials, which this machine does not have."""
     plan = traced_plan(tmp_path, endpoint=GOOGLE, ratio=1)
     for name, value in of_otel(api_settings(plan, REGION)).items():
         if "CREDENTIAL" not in name:

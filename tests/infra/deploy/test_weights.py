@@ -1,5 +1,5 @@
-"""Weights and the hub's token on their way to workers: mounted where the worker looks, read by
-those who may, and the rest of the pod as it was.
+"""Weights and the hub's token on their way to workers: mounted where the worker looks, readable
+only by the right accounts, with the rest of the pod unchanged.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ENTRY = {"task": "embedding", "dimensions": 4, "batch": {"max_tokens": 8}}
 
 
 def models_file(folder: Path, **gpu: object) -> Path:
-    """One model of the hub, one of the image."""
+    """One model from the hub, one from the image."""
     models = [
         ENTRY | {"name": "of-the-hub", "source": "hf:org/name", "gpu": gpu or {"type": "none"}},
         ENTRY | {"name": "of-the-image", "source": "package:some/model"},
@@ -42,7 +42,7 @@ def worker(objects: Objects, name: str) -> dict[str, Any]:
 
 
 def mounts(deployment: dict[str, Any]) -> dict[str, str]:
-    """Paths by the name of the volume."""
+    """The paths where volumes are mounted, by volume name."""
     found = pod(deployment)["containers"][0]["volumeMounts"]
     return {mount["name"]: mount["mountPath"] for mount in found}
 
@@ -146,9 +146,9 @@ def test_weights_that_fit_into_the_gpu_fit_on_the_disk(
     found = volumes(deployment)
     room = found["gke-gcsfuse-cache" if bucket else "cache"]["emptyDir"]["sizeLimit"]
     size_gib = int(room[:-2]) / (1024 if room.endswith("Mi") else 1)
-    # Half of the memory is enough for what a model computes with.
+    # Half of the memory is enough for a model's computation.
     assert read_gpu_types()[type_].gpu_memory_gib / 2 <= size_gib
-    # Above its limit the pod is evicted.
+    # The pod is evicted above its limit.
     assert size_gib <= int(limits["ephemeral-storage"].removesuffix("Gi"))
 
 
@@ -280,5 +280,5 @@ def test_terraform_gives_the_token_to_workers_of_hub_models_alone(tmp_path: Path
         f"ns/penstock/sa/worker-{slug('of-the-hub')}"
     ]
     assert len(readers) == 1
-    # The value is added by hand: no version is Terraform's.
+    # The value is added by hand: Terraform manages no version.
     assert secret["secret_id"] not in json.dumps(made.of("google_secret_manager_secret_version"))

@@ -1,8 +1,8 @@
 """Wrong values of Terraform's variables are refused by a plan, which names the variable and the
 reason.
 
-A plan reports all variables that are wrong. So each of the plans here has a wrong value for many
-of them, one each. Variables that are checked against others have plans in which those are right.
+A plan reports all wrong variables at once. So each plan here has one wrong value for many of them.
+Variables that are checked against others have plans in which the others are right.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ CHECKED_AFTER_OPTIONS: Wrong = {
         ("europe-west99", "registry_location is asia, europe, us, or a region"),
     ],
 }
-"""Its reason names the home region, so Terraform checks it if every option is right."""
+"""Its reason names the home region, so Terraform checks it only if every option is right."""
 MISSPELLED: Wrong = {
     "alerts": [({"email": ["oncall@example.com"]}, "alerts.email.")],
     "analysts": [({"acme": {"members": [], "roles": []}}, "analysts.acme.roles.")],
@@ -282,7 +282,7 @@ ONLY_TRUE_OR_FALSE = {"deletion_protection", "keep_messages_in_regions"}
 
 
 def plans_of(*groups: Wrong) -> list[Any]:
-    """As many plans as a group's variable has wrong values at most."""
+    """As many plans as the maximum number of wrong values per variable in the group."""
     found = []
     for group in groups:
         for place, values in enumerate(zip_longest(*group.values())):
@@ -477,7 +477,7 @@ def test_examples_refuse_them_too(
 def test_variables_of_the_release_before_are_told_where_its_registry_is(
     tmp_path: Path, root: str, given: dict[str, Any]
 ) -> None:
-    # Release 0.1.0 put it into the home region. Another place would delete it with its images.
+    # Release 0.1.0 put it into the home region. Moving it would delete it with its images.
     reported = refusals(tmp_path, root, given)
     assert set(reported) == {"registry_location"}
     (said,) = reported["registry_location"]

@@ -1,5 +1,5 @@
-"""A stand-in for Google's APIs that refuses what Google refuses: what an account has no right to,
-what does not exist, and what nobody has written for it here.
+"""A stand-in for Google's APIs that refuses everything Google would refuse: requests without the
+required permission, requests for missing objects, and requests that are not implemented here.
 
 Resources made by Terraform exist once they are in the state in the bucket, and not before.
 """
@@ -22,7 +22,7 @@ NUMBER = "123456789012"
 
 
 class Refusal(Exception):
-    """An answer that is an error."""
+    """An error answer."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -32,7 +32,7 @@ class Refusal(Exception):
 
 @dataclass(frozen=True)
 class Ask:
-    """A request, as far as handlers look at it."""
+    """A request, with the parts that handlers use."""
 
     account: str
     verb: str
@@ -73,20 +73,20 @@ def route(verb: str, host: str, path: str) -> Callable[[Handler], Handler]:
 
 @dataclass
 class Stored:
-    """An object of a bucket."""
+    """An object in a bucket."""
 
     data: bytes
     generation: int
 
 
 class Api:
-    """One project.
+    """The state of one project.
 
     Attributes:
-        used: the permissions that each account made use of.
-        refused: what was refused for the lack of a right, as (account, permission, resource).
-        unknown: requests that nothing here answers. A test that leaves any has shown nothing.
-        builds: what `gcloud builds submit` and the trigger asked for.
+        used: the permissions that each account used.
+        refused: requests refused for lack of a permission, as (account, permission, resource).
+        unknown: requests that nothing here answers. A test that leaves any proves nothing.
+        builds: builds requested by `gcloud builds submit` and by the trigger.
     """
 
     def __init__(self, project: str, owner: str, region: str) -> None:
@@ -121,7 +121,7 @@ class Api:
         self._lock = threading.RLock()
 
     def saved(self) -> bytes:
-        """All of it, for `restore`."""
+        """The entire state, for `restore`."""
         return pickle.dumps({name: one for name, one in vars(self).items() if name != "_lock"})
 
     def restore(self, saved: bytes) -> None:
@@ -156,7 +156,9 @@ class Api:
         raise Refusal(501, f"{ask.verb} {ask.host}{ask.path} is not known here")
 
     def require(self, ask: Ask, permission: str, resource: str) -> None:
-        """Refuses an account that has no role with this permission, there or on the project."""
+        """Refuses an account that has no role with this permission, on the resource or on the
+        project.
+        """
         project = f"projects/{self.project}"
         if ask.headers.get("x-goog-user-project") and permission != "serviceusage.services.use":
             self.require(ask, "serviceusage.services.use", project)

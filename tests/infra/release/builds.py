@@ -1,5 +1,5 @@
 """Runs a build as Cloud Build does: its substitutions, its order, and in each step only the
-programs that the step's image has.
+programs in the step's image.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ IN_IMAGE = {
 
 
 class StepFailed(Exception):
-    """A step ended with another status than 0.
+    """A step ended with a status other than 0.
 
     Attributes:
     """
@@ -49,7 +49,7 @@ class StepFailed(Exception):
 
 @dataclass(frozen=True)
 class Build:
-    """A build, as Cloud Build's API has it, with its substitutions applied."""
+    """A build in the format of Cloud Build's API, with its substitutions applied."""
 
     account: str
     steps: tuple[dict[str, Any], ...]
@@ -84,7 +84,7 @@ def _substituted(text: str, names: Mapping[str, str], depth: int = 0) -> str:
         name = match[1] or match[2]
         if name not in names:
             raise ValueError(f"${name} is not a substitution of this build: {text}")
-        # dynamicSubstitutions: values name others.
+        # dynamicSubstitutions: values refer to other substitutions.
         return _substituted(names[name], names, depth + 1)
 
     found = re.sub(r"\$\$|\$\{([A-Z_][A-Z0-9_]*)\}|\$([A-Z_][A-Z0-9_]*)", value, text)
@@ -92,9 +92,10 @@ def _substituted(text: str, names: Mapping[str, str], depth: int = 0) -> str:
 
 
 def in_order(steps: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """An order that Cloud Build may take: of the steps that may run, always the last in the file.
+    """One possible order for Cloud Build: among the steps that may run, always the last one in the
+    file.
 
-    So a step does not find what another has left by chance.
+    This way a step can't rely by chance on files from another step.
     """
     waiting = list(steps)
     done: set[str] = set()
@@ -108,7 +109,7 @@ def in_order(steps: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def programs_of(image: str, programs: Path, folder: Path) -> Path:
-    """Makes the folder that is the PATH in an image; `programs` has stand-ins, which come first."""
+    """Creates the folder that serves as PATH in an image; stand-ins in `programs` come first."""
     name = re.sub(r":[^:/]+$", "", image.partition("@")[0])
     has = IN_IMAGE[name]
     made = folder / re.sub(r"\W+", "-", name)
@@ -129,10 +130,10 @@ def programs_of(image: str, programs: Path, folder: Path) -> Path:
 def run_step(
     step: Mapping[str, Any], workspace: Path, path: Path, environment: Mapping[str, str]
 ) -> str:
-    """Runs a step. Returns what it wrote.
+    """Runs a step. Returns its output.
 
     Raises:
-        StepFailed: it did not end well, or its program is not in its image.
+        it failed, or its program is not in its image.
     """
     entry = step.get("entrypoint") or step["name"].rpartition("/")[2].partition(":")[0]
     program = entry.replace("/workspace", str(workspace)) if "/" in entry else str(path / entry)

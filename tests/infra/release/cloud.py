@@ -1,4 +1,4 @@
-"""The stand-in for Google's APIs, whole."""
+"""The complete stand-in for Google's APIs."""
 
 from __future__ import annotations
 
@@ -9,4 +9,4 @@ from tests.infra.release.storage import Storage
 
 
 class Cloud(Storage, Delivery, Images, Serving):
-    """One project, with all that a release asks for."""
+    """One project, with everything that a release needs."""

@@ -1,4 +1,4 @@
-"""Pub/Sub and Cloud Build: what asks for a build."""
+"""Pub/Sub and Cloud Build: requests for builds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Artifact Registry, and what looks at its images."""
+"""Artifact Registry, and the services that examine its images."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.infra.release.api import Api, Ask, Refusal, route
 
 
 class Images(Api):
-    """Images, their faults and their lists of parts."""
+    """Images, their vulnerabilities and their lists of components."""
 
     @route("PUT", r"[a-z0-9-]+-docker\.pkg\.dev", r"/v2/([^/]+)/([^/]+)/([^/]+)/manifests/([^/]+)")
     def _put_image(self, ask: Ask, project: str, repository: str, image: str, tag: str) -> Any:

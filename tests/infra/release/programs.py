@@ -1,5 +1,5 @@
-"""Programs of a release that can't be run here, or not as they are: small ones that do the same as
-far as it is seen from outside, and refuse what the real ones refuse.
+"""Replacements for release programs that can't run here, or not unchanged: small programs that
+behave the same from outside, and refuse the same input.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 NOWHERE = "http://127.0.0.1:9"
-"""Nobody listens there."""
+"""Nobody listens on this port."""
 REGISTRY = """
 import json, os, subprocess, sys, urllib.error, urllib.request
 
@@ -117,9 +117,9 @@ sys.exit(done.returncode)
 
 
 def gcloud_without_account(folder: Path) -> dict[str, str]:
-    """Settings with which gcloud reads the words of a command, and then finds no account.
+    """Settings with which gcloud parses a command, and then finds no account.
 
-    With one it would try six times, for half a minute, to reach Google.
+    With an account, it would try six times, for half a minute, to reach Google.
     """
     return {
         "CLOUDSDK_CONFIG": str(folder),

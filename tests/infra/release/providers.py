@@ -72,7 +72,7 @@ def providers(folder: Path) -> Iterator[Path]:
         env=os.environ | {"TFOFFLINE_TERRAFORM": str(hook)},
         stdout=subprocess.DEVNULL,
     )
-    # Opened for both, so that opening never waits; the hook ends once it is closed.
+    # Opened for both, so that opening never blocks; the hook ends once it is closed.
     held = os.open(gate, os.O_RDWR)
     try:
         deadline_s = time.monotonic() + START_LIMIT_S

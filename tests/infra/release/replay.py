@@ -28,22 +28,22 @@ BUILD = f"penstock-build@{PROJECT}.iam.gserviceaccount.com"
 DEPLOY = f"penstock-deploy@{PROJECT}.iam.gserviceaccount.com"
 DEPLOY_PAGE, KEYS = Path("docs/how-to/deploy.md"), Path("docs/how-to/keys.md")
 IN_A_BROWSER = "gcloud auth login --update-adc"
-"""The one command that a person has to do."""
+"""The one command that only a person can run."""
 CHECKS = {
     "PYTEST_ADDOPTS": "tests/test_source_files.py tests/infra/deploy/test_settings.py",
     "PYTEST_WORKERS": "1",
 }
 """Limits a build's tests to a few that look at the tree itself. All tests would take minutes."""
 NEEDS_AN_INDEX = ("setup",)
-"""Steps that install packages: these do reach what is outside."""
+"""Steps that install packages: these access the outside network."""
 
 
 class CommandFailed(Exception):
-    """A command of the runbook failed; the message is what it wrote."""
+    """A command of the runbook failed; the message is its output."""
 
 
 def blocks(document: Path, heading: str) -> list[str]:
-    """The shell commands in a section of a document, block by block."""
+    """The shell commands in a section of a document, by block."""
     text = document.read_text(encoding="utf-8")
     section = text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     found = re.findall(r"^( *)```sh\n(.*?)^ *```", section, re.MULTILINE | re.DOTALL)
@@ -56,7 +56,7 @@ class Replay:
 
     Attributes:
         url: URL of the proxy before it.
-        folder: for everything that is written.
+        folder: contains everything that is written.
         checkout: the tree of the person following the runbook.
     """
 
@@ -96,7 +96,7 @@ class Replay:
         }
 
     def run(self, block: str) -> str:
-        """Runs commands of the runbook, as the owner. Returns what they wrote.
+        """Runs commands of the runbook, as the owner. Returns their output.
 
         Raises:
             CommandFailed: one of them failed.
@@ -124,17 +124,17 @@ class Replay:
         return done.stdout
 
     def workspace(self, build: Mapping[str, Any], name: str) -> Path:
-        """The folder in which a build begins: its source, or nothing."""
+        """The folder in which a build begins: with its source, or empty."""
         made = self.folder / name
         made.mkdir()
         if source := (build.get("source") or {}).get("storageSource"):
             data = self._fetched(build, source["bucket"], source["object"])
-            # tarfile takes no filter before Python 3.11.4, and wants one from 3.12 on.
+            # tarfile has no filter before Python 3.11.4, and requires one from 3.12 on.
             subprocess.run(["tar", "-xz", "-C", made], input=data, check=True)
         return made
 
     def _fetched(self, build: Mapping[str, Any], bucket: str, name: str) -> bytes:
-        """The source of a build, which Cloud Build reads as the build's own account."""
+        """The source of a build, which Cloud Build reads with the build's own account."""
         account = build["serviceAccount"].rpartition("/")[2].replace("$PROJECT_ID", PROJECT)
         path = f"/storage/v1/b/{bucket}/o/{quote(name, safe='')}"
         asked = Ask(account, "GET", "storage.googleapis.com", path, {"alt": "media"}, b"", {})
@@ -151,10 +151,10 @@ class Replay:
         only: Callable[[str], bool] = lambda step: True,
         given: Mapping[str, str] = MappingProxyType({}),
     ) -> list[str]:
-        """Runs the steps of a build that `only` takes. Returns their ids in the order they had.
+        """Runs the steps of a build that are in `only`. Returns their ids in order of execution.
 
         Raises:
-            StepFailed: one did not end well.
+            a step failed.
         """
         built_in = {
             "PROJECT_ID": PROJECT,
@@ -176,7 +176,7 @@ class Replay:
     def _step(self, step: Mapping[str, Any], build: Build, workspace: Path, metadata: str) -> None:
         path = programs_of(step["name"], self.programs, self.folder / "images")
         environment = self.environment(build.account, metadata)
-        environment["CLOUDSDK_CORE_PROJECT"] = PROJECT  # which gcloud has from the metadata
+        environment["CLOUDSDK_CORE_PROJECT"] = PROJECT  # gcloud reads it from the metadata
         if step["id"] in NEEDS_AN_INDEX:
             environment = {
                 name: value

@@ -1,8 +1,8 @@
 """Permissions of Google's predefined roles that a release needs: for each role, the permissions
 that the stand-in for Google's APIs checks.
 
-Source: https://docs.cloud.google.com/iam/docs/roles-permissions, read by hand. A permission that is
-not listed is refused.
+Source: https://docs.cloud.google.com/iam/docs/roles-permissions, read manually. A permission that
+is not listed is refused.
 """
 
 OBJECTS = {f"storage.objects.{verb}" for verb in ("create", "delete", "get", "list", "update")}
@@ -49,7 +49,7 @@ PERMISSIONS: dict[str, set[str]] = {
     "roles/serviceusage.serviceUsageConsumer": {"serviceusage.services.use"},
     "roles/storage.admin": BUCKETS | OBJECTS,
     "roles/storage.objectAdmin": OBJECTS,
-    # Writing over an object takes the right to delete it.
+    # Overwriting an object requires the right to delete it.
     "roles/storage.objectCreator": {"storage.objects.create"},
     "roles/storage.objectViewer": {"storage.objects.get", "storage.objects.list"},
 }

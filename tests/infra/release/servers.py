@@ -1,6 +1,6 @@
-"""The way from real programs to the stand-in for Google: a proxy that has a certificate for every
-host, so that `gcloud`, Terraform and our own code keep the addresses that they have in the cloud.
-Nothing gets out: what the stand-in does not know is refused.
+"""Connects real programs to the stand-in for Google: a proxy that has a certificate for every host,
+so that `gcloud`, Terraform and our own code keep their addresses from the cloud. Nothing gets out:
+requests unknown to the stand-in are refused.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ HOSTS = ("*.googleapis.com", "*.pkg.dev", "*.run.app", "*.europe-west4.run.app")
 
 @contextmanager
 def proxy(cloud: Cloud, folder: Path) -> Iterator[tuple[str, Path]]:
-    """Serves `cloud` behind a proxy. Yields its URL, and the authority that clients must trust."""
+    """Serves `cloud` behind a proxy. Yields its URL, and the certificate authority that clients
+    must trust.
+    """
     authority, pair = _certificates(folder)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(pair)
@@ -159,7 +161,9 @@ def _serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
 
 
 def _certificates(folder: Path) -> tuple[Path, Path]:
-    """An authority, and certificate and key of all hosts that it signed: paths of PEM files."""
+    """Creates a certificate authority, and a certificate and key that cover all hosts: paths of PEM
+    files.
+    """
     now = datetime.now(UTC)
 
     def builder(

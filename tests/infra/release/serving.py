@@ -15,7 +15,7 @@ from tests.infra.release.api import NUMBER, Api, Ask, Refusal, Reply, route
 
 
 class Serving(Api):
-    """The service of the API, and what its callers see."""
+    """The API's service, as its callers see it."""
 
     @route(
         "GET",
@@ -110,7 +110,7 @@ class Serving(Api):
 
     @route("GET", r".*\.run\.app", r"/healthz|/eventlog|/_ah/.*")
     def _front_end(self, ask: Ask) -> Any:
-        """Google's front end, before the service is asked.
+        """Google's front end, which answers before the service does.
 
         https://docs.cloud.google.com/run/docs/known-issues: reserved URL paths.
         """
@@ -147,7 +147,7 @@ class Serving(Api):
             raise Refusal(401, "the key is not known")
 
     def _require_worker(self, model: str) -> None:
-        """A worker whose image lacks the package of its model does not start."""
+        """A worker does not start if its image lacks the package of its model."""
         for release in self.made("helm_release", f"workloads/{self.region}"):
             if release["name"] != "penstock-workers":
                 continue

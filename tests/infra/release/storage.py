@@ -1,4 +1,4 @@
-"""Cloud Storage, as gcloud and Terraform ask it."""
+"""Cloud Storage, as gcloud and Terraform use it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tests.infra.release.api import NUMBER, Api, Ask, Refusal, Reply, Stored, ro
 
 MEDIA = "https://storage.googleapis.com/download/storage/v1"
 OF_THE_XML_API = r"/(?!(?:storage|upload|download|batch|resumable)/)([a-z0-9][^/]+)/(.+)"
-"""`/BUCKET/OBJECT`, which is none of the JSON API's paths."""
+"""`/BUCKET/OBJECT`, which is not a path of the JSON API."""
 
 
 class Storage(Api):
-    """Buckets and what is in them."""
+    """Buckets and their contents."""
 
     def _bucket(self, name: str) -> dict[str, Stored]:
         if name not in self.buckets:
@@ -133,7 +133,7 @@ class Storage(Api):
 
     @route("GET", "storage.googleapis.com", OF_THE_XML_API)
     def _read_object(self, ask: Ask, bucket: str, name: str) -> Any:
-        """By the XML API, as the client in Terraform reads."""
+        """Reads through the XML API, like Terraform's client."""
         return self._get_object(
             Ask(ask.account, ask.verb, ask.host, ask.path, {"alt": "media"}, b"", ask.headers),
             bucket,
@@ -211,7 +211,7 @@ def _media(stored: Stored, wanted: str) -> Reply:
 
 
 def _uploaded(ask: Ask) -> tuple[str, bytes]:
-    """Name and content of an upload, in one of three forms."""
+    """Name and content of an upload, in one of three formats."""
     kind = ask.query["uploadType"]
     if kind == "multipart":
         boundary = re.search(r"""boundary=["']?([^"';]+)""", ask.headers["content-type"])

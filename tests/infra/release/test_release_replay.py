@@ -2,9 +2,9 @@
 clone to an API that answers, in a project in which each account has only the rights that `setup.sh`
 granted it.
 
-Terraform's providers come from the stand-in that TFOFFLINE names. Docker, syft and the taking apart
-of an image by the scanner are stand-ins (programs.py). Of the build's own checks it runs the
-linters, and the tests that look at the tree.
+Terraform's providers come from the stand-in that TFOFFLINE names. Docker, syft and the scanner's
+unpacking of an image are stand-ins (programs.py). Of the build's own checks, the linters and the
+tests that look at the tree run.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from tests.infra.release.servers import proxy
 pytestmark = pytest.mark.slow(about_s=240)
 TOOLS = ("gcloud", "terraform", "kubectl", "jq", "curl", "git", "make")
 QUICK = {"_WATCH_S": "0"}
-"""How long a step of the rollout is looked at."""
+"""How long a step of the rollout is observed."""
 OF_IMAGES = {
     *("bases", "image-api", "image-functions", "image-cuda", "model-packages", "image-worker"),
     *(
@@ -65,12 +65,12 @@ OF_IMAGES = {
     *("types", "terraform"),
 }
 CHECKS = {"lint", "types", "tests", "terraform"}
-"""Steps that only look at the source."""
+"""Steps that only read the source."""
 
 
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Replay, bytes]]:
-    """A project after the runbook's first two steps, and what it then is, to go back to."""
+    """A project after the runbook's first two steps, and its saved state, to return to."""
     missing = [name for name in TOOLS if shutil.which(name) is None]
     if missing:
         pytest.skip(f"not installed: {', '.join(missing)}")
@@ -106,13 +106,13 @@ def replay(begun: tuple[Replay, bytes], tmp_path: Path) -> Replay:
 
 
 def submit(replay: Replay) -> dict[str, Any]:
-    """Runs the command of the runbook that submits a build. Returns the build."""
+    """Runs the runbook's command that submits a build. Returns the build."""
     replay.run(blocks(DEPLOY_PAGE, "First deploy")[2])
     return replay.cloud.builds[-1]
 
 
 def built(replay: Replay, *, without: set[str]) -> Path:
-    """Submits a build and runs it, but for some steps. Returns its workspace."""
+    """Submits a build and runs it, except for some steps. Returns its workspace."""
     build = submit(replay)
     workspace = replay.workspace(build, "build")
     link_environment(workspace)
@@ -122,7 +122,7 @@ def built(replay: Replay, *, without: set[str]) -> Path:
 
 
 def deployed(replay: Replay, *, installs: bool) -> None:
-    """Runs the build that the release's message started, as if it were approved."""
+    """Runs the build started by the release's message, as if it had been approved."""
     build = replay.cloud.builds[-1]
     assert build["status"] == "PENDING", "nobody was asked"
     workspace = replay.workspace(build, "deploy")
@@ -300,7 +300,7 @@ UNUSED = {
         "roles/logging.logWriter": "Cloud Logging has the build's output",
     },
 }
-"""Roles that no request of the replay needs, and what needs them."""
+"""Roles that no request of the replay needs, and the reason for each."""
 OF_DATA = {
     "bigquery.tables.getData",
     "pubsub.subscriptions.consume",
@@ -323,7 +323,7 @@ def idle_roles(cloud: Cloud, account: str) -> set[str]:
 
 
 def of_resources(cloud: Cloud) -> set[str]:
-    """The roles that may make what is in the state."""
+    """The roles that may create the resources in the state."""
     stored = cloud.buckets[f"{PROJECT}-penstock-state"]["platform/default.tfstate"].data
     kinds = {one["type"] for one in json.loads(stored)["resources"] if one["mode"] == "managed"}
     made = (role for prefix, (_, role) in NEEDS.items() if any_begins(kinds, prefix))
@@ -419,7 +419,7 @@ def change_source(release: dict[str, Stored], folder: str) -> None:
 
 
 def change_manifest(release: dict[str, Stored], folder: str) -> None:
-    """Another image, with a manifest that agrees with it."""
+    """Another image, with a matching manifest."""
     api = release[f"{folder}/api.image"].data
     other = api.replace(api[-8:-1], b"0000000")
     release[f"{folder}/api.image"] = Stored(other, 1)

@@ -61,7 +61,7 @@ UNSETTLED = {
 
 
 class Operator:
-    """Somebody with a deployment of two regions, and what they type."""
+    """An operator of a deployment in two regions, and the commands they type."""
 
     def __init__(self, folder: Path, attach: Path) -> None:
         self.tree = folder / "tree"
@@ -185,7 +185,7 @@ def leave(root: Path) -> None:
 
 
 def places(values: dict[str, Any]) -> set[str]:
-    """The regions that a resource names in its place, or in the path of its id."""
+    """The regions that a resource refers to in its location, or in the path of its id."""
     named = [values.get(name) for name in ("location", "region", "zone", "id")]
     return {part for name in named if isinstance(name, str) for part in re.split("[/ ]", name)}
 
@@ -206,7 +206,7 @@ def test_home_is_moved_in_the_order_of_the_page(operator: Operator) -> None:
                 for one in operator.changes()
                 if "delete" in one["change"]["actions"]
             }
-            # Nothing that is left to delete is where nobody answers, or holds anything.
+            # Nothing to be deleted is in the lost region, or holds data.
             assert [name for name, one in deleted.items() if LOST in places(one)] == []
             assert {before[name]["type"] for name in deleted} & KEPT == set()
 
@@ -217,7 +217,7 @@ def test_home_is_moved_in_the_order_of_the_page(operator: Operator) -> None:
     kept = {name: one["values"]["id"] for name, one in before.items() if one["type"] in KEPT}
     assert kept.items() <= {name: one["values"]["id"] for name, one in after.items()}.items()
 
-    # Every subscription of a model is the same one, with the jobs in it.
+    # Every subscription of a model is still the same, with its jobs.
     jobs = {name for name in before if ".module.model[" in name}
     assert jobs
     assert {name: before[name]["values"]["id"] for name in jobs} == {
@@ -226,7 +226,7 @@ def test_home_is_moved_in_the_order_of_the_page(operator: Operator) -> None:
     gone = before.keys() - after.keys() - set(forgotten)
     assert {before[name]["type"] for name in gone} == DELETED
 
-    # The API is still there, and with its new records.
+    # The API is still there, and uses its new records.
     services = [one for one in after.values() if one["type"] == "google_cloud_run_v2_service"]
     apis = [one["values"] for one in services if one["values"]["name"] == "penstock-api"]
     assert [one["location"] for one in apis] == [R]
@@ -246,10 +246,10 @@ def test_home_is_moved_in_the_order_of_the_page(operator: Operator) -> None:
 
 
 def test_an_apply_without_the_image_would_delete_the_api(operator: Operator) -> None:
-    """Why the page asks for it first."""
+    """This is why the page asks for it first."""
     operator.applies()
     operator.environment["TF_VAR_api_image"] = ""
-    # An empty variable of the environment is an empty image, which is refused and deletes nothing.
+    # An empty environment variable means an empty image, which is refused and deletes nothing.
     with pytest.raises(AssertionError, match=r"api\.image"):
         operator.changes()
     del operator.environment["TF_VAR_api_image"]
@@ -313,7 +313,7 @@ def test_older_state_is_moved_and_nothing_is_made_anew(operator: Operator) -> No
     assert moved.keys() == older.keys() - before.keys()
     assert set(moved.values()) == gone
 
-    # One argument that is another one is one change more.
+    # Each changed argument is one more change.
     buckets = [one for one in state["resources"] if one["type"] == "google_storage_bucket"]
     (rows,) = [one for one in buckets if one["name"] == "rows"]
     rows["instances"][0]["attributes"]["public_access_prevention"] = "inherited"

@@ -1,4 +1,4 @@
-"""A data set with the made-up rows, which the tests of a session share and only read."""
+"""A data set with the made-up rows, which a session's tests share and only read."""
 
 import json
 import uuid
@@ -20,7 +20,7 @@ BUDGETS_USD = {"acme": 0.05, "nobody": 5.0}
 
 
 def load(client: bigquery.Client, table: str, rows: list[Fields]) -> None:
-    """Adds rows by a load job. Times become text."""
+    """Adds rows with a load job. Times become text."""
     config = bigquery.LoadJobConfig(write_disposition="WRITE_APPEND")
     plain = json.loads(json.dumps(rows, default=str))
     client.load_table_from_json(plain, f"{DATASET}.{table}", job_config=config).result()
@@ -40,7 +40,7 @@ def loaded(bigquery_endpoint: str, made_rows: list[Fields]) -> Iterator[bigquery
 
 
 class OnceRunner(ReportRunner):
-    """Asks each question once, as nobody writes to the made-up rows: most take seconds.
+    """Asks each question once, because nobody writes to the made-up rows: most take seconds.
 
     A machine that is busy with other work may take longer than a report may in production.
     """
@@ -70,7 +70,7 @@ def runner(loaded: bigquery.Client) -> ReportRunner:
 
 @pytest.fixture(scope="session")
 def nothing(bigquery_endpoint: str) -> Iterator[bigquery.Client]:
-    """Tables without a row, for tests that only read."""
+    """Empty tables, for tests that only read."""
     with connected(bigquery_endpoint, f"p-{uuid.uuid4().hex[:12]}") as client:
         tables.create(client, DATASET)
         yield client
@@ -85,7 +85,7 @@ def written(bigquery_endpoint: str) -> Iterator[bigquery.Client]:
 
 @pytest.fixture
 def empty(written: bigquery.Client) -> bigquery.Client:
-    """Tables without a row, for a test to write. Emptied rather than made: the views take long."""
+    """Empty tables, for a test to write. They are emptied, not recreated: the views take long."""
     for table in tables.tables():
         written.query(f"TRUNCATE TABLE {DATASET}.{table}").result()
     return written

@@ -16,14 +16,14 @@ from shared.reports.definitions import ReportQuestion
 from tests.infra.reports.generated import Fields
 
 Lines = dict[tuple[Any, ...], Fields]
-"""By the columns that make a line, the others."""
+"""Lines with their other columns, by the columns that identify them."""
 HOUR, SHARED = dt.timedelta(hours=1), ("memory", "redis", "joined")
 BAD_CODES = ("model_failed", "internal", "unavailable", None)
 
 
 @dataclass(frozen=True)
 class Near:
-    """A percentile of these values: BigQuery's are approximate, so a neighbor is right too."""
+    """A percentile of these values: BigQuery's are approximate, so a neighbor is accepted too."""
 
     values: tuple[float, ...]
     share: float
@@ -45,7 +45,9 @@ def near(rows: Iterable[Fields], column: str, share: float) -> Near:
 
 
 def once(rows: Iterable[Fields], question: ReportQuestion) -> list[Fields]:
-    """The rows that a question is about, each once: one without a result, else the last attempt."""
+    """The rows that a question covers, each once: a row without a result if there is one, otherwise
+    the last attempt.
+    """
     best: dict[Any, Fields] = {}
     for row in rows:
         if not question.since <= row["received_at"] < question.until:
@@ -238,7 +240,7 @@ def invoice(rows: list[Fields], question: ReportQuestion) -> Lines:
     for where, members in grouped(charged_rows, key).items():
         quantity = int(exact(members, "tokens") + exact(members, "pixel_steps"))
         price = where[5]
-        if is_text(members[0]):  # the average, as its tokens have several prices
+        if is_text(members[0]):  # the average, because its tokens have several prices
             price = round(exact(members, "list_price_usd") / quantity * 1e6, 12)
             where = (*where[:5], price, *where[6:])
         lines[where] = {

@@ -1,4 +1,5 @@
-"""Rows of a made-up month: double, late and old ones, tenants without keys, a day without any.
+"""Rows of a made-up month: duplicate, late and old rows, tenants without keys, and a day without
+any rows.
 
 Five weeks around the days on which clocks change in Berlin (25 October) and New York (1 November).
 """
@@ -11,14 +12,14 @@ Fields = dict[str, Any]
 FIRST = dt.datetime(2026, 10, 5, tzinfo=dt.UTC)
 AFTER = FIRST + dt.timedelta(days=35)
 GAP = dt.datetime(2026, 10, 20, 18, tzinfo=dt.UTC), dt.datetime(2026, 10, 22, 12, tzinfo=dt.UTC)
-"""Nothing is received between: 21 October is empty in all time zones."""
+"""Nothing is received in between: 21 October is empty in all time zones."""
 PRICE_CHANGE = dt.datetime(2026, 10, 16, tzinfo=dt.UTC)
 NEW_COLUMNS_FROM = dt.datetime(2026, 10, 9, tzinfo=dt.UTC)
-"""Rows before that are of a release that did not have the newer columns."""
+"""Earlier rows come from a release that did not have the newer columns."""
 TENANTS = ("acme", "globex", "initech", "umbrella")
 CACHED_SHARE = 0.25
 WRITTEN = 3
-"""A token that was written costs so many times as much as one that was read."""
+"""A written token costs this many times as much as a token that was read."""
 MODELS: dict[str, Fields] = {
     "mini": {"task": "embedding", "prices": (0.01, 0.013), "gpu_type": "l4", "capacity": 64},
     "draw": {"task": "image", "prices": (0.02, 0.025), "gpu_type": "a100", "capacity": 8},
@@ -32,7 +33,7 @@ def rows(seed: int = 18, requests: int = 1500) -> list[Fields]:
     found: list[Fields] = []
     for number in range(requests):
         received = FIRST + dt.timedelta(seconds=drawn.randrange(35 * 86_400), microseconds=number)
-        if drawn.random() < 0.6:  # by day there is more to do
+        if drawn.random() < 0.6:  # there is more to do during the day
             received = received.replace(hour=8 + received.hour // 3)
         gap = (
             dt.datetime(2026, 10, 20, 18, tzinfo=dt.UTC),
@@ -129,7 +130,7 @@ def _item(drawn: random.Random, known: Fields, item: int) -> Fields:
         fields["error_code"] = "deadline_exceeded"
     if status == "canceled":
         fields["error_code"] = "canceled"
-    if not is_shared or cache == "joined":  # a joined item has the batch of another one
+    if not is_shared or cache == "joined":  # a joined item has the batch of another item
         fields |= _computed(drawn, model, received, units)
     if cache == "joined":
         fields["padded_tokens"] = None
@@ -145,12 +146,12 @@ def _item(drawn: random.Random, known: Fields, item: int) -> Fields:
 
 
 def _written(drawn: random.Random, status: str, units: int) -> Fields:
-    """The tokens that a generation wrote and read. Empty if it ended before that."""
+    """The tokens that a generation wrote and read. Empty if it ended before it began writing."""
     if status != "succeeded" and drawn.random() < 0.5:
         return {}
     output = drawn.randrange(1, units + 1)
     read = units - output
-    # Not drawn, so that all other values stay as they are.
+    # Not random, so that all other values stay the same.
     return {"output_tokens": output, "input_tokens": read, "cached_tokens": read // 3}
 
 

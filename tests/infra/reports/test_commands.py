@@ -1,4 +1,4 @@
-"""`penstock report` and `penstock invoice`, as somebody calls them."""
+"""`penstock report` and `penstock invoice`, as a user runs them."""
 
 import csv
 import io

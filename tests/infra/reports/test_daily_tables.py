@@ -129,7 +129,7 @@ def test_summaries_add_up_to_the_month(
 
 
 def hourly(day: BillingDay, seed: int) -> list[Fields]:
-    """Rows of a weekday in seven weeks: steady, with spikes, a lull and a tenant that is new."""
+    """Rows of one weekday in seven weeks: steady, with spikes, a lull and a new tenant."""
     drawn, found = random.Random(seed), []
     for week in range(7):
         one = BillingDay(day.day - week * WEEK, day.tz)
@@ -137,13 +137,13 @@ def hourly(day: BillingDay, seed: int) -> list[Fields]:
             hour = one.since + number * HOUR
             usual = 5 + 10 * (8 <= number <= 18)
             costs = {"acme": usual * drawn.uniform(0.8, 1.2), "globex": 3.0}
-            if week <= 2:  # compared with zeros before its time it would be unusual
+            if week <= 2:  # compared with the zeros before its time, it would be unusual
                 costs["newcomer"] = 3.0 if week == 0 else 1.0
             if week == 0 and number == 9:
                 costs["acme"] *= 9
             if week == 0 and number == 11:
                 costs["globex"] = 0.25
-            if week == 3 and number == 12:  # an outlier of the past moves no band
+            if week == 3 and number == 12:  # an outlier in the past moves no band
                 costs["acme"] = 900.0
             for tenant, cost in costs.items():
                 found.append(_row(tenant, hour + HOUR / 3, cost, "succeeded", drawn))
@@ -199,7 +199,9 @@ def hours(day: BillingDay, until: dt.datetime) -> list[dt.datetime]:
 def by_clock(
     values: Counter[dt.datetime], day: BillingDay, first: dt.datetime
 ) -> dict[int, list[float]]:
-    """The values of earlier weeks, from the one with the `first` hour on, by hour of the clock."""
+    """The values of earlier weeks, starting with the week of the `first` hour, by hour of the
+    day.
+    """
     past: dict[int, list[float]] = defaultdict(list)
     for week in range(1, 7):
         one = BillingDay(day.day - week * WEEK, day.tz)

@@ -1,4 +1,4 @@
-"""Heads of reports, the document that shows them, and whether they are GoogleSQL."""
+"""Headers of reports, the document that lists them, and a check that they are valid GoogleSQL."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""Reports that read more than the rows, or check them: few lines, whose answers are known."""
+"""Reports that read more than the rows, or check them: few lines, with known answers."""
 
 import datetime as dt
 from typing import Any
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 DAY = dt.datetime(2026, 10, 7, tzinfo=dt.UTC)
 QUESTION = ReportQuestion(DAY, DAY + dt.timedelta(days=1))
 L4_SPOT, L4, A100 = 0.538352, 0.897201806, 3.747972
-"""An hour in europe-west4 (infra/terraform/prices.yaml)."""
+"""Price of an hour in europe-west4 (infra/terraform/prices.yaml)."""
 
 
 def row(request: str, item: int = 0, **given: Any) -> Fields:
@@ -108,7 +108,7 @@ def test_margin_prices_busy_idle_and_loading_time(empty: bigquery.Client) -> Non
     lines = {line["model"]: line for line in asked(empty, "margin")}
     mini = lines["mini"]
     assert mini["revenue_usd"] == 7.0
-    # All of w1, and of half a spot GPU the quarter that mini computed on it.
+    # All of w1, and the quarter of half a spot GPU that mini computed on it.
     assert mini["cost_usd"] == pytest.approx(L4 + 0.5 * L4_SPOT * 0.25)
     assert mini["idle_usd"] == pytest.approx((L4 + 0.5 * L4_SPOT * 0.25) * 2600 / 3600)
     assert mini["margin_usd"] == pytest.approx(7.0 - mini["cost_usd"])
@@ -132,9 +132,9 @@ def test_cache_saves_list_price_and_the_time_of_computed_units(empty: bigquery.C
         "rows",
         [
             computed("a", 2.0, tokens=100, cost_usd=1.0, list_price_usd=1.0, charged_share=1.0),
-            computed("b", 6.0, tokens=300, cost_usd=3.0),  # of an older release
+            computed("b", 6.0, tokens=300, cost_usd=3.0),  # from an older release
             row("c", cache="redis", tokens=50, cost_usd=0.1, list_price_usd=0.5, charged_share=0.2),
-            row("d", cache="joined", tokens=100, cost_usd=0.0),  # of an older release
+            row("d", cache="joined", tokens=100, cost_usd=0.0),  # from an older release
             row("e", cache="redis", tokens=999, status="failed", cost_usd=0.0),
         ],
     )

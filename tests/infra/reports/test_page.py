@@ -1,4 +1,4 @@
-"""The pages in a real browser: nothing to complain about, nothing loaded, no stranger's markup."""
+"""The pages in a real browser: no errors, nothing loaded, no injected markup."""
 
 import shutil
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ PHONE, DESKTOP = {"width": 360, "height": 740}, {"width": 1280, "height": 900}
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     with sync_playwright() as playwright:
-        # The sandbox needs rights that containers lack. The only pages are our own.
+        # The sandbox needs rights that containers lack. Only our own pages are opened.
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield browser
         browser.close()

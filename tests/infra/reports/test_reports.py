@@ -53,7 +53,7 @@ ROUNDED = {
     "items": 0.051,
     "batches": 0.051,
 }
-"""How far a figure may be off by rounding, for columns with these words. Others are not rounded."""
+"""Tolerance for rounding, for columns with these words. Others are not rounded."""
 
 
 def by_key(result: ReportResult, columns: int) -> dict[tuple[Any, ...], Fields]:
@@ -72,7 +72,7 @@ def assert_equal(found: Any, wanted: Any, where: Any) -> None:
         loose = next((by for words, by in ROUNDED.items() if words in where[-1]), 0.0)
         assert found == pytest.approx(wanted, rel=1e-9, abs=loose), where
     elif wanted == 0 and found is None:
-        pass  # a sum of nothing
+        pass  # a sum over zero rows
     else:
         assert wanted == found, where
 
@@ -86,7 +86,7 @@ def test_report_is_what_plain_python_computes(
         pytest.skip("a forecast is made from weeks")
     report = find_report(name)
     result = runner.run(report, question)
-    wanted = NAMES[name](made_rows, result.question)  # whole months, if the report is of those
+    wanted = NAMES[name](made_rows, result.question)  # whole months, if the report covers months
     keys = len(next(iter(wanted), ())) or 1
     lines = by_key(result, keys)
     assert lines.keys() == wanted.keys()

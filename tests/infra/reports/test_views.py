@@ -48,7 +48,8 @@ def check_usage(lines: list[Fields], rows: list[Fields]) -> None:
     for key, members in groups.items():
         line = found[key]
         assert line["day"] == key[0].date()
-        # Items of a request may be in several regions. It counts where its first item is.
+        # Items of a request may be in several regions. The request counts in its first item's
+        # region.
         wanted = expected.counts(members) | {"requests": sum(r["item"] == 0 for r in members)}
         wanted |= expected.text_tokens(members)
         for column, value in wanted.items():
@@ -130,7 +131,7 @@ def test_view_needs_a_filter_on_its_partitions(name: str, loaded: bigquery.Clien
 
 @pytest.fixture
 def acme(loaded: bigquery.Client) -> str:
-    """The data set for the analysts of acme, as Terraform makes it."""
+    """The data set for acme's analysts, as Terraform creates it."""
     dataset = f"{DATASET}_tenant_acme"
     loaded.create_dataset(dataset, exists_ok=True)
     for name, sql in tables.tenant_views(loaded.project, DATASET, "acme").items():

@@ -1,5 +1,5 @@
-"""A server that answers as Cloud Run, Monitoring, Secret Manager and the API itself do, as far as a
-rollout asks.
+"""A server that answers like Cloud Run, Monitoring, Secret Manager and the API itself, as far as a
+rollout needs them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Region:
 
     @property
     def shares(self) -> dict[str, int]:
-        """Percent by revision, as callers get them."""
+        """Percentage per revision, as callers get them."""
         found: dict[str, int] = {}
         for target in self.traffic:
             if target.get("percent"):
@@ -74,7 +74,7 @@ class GoogleApis:
         self.asked: list[str] = []
 
     def answer(self, verb: str, path: str, query: dict[str, str], body: Any) -> tuple[int, Any]:
-        if path == "/healthz":  # as Google's front end does, before the API is asked
+        if path == "/healthz":  # like Google's front end, before the API is called
             return 404, {"error": "The requested URL /healthz was not found on this server."}
         if path == "/readyz":
             return 200, {"status": "ready"}

@@ -1,4 +1,4 @@
-"""Stores that fail on demand, a table that is a set of rows, and what is in an archive."""
+"""Stores that fail on demand, a table that is a set of rows, and helpers that read an archive."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from shared.usage.senders import incoming
 
 
 class KilledError(BaseException):
-    """Stands for the death of the process: nobody handles it."""
+    """Simulates the death of the process: nothing handles it."""
 
 
 class FragileStore(ObjectStore):
-    """A store in memory. `kill_after` calls, the one that asks does not live to hear the answer.
+    """A store in memory. After `kill_after` calls, the caller dies before it gets the answer.
 
-    With `is_done` that call still has its effect.
+    If `is_done`, that call still takes effect.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class FragileStore(ObjectStore):
 
 
 class TableOfRows:
-    """A RowLoader whose table is in memory. A name is loaded once."""
+    """A RowLoader whose table is in memory. Each name is loaded once."""
 
     def __init__(self) -> None:
         self.loaded: dict[str, list[Fields]] = {}
@@ -90,7 +90,7 @@ def row(number: int, at_s: float = 1_790_000_000.0, **fields: Any) -> Fields:
 async def put(
     objects: ObjectStore, rows: Iterable[Fields | bytes], name: str, table: str = "rows"
 ) -> None:
-    """Puts rows as a writer does, under a name of the test's. Bytes are taken as they are."""
+    """Stores rows as a writer does, under a name chosen by the test. Bytes are stored unchanged."""
     lines = [one if isinstance(one, bytes) else json.dumps(one).encode() for one in rows]
     packed = gzip.compress(b"\n".join(lines) + b"\n")
     await objects.put(f"{incoming(table)}/{name}.jsonl.gz", packed, "application/gzip")

@@ -37,7 +37,7 @@ class Kept(NamedTuple):
     """The places where rows are kept."""
 
     in_table: dict[str, int]
-    """How often each is there."""
+    """The number of times each row is there."""
     in_files: list[str]
     on_the_way: list[str]
 
@@ -82,7 +82,7 @@ async def test_pass_that_is_killed_anywhere_is_finished_by_the_next(
             killed += 1
         else:
             break
-        await put(objects, [row(4)], "c")  # comes meanwhile
+        await put(objects, [row(4)], "c")  # arrives meanwhile
         await archive_all(RowArchive(objects, "rows", table))
         await archive_all(RowArchive(objects, "rows", table))
         folder = tmp_path / str(kill_after)
@@ -113,7 +113,7 @@ def test_any_sequence_of_deaths_loses_and_doubles_nothing(
 
 
 async def test_another_archive_goes_on_with_what_one_began(tmp_path: Path) -> None:
-    """Two at a time, as while a pod is replaced: one is ahead by a whole pass at each step."""
+    """Two at a time, as when a pod is being replaced: one is a whole pass ahead at each step."""
     objects, tables = FragileStore(), TableOfRows()
     await put(objects, [row(0), row(1)], "a")
 
@@ -134,7 +134,9 @@ async def test_another_archive_goes_on_with_what_one_began(tmp_path: Path) -> No
 
 
 async def test_archive_that_is_overtaken_while_it_reads_shortens_no_file(tmp_path: Path) -> None:
-    """The first of a pass is read when another process has archived and removed all of it."""
+    """The first object of a pass is read after another process has archived and removed all of
+    it.
+    """
     table, count = TableOfRows(), 3 * CALLS
 
     class Overtaken(FragileStore):
@@ -171,7 +173,7 @@ async def test_rows_wait_while_something_is_away(tmp_path: Path, away: str) -> N
 
 
 async def test_rows_sent_twice_are_archived_once(tmp_path: Path) -> None:
-    """A writer that did not hear the answer sends again."""
+    """A writer that did not get the answer sends again."""
     objects, table = FragileStore(), TableOfRows()
     for name in ("a", "b"):
         await put(objects, [row(0), row(1)], name)

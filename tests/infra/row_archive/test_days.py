@@ -1,4 +1,4 @@
-"""Small files of a day become one, and a table that lost rows gets them back."""
+"""A day's small files are merged into one, and a table that lost rows gets them back."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ async def test_days_that_a_table_has_lost_come_back() -> None:
 
 
 async def test_day_of_which_a_table_has_a_part_is_loaded_whole() -> None:
-    """It lost its rows at noon, and went on: the views drop what is there twice then."""
+    """It lost its rows at noon, and continued: the views then drop duplicates."""
     objects, table = FragileStore(), TableOfRows()
     await three_files(objects, TableOfRows())
     days = ArchivedDays(objects, "rows")

@@ -31,13 +31,13 @@ from tests.infra.row_archive.stores import archive_all, row
 pytestmark = pytest.mark.slow
 
 PROJECTED = "month_end_usd"
-"""A column that changes with each second that has passed of the month."""
+"""A column that changes with each second of the month."""
 SENT_TOGETHER = 500
 DIRECT, ARCHIVED = "direct", "archived"
 
 
 class Both(NamedTuple):
-    """Two data sets that were given the same rows in two ways."""
+    """Two data sets that got the same rows in two ways."""
 
     client: bigquery.Client
     endpoint: str
@@ -56,7 +56,7 @@ def as_sent(row: Fields) -> Fields:
 @pytest.fixture(scope="module")
 def both(bigquery_endpoint: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
     url = f"file://{tmp_path_factory.mktemp('objects')}"
-    # Each row_id once: insertAll drops the second within a minute, whatever is in it.
+    # Each row_id once: insertAll drops duplicates within a minute, regardless of their content.
     rows = list({row["row_id"]: as_sent(row) for row in generated.rows(requests=400)}.values())
     with connected(bigquery_endpoint, f"p-{uuid.uuid4().hex[:12]}") as client:
         for dataset in (DIRECT, ARCHIVED):
@@ -97,7 +97,7 @@ def test_every_report_says_the_same(both: Both) -> None:
 
 
 def about(row: Sequence[object], heads: Sequence[str]) -> list[object]:
-    """The row with room for the last digits of sums, which differ by the order of rows."""
+    """The row, with tolerance for the last digits of sums, which depend on the order of rows."""
     return [
         approximately(value, head) if isinstance(value, float) else value
         for value, head in zip(row, heads, strict=True)
@@ -105,7 +105,7 @@ def about(row: Sequence[object], heads: Sequence[str]) -> list[object]:
 
 
 def approximately(value: float, head: str) -> Any:
-    """Percentiles are approximate and rounded to a tenth, so the next tenth is right too."""
+    """Percentiles are approximate and rounded to a tenth, so the next tenth is accepted too."""
     if head == PROJECTED:
         return pytest.approx(value, rel=0.05)
     is_rounded = round(value, 1) == value
@@ -128,7 +128,7 @@ def test_file_is_loaded_once_by_its_name(both: Both, tmp_path: Path) -> None:
 
 
 def test_file_that_was_loaded_in_a_region_is_left_alone(both: Both, tmp_path: Path) -> None:
-    """The process that started the load died before it heard of its end."""
+    """The process that started the load died before it knew of its end."""
     name = f"north_{uuid.uuid4().hex[:8]}"
     dataset = bigquery.Dataset(f"{both.client.project}.{name}")
     dataset.location = "europe-west4"
@@ -157,7 +157,7 @@ TYPES = {
 
 
 def test_load_that_failed_is_tried_again_under_the_same_name(both: Both, tmp_path: Path) -> None:
-    """The table is made after the archive has started."""
+    """The table is created after the archive has started."""
     dataset = f"late_{uuid.uuid4().hex[:8]}"
     both.client.create_dataset(dataset)
     objects, loader = (

@@ -1,7 +1,7 @@
 """A day without BigQuery in which every API instance and every worker is replaced, several times.
 
-Rows go through the writer of the product, with the sender that the settings name. A pod's folder
-of rows is gone with the pod, as on Cloud Run (memory) and on GKE (emptyDir). The object store is a
+Rows go through the product's own writer, with the sender from the settings. A pod's folder of rows
+disappears with the pod, as on Cloud Run (memory) and on GKE (emptyDir). The object store is a
 folder, and BigQuery a process that is killed for the day.
 """
 
@@ -35,13 +35,13 @@ pytestmark = [pytest.mark.anyio, pytest.mark.slow(about_s=60)]
 DAY_S = 86_400
 PODS = ("api-1", "api-2", "worker-1", "worker-2", "worker-3")
 GENERATIONS = 6
-"""How often each pod is replaced in the day: every four hours."""
+"""Replacements of each pod during the day: every four hours."""
 ROWS = 240
-"""Rows of a pod in its life."""
+"""Rows per pod."""
 
 
 class BigQueryProcess:
-    """An embedded BigQuery that can be away, on a port that stays its own."""
+    """An embedded BigQuery that can be down, on a fixed port."""
 
     def __init__(self, undo: ExitStack, folder: Path) -> None:
         self.port = free_port()
@@ -86,7 +86,7 @@ class Day:
             await asyncio.gather(*(self._pod(name, generation) for name in PODS))
 
     async def _pod(self, name: str, generation: int) -> None:
-        """A pod from its start to the end of its folder. SIGTERM closes its writer."""
+        """A pod from its start until its folder is gone. SIGTERM closes its writer."""
         spool_dir = self._folder / f"{name}-{generation}"
         async with RowWriter(sender_of(self._settings), spool_dir=spool_dir) as writer:
             for number in range(ROWS):
@@ -109,7 +109,7 @@ def settings_of(bigquery: BigQueryProcess, project: str, rows_url: str) -> RowAr
 
 
 def counted(bigquery: BigQueryProcess, project: str) -> tuple[int, int]:
-    """Rows that reports see, and their tokens."""
+    """The rows that reports see, and their tokens."""
     query = (
         "SELECT COUNT(*), SUM(tokens) FROM penstock.rows_deduplicated"
         " WHERE received_at >= TIMESTAMP '2000-01-01'"
@@ -122,21 +122,21 @@ def counted(bigquery: BigQueryProcess, project: str) -> tuple[int, int]:
 async def day_without(
     bigquery: BigQueryProcess, settings: RowArchiveSettings, folder: Path
 ) -> RowTraffic:
-    """Makes the tables, takes BigQuery away, and lives the day."""
+    """Creates the tables, stops BigQuery, and runs through the day."""
     with connected(bigquery.endpoint, settings.project) as client:
         tables.create(client, settings.dataset)
     bigquery.kill()
     day = Day(settings, folder / "pods")
     with pytest.MonkeyPatch.context() as patched:
-        # The object store is there all day. A busy machine may hold a put up for longer than a pod
-        # that closes waits for it.
+        # The object store is up all day. On a busy machine, a put may take longer than a closing
+        # pod waits for it.
         patched.setattr("shared.usage.writer.CLOSE_S", WAIT_LIMIT_S)
         await day.live()
     return day.traffic
 
 
 def archive(settings: RowArchiveSettings, folder: Path) -> Process:
-    """The row archive as a process, for a `with`."""
+    """The row archive as a process, as a context manager."""
     given = {
         "PENSTOCK_PROJECT": settings.project,
         "PENSTOCK_BIGQUERY_ENDPOINT": settings.bigquery_endpoint,
@@ -156,7 +156,8 @@ async def test_no_row_is_lost_in_a_day_without_bigquery(
     traffic = await day_without(bigquery, settings, tmp_path)
     assert traffic.written == len(PODS) * GENERATIONS * ROWS
 
-    # The archive tries, and is replaced too. Its rows wait for BigQuery, though they are in files.
+    # The archive tries, and is replaced too. Its rows wait for BigQuery, although they are in
+    # files.
     waiting, files = tmp_path / "rows" / incoming("rows"), tmp_path / "rows/archive/rows"
     with archive(settings, tmp_path):
         await asyncio.to_thread(wait_until, lambda: any(files.glob("*/*")), WAIT_LIMIT_S)

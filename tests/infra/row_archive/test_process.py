@@ -1,4 +1,4 @@
-"""`python -m infra.row_archive` as a process: what it refuses, how it ends, what it restores."""
+"""`python -m infra.row_archive` as a process: invalid settings, its end, and restoring."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_process_says_what_waits_and_ends_when_asked(tmp_path: Path) -> None:
 
 
 def test_table_that_fails_keeps_no_other_waiting(tmp_path: Path) -> None:
-    """Here the folder of its files is a file."""
+    """Here the folder for its files is a file."""
     (tmp_path / "archive").mkdir()
     (tmp_path / "archive/rows").write_text("in the way")
     port = free_port()

@@ -1,4 +1,4 @@
-"""The format of keys: what is one, and what may be shown of it."""
+"""The format of keys: which strings are keys, and which part of them may be shown."""
 
 import re
 import zlib

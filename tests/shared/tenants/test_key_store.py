@@ -90,7 +90,7 @@ async def test_acts_are_kept_newest_first(store: KeyStore) -> None:
         found = await store.read(version)
         assert found is not None
         version = found.version
-    assert not await store.replace("old", b"{}", ACT)  # what did not happen is not noted
+    assert not await store.replace("old", b"{}", ACT)  # changes that failed are not recorded
     first = await store.audit_events(2)
     rest = await store.audit_events(10, first[-1].id)
     assert [noted.act.after for noted in first + rest] == [{"number": n} for n in (4, 3, 2, 1, 0)]
@@ -243,7 +243,7 @@ async def test_file_that_others_manage_is_not_changed(tmp_path: Path) -> None:
 
 
 async def test_nothing_is_changed_in_a_lost_redis(redis_url: str) -> None:
-    """A key made there would be the only one that every instance knows."""
+    """A key created there would be the only one that every instance knows."""
     async with KeyRedis(redis_url) as store:
         admin = Administration(store, actor="key x", address="127.0.0.1")
         await admin.start_directory(Document(tenants={}, keys=(stored("a", "acme"),)))
