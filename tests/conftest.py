@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from tests.otlp import Collector
 
 # Threads of torch wait for one another. By default they spin, and block a core that another thread
-# needs. At a load of 20, that takes 8 s of CPU time instead of 0.7 s. A model process spins less
+# needs. At a load of 20, that takes 8 s of CPU time rather than 0.7 s. A model process spins less
 # (GOMP_SPINS).
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # The same threshold as in a process that serves. Python's own threshold of 700 takes a fifth of the

@@ -103,12 +103,12 @@ PROMPT_TOKENS, CACHED_TOKENS = 7, 3
 class FakeWorker:
     """Serves all of `models`.
 
-    `go` cleared holds every answer back. `broken` texts and prompts fail. With a cache, results are
-    kept as a real worker keeps them. `jobs` are those taken, in order of arrival. `is_silent` takes
-    jobs and never answers. `stores_results_in` takes all images. Jobs of the requests `unreadable`
-    are answered as what can't be read. With a `preparer` a text is checked and cut as in a real
-    worker, and its vector is its token ids. `jitter` makes answers come out of order. With records,
-    predictions are claimed and ended as a real worker does.
+    While `go` is cleared, every answer is held back. `broken` texts and prompts fail. With a cache,
+    results are stored as by a real worker. `jobs` lists jobs in order of arrival. `is_silent` takes
+    jobs and never answers. `stores_results_in` receives all images. Jobs of the requests in
+    `unreadable` are answered as invalid. With a `preparer`, a text is checked and cut as in a real
+    worker, and its vector consists of its token ids. `jitter` makes answers come out of order. With
+    records, predictions are claimed and ended as by a real worker.
     """
 
     def __init__(
@@ -225,7 +225,7 @@ class FakeWorker:
         subscription.ack(message)  # type: ignore[arg-type]
 
     async def _write(self, job: Job, item: Item) -> None:
-        """Writes the tokens of a text that somebody reads along, one by one, until it is over."""
+        """Writes the tokens of a text that has a reader, one by one, until it is complete."""
         if not getattr(item.input, "is_streamed", False):
             return
         assert self.records is not None
