@@ -42,7 +42,7 @@ def expect_none(name: str, count: float) -> Figure:
 
 
 class Outcome(msgspec.Struct):
-    """The end of one benchmark: its figures, and whatever explains them."""
+    """The result of one benchmark: its figures, and details that explain them."""
 
     figures: list[Figure]
     details: dict[str, Any] = {}

@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 FAILED_BATCHES_MAX = 20
 """After this many failed batches in a row the worker itself is broken, and exits."""
 LOST_GPUS_MAX = 2
-"""After so many model processes in a row that lost their GPU the worker exits.
+"""The worker exits after this many model processes in a row have lost their GPU.
 
 Reached before an item is given up (workers/scheduling/priority_queue.py), so another worker
 computes everything that this one held. The first crash may have been caused by the item being
@@ -327,7 +327,7 @@ class Worker:
         self._count_failed(has_failed=done.has_failed)
 
     def _end_died(self, run: BatchRun, reason: str, others: Iterable[BatchRun]) -> None:
-        """Queues a batch again whose process died. Counts the death once, whatever else it had.
+        """Queues a batch again whose process died. A process with several batches counts once.
 
         Args:
             others: the other batches that the process had.

@@ -377,7 +377,7 @@ def _largest_range() -> tuple[int, int]:
 
 @asynccontextmanager
 async def _hanging(count: int) -> AsyncIterator[list[str]]:
-    """URLs of so many receivers that take a request and never answer."""
+    """Yields URLs of receivers that accept a request and never answer."""
 
     async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(OSError, asyncio.CancelledError):

@@ -91,7 +91,7 @@ class Beside:
 
     @property
     def quiet_refused(self) -> int:
-        """Requests of the quiet tenant without the answer that was asked for."""
+        """Requests of the quiet tenant without the expected answer."""
         return sum(drive.refused.total() for drive in self._drives)
 
     @property

@@ -36,7 +36,7 @@ END_LIMIT_S = 30.0
 def step_back() -> None:
     """Lowers the priority of this process and its session."""
     os.nice(NICENESS)
-    # Linux divides a core among sessions first, whatever the nice values in them (sched(7)).
+    # Linux divides a core among sessions first, regardless of nice values in them (sched(7)).
     with suppress(OSError):
         Path("/proc/self/autogroup").write_text(f"{NICENESS}\n", encoding="ascii")
 

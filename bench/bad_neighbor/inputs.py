@@ -26,7 +26,7 @@ _WORDS = [
 
 
 def text(words: int) -> str:
-    """A text of so many words. It begins with a number, so that no two are alike."""
+    """Returns a text with this number of words. It begins with a number, so all texts differ."""
     chosen = random.choices(_WORDS, k=max(1, words - 1))
     return " ".join([str(random.randrange(2**48)), *chosen])
 

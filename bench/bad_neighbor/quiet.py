@@ -37,7 +37,7 @@ RANGE_DAYS = 30
 
 
 class RefusedError(Exception):
-    """An answer that is not what was asked for. The first argument is its status and its text."""
+    """An answer other than the requested one. The first argument is its status and text."""
 
 
 @dataclass
@@ -48,7 +48,7 @@ class Noticed:
     """Requests that were begun. Each has a time or a refusal."""
     took_ms: list[float] = field(default_factory=list)
     refused: Counter[str] = field(default_factory=Counter)
-    """Requests without the answer that was asked for, by status and reason."""
+    """Requests without the expected answer, by status and reason."""
 
     def add(self, other: Noticed) -> None:
         self.sent += other.sent
@@ -185,7 +185,7 @@ SURFACES = (
     Surface("streams", 0.1, Quiet.streams),
     Surface("webhooks", 0.2, Quiet.webhooks),
 )
-"""In this order: what webhooks of the bad tenant are left comes again later, so they are last.
+"""In this order: the bad tenant's remaining webhooks are redelivered later, so they are last.
 
 Each often enough for MIN_SAMPLES in all rounds of a full measurement."""
 MIN_SAMPLES = 100

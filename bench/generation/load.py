@@ -356,7 +356,7 @@ def running_stack(
 def _alone(
     name: str, entry: Model, levels: Sequence[int]
 ) -> Generator[Figure, None, dict[int, float]]:
-    """The server of an engine, asked by nobody but this. Returns its speed by level."""
+    """Measures an engine's server alone. Returns its speed by level."""
     if not levels:
         return {}
     folder, speeds = smollm2_folder(), {}

@@ -74,7 +74,7 @@ class Medians:
         return mean, min(measured.cosine_min for measured in rounds)
 
     def best(self, load: str, among: Iterable[str]) -> str | None:
-        """The fastest of `among` that answers nearly all. None if nobody does."""
+        """Returns the fastest of `among` that answers nearly all requests. None if none does."""
         rates = {}
         for key in among:
             sent = sum(measured.sent for measured in self.rounds(key, load))

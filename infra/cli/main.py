@@ -38,7 +38,7 @@ OF_OPERATORS = OF_KEYS | {
 }
 """Commands that work on the stack that runs in this folder, if no setting names another one."""
 SERVING = ("api", "workers")
-"""Packages of ours that an image may lack."""
+"""Penstock packages that an image may lack."""
 TOOLS = "penstock.commands"
 """Entry point group for tools: functions that add a command to the application."""
 STATE_DIR = Path("var")

@@ -93,7 +93,7 @@ async def _provision_pushes(admin: Admin, catalog: Catalog, functions_url: str) 
 def provision_servers(
     settings: ApiSettings, functions_url: str, limit_s: float, say: Callable[[str], None]
 ) -> None:
-    """Creates whatever is missing on each of our servers. Changes nothing that exists.
+    """Creates missing resources on each local server. Changes nothing that exists.
 
     Args:
         settings: endpoints of the servers. A server without an endpoint is Google's and is left

@@ -68,7 +68,7 @@ class Reloader:
         self._next_s = 0.0
 
     def look(self) -> None:
-        """Does whatever is due, without blocking."""
+        """Does the work that is due, without blocking."""
         if self._clock() >= self._next_s:
             self._next_s = self._clock() + LOOK_EVERY_S
             for watched_class in self._watched:

@@ -176,7 +176,7 @@ class _Watched:
         return failure
 
     def look(self) -> str | None:
-        """Does whatever is due. Returns the reason if it gives up, otherwise None."""
+        """Does the work that is due. Returns the reason if it gives up, otherwise None."""
         process = self._part.process
         if self._on_started is not None:
             return self._restart()

@@ -43,7 +43,7 @@ class ModelMeasurement(BaseModel):
     input_bytes: int = Field(ge=0)
     """Size of an item: its values as JSON, and its files."""
     output_bytes: int = Field(ge=0)
-    """Size of a result, measured likewise."""
+    """Size of a result, measured in the same way."""
     sources_sha256: str = Field(pattern="^[0-9a-f]{64}$")
     """Digest of the measured sources."""
 

@@ -532,7 +532,7 @@ def public_reason(reason: str, otherwise: str) -> str:
 
 
 def _cancel(job: Any) -> None:
-    """Asks BigQuery to end a job that nobody waits for. Its own limit ends it in any case."""
+    """Asks BigQuery to end an abandoned job. The job's own time limit ends it in any case."""
     from google.api_core.exceptions import GoogleAPIError
     from requests.exceptions import RequestException
 

@@ -90,7 +90,7 @@ class BatchRun:
         self._counted = self._busy.start(priorities)
 
     def stop_unwanted(self) -> None:
-        """Cancels the batch if all of its callers are gone."""
+        """Cancels the batch if all of its callers have left."""
         if self._running is not None and all(queued.is_unwanted for queued in self.batch):
             self._running.cancel()
 
@@ -113,7 +113,7 @@ class BatchRun:
         await self.close()
 
     async def close(self) -> None:
-        """Ends what `start` and `count_busy` began."""
+        """Undoes `start` and `count_busy`."""
         if self._counted is not None:
             self._busy.end(self._counted)
             self._counted = None

@@ -43,7 +43,7 @@ DRAIN_MESSAGES = 64
 DRAIN_RETRY_S = 5.0
 LAST_COUNT_LIMIT_S = 1.0
 ROUNDING_S = 0.01
-"""Of a time left, which is the difference of two Unix times."""
+"""Tolerance for a remaining time, which is the difference of two Unix times."""
 
 
 class Forwarding:
@@ -59,14 +59,14 @@ class Forwarding:
 
     @staticmethod
     def wants(outcomes: Sequence[ItemOutcome]) -> bool:
-        """Returns whether the other revision must try: an item failed, for whatever reason.
+        """Returns whether the other revision must try: an item failed, for any reason.
 
         A caller's mistake fails there too, in the words of the revision that callers know.
         """
         return any(outcome.status == "failed" for outcome in outcomes)
 
     def begin(self, pulled: PulledJob, reason: str) -> None:
-        """Ends a job here and forwards it in the background. Not if it is over."""
+        """Ends a job here, unless it is over, and forwards it in the background."""
         if not pulled.is_over:
             pulled.end()
             self._registry.spawn(self.forward(pulled, reason))

@@ -40,7 +40,7 @@ class Claims:
         """
         first, repeated = list[PulledJob](), list[PulledJob]()
         for pulled in pulled_jobs:
-            # A line of a batch may be asked for again, under the id of a job that is over.
+            # A batch line may be requested again, under the id of a job that is over.
             envelope = pulled.envelope
             is_known = envelope.has_record or envelope.batch_id or envelope.flow
             is_first = pulled.is_fresh and not is_known

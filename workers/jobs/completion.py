@@ -430,7 +430,7 @@ class Completion:
             await self._cache.put_many(results, ttl_s, finished_at_s)
 
     def give_up(self, pulled: PulledJob, error: PenstockError) -> None:
-        """Hands a job back that could not be ended. It comes again."""
+        """Hands back a job that could not be ended, so it is redelivered."""
         facts = {"request_id": pulled.envelope.request_id, "reason": error.message}
         log.warning("job not completed", extra=facts)
         self.registry.hand_back(pulled)

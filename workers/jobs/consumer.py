@@ -247,7 +247,7 @@ class JobConsumer:
             self.cancellation.on_unwanted()
 
     def _is_forwarded(self, pulled: PulledJob) -> bool:
-        """Forwards a job that came to a canary after it was taken back."""
+        """Forwards a job that reached a canary after it was taken back."""
         part = self._completion.canary
         if self._forwarding is None or part is None or not part.is_taken_back:
             return False
@@ -282,7 +282,7 @@ class JobConsumer:
         return await self._cache.get_many([*self._cache.kept_here(in_memory), *in_redis])
 
     async def _enqueue(self, missing: list[tuple[PulledJob, Item]]) -> None:
-        """Prepares inputs and queues them. A job that two workers died with is by itself."""
+        """Prepares inputs and queues them. A job with which two workers died runs alone."""
         parts: dict[PulledJob | None, list[tuple[PulledJob, Item]]] = {}
         for pulled, item in missing:
             is_suspect = pulled.unfinished_claims > TOLERATED_CRASHES

@@ -285,7 +285,7 @@ class BatchResults:
             watch([index for index, queued in enumerate(batch) if _wait_for(queued, watched)])
 
     async def _note(self, pulled: PulledJob, step: int, steps: int) -> bool:
-        """Notes how far a prediction is. Returns whether somebody wants previews of it.
+        """Records a prediction's progress. Returns whether a reader wants previews of it.
 
         A flow run counts its items when they end.
         """
@@ -522,7 +522,7 @@ class TokenOutput:
                 self._announce(reader[0], end)
 
     def _announce(self, pulled: PulledJob, pieces: int) -> None:
-        """Notifies a prediction's webhook that its output has grown to so many pieces."""
+        """Notifies a prediction's webhook that its output has grown to this number of pieces."""
         if "output" not in pulled.envelope.webhook_events:
             return
         is_notifying = pulled in self._grown

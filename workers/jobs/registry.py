@@ -1,4 +1,4 @@
-"""The jobs that a worker holds for one model, and what the broker hears of them.
+"""The jobs that a worker holds for one model, and its messages to the broker about them.
 
 Each is acked, handed back, or still in progress. Replies that end together and go to the same inbox
 share messages, if the instance takes that: the broker then carries, and bills, one message instead

@@ -254,7 +254,7 @@ class StepRun:
             done.results = [Failure.from_error(error)]
 
     def _fail(self, failure: Failure) -> None:
-        """The model failed on all that is in. An item that was alone is the cause."""
+        """Handles a failure of all admitted items. An item that was alone is the cause."""
         if len(self._inside) > 1:
             self._retry(failure.message)
             return

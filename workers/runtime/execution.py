@@ -65,7 +65,7 @@ PREVIEW_SHARE = 0.04
 FIRST_PREVIEW_S = 0.25
 """A batch that ends sooner does not get a preview."""
 WATCH_VALID_S = 2.0
-"""The I/O process repeats a Watch every half second while somebody watches."""
+"""The I/O process repeats a Watch every half second while a reader is watching."""
 MAX_PREVIEWED = 8
 """Slots of a batch that are previewed at a time."""
 
@@ -318,7 +318,7 @@ class StepPreviews:
         self._watched_until_s = 0.0
 
     def watch(self, slots: Sequence[int]) -> None:
-        """Somebody watches these slots for a moment."""
+        """Previews these slots for a moment, because a reader watches them."""
         self._watched = set(slots)
         self._watched_until_s = time.monotonic() + WATCH_VALID_S
 

@@ -263,7 +263,7 @@ class QueuedItem:
     deaths_alone: int = 0
     """The number of them that computed nothing else."""
     written: list[Chunk] = field(default_factory=list)
-    """The output of a generation so far, if somebody reads along, or if it was preempted."""
+    """The output of a generation so far, if it is being streamed, or if it was preempted."""
     has_started: bool = False
     """True if a model process had it, so that a limit of its time in the queue is over."""
 

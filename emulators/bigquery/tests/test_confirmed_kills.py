@@ -20,7 +20,7 @@ from tests.test_process import process
 ROWS = 25
 SCHEMA = [bigquery.SchemaField("id", "INT64")]
 Change = Callable[[bigquery.Client, int, set[int]], set[int]]
-"""Changes the table for the so many-th time, and returns what was in it as what is in it now."""
+"""Makes change number `kill` to the table. Takes the old ids in it, and returns the new ones."""
 
 
 def by_insert_all(client: bigquery.Client, kill: int, ids: set[int]) -> set[int]:

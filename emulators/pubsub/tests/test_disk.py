@@ -1,4 +1,4 @@
-"""The file of a data directory: full, slow, shrinking, in use, or none of ours."""
+"""The file of a data directory: full, slow, shrinking, in use, or not one of ours."""
 
 import shutil
 import sqlite3

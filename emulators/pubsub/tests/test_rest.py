@@ -1,4 +1,4 @@
-"""The REST server: JSON to the same calls as gRPC, and whatever else comes is refused."""
+"""The REST server: JSON for the same calls as gRPC. All other requests are refused."""
 
 import asyncio
 import base64

@@ -163,7 +163,7 @@ class KeptWorld(World):
         self.crash()
 
     def rows(self) -> int:
-        """How many messages the file has; each of them somebody holds."""
+        """Returns the number of messages in the file, each held by a subscriber."""
         messages = {sequence for sequence, _ in self.database.messages()}
         assert messages == {sequence for sequence, *_ in self.database.held()}
         return len(messages)

@@ -37,7 +37,7 @@ their chances among each other stay (to 1e-4)."""
 _EXCLUDED_BIAS = -1e9
 _FORCING = 1e4
 _LOOKED_UP = 256
-"""Among so many of the likeliest tokens is nearly each one that was chosen."""
+"""Nearly every chosen token is among this many of the likeliest ones."""
 
 OnWork = Callable[[int, int], None]
 """Called as on_work(slot, tokens) when tokens of an item were read or written."""
@@ -165,7 +165,7 @@ class EngineGeneration:
         return item.logprobs >= 0 or penalizes or bool(item.json_schema and self.writing.ids)
 
     async def _stream(self, engine: EngineProcess, asked: Asked) -> AsyncGenerator[Reply]:
-        """All that is still to be written."""
+        """Yields replies until the whole text is written."""
         tokens = self.item.max_tokens - self._at
         asked = replace(asked, tokens=tokens, is_streamed=True, is_free=False)
         async with engine.post(PATH, request_of(self.item, asked)) as response:
@@ -250,7 +250,7 @@ class EngineGeneration:
             self._cached_tokens = reply.cached_tokens
 
     def _take(self, reply: Reply) -> None:
-        """Takes in what was written.
+        """Processes written tokens.
 
         Raises:
             PenstockError: the text can't continue, or does not match its schema.

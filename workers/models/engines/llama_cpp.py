@@ -43,7 +43,7 @@ _FIELDS = (
 )
 """Maximum size of a whole reply, and of a stream's last event, which also contains the prompt."""
 _SEEDS = 2**32 - 1
-"""The last one of 32 bits means a random seed."""
+"""The largest 32-bit value means a random seed."""
 _CACHE_STEP = 256
 """A slot's cache has a multiple of this many tokens."""
 _FULL = "Context size has been exceeded"
@@ -72,7 +72,7 @@ def settings_of(entry: Model, folder: Path, threads: int) -> dict[str, Any]:
 
 
 def weights_in(folder: Path) -> Path:
-    """The GGUF file of a folder, or the first part of one.
+    """Returns a folder's GGUF file, or the first part of one.
 
     Raises:
         ConfigurationError: the folder has no GGUF file, or several.
@@ -174,7 +174,7 @@ class Chosen(Chance):
 
 
 class Fault(msgspec.Struct):
-    """Why there is no reply."""
+    """The error returned in place of a reply."""
 
     message: str = ""
 

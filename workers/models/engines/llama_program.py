@@ -16,7 +16,7 @@ from typing import Any
 
 READY = "the engine is ready"
 NAME = "penstock-engine"
-"""Of its process, as tools list it."""
+"""Name of its process in tools such as `ps`."""
 _PR_SET_DUMPABLE, _PR_SET_NAME = 4, 15
 _QUIET = 1
 """Errors only. The next level prints prompts."""

@@ -36,9 +36,9 @@ CONNECT_LIMIT_S = 30.0
 MAX_LINES = 40
 MAX_LINE_CHARS = 200
 _PASSED_ON = ("PATH", "LANG", "TZ", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "STARTED_BY")
-"""All that it gets of our environment. It has no key, address or token of ours."""
+"""The only variables of our environment that it gets. They have no keys, addresses or tokens."""
 _SAFE = re.compile(r"[\d.]+ [EW] +(srv|slot|que|init|load)\b|GGML_ASSERT|.*\.cpp:\d+: ")
-"""Lines of a server that is ready, as operators may read them: none of these has a prompt."""
+"""Lines of a ready server that operators may read, because they can't contain a prompt."""
 
 log = logging.getLogger(__name__)
 
@@ -144,7 +144,7 @@ class EngineProcess:
     async def post(
         self, path: str, body: Mapping[str, Any]
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Sends a request. Leaving before the answer has ended stops what it computes."""
+        """Sends a request. Leaving before the answer has ended stops its computation."""
         assert self._http is not None, "it is ready; this is a bug"
         async with self._http.post(path, json=body) as response:
             yield response

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class EngineSlot:
-    """A slot. `ids`: the tokens whose keys and values it may have. `owner`: None: nobody yet."""
+    """A slot. `ids`: tokens whose keys and values it may have. `owner`: None if not used yet."""
 
     number: int
     owner: str | None = None

@@ -1,4 +1,4 @@
-"""The texts that an engine writes at a time: admitted, reported, dropped, interrupted."""
+"""The texts that an engine writes concurrently: admitted, reported, dropped, interrupted."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Engine:
 
 
 class EngineSteps:
-    """One run of an engine, until no text is left.
+    """One run of an engine, until no texts remain.
 
     Args:
         room: room for the model in this process.
@@ -93,7 +93,7 @@ class EngineSteps:
         self._fault: Exception | None = None
 
     async def run(self, batch: Sequence[Prepared], timeout_s: float) -> None:
-        """Computes items until none is left.
+        """Computes items until none remain.
 
         Raises:
             ModelProcessDied: the engine has died, or did not respond for `timeout_s`.
@@ -185,7 +185,7 @@ class EngineSteps:
         self._report(Preempted(0, removed, chunks))
 
     def _remove(self, slot: int) -> EngineGeneration | None:
-        """Removes an item, and stops what is computed of it."""
+        """Removes an item, and stops its computation."""
         generation = self._items.pop(slot, None)
         if generation is not None:
             self._charge()

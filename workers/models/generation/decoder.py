@@ -461,7 +461,7 @@ class Decoder:
     def _compute_by_modules(
         self, ids: torch.Tensor, reading: ForwardPass, slots: SlotCache, logit_count: int
     ) -> torch.Tensor | None:
-        """The pass by transformers' modules, whatever the architecture."""
+        """Computes the pass with transformers' modules, for any architecture."""
         out = (self._model if logit_count else self._model.base_model)(
             input_ids=ids,
             position_ids=reading.positions,

@@ -1,4 +1,4 @@
-"""A language model with continuous batching: generations come and leave between two tokens.
+"""A language model with continuous batching: generations join and leave between two tokens.
 
 A step reads at most `generation.chunk_tokens` of prompts, of tenants in turns, and writes one token
 of each generation whose prompt was read. So a long prompt holds the others up for one part of it at
@@ -38,7 +38,7 @@ from workers.models.generation.vocabulary import Vocabulary
 from workers.models.generation.writing import IDS, Writing
 
 _MATCHED_TOKENS = 3
-"""That must be equal. Two occur by chance too often, and a wrong guess costs time."""
+"""Number of tokens that must match. Two match by chance too often, and wrong guesses cost time."""
 _FIRST_GUESS_TOKENS = 4
 _ECHO_TOKENS = 32
 """Number of prompt tokens with log probabilities per pass. Each has logits of 0.2 to 1 MB."""
@@ -51,7 +51,7 @@ class PromptLookup:
         self._longest = most
         self._now = min(_FIRST_GUESS_TOKENS, most)
         self._next: dict[tuple[int, ...], int] = {}
-        """The position where a generation went on after these tokens, the last time."""
+        """The position where the generation last continued after these tokens."""
         self._known = _MATCHED_TOKENS
 
     def guess(self, ids: Sequence[int], room: int) -> list[int]:
@@ -72,12 +72,12 @@ class PromptLookup:
         return [ids[position + offset % period] for offset in range(min(self._now, room))]
 
     def learn(self, guessed: int, right: int) -> None:
-        """Makes the next guess longer after one that was right, and as long as was right else."""
+        """Makes the next guess longer after a correct one, or else as long as its correct part."""
         self._now = min(2 * guessed, self._longest) if right == guessed else max(1, right)
 
 
 class PrefillOrder:
-    """Owners take turns with parts of their prompts. An owner's own are read as they came.
+    """Owners take turns with parts of their prompts. An owner's prompts are read in order.
 
     In order of arrival alone a short prompt would wait for all the long ones of another owner.
     """
@@ -102,7 +102,7 @@ class PrefillOrder:
 
 
 class _Generation:
-    """An item that is in."""
+    """An admitted item."""
 
     def __init__(
         self, slot: int, item: PreparedPrompt, writing: Writing, lookup_tokens: int
@@ -143,7 +143,7 @@ class _Generation:
         return self.lookup.guess(self.ids, room)
 
     def chunk(self) -> TokenChunk | None:
-        """Returns what it has written since the last call. None if nothing."""
+        """Returns the text written since the last call. None if there is none."""
         chunk = self.writing.take_chunk()
         if chunk is not None and not chunk.first:
             chunk.input_tokens, chunk.cached_tokens = self.prompt_tokens, self.cached_tokens
@@ -184,7 +184,7 @@ class GenerationModel:
         self.device_name = self._decoder.device_name
 
     def warmup(self) -> None:
-        """Reads a prompt and writes a few tokens, alone and in company."""
+        """Reads a prompt and writes a few tokens, alone and in a batch."""
         ids = np.zeros(min(16, self._decoder.slots.capacity - 4), np.int64)
         self._decoder.read(0, 0, ids, ends=False)
         self._decoder.read(0, 0, ids)
@@ -192,7 +192,7 @@ class GenerationModel:
             self._decoder.decode(np.zeros(rows, np.int64), np.full(rows, len(ids), np.int64))
 
     def admit(self, slot: int, item: PreparedItem) -> None:
-        """Takes a prompt in.
+        """Admits a prompt.
 
         Raises:
             OutOfMemory: the budget of tokens, or of rows, is spent.
@@ -389,7 +389,7 @@ class GenerationModel:
             self._rows.free(generation.row)
 
     def take_chunks(self) -> dict[int, TokenChunk]:
-        """Returns what each streamed generation has written since the last call."""
+        """Returns the text that each streamed generation has written since the last call."""
         chunks = {
             slot: generation.chunk()
             for slot, generation in self._generations.items()
@@ -398,7 +398,7 @@ class GenerationModel:
         return {slot: chunk for slot, chunk in chunks.items() if chunk is not None}
 
     def interrupt(self, slot: int) -> TokenChunk | None:
-        """Removes a generation that is in.
+        """Removes an admitted generation.
 
         Its row keeps what it has, until another generation gets it.
         """

@@ -98,7 +98,7 @@ class ChatTemplate:
                 parts.append(part)
         except _Refused as error:
             raise ValueError(str(error)) from error
-        except Exception as error:  # a template can raise whatever Python raises
+        except Exception as error:  # a template can raise any exception
             raise ValueError(f"the chat template failed: {error}") from error
         return "".join(parts)
 

@@ -29,7 +29,7 @@ _STEP_TOKENS = 64
 
 @dataclass(eq=False, slots=True)
 class KvRow:
-    """A row, and the tokens whose keys and values it has. Those of a generation that left stay."""
+    """A row, and the tokens whose keys and values it has. They stay when the generation leaves."""
 
     number: int
     ids: list[int] = field(default_factory=list)
@@ -48,7 +48,7 @@ class KvRows:
         self._clock = count(1)
 
     def find(self, ids: Sequence[int], owner: str) -> tuple[KvRow, KvRow | None, int]:
-        """A free row for a generation that begins with `ids`.
+        """Returns a free row for a generation that begins with `ids`.
 
         Returns:
             Returns the row, the row to copy its first tokens from (None: it has them), and their
@@ -76,7 +76,7 @@ class KvRows:
         row.ids, row.owner, row.is_taken = list(ids), owner, True
 
     def free(self, row: KvRow) -> None:
-        """Takes a row back. It keeps its tokens until it is given away again."""
+        """Frees a row. It keeps its tokens until it is assigned again."""
         row.is_taken = False
         row.freed = next(self._clock)
 

@@ -28,7 +28,7 @@ IdArray = npt.NDArray[np.int64]
 Row = npt.NDArray[np.float32]
 """One number per token of the vocabulary."""
 _FIRST_TRY = 64
-"""Tokens that are sorted at first for top_p. Mostly they are enough."""
+"""Number of tokens to sort first for top_p. It is usually enough."""
 
 MIN_LOGPROB = -9999.0
 """In place of minus infinity, which JSON does not have. OpenAI's API shows the same number:
@@ -36,7 +36,7 @@ https://platform.openai.com/docs/api-reference/chat/object
 """
 NO_NUMBERS = "the model did not compute valid numbers for this text"
 MAX_DIGITS = 20
-"""A double holds 17. A model that repeats itself would write a longer one until its tokens end."""
+"""A double holds 17 digits. A repetitive model would write digits until its tokens run out."""
 _IN_NUMBERS = frozenset("+-.eE")
 
 IDS = np.dtype("<u4")
@@ -193,7 +193,7 @@ class StopFinder:
         """
         start = max(0, known - self._longest + 1)
         starts = [(at, stop) for stop in self._stops if (at := text.find(stop, start)) >= 0]
-        # Of two that begin there, the shorter one was there first.
+        # If two begin there, the shorter one was complete first.
         return min(starts, default=None)
 
     def visible(self, text: str) -> int:
@@ -271,7 +271,7 @@ class Writing:
         return token
 
     def echo(self, logits: Any, tokens: Sequence[int]) -> None:
-        """Takes in log probabilities of the prompt.
+        """Processes log probabilities of the prompt.
 
         Args:
             logits: float32 [tokens, vocabulary], from which the tokens follow.
@@ -297,7 +297,7 @@ class Writing:
         return self._logprob_of(row, token, largest(row, most).tolist() if most > 0 else [])
 
     def add_chosen(self, token: int, chances: dict[int, float] | None) -> None:
-        """Takes in a token that an engine chose.
+        """Processes a token that an engine chose.
 
         Args:
             chances: the log probabilities of the likeliest tokens and of this one. None: not asked.
@@ -352,7 +352,7 @@ class Writing:
         return allowed
 
     def _cannot_follow(self) -> BadInput:
-        """It contradicts itself, or takes more work than a token may: llguidance has limits."""
+        """Returns the error for a schema that contradicts itself or exceeds llguidance's limits."""
         return BadInput(
             "the JSON schema can't be followed: no text can continue from here, or finding one "
             "takes too long; simplify the schema",
@@ -360,7 +360,7 @@ class Writing:
         )
 
     def add(self, token: int) -> None:
-        """Takes a token in, and finds out whether the text ends with it.
+        """Adds a token, and checks whether the text ends with it.
 
         Raises:
             BadInput: the schema does not allow it.
@@ -383,7 +383,7 @@ class Writing:
             self.finish = "stop"
 
     def end(self) -> None:
-        """Ends the text where it is: an engine knows more tokens that end one.
+        """Ends the text here: an engine knows additional tokens that end a text.
 
         Raises:
             SchemaNotMatched: the text does not match the schema.
@@ -406,7 +406,7 @@ class Writing:
             )
 
     def take_chunk(self) -> TokenChunk | None:
-        """Returns what is new since the last call. None if nothing."""
+        """Returns the new text since the last call. None if there is none."""
         visible = self._stops.visible(self._text) if self.finish is None else len(self._text)
         chunk = TokenChunk(
             self._reported_ids,

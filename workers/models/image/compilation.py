@@ -20,7 +20,7 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
 
 
 def cheapest_cover(count: int, seconds: Mapping[int, float]) -> list[int]:
-    """Returns how many images to draw in each call, so that `count` images cost least.
+    """Returns how many images to draw in each call to minimize the cost of `count` images.
 
     The last call may be larger than needed, if padding costs less than another call.
 
@@ -75,7 +75,7 @@ def compile_parts(denoiser: Any, vae: Any, *, shapes: int, backend: str = "induc
         vae: a VAE of diffusers, which processes images one by one from now on.
         shapes: how many shapes each of them gets at warm-up.
     """
-    # Each shape is a recompilation. Dynamo limits their number over all models of the process.
+    # Each shape is a recompilation. Dynamo limits their number over all the process's models.
     torch._dynamo.config.recompile_limit += shapes
     denoiser.forward = _graph_of(_compile(denoiser.forward, denoiser.device, backend))
     # One by one there is one shape for all batches, and one image fills a GPU at this point.

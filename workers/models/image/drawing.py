@@ -1,4 +1,4 @@
-"""An image that is being drawn: its own pipeline, what it is called with, and where it is."""
+"""An image being drawn: its own pipeline, the pipeline's arguments, and its progress."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class IpAdapterFiles(NamedTuple):
 
 
 def control_folders(entry: Model) -> dict[str, Path]:
-    """Returns the folder of each control by its name. Downloads what is not there, for minutes.
+    """Returns each control's folder by name. Downloads missing ones, which may take minutes.
 
     Raises:
         ConfigurationError: a source does not exist.
@@ -39,7 +39,7 @@ def control_folders(entry: Model) -> dict[str, Path]:
 
 
 def ip_adapter_files(entry: Model) -> dict[str, IpAdapterFiles]:
-    """Returns the files of each IP-Adapter by its name. Downloads as `control_folders`.
+    """Returns each IP-Adapter's files by name. Downloads missing ones, like `control_folders`.
 
     Raises:
         ConfigurationError: a source does not exist, or has no such files.

@@ -69,7 +69,7 @@ class ControlStart:
     def compute(
         self, values: Mapping[str, Any], step: int, steps: int
     ) -> Sequence[torch.Tensor] | None:
-        """Computes what it adds to a call of the UNet: for each block down, then for the middle.
+        """Computes its residuals for a UNet call: for each down block, then for the middle block.
 
         Args:
             values: the arguments of the call.
@@ -83,7 +83,7 @@ class ControlStart:
         # The same divisions and comparisons as in StableDiffusionControlNetPipeline.
         if not own.scale or step / steps < own.start or (step + 1) / steps > own.end:
             return None
-        # A UNet that was trained with masks gets them behind the latents.
+        # A UNet that was trained with masks gets them after the latents.
         sample = values["sample"][:, : self.net.config.in_channels]
         down, middle = self.net(
             sample,
@@ -263,7 +263,7 @@ class IpAdapters:
             layer.to_out[0].register_forward_pre_hook(self._adding(number, layer.heads))
 
     def start(self, item: PreparedImage) -> IpAdapterStart | None:
-        """Encodes the reference image of an item, if it is not kept. None: it has no IP-Adapter."""
+        """Encodes an item's reference image, unless it is cached. None: it has no IP-Adapter."""
         if not item.ip_adapter or not item.ip_adapter_scale:
             return None
         name, seen = item.ip_adapter, item.ip_adapter_pixels
@@ -359,7 +359,7 @@ def _by_head(tokens: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def _as_clip_takes(seen: bytes, side_px: int) -> torch.Tensor:
-    """Returns the pixels of a square like CLIP's image processor, [1, 3, side, side]."""
+    """Returns a square of pixels like CLIP's image processor, [1, 3, side, side]."""
     pixels = torch.frombuffer(bytearray(seen), dtype=torch.uint8)
     shaped = pixels.view(1, side_px, side_px, 3).permute(0, 3, 1, 2).float() / 255
     mean, std = torch.tensor(OPENAI_CLIP_MEAN), torch.tensor(OPENAI_CLIP_STD)
@@ -367,7 +367,7 @@ def _as_clip_takes(seen: bytes, side_px: int) -> torch.Tensor:
 
 
 def _cross_attentions(unet: Any) -> list[Any]:
-    """The layers that attend to the prompt, in the order that the numbers in files stand for."""
+    """The layers that attend to the prompt, in the order of the numbers in files."""
     names = [name for name in unet.attn_processors if not name.endswith("attn1.processor")]
     return [unet.get_submodule(name.removesuffix(".processor")) for name in names]
 

@@ -331,7 +331,7 @@ class _RowLimits:
         yield part
 
     def lower(self, calls: Sequence[Call]) -> None:
-        """Halves the limit: so many rows did not fit."""
+        """Halves the limit, because this number of rows did not fit."""
         if len(self._rows) >= MAX_LIMITS:
             self._rows.clear()
         self._rows[calls[0].key] = max(1, sum(call.rows for call in calls) // 2)

@@ -102,7 +102,7 @@ class ImageModel:
         self._is_warm = False
         self._drawings: dict[int, Drawing] = {}
         self._queued: dict[int, PreparedImage] = {}
-        """Items that wait until the one before has ended, if images are drawn one at a time."""
+        """Items waiting for the previous one to end, if images are drawn one at a time."""
         self._encoding: dict[int, tuple[PreparedImage, Future[Result | PenstockError]]] = {}
         self._aside: list[_Aside] = []
         """Preempted images, the oldest first."""
@@ -189,7 +189,7 @@ class ImageModel:
 
     @property
     def left_out(self) -> dict[str, str]:
-        """The classes of pipelines that could not draw, and the reason of each."""
+        """The pipeline classes that could not draw, each with the reason."""
         return {kind.__name__: why for kind, why in _BROKEN.get(self._folder, {}).items()}
 
     @property
@@ -260,7 +260,7 @@ class ImageModel:
             self._kernels.keep()
 
     def _try_other_tasks(self) -> None:
-        """Draws from an image and within a mask. Leaves out a pipeline that can't."""
+        """Draws from an image and within a mask. Skips a pipeline that can't."""
         for mode in list(self._pipelines.by_mode)[1:]:
             pipeline = self._pipelines.by_mode[mode]
             try:
@@ -325,7 +325,7 @@ class ImageModel:
                 raise outcome
 
     def groups(self, batch: Sequence[PreparedItem]) -> list[list[int]]:
-        """One group: the hub cuts it into the compiled sizes."""
+        """Returns a single group: the hub splits it into the compiled sizes."""
         return [list(range(len(batch)))]
 
     def computed_work(self, lengths: Sequence[int]) -> int:
@@ -334,7 +334,7 @@ class ImageModel:
     def predict(
         self, batch: Sequence[PreparedItem], on_step: OnStep
     ) -> list[Result | PenstockError]:
-        """One outcome per item, in order. Each depends on its own seed only."""
+        """Returns one outcome per item, in order. Each depends only on its own seed."""
         outcomes: dict[int, Result | PenstockError] = {}
         reported = 0
         try:
@@ -364,7 +364,7 @@ class ImageModel:
         return [outcomes[slot] for slot in range(len(batch))]
 
     def admit(self, slot: int, item: PreparedItem) -> None:
-        """Takes an item in. It begins at the next step, or once its adapter is read."""
+        """Admits an item. It begins at the next step, or once its adapter is read."""
         assert isinstance(item, PreparedImage), "the item is not an image; this is a bug"
         if (refusal := self._options.refusal(item)) is not None:
             raise refusal
@@ -384,7 +384,7 @@ class ImageModel:
         if not self._drawings and not self._encoding:
             self.adapters.pause()
             return end
-        # Their files are made on threads, which takes nothing of the step.
+        # Their files are made on threads, which takes no time from the step.
         end.waiting += self._encoding
         oldest = next(iter(self._drawings), None)
         with torch.inference_mode(), self._settled():
@@ -399,7 +399,7 @@ class ImageModel:
         return end
 
     def _end_waits(self, end: StepEnd) -> None:
-        """Begins the items whose adapters are there by now. Ends those whose adapters failed."""
+        """Begins the items whose adapters are now loaded. Ends the items whose adapters failed."""
         in_use = {drawing.item.adapter for drawing in self._drawings.values()}
         for slot, item in self.adapters.take_ready(in_use):
             try:
@@ -418,11 +418,11 @@ class ImageModel:
         end.waiting += [*self.adapters.waiting, *self._queued]
 
     def take_chunks(self) -> dict[int, TokenChunk]:
-        """None: only texts have them."""
+        """Returns an empty dict: only text models write in chunks."""
         return {}
 
     def _settled(self) -> contextlib.AbstractContextManager[None]:
-        """After the warm-up, nothing is compiled within it."""
+        """Within this context, nothing is compiled after the warm-up."""
         if self._is_warm and self._plan.is_compiled:
             return only_what_is_compiled()
         return contextlib.nullcontext()
@@ -432,7 +432,7 @@ class ImageModel:
         return [self.image(slot) for slot in indices]
 
     def image(self, slot: int) -> RgbImage | None:
-        """A small image of an item between two steps. None if it can't be drawn."""
+        """Returns a small image of an item between two steps. None if it can't be drawn."""
         drawing = self._drawings.get(slot)
         if drawing is None or drawing.latents is None:
             return None
@@ -482,7 +482,7 @@ class ImageModel:
         return len(self._aside) < before
 
     def _resume(self, slot: int, item: PreparedImage) -> bool:
-        """Continues an image that was set aside. False: it was not."""
+        """Continues an image that was set aside. Returns False if it was not set aside."""
         aside = next((aside for aside in self._aside if aside.item == item), None)
         if aside is None:
             return False
@@ -540,7 +540,7 @@ class ImageModel:
             done: Future[Result | PenstockError] = Future()
             done.set_result(finish())
             return done
-        # A process that was forked has not the threads of the one before.
+        # A forked process does not have its parent's threads.
         if self._png_threads is None or self._png_threads[0] != os.getpid():
             self._png_threads = os.getpid(), ThreadPoolExecutor(_PNG_THREADS, "png")
         return self._png_threads[1].submit(finish)

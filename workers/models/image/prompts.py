@@ -38,7 +38,7 @@ class LostTokens:
         return -sum(lost for _, lost in self.by_text.values()) if self.by_text else None
 
     def note(self, tokenizer: Any, texts: Any, read: Any, limit: int) -> None:
-        """Notes what a tokenizer has read of texts, of which it reads so many tokens at most."""
+        """Records the texts that a tokenizer has read, and the maximum tokens that it reads."""
         masks = read.get("attention_mask")
         for at, text in enumerate([texts] if isinstance(texts, str) else texts or ()):
             if not isinstance(text, str):

@@ -37,12 +37,12 @@ from workers.models.source import resolve_file
 
 ENDING = ".safetensors"
 ABANDONED_S = 3600.0
-"""After this time, a file is removed whose copying broke off."""
+"""Time after which an incompletely copied file is removed."""
 
 MAX_READS = 2
-"""At a time. More would take the processor from the steps."""
+"""Maximum concurrent reads. More would take CPU time from the steps."""
 WAIT_S = 0.05
-"""How long a step waits for an adapter if there is nothing to draw: what else comes waits too."""
+"""How long a step waits for an adapter if there is nothing to draw. New items wait, too."""
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ class FetchedAdapters:
         return file
 
     def _make_room(self, size_bytes: int) -> None:
-        """Removes files until so many bytes fit: of the tenant with the most, the least used."""
+        """Removes the least used files of the largest tenant until `size_bytes` fit."""
         by_owner: dict[Path, list[_Kept]] = {}
         for file in self._folder.glob("*/*"):
             with contextlib.suppress(FileNotFoundError):
@@ -125,7 +125,7 @@ class FetchedAdapters:
 
 
 Applied = tuple[LoadedAdapter, float] | None
-"""The adapter of an image and its scale. None: no adapter."""
+"""An image's adapter and its scale. None: no adapter."""
 
 
 class ResidentAdapters:
@@ -166,7 +166,7 @@ class ResidentAdapters:
 
     @property
     def waiting(self) -> list[int]:
-        """The slots of images that wait, in their order."""
+        """The slots of waiting images, in order."""
         return list(self._waiting)
 
     def holds_back(self, slot: int, item: PreparedImage) -> bool:
@@ -186,7 +186,7 @@ class ResidentAdapters:
     def take_ready(
         self, in_use: Collection[str]
     ) -> Iterator[tuple[int, PreparedImage | PenstockError]]:
-        """The images that wait no longer, by slot. Or the error of their adapter.
+        """Returns the images that no longer wait, by slot, with an error if their adapter failed.
 
         Args:
             in_use: the names of the adapters that images are drawn with. They stay in memory.
@@ -213,7 +213,7 @@ class ResidentAdapters:
         self._lacks_room = self._lacks_room and bool(self._waiting)
 
     def pause(self) -> None:
-        """Waits a moment for what is being read."""
+        """Waits a moment for the adapters being read."""
         wait(self._reads.values(), timeout=WAIT_S, return_when=FIRST_COMPLETED)
 
     def of(self, item: PreparedImage) -> Applied:
@@ -268,7 +268,7 @@ class ResidentAdapters:
                 del self._reads[name]
 
     def _make_room(self, nbytes: int, in_use: Collection[str]) -> bool:
-        """Drops the least recently used adapters until so many bytes fit."""
+        """Drops the least recently used adapters until `nbytes` fit. Returns whether they fit."""
         idle = [name for name in self._resident if name not in in_use]
         while self.resident_bytes + nbytes > self._image.adapter_memory_bytes:
             if not idle:
@@ -316,7 +316,7 @@ class ResidentAdapters:
                 read.set_exception(error)
                 return
             except Exception as error:
-                # The boundary to the libraries that read it. All waiting images get an answer.
+                # The boundary to libraries that read adapters. All waiting images get an answer.
                 log.warning("adapter not read", exc_info=True, extra={"adapter": name})
                 read.set_exception(file.failed("it could not be read", str(error)))
                 return

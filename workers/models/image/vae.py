@@ -77,9 +77,9 @@ class HostCopy:
     pixels: torch.Tensor
     """[items, height, width, 3], uint8."""
     finite: torch.Tensor
-    """[items], whether all numbers of an image are finite."""
+    """[items], true if all numbers of an image are finite."""
     is_there: Any
-    """A CUDA event. None: they are there."""
+    """A CUDA event. None: they have already arrived."""
 
     def wait(self) -> list[np.ndarray | None]:
         """Waits for them. Returns bytes [height, width, 3], or None for one that isn't finite."""

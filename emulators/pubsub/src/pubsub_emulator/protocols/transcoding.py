@@ -56,7 +56,7 @@ def to_request(
         json_format.ParseDict(_with_camel_masks(fields), request)
         for name, value in path_fields.items():
             _set(request, name, value)
-    # In addition to its own error, the parser raises whatever values of a wrong type cause.
+    # In addition to its own error, the parser raises any error caused by values of a wrong type.
     except (json_format.Error, ValueError, TypeError, AttributeError, KeyError) as error:
         raise InvalidArgument(f"Invalid JSON payload received. {_first_sentence(error)}") from None
     except RecursionError:

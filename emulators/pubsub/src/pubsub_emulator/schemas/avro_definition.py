@@ -51,7 +51,7 @@ def _parsed(definition: str) -> avro.schema.Schema:
         parsed = avro.schema.make_avsc_object(_without_logical_types(decoded))
     except RecursionError:
         raise Malformed(f"it is nested deeper than {MAX_NESTING} levels") from None
-    # In addition to its own errors, the library raises whatever values of a wrong type cause.
+    # In addition to its own errors, the library raises any error caused by values of a wrong type.
     except (avro.errors.AvroException, ValueError, TypeError, AttributeError, KeyError) as error:
         raise Malformed(str(error)) from None
     if parsed.type in ("error", "error_union", "request"):
