@@ -221,7 +221,7 @@ class ModelQueue:
 
 
 def encode_preview(preview: RgbImage) -> bytes:
-    """The image as a small WebP."""
+    """Returns the image as a small WebP."""
     from PIL import Image  # few models have previews, and every worker would take 0.1 s longer
 
     encoded = io.BytesIO()
@@ -442,7 +442,7 @@ class TokenOutput:
         self._has_more = False
 
     def pass_on(self, chunks: Sequence[tuple[QueuedItem, Chunk, Sequence[FileOfPiece]]]) -> None:
-        """Appends what items have written to the streams of their readers, behind its files."""
+        """Appends new output to the streams of readers, after its files are stored."""
         for queued, chunk, files in chunks:
             if queued in self._held:
                 self._held[queued].append((chunk, files))
@@ -486,7 +486,7 @@ class TokenOutput:
         self._held.pop(queued, None)
 
     async def _send_all(self) -> None:
-        """Sends until nothing new has come. One round trip carries all items."""
+        """Sends until there is no new output. One round trip carries all items."""
         try:
             while self._has_more:
                 self._has_more = False

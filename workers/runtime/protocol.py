@@ -70,7 +70,7 @@ class Preempt(msgspec.Struct, tag="preempt"):
 
 
 class Watch(msgspec.Struct, tag="watch"):
-    """Somebody watches these slots of batch `number`, which may be over already."""
+    """A reader watches these slots of batch `number`, which may be over already."""
 
     number: int
     slots: list[int]

@@ -1,4 +1,4 @@
-"""The client of an engine, as the pool drives it: no model process is in between."""
+"""The client of an engine, which the pool drives directly, without a model process."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _PAGE_BYTES = 4096
 
 
 class EngineClient:
-    """An engine, as ProcessClient. It is started again when it was evicted.
+    """An engine, as ProcessClient. It is started again after it was evicted.
 
     Args:
         threads: that it computes with on a CPU.
@@ -175,7 +175,7 @@ class EngineClient:
             try:
                 await self._run.run(batch, timeout_s)
             except ModelProcessDied:
-                # It must not be used again before it was restarted.
+                # It must be restarted before it is used again.
                 engine.process.kill()
                 await self._ended.wait()
                 raise
@@ -195,7 +195,7 @@ class EngineClient:
             self._run.preempt(slots)
 
     def watch(self, slots: Sequence[int]) -> None:
-        """Nothing: a text has no previews."""
+        """Does nothing: a text has no previews."""
 
     async def evict(self, models: Sequence[int]) -> None:
         """Ends the engine between two runs. It is started again when it is used."""

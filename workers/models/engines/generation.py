@@ -30,7 +30,7 @@ from workers.models.generation.vocabulary import Vocabulary
 from workers.models.generation.writing import IDS, NO_NUMBERS, Writing
 
 PIECE_TOKENS = 8
-"""Written at a time, if the engine chooses among all tokens."""
+"""Tokens to write per request if the engine chooses among all tokens."""
 _ALLOWED_BIAS = 1000.0
 """Added to the logits of all tokens that are allowed, if they are few. So no other is chosen, and
 their chances among each other stay (to 1e-4)."""
@@ -44,7 +44,7 @@ OnWork = Callable[[int, int], None]
 
 
 class EngineGeneration:
-    """An item that is in."""
+    """An admitted item."""
 
     def __init__(self, slot: int, item: PreparedPrompt, vocabulary: Vocabulary) -> None:
         self.slot = slot
@@ -79,7 +79,7 @@ class EngineGeneration:
             self._cached_tokens = self.prompt_tokens - 1
 
     def chunk(self) -> TokenChunk | None:
-        """Returns what it has written since the last call. None if nothing."""
+        """Returns the text written since the last call. None if there is none."""
         chunk = self.writing.take_chunk()
         if chunk is not None and not chunk.first:
             chunk.input_tokens, chunk.cached_tokens = self.prompt_tokens, self.cached_tokens
@@ -97,7 +97,7 @@ class EngineGeneration:
         part_tokens: int,
         on_work: OnWork,
     ) -> None:
-        """Reads the prompt and writes the text. Canceled, it stops.
+        """Reads the prompt and writes the text. Stops if it is canceled.
 
         Args:
             slots: slots of the engine, of which one is free.
@@ -260,7 +260,7 @@ class EngineGeneration:
             if self.writing.finish is not None:
                 return
             if not self.writing.allows(token):
-                # Its grammar knows less of schemas than ours. The rest is written in pieces.
+                # Its grammar supports fewer schemas than ours. The rest is written in pieces.
                 self._has_lost = True
                 return
             chosen = chances[at] if at < len(chances) else None

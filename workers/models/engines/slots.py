@@ -1,4 +1,4 @@
-"""The slots of an engine, and which owner may have a part of a prompt read.
+"""The slots of an engine, and turns of owners whose prompts are read in parts.
 
 An engine keeps the keys and values of the last text in each slot. A generation gets the free slot
 of its owner whose text has the longest common start. A slot that was used by another owner starts
@@ -53,7 +53,7 @@ class EngineSlots:
 
 
 def _common(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many tokens both begin with."""
+    """Returns the number of tokens that both begin with."""
     length = min(len(first), len(second))
     return next((at for at in range(length) if first[at] != second[at]), length)
 
@@ -76,7 +76,7 @@ class ReadingPermit:
 
 
 class ReadingPermits:
-    """Bounds the tokens of prompts that an engine reads at a time, of owners in turns.
+    """Bounds the prompt tokens that an engine reads at a time. Owners take turns.
 
     In order of arrival alone, a short prompt would wait for all the long prompts of another owner,
     and an engine reads its prompts in a different order.

@@ -82,7 +82,7 @@ class WrongAdapter(Exception):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedAdapter:
-    """An adapter whose tensors are views of one: so one copy takes it to another device."""
+    """An adapter whose tensors are views of a single tensor, which is copied between devices."""
 
     flat: torch.Tensor
     parts: Mapping[str, Layers]
@@ -101,7 +101,7 @@ class LoadedAdapter:
 
 @dataclass(frozen=True, slots=True)
 class AdapterFile:
-    """The file of an adapter, and what it has to be.
+    """The file of an adapter, and its required properties.
 
     `name`: in the catalog, or its digest. `find`: returns the file, which is downloaded first if
     necessary. `digest`: expected digest of the file. None: any. `is_callers`: True if a caller
@@ -115,7 +115,7 @@ class AdapterFile:
     is_callers: bool = False
 
     def failed(self, reason: str, detail: str = "") -> ModelFailed:
-        """An error that is ours. Callers read the name and the reason, and we the detail too."""
+        """An internal error. Callers see the name and the reason; the log also has the detail."""
         public = f"adapter {self.name!r}: {reason}"
         return ModelFailed(f"{public} ({detail})" if detail else public, field=FIELD, public=public)
 
@@ -210,7 +210,7 @@ def _read_header(
 
 
 def _count_numbers(name: str, tensor: Any) -> int:
-    """Returns how many numbers a tensor has whose shape the library has checked."""
+    """Returns the number of elements in a tensor whose shape the library has checked."""
     shape, kind = tensor.get_shape(), tensor.get_dtype()
     if len(shape) > MAX_DIMENSIONS:
         raise WrongAdapter(
@@ -222,7 +222,7 @@ def _count_numbers(name: str, tensor: Any) -> int:
 
 
 def _tensors(file: BinaryIO, adapter: AdapterFile) -> dict[str, torch.Tensor]:
-    """The tensors of the bytes that have the digest."""
+    """Returns the tensors in a file, after checking its digest."""
     file.seek(0)
     data = file.read()
     if adapter.digest is not None:
@@ -251,7 +251,7 @@ State = dict[str, torch.Tensor]
 
 
 def _convert(tensors: State, pipeline: Any) -> tuple[State, Mapping[str, float]]:
-    """The tensors by the names that diffusers has for them, and the alphas of layers."""
+    """Returns the tensors by diffusers' names for them, and the alphas of layers."""
     for name in tensors:
         for part, kind in _REFUSED.items():
             if part in name:
@@ -259,7 +259,7 @@ def _convert(tensors: State, pipeline: Any) -> tuple[State, Mapping[str, float]]
     try:
         state, alphas = pipeline.lora_state_dict(tensors, unet_config=pipeline.unet.config)
     except Exception as error:
-        # The boundary to diffusers, which raises all kinds for names that it does not know.
+        # The boundary to diffusers, which raises all kinds of errors for unknown names.
         raise WrongAdapter(f"its layer names are unknown: {str(error)[:200]}") from error
     return state, alphas or {}
 
@@ -391,7 +391,7 @@ class _Scaling:
 
 
 def _layer_of(part: str, alpha_name: str) -> str:
-    """The layer of an alpha, as diffusers' conversion names it."""
+    """Returns an alpha's layer, as named by diffusers' conversion."""
     name = alpha_name.removeprefix(f"{part}.").removesuffix(".alpha").removeprefix("text_model.")
     name = name.partition(".down.")[0].removesuffix(".lora_linear_layer")
     head, _, last = name.rpartition(".")

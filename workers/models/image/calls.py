@@ -1,4 +1,4 @@
-"""Calls of shared modules: what two of them need to share a batch, how they are joined and split.
+"""Calls of shared modules: when two of them can share a batch, and how they are joined and split.
 
 A tensor whose first dimension is the number of rows in its call is joined along it. Everything else
 must be equal in all calls of a batch. A timestep with one element becomes one per row, because
@@ -18,11 +18,11 @@ from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from transformers import Cache
 
 _TIMES = frozenset({"timestep", "timesteps", "t"})
-"""Names that denoisers have for the timestep."""
+"""Names of the timestep parameter in denoisers."""
 _UNUSED = frozenset({"generator"})
 """Parameters that no decoder reads but ConsistencyDecoderVAE. Each item has its own generator."""
 _LIMIT_DIGESTS = 64
-"""Digests that an item keeps. A denoiser has a handful of constant tensors."""
+"""Maximum digests kept per item. A denoiser has a handful of constant tensors."""
 
 
 class UnsplittableError(Exception):
@@ -204,7 +204,7 @@ class Call:
 
 
 def _times(value: Any, rows: int) -> Any:
-    """A timestep for each row, as a float. Types of 16 bits stay, which the pipeline rounded to."""
+    """Returns a timestep per row, as a float. 16-bit types, to which pipelines round, are kept."""
     if value is None or (isinstance(value, torch.Tensor) and value.dim() > 1):
         return value
     if not isinstance(value, torch.Tensor):
@@ -334,6 +334,6 @@ def _cut(value: Any, of: _Rows) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Cache):
-        # Text encoders return the keys and values of all rows, which no pipeline asks for.
+        # Text encoders return the keys and values of all rows, which no pipeline needs.
         return None
     raise UnsplittableError(type(value).__name__)

@@ -14,7 +14,7 @@ class FolderIndex(NamedTuple):
     """The content of `model_index.json`."""
 
     class_name: str
-    """Of the pipeline, in diffusers."""
+    """Class of the pipeline in diffusers."""
     rounds_up: bool
     """True if image-to-image rounds a fraction of a step up, like diffusers' transformers.
 

@@ -32,13 +32,13 @@ PYTHON_LIMIT_S = 60.0
 MAX_CALLS = 64
 """Calls of encoders that an item makes in a step, until the other items have theirs."""
 RECOVERS_AFTER = 64
-"""Batches without a lack of memory, until a larger one is tried again."""
+"""Batches without a memory shortage before a larger one is tried again."""
 MAX_LIMITS = 256
 """Kinds of calls whose limits are known at a time."""
 
 _NEVER_S = float("inf")
 _LOOKS, _IDLE_LOOKS = 4, 8
-"""How often the watchdog looks within its limit, and how often in vain until its thread ends."""
+"""How often the watchdog looks within its limit, and idle looks until its thread ends."""
 
 _NO_AUTOCAST: _Autocast = ()
 
@@ -59,7 +59,7 @@ class Batching:
         """Changes a call before it is computed, once."""
 
     def key(self, call: Call) -> Hashable:
-        """Returns what calls that share a batch have in common."""
+        """Returns a key that is equal for calls that can share a batch."""
         return call.key
 
     def cover(self, calls: Sequence[Call]) -> Sequence[int]:
@@ -92,7 +92,7 @@ class Run:
         self.name = name
         self.owner = owner
         self.call: Call | None = None
-        """The one that it waits for. None: it has not begun."""
+        """The call that it waits for. None: it has not begun."""
         self.digests = Digests()
         self.autocast = _NO_AUTOCAST
         self._draw = draw
@@ -147,7 +147,7 @@ class Hub:
 
     @property
     def names(self) -> list[int]:
-        """The items that run, in the order in which they came."""
+        """The running items, in order of arrival."""
         return list(self._runs)
 
     def add(self, name: int, draw: Callable[[], Any], owner: Any = None) -> None:
@@ -161,7 +161,7 @@ class Hub:
             self.end(run)
 
     def set_aside(self, name: int) -> Run:
-        """Takes an item out at the call that it waits for. It holds what its pipeline has."""
+        """Removes an item at the call that it waits for. It keeps the state of its pipeline."""
         return self._runs.pop(name)
 
     def put_back(self, name: int, run: Run) -> None:
@@ -197,7 +197,7 @@ class Hub:
         return run.greenlet.parent.switch(call)
 
     def _settle(self) -> None:
-        """Computes what is not of the denoiser, until all items wait for that or have ended."""
+        """Computes other calls, until all items wait for the denoiser or have ended."""
         calls_left = dict.fromkeys(self._runs, MAX_CALLS)
         while True:
             waiting = [
@@ -355,7 +355,7 @@ class _RowLimits:
 
 
 class _Watchdog:
-    """Interrupts Python code of a pipeline that does not come back."""
+    """Interrupts Python code of a pipeline that does not return."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
@@ -368,13 +368,13 @@ class _Watchdog:
     def begin(self) -> None:
         self._thread_id = threading.get_ident()
         self._since_s = time.monotonic()
-        # A process that was forked has not the thread of the one before.
+        # A forked process does not have its parent's thread.
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
             self._thread.start()
 
     def end(self) -> None:
-        """It came back. Takes back an interruption that it did not get."""
+        """Records that it returned. Withdraws an interruption that was not delivered."""
         with contextlib.suppress(StuckError), self._lock:
             self._since_s = _NEVER_S
             if self._has_fired:
@@ -397,6 +397,6 @@ class _Watchdog:
 
 
 def _interrupt(thread_id: int, error: type[Exception] | None) -> None:
-    """Raises an error in Python code of a thread. None: takes one back that was not raised yet."""
+    """Raises an error in a thread's Python code. None: withdraws one that was not raised yet."""
     raised = None if error is None else ctypes.py_object(error)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), raised)

@@ -23,13 +23,13 @@ class KeptEncodings:
         self._bytes = 0
 
     def get(self, key: Hashable) -> Any | None:
-        """Returns a value, which was used last from now on. None if it is not kept."""
+        """Returns a value and marks it as used last. None if it is not in the cache."""
         if key in self._kept:
             self._kept.move_to_end(key)
         return self._kept.get(key)
 
     def keep(self, key: Hashable, value: Any) -> None:
-        """Keeps a new value. Removes the least recently used ones that no longer fit."""
+        """Adds a value. Removes the least recently used ones that no longer fit."""
         self._kept[key] = value
         self._bytes += _size_bytes(value)
         while self._bytes > self._kept_bytes:

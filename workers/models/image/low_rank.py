@@ -32,7 +32,7 @@ class LowRankPair:
 
 
 Layers = Mapping[str, LowRankPair]
-"""Those of one module, by the names of its layers."""
+"""The low-rank layers of one module, by the names of its layers."""
 Row = tuple[Layers, float] | None
 """The layers and the scale for one row of the batch. None: no adapter."""
 
@@ -54,7 +54,7 @@ class LowRankModule:
         self._batch: _Batch | None = None
 
     def prepare(self, names: Sequence[str]) -> None:
-        """Lets the layers of these names take low-rank ones. It takes no time worth mentioning."""
+        """Prepares the layers with these names for low-rank ones. Takes negligible time."""
         for name in set(names) - self._hooked:
             self._hooked.add(name)
             # First of its hooks, so that other hooks see the sum.
@@ -62,7 +62,7 @@ class LowRankModule:
 
     @contextmanager
     def applied(self, rows: Sequence[Row]) -> Iterator[None]:
-        """Within it the module computes a batch of these rows. A single one holds for all rows."""
+        """Within this context, the module computes these rows. A single one applies to all rows."""
         before, self._batch = self._batch, _Batch(rows) if any(rows) else None
         try:
             yield

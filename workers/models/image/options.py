@@ -20,7 +20,7 @@ from workers.models.image.pipeline import (
 )
 
 _UNGUIDED = 1.0
-"""The `guidance_scale` of images that are not guided, which no pipeline lacks."""
+"""The `guidance_scale` of unguided images, which every pipeline supports."""
 _MAX_USUAL_PX = 1024
 """The largest default side, because a catalog entry allows 1024 x 1024 pixels by default."""
 _USUAL_STEPS = 20
@@ -98,7 +98,7 @@ def fields_of(pipelines: LoadedPipelines) -> tuple[str, ...]:
     )
     if "negative_prompt" in known and is_guided:
         fields.append("negative_prompt")
-    # If one of two ignores it, no request has it: the charge follows from it.
+    # If one of two ignores it, requests can't use it, because the charge depends on it.
     edited = [pipeline for mode, pipeline in pipelines.by_mode.items() if mode != "text"]
     if edited and all("strength" in parameters_of(pipeline) for pipeline in edited):
         fields.append("strength")
@@ -142,7 +142,7 @@ def _usual_side(pipeline: Any, name: str, multiple: int) -> int:
 
 
 def schedulers_of(own: Any) -> tuple[str, ...]:
-    """The names of requests that stand for a scheduler which can take the place of `own`."""
+    """Returns the names in requests of schedulers that can replace `own`."""
     if isinstance(own, diffusers.FlowMatchEulerDiscreteScheduler):
         return (OWN_SCHEDULER, "euler")
     is_flow = own.config.get("prediction_type") == "flow_prediction"
@@ -150,21 +150,21 @@ def schedulers_of(own: Any) -> tuple[str, ...]:
 
 
 def _max_clip_skip(pipeline: Any) -> int:
-    """How many layers of CLIP can be left out. With two encoders, the last one is so as trained."""
+    """Returns how many CLIP layers can be left out. With two encoders, the last one always is."""
     encoders = [getattr(pipeline, name, None) for name in ("text_encoder", "text_encoder_2")]
     layers = [encoder.config.num_hidden_layers for encoder in encoders if encoder is not None]
     return min(layers, default=0) - int(hasattr(pipeline, "text_encoder_2"))
 
 
 def _patch(pipeline: Any) -> int | None:
-    """How many latents across a token of a transformer stands for. None if it has no tokens."""
+    """Returns the width of a transformer's token, in latents. None if it has no tokens."""
     transformer = getattr(pipeline, "transformer", None)
     patch = None if transformer is None else transformer.config.get("patch_size")
     return patch if isinstance(patch, int) else None
 
 
 def _multiple_px(pipeline: Any) -> int:
-    """Sides must be multiples of this number: the pixels of one latent or one token."""
+    """Returns the number that sides must be multiples of: the pixels of one latent or token."""
     scale: int = getattr(pipeline, "vae_scale_factor", 1)
     if (patch := _patch(pipeline)) is None:
         return scale
@@ -174,7 +174,7 @@ def _multiple_px(pipeline: Any) -> int:
 
 
 def _largest_px(pipeline: Any) -> int | None:
-    """The largest side that a transformer knows places for. None: any."""
+    """Returns the largest side for which a transformer has positions. None: any."""
     if (patch := _patch(pipeline)) is None:
         return None
     places = pipeline.transformer.config.get("pos_embed_max_size")

@@ -20,14 +20,14 @@ from workers.models.image.calls import Part
 from workers.models.image.hub import Hub
 
 _MOVES = frozenset({"to", "half", "float", "bfloat16", "cuda", "cpu", "eval", "train"})
-"""Methods that change a module as a whole. It is as it was loaded, for all items."""
+"""Methods that change a whole module. All items use it as it was loaded."""
 _OF_FOUR_CHANNELS = frozenset(
     {"StableDiffusionInpaintPipeline", "StableDiffusionXLInpaintPipeline"}
 )
 
 
 class Shared:
-    """Stands for a module that all items share, in the pipeline of one of them.
+    """Replaces a module that all items share, in the pipeline of one of them.
 
     Args:
         parts: what is intercepted, by method. Empty: the call itself.
@@ -60,7 +60,7 @@ class Shared:
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        """That of the module, which pipelines ask about."""
+        """The module's class, which pipelines check."""
         return type(self.__dict__["_module"])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -88,7 +88,7 @@ class Shared:
 
 
 def state_of(pipeline: Any) -> tuple[Any, ...]:
-    """Returns what pipelines may change on modules around their calls: hooks and processors.
+    """Returns the parts of modules that pipelines may change around calls: hooks and processors.
 
     If it changes while an item is drawn, its pipeline can't share the modules with others.
     """
@@ -121,7 +121,7 @@ def _own_kind(kind: Any) -> Any:
         return pipeline._own_device
 
     def free_nothing(pipeline: Any) -> None:
-        """No module of a model that is shared is offloaded by an item."""
+        """Does nothing: an item never offloads modules of a shared model."""
 
     own = {
         "device": property(device_of),
@@ -148,7 +148,7 @@ class Interception:
         mine = copy.copy(pipeline)
         object.__setattr__(mine, "_own_device", pipeline.device)
         mine.__class__ = _own_kind(cast("Hashable", type(pipeline)))
-        # Pipelines write what is set otherwise into their settings, which all copies share.
+        # Pipelines write changed values into their settings, which all copies share.
         for name, shared in self._stand_ins(pipeline).items():
             object.__setattr__(mine, name, shared)
         own_scheduler = getattr(pipeline, "scheduler", None)

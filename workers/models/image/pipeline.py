@@ -44,11 +44,11 @@ class LoadedPipelines:
     """The pipelines of one model. They share their parts."""
 
     main: Any
-    """Has all parts. It may be for any task."""
+    """A pipeline with all parts. It may be for any task."""
     by_mode: Mapping[ImageMode, Any]
 
     def of(self, item: PreparedImage) -> Any | None:
-        """The one that draws an item. None if none can."""
+        """Returns the pipeline that draws an item. None if none can."""
         return self.by_mode.get(mode_of(item))
 
     def with_images_of(self, is_kept: Callable[[Any], bool]) -> LoadedPipelines:
@@ -71,7 +71,7 @@ class LoadedPipelines:
 
 
 def mode_of(item: PreparedImage) -> ImageMode:
-    """Returns what an item is drawn from."""
+    """Returns the task of an item: whether it is drawn from text, an image or a mask."""
     if item.mask is not None:
         return "mask"
     return "text" if item.source is None else "image"
@@ -84,7 +84,7 @@ def load_pipelines(folder: Path, device: torch.device, plan: ImagePlan) -> Loade
         ConfigurationError: the folder is not a pipeline for images.
     """
     for library in (diffusers.utils.logging, transformers.utils.logging):
-        # By default both print much about parts that are not needed here.
+        # By default, both print a lot about parts that are not needed here.
         library.set_verbosity_error()
         library.disable_progress_bar()
     try:
@@ -102,7 +102,7 @@ def load_pipelines(folder: Path, device: torch.device, plan: ImagePlan) -> Loade
     except (ConfigurationError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        # The boundary to both libraries: each wrong or missing part raises another kind of error.
+        # The boundary to both libraries: each invalid or missing part raises a different error.
         reason = f"{type(error).__name__}: {str(error)[:_MAX_REASON_CHARS]}"
         raise ConfigurationError(f"{folder}: {reason}", field="source") from error
     if needs_fp32(pipeline):
@@ -172,7 +172,7 @@ def _pipelines_of(pipeline: Any, *, refines: bool) -> dict[ImageMode, Any]:
     takes_image, takes_mask = "image" in known, "mask_image" in known
     texts = auto_pipeline.AUTO_TEXT2IMAGE_PIPELINES_MAPPING.values()
     for_text = pipeline if type(pipeline) in texts or not takes_image else None
-    # The pipeline for text does not know whether it refines, so it does not hand it on.
+    # The pipeline for text does not know whether it refines, so it does not pass that on.
     for_image = _counterpart(
         pipeline, diffusers.AutoPipelineForImage2Image, "Img2ImgPipeline", refines=refines
     ) or (pipeline if takes_image and not takes_mask else None)

@@ -57,7 +57,7 @@ class ImagePlan:
 
 
 def plan_for(entry: Model, capability: Capability) -> ImagePlan:
-    """The plan for an image model of the catalog.
+    """Returns the plan for an image model in the catalog.
 
     Raises:
         ConfigurationError: the entry requires INT8, and torchao is not installed.
@@ -91,7 +91,7 @@ def _dtype(precision: str, capability: Capability) -> torch.dtype:
 
 
 def _batch_sizes(entry: Model) -> tuple[int, ...]:
-    """Powers of two up to the largest batch of default images within the budget."""
+    """Returns powers of two up to the largest batch of default images within the budget."""
     usual = entry.image
     largest = min(
         entry.batch.max_items, max(1, entry.budget // (usual.width * usual.height * usual.steps))

@@ -31,11 +31,11 @@ _ALL_AROUND = np.ones((3, 3), bool)
 
 SOURCE_FORMATS = ("PNG", "JPEG", "WEBP")
 SOURCE_MAX_PIXELS = 16 * 1024 * 1024
-"""The limit of a source image before it is resized: 48 MB decoded."""
+"""Maximum pixels of a source image before it is resized: 48 MB decoded."""
 DEFAULT_STRENGTH = 0.8
 SEED_LIMIT = 2**63
 _MAX_RESIZED = 8
-"""How many times as long as its short side an image may be, until what is far off is left out."""
+"""Maximum ratio of an image's sides. Beyond it, the distant parts are left out."""
 
 
 def edges(pixels: npt.NDArray[np.uint8], low: int, high: int) -> npt.NDArray[np.uint8]:
@@ -255,7 +255,7 @@ class ImagePreparer:
             source = _read_source(value.image, value.width, value.height)
         pixel_steps = value.width * value.height * steps_run
         return PreparedImage(
-            # A whole batch ends with its longest image.
+            # A whole batch ends when its longest image ends.
             key="" if self._is_stepped else f"{value.width}x{value.height}/{steps_run}",
             length=pixel_steps,
             # Each image has its steps to itself, so only its pixels share batches with other
@@ -325,7 +325,7 @@ def _check_numbers(value: ImageInput, bounds: ImageDefaults) -> None:
 
 
 def image_to_image_steps(steps: int, strength: float, *, rounds_up: bool = False) -> int:
-    """The steps that image-to-image runs: a share of `strength`.
+    """Returns the steps that image-to-image runs: `strength` times the steps.
 
     Args:
         steps: number of steps for an image from text.

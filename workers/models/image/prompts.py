@@ -55,7 +55,7 @@ def _is_full(masks: torch.Tensor, at: int, limit: int) -> bool:
 
 
 class _CountingTokenizer:
-    """Stands for a tokenizer in the pipeline of an item, and counts what it cuts."""
+    """Replaces a tokenizer in an item's pipeline, and counts the tokens that it cuts."""
 
     def __init__(self, tokenizer: Any, lost: LostTokens) -> None:
         self.__dict__.update(_tokenizer=tokenizer, _counts=lost)
@@ -85,7 +85,7 @@ class Prompts:
         self._kept = KeptEncodings(kept_bytes)
 
     def intercept(self, pipeline: Any, variant: str = "") -> LostTokens:
-        """Lets the pipeline of an item use what is kept.
+        """Lets an item's pipeline use the cached prompts.
 
         Args:
             variant: what its text encoders are changed by, as an adapter and its scale. Empty: by
@@ -134,7 +134,7 @@ def _copy(encoded: Any) -> Any:
 
 
 def _key(value: Any) -> Hashable | None:
-    """Returns a value as a part of a key. None: it has something that can't be one."""
+    """Returns a value as part of a key. None: it contains something that can't be in a key."""
     if value is None or isinstance(value, str | int | float | torch.device | torch.dtype):
         return (type(value).__name__, value)
     if isinstance(value, list | tuple):

@@ -229,7 +229,7 @@ class ResidentAdapters:
 
     @contextmanager
     def applied(self, rows: Sequence[Applied]) -> Iterator[None]:
-        """Within it the pipeline computes these rows. A single one holds for all rows."""
+        """Within this context, the pipeline computes these rows. A single one is for all rows."""
         with ExitStack() as entered:
             for part, module in self._modules.items():
                 entered.enter_context(module.applied([_row(row, part) for row in rows]))

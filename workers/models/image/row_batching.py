@@ -1,4 +1,4 @@
-"""Computes the calls of images together: which share a batch, and what is added to their rows.
+"""Computes the calls of images together: which calls share a batch, and additions to their rows.
 
 Adapters (LoRA), ControlNets, IP-Adapters, shortcuts and guidance are done here, because only here
 it is known whose rows are whose.
@@ -32,12 +32,12 @@ GUIDED_KINDS = (UNet2DConditionModel, SD3Transformer2DModel)
 
 @dataclass(slots=True)
 class CompiledSizes:
-    """The batches that are compiled, by the number of images, and the seconds that each takes."""
+    """The compiled batch sizes, in images, and the seconds that each takes."""
 
     width: int
     height: int
     seconds: Mapping[int, float] = field(default_factory=dict)
-    """Empty: none is."""
+    """Empty: nothing is compiled."""
 
     def have(self, drawing: Drawing) -> bool:
         """Returns whether there are sizes for an image."""
@@ -72,7 +72,7 @@ class RowBatching(Batching):
         self._is_guided_by_row = isinstance(denoiser, GUIDED_KINDS)
 
     def prepare(self, call: Call) -> None:
-        """Leaves out the row of the negative prompt once it guides no longer. Calls ControlNets."""
+        """Leaves out the negative prompt's row once it no longer guides. Calls ControlNets."""
         drawing: Drawing = call.owner
         if call.part.module is not self._denoiser:
             return
@@ -127,7 +127,7 @@ class RowBatching(Batching):
         return [self._guide(call, result) for call, result in zip(calls, results, strict=True)]
 
     def _fill(self, calls: Sequence[Call]) -> int:
-        """How many calls are missing to a compiled size."""
+        """Returns how many calls to add to reach a compiled size."""
         if not self._sizes.have(calls[0].owner):
             return 0
         larger = [size for size in self._sizes.seconds if size >= len(calls)]
@@ -163,7 +163,7 @@ class RowBatching(Batching):
         return output
 
     def _guide(self, call: Call, output: Any) -> Any:
-        """Returns two rows of which the pipeline makes the noise that the item asks for.
+        """Returns two rows from which the pipeline makes the requested noise.
 
         Pipelines compute `without + scale * (with - without)`, which of equal rows is that row.
         """
@@ -182,7 +182,7 @@ class RowBatching(Batching):
 
 
 def _join_added(batch: Batch) -> dict[str, Any]:
-    """The arguments of the UNet for what ControlNets add to each row. Empty if they add nothing."""
+    """Returns UNet arguments with the ControlNets' additions to each row. Empty: there are none."""
     some = next((call.added for call in batch.every if call.added), None)
     if some is None:
         return {}
@@ -202,7 +202,7 @@ def _join_added(batch: Batch) -> dict[str, Any]:
 
 
 def _reference_rows(batch: Batch) -> Any:
-    """The reference image of each row, and which of its tokens: those without it come first."""
+    """Yields each row's reference image and token set: the tokens without the image come first."""
     for call in batch.every:
         start = call.owner.ip_adapter
         for row in range(-call.rows, 0):
