@@ -161,7 +161,10 @@ def tenants_for(call: Call, asked: list[str]) -> tuple[str, ...] | None:
     if _is_admin(call):
         return tuple(asked) or None
     if set(asked) - {call.tenant}:
-        raise BadInput("tenant: this API key may only see its own tenant", field="tenant")
+        raise BadInput(
+            f"tenant: must be {call.tenant}, because this API key may only see its own tenant",
+            field="tenant",
+        )
     return (call.tenant,)
 
 

@@ -179,8 +179,9 @@ class ImageApi(ApiTask):
             "num_inference_steps": model.image.steps,
             "guidance_scale": model.image.guidance_scale,
         }
-        for name, value in usual.items():
-            fields[name]["default"] = value
+        # A pipeline may lack some of them.
+        for name in usual.keys() & fields.keys():
+            fields[name]["default"] = usual[name]
         if model.image.interface is not None and "text" not in model.image.interface.tasks:
             schema["required"] = [*schema["required"], "image"]
         return schema

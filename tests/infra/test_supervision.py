@@ -92,7 +92,8 @@ def test_worker_that_starts_is_reported_until_it_is_ready(run: Callable[..., Wor
         world.now_s = 1000.0 + waited_s
         assert supervisor.look() is None
     assert [word for word, _ in world.reported] == ["waiting", "waiting"]
-    assert "part · 20 s so far; log: " in world.reported[1][1]
+    assert "part · 20 s so far; " in world.reported[1][1]  # then its last line, if it has one
+    assert "; log: " in world.reported[1][1]
     assert (supervisor.is_settled, supervisor.not_ready) == (False, ["part"])
     world.now_s = 1001.0 + PATIENCE_S
     assert (supervisor.is_settled, supervisor.not_ready) == (True, ["part"])

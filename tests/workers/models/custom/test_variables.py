@@ -311,7 +311,7 @@ def test_versions_of_secret_manager(secret_manager: str) -> None:
     for name in ("fails/versions/1", "other/versions/1"):
         with pytest.raises(ModelFailed, match=r"secrets\.TOKEN: Secret Manager returned"):
             read(name)
-    with pytest.raises(ModelFailed, match="can't be reached"):
+    with pytest.raises(ModelFailed, match="is unreachable"):
         read("there/versions/2", "http://127.0.0.1:1")
 
 

@@ -127,9 +127,9 @@ LARGE_SCHEMAS = {
     ("fields", "field", "reason"),
     [
         ({"prompt": [5, 100_000]}, "prompt", "token ID 100000, at position 1"),
-        ({"prompt": [-1]}, "prompt", "token id -1, at position 0"),
+        ({"prompt": [-1]}, "prompt", "token ID -1, at position 0"),
         ({"prompt": "a", "logit_bias": {400: 1.0}}, "logit_bias", "token ID 400, at position 0"),
-        ({"prompt": ""}, "prompt", "no tokens"),
+        ({"prompt": ""}, "prompt", "must have at least one token"),
         ({"prompt": "a\ud800"}, "prompt", "can't be tokenized"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages", "can't be tokenized"),
         ({"prompt": "a", "json_schema": '{"type": 5}'}, "response_format", "can't be used"),
@@ -311,7 +311,7 @@ def test_a_template_that_loops_forever_is_ended() -> None:
         {},
         clock=lambda: next(seconds),
     )
-    with pytest.raises(ValueError, match="takes more than 2 s"):
+    with pytest.raises(ValueError, match="takes more than the maximum of 2 s"):
         template.render([USER], [])
 
 
