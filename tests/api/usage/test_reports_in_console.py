@@ -63,7 +63,7 @@ async def test_a_tenant_reads_its_reports_on_a_phone(world: World, page: Page) -
         await expect(page.get_by_role("heading", name=owner)).to_be_visible()
     await page.get_by_role("link", name="Usage keys").click()
     await expect(page.get_by_role("heading", name="Usage keys")).to_be_visible()
-    table = page.get_by_role("region", name="API key used")
+    table = page.get_by_role("region", name="Usage by API key and model, per day.")
     await expect(table.get_by_role("cell", name="acme").first).to_be_visible()
     await expect(page.get_by_role("cell", name="other", exact=True)).to_have_count(0)
     await expect(page.get_by_role("img", name="Cost by day")).to_be_visible()

@@ -249,7 +249,7 @@ def test_wrong_names_of_metrics_are_refused_with_their_reason(name: str, reason:
     [
         ("def predict(self, a: int) -> list[str]: return ['\\ud800']", "output[0]: half of a"),
         ("def predict(self, a: int) -> int: return 2**65", "output: an integer of more than 64"),
-        ("def predict(self, a: int) -> Path: return Path('/none')", "there is no file none"),
+        ("def predict(self, a: int) -> Path: return Path('/none')", "file none does not exist"),
         ("def predict(self, a: int) -> dict: return {'a': object()}", "can't be sent as JSON"),
         ("def predict(self, a: int) -> float: return float('nan')", "JSON does not support NaN"),
         ("def predict(self, a: int) -> str: return 'x' * 2**24", "at most 16777216 bytes"),
