@@ -127,7 +127,9 @@ async def test_what_fails_costs_nothing(redis_url: str, tmp_path: Path) -> None:
         lied = await predict(world, text="abc", mode="lie")
         assert lied["error"] == "work: returned -5; must return a whole number of at least 1"
         heavy = await predict(world, text="x" * (MOST + 1))
-        assert heavy["error"] == "input[0]: it weighs 101, and at most 100 is allowed"
+        assert heavy["error"] == (
+            "input[0]: the work of this input is 101, which exceeds the maximum of 100"
+        )
         assert (await world.ledger.check())["one"] == 0.0
 
 

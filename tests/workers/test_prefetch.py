@@ -104,8 +104,11 @@ def test_repositories_of_adapters_are_copied_too(
     source = "hf:org/gated/model.safetensors"
     file = resolve_file(source, "main", tmp_path / "cache", weights_dir=bucket)
     assert file == folder / "model.safetensors"
-    for missing in ("hf:org/gated/1_Pooling/ink.safetensors", "hf:org/ink.safetensors"):
-        with pytest.raises(ConfigurationError, match="is not"):
+    for missing, reason in (
+        ("hf:org/gated/1_Pooling/ink.safetensors", "is not a file"),
+        ("hf:org/ink.safetensors", "must be hf:ORG/NAME/FILE"),
+    ):
+        with pytest.raises(ConfigurationError, match=reason):
             resolve_file(missing, "main", tmp_path / "cache", weights_dir=bucket)
 
 

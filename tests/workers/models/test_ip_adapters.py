@@ -349,7 +349,7 @@ def wrong_file(name: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.T
         ("FaceID", "FaceID is not supported, because it requires faces"),
         ("layers", "trained for another model: 1.to_k_ip.weight"),
         ("encoder", "does not fit"),
-        ("projection", "has image_proj"),
+        ("projection", "must have image_proj"),
     ],
 )
 def test_files_that_do_not_fit_are_refused(

@@ -89,7 +89,7 @@ def test_variant_below_the_tolerance_is_refused(
     line = next(
         line for line in capsys.readouterr().out.splitlines() if line.startswith("onnx-int8 ")
     )
-    assert "refused: least cosine 0.9" in line
+    assert "refused: minimum cosine 0.9" in line
     assert line.endswith("is below 0.9999")
 
 
@@ -99,7 +99,7 @@ def test_nothing_accepted_fails_and_writes_nothing(
     assert optimize("--variants", "int8") == 1
     told = capsys.readouterr().err
     assert "no variant was accepted" in told
-    assert "onnx-int8: least cosine 0.9" in told
+    assert "onnx-int8: minimum cosine 0.9" in told
     assert list((tmp_path / "artifacts" / "tiny").iterdir()) == []
 
 
@@ -118,7 +118,7 @@ def test_second_run_does_nothing_unless_forced(
     capsys.readouterr()
     assert optimize("--variants", "fp32") == 0
     assert made().folder.joinpath("manifest.json").stat().st_ino == before
-    assert "is there: onnx-fp32" in capsys.readouterr().out
+    assert "already exists: onnx-fp32" in capsys.readouterr().out
     assert optimize("--variants", "fp32", "--force") == 0
     assert made().folder.joinpath("manifest.json").stat().st_ino != before
 
@@ -134,7 +134,7 @@ def test_artifact_gains_what_it_lacks_and_keeps_what_it_has(
     assert list(made().manifest.refused) == ["onnx-int8"]
     capsys.readouterr()
     assert optimize("--variants", "fp32,int8") == 0
-    assert "is there: onnx-fp32" in capsys.readouterr().out, (
+    assert "already exists: onnx-fp32" in capsys.readouterr().out, (
         "what missed this tolerance is not tried again"
     )
     assert optimize("--variants", "int8", "--tolerance", "0.9") == 0
@@ -217,7 +217,7 @@ def test_who_comes_while_it_is_made_finds_it(
         assert optimize("--variants", "fp32", tolerance=0.9) == 0
     assert process.returncode == 0
     told = capsys.readouterr().out
-    assert "is there: onnx-fp32" in told
+    assert "already exists: onnx-fp32" in told
     assert "creating and evaluating" not in told
     assert [variant.name for variant in made().manifest.variants] == ["onnx-fp32"]
 

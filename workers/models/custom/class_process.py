@@ -476,7 +476,8 @@ class ClassProcess:
     async def renew_if_used_up(self) -> bool:
         """Ends the process if what it computed left too little memory or disk.
 
-        To be called while it computes nothing. Returns whether it was ended.
+        Also if it is being killed for that, so that what comes next does not fail for it. To be
+        called while it computes nothing. Returns whether it was ended.
         """
         runner = self.runner
         try:
@@ -485,7 +486,8 @@ class ClassProcess:
             )
         except OSError:  # the class has removed its own scratch folder
             is_used_up = True
-        if not is_used_up:
+        # Asked last: a process that is being killed may already have returned its memory.
+        if not is_used_up and not runner.killed_for:
             return False
         if self._runner is runner:
             await self._finish(runner, USED_UP)

@@ -14,6 +14,7 @@ from tests.anywhere.launcher import SKIPPED
 from tests.limits import WAIT_LIMIT_S
 from tests.workers.models.custom.classes import (
     compute,
+    entry_of,
     output_of,
     prepared,
     write_class,
@@ -26,6 +27,7 @@ from tests.workers.models.custom.hostile import (
 )
 from tests.workers.models.custom.started import StartClass, StartedClass
 from workers.models.base import PreparedFile
+from workers.models.custom.class_process import ClassProcess
 
 pytestmark = pytest.mark.slow(about_s=20)
 ROOT = Path(__file__).parents[4]
@@ -85,6 +87,27 @@ def test_what_leaks_is_restarted_between_two_predictions(
     for _ in range(6):  # with 300 MiB each, which is above the limit at the third
         compute(model, {"mode": "leak_less"})  # one that is looked at in time fails
         assert output_of(compute(model, {"mode": "behave"})) == "well"
+
+
+async def test_one_that_is_killed_for_what_has_ended_is_renewed_first(tmp_path: Path) -> None:
+    """The limits are watched on a thread, so it may be killed right before the next prediction."""
+    folder = write_class(tmp_path, hostile_class([]))
+    process = ClassProcess(
+        entry_of(folder), folder, "cpu", 1, make_no_room, lambda frame: None, lambda: None
+    )
+    await process.start(WAIT_LIMIT_S)
+    try:
+        assert not await process.renew_if_used_up()
+        process.runner.kill_at_fault("it takes 888 MiB of memory")
+        assert process.is_ready, "its end is not noticed yet"
+        assert await process.renew_if_used_up()
+        assert not process.is_ready
+    finally:
+        await process.end("the test is over")
+
+
+async def make_no_room() -> bool:
+    return False
 
 
 def test_files_that_predictions_left_are_removed_between_two(
