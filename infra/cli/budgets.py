@@ -20,11 +20,11 @@ def restore(
         bool,
         typer.Option(
             "--lower",
-            help="lower counters that are above their rows, too; only while no requests arrive",
+            help="also lower counters that are above their rows; use only while no requests arrive",
         ),
     ] = False,
     max_gib: Annotated[
-        float, typer.Option(metavar="GIB", help="GiB that the query may read")
+        float, typer.Option(metavar="GIB", help="maximum GiB that the query may read")
     ] = MAX_GIB,
 ) -> None:
     """Restore the spent amounts from the rows in BigQuery, after Redis lost its counts.

@@ -184,7 +184,7 @@ class ClusterDoctor:
         if "context" in text and "does not exist" in text:
             return "choose one with --context: kubectl config get-contexts"
         if "orbidden" in text:
-            return "ask for the rights to look: " + self.kubectl.shown("auth can-i --list")
+            return "ask for read access: " + self.kubectl.shown("auth can-i --list")
         if "namespaces" in text and "not found" in text:
             return "deploy the workers, or name it with --namespace: kubectl get namespaces"
         if "nauthorized" in text or "logged in" in text:
@@ -280,10 +280,10 @@ class ClusterDoctor:
             return Diagnosis("autoscaler", facts, self.kubectl.shown_outside("-n keda get pods"))
         condition = _condition(service, "Available")
         if condition.get("status") == "True":
-            return Diagnosis("autoscaler", "KEDA, and its metrics server answers")
+            return Diagnosis("autoscaler", "KEDA, and its metrics server responds")
         return Diagnosis(
             "autoscaler",
-            f"KEDA's metrics server does not answer: {condition.get('message', 'no reason')}",
+            f"KEDA's metrics server does not respond: {condition.get('message', 'no reason')}",
             self.kubectl.shown_outside("-n keda logs deployment/keda-operator-metrics-apiserver"),
         )
 
@@ -443,7 +443,7 @@ class ClusterDoctor:
         ]
         if not pods:
             show = self.kubectl.shown("get pods")
-            yield Diagnosis("Redis", "not tried: no worker or API is ready there", show)
+            yield Diagnosis("Redis", "not checked: no worker or API is ready there", show)
             return
         name = pods[0]["metadata"]["name"]
         try:
@@ -468,7 +468,7 @@ class ClusterDoctor:
             return
         settings = self.own.model_copy(update=deployed | own)
         if self._takes_from_rabbitmq():
-            yield Diagnosis("RabbitMQ", "not looked at: penstock doctor does, with PENSTOCK_BROKER")
+            yield Diagnosis("RabbitMQ", "not checked: use penstock doctor with PENSTOCK_BROKER")
         elif place := self._place_inside("PENSTOCK_PUBSUB_ENDPOINT", settings.pubsub_endpoint):
             yield self._not_looked_at("Pub/Sub", "PENSTOCK_PUBSUB_ENDPOINT", place)
         else:

@@ -96,7 +96,7 @@ def create_key(
     model: Annotated[list[str] | None, typer.Option(help="allowed model")] = None,
     expires_in: Annotated[str, typer.Option(metavar="TIME", help="such as 90d or 12h")] = "",
     limit: Annotated[
-        list[str] | None, typer.Option(metavar="FIELD=VALUE", help="a limit for this key alone")
+        list[str] | None, typer.Option(metavar="FIELD=VALUE", help="a limit for this key only")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -155,7 +155,7 @@ def list_keys(
 def rotate_key(
     key_id: KeyId,
     overlap: Annotated[
-        str, typer.Option(metavar="TIME", help="how long the old secret still works")
+        str, typer.Option(metavar="TIME", help="how long the old secret keeps working")
     ] = DEFAULT_OVERLAP,
     as_json: AsJson = False,
 ) -> None:
@@ -215,7 +215,7 @@ def list_tenants(as_json: AsJson = False) -> None:
 @tenants.command("set")
 def set_tenant(
     tenant: str,
-    plan: Annotated[str, typer.Option(help="its plan (empty: the default plan)")],
+    plan: Annotated[str, typer.Option(help="the tenant's plan (empty: the default plan)")],
 ) -> None:
     """Assign a plan to a tenant."""
     _administer(lambda admin, store: admin.set_tenant(tenant, plan or None))

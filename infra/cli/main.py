@@ -47,7 +47,7 @@ STATE_DIR = Path("var")
 Port = Annotated[int, typer.Option(metavar="PORT")]
 BrokerOption = Annotated[
     Literal["pubsub", "rabbitmq"],
-    typer.Option(help="rabbitmq needs a rabbitmq-server on this machine"),
+    typer.Option(help="rabbitmq requires rabbitmq-server on this machine"),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON, for a program")]
 
@@ -344,7 +344,9 @@ app.command()(predict)
 def bench(context: typer.Context) -> None:
     """Run benchmarks of the pipeline in a checkout (--check, --quick)."""
     if not Path("bench/__main__.py").is_file():
-        raise ConfigurationError("this folder has no benchmarks: run it at the top of a checkout")
+        raise ConfigurationError(
+            "this folder has no benchmarks: run this command at the top of a checkout"
+        )
     sys.path.insert(0, str(Path.cwd()))
     raise typer.Exit(importlib.import_module("bench.__main__").main(context.args))
 

@@ -45,7 +45,8 @@ def check(
     if_changed: Annotated[
         bool,
         typer.Option(
-            "--if-changed", help="for a class: only if its sources changed since the last check"
+            "--if-changed",
+            help="for a class: skip it unless its sources have changed since the last check",
         ),
     ] = False,
     device: Annotated[
@@ -99,7 +100,7 @@ def measure(
         typer.Option(
             "--inputs",
             metavar="FILE",
-            help="several inputs: a JSON object per line, with files as @PATH",
+            help="file with a JSON object of inputs per line; files as @PATH",
         ),
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, metavar="N", help="runs per batch")] = 5,

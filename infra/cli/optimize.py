@@ -39,17 +39,17 @@ def optimize(
         ),
     ] = None,
     prune: Annotated[
-        float, typer.Option(parser=_part, metavar="PART", help="share of inner neurons to cut")
+        float, typer.Option(parser=_part, metavar="PART", help="fraction of inner neurons to prune")
     ] = 0.0,
     prune_heads: Annotated[
-        float, typer.Option(parser=_part, metavar="PART", help="share of heads to cut")
+        float, typer.Option(parser=_part, metavar="PART", help="fraction of heads to prune")
     ] = 0.0,
     calibration: Annotated[
         Literal["minmax", "entropy", "percentile"],
-        typer.Option(help="how int8-static chooses its ranges"),
+        typer.Option(help="how int8-static picks its ranges"),
     ] = "minmax",
     threads: Annotated[int, typer.Option(metavar="N", help="threads per model")] = 1,
-    force: Annotated[bool, typer.Option("--force", help="create it again if it exists")] = False,
+    force: Annotated[bool, typer.Option("--force", help="recreate it if it exists")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="print the verdicts as JSON; progress goes to stderr")
     ] = False,

@@ -171,7 +171,9 @@ def _packages() -> Diagnosis:
         {pin["name"] for pin in pins if _find_installed_version(pin["name"]) != pin["version"]}
     )
     if wrong:
-        return Diagnosis("packages", f"missing, or in another version: {', '.join(wrong)}", INSTALL)
+        return Diagnosis(
+            "packages", f"missing, or at a different version: {', '.join(wrong)}", INSTALL
+        )
     return Diagnosis("packages", f"{len(pins)} at their pinned versions")
 
 

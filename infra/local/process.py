@@ -155,7 +155,7 @@ class Process:
         while self.is_running:
             if time.monotonic() > deadline_s:
                 raise Unavailable(
-                    f"{self.name} did not end within {limit_s:g} s{self.last_words()}"
+                    f"{self.name} did not exit within {limit_s:g} s{self.last_words()}"
                 )
             time.sleep(POLL_S)
         if self.exit_code != 0:
@@ -195,11 +195,11 @@ class Process:
         """Kills it with SIGKILL, like a crash. Its children are not killed.
 
         Raises:
-            Unavailable: it is not running, or did not end within KILL_LIMIT_S.
+            Unavailable: it is not running, or did not exit within KILL_LIMIT_S.
         """
         self.send_signal(signal.SIGKILL)
         if not self._ends_within(KILL_LIMIT_S):
-            raise Unavailable(f"{self.name} did not end within {KILL_LIMIT_S:g} s of SIGKILL")
+            raise Unavailable(f"{self.name} did not exit within {KILL_LIMIT_S:g} s of SIGKILL")
 
     def pause(self) -> None:
         """Freezes it like a machine that hangs: connections stay open, but nothing answers."""

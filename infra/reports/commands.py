@@ -27,7 +27,7 @@ Output = Annotated[
 ]
 MostGib = Annotated[float, typer.Option(min=0.001, help="maximum GiB that a query may read")]
 
-Day = Annotated[str, typer.Option(metavar="DAY", help="such as 2026-10-31: only this day")]
+Day = Annotated[str, typer.Option(metavar="DAY", help="only this day, such as 2026-10-31")]
 CALL_LIMIT_S = 600.0
 """Scheduled runs use a lower limit, see shared/reports/scheduled.py."""
 
@@ -43,7 +43,7 @@ def report(
     changes: Annotated[
         list[str] | None,
         typer.Option(
-            "--set", metavar="NAME=NUMBER", help="see the parameters in the report's header"
+            "--set", metavar="NAME=NUMBER", help="the report's header lists its parameters"
         ),
     ] = None,
     format_: Annotated[

@@ -107,7 +107,8 @@ class Rollout:
         rising = sorted(set(steps_percent))
         if rising != list(steps_percent) or rising[-1:] != [100]:
             raise ConfigurationError(
-                f"steps rise to 100, as 5,25,50,100; not {list(steps_percent)}", field="steps"
+                f"steps must increase to 100, such as 5,25,50,100; got {list(steps_percent)}",
+                field="steps",
             )
         self._services = services
         self._judge = judge

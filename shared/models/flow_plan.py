@@ -427,7 +427,7 @@ class FlowPlan(_Part):
             ]
         except graphlib.CycleError as error:
             circle = " -> ".join(reversed(error.args[1]))
-            raise ValueError(f"steps: depend on each other in a circle: {circle}") from error
+            raise ValueError(f"steps: form a circular dependency: {circle}") from error
 
     @property
     def input_schema(self) -> dict[str, Any]:

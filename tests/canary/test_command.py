@@ -117,7 +117,7 @@ def test_promoted_canary_is_the_revision(models_file: Path, redis_url: str, cana
 
 def test_bad_canary_is_promoted_only_by_force(models_file: Path, redis_url: str) -> None:
     before = models_file.read_text()
-    assert "nothing is known" in types("promote", "texts", status=1)
+    assert "no results yet" in types("promote", "texts", status=1)
     happen(redis_url, models_file, failed=10)
     types("take-back", "texts")
     assert "it was taken back" in types("promote", "texts", status=1)

@@ -94,7 +94,7 @@ JOINED = {"id": "joined", "model": JOIN.name, "input": {"words": "$check.word"}}
                 JOINED | {"id": "more"} | {"when": "$joined == $input.text"},
             ),
             "entry",
-            "depend on each other in a circle: joined -> more",
+            "form a circular dependency: joined -> more",
         ),
         ({"output": {"words": "$nobody"}}, "entry", "step 'nobody' does not exist"),
         ({"input": {"text": "texts"}}, "input", "is not a type"),

@@ -237,7 +237,7 @@ def test_nothing_is_wrong(cluster: Cluster, project: str) -> None:
     assert done.exit_code == 0, done.output
     for line in (
         "ok    cluster      Kubernetes v1.35.2-gke.1, namespace penstock",
-        "ok    autoscaler   KEDA, and its metrics server answers",
+        "ok    autoscaler   KEDA, and its metrics server responds",
         "ok    GPU nodes    2 of 3 nodes offer 5 nvidia.com/gpu",
         "ok    device plugin nvidia-gpu-device-plugin-small-cos: 2 of 2 pods are ready",
         "ok    pods         5 Running",
@@ -356,7 +356,7 @@ TROUBLES: dict[str, tuple[Callable[[Cluster], None], str, str, str]] = {
     "metrics server": (
         status_of("APIService", METRICS_API, condition("Available", "False", "no endpoints")),
         "autoscaler",
-        "does not answer: no endpoints",
+        "does not respond: no endpoints",
         "kubectl -n keda logs deployment/keda-operator-metrics-apiserver",
     ),
     "no metrics server": (
@@ -566,7 +566,7 @@ def test_rabbitmq_is_left_to_the_other_doctor(
     with served(Cluster([*objects, *besides(objects)]), tmp_path) as made:
         programs(tmp_path, monkeypatch, made)
         done = CliRunner().invoke(app, ["doctor", "--cluster"])
-    assert "penstock doctor does, with PENSTOCK_BROKER" in done.stdout
+    assert "use penstock doctor with PENSTOCK_BROKER" in done.stdout
     assert "MISS  secrets      penstock-broker is missing" in done.stdout
 
 

@@ -91,7 +91,7 @@ def test_wait_done_wants_success(tmp_path: Path) -> None:
         maker.wait_done(WAIT_LIMIT_S)
     with (
         python("maker", SERVER, tmp_path, free_port()) as maker,
-        pytest.raises(Unavailable, match="did not end within"),
+        pytest.raises(Unavailable, match="did not exit within"),
     ):
         maker.wait_done(0.1)
 

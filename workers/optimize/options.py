@@ -49,9 +49,7 @@ def wanted_variants(entry: Model, options: OptimizeOptions) -> tuple[str, ...]:
         )
     cuts = options.prune_neurons > 0 or options.prune_heads > 0
     if "pruned" in options.variants and not cuts:
-        raise ConfigurationError(
-            "the variant pruned requires --prune or --prune-heads", field="prune"
-        )
+        raise ConfigurationError("variant pruned requires --prune or --prune-heads", field="prune")
     wanted = options.variants or _usual(entry, cuts)
     return tuple(name for name in known if name in wanted)
 

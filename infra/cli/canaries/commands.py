@@ -23,7 +23,7 @@ Done = TypeVar("Done")
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON, for a program")]
 Name = Annotated[str, typer.Argument(metavar="MODEL", help="the model in models.yaml")]
 
-canary = typer.Typer(help="Try new revisions on a share of the requests.", no_args_is_help=True)
+canary = typer.Typer(help="Try new revisions on a fraction of the requests.", no_args_is_help=True)
 
 
 class _Edit(NamedTuple):
@@ -152,7 +152,7 @@ def resume(name: Name) -> None:
 def promote_canary(
     name: Name,
     force: Annotated[
-        bool, typer.Option("--force", help="even if it was taken back, or has no results")
+        bool, typer.Option("--force", help="even if it was rolled back or has no results")
     ] = False,
 ) -> None:
     """Make a canary its model's revision, in models.yaml. It takes effect when you deploy.
@@ -167,7 +167,7 @@ def promote_canary(
         if not force and status["taken_back"]:
             raise ConfigurationError(f"{name}: it was taken back: {status['taken_back']}")
         if not force and not status["items"]:
-            raise ConfigurationError(f"{name}: nothing is known of it: it had no items lately")
+            raise ConfigurationError(f"{name}: no results yet: it has had no items recently")
         promote(path, name)
         await canary_store.take_back(canary, "promoted")
 

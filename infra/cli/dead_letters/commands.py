@@ -20,11 +20,11 @@ Done = TypeVar("Done")
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON, for a program")]
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="the model in models.yaml")]
 Ids = Annotated[list[str] | None, typer.Argument(metavar="ID", help="IDs from `dead-letters list`")]
-All = Annotated[bool, typer.Option("--all", help="all of them, instead of IDs")]
+All = Annotated[bool, typer.Option("--all", help="all dead letters, instead of IDs")]
 Most = Annotated[int, typer.Option("--limit", min=1, max=10_000, help="maximum number to read")]
 
 dead_letters = typer.Typer(
-    help="Jobs that no worker could finish: show them, run them again, discard them.",
+    help="Show, replay or discard jobs that no worker could finish.",
     no_args_is_help=True,
 )
 
@@ -117,7 +117,9 @@ def discard(
     model: Model,
     ids: Ids = None,
     every: All = False,
-    force: Annotated[bool, typer.Option("--force", help="even if callers still wait")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="even if callers are still waiting")
+    ] = False,
     limit: Most = 1000,
 ) -> None:
     """Delete dead letters permanently.
@@ -132,7 +134,8 @@ def discard(
         awaited = [letter for letter in chosen if letter.is_awaited]
         if awaited and not force:
             raise BadInput(
-                f"{awaited[0].id}: its caller still waits: replay it, or add --force", field="id"
+                f"{awaited[0].id}: its caller is still waiting; replay it, or add --force",
+                field="id",
             )
         for letter in chosen:
             held.discard(letter)
@@ -144,7 +147,7 @@ def discard(
 
 def _chosen(held: HeldLetters, ids: Sequence[str] | None, *, every: bool) -> list[Letter]:
     if bool(ids) == every:
-        raise BadInput("name the ids of letters, or --all", field="id")
+        raise BadInput("specify the IDs of dead letters, or --all", field="id")
     return list(held.letters) if every else [held.find(letter_id) for letter_id in ids or ()]
 
 

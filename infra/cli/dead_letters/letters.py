@@ -119,7 +119,7 @@ class HeldLetters:
         try:
             job = decode_job(letter.message.data, letter.message.attributes)
         except UndecodableMessage as error:
-            raise BadInput(f"{letter.id}: it is no job: {error.message}", field="id") from error
+            raise BadInput(f"{letter.id}: not a job: {error.message}", field="id") from error
         envelope = job.envelope
         envelope.deadline_s = time.time() + deadline_s
         envelope.published_at_s = time.time()
@@ -168,7 +168,7 @@ async def held_letters(
 async def _letter(message: ReceivedMessage, records: Records) -> Letter:
     envelope = decode_leniently(message.attributes)
     if envelope is None:
-        return Letter(message, None, "its attributes do not say whose job it is")
+        return Letter(message, None, "its attributes do not name the job's owner")
     part = 0 if envelope.flow else envelope.part  # a caller waits for the whole run
     record = await records.read(record_id(envelope.request_id, part))
     if record is not None and record.is_over:

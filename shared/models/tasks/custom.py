@@ -196,9 +196,9 @@ def find_unsendable(value: Any) -> str:
         elif isinstance(current, list | tuple):
             pending += current
         elif isinstance(current, float) and not math.isfinite(current):
-            return "NaN or an infinite number, which JSON does not have"
+            return "NaN or an infinite number, which JSON does not support"
         elif isinstance(current, str) and not _is_unicode(current):
-            return "half of a surrogate pair, which JSON can't carry"
+            return "half of a surrogate pair, which JSON does not support"
         elif isinstance(current, int) and current.bit_length() > MAX_INTEGER_BITS - (current < 0):
             return f"an integer of more than {MAX_INTEGER_BITS} bits"
     return ""
@@ -251,7 +251,7 @@ class CustomResult(TaskResult, tag="custom"):
             output = msgspec.json.decode(data)
             _with_files(output, [place.at for place in self.packed_places], self.packed_places)
         except (msgspec.MsgspecError, LookupError, TypeError, OverflowError) as error:
-            raise ModelFailed("output: is not the JSON that the class announced") from error
+            raise ModelFailed("output: must match the JSON that the class announced") from error
         return msgspec.structs.replace(
             self,
             output=output,

@@ -196,7 +196,7 @@ class EmbeddingResult(TaskResult, tag="embedding"):
         values = np.frombuffer(self.vector, "<f4")
         if not np.isfinite(values).all():
             return "a vector with NaN or an infinite number"
-        return "" if values.any() else "a vector of zeros, which does not have a direction"
+        return "" if values.any() else "a vector of zeros, which has no direction"
 
     def to_output(self, media_type: str, link_to: LinkTo) -> list[float]:
         return self.step_value()

@@ -214,7 +214,7 @@ def test_smoke_needs_the_right_key(apis: GoogleApis, catalog: Catalog) -> None:
 def test_steps_rise_to_100(apis: GoogleApis, steps: tuple[int, ...]) -> None:
     google = GoogleClient(AnonymousCredentials())
     judge = CanaryJudge(google, PROJECT, SERVICE, error_ratio=0.02, least_requests=50)
-    with pytest.raises(ConfigurationError, match="rise to 100"):
+    with pytest.raises(ConfigurationError, match="increase to 100"):
         Rollout({}, judge, lambda url: [], {}, steps_percent=steps)
 
 

@@ -176,7 +176,7 @@ def weights(graph: Path) -> int:
     ("words", "reason"),
     [
         (("--variants", "fp8"), "embedding models do not have variant fp8; use fp32, int8"),
-        (("--variants", "pruned"), "the variant pruned requires --prune or --prune-heads"),
+        (("--variants", "pruned"), "variant pruned requires --prune or --prune-heads"),
     ],
     ids=str,
 )

@@ -103,7 +103,7 @@ class Prediction:
         number, self._received = self._received, self._received + 1
         self._received_bytes += sum(map(len, frame.blobs))
         if self._received > MAX_PIECES or self._received_bytes > MAX_BLOBS_BYTES:
-            raise WrongAnswer("it streamed more than the maximum size")
+            raise WrongAnswer("its stream exceeds the maximum size")
         if number >= self._filed:
             self._filed = self._received
             for where, data in zip(frame.message["files"], frame.blobs, strict=True):

@@ -582,7 +582,7 @@ def _finish(
 ) -> Result | PenstockError:
     (pixels,) = copied.wait()
     if pixels is None:
-        return ModelFailed("the image is not a number; this precision may be too low for the model")
+        return ModelFailed("the image has NaN values; the precision may be too low for this model")
     if item.mask is not None:
         pixels = pasted(pixels, item)
     return ImageResult(

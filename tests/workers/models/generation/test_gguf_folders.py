@@ -86,8 +86,8 @@ def test_folder_that_lacks_something_is_no_model(
 @pytest.mark.parametrize(
     ("script", "reason"),
     [
-        ("exit 0", "did not become a model"),
-        ('touch "$4/config.json"', "did not become a model"),
+        ("exit 0", "could not be loaded as a model"),
+        ('touch "$4/config.json"', "could not be loaded as a model"),
         (f"{WHOLE}; echo no such tensor >&2; exit 1", "no such tensor"),
         ("kill -9 $$", "it failed"),
     ],

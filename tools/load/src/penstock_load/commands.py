@@ -32,7 +32,7 @@ def add_load(app: typer.Typer) -> None:
 def load(
     url: Annotated[str, typer.Option(metavar="URL", help="API URL")] = "http://127.0.0.1:8080",
     key: Annotated[
-        str, typer.Option(metavar="KEY", help="API key of all requests", envvar="LOAD_KEY")
+        str, typer.Option(metavar="KEY", help="API key for all requests", envvar="LOAD_KEY")
     ] = "",
     keys: Annotated[
         Path | None, typer.Option(metavar="FILE", help="CSV with the columns tenant and key")
@@ -59,7 +59,7 @@ def load(
             metavar="NAME[=SHARE]", help=("a model of the day (default: all served models)")
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="the same seed sends the same requests")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="the same seed produces the same requests")] = 0,
     changes: Annotated[
         list[str] | None,
         typer.Option(
@@ -77,7 +77,7 @@ def load(
     ] = None,
     write_trace: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help=("write the arrivals without sending anything")),
+        typer.Option(metavar="FILE", help=("write the arrivals without sending them")),
     ] = None,
     check: Annotated[
         Path | None, typer.Option(metavar="LEDGER", help="compare a ledger with BigQuery")

@@ -73,7 +73,7 @@ def check_work(model: Model, load: ItemLoad, where: str) -> None:
             f"{field}: must not be set, because the model has no `work`", field=field
         )
     elif work > most:
-        raise ConfigurationError(f"{field} exceeds work.max of the catalog ({most})", field=field)
+        raise ConfigurationError(f"{field} exceeds the catalog's work.max ({most})", field=field)
 
 
 def batch_items(model: Model, load: ItemLoad) -> int:

@@ -203,7 +203,7 @@ def test_items_count_by_their_work(weighing: Path, capsys: pytest.CaptureFixture
         (
             "{mean_per_s: 1, work_per_item: 2000}",
             {},
-            "models.mine.work_per_item exceeds work.max of the catalog (1000)",
+            "models.mine.work_per_item exceeds the catalog's work.max (1000)",
         ),
         (
             "{mean_per_s: 1, seconds_per_work: 1, measured: x}",

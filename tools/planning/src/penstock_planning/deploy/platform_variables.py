@@ -250,7 +250,7 @@ class Platform(_Variable):
         """
         if len(names) > MAX_REGIONS:
             raise ConfigurationError(
-                f"--region: {len(names)} regions; {MAX_REGIONS} at most", field="regions"
+                f"--region: {len(names)} regions; the maximum is {MAX_REGIONS}", field="regions"
             )
         free = iter(
             sorted(

@@ -378,7 +378,7 @@ def _check_gpus(
         is_sold = platform.nodes.spot or gpus[gpu.type].on_demand
         if not is_sold and is_standard(gpu) and gpu.type not in variables.reservations:
             raise ConfigurationError(
-                f"nodes.spot: {gpu.type} is not sold on demand, and nodes.spot is false",
+                f"nodes.spot: {gpu.type} is not sold on demand, but nodes.spot is false",
                 field="nodes.spot",
             )
     for type_, reservation in variables.reservations.items():
