@@ -19,6 +19,7 @@ import msgspec
 
 from api import metrics
 from api.dispatch.canary_routing import Counters
+from api.dispatch.closeness import is_close, repeat_input
 from api.dispatch.request import InferenceRequest, InferenceResponse
 from shared.canary.verdict import COMPARISON_TENANT, CanaryCounts
 from shared.errors import PenstockError
@@ -26,6 +27,7 @@ from shared.models.blob import Blob
 from shared.models.catalog import Revision
 from shared.models.entry import Tolerance
 from shared.models.tasks import Input, Result
+from shared.models.tasks.image import ImageResult
 from shared.stores.objects import ObjectStore
 
 log = logging.getLogger(__name__)
@@ -83,8 +85,6 @@ class CanaryComparisons:
         """
         if random.random() >= canary.canary.compare_share or len(self._tasks) >= AT_ONCE:
             return
-        if not canary.definition.compares(_tolerance_of(canary)):
-            return
         results = [
             outcome.result
             for outcome in response.outcomes
@@ -92,10 +92,11 @@ class CanaryComparisons:
         ]
         if len(results) < len(response.outcomes):  # answered by the other revision or the cache
             return
+        tolerance = _tolerance_of(canary)
         compared = [
             (again, result)
             for value, result in zip(asked.inputs, results[:MAX_REQUEST], strict=False)
-            if (again := value.for_comparison()) is not None
+            if (again := repeat_input(value, result, tolerance)) is not None
         ]
         if not compared:
             return
@@ -123,18 +124,18 @@ class CanaryComparisons:
         self, counts: CanaryCounts, canary: Revision, ours: Result, theirs: Result
     ) -> None:
         tolerance = _tolerance_of(canary)
-        if canary.definition.compares_images:
+        if isinstance(ours, ImageResult) and isinstance(theirs, ImageResult):
             deadline_s = time.time() + COMPARE_LIMIT_S
-            pngs = await self._bytes_of(ours.blobs[0]), await self._bytes_of(theirs.blobs[0])
+            pngs = await self._bytes_of(ours.image), await self._bytes_of(theirs.image)
             distance_db = await self._images.psnr_db(*pngs, deadline_s)
-            is_close: bool | None = distance_db >= tolerance.psnr_db
+            is_within: bool | None = distance_db >= tolerance.psnr_db
         else:
-            is_close = canary.definition.is_close(ours, theirs, tolerance)
-        if is_close is None:
+            is_within = is_close(ours, theirs, tolerance)
+        if is_within is None:
             return
         counts.compared += 1
-        counts.outside += not is_close
-        within = "yes" if is_close else "no"
+        counts.outside += not is_within
+        within = "yes" if is_within else "no"
         metrics.CANARY_COMPARED.labels(canary.public_name, within).inc()
 
     async def _bytes_of(self, blob: Blob) -> bytes:

@@ -22,6 +22,7 @@ from infra.local.reload import Reloader
 from infra.local.running_stack import Announcement, RunningStack, announced
 from infra.local.stack import Broker, Stack
 from infra.local.supervision import Supervisor
+from infra.rollout.examples import EXAMPLES
 from shared.models.catalog_file import read_catalog
 from shared.process.inspection import deny_inspection
 from shared.process.loopback import is_loopback
@@ -190,7 +191,7 @@ def _usage(stack: Stack, not_ready: Sequence[str]) -> str:
         "logs": str(stack.log_dir),
     }
     listed = "\n".join(f"  {label:<10}{where}" for label, where in lines.items())
-    example = model.definition.example_request(model, "a mill by a river")
+    example = EXAMPLES[model.task].request(model, "a mill by a river")
     body = json.dumps(example.body)
     # The certificate is for the name used by other machines.
     options = " -k" if stack.settings.tls_cert else ""

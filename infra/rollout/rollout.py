@@ -16,11 +16,11 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from infra.rollout.examples import EXAMPLES, ExampleRequest
 from infra.rollout.judge import CanaryJudge
 from infra.rollout.service import CloudRunService, Traffic
 from shared.errors import ConfigurationError, PenstockError, Unavailable
 from shared.models.catalog import Catalog, Model
-from shared.models.tasks.base import ExampleRequest
 
 Check = Callable[[str], list[str]]
 """Sends real requests to a URL. Returns a line for each, or raises Unavailable."""
@@ -53,10 +53,11 @@ def _ask(url: str, key: str, model: Model) -> str:
 
 
 def _ask_with(text: str, url: str, key: str, model: Model) -> str:
-    example = model.definition.example_request(model, text)
-    answer = _call(f"{url}{example.path}", key, example, model.deadline.default_s)
+    example = EXAMPLES[model.task]
+    request = example.request(model, text)
+    answer = _call(f"{url}{request.path}", key, request, model.deadline.default_s)
     try:
-        return f"{model.name}: {model.definition.describe_answer(model, answer)}"
+        return f"{model.name}: {example.describe_answer(model, answer)}"
     except ValueError as error:
         raise Unavailable(f"{url}: {model.name} returned {error}") from error
 

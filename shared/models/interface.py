@@ -6,7 +6,9 @@ it, so none of them need the model's code. A worker whose code does not match it
 
 from __future__ import annotations
 
+import base64
 import json
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +16,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shared.errors import ConfigurationError
+from shared.models.blob import FILE_FORMAT
 from shared.models.class_files import ClassFile
 
 INTERFACE_FILE = ClassFile(
@@ -75,6 +78,15 @@ class ModelInterface(BaseModel):
     def required(self) -> frozenset[str]:
         return frozenset(self.inputs.get("required", ()))
 
+    def example_inputs(self, text: str) -> dict[str, Any]:
+        """Returns the required inputs, each with the simplest value.
+
+        Args:
+            text: value of texts, and content of files.
+        """
+        required = self.inputs.get("required", ())
+        return {name: _example(self.properties[name], text) for name in required}
+
     def difference(self, other: ModelInterface) -> str:
         """Returns the first difference from another interface. Empty: they are equal.
 
@@ -96,6 +108,24 @@ class ModelInterface(BaseModel):
             if (mine := getattr(self, field)) != (its := getattr(other, field)):
                 return f"{field}: {_short(mine)} in {_FILE}, {_short(its)} in the code"
         return ""
+
+
+def _example(shape: Mapping[str, Any], text: str) -> Any:
+    """Returns the simplest value for a JSON Schema as written by cog."""
+    if "enum" in shape:
+        return shape["enum"][0]
+    if "anyOf" in shape:
+        return _example(shape["anyOf"][0], text)
+    if shape.get("format") == FILE_FORMAT:
+        return f"data:text/plain;base64,{base64.b64encode(text.encode()).decode()}"
+    kind = shape.get("type")
+    if kind == "string":
+        padded = text.ljust(int(shape.get("minLength", 0)), ".")
+        return padded[: int(shape.get("maxLength", len(padded)))]
+    if kind in ("integer", "number"):
+        return shape.get("minimum", shape.get("maximum", 1))
+    plain: dict[str, Any] = {"boolean": False, "array": [], "object": {}}
+    return plain.get(str(kind), text)
 
 
 def _there(value: object) -> str:

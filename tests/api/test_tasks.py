@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from api.tasks import MAX_FIELDS
+from infra.rollout.examples import EXAMPLES
 from shared.models.catalog import Model
 from shared.models.tasks.embedding import TextInput
 from shared.models.tasks.similarity import SimilarityInput
@@ -30,10 +31,11 @@ def score_of(text: str, query: str) -> Any:
 
 @pytest.mark.parametrize("model", CATALOG.models, ids=lambda model: model.task)
 async def test_the_example_of_a_task_is_answered(api: ApiUnderTest, model: Model) -> None:
-    example = model.definition.example_request(model, "a smoke test")
-    response = await api.http.post(example.path, json=example.body, headers=dict(example.headers))
+    example = EXAMPLES[model.task]
+    request = example.request(model, "a smoke test")
+    response = await api.http.post(request.path, json=request.body, headers=dict(request.headers))
     assert response.is_success, response.text
-    assert model.definition.describe_answer(model, response.json())
+    assert example.describe_answer(model, response.json())
 
 
 @pytest.mark.parametrize("model", CATALOG.models, ids=lambda model: model.task)

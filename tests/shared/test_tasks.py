@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 
 from api.tasks import API_TASKS
+from infra.rollout.examples import EXAMPLES
 from shared.models.tasks import TASKS
 from workers.tasks import WORKER_TASKS
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = [ROOT / "shared/models/tasks", ROOT / "api/tasks", ROOT / "workers/tasks"]
-REGISTRIES = {"TASKS", "API_TASKS", "WORKER_TASKS"}
+REGISTRIES = {"TASKS", "API_TASKS", "WORKER_TASKS", "EXAMPLES"}
 SOURCES = [
     path
     for folder in ("api", "bench", "infra", "models", "shared", "tests", "workers")
@@ -25,7 +26,7 @@ def test_a_task_has_a_file_of_its_name_in_each_layer() -> None:
     for folder in FOLDERS:
         found = {path.stem for path in folder.glob("*.py")} - {"__init__", "base"}
         assert found == set(TASKS), folder
-    assert list(TASKS) == list(API_TASKS) == list(WORKER_TASKS)
+    assert list(TASKS) == list(API_TASKS) == list(WORKER_TASKS) == list(EXAMPLES)
 
 
 @pytest.mark.slow(about_s=6)

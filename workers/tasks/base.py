@@ -97,7 +97,7 @@ class WorkerTask(ABC):
     def comparer(self, entry: Model, folder: Path) -> IsClose | None:
         """Returns a function that compares two results, if only the model has the code for it.
 
-        None, the default: the API does (`Task.is_close`), or nobody.
+        None, the default: the API does (api/dispatch/closeness.py), or nobody.
         """
         return None
 

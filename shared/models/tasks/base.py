@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, TypeAlias
 
 import msgspec
 
 from shared.models.blob import INLINE_LIMIT_BYTES, Blob
-from shared.models.entry import CatalogEntry, Tolerance
+from shared.models.entry import CatalogEntry
 from shared.models.flow_types import StepSchema
 
 MAX_JOB_ITEMS = 16
@@ -61,13 +61,6 @@ class TaskInput(msgspec.Struct, omit_defaults=True):
     def cache_form(self) -> tuple[object, ...]:
         """Returns everything that affects the result, in a fixed order, for the cache key."""
         raise NotImplementedError
-
-    def for_comparison(self) -> Self | None:
-        """Returns the input for another revision, so that results can be compared.
-
-        None: its result is random.
-        """
-        return self
 
 
 class StepInput(NamedTuple):
@@ -157,15 +150,6 @@ class FirstGuesses:
     """
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExampleRequest:
-    """A request that a caller could send, for smoke tests."""
-
-    path: str
-    body: Mapping[str, Any]
-    headers: Mapping[str, str] = field(default_factory=dict)
-
-
 class Task(ABC):
     """The rules of a task. They are the same in every layer."""
 
@@ -184,8 +168,6 @@ class Task(ABC):
     """Engines that can run its models, in addition to the libraries named by `backend`."""
     stores_blobs: ClassVar[bool] = False
     """True if large inputs and results are moved to the object store."""
-    compares_images: ClassVar[bool] = False
-    """True if two results are compared as images, by their peak signal-to-noise ratio."""
     compares_texts: ClassVar[bool] = False
     """True if its models compare two texts, by one of the methods in `rerank`."""
     runs_graphs: ClassVar[bool] = False
@@ -227,14 +209,6 @@ class Task(ABC):
     def tolerance(self, entry: CatalogEntry) -> float:
         """Returns the maximum distance from results of the reference. Part of the cache key."""
 
-    def compares(self, tolerance: Tolerance) -> bool:
-        """Returns whether results of two revisions are compared at all."""
-        return True
-
-    def is_close(self, ours: TaskResult, theirs: TaskResult, tolerance: Tolerance) -> bool | None:
-        """Returns whether two results for one input are within a tolerance. None if unknown."""
-        return None
-
     def result_bytes(self, entry: CatalogEntry) -> int:
         """Returns the maximum size of one result in a reply, in bytes."""
         return INLINE_LIMIT_BYTES
@@ -272,19 +246,3 @@ class Task(ABC):
     def least_work(self, entry: CatalogEntry) -> int:
         """Returns the work of a model's smallest item, in the unit of the task."""
         return 1
-
-    @abstractmethod
-    def example_request(self, entry: CatalogEntry, text: str) -> ExampleRequest:
-        """Returns a small request to a model.
-
-        `text` makes it unique, so that it is not answered from a cache.
-        """
-
-    @abstractmethod
-    def describe_answer(self, entry: CatalogEntry, answer: Any) -> str:
-        """Describes the response to the example in a few words.
-
-        Raises:
-            ValueError: the answer is wrong. The message has the reason.
-            KeyError: the answer has another shape, as with IndexError and TypeError.
-        """

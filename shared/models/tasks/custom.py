@@ -15,11 +15,10 @@ import msgspec
 
 from shared.errors import BadInput, ModelFailed
 from shared.models.blob import FILE_FORMAT, INLINE_LIMIT_BYTES, RESULTS, Blob
-from shared.models.entry import CatalogEntry, ServedApi, Tolerance
+from shared.models.entry import CatalogEntry, ServedApi
 from shared.models.flow_types import StepSchema
 from shared.models.interface import SECRET_FORMAT, ModelInterface
 from shared.models.tasks.base import (
-    ExampleRequest,
     FirstGuesses,
     LinkTo,
     StepInput,
@@ -487,10 +486,6 @@ class CustomTask(Task):
         """Returns 0, because outputs must be equal, or close as determined by the class."""
         return 0.0
 
-    def compares(self, tolerance: Tolerance) -> bool:
-        """Returns False here, because workers compare (workers/jobs/canary_comparison.py)."""
-        return False
-
     def step_schema(self, entry: CatalogEntry) -> StepSchema:
         """Returns the schemas in its penstock.schema.json. Streamed text is a single text."""
         interface = interface_of(entry)
@@ -514,21 +509,6 @@ class CustomTask(Task):
 
     def step_bound(self, entry: CatalogEntry) -> WorkBound:
         return WorkBound(entry.work.max or 1)
-
-    def example_request(self, entry: CatalogEntry, text: str) -> ExampleRequest:
-        """Returns the required inputs, each with the simplest value."""
-        interface = interface_of(entry)
-        values = {
-            name: _example(interface.properties[name], text)
-            for name in interface.inputs.get("required", ())
-        }
-        body = {"version": entry.name, "input": values}
-        return ExampleRequest(path="/v1/predictions", body=body, headers={"prefer": "wait"})
-
-    def describe_answer(self, entry: CatalogEntry, answer: Any) -> str:
-        if answer["status"] != "succeeded":
-            raise ValueError(f"the prediction {answer['status']}: {answer['error']}")
-        return "an output"
 
 
 def are_equal(ours: CustomResult, theirs: CustomResult) -> bool:
@@ -654,24 +634,6 @@ def _check_key(key: str | None, interface: ModelInterface) -> None:
             f"batch.key: {key!r} is not an input whose values can be compared; use one of "
             f"{', '.join(plain) or 'none'}"
         )
-
-
-def _example(shape: Mapping[str, Any], text: str) -> Any:
-    """Returns the simplest value for a JSON Schema as written by cog."""
-    if "enum" in shape:
-        return shape["enum"][0]
-    if "anyOf" in shape:
-        return _example(shape["anyOf"][0], text)
-    if shape.get("format") == FILE_FORMAT:
-        return f"data:text/plain;base64,{base64.b64encode(text.encode()).decode()}"
-    kind = shape.get("type")
-    if kind == "string":
-        padded = text.ljust(int(shape.get("minLength", 0)), ".")
-        return padded[: int(shape.get("maxLength", len(padded)))]
-    if kind in ("integer", "number"):
-        return shape.get("minimum", shape.get("maximum", 1))
-    plain: dict[str, Any] = {"boolean": False, "array": [], "object": {}}
-    return plain.get(str(kind), text)
 
 
 CUSTOM = CustomTask()

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-import operator
 import struct
 import unicodedata
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from shared.errors import BadInput, InputTooLarge
-from shared.models.entry import CatalogEntry, Tolerance
+from shared.models.entry import CatalogEntry
 from shared.models.flow_types import StepSchema
 from shared.models.tasks.base import (
-    ExampleRequest,
     FirstGuesses,
     LinkTo,
     StepInput,
@@ -236,14 +234,6 @@ class EmbeddingTask(Task):
         """Returns the minimum cosine similarity to the reference."""
         return entry.tolerance.cosine
 
-    def is_close(self, ours: TaskResult, theirs: TaskResult, tolerance: Tolerance) -> bool | None:
-        """Compares two vectors by their cosine."""
-        if not isinstance(ours, EmbeddingResult) or not isinstance(theirs, EmbeddingResult):
-            return None
-        if len(ours.vector) != len(theirs.vector):
-            return False
-        return _cosine(ours.vector, theirs.vector) >= tolerance.cosine
-
     def result_bytes(self, entry: CatalogEntry) -> int:
         """Returns the size of a vector in base64, which is a third larger than its bytes."""
         return math.ceil((entry.dimensions or 1) * 4 / 3) * 4
@@ -261,23 +251,6 @@ class EmbeddingTask(Task):
     def step_bound(self, entry: CatalogEntry) -> WorkBound:
         """Returns one token per byte of the longest text, limited to the model's maximum."""
         return WorkBound(bound_window(entry.text.max_input_bytes + SPECIAL_TOKENS, entry))
-
-    def example_request(self, entry: CatalogEntry, text: str) -> ExampleRequest:
-        return ExampleRequest(path="/v1/embeddings", body={"model": entry.name, "input": text})
-
-    def describe_answer(self, entry: CatalogEntry, answer: Any) -> str:
-        vector = answer["data"][0]["embedding"]
-        is_unit = math.isclose(math.hypot(*vector), 1.0, abs_tol=0.01)
-        if len(vector) != entry.dimensions or not is_unit:
-            raise ValueError(f"{len(vector)} numbers, which are not a unit vector")
-        return f"a unit vector of {len(vector)}"
-
-
-def _cosine(one: bytes, other: bytes) -> float:
-    """Returns the cosine of two float32 vectors. NaN if one of them has no direction."""
-    ours, theirs = (struct.unpack(f"<{len(each) // 4}f", each) for each in (one, other))
-    length = math.hypot(*ours) * math.hypot(*theirs)
-    return sum(map(operator.mul, ours, theirs)) / length if length else math.nan
 
 
 EMBEDDING = EmbeddingTask()

@@ -15,7 +15,6 @@ from shared.models.entry import CatalogEntry
 from shared.models.flow_types import StepSchema
 from shared.models.image_entry import MAX_LORA_SCALE, MIN_LORA_SCALE
 from shared.models.tasks.base import (
-    ExampleRequest,
     FirstGuesses,
     LinkTo,
     StepInput,
@@ -351,7 +350,6 @@ class ImageTask(Task):
     unit = "pixel_steps"
     first_guesses: ClassVar = FirstGuesses(item_s=2.0, gap_s=0.5, batch_s=1.0)
     stores_blobs = True
-    compares_images = True
     is_compiled = True
 
     def entry_defaults(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -421,15 +419,6 @@ class ImageTask(Task):
     def least_work(self, entry: CatalogEntry) -> int:
         """One step of the smallest image."""
         return entry.image.multiple**2
-
-    def example_request(self, entry: CatalogEntry, text: str) -> ExampleRequest:
-        body = {"model": entry.name, "prompt": text, "n": 1, "response_format": "b64_json"}
-        return ExampleRequest(path="/v1/images/generations", body=body)
-
-    def describe_answer(self, entry: CatalogEntry, answer: Any) -> str:
-        if not answer["data"][0]["b64_json"]:
-            raise ValueError("no image")
-        return "an image"
 
 
 IMAGE = ImageTask()

@@ -6,10 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from shared.models.entry import CatalogEntry, Tolerance
+from shared.models.entry import CatalogEntry
 from shared.models.flow_types import StepSchema
 from shared.models.tasks.base import (
-    ExampleRequest,
     LinkTo,
     StepInput,
     TaskInput,
@@ -104,13 +103,6 @@ class SimilarityTask(EmbeddingTask):
         elif entry.dimensions is not None:
             raise ValueError("a cross-encoder does not compute vectors; leave dimensions out")
 
-    def is_close(self, ours: TaskResult, theirs: TaskResult, tolerance: Tolerance) -> bool | None:
-        """Compares by the maximum change of the score if both vectors turn by the tolerance."""
-        if not isinstance(ours, SimilarityResult) or not isinstance(theirs, SimilarityResult):
-            return None
-        turn = math.sqrt(2 * (1 - tolerance.cosine))
-        return abs(ours.score - theirs.score) <= 2 * turn
-
     def result_bytes(self, entry: CatalogEntry) -> int:
         return RESULT_BYTES
 
@@ -132,17 +124,6 @@ class SimilarityTask(EmbeddingTask):
     def step_bound(self, entry: CatalogEntry) -> WorkBound:
         """Returns the bound for two texts of an embedding model."""
         return WorkBound(2 * super().step_bound(entry).work)
-
-    def example_request(self, entry: CatalogEntry, text: str) -> ExampleRequest:
-        """Returns two texts. One of them is the query itself."""
-        body = {"version": entry.name, "input": {"query": text, "texts": [text, "a cat on a mat"]}}
-        return ExampleRequest(path="/v1/predictions", body=body, headers={"prefer": "wait"})
-
-    def describe_answer(self, entry: CatalogEntry, answer: Any) -> str:
-        scores = answer["output"]
-        if not scores or len(scores) != 2 or not 0.99 < scores[0] <= 1:
-            raise ValueError(f"the output {scores} must be two scores, the first of which is 1")
-        return "two scores"
 
 
 SIMILARITY = SimilarityTask()

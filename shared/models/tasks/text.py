@@ -1,25 +1,22 @@
 """Generation, `text` in the catalog: a language model continues a conversation or a prompt.
 
-Two generations are compared by ROUGE-L, the longest common subsequence of their words. Tokens of a
-conversation or a prompt are counted by the worker that prepares prompts: the model does not run,
-and counting is free.
+Tokens of a conversation or a prompt are counted by the worker that prepares prompts: the model does
+not run, and counting is free.
 """
 
 from __future__ import annotations
 
 import math
-import re
 import secrets
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
 from shared.errors import BadInput, ContextLengthExceeded
-from shared.models.entry import CatalogEntry, Tolerance
+from shared.models.entry import CatalogEntry
 from shared.models.flow_types import StepSchema
 from shared.models.tasks.base import (
-    ExampleRequest,
     FirstGuesses,
     LinkTo,
     StepInput,
@@ -34,9 +31,6 @@ from shared.models.tasks.embedding import (
     bound_tokens,
     estimate_tokens,
 )
-
-_WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|\w+|[^\w\s]")
-"""A word, a punctuation mark, or a character of a script without spaces between words."""
 
 FinishReason = Literal["stop", "length"]
 """`stop`: the model ended its text, or generated a stop sequence.
@@ -76,35 +70,6 @@ STEP_FIELDS: Mapping[str, Any] = {
 """Inputs of a text model as a flow step, as JSON Schema, the same as for a prediction."""
 
 ID_BYTES = 4
-
-
-def rouge_l(ours: str, theirs: str) -> float:
-    """Returns ROUGE-L: the F1 of the longest common subsequence of words, from 0 to 1 (equal).
-
-    Source: Lin, "ROUGE: A Package for Automatic Evaluation of Summaries" (2004), section 3, with
-    beta 1. Two texts without words are equal.
-    """
-    first, second = _WORD.findall(ours), _WORD.findall(theirs)
-    if not first and not second:
-        return 1.0
-    return 2 * _common(first, second) / (len(first) + len(second))
-
-
-def _common(first: list[str], second: list[str]) -> int:
-    """Returns the length of the longest common subsequence.
-
-    Uses one bit per word of `first`, updated in one step per word of `second`: 1 ms for 1,000
-    words. Source: Hyyro, "Bit-Parallel LCS-length Computation Revisited" (2004).
-    """
-    positions: dict[str, int] = {}
-    for position, word in enumerate(first):
-        positions[word] = positions.get(word, 0) | 1 << position
-    everywhere = (1 << len(first)) - 1
-    unmatched = everywhere
-    for word in second:
-        matched = unmatched & positions.get(word, 0)
-        unmatched = (unmatched + matched | unmatched - matched) & everywhere
-    return len(first) - unmatched.bit_count()
 
 
 class TokenLogprob(msgspec.Struct, omit_defaults=True):
@@ -266,12 +231,6 @@ class GenerationInput(TaskInput, tag="generation"):
         fields = {name: getattr(self, name) for name in names}
         return ("generation", msgspec.json.encode(fields).decode())
 
-    def for_comparison(self) -> Self | None:
-        """Returns a generation of the most likely tokens, without streaming."""
-        if self.temperature > 0:
-            return None
-        return msgspec.structs.replace(self, is_streamed=False)
-
 
 class GenerationResult(TaskResult, tag="generation"):
     """The text, why it ended, and the tokens used.
@@ -366,17 +325,6 @@ class GenerationTask(Task):
         """Returns 0, because generations have no distance."""
         return 0.0
 
-    def compares(self, tolerance: Tolerance) -> bool:
-        """Returns True only if the entry sets the required similarity."""
-        return tolerance.rouge_l is not None
-
-    def is_close(self, ours: TaskResult, theirs: TaskResult, tolerance: Tolerance) -> bool | None:
-        if not isinstance(ours, GenerationResult) or not isinstance(theirs, GenerationResult):
-            return None
-        if tolerance.rouge_l is None:
-            return None
-        return rouge_l(ours.text, theirs.text) >= tolerance.rouge_l
-
     def result_bytes(self, entry: CatalogEntry) -> int:
         """Returns the size of a generation with the maximum number of tokens."""
         return entry.generation.longest_tokens * TOKEN_BYTES
@@ -415,23 +363,6 @@ class GenerationTask(Task):
     def step_bound(self, entry: CatalogEntry) -> WorkBound:
         """Returns the whole context, with the maximum number of generated tokens."""
         return WorkBound(entry.generation.context_tokens, entry.generation.longest_tokens)
-
-    def example_request(self, entry: CatalogEntry, text: str) -> ExampleRequest:
-        """Returns a question with a short answer."""
-        body = {
-            "model": entry.name,
-            "messages": [{"role": "user", "content": text}],
-            "max_tokens": 8,
-            "temperature": 0,
-        }
-        return ExampleRequest(path="/v1/chat/completions", body=body)
-
-    def describe_answer(self, entry: CatalogEntry, answer: Any) -> str:
-        """Describes the response by its number of tokens."""
-        written = answer["usage"]["completion_tokens"]
-        if not 1 <= written <= 8 or answer["choices"][0]["message"]["content"] is None:
-            raise ValueError(f"{written} tokens, expected 1 to 8")
-        return f"a text of {written} tokens"
 
 
 TEXT = GenerationTask()

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.models.tasks.text import rouge_l
+from api.dispatch.closeness import rouge_l
 
 
 @pytest.mark.parametrize(
