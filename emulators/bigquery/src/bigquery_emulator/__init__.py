@@ -1,15 +1,16 @@
-"""A BigQuery for one machine and for tests: the REST API v2 on top of DuckDB.
+"""An embedded BigQuery for one machine and for tests: the REST API v2 on top of DuckDB.
 
-Google's Python client and the `bq` tool use it like the service. `bigquery-emulator` runs it alone.
+Google's Python client and the `bq` tool work with it as they do with the service. Run it standalone
+with `bigquery-emulator`.
 
     bq --api http://127.0.0.1:9050 --project_id=p --oauth_access_token=none query
     --use_legacy_sql=false 'SELECT 1'
 
 Differences from the service: NUMERIC / NUMERIC and AVG(NUMERIC) are FLOAT64, ROUND and CEIL of an
-INT64 stay INT64, and a dry run counts the bytes of whole tables. Anything else that it can't answer
-is refused.
+INT64 stay INT64, and a dry run counts the bytes of whole tables. Anything else that this server
+can't answer like the service is refused.
 
-`Analyzer` checks a statement against tables passed to it, like the server, without running one.
+`Analyzer` checks a statement against the given tables, as the server does, without running it.
 """
 
 from bigquery_emulator.errors import InvalidQueryError

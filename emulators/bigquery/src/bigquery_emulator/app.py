@@ -1,4 +1,4 @@
-"""The web application of the embedded BigQuery: maps paths to routes."""
+"""The embedded BigQuery's web application: maps paths to routes."""
 
 from collections.abc import Awaitable, Callable
 
@@ -25,10 +25,10 @@ _QUERIES = "/projects/{project}/queries"
 
 
 def create_app(service: BigQueryService) -> Starlette:
-    """Returns the application of one server.
+    """Returns a server's application.
 
     Args:
-        service: its parts, open as long as the application runs.
+        service: the server's parts, open as long as the application runs.
     """
     routes = [
         Mount(
@@ -40,7 +40,7 @@ def create_app(service: BigQueryService) -> Starlette:
             for mount in ("/upload", "/resumable/upload")
             for verb, endpoint in (("POST", uploads.upload), ("PUT", uploads.resume))
         ),
-        # The first is Google's old address, the second is used by the bq tool.
+        # The first is Google's old address; the bq tool uses the second.
         Route("/discovery/v1/apis/bigquery/v2/rest", discovery.describe),
         Route("/$discovery/rest", discovery.describe),
         Route("/healthz", _healthy),

@@ -1,6 +1,6 @@
 """Translates DuckDB's error messages into GoogleSQL terms.
 
-DuckDB's messages mention types that nobody wrote, such as INT128, and SQL that nobody sees.
+DuckDB's messages mention types that nobody wrote, such as INT128, and SQL that the user never sees.
 """
 
 import logging
@@ -69,11 +69,11 @@ def is_of_the_database(text: str) -> bool:
 
 
 def message_of(error: Exception) -> str:
-    """Returns the text of a DuckDB error, without its kind, in terms that users know.
+    """Returns the text of a DuckDB error, without the error kind, in terms that users know.
 
     Args:
         error: any `duckdb.Error`, or a UnicodeDecodeError, which replaces an error whose message
-            DuckDB cut in the middle of a letter.
+            DuckDB cut in the middle of a character.
     """
     text = str(error)
     if isinstance(error, UnicodeDecodeError):
@@ -82,15 +82,15 @@ def message_of(error: Exception) -> str:
 
 
 def in_googlesql(text: str) -> str:
-    """Returns the first line of a message in terms that users know.
+    """Returns a message's first line in terms that users know.
 
     Args:
-        text: DuckDB's message, without the kind of error at the beginning.
+        text: DuckDB's message, without the leading error kind.
     """
     for pattern, words in _RULES:
         if match := pattern.match(text):
             return match.expand(words)
-    # Python 3.11.2 has no text for a message that DuckDB cut in the middle of a letter.
+    # Python 3.11.2 has no text for a message that DuckDB cut in the middle of a character.
     if not text or is_of_the_database(text):
         _log.warning("a database error has no translation to GoogleSQL: %s", text)
         return _FALLBACK

@@ -1,4 +1,4 @@
-"""The errors of the embedded BigQuery, with the service's wording and format.
+"""The embedded BigQuery's errors, with the service's wording and format.
 
 ServiceError                 anything below ├── InvalidError             400 invalid: a request that
 makes no sense ├── InvalidQueryError        400 invalidQuery: SQL that can't be read or run ├──
@@ -26,7 +26,7 @@ _NO_SPACE = "No space left on device"
 
 
 class ServiceError(Exception):
-    """An error with its HTTP status, the service's reason and the location that it points to."""
+    """An error with its HTTP status, and the service's reason and location."""
 
     status = 500
     reason = "internalError"
@@ -98,13 +98,13 @@ class InUseError(ServiceError):
 
 
 class ConditionError(ServiceError):
-    """The etag in the request is no longer the resource's."""
+    """The etag in the request is no longer the resource's current one."""
 
     status, reason, grpc_status = 412, "conditionNotMet", "FAILED_PRECONDITION"
 
 
 class TooLargeError(ServiceError):
-    """The request's body exceeds the service's limit."""
+    """The request body exceeds the service's limit."""
 
     status, reason, grpc_status = 413, "requestTooLarge", "INVALID_ARGUMENT"
 
@@ -128,7 +128,7 @@ class StoppedError(ServiceError):
 
 
 class UnsupportedError(ServiceError):
-    """The service supports this, the embedded server does not."""
+    """The service supports this, but the embedded server does not."""
 
     status, reason, grpc_status = 501, "notImplemented", "UNIMPLEMENTED"
 
@@ -156,7 +156,7 @@ class BugError(ServiceError):
 
 def is_unavailable(error: Exception) -> bool:
     """True if DuckDB can't read or write its file, for example because the disk is full."""
-    # DuckDB raises either for a full disk, depending on whether it notices at a commit or
+    # For a full disk, DuckDB raises either error, depending on whether it notices at a commit or
     # elsewhere.
     is_unwritten = isinstance(error, duckdb.TransactionException) and "Could not write" in str(
         error
@@ -168,7 +168,7 @@ def as_service_error(error: Exception) -> ServiceError:
     """Converts any exception to one of the service's errors.
 
     Args:
-        error: a ServiceError, one of DuckDB's errors, or any other, which is a bug.
+        error: a ServiceError, one of DuckDB's errors, or any other exception, which is a bug.
     """
     if isinstance(error, ServiceError):
         return error

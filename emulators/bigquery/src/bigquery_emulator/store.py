@@ -1,4 +1,4 @@
-"""The DuckDB database of the embedded BigQuery: file, sessions and GoogleSQL macros.
+"""The embedded BigQuery's DuckDB database: file, sessions and GoogleSQL macros.
 
 Tables are in the attached database `data` (one file, or memory), query results in `memory`, so a
 large result never touches the file. Statements that change `data` run in the server's writer
@@ -25,7 +25,7 @@ _SUFFIXES = ("", ".wal", ".wal.checkpoint", ".wal.recovery")
 """Suffixes of the database files."""
 _LOST = "has been invalidated"
 _IS_DURABLE = "COMMIT succeeded and is durable"
-"""DuckDB's message when it could not write the log back after a commit."""
+"""DuckDB's message for a commit after which it could not write the log back."""
 _IS_ATTACHED = "SELECT 1 FROM duckdb_databases() WHERE database_name = 'data'"
 _MEMORY_LIMIT = "2GB"
 _MACROS = Path(__file__).parent / "googlesql" / "macros.sql"
@@ -47,7 +47,7 @@ class Store:
         """Incremented by each transaction, before its caller is answered."""
         self._is_lost = False
         self._reopened = 0
-        """How often the database was closed to be opened again."""
+        """How many times the database was closed and reopened."""
         self._reopening = threading.Lock()
         self._counting = threading.Lock()
         self._uploads: tempfile.TemporaryDirectory[str] | None = None
@@ -62,15 +62,15 @@ class Store:
         self._root = duckdb.connect(":memory:")
         self._root.execute("SET GLOBAL TimeZone = 'UTC'")
         self._root.execute(f"SET GLOBAL memory_limit = '{_MEMORY_LIMIT}'")
-        # In GoogleSQL, LN(0) and the like are errors instead of infinities.
+        # In GoogleSQL, LN(0) and the like are errors, not infinities.
         self._root.execute("SET GLOBAL ieee_floating_point_ops = false")
         spill_dir = ""
         if self._data_dir is not None:
             self._data_dir.mkdir(parents=True, exist_ok=True)
             self._place = str(self._data_dir / FILE_NAME)
             spill_dir = str(self._data_dir / "spill")
-        # Without data on disk, a query that exceeds the memory fails. DuckDB would use the working
-        # directory by default.
+        # If the data is not on disk, a query that exceeds the memory fails. By default, DuckDB
+        # would spill to the working directory.
         self._root.execute(f"SET GLOBAL temp_directory = {_literal(spill_dir)}")
         try:
             self._attach()
@@ -82,8 +82,8 @@ class Store:
         self._root.execute("CREATE SCHEMA bq")
         register(self._root)
         self._root.execute(_MACROS.read_text())
-        # No query may access the machine's files or the network. Only Parquet files in this folder
-        # may be read, and the database itself may be opened again.
+        # No query may access the machine's files or the network. Only Parquet files in this
+        # directory may be read, and the database itself may be reopened.
         self._uploads = tempfile.TemporaryDirectory(prefix="penstock-bigquery-")
         self._root.execute(f"SET GLOBAL allowed_directories = [{_literal(self.uploads_dir)}]")
         if self._data_dir is not None:
@@ -94,7 +94,7 @@ class Store:
 
     @property
     def uploads_dir(self) -> str:
-        """The only folder whose files DuckDB may read: uploads, while they are loaded."""
+        """The only directory whose files DuckDB may read. Holds uploads while they are loaded."""
         assert self._uploads is not None, "the store is not open: this is a bug"
         return self._uploads.name
 
@@ -116,11 +116,11 @@ class Store:
 
     @contextmanager
     def reading(self) -> Iterator[Cursor]:
-        """Opens a session that does not change `data`, and sees one state of it per statement.
+        """Opens a session that only reads `data`. Each statement sees one consistent state.
 
         Raises:
-            duckdb.IOException: the database was lost because the disk is full and can't be opened
-            yet, or it was just opened again.
+            duckdb.IOException: the database was lost because the disk is full and can't be reopened
+            yet, or it was just reopened.
         """
         if self._is_lost:
             self._reopen()
@@ -135,15 +135,16 @@ class Store:
             is_told = isinstance(error, duckdb.IOException | duckdb.InterruptException)
             if is_told or reopened == self._reopened:
                 raise
-            # Without the database no table exists, which does not mean that the statement is wrong.
+            # Without the database no table exists, but that does not mean that the statement is
+            # wrong.
             raise duckdb.IOException("the database was opened again meanwhile") from error
         finally:
             cursor.close()
 
     def _reopen(self) -> None:
-        """Opens the database again. Its log has all confirmed changes.
+        """Reopens the database. Its log has all confirmed changes.
 
-        Waits until all sessions have ended that were open when the database was lost.
+        First waits until all sessions that were open when the database was lost have ended.
         """
         with self._reopening:
             if not self._is_lost:
@@ -178,7 +179,7 @@ class Store:
                 try:
                     yield cursor
                 except BaseException:
-                    with suppress(duckdb.Error):  # there is none if the database is lost
+                    with suppress(duckdb.Error):  # There is no transaction if the database is lost.
                         cursor.execute("ROLLBACK")
                     raise
                 self._commit(cursor)
@@ -187,8 +188,7 @@ class Store:
                 self.changes += 1
 
     def _commit(self, cursor: Cursor) -> None:
-        # Not with a statement alone, which would fail in the same way and look like a failed
-        # commit.
+        # Not with a plain statement, which would fail the same way and look like a failed commit.
         try:
             cursor.execute("COMMIT")
         except duckdb.IOException as error:

@@ -1,7 +1,7 @@
-"""Threads for DuckDB's blocking calls: for metadata, queries, streamed rows, and one writer.
+"""Threads for DuckDB's blocking calls: metadata, queries, streamed rows, and one writer.
 
 Every request and every job uses `read`, `query`, `append` or `write`. Two statements that change
-rows or tables never overlap. Long ones do not block table descriptions or row streaming.
+rows or tables never overlap. Long statements do not block table descriptions or row streaming.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from bigquery_emulator.errors import BusyError
 
 _Found = TypeVar("_Found")
 MAX_QUERIES = 8
-"""Threads that read rows concurrently."""
+"""Number of threads that read rows concurrently."""
 _READERS = 8
 _LONGEST_WAIT_S = 60.0
 _INTERRUPT_EVERY_S = 0.05
@@ -26,7 +26,7 @@ def _nothing() -> None:
 
 
 class Threads:
-    """The threads of one server."""
+    """A server's threads."""
 
     def __init__(self) -> None:
         self._readers = ThreadPoolExecutor(_READERS, "bigquery-read")
@@ -53,9 +53,9 @@ class Threads:
         *args: object,
         interrupt: Callable[[], None] = _nothing,
     ) -> _Found:
-        """Runs a function that reads rows as long as its job may take.
+        """Runs a function that reads rows, for as long as its job may take.
 
-        Waits just as long for a thread.
+        Waits equally long for a thread.
 
         Args:
             interrupt: interrupts the function if its job is stopped.
@@ -65,18 +65,18 @@ class Threads:
     async def append(self, function: Callable[..., _Found], *args: object) -> _Found:
         """Runs a short function that only adds rows.
 
-        Waits for other such functions, not for the writer.
+        Waits for other such functions, but not for the writer.
 
         Raises:
-            BusyError: the others took more than a minute.
+            BusyError: the other functions took more than a minute.
         """
         return await self._run(self._appender, _LONGEST_WAIT_S, _nothing, function, *args)
 
     async def write(self, function: Callable[..., _Found], *args: object) -> _Found:
-        """Runs a request's change to the data or the catalog. Waits for others.
+        """Runs a request's change to the data or the catalog. Waits for other changes.
 
         Raises:
-            BusyError: the others took more than a minute.
+            BusyError: the other changes took more than a minute.
         """
         return await self._run(self._writer, _LONGEST_WAIT_S, _nothing, function, *args)
 
@@ -107,7 +107,7 @@ class Threads:
             if work.cancel():
                 raise
             with anyio.CancelScope(shield=True):
-                # Repeatedly, because an interrupt between two statements of a session is lost.
+                # Repeatedly, because an interrupt between two of a session's statements is lost.
                 while not done.done():
                     interrupt()
                     await asyncio.wait((done,), timeout=_INTERRUPT_EVERY_S)

@@ -15,7 +15,7 @@ _MOST_CONNECTIONS = 1_000
 _IDLE_S = 620
 """How long a connection stays open between requests, the same as on Google's frontends.
 
-A client that writes to a connection that was just closed gets a broken pipe.
+A client that writes to a connection that has just been closed gets a broken pipe.
 """
 _log = logging.getLogger(__name__)
 
@@ -30,8 +30,8 @@ def bound(host: str, port: int) -> socket.socket:
         OSError: the port is in use, or the address does not belong to this machine.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # Without an explicit protocol, asyncio leaves Nagle's algorithm on, and each answer waits 40 ms
-    # for an acknowledgment.
+    # Without an explicit protocol, asyncio leaves Nagle's algorithm on, and each response waits 40
+    # ms for an acknowledgment.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

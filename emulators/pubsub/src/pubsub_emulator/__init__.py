@@ -1,11 +1,12 @@
-"""A Pub/Sub for one machine and for tests: `google.pubsub.v1` over gRPC and REST.
+"""An embedded Pub/Sub for one machine and for tests: `google.pubsub.v1` over gRPC and REST.
 
-It stores its state in memory or in a directory. `pubsub-emulator` runs it alone. In a program:
+State is kept in memory or in a directory. Run it standalone with `pubsub-emulator`, or inside a
+program:
 
     async with serve("127.0.0.1", 0) as server:
         os.environ["PUBSUB_EMULATOR_HOST"] = server.endpoint
 
-`parse_filter` parses a subscription's filter like the server.
+`parse_filter` parses a subscription's filter the way the server does.
 """
 
 from pubsub_emulator.server import PubsubServer, serve

@@ -15,9 +15,9 @@ from pubsub_emulator.server import serve
 from pubsub_emulator.state.resources import is_http_url
 
 YOUNG_OBJECTS = 20_000
-"""Allocations between two passes of the garbage collector over young objects.
+"""Allocations between two garbage collector passes over young objects.
 
-The default of 700 means several passes per call.
+The default of 700 would cause several passes per call.
 """
 
 
@@ -117,10 +117,10 @@ async def _serve_until_signal(options: argparse.Namespace) -> None:
 
 
 def _settle_heap() -> None:
-    """Excludes all startup objects from later collections, and makes collections less frequent.
+    """Excludes all startup objects from later collections and makes collections less frequent.
 
-    Millions of messages come and stay. The collector visits them in small portions (400,000 take
-    0.1 s), and hardly ever all together.
+    Millions of messages accumulate. The collector visits them in small portions (400,000 take 0.1
+    s) and almost never all at once.
     """
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""A loop for each subscription whose messages this server delivers: push and BigQuery."""
+"""A delivery loop for each subscription that this server delivers itself: push and BigQuery."""
 
 import asyncio
 import logging
@@ -15,7 +15,7 @@ _log = logging.getLogger(__name__)
 
 @asynccontextmanager
 async def delivery_loops(broker: Broker) -> AsyncIterator[None]:
-    """Deliver the messages of every subscription that is not pulled, until the block ends."""
+    """Deliver the messages of all push and BigQuery subscriptions until the block ends."""
     loops = _DeliveryLoops(broker)
     broker.registry.on_delivery_config = loops.follow
     for subscription in broker.registry.subscriptions.values():
@@ -27,7 +27,7 @@ async def delivery_loops(broker: Broker) -> AsyncIterator[None]:
 
 
 class _DeliveryLoops:
-    """Running loops by subscription, and their tasks."""
+    """Running loops and their tasks, by subscription."""
 
     def __init__(self, broker: Broker) -> None:
         self._subscriptions = broker.registry.subscriptions
@@ -36,7 +36,7 @@ class _DeliveryLoops:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def follow(self, subscription: SubscriptionState) -> None:
-        """Start or stop a loop. Only a change of destination has an effect."""
+        """Start, restart or stop a subscription's loop if its destination changed."""
         is_alive = self._subscriptions.get(subscription.path) is subscription
         wanted = self._destination(subscription) if is_alive else b""
         current, task = self._running.pop(subscription.path, (b"", None))
@@ -47,20 +47,20 @@ class _DeliveryLoops:
             self._running[subscription.path] = (wanted, task or self._start(subscription))
 
     async def stop(self) -> None:
-        """Cancel every loop and wait until it is gone."""
+        """Cancel all loops and wait for them to finish."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _destination(self, subscription: SubscriptionState) -> bytes:
-        """Return the destination as bytes, for comparison. Empty: nothing delivers the messages."""
+        """Return the destination as bytes, for comparison. Empty: this server does not deliver."""
         proto, kind = subscription.proto, subscription.settings.kind
         if proto.detached or kind == "PULL":
             return b""
         if kind == "PUSH":
             return bytes(proto.push_config.SerializeToString(deterministic=True))
         if not self._bigquery_endpoint:
-            # It was created by a server that had a BigQuery. Its messages wait.
+            # It was created by a server that had a BigQuery endpoint. Its messages wait.
             return b""
         config = type(proto.bigquery_config)()
         config.CopyFrom(proto.bigquery_config)

@@ -101,7 +101,7 @@ class ResourceExhausted(PubsubError):
 
 
 class Unimplemented(PubsubError):
-    """The service supports this and the embedded server does not."""
+    """The service supports this but the embedded server does not."""
 
     status = "UNIMPLEMENTED"
 
@@ -113,12 +113,12 @@ class ServerUnavailable(PubsubError):
 
 
 def resource_not_found(path: str) -> ResourceNotFound:
-    """Return the refusal for a resource that does not exist. `path` is `projects/…/<kind>/<id>`."""
+    """Return the refusal for a resource that does not exist; `path` is `projects/…/<kind>/<id>`."""
     return ResourceNotFound(f"Resource not found (resource={path.rpartition('/')[2]}).")
 
 
 def resource_exists(path: str) -> ResourceExists:
-    """Return the refusal for a name that is already taken. `path` is `projects/…/<kind>/<id>`."""
+    """Return the refusal for a name that is already taken; `path` is `projects/…/<kind>/<id>`."""
     return ResourceExists(
         f"Resource already exists in the project (resource={path.rpartition('/')[2]})."
     )

@@ -1,7 +1,7 @@
 """A keep-alive HTTP/1.1 connection to a push endpoint or BigQuery.
 
-It uses h11 instead of an HTTP client: the service accepts a 102 as an ack, and clients swallow
-informational answers.
+It uses h11 instead of an HTTP client: the service accepts a 102 as an ack, but clients swallow
+informational responses.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import h11
 
 MOST_BODY_BYTES = 32 * 1024**2
-"""Maximum bytes kept of an answer's body. The rest is read and dropped."""
+"""Maximum bytes kept of a response body. The rest is read and dropped."""
 _READ_BYTES = 65_536
 
 
@@ -21,14 +21,14 @@ class HttpFailed(Exception):
 
 
 class HttpAnswer(NamedTuple):
-    """The status, which may be 102, and the body up to `MOST_BODY_BYTES`."""
+    """The status, which may be 102, and up to `MOST_BODY_BYTES` of the body."""
 
     status: int
     body: bytes
 
 
 class HttpConnection:
-    """Sends one request at a time over a connection that is opened on demand.
+    """Sends one request at a time over a connection opened on demand.
 
     Args:
         base_url: an http or https URL.
@@ -52,12 +52,12 @@ class HttpConnection:
     async def send(
         self, method: str, target: str, headers: list[tuple[str, str]], body: bytes
     ) -> HttpAnswer:
-        """Send one request to the host of the URL and return the answer.
+        """Send one request to the URL's host and return the answer.
 
         The caller limits the time. An interrupted request closes the connection.
 
         Args:
-            target: path, including the first slash.
+            target: path, including the leading slash.
 
         Raises:
             HttpFailed: connecting failed, or the answer is not HTTP.
@@ -82,7 +82,7 @@ class HttpConnection:
                 raise
 
     def close(self) -> None:
-        """Close the connection, if there is one."""
+        """Close the connection if it is open."""
         if self._writer is not None:
             self._writer.close()
         self._http = self._reader = self._writer = None

@@ -1,4 +1,4 @@
-"""Refusals for resource names and numbers out of range, worded like the service's.
+"""Refusals of invalid resource names and out-of-range numbers, worded like the service's.
 
 Rules: https://cloud.google.com/pubsub/docs/pubsub-basics#resource_names
 """
@@ -89,5 +89,5 @@ def check_duration(field: str, duration: Any) -> None:
 
 
 def plain_number(value: float) -> str:
-    """Return a number as shown in messages: without a fraction of zero."""
+    """Return a number as messages show it: without a fraction of zero."""
     return str(int(value)) if value == int(value) else str(value)

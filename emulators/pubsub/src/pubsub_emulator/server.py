@@ -19,17 +19,17 @@ from pubsub_emulator.storage.data_dir import durable_broker
 _STOP_GRACE_S = 1.0
 _REST_BACKLOG = 1024
 _CHANNEL_OPTIONS = (
-    # A second server on the same port must fail to start instead of sharing connections.
+    # A second server on the same port must fail to start rather than share connections.
     ("grpc.so_reuseport", 0),
-    # More than any call may contain, so that larger ones are refused with a reason. Even larger
-    # ones are refused before they are read.
+    # More than any valid call contains, so that calls that are slightly too large are refused with
+    # a reason. Even larger calls are refused before they are read.
     ("grpc.max_receive_message_length", 16 * 1024**2),
     ("grpc.max_send_message_length", -1),
-    # Further calls wait silently, and so does every other call on the connection. The service
-    # allows about 100, which is few for the streams of one process.
+    # Beyond this, all further calls on the connection wait silently. The service allows about 100,
+    # too few for the streams of one process.
     ("grpc.max_concurrent_streams", 1000),
-    # Google's clients ping every 30 s, even on idle channels; by default they would be
-    # disconnected.
+    # Google's clients ping every 30 s, even on idle channels; by default gRPC would disconnect
+    # them.
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
 )
@@ -37,7 +37,7 @@ _CHANNEL_OPTIONS = (
 
 @dataclass(frozen=True)
 class PubsubServer:
-    """A listening server. `broker` is its state, for inspection in the same process."""
+    """A listening server. `broker` is its state, for inspection within the same process."""
 
     host: str
     port: int
@@ -70,14 +70,14 @@ async def serve(
     """Listen until the block ends. Open streams then end with UNAVAILABLE.
 
     Args:
-        port: port for gRPC, 0 for a free one.
-        rest_port: port for REST, 0 for a free one. None: no REST.
-        socket_path: a Unix socket to listen on as well. It saves 0.1 ms per local call.
-        storage_bytes: maximum memory for messages. Further publishes are refused.
+        port: gRPC port, 0 for any free one.
+        rest_port: REST port, 0 for any free one. None: no REST.
+        socket_path: an additional Unix socket to listen on. It saves 0.1 ms per local call.
+        storage_bytes: maximum memory for messages. Publishes beyond it are refused.
         data_dir: directory that stores the state across restarts. None keeps it in memory.
-        fsync: True if the state must also survive power failures, not only the end of this process.
+        fsync: True if the state must survive power failures too, not only a process that dies.
         bigquery_endpoint: URL of a BigQuery without credentials, to which BigQuery subscriptions
-            write. Empty: they are refused.
+            write. Empty: such subscriptions are refused.
 
     Yields:
         The server with its actual ports.
@@ -88,7 +88,7 @@ async def serve(
     """
     async with (
         _open_broker(data_dir, storage_bytes, bigquery_endpoint, fsync=fsync) as broker,
-        # Outside gRPC, whose end also ends the pulls that wait here.
+        # Outside the gRPC block, whose end also ends the pulls that wait here.
         _answering_rest(broker, host, rest_port) as bound_rest_port,
         _listening(broker, host, port, socket_path) as bound_port,
     ):
@@ -109,7 +109,7 @@ async def _answering_rest(broker: Broker, host: str, port: int | None) -> AsyncI
     if port is None:
         yield None
         return
-    # Callers that don't use REST need not wait for its imports.
+    # Callers that don't use REST shouldn't have to wait for its imports.
     from pubsub_emulator.protocols.rest_app import rest_app
     from pubsub_emulator.web_server import answering, bound
 
@@ -152,7 +152,7 @@ def _listen(server: grpc.aio.Server, address: str) -> int:
 
 
 class _Alarm:
-    """Runs due timers with a single pending call on the loop, moved for an earlier one."""
+    """Runs due timers using a single pending loop call, which is rescheduled for earlier timers."""
 
     def __init__(self, timers: Timers, loop: asyncio.AbstractEventLoop) -> None:
         self._timers = timers
@@ -182,6 +182,6 @@ class _Alarm:
 
 
 def _steady_clock() -> Callable[[], float]:
-    # Wall time, because messages contain it and seeks refer to it, but it never goes backwards.
+    # Wall time, because messages contain it and seeks refer to it; but it never goes backwards.
     ahead_s = time.time() - time.monotonic()
     return lambda: ahead_s + time.monotonic()

@@ -1,7 +1,7 @@
 """The two calls that wait, StreamingPull and Pull, between gRPC and a subscription.
 
 A stream has a reading task, which applies acks and modacks as they arrive, and a writing loop,
-which takes all ready messages whenever the last write is finished. Nothing polls, and nothing is
+which takes all ready messages whenever the last write has finished. Nothing polls, and nothing is
 queued in between.
 """
 
@@ -31,7 +31,7 @@ PULL_MARGIN_S = 0.5
 async def pull(broker: Broker, request: Any, time_left_s: float | None) -> bytes:
     """Answer a Pull with the ready messages, or wait for one.
 
-        It waits for at most 20 s or the caller's deadline, and may return no messages.
+        It waits at most 20 s or until the caller's deadline, and may return no messages.
 
     Args:
         request: a `PullRequest`.
@@ -74,7 +74,7 @@ async def streaming_pull(
     """Serve a StreamingPull until the client half-closes or disconnects.
 
     Args:
-        requests: client's side of the stream.
+        requests: the client's side of the stream.
         context: the call, to which responses are written.
 
     Raises:
@@ -133,7 +133,7 @@ class _Stream:
         self._woken.set()
 
     async def write(self, context: Any) -> None:
-        """Send messages whenever some are ready, as long as the client stays."""
+        """Send messages whenever some are ready, until the client leaves."""
         while True:
             self._woken.clear()
             failure = self._failure or self.consumer.ended
@@ -143,7 +143,7 @@ class _Stream:
             response = self._next_response()
             if response is not None:
                 if confirms_acks:
-                    # Confirmed means that the message does not come again, whatever happens to this
+                    # A confirmed message must never be redelivered, whatever happens to this
                     # process.
                     await self._journal.acks_committed()
                 await context.write(response)
@@ -171,8 +171,8 @@ class _Stream:
             self.consumer.ack_deadline_s = request.stream_ack_deadline_seconds
         self._subscription.touch()
         self._apply_outcomes(request)
-        # Clients of protocol version 1 consider a stream dead after 15 s without answers to their
-        # empty pings.
+        # Clients of protocol version 1 consider a stream dead if their empty pings go unanswered
+        # for 15 s.
         if self._wants_pongs and not request.ack_ids and not request.modify_deadline_ack_ids:
             self._owes_pong = True
             self._woken.set()
@@ -210,7 +210,7 @@ class _Stream:
             self._woken.set()
 
     def _next_response(self) -> bytes | None:
-        """Serialize the pending confirmations. None: there are none."""
+        """Serialize the pending confirmations. None if there are none."""
         backlog, settings = self._subscription.backlog, self._subscription.settings
         deliveries = [] if self._is_half_closed else backlog.take(self.consumer)
         is_due = self._owes_pong or any(self._acked) or any(self._modified)

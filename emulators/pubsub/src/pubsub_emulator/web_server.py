@@ -25,8 +25,8 @@ def bound(host: str, port: int) -> socket.socket:
         OSError: the port is in use, or the address does not belong to this machine.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # Without an explicit protocol, asyncio leaves Nagle's algorithm on, and each answer waits 40 ms
-    # for an acknowledgment.
+    # Without an explicit protocol, asyncio leaves Nagle's algorithm on, and each response waits 40
+    # ms for an acknowledgment.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

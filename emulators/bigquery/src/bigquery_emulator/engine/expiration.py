@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 async def expire_forever(service: BigQueryService) -> None:
-    """Runs until canceled, as a task of the server."""
+    """Runs as a server task until canceled."""
     while True:
         await service.threads.write_in_job(
             expire, service.store, service.catalog, time.time_ns() // 1_000_000
@@ -50,7 +50,7 @@ def _expire_table(store: Store, catalog: TableCatalog, table: TableResource, now
 def _expire_partitions(store: Store, table: TableResource, now_ms: int) -> None:
     partitioning = table.partitioning
     assert partitioning is not None
-    # A partition expires relative to its start, whatever its rows' times.
+    # A partition expires relative to its start, whatever times its rows have.
     column = quoted(partitioning.column)
     start = f"date_trunc('{partitioning.unit.lower()}', CAST({column} AS TIMESTAMP))"
     with store.transaction() as cursor:

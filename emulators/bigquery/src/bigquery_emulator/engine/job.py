@@ -1,4 +1,4 @@
-"""A job: a query, a load or a copy. Its state, work and outcome, in a task of the server.
+"""A job (query, load or copy): its state, work and outcome, run as a server task.
 
 Blocking work runs in threads.
 """
@@ -35,7 +35,7 @@ _CANCELED = "Job execution was cancelled: User requested cancellation"
 class BigQueryJob:
     """A job: its request (`configuration`) and its state.
 
-    It is PENDING until it has a thread for its query or change, then RUNNING, then DONE.
+    It is PENDING until it gets a thread for its query or change, then RUNNING, then DONE.
     """
 
     project: str
@@ -63,7 +63,7 @@ class BigQueryJob:
         return TableKey(self.project, "_anonymous", f"anon{self.job_id}")
 
     def begin(self) -> None:
-        """Marks the job as RUNNING, because it has its thread. Later calls have no effect.
+        """Marks the job as RUNNING once it has its thread. Later calls have no effect.
 
         Raises:
             StoppedError: it was canceled while waiting.
@@ -75,17 +75,17 @@ class BigQueryJob:
             self.state = "RUNNING"
 
     def watch(self, cursor: Cursor) -> None:
-        """Records the session that is working. Raises an error if the job has been canceled.
+        """Records the session that is working for the job.
 
         Raises:
-            StoppedError: it has been canceled.
+            StoppedError: the job has been canceled.
         """
         if self.stopping.is_set():
             raise StoppedError(_CANCELED)
         self.cursor = cursor
 
     def cancel(self) -> None:
-        """Asks the job to stop. A finished job does not change."""
+        """Asks the job to stop. Does nothing if it has finished."""
         self.stopping.set()
         self.scope.cancel()
 

@@ -1,7 +1,7 @@
-"""All jobs of a server, in memory from their start until they are forgotten.
+"""All of a server's jobs, kept in memory from their start until they are forgotten.
 
-`Jobs.start` runs each job in a task of the server's task group. Callers who need the outcome wait
-for the job.
+`Jobs.start` runs each job in the server's task group. Callers who need the outcome wait for the
+job.
 """
 
 from collections import OrderedDict
@@ -14,19 +14,19 @@ from bigquery_emulator.engine.query import Result
 from bigquery_emulator.errors import BusyError, DuplicateError, NotFoundError
 from bigquery_emulator.tables.resources import TableKey
 
-# A job is remembered, with its result, until this many jobs have followed it or the results have
-# this many rows.
+# A job is remembered, with its result, until this many jobs have followed it or the stored results
+# exceed this many rows.
 _KEPT_JOBS = 1_000
 _KEPT_ROWS = 2_000_000
 _MOST_RUNNING = 100
 
 
 class Jobs:
-    """All jobs of a server.
+    """All of a server's jobs.
 
     Args:
         tasks: the server's task group, which owns the jobs' tasks.
-        let_go: frees the rows of a result that can no longer be requested.
+        let_go: frees a result's rows once they can no longer be requested.
     """
 
     def __init__(
@@ -51,8 +51,8 @@ class Jobs:
         return job
 
     def of_project(self, project: str) -> list[BigQueryJob]:
-        """Returns the jobs of a project, latest first."""
-        # A query on INFORMATION_SCHEMA.JOBS calls this from a thread.
+        """Returns a project's jobs, latest first."""
+        # A query on INFORMATION_SCHEMA.JOBS calls this from another thread.
         all_jobs = list(self._jobs.items())
         return [job for (name, _), job in reversed(all_jobs) if name == project]
 
@@ -88,7 +88,7 @@ class Jobs:
         return job
 
     def forget(self, job: BigQueryJob) -> None:
-        """Forgets a job, with the rows of its result."""
+        """Forgets a job and its result's rows."""
         if self._jobs.pop((job.project, job.job_id), None) is not None and job.state == "DONE":
             self._free(job)
 
@@ -105,7 +105,7 @@ class Jobs:
         if job.result is not None:
             self._kept_rows += job.result.rows
         if self._jobs.get((job.project, job.job_id)) is not job:
-            self._free(job)  # forgotten meanwhile
+            self._free(job)  # forgotten in the meantime
 
     def _free(self, job: BigQueryJob) -> None:
         if job.result is not None:

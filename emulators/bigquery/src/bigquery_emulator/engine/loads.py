@@ -1,4 +1,4 @@
-"""Load jobs: newline-delimited JSON, CSV and Parquet files into a table.
+"""Load jobs: loads newline-delimited JSON, CSV and Parquet files into a table.
 
 The uploaded file is read in a thread, checked against the schema row by row, and added to the
 destination atomically. Source:
@@ -34,7 +34,7 @@ _SHOWN_PROBLEMS = 5
 _GZIP_MAGIC = b"\x1f\x8b"
 _DEFAULT_WRITE = "WRITE_APPEND"
 
-# A row with its line number, or the reason why it is invalid.
+# A row with its line number, or the reason it is invalid.
 _Line = tuple[int, Json | str]
 
 
@@ -48,8 +48,8 @@ async def run_load(service: BigQueryService, file: IO[bytes], job: BigQueryJob) 
     """Runs a load job.
 
     Args:
-        file: the uploaded file, at its start.
-        job: the job. This sets its `statistics.load` and `problems`.
+        file: the uploaded file, positioned at its start.
+        job: the load job. Its `statistics.load` and `problems` are set here.
 
     Raises:
         ServiceError: the file, the schema or the destination do not match.
@@ -202,9 +202,9 @@ def _is_csv(config: Json) -> bool:
 
 
 def _read(config: Json, file: IO[bytes], schema: Schema | None) -> Iterator[_Line]:
-    """Yields the rows of a file.
+    """Yields the file's rows.
 
-    `schema` names the columns of a CSV. Without it, the first line does.
+    `schema` names a CSV file's columns. Without it, the first line does.
     """
     is_csv = _is_csv(config)
     file.seek(0)
@@ -220,7 +220,7 @@ def _read(config: Json, file: IO[bytes], schema: Schema | None) -> Iterator[_Lin
     except (OSError, EOFError) as error:
         raise InvalidError(f"Error while reading data, error message: {error}") from error
     finally:
-        # The file is read again in a later step, and closing the wrapper would close it.
+        # A later step reads the file again, and closing the wrapper would close it.
         text.detach()
 
 

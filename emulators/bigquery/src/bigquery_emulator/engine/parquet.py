@@ -24,7 +24,7 @@ from bigquery_emulator.tables.schema import (
     result_schema,
 )
 
-# Types other than its own from which a column may be read.
+# Other types from which each column type may be read.
 _SOURCES = {
     "TIMESTAMP": ("DATETIME",),
     "DATETIME": ("TIMESTAMP",),
@@ -35,10 +35,10 @@ _SOURCES = {
 
 
 class ParquetFile:
-    """An uploaded file in a place where DuckDB may read it.
+    """An uploaded file in a location where DuckDB may read it.
 
     Args:
-        path: file in the store's folder for uploads.
+        path: a file in the store's upload directory.
     """
 
     def __init__(self, store: Store, path: Path) -> None:
@@ -46,10 +46,10 @@ class ParquetFile:
         self._path = path
 
     def schema(self, config: Json, known: Schema | None) -> Schema:
-        """Returns the fields to load: the job's, the table's, or else the file's.
+        """Returns the fields to load: the job's, else the table's, else the file's.
 
         Args:
-            known: fields of the table. None if it is new or is replaced.
+            known: the table's fields. None if it is new or will be replaced.
 
         Raises:
             InvalidError: the file is not in Parquet format, or a column does not match.
@@ -64,7 +64,7 @@ class ParquetFile:
         return wanted
 
     def stage(self, cursor: Cursor, config: Json, schema: Schema, physical: str) -> int:
-        """Reads the rows into a DuckDB table. Returns their number.
+        """Reads the rows into a DuckDB table. Returns the number of rows.
 
         Raises:
             InvalidError: a value does not match, or the file is damaged.
@@ -117,7 +117,7 @@ class ParquetFile:
 
 @contextmanager
 def parquet_file(store: Store, file: IO[bytes]) -> Iterator[ParquetFile]:
-    """Puts an upload where DuckDB may read it, and removes it afterwards."""
+    """Puts an upload where DuckDB may read it and removes it afterward."""
     file.seek(0)
     with tempfile.NamedTemporaryFile(dir=store.uploads_dir, suffix=".parquet") as copy:
         shutil.copyfileobj(file, copy)

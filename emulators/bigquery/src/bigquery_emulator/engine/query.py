@@ -1,7 +1,7 @@
-"""Runs translated statements on DuckDB: results go to memory, changes to the data.
+"""Runs translated statements on DuckDB: queries fill results in memory, changes write the data.
 
-This is the layer between a job and the store. Everything here blocks and runs in a thread of the
-server.
+This layer sits between a job and the store. Everything here blocks, so it runs in one of the
+server's threads.
 """
 
 import itertools
@@ -36,25 +36,25 @@ _LEAST_BILLED_BYTES = 10 * _MIB
 _KEPT_SIZES = 256
 _MOST_FEW_ROWS = 1_000
 _MOST_FEW_BYTES = 256 * 1024
-"""Maximum size of a result in Python. Results of 1,000 jobs are kept."""
+"""Maximum size of a result held in Python. The results of 1,000 jobs are kept."""
 _FIRST_ROWS = 10
 _MOST_ROWS_READ_TWICE = 100_000
 _RAISED = re.compile(r"[\"']bq: (.*)[\"'](?: to INT32|, expected format)", re.DOTALL)
-"""Error of a macro: a cast that fails."""
+"""A macro's error: a failed cast."""
 _RAISED_AS_IT_IS = re.compile(r"(?:executing the UDF: \w+|Input Error): bq: (.*)", re.DOTALL)
-"""Error of a Python function, or of ERROR."""
+"""An error raised by a Python function or by ERROR."""
 _UNKNOWN_ZONE = re.compile(r"Unknown TimeZone '(?:bq: (.*embedded BigQuery)|(.*?))'!", re.DOTALL)
-"""Refusal by a macro: a time zone that DuckDB does not know, or an invalid one."""
+"""A macro's refusal of a time zone that is invalid or that DuckDB does not know."""
 _UNKNOWN_COLUMN = re.compile(r'Referenced (?:column|table) "([^"]+)" not found')
-# Called with the session that is about to run, so that it can be interrupted.
+# Called with the session that is about to run, so that the session can be interrupted.
 OnCursor = Callable[[Cursor], None]
 
 
 @dataclass(frozen=True)
 class Result:
-    """The rows of a query: large results in a DuckDB table until `drop`, small ones in `values`.
+    """A query's rows: large results in a DuckDB table until `drop`, small ones in `values`.
 
-    `values` are as returned by DuckDB's Python client, for `rows.wire_rows`.
+    `values` are as DuckDB's Python client returns them, for `rows.wire_rows`.
     """
 
     schema: Schema
@@ -65,7 +65,7 @@ class Result:
 
 @dataclass(frozen=True)
 class ReadSize:
-    """The size of a statement's input: logical bytes of columns, and rows, for whole tables."""
+    """A statement's input size for whole tables: logical bytes of its columns, and rows."""
 
     size_bytes: int = 0
     rows: int = 0
@@ -89,8 +89,8 @@ class Queries:
             InvalidQueryError: the query fails, at the start or later. StoppedError: the session was
             interrupted.
         """
-        # A query whose rows turn out to be too many for Python runs twice. So this is skipped if
-        # that is known in advance, or if the query reads a lot.
+        # A query that turns out to have too many rows for Python runs twice, so this step is
+        # skipped if that is known in advance or if the query reads a lot.
         most = _MOST_FEW_ROWS if statement.gives_all else _MOST_ROWS_READ_TWICE
         if self.read_size(statement).rows <= most:
             values = self.few_rows(statement, on_cursor)
@@ -99,7 +99,7 @@ class Queries:
         return self.select_into_table(statement, on_cursor)
 
     def few_rows(self, statement: Statement, on_cursor: OnCursor) -> list[tuple[Any, ...]] | None:
-        """Returns the rows of a query, or None if there are too many for Python. See `select`."""
+        """Returns a query's rows, or None if there are too many for Python. See `select`."""
         columns = [f"c{number}" for number in range(len(statement.schema))]
         named = f"({statement.sql}) AS r({', '.join(columns)})"
         query = f"SELECT {readable_columns(statement.schema, columns)} FROM {named}"
@@ -107,10 +107,10 @@ class Queries:
         size_bytes = 0
         with _translated(statement), self._store.reading() as cursor:
             on_cursor(cursor)
-            # Rows are read as they are computed, so if there are too many the query ends with the
-            # session.
+            # Rows are read as they are computed, so if there are too many, closing the session ends
+            # the query.
             rows = cursor.execute(query, values_in(statement.sql, statement.values))
-            count = _FIRST_ROWS  # any row may be large
+            count = _FIRST_ROWS  # a single row may be large
             while some := rows.fetchmany(count):
                 values += some
                 size_bytes += sum(map(_size_bytes, some))
@@ -120,7 +120,10 @@ class Queries:
         return values
 
     def select_into_table(self, statement: Statement, on_cursor: OnCursor) -> Result:
-        """Runs a query and stores its rows in a table, to fill another table. See `select`."""
+        """Runs a query and stores its rows in a table, to be copied into another table.
+
+        See `select`.
+        """
         schema = statement.schema
         physical = f"memory.main.r{next(self._numbers)}"
         with _translated(statement), self._store.reading() as cursor:
@@ -151,7 +154,7 @@ class Queries:
             cursor.execute(f"DROP TABLE IF EXISTS {physical}")
 
     def manipulate(self, statement: Statement, on_cursor: OnCursor) -> int:
-        """Runs INSERT, UPDATE, DELETE or MERGE. It must be called in the server's writer thread.
+        """Runs INSERT, UPDATE, DELETE or MERGE. Must be called in the server's writer thread.
 
         Returns:
             The number of rows inserted, changed or removed.
@@ -160,8 +163,8 @@ class Queries:
             InvalidQueryError: the statement failed and changed nothing. StoppedError: the session
             was interrupted.
         """
-        # Checks and changes see the same snapshot of the data, because rows are streamed at the
-        # same time.
+        # Checks and changes see the same snapshot of the data, because rows are being streamed
+        # concurrently.
         with _translated(statement), self._store.transaction() as cursor:
             on_cursor(cursor)
             for check in statement.checks:
@@ -173,7 +176,7 @@ class Queries:
     def read_size(self, statement: Statement) -> ReadSize:
         """Returns how much a statement reads from the columns that it names.
 
-        BigQuery counts only partitions that match the filter. This is an upper bound.
+        BigQuery counts only partitions that match the filter, so this is an upper bound.
         """
         changes = self._store.changes
         sizes = [
@@ -183,7 +186,7 @@ class Queries:
         return ReadSize(sum(size.size_bytes for size in sizes), sum(size.rows for size in sizes))
 
     def _counted(self, physical: str, row_bytes: str, changes: int) -> ReadSize:
-        """Measures a table's columns. `changes` identifies the state of the data."""
+        """Measures a table's columns. `changes` identifies the version of the data."""
         with self._store.reading() as cursor:
             query = f"SELECT coalesce(sum({row_bytes}), 0), count(*) FROM {physical}"
             size_bytes, rows = cursor.execute(query).fetchone()
@@ -191,7 +194,7 @@ class Queries:
 
 
 def check_billed(read_bytes: int, limit_bytes: int | None) -> int:
-    """Returns the bytes that BigQuery would bill: whole MiB, and at least ten if a table is read.
+    """Returns the bytes that BigQuery would bill: whole MiB, at least ten if a table is read.
 
     Args:
         read_bytes: logical bytes read.
@@ -209,7 +212,7 @@ def check_billed(read_bytes: int, limit_bytes: int | None) -> int:
 
 
 def table_size(cursor: Cursor, table: TableResource) -> tuple[int, int]:
-    """Returns a table's number of rows and their logical bytes."""
+    """Returns a table's row count and the rows' logical bytes."""
     if table.view_query is not None:
         return 0, 0
     query = f"SELECT count(*), coalesce(sum({size_sql(table.schema)}), 0) FROM {table.physical}"
@@ -218,7 +221,7 @@ def table_size(cursor: Cursor, table: TableResource) -> tuple[int, int]:
 
 
 def _size_bytes(value: Any) -> int:
-    """Returns about how much memory a value or a row takes."""
+    """Returns roughly how much memory a value or a row takes."""
     if isinstance(value, str | bytes):
         return 50 + len(value)
     if isinstance(value, dict):
@@ -233,7 +236,7 @@ def _read_fields(statement: Statement, table: TableResource) -> Schema:
 
 @contextmanager
 def _translated(statement: Statement) -> Iterator[None]:
-    """Converts DuckDB's errors to the service's, with BigQuery's names in them."""
+    """Converts DuckDB's errors to the service's, using BigQuery's names."""
     try:
         yield
     except duckdb.InterruptException as error:
@@ -247,7 +250,7 @@ def _translated(statement: Statement) -> Iterator[None]:
             f"Not supported by the embedded BigQuery: {_clean_message(error, statement)}"
         ) from error
     except UnicodeDecodeError as error:
-        # DuckDB cut its message in the middle of a letter.
+        # DuckDB cut its message in the middle of a character.
         message = duckdb.Error(error.object.decode("utf-8", "replace"))
         raise InvalidQueryError(_clean_message(message, statement)) from error
     except duckdb.Error as error:

@@ -1,6 +1,6 @@
-"""The embedded BigQuery behind its HTTP routes: its parts, and how it runs a job.
+"""The embedded BigQuery behind its HTTP routes: its parts, and how it runs jobs.
 
-Routes call it. It calls the catalog, the translator and the queries, in threads.
+Routes call the service, which calls the catalog, the translator and the queries in threads.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ _COUNTS = {"INSERT": "insertedRowCount", "UPDATE": "updatedRowCount", "DELETE": 
 
 @dataclass(frozen=True)
 class BigQueryService:
-    """The parts of a server."""
+    """A server's parts."""
 
     store: Store
     catalog: TableCatalog
@@ -50,7 +50,7 @@ class BigQueryService:
         """Runs a query job.
 
         Raises:
-            ServiceError: it failed. The job stores the error.
+            ServiceError: the query failed. The job stores the error.
         """
         config = job.configuration["query"]
         statement = await self._statement(job.project, config, config["query"])
@@ -71,7 +71,7 @@ class BigQueryService:
                 details["dmlStats"] = {_COUNTS[statement.kind]: str(affected)}
 
     async def dry_run(self, job: BigQueryJob) -> None:
-        """Fills in the statistics of a dry run: fields and bytes of a query that is not run."""
+        """Fills in a dry run's statistics: the fields and bytes of a query that is not run."""
         config = job.configuration["query"]
         statement = await self._statement(job.project, config, config["query"])
         job.statistics["query"] = details = {"statementType": statement.kind, "cacheHit": False}
@@ -81,7 +81,7 @@ class BigQueryService:
         job.state = "DONE"
 
     async def run_copy(self, job: BigQueryJob) -> None:
-        """Runs a copy job: one or more tables into another."""
+        """Runs a copy job: copies one or more tables into another."""
         config = job.configuration["copy"]
         destination = parse_destination(config, "WRITE_EMPTY")
         sources = config.get("sourceTables") or [config["sourceTable"]]
@@ -162,7 +162,7 @@ class BigQueryService:
                 config["destinationTable"] = defined.table.resource()
 
     def _evaluate(self, job: BigQueryJob, expression: str) -> object:
-        """Returns the value of a constant expression in the API's JSON form."""
+        """Returns a constant expression's value in the API's JSON form."""
         statement = self.translator.translate(f"SELECT {expression}", "", None)
         if statement.kind != "SELECT" or statement.tables:
             raise InvalidQueryError(f"Not a constant expression: {expression}")

@@ -1,4 +1,4 @@
-"""Data definitions such as CREATE TABLE. sqlglot parses them, because the analyzer doesn't."""
+"""Data definitions such as CREATE TABLE. sqlglot parses them because the analyzer doesn't."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _syntax_message(error: sqlglot.errors.SqlglotError) -> str:
 
 
 def definition_kind(tree: exp.Expr) -> str:
-    """Returns the API's statementType of a data definition."""
+    """Returns a data definition's statementType in the API."""
     if isinstance(tree, exp.Command):
         return f"ALTER_{_find_altered_kind(tree)}"
     kind = str(tree.args.get("kind") or "TABLE").upper()

@@ -1,4 +1,4 @@
-"""Caches translated statements as long as the tables that they read do not change."""
+"""Caches translated statements for as long as the tables that they read do not change."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ Kept = TypeVar("Kept")
 
 @dataclass
 class LookedUp:
-    """The tables and views named by a statement, in the state at that time."""
+    """The tables and views that a statement names, as they were when it was translated."""
 
     find: Callable[[TableKey], TableResource]
     states: dict[TableKey, tuple[int, str]] = field(default_factory=dict)
     is_lasting: bool = True
-    """True if it read nothing else that may change, such as INFORMATION_SCHEMA."""
+    """False if it also read something that may change at any time, such as INFORMATION_SCHEMA."""
 
     def __call__(self, key: TableKey) -> TableResource:
-        """Finds a table, and records it."""
+        """Finds a table and records it."""
         table = self.find(key)
         self.states[key] = (table.number, table.etag)
         return table
@@ -40,7 +40,7 @@ class LookedUp:
 
 
 class KeptStatements(Generic[Kept]):
-    """The newest statements by their key. May be used from any thread."""
+    """The most recently used statements, by key. May be used from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -56,7 +56,7 @@ class KeptStatements(Generic[Kept]):
         return entry[1] if entry[0].is_current() else None
 
     def put(self, key: Hashable, tables: LookedUp, statement: Kept) -> None:
-        """Stores a statement, and drops the least recently used one."""
+        """Stores a statement and drops the least recently used one."""
         if not tables.is_lasting:
             return
         with self._lock:

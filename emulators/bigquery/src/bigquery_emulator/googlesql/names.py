@@ -1,4 +1,4 @@
-"""Resolves table names in a statement to their sources.
+"""Resolves a statement's table names to their sources.
 
 A table is read from its DuckDB table, a view from its translated query, and INFORMATION_SCHEMA from
 a list of values.
@@ -34,8 +34,8 @@ _MOST_LIKELY_CHARACTERS = 20_000
 class Names:
     """The context in which names are resolved.
 
-    `find` returns a table or raises NotFoundError. `listing` returns the rows of an
-    INFORMATION_SCHEMA view, given its name, the parts of the name before it, and the job's project.
+    `find` returns a table or raises NotFoundError. `listing` returns an INFORMATION_SCHEMA view's
+    rows, given the view's name, the parts of the name before it, and the job's project.
     """
 
     project: str
@@ -43,17 +43,17 @@ class Names:
     find: Callable[[TableKey], TableResource]
     listing: Callable[[str, Sequence[str], str], Listing]
     listed: list[str] = field(default_factory=list)
-    """The views of INFORMATION_SCHEMA that were read."""
+    """The INFORMATION_SCHEMA views that were read."""
 
     def parts(self, path: Path) -> list[str]:
-        """Returns the parts of a name, whether or not they share one pair of backticks."""
+        """Returns a name's parts, whether or not they share one pair of backticks."""
         return [part for segment in path for part in name_parts(segment)]
 
     def table_key(self, path: Path) -> TableKey:
         """Returns the full name of a table in a statement.
 
         Raises:
-            InvalidQueryError: the name has no dataset and the job has no default dataset.
+            InvalidQueryError: the name has no dataset, and the job has no default dataset.
             UnsupportedError: a wildcard or a partition decorator.
         """
         *before, table_id = self.parts(path)
@@ -103,7 +103,7 @@ def look_up(
     """Resolves a name in a statement.
 
     Args:
-        names: the context of the name.
+        names: the context for resolving the name.
 
     Raises:
         InvalidQueryError: the name has no dataset. NotFoundError: the table does not exist.
@@ -121,18 +121,18 @@ def look_up(
 
 
 def likely_sources(sql: str, names: Names) -> tuple[dict[str, NamedSource], list[str]] | None:
-    """Finds the tables that a statement may name, from its words.
+    """Guesses from a statement's words which tables it may name.
 
-    Finding too many names does no harm, because the analyzer only looks up names that the statement
-    reads.
+    Guessing too many names does no harm, because the analyzer only looks up names that the
+    statement reads.
 
     Args:
-        names: the context of the names.
+        names: the context for resolving names.
 
     Returns:
-        The tables by key, and their names that are in a single pair of backticks. None if the
-        analyzer has to find the names: the statement is long, may read views, or has two names that
-        differ only in case, which the analyzer treats as one.
+        The tables by key, and those of their names that are in a single pair of backticks. None if
+        the analyzer has to find the names: the statement is long, may read views, or has two names
+        that differ only in case, which the analyzer treats as one.
     """
     if len(sql) > _MOST_LIKELY_CHARACTERS:
         return None

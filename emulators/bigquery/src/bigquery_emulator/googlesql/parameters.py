@@ -26,10 +26,10 @@ _PLAIN_ZONE = re.compile(r"UTC|(?!SystemV|Canada)[A-Z][a-z]+/[A-Z][A-Za-z_]+")
 
 @dataclass
 class Parameters:
-    """The parameters of a statement.
+    """A statement's parameters.
 
     `types` are for the analyzer. `sql` has DuckDB's SQL for each parameter, by lower-case name or
-    by position from 1. `values` are the placeholders' values.
+    by position from 1. `values` are the values for the placeholders.
     """
 
     types: ParameterTypes
@@ -37,7 +37,7 @@ class Parameters:
     values: dict[str, Any] = field(default_factory=dict)
 
     def form(self) -> tuple[object, ...]:
-        """The parts that a translation depends on: names, types and SQL, but no values."""
+        """The parts that a translation depends on: names, types and SQL, but not values."""
         kinds = [*(kind for _, kind in self.types.named), *self.types.positional]
         return (*self.sql.items(), *(kind.SerializeToString() for kind in kinds))
 
@@ -48,12 +48,12 @@ def values_in(sql: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_plain_zone(name: str) -> bool:
-    """True if a text is a time zone with the same name in BigQuery and DuckDB."""
+    """True if the text is a time zone with the same name in BigQuery and DuckDB."""
     return _PLAIN_ZONE.fullmatch(name) is not None
 
 
 def is_zone_parameter(sql: str) -> bool:
-    """True if DuckDB's SQL of a value is a parameter whose value is such a zone."""
+    """True if this SQL is a parameter whose value is such a zone."""
     return sql.startswith("CAST($bq_zone_") and sql.endswith(" AS VARCHAR)")
 
 
@@ -104,7 +104,7 @@ def _typed(kind: Json, value: Json, values: dict[str, Any]) -> str:
 def _scalar(name: str, value: Any, values: dict[str, Any]) -> str:
     (kind,) = parse_schema([{"name": "value", "type": name}])
     is_zone = kind.type == "STRING" and isinstance(value, str) and is_plain_zone(value)
-    # The translation may assume a valid zone, because it is cached for others with the same
+    # The translation may assume a valid zone, because it is cached for statements with the same
     # placeholders.
     placeholder = f"bq_zone_{len(values)}" if is_zone else f"bq_{len(values)}"
     if value is not None and kind.type == "BYTES":

@@ -1,9 +1,9 @@
 """Checks that queries filter on partitions if a table requires it (`requirePartitionFilter`).
 
-A filter counts if BigQuery could use it to skip partitions: a comparison of the partitioning column
-with a constant, in the WHERE or ON next to the table. It may also be further out if nothing in
-between needs the other rows: no LIMIT, and no window or grouping without the column among its keys.
-Source: https://docs.cloud.google.com/bigquery/docs/querying-partitioned-tables
+A filter counts if BigQuery could use it to skip partitions: it compares the partitioning column
+with a constant in the WHERE or ON clause next to the table. It may also be further out if nothing
+in between needs the other rows: no LIMIT, and no window or grouping without the column among its
+keys. Source: https://docs.cloud.google.com/bigquery/docs/querying-partitioned-tables
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ class ReadTable:
 
 @dataclass(frozen=True)
 class View:
-    """A view's resolved tree, and the tables behind its names."""
+    """A view's resolved tree and the tables behind its names."""
 
     tree: Node
     reads: Mapping[str, ReadTable]
 
 
 def check_partition_filters(tree: Node, reads: Mapping[str, ReadTable]) -> None:
-    """Refuses a statement that reads a whole table although it requires a partition filter.
+    """Refuses a statement that reads a whole table although the table requires a partition filter.
 
     Args:
-        reads: tables behind the analyzer's keys.
+        reads: tables by the analyzer's keys.
 
     Raises:
         InvalidQueryError: names the table and its column.
@@ -164,7 +164,7 @@ def _moved(filtered: frozenset[int], outer: Iterable[Any], inner: Iterable[Any])
 
 
 def _behind(filtered: frozenset[int], computed: Iterable[Node]) -> frozenset[int]:
-    """Returns the columns behind filtered outputs, if passed on or truncated to a unit."""
+    """Returns the columns behind filtered outputs, if unchanged or only truncated to a unit."""
     columns = set(filtered)
     for output in computed:
         if output.column.column_id in filtered:
@@ -186,7 +186,7 @@ def _column_behind(expr: Node) -> int | None:
 
 
 def _keys_of_windows(scan: Node) -> frozenset[int]:
-    """Returns the columns by which all windows of a scan are partitioned."""
+    """Returns the columns by which all of a scan's windows are partitioned."""
     keys: set[int] | None = None
     for group in scan.function_group_list:
         refs = [] if group.partition_by is None else group.partition_by.partition_by_list
@@ -196,7 +196,7 @@ def _keys_of_windows(scan: Node) -> frozenset[int]:
 
 
 def _find_pruning(conditions: Iterable[Node | None]) -> frozenset[int]:
-    """Returns the columns for which these conditions, which all hold, let partitions be skipped."""
+    """Returns the columns for which these conditions, all of which hold, allow partition skips."""
     return frozenset().union(
         *(_find_pruning_columns(condition) for condition in conditions if condition is not None)
     )

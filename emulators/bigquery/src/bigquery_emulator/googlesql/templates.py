@@ -1,10 +1,11 @@
-"""Caches statements that differ only in compared values, so that they are analyzed only once.
+"""Caches statements that differ only in literals, so that they are analyzed only once.
 
 Dashboards and reports send the same statement with different days and ids. A translated statement
 is stored as a template, with marks in place of literals whose value did not affect the translation.
-These literals are whole numbers, strings, and dates and timestamps in plain form, which are
-compared with something or inserted. All other literals must be the same again, and equal literals
-must be equal again, because the analyzer treats equal expressions as one.
+Such literals are whole numbers, strings, and dates and timestamps in plain form that are compared
+with something or inserted. All other literals must be identical for the template to apply, and
+equal literals must again be equal to each other, because the analyzer treats equal expressions as
+one.
 """
 
 from __future__ import annotations
@@ -32,20 +33,20 @@ _FUNCTIONS = frozenset(
     for name in ("equal", "not_equal", "less", "less_or_equal", "greater", "greater_or_equal")
 ) | {"ZetaSQL:$between", "ZetaSQL:$in"}
 """Functions whose translation never depends on a literal's value, unless it may be NaN."""
-_NAMES_FROM_VALUES = "PIVOT"  # and UNPIVOT
+_NAMES_FROM_VALUES = "PIVOT"  # also matches UNPIVOT
 _DATE = re.compile(r"\d{4}-\d\d-\d\d")
 _TIMESTAMP = re.compile(r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(\.\d{1,6})?( ?UTC|Z|[+-]\d\d:\d\d)?")
 _EPOCH = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
 _MOST_INT64 = 2**63 - 1
 _MOST_EXACT = 2**53
 _NONCE = secrets.token_hex(8)
-"""Makes sure that no text in a statement looks like a mark."""
+"""Ensures that no text in a statement looks like a mark."""
 _MARK = re.compile(rf"\x01{_NONCE}:\d+\x02")
 
 
 @dataclass(frozen=True)
 class _Literal:
-    """A number or string as written: its content, and its position in bytes."""
+    """A number or string as written: its content and its byte position."""
 
     content: int | str
     start: int
@@ -79,12 +80,12 @@ class StatementText:
 
     @property
     def key(self) -> Hashable:
-        """Returns a key that is the same for all statements that may share a template."""
+        """Returns the key, which is the same for all statements that may share a template."""
         kinds = tuple(isinstance(literal.content, str) for literal in self.literals)
         return tuple(self._parts), kinds, self.equals
 
     def byte_ranges(self) -> list[tuple[int, int]]:
-        """Positions of the literals in UTF-8."""
+        """The literals' positions in UTF-8."""
         if self._sql.isascii():
             return [(literal.start, literal.end) for literal in self.literals]
         length = [0]
@@ -94,7 +95,7 @@ class StatementText:
 
 
 def _literals(sql: str) -> Iterator[tuple[int | str, tuple[int, int]]]:
-    """Yields content and span of whole numbers, and of strings without escapes or prefix."""
+    """Yields the content and span of whole numbers, and of strings without escapes or a prefix."""
     before, before_end = "", 0
     all_tokens = list(tokens(sql))
     for place, (start, end) in enumerate(all_tokens):
@@ -103,7 +104,7 @@ def _literals(sql: str) -> Iterator[tuple[int | str, tuple[int, int]]]:
         following = all_tokens[place + 1] if place + 1 < len(all_tokens) else None
         after = sql[slice(*following)] if following else ""
         if token.isdecimal() and token.isascii() and len(token) <= _MOST_DIGITS:
-            # Not a part of 1.5, nor of a name such as my-project-1.
+            # Must not be part of 1.5, or of a name such as my-project-1.
             if not joined.endswith((".", "-")) and after[:1] not in (".", "-"):
                 yield int(token), (start, end)
         elif token[0] in "'\"" and token[:3] not in ("'''", '"""'):
@@ -115,9 +116,9 @@ def _literals(sql: str) -> Iterator[tuple[int | str, tuple[int, int]]]:
 
 @dataclass(frozen=True)
 class FreeLiterals:
-    """The literals of a statement that may vary.
+    """A statement's literals that may vary.
 
-    `kinds` are their types by literal index. `marks` replace them, by their ranges in the
+    `kinds` are their types, by literal index. `marks` replace them, by their ranges in the
     statement.
     """
 
@@ -126,19 +127,19 @@ class FreeLiterals:
 
 
 def free_literals(tree: Node, text: StatementText) -> FreeLiterals:
-    """Returns the literals of a statement that may vary.
+    """Returns the statement's literals that may vary.
 
     Args:
-        tree: the analyzer's tree for it.
-        text: the text given to the analyzer.
+        tree: the analyzer's tree for the statement.
+        text: the text that was given to the analyzer.
     """
     if not text.literals:
         return FreeLiterals({}, {})
     places = {end: place for place, (_, end) in enumerate(text.byte_ranges())}
     literal_nodes: dict[int, Node] = {}
-    copies = set()  # results of rewriting a literal, or possibly such
+    copies = set()  # results, or possible results, of rewriting a literal
     for node, is_free in _literal_nodes(tree):
-        # Matched by their end, because DATE '2024-01-01' begins before its literal.
+        # Matched by their end, because the node DATE '2024-01-01' starts before its literal.
         place = places.get(_range(node)[1])
         if (
             place is None
@@ -188,7 +189,7 @@ def _range(node: Node) -> tuple[int, int]:
 
 
 def _value(content: int | str, kind: TypeProto) -> ValueProto | None:
-    """Returns a literal's value in its type, if it is in plain form."""
+    """Returns a literal's value in its type, if it is written in plain form."""
     if isinstance(content, int):
         if kind.type_kind == types.TYPE_INT64 and content <= _MOST_INT64:
             return ValueProto(int64_value=content)
@@ -203,7 +204,7 @@ def _value(content: int | str, kind: TypeProto) -> ValueProto | None:
             return ValueProto(date_value=days.days)
         if kind.type_kind == types.TYPE_TIMESTAMP and _TIMESTAMP.fullmatch(content):
             return _moment(content)
-    except ValueError:  # the day does not exist
+    except ValueError:  # no such day
         return None
     return None
 
@@ -222,7 +223,7 @@ class StatementTemplate:
     """A translated statement without the literals that may vary.
 
     Args:
-        sql: its translation to DuckDB's SQL, with marks.
+        sql: the statement's translation to DuckDB's SQL, with marks.
     """
 
     text: StatementText
@@ -230,7 +231,7 @@ class StatementTemplate:
     sql: tuple[str, ...]
 
     def filled(self, text: StatementText) -> tuple[str, ...] | None:
-        """Returns the SQL of a statement with the same key. None: it must be translated again."""
+        """Returns the SQL for a statement with the same key. None: it must be translated again."""
         written: dict[str, str] = {}
         for place, own_literal in enumerate(text.literals):
             kind = self.free.kinds.get(place)

@@ -48,15 +48,15 @@ def is_definition(sql: str) -> bool:
 
 
 def tokens(sql: str) -> Iterator[tuple[int, int]]:
-    """Yields start and end of each token: strings, comments, names, words, spaces, symbols."""
+    """Yields the start and end of each token: strings, comments, names, words, spaces, symbols."""
     for token in _TOKENS.finditer(sql):
         yield token.span()
 
 
 def possible_names(sql: str) -> set[tuple[str, ...]]:
-    """Returns all names in a statement that may be table names, in parts, as written.
+    """Returns all names in a statement that may be table names, split into parts, as written.
 
-    This includes column names. No table is missed, unless there is a comment inside its name.
+    This includes column names. No table is missed, unless its name contains a comment.
     """
     names: set[tuple[str, ...]] = set()
     parts: list[str] = []
@@ -79,10 +79,10 @@ def possible_names(sql: str) -> set[tuple[str, ...]]:
 
 
 class SplitNames:
-    """A statement in which each part of a table name has separate backquotes.
+    """A statement in which each part of a table name has its own backquotes.
 
     BigQuery treats `project.dataset.table` in one pair of backquotes as three names, with `table`
-    as its alias. The analyzer treats it as one name.
+    as the alias. The analyzer treats it as one name.
     """
 
     def __init__(self, sql: str, names: Iterable[str]) -> None:
@@ -100,7 +100,7 @@ class SplitNames:
         self.sql = "".join([*parts, sql[at:]])
 
     def as_given(self, message: str) -> str:
-        """Returns an error message with the position in the original statement."""
+        """Returns an error message with the position adjusted to the original statement."""
         match = _POSITION.search(message)
         if match is None:
             return message

@@ -1,7 +1,7 @@
 """Converts GoogleSQL text to a DuckDB statement: names, analysis, checks, translation.
 
-This is the entry point of the package, called by query jobs and views. Data definitions are passed
-to `definitions`.
+This is the package's entry point, called by query jobs and views. Data definitions are passed on to
+`definitions`.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Statement:
     """A statement ready for DuckDB.
 
     `kind` is the API's statementType. `checks` are queries that must run first: they fail if the
-    statement must fail. `columns` are the names of the columns read, in lower case, by table
-    number. `schema` has the fields of a query's result. `definition` is the parsed tree of a data
+    statement must fail. `columns` are the lower-case names of the columns read, by table number.
+    `schema` has the fields of a query's result. `definition` is the parsed tree of a data
     definition, which has no `sql`. `target` is the table changed by INSERT, UPDATE, DELETE or
     MERGE. `gives_all` is true if a query returns all rows of a table.
     """
@@ -88,7 +88,7 @@ class Translator:
 
     Args:
         find: returns a table by its full name, or raises NotFoundError.
-        listing: returns the rows of an INFORMATION_SCHEMA view, given its name, the parts of the
+        listing: returns an INFORMATION_SCHEMA view's rows, given the view's name, the parts of the
             name before it, and the job's project.
     """
 
@@ -111,8 +111,8 @@ class Translator:
         """Returns the DuckDB statement for a GoogleSQL statement.
 
         Args:
-            project: project for names without one.
-            default_dataset: dataset for names without one.
+            project: project for names that don't specify one.
+            default_dataset: dataset for names that don't specify one.
             is_view: True for a view's query, whose result may be filtered later.
 
         Raises:
@@ -175,7 +175,7 @@ class Translator:
         return statement, template
 
     def names(self, project: str, default_dataset: DatasetKey | None) -> Names:
-        """Returns the context for names in a statement."""
+        """Returns the context for resolving a statement's names."""
         return Names(project, default_dataset, self.find, self.listing)
 
     def _analyze(
@@ -210,7 +210,7 @@ class Translator:
         parameters: Parameters,
         translate_view: Callable[[TableResource], TranslatedView],
     ) -> tuple[Node, dict[str, NamedSource], str]:
-        """Returns a statement's tree, the tables that it may read by name, and its text."""
+        """Returns a statement's tree, the tables that it may read (by name), and its text."""
         likely = likely_sources(sql, names)
         if likely is not None:
             # Asking the analyzer for the names costs half as much as analyzing the statement.

@@ -29,7 +29,7 @@ async def get(request: Request) -> Response:
 
 
 async def list_all(request: Request) -> Response:
-    """Lists the datasets of a project."""
+    """Lists a project's datasets."""
     project = request.path_params["project"]
     datasets = [
         data for key, data in service_of(request).catalog.datasets.items() if key.project == project
@@ -77,7 +77,7 @@ async def delete(request: Request) -> Response:
 
 
 async def list_projects(request: Request) -> Response:
-    """Lists projects that have a dataset."""
+    """Lists projects that have at least one dataset."""
     names = sorted({key.project for key in service_of(request).catalog.datasets})
     items = [
         {

@@ -1,6 +1,6 @@
 """The discovery document, which describes this API to generated clients such as `bq`.
 
-It lists the methods of this server; request bodies are only described as objects. Source:
+It lists this server's methods; request bodies are described only as objects. Source:
 https://developers.google.com/discovery/v1/reference/apis
 """
 
@@ -27,7 +27,7 @@ _RESULT_PARAMETERS = (
     ),
     "formatOptions.timestampOutputFormat",
 )
-# resource: method: verb, path, query parameters, schema of the body, schema of the answer.
+# resource: method: verb, path, query parameters, body schema, response schema.
 _METHODS: dict[str, dict[str, tuple[str, str, tuple[str, ...], str | None, str | None]]] = {
     "projects": {
         "list": ("GET", "projects", ("maxResults", "pageToken"), None, "ProjectList"),
@@ -101,7 +101,7 @@ _METHODS: dict[str, dict[str, tuple[str, str, tuple[str, ...], str | None, str |
             ),
         ),
     },
-    # bq lists these alongside tables; this server does not have any.
+    # bq lists these alongside tables, but this server does not have any.
     "models": {
         "list": (
             "GET",
@@ -139,7 +139,7 @@ async def describe(request: Request) -> Response:
 
 
 def document(root_url: str) -> dict[str, Any]:
-    """Returns the discovery document of this API under `root_url`, which ends in a slash."""
+    """Returns this API's discovery document under `root_url`, which ends in a slash."""
     names = {
         name
         for methods in _METHODS.values()

@@ -41,7 +41,7 @@ _QUERY_FIELDS = (
 )
 
 _MULTI_REGIONS = ("US", "EU")
-"""Location that jobs.get assumes if the parameter `location` is missing."""
+"""Locations that jobs.get assumes if the `location` parameter is missing."""
 _REFUSED = {"EXTRACT": "Extract jobs", "LOAD": "Loading from Cloud Storage"}
 _STATEMENT_RESULTS = (
     *("numDmlAffectedRows", "dmlStats", "ddlOperationPerformed"),
@@ -50,7 +50,7 @@ _STATEMENT_RESULTS = (
 
 
 class RequestIds:
-    """Jobs of jobs.query by `requestId`, so that a repeated request does not run again."""
+    """jobs.query's jobs by `requestId`, so that a repeated request does not run again."""
 
     def __init__(self) -> None:
         self._jobs: OrderedDict[str, BigQueryJob] = OrderedDict()
@@ -74,8 +74,8 @@ async def insert(request: Request) -> Response:
     service, body = service_of(request), await json_body(request)
     job = new_job(request.path_params["project"], body)
     if job.kind in _REFUSED:
-        # It becomes a failed job, so clients see the error once. They would retry a request
-        # answered with 501.
+        # It becomes a failed job, so clients see the error once. They would retry a request that
+        # was answered with 501.
         service.jobs.start(job, _refuse)
         return JSONResponse(job.resource())
     if job.configuration.get("dryRun"):
@@ -93,7 +93,8 @@ def new_job(project: str, body: Json) -> BigQueryJob:
     """Returns the job that a request describes, without starting it.
 
     Raises:
-        InvalidError: the request names no kind of job, or several, or a field has the wrong type.
+        InvalidError: the request names no kind of job, or several kinds, or a field has the wrong
+            type.
     """
     body = read_fields(body, JobFields)
     configuration = body.get("configuration") or {}
@@ -118,7 +119,7 @@ async def get(request: Request) -> Response:
 
 
 async def list_all(request: Request) -> Response:
-    """Lists the jobs of a project, latest first."""
+    """Lists a project's jobs, latest first."""
     jobs = service_of(request).jobs.of_project(request.path_params["project"])
     states = {state.upper() for state in request.query_params.getlist("stateFilter")}
     items = [
@@ -135,7 +136,7 @@ async def list_all(request: Request) -> Response:
 
 
 async def cancel(request: Request) -> Response:
-    """Asks a job to stop. It may answer before the job has stopped."""
+    """Asks a job to stop. The response may be sent before the job has stopped."""
     job = _job(request)
     job.cancel()
     return JSONResponse({"kind": "bigquery#jobCancelResponse", "job": job.resource()})
@@ -147,7 +148,7 @@ async def delete(request: Request) -> Response:
 
 
 async def query(request: Request) -> Response:
-    """Runs a query. Returns the first page, or the job after `timeoutMs`."""
+    """Runs a query. Returns its first page, or just the job after `timeoutMs`."""
     service, body = service_of(request), read_fields(await json_body(request), QueryRequest)
     is_micros = body.get("formatOptions", {}).get("useInt64Timestamp", False)
     request_ids: RequestIds = request.app.state.request_ids
@@ -210,7 +211,8 @@ async def _results(
         **{name: details[name] for name in _STATEMENT_RESULTS if name in details},
     }
     if job.result is None:
-        # Without `totalRows`, by which clients distinguish statements from queries without rows.
+        # Without `totalRows`, which tells clients that a statement is a query, even one without
+        # rows.
         return results
     result = job.result
     count = min(count, _DEFAULT_PAGE_ROWS)

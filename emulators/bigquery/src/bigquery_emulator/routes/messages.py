@@ -1,4 +1,4 @@
-"""Requests and responses of the BigQuery API: JSON bodies, possibly gzipped, and errors."""
+"""The BigQuery API's requests and responses: JSON bodies, possibly gzipped, and errors."""
 
 import zlib
 from collections.abc import AsyncIterator
@@ -20,7 +20,7 @@ _UNPACKED_BYTES = 1024 * 1024
 
 
 class RowsResponse(Response):
-    """A page of rows. It may have a million values, so the faster encoder writes it."""
+    """A page of rows. It may have a million values, so the faster encoder is used."""
 
     media_type = "application/json"
 
@@ -29,7 +29,7 @@ class RowsResponse(Response):
 
 
 def service_of(request: Request) -> BigQueryService:
-    """Returns the server that received the request."""
+    """Returns the service that handles the request."""
     service: BigQueryService = request.app.state.service
     return service
 
@@ -45,7 +45,7 @@ async def json_body(request: Request, most_bytes: int = MOST_BODY_BYTES) -> Json
 
 
 def json_object(raw: bytes) -> Json:
-    """Returns the JSON object in a body, or in a part of one.
+    """Returns the JSON object in a body or in a part of a body.
 
     Raises:
         InvalidError: it is not a JSON object, or is nested too deeply.
@@ -125,7 +125,7 @@ def page(request: Request, items: list[Json]) -> tuple[list[Json], Json]:
 def answer_error(request: Request, error: Exception) -> Response:
     """Returns an error response in the service's JSON format.
 
-    Any other exception is a bug, which the server logs.
+    Any exception other than a ServiceError is a bug, which the server logs.
     """
     known = as_service_error(error)
     return JSONResponse(known.body(), status_code=known.status)

@@ -1,4 +1,4 @@
-"""Types of query string parameters, and of upload headers.
+"""Types of query string parameters and upload headers.
 
 Source: the method pages at https://cloud.google.com/bigquery/docs/reference/rest/v2.
 """
@@ -22,7 +22,7 @@ class PageOptions(Fields):
 
 
 class RowOptions(PageOptions):
-    """A page of rows, of a table or a query."""
+    """A page of rows from a table or a query."""
 
     start_index: Natural | msgspec.UnsetType = NOT_SET
     timeout_ms: Natural | msgspec.UnsetType = NOT_SET
@@ -45,7 +45,7 @@ class UploadOptions(Fields):
 
 
 class SessionOptions(Fields):
-    """The upload to which a part belongs."""
+    """The upload that a part belongs to."""
 
     upload_id: str | msgspec.UnsetType = msgspec.field(default=NOT_SET, name="upload_id")
 

@@ -35,21 +35,21 @@ _DEFAULT_PAGE_ROWS = 10_000
 
 
 class InsertIds:
-    """The insertIds of the last minute, so that a row sent twice is stored once.
+    """The last minute's insertIds, so that a row that is sent twice is stored once.
 
-    Like the service, this is best effort.
+    As in the service, this is best effort.
     """
 
     def __init__(self) -> None:
         self._seen: OrderedDict[tuple[int, str], float] = OrderedDict()
 
     def is_new(self, table: TableResource, insert_id: str) -> bool:
-        """Returns whether no row with this id was inserted recently."""
+        """True if no row with this id was inserted recently."""
         self._forget_old()
         return (table.number, insert_id) not in self._seen
 
     def remember(self, table: TableResource, insert_ids: list[str]) -> None:
-        """Stores the ids of rows that were inserted."""
+        """Stores the ids of rows that were just inserted."""
         now_s = time.monotonic()
         for insert_id in insert_ids:
             self._seen[(table.number, insert_id)] = now_s
@@ -67,7 +67,7 @@ async def insert_all(request: Request) -> Response:
     """Streams rows into a table. Each row that does not match gets its own error."""
     service = service_of(request)
     body = await json_body(request, _MOST_REQUEST_BYTES)
-    # Rows are checked with the table's schema, and each gets a separate error.
+    # Rows are checked against the table's schema, and each gets a separate error.
     rows = body.pop("rows", None)
     options = read_fields(body, InsertAllRequest)
     if options.get("templateSuffix"):
@@ -131,7 +131,7 @@ def _insert_into(
 
 
 def _find_ingestion_time(table: TableResource, partition_id: str) -> str:
-    # Like the service: rows may be streamed with a decorator only if their own values don't
+    # As in the service, rows may be streamed with a decorator only if their own values don't
     # determine the partition.
     if not table.has_partition_time:
         raise InvalidError(

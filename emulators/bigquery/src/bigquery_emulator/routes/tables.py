@@ -48,7 +48,7 @@ async def get(request: Request) -> Response:
 
 
 async def list_all(request: Request) -> Response:
-    """Lists the tables and views in a dataset."""
+    """Lists a dataset's tables and views."""
     tables = service_of(request).catalog.tables_of(dataset_key(request))
     page_items, rest = page(request, [table.short_resource() for table in tables])
     return JSONResponse(
@@ -78,7 +78,7 @@ async def update(request: Request) -> Response:
 
 
 async def delete(request: Request) -> Response:
-    """Deletes a table or view, or the rows in a partition."""
+    """Deletes a table or view, or a partition's rows."""
     service = service_of(request)
     key, partition_id = undecorated(table_key(request))
     if partition_id is None:

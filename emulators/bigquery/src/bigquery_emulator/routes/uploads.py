@@ -1,4 +1,4 @@
-"""Routes for load jobs with a file: multipart in one request, or resumable in several.
+"""Routes for load jobs with a file: multipart in one request, or resumable over several requests.
 
 Source: https://docs.cloud.google.com/bigquery/docs/reference/api-uploads
 """
@@ -64,7 +64,7 @@ class Session:
 
 
 class Sessions:
-    """Uploads in progress by id. Abandoned uploads are dropped."""
+    """Uploads in progress, by id. Abandoned uploads are dropped."""
 
     def __init__(self) -> None:
         self._sessions: dict[str, Session] = {}
@@ -73,7 +73,7 @@ class Sessions:
         """Stores a new upload and returns its id.
 
         Raises:
-            BusyError: too many are in progress.
+            BusyError: too many uploads are in progress.
         """
         oldest_s = time.monotonic() - _SESSION_S
         for name, other in list(self._sessions.items()):
@@ -89,7 +89,7 @@ class Sessions:
 
     @contextmanager
     def held(self, name: str) -> Iterator[Session]:
-        """Locks an upload for a single request.
+        """Locks an upload while one request uses it.
 
         Raises:
             InvalidError: another request is using it. NotFoundError: it does not exist.
@@ -106,7 +106,7 @@ class Sessions:
             session.is_held = False
 
     def drop(self, name: str) -> None:
-        """Forgets an upload, whose file now belongs to its job."""
+        """Forgets an upload. Its file now belongs to its job."""
         del self._sessions[name]
 
     def close(self, name: str) -> None:
@@ -122,7 +122,7 @@ async def upload(request: Request) -> Response:
 
 
 async def resume(request: Request) -> Response:
-    """Accepts the next part of a resumable upload. The last one starts the job."""
+    """Accepts the next part of a resumable upload. The last part starts the job."""
     sessions: Sessions = request.app.state.sessions
     name = query_options(request, SessionOptions).get("upload_id", "")
     with sessions.held(name) as session:
@@ -133,7 +133,7 @@ async def resume(request: Request) -> Response:
 
 
 async def _takes_part(session: Session, request: Request) -> bool:
-    """Appends the part in a request. Returns whether the file is complete."""
+    """Appends a request's part. Returns whether the file is complete."""
     match = _RANGE.fullmatch(request.headers.get("content-range", "bytes 0-0/*"))
     if match is None:
         raise InvalidError("Invalid value for Content-Range: not bytes FIRST-LAST/TOTAL")
@@ -168,7 +168,7 @@ async def _open_session(request: Request) -> Response:
     body = await json_body(request)
     new_job(project, body)
     name = sessions.open(Session(project, body))
-    # A header may only contain latin-1 letters, but a project's name may contain any.
+    # A header may contain only latin-1 characters, but a project's name may contain any.
     path = quote(request.url.path)
     place = request.url.replace(path=path, query=f"uploadType=resumable&upload_id={name}")
     return Response(headers={"Location": str(place), "X-GUploader-UploadID": name})
@@ -184,7 +184,7 @@ async def _multipart(request: Request) -> Response:
 
 
 def _parts(body: bytes, content_type: str) -> tuple[Json, bytes]:
-    """Returns the job's JSON and the file of a multipart/related body (RFC 2387)."""
+    """Returns a multipart/related body's job JSON and file (RFC 2387)."""
     match = re.search(r'boundary="?([^";]+)"?', content_type)
     if match is None:
         raise InvalidError("Multipart body without a boundary")
@@ -213,7 +213,7 @@ async def _start(request: Request, session: Session) -> Response:
 
 
 def _location(service: BigQueryService, job: BigQueryJob, body: Json) -> str:
-    """Returns the location of a load: by default, the location of its table."""
+    """Returns a load's location: by default, its table's location."""
     reference = job.configuration["load"].get("destinationTable") or {}
     named = DatasetKey(reference.get("projectId", job.project), reference.get("datasetId", ""))
     dataset = service.catalog.datasets.get(named)

@@ -1,8 +1,8 @@
 """The catalog of datasets, tables and views, stored in the database and cached in memory.
 
-This is the layer between the API or a query's DDL and the store. Methods that change something run
-in the server's writer thread. Rows are streamed concurrently, so changes to a table with rows keep
-new ones out.
+This layer sits between the API or a query's DDL and the store. Methods that change something run in
+the server's writer thread. Rows are streamed concurrently, so changing a table that has rows blocks
+new ones.
 """
 
 import re
@@ -86,7 +86,7 @@ class TableCatalog:
         return table
 
     def tables_of(self, key: DatasetKey) -> list[TableResource]:
-        """Returns the tables and views in a dataset, by name."""
+        """Returns a dataset's tables and views, by name."""
         self.dataset(key)
         tables = [table for name, table in list(self.tables.items()) if name.dataset == key]
         return sorted(tables, key=lambda table: table.key.table_id)
@@ -95,7 +95,7 @@ class TableCatalog:
         """Creates a dataset.
 
         Args:
-            body: Dataset resource in the request.
+            body: the request's Dataset resource.
 
         Raises:
             DuplicateError: it already exists. InvalidError: BigQuery refuses the name.
@@ -115,11 +115,11 @@ class TableCatalog:
         """Changes a dataset's settings.
 
         Args:
-            etag: the version that the caller read. None changes any version.
+            etag: the version that the caller read. None: change whatever version exists.
             is_patch: True to keep settings that `body` omits.
 
         Raises:
-            ConditionError: the dataset has changed since then.
+            ConditionError: the dataset has changed since that version.
         """
         old = self.dataset(key)
         _expect(old.etag, etag)
@@ -154,10 +154,10 @@ class TableCatalog:
         """Creates a table or a view.
 
         Args:
-            schema: its fields; for a view, the fields of its query.
-            body: Table resource in the request.
+            schema: its fields; for a view, its query's fields.
+            body: the request's Table resource.
             filled_by: DuckDB table with the initial rows.
-            replaces: True to remove a table with this name in the same transaction.
+            replaces: True to remove any table with this name in the same transaction.
 
         Raises:
             DuplicateError: it already exists. InvalidError: BigQuery refuses the name or
@@ -179,7 +179,8 @@ class TableCatalog:
                 if filled_by is not None:
                     physical.fill(cursor, table, schema, filled_by)
                 if old is not None:
-                    # Only now, because the old table accepts rows while the new one is filled.
+                    # Only now, because the old table accepts rows while the new one is being
+                    # filled.
                     held.enter_context(self.shapes.changing(key))
                     stored.drop_table(cursor, old)
                 stored.keep_table(cursor, table)
@@ -198,12 +199,13 @@ class TableCatalog:
 
         Args:
             body: new settings, possibly with a schema.
-            etag: the version that the caller read. None changes any version.
+            etag: the version that the caller read. None: change whatever version exists.
             is_patch: True to keep settings that `body` omits.
-            view_schema: fields of a view's new query.
+            view_schema: the fields of a view's new query.
 
         Raises:
-            ConditionError: the table has changed since then. InvalidError: the schema would lose or
+            ConditionError: the table has changed since that version. InvalidError: the schema would
+                lose
             change a field.
         """
         old = self.table(key)
@@ -227,10 +229,10 @@ class TableCatalog:
     def reshape_table(
         self, key: TableKey, schema: Schema, settings: Json, sources: Mapping[str, str]
     ) -> TableResource:
-        """Replaces a table's schema with any other. Its rows are rewritten.
+        """Replaces a table's schema with any other schema. Its rows are rewritten.
 
         Args:
-            sources: by field name, DuckDB's SQL over the old columns.
+            sources: DuckDB's SQL over the old columns, by field name.
 
         Raises:
             InvalidError: a row or setting does not match the new schema.
@@ -279,7 +281,7 @@ class TableCatalog:
         return dataset
 
     def _later(self, than_ms: int) -> int:
-        # Two changes within the same millisecond still have different etags.
+        # Ensures that two changes within the same millisecond have different etags.
         return max(self._now_ms(), than_ms + 1)
 
 

@@ -1,7 +1,7 @@
-"""Splits the lines of a CSV file into cells, noting which ones were quoted.
+"""Splits a CSV file's lines into cells, noting which cells were quoted.
 
-Python's reader does not report that, and it decides whether an empty cell is NULL or an empty
-string. Source: https://cloud.google.com/bigquery/docs/loading-data-cloud-storage-csv
+Python's reader does not report the quotes, but they decide whether an empty cell is NULL or an
+empty string. Source: https://cloud.google.com/bigquery/docs/loading-data-cloud-storage-csv
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class BadLineError(Exception):
 
 @dataclass(frozen=True)
 class CsvForm:
-    """The format of a file.
+    """A file's format.
 
     Attributes:
         quote: character around cells. None: cells are never quoted.
@@ -34,7 +34,7 @@ class CsvForm:
 
 
 def csv_lines(text: TextIO, form: CsvForm) -> Iterator[tuple[int, list[Cell] | str]]:
-    """Yields rows with the number of their last line, or the reason why a row is invalid.
+    """Yields each row with the number of its last line, or the reason the row is invalid.
 
     Args:
         text: the file, opened with `newline=""`.
@@ -55,7 +55,7 @@ def csv_lines(text: TextIO, form: CsvForm) -> Iterator[tuple[int, list[Cell] | s
 
 
 class _Lines:
-    """Counts the lines of a file."""
+    """Counts a file's lines."""
 
     def __init__(self, text: TextIO) -> None:
         self._lines = iter(text)

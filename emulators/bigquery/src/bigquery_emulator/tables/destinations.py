@@ -1,4 +1,4 @@
-"""Writes the rows of a query, load or copy to a destination table, following its dispositions.
+"""Writes a query's, load's or copy's rows to a destination table, following its dispositions.
 
 Runs in the server's writer thread.
 """
@@ -41,7 +41,7 @@ def parse_destination(config: Json, default_write: str) -> TableDestination:
     """Parses the destination in a job's configuration.
 
     Args:
-        config: configuration of the query, load or copy.
+        config: the query's, load's or copy's configuration.
         default_write: WRITE_APPEND for a load, WRITE_EMPTY for others.
 
     Raises:
@@ -77,7 +77,7 @@ def parse_destination(config: Json, default_write: str) -> TableDestination:
 def put_rows(
     store: Store, catalog: TableCatalog, destination: TableDestination, schema: Schema, source: str
 ) -> TableResource:
-    """Writes the rows of a DuckDB table to the destination, all or none.
+    """Writes a DuckDB table's rows to the destination, all or none.
 
     Args:
         source: DuckDB table with the rows.
@@ -116,7 +116,7 @@ def _created(
         raise NotFoundError(f"Not found: Table {destination.key}")
     if destination.partition_id is None:
         return catalog.create_table(destination.key, schema, destination.settings, source)
-    # Like the service: a table created by a decorator is partitioned by ingestion time.
+    # As in the service, a table created through a decorator is partitioned by ingestion time.
     default = {"timePartitioning": {"type": partition_unit(destination.partition_id)}}
     table = catalog.create_table(destination.key, schema, default | destination.settings)
     try:

@@ -1,4 +1,4 @@
-"""Detects a schema from the rows of a file, for loads with `autodetect`."""
+"""Detects a schema from a file's rows, for loads with `autodetect`."""
 
 import re
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ from bigquery_emulator.tables.values import BadValueError, canonical_scalar
 
 _INTEGER = re.compile(r"[-+]?\d{1,19}")
 _FLOAT = re.compile(r"[-+]?(\d+\.\d*|\.\d+|\d+)([eE][-+]?\d+)?")
-# From the narrowest: the first type that matches all values is used.
+# Narrowest first: the first type that matches all values is used.
 _TEXT_TYPES = ("DATE", "TIMESTAMP")
 
 
@@ -18,7 +18,7 @@ def detect_schema(rows: Iterable[Json]) -> Schema:
     """Returns fields that match all rows.
 
     Args:
-        rows: JSON objects, or cells of a CSV by column.
+        rows: JSON objects, or a CSV file's cells by column.
 
     Raises:
         InvalidError: there are no rows, or a column's name is not valid.

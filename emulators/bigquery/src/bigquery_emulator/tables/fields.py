@@ -1,8 +1,8 @@
-"""Parses requests: checks every field of a JSON body or query string by its type.
+"""Parses requests: checks each field of a JSON body or query string by its type.
 
-Fields that a struct does not name are ignored, like in most resources of the service. Null means
-that a field is not set. Source: https://cloud.google.com/bigquery/docs/reference/rest/v2. Numbers
-may be strings, because JSON has no 64-bit integers.
+Fields that a struct does not name are ignored, as in most of the service's resources. Null means
+that a field is not set. Numbers may be strings, because JSON has no 64-bit integers. Source:
+https://cloud.google.com/bigquery/docs/reference/rest/v2.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ Milliseconds = Natural
 
 
 class Fields(msgspec.Struct, rename="camel", omit_defaults=True):
-    """The fields of a resource. Unset fields are omitted from the result."""
+    """A resource's fields. Unset fields are omitted from the result."""
 
 
 def read_fields(body: Mapping[str, Any], fields: type[msgspec.Struct]) -> Json:
-    """Returns the known fields of a resource, checked by type. Integers become strings.
+    """Returns a resource's known fields, checked by type. Integers become strings.
 
     Raises:
         InvalidError: a field has a value of the wrong type. The message names the field.
@@ -60,7 +60,7 @@ def _checked(value: Any, where: str) -> Any:
     if isinstance(value, list):
         return [_checked(element, f"{where}[{at}]") for at, element in enumerate(value)]
     if isinstance(value, float) and not math.isfinite(value):
-        # Python's parser accepts them, but they are not valid JSON.
+        # Python's parser accepts these, but they are not valid JSON.
         raise InvalidError(f"Invalid value for {where.removeprefix('.')}: {value} is not JSON")
     return _encodable(value, where) if isinstance(value, str) else value
 

@@ -41,7 +41,7 @@ class _ParameterType(Fields):
 
 
 class _ParameterValue(Fields):
-    # Any JSON scalar. The parameter's own type applies later.
+    # Any JSON scalar. It is checked later against the parameter's own type.
     value: str | bool | int | float | msgspec.UnsetType = NOT_SET
     array_values: list[_ParameterValue] | msgspec.UnsetType = NOT_SET
     struct_values: dict[str, _ParameterValue] | msgspec.UnsetType = NOT_SET
@@ -76,7 +76,7 @@ class _Writing(Fields, kw_only=True):
 
 
 class _QueryJob(_Query, kw_only=True):
-    # A struct has one base, so these repeat the fields of _Writing.
+    # A struct has only one base, so these repeat the fields of _Writing.
     create_disposition: _Create | msgspec.UnsetType = NOT_SET
     write_disposition: _Write | msgspec.UnsetType = NOT_SET
     schema_update_options: list[_SchemaUpdate] | msgspec.UnsetType = NOT_SET
@@ -168,7 +168,7 @@ class QueryRequest(_Query, kw_only=True):
 
 
 class InsertAllRequest(Fields):
-    """The body of insertAll without its rows, which are parsed with the table's schema."""
+    """The body of insertAll without its rows, which are parsed using the table's schema."""
 
     skip_invalid_rows: bool | msgspec.UnsetType = NOT_SET
     ignore_unknown_values: bool | msgspec.UnsetType = NOT_SET

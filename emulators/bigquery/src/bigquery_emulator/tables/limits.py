@@ -1,4 +1,4 @@
-"""Limits in a column's type: STRING(n), BYTES(n), NUMERIC(p) and NUMERIC(p, s).
+"""Limits in a column type: STRING(n), BYTES(n), NUMERIC(p) and NUMERIC(p, s).
 
 Rows that arrive through the API are checked in Python. For all other writes, the DuckDB table has a
 CHECK. Source:
@@ -23,7 +23,7 @@ _Natural = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 @dataclass(frozen=True)
 class TypeLimits:
-    """Limits of a type in addition to its name. `max_length` counts characters or bytes."""
+    """A type's limits, in addition to its name. `max_length` counts characters or bytes."""
 
     max_length: int | None = None
     precision: int | None = None
@@ -41,7 +41,7 @@ class TypeLimits:
         return f"({', '.join(str(n) for n in numbers)})" if numbers else ""
 
     def holds(self, other: TypeLimits) -> bool:
-        """Returns whether every value within `other` is also within these limits."""
+        """True if every value within `other` is also within these limits."""
         if self.max_length is not None:
             return other.max_length is not None and other.max_length <= self.max_length
         if self.precision is None:
@@ -52,10 +52,10 @@ class TypeLimits:
         return old_scale <= scale and other.precision - old_scale <= self.precision - scale
 
     def check_sql(self, kind: str, value: str) -> str | None:
-        """Returns the condition for a column's values, None if there is no limit.
+        """Returns the condition on a column's values. None if there is no limit.
 
         Args:
-            kind: name of the type in a schema.
+            kind: the type's name in a schema.
             value: DuckDB's SQL for the value.
         """
         if self.max_length is not None:
@@ -75,7 +75,7 @@ class TypeLimits:
         """Returns a canonical value as it is stored: a NUMERIC is rounded.
 
         Args:
-            kind: name of the type in a schema.
+            kind: the type's name in a schema.
             value: a canonical value that is not None.
             path: field name for the error.
 
@@ -83,7 +83,7 @@ class TypeLimits:
             BadValueError: the value is too long or too large.
         """
         if self.max_length is not None:
-            # A canonical byte has four characters, such as \x0A.
+            # A canonical byte takes four characters, such as \x0A.
             length = len(value) // 4 if kind == "BYTES" else len(value)
             if length > self.max_length:
                 message = (
@@ -115,7 +115,7 @@ def parse_limits(field: dict[str, Any], name: str, kind: str, is_repeated: bool)
     """Parses the limits in a TableFieldSchema.
 
     Args:
-        kind: name of the type in a schema.
+        kind: the type's name in a schema.
         is_repeated: True if the field is an array.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Rows known to the server itself, as a table for queries: INFORMATION_SCHEMA and the like."""
+"""Rows that the server itself knows, queryable as a table: INFORMATION_SCHEMA and the like."""
 
 import json
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ def fields(text: str) -> Schema:
 
 @dataclass(frozen=True)
 class Listing:
-    """Rows of a schema. A TIMESTAMP is in milliseconds since 1970, a record is a tuple."""
+    """Rows with a schema. A TIMESTAMP is in milliseconds since 1970; a record is a tuple."""
 
     schema: Schema
     rows: list[Row]

@@ -1,4 +1,4 @@
-"""Partition decorators: `table$20260131` names a partition of a table.
+"""Partition decorators: `table$20260131` names a table's partition.
 
 Source: https://docs.cloud.google.com/bigquery/docs/partitioned-tables#partition_decorators
 """
@@ -16,7 +16,7 @@ _NULL = "__NULL__"
 
 
 def undecorated(key: TableKey) -> tuple[TableKey, str | None]:
-    """Returns a table's name without its decorator, and the partition that it named."""
+    """Returns a table's name without its decorator, and the partition that the decorator named."""
     table_id, mark, partition_id = key.table_id.partition("$")
     if not mark:
         return key, None
@@ -36,10 +36,10 @@ def partition_unit(partition_id: str) -> str:
 
 
 def partition_condition(table: TableResource, partition_id: str) -> str:
-    """Returns DuckDB's condition for the rows in a partition.
+    """Returns DuckDB's condition for a partition's rows.
 
     Raises:
-        InvalidError: the table is not partitioned, or its partitions have other names.
+        InvalidError: the table is not partitioned, or its partitions are named differently.
     """
     partitioning = _partitioning(table)
     column = quoted(partitioning.column)
@@ -53,10 +53,10 @@ def partition_condition(table: TableResource, partition_id: str) -> str:
 
 
 def partition_start(table: TableResource, partition_id: str) -> str:
-    """Returns DuckDB's SQL for the start of a time partition.
+    """Returns DuckDB's SQL for a time partition's start.
 
     Raises:
-        InvalidError: the partition's name has another unit than the table's partitions.
+        InvalidError: the partition's name has a different unit than the table's partitions.
     """
     partitioning = _partitioning(table)
     if partition_id.startswith("__"):
@@ -75,7 +75,7 @@ def partition_start(table: TableResource, partition_id: str) -> str:
 
 
 def partition_id_sql(partitioning: Partitioning) -> str:
-    """Returns DuckDB's SQL for the partition name of a row."""
+    """Returns DuckDB's SQL for a row's partition name."""
     column = quoted(partitioning.column)
     if partitioning.unit == "RANGE":
         if partitioning.interval is None:

@@ -1,6 +1,6 @@
-"""Creates, fills, widens and rebuilds the DuckDB tables that store tables.
+"""Creates, fills, widens and rebuilds the DuckDB tables behind BigQuery tables.
 
-The catalog calls it in its transactions. DuckDB's errors about rows are converted here.
+The catalog calls this module in its transactions. DuckDB's errors about rows are converted here.
 """
 
 import re
@@ -33,12 +33,12 @@ def fill(
     """Adds rows to a table.
 
     Args:
-        given: the table's fields that the rows have.
+        given: those of the table's fields that the rows have.
         source: DuckDB table or parenthesized query with the rows.
         partition_time: DuckDB's SQL for the rows' ingestion time. None: now.
 
     Raises:
-        InvalidError: a value is NULL or exceeds its type's limits, and must not.
+        InvalidError: a value is NULL where that is not allowed, or exceeds its type's limits.
     """
     limits = {field.name.lower(): field.limits for field in table.schema}
     names = [quoted(field.name) for field in given]
@@ -70,7 +70,7 @@ def alter(cursor: Cursor, old: TableResource, new: TableResource, changed: Schem
         InvalidError: a row does not match.
     """
     if old.view_query is None and not old.schema and new.schema:
-        # Its first fields, which may be REQUIRED because there are no rows.
+        # Adds its first fields, which may be REQUIRED because there are no rows.
         rebuild(cursor, old, new, {})
         return
     if any(field.checks() for field in (*old.schema, *changed)):
@@ -88,13 +88,13 @@ def alter(cursor: Cursor, old: TableResource, new: TableResource, changed: Schem
 def rebuild(
     cursor: Cursor, old: TableResource, new: TableResource, sources: Mapping[str, str]
 ) -> None:
-    """Rebuilds a DuckDB table with its rows in the same order.
+    """Rebuilds a DuckDB table, keeping its rows in the same order.
 
     Args:
         cursor: a session in a transaction.
         old: the table before the change.
-        new: the same table with another schema.
-        sources: by column name, DuckDB's SQL over the old columns. A column without SQL is NULL, or
+        new: the same table with a different schema.
+        sources: DuckDB's SQL over the old columns, by column name. A column without SQL is NULL, or
             an empty array.
 
     Raises:
@@ -121,7 +121,7 @@ def accepted() -> Iterator[None]:
     """Converts DuckDB's errors about rows to the service's.
 
     Raises:
-        InvalidError: a value is NULL, exceeds its type's limits or has another type.
+        InvalidError: a value is NULL, exceeds its type's limits or has the wrong type.
     """
     try:
         yield
@@ -130,7 +130,7 @@ def accepted() -> Iterator[None]:
 
 
 def refusal(error: duckdb.Error) -> str:
-    """Returns why a row was refused, with the column's name."""
+    """Returns the reason a row was refused, with the column's name."""
     text = str(error).split("\n")[0]
     if match := _NOT_NULL.search(text):
         return f"Required field {match.group(1)} cannot be null"

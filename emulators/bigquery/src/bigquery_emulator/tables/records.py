@@ -1,4 +1,4 @@
-"""Checks incoming rows: each field of a JSON object against the schema, by name and mode.
+"""Checks incoming rows: each of a JSON object's fields against the schema, by name and mode.
 
 Used by insertAll and load jobs. Single values are checked in `values`.
 """
@@ -15,11 +15,11 @@ from bigquery_emulator.tables.values import (
 
 
 class RowReader:
-    """Reads rows with a schema.
+    """Reads rows using a schema.
 
     Args:
         ignores_unknown: True to drop fields that are not in the schema.
-        takes_json: True if a JSON column accepts any JSON value (a load), not only strings
+        takes_json: True if a JSON column accepts any JSON value (a load), False if only strings
             (insertAll).
         path: the RECORD that contains the fields, ending with a dot.
     """
@@ -38,7 +38,7 @@ class RowReader:
         }
 
     def canonical(self, row: Json) -> Json:
-        """Returns a row of canonical values under the schema's names, with every field present.
+        """Returns a row's canonical values under the schema's names, with every field present.
 
         Args:
             row: a JSON object. Names are not case-sensitive.

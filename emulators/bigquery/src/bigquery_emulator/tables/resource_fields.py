@@ -1,4 +1,4 @@
-"""Field types of Dataset and Table resources, and parts that jobs share with them.
+"""Field types of Dataset and Table resources, and the parts that jobs share with them.
 
 Source: https://cloud.google.com/bigquery/docs/reference/rest/v2/tables#Table.
 """
@@ -57,7 +57,7 @@ class SchemaFields(Fields):
 
 
 class TimePartitioning(Fields):
-    """The partitioning of a table by time."""
+    """A table's partitioning by time."""
 
     type: str | msgspec.UnsetType = NOT_SET
     field: str | msgspec.UnsetType = NOT_SET
@@ -72,14 +72,14 @@ class _Range(Fields):
 
 
 class RangePartitioning(Fields):
-    """The partitioning of a table by integer range."""
+    """A table's partitioning by integer range."""
 
     field: str
     range: _Range | msgspec.UnsetType = NOT_SET
 
 
 class Clustering(Fields):
-    """The sort order of a table's rows."""
+    """A table's clustering columns."""
 
     fields: list[str] | msgspec.UnsetType = NOT_SET
 
@@ -96,7 +96,7 @@ class _Resource(Fields):
 
 
 class DatasetFields(_Resource):
-    """The stored fields of a Dataset resource."""
+    """A Dataset resource's stored fields."""
 
     location: str | msgspec.UnsetType = NOT_SET
     access: list[dict[str, Any]] | msgspec.UnsetType = NOT_SET
@@ -108,7 +108,7 @@ class DatasetFields(_Resource):
 
 
 class TableFields(_Resource):
-    """The stored fields of a Table resource."""
+    """A Table resource's stored fields."""
 
     expiration_time: Milliseconds | msgspec.UnsetType = NOT_SET
     time_partitioning: TimePartitioning | msgspec.UnsetType = NOT_SET

@@ -1,6 +1,6 @@
 """Data about a dataset, table or view, and its API representation.
 
-The catalog stores these records. They are immutable. A change creates a new one.
+The catalog stores these records. They are immutable; a change creates a new one.
 """
 
 import base64
@@ -12,7 +12,8 @@ from typing import Any
 from bigquery_emulator.tables.schema import Json, Schema, quoted
 
 PARTITION_TIME = "_PARTITIONTIME"
-# No field can have this name. Unlike BigQuery, DuckDB does not allow tables without columns.
+# No BigQuery field can have this name. Unlike BigQuery, DuckDB does not allow tables without
+# columns.
 _NO_COLUMNS = "no columns"
 
 
@@ -51,7 +52,7 @@ class TableKey:
 
 @dataclass(frozen=True)
 class DatasetResource:
-    """A dataset. `settings` are the fields of its resource that users set."""
+    """A dataset. `settings` are its resource's fields that users set."""
 
     key: DatasetKey
     settings: Json
@@ -78,9 +79,9 @@ class DatasetResource:
 
 @dataclass(frozen=True)
 class Partitioning:
-    """The partitioning of a table. `field` is None for ingestion time.
+    """A table's partitioning. `field` is None for ingestion time.
 
-    `start`, `end` and `interval` are set for partitions by range, whose unit is RANGE.
+    `start`, `end` and `interval` are set for range partitioning, whose unit is RANGE.
     """
 
     field: str | None
@@ -101,7 +102,7 @@ class Partitioning:
 class TableResource:
     """A table or a view.
 
-    `settings` are the fields of its resource that users set, without the schema.
+    `settings` are its resource's fields that users set, without the schema.
     """
 
     key: TableKey
@@ -124,7 +125,7 @@ class TableResource:
 
     @property
     def partitioning(self) -> Partitioning | None:
-        """The table's partitioning, or None."""
+        """The table's partitioning. None if it has none."""
         time = self.settings.get("timePartitioning")
         required = bool(self.settings.get("requirePartitionFilter"))
         if time is not None:
@@ -156,7 +157,7 @@ class TableResource:
         )
 
     def columns_sql(self) -> str:
-        """Returns the column definitions of the DuckDB table."""
+        """Returns the DuckDB table's column definitions."""
         columns = []
         for column in self.schema:
             suffix = {"REQUIRED": " NOT NULL", "REPEATED": " DEFAULT []"}.get(column.mode, "")

@@ -29,7 +29,7 @@ def insert_rows(
     rows: Sequence[Json],
     partition_time: str | None = None,
 ) -> None:
-    """Inserts rows in one statement, which is many times faster than one by one.
+    """Inserts rows in one statement, which is many times faster than one statement per row.
 
     Args:
         partition_time: DuckDB's SQL for the rows' ingestion time. None: now.
@@ -60,11 +60,11 @@ def _structure(field: Field) -> Any:
 def read_rows(
     cursor: Cursor, physical: str, schema: Schema, start: int, count: int, is_micros: bool
 ) -> list[Json]:
-    """Returns a page of rows in the wire format, in the order in which they were written.
+    """Returns a page of rows in the wire format, in the order they were written.
 
     Args:
         start: the first row, from 0.
-        is_micros: True if a TIMESTAMP is whole microseconds instead of seconds as a float.
+        is_micros: True for TIMESTAMPs as whole microseconds instead of seconds as a float.
     """
     page = f"{physical} ORDER BY rowid LIMIT {int(count)} OFFSET {int(start)}"
     return _read(cursor, page, schema, is_micros)
@@ -73,7 +73,7 @@ def read_rows(
 def read_all_rows(cursor: Cursor, physical: str, schema: Schema, is_micros: bool) -> list[Json]:
     """Like `read_rows`, for a whole table.
 
-    In this case DuckDB keeps the order by itself, and is faster.
+    In this case DuckDB keeps the order by itself and is faster.
     """
     return _read(cursor, physical, schema, is_micros)
 
@@ -94,7 +94,7 @@ def readable_columns(schema: Schema, names: Sequence[str]) -> str:
         names: column names, quoted where necessary.
     """
     return ", ".join(
-        # The client needs pytz for a TIMESTAMPTZ. The same time without a zone does not.
+        # For a TIMESTAMPTZ, the client needs pytz. For the same time without a zone, it does not.
         f"CAST(CAST({name} AS {field.duckdb_type}) AS {plain})"
         if (plain := field.duckdb_type.replace("TIMESTAMP WITH TIME ZONE", "TIMESTAMP"))
         != field.duckdb_type
@@ -107,10 +107,10 @@ def wire_rows(schema: Schema, values: Sequence[tuple[Any, ...]], is_micros: bool
     """Returns rows in the wire format.
 
     Args:
-        values: values returned by DuckDB's Python client for `readable_columns`, row by row.
+        values: row by row, as DuckDB's Python client returns them for `readable_columns`.
         is_micros: see `read_rows`.
     """
-    # Column by column, so that the format of a type is selected only once.
+    # Column by column, so that a type's format is selected only once.
     columns_found = zip(*values, strict=True)
     written = [
         _wire_column(field, column, is_micros)
@@ -120,7 +120,7 @@ def wire_rows(schema: Schema, values: Sequence[tuple[Any, ...]], is_micros: bool
 
 
 def _wire_column(field: Field, values: Sequence[Any], is_micros: bool) -> list[Any]:
-    """Returns the values of a column in the wire format."""
+    """Returns a column's values in the wire format."""
     text = _TEXTS.get(field.type) if field.mode != "REPEATED" else None
     if text is None:
         return [wire_value(field, value, is_micros) for value in values]
@@ -131,7 +131,7 @@ def wire_value(field: Field, value: Any, is_micros: bool) -> Any:
     """Returns a value in the wire format.
 
     Args:
-        value: value returned by DuckDB's Python client.
+        value: as returned by DuckDB's Python client.
         is_micros: see `read_rows`.
     """
     if field.mode == "REPEATED":
@@ -181,7 +181,7 @@ _TEXTS: dict[str, Callable[[Any], str]] = {
     "INTEGER": str,
     "FLOAT": _float_text,
 }
-"""How to write types whose values need no further checks."""
+"""How to format types whose values need no further checks."""
 
 
 def _timestamp_text(value: datetime, is_micros: bool) -> str:
@@ -211,7 +211,7 @@ def _size(name: str, field: Field) -> str:
     if field.mode == "REPEATED":
         if field.type in _WIDTHS:
             return f"coalesce(len({name}) * {_WIDTHS[field.type]}, 0)"
-        # A string of unknown length inside an array or a record: the size of its JSON is close.
+        # A string of unknown length inside an array or a record: its JSON's size is close.
         return f"coalesce(strlen(CAST(to_json({name}) AS VARCHAR)), 0)"
     if field.type == "RECORD":
         return f"coalesce(strlen(CAST(to_json({name}) AS VARCHAR)), 0)"

@@ -27,7 +27,7 @@ _DUCKDB_TYPES = {
     "NUMERIC": "DECIMAL(38,9)",
     "JSON": "JSON",
 }
-# The API accepts type names of both SQL dialects and returns the older ones.
+# The API accepts both SQL dialects' type names and returns the older ones.
 _TYPE_NAMES = {
     **{name: name for name in (*_DUCKDB_TYPES, "RECORD")},
     "INT64": "INTEGER",
@@ -83,7 +83,7 @@ class Field:
     limits: TypeLimits = NO_LIMITS
 
     def resource(self) -> Json:
-        """Returns the TableFieldSchema of the API."""
+        """Returns the API's TableFieldSchema."""
         resource: Json = {"name": self.name, "type": self.type, "mode": self.mode}
         resource |= self.limits.resource()
         if self.description is not None:
@@ -94,7 +94,7 @@ class Field:
 
     @property
     def element_type(self) -> str:
-        """DuckDB's type for a single value, without the array of a REPEATED field."""
+        """DuckDB's type for a single value, without a REPEATED field's array."""
         if self.type == "RECORD":
             return f"STRUCT({', '.join(f'{quoted(f.name)} {f.duckdb_type}' for f in self.fields)})"
         return _DUCKDB_TYPES[self.type]
@@ -119,7 +119,7 @@ def quoted(name: str) -> str:
 
 
 def parse_schema(fields: Sequence[Json]) -> Schema:
-    """Parses the `schema.fields` of a request.
+    """Parses a request's `schema.fields`.
 
     Raises:
         InvalidError: BigQuery refuses a name, type or mode, or a name is used twice.
@@ -170,7 +170,7 @@ def result_schema(columns: Sequence[tuple[str, Any]]) -> Schema:
     """Returns the schema of a query's result.
 
     Args:
-        columns: name and DuckDB type object of each column.
+        columns: each column's name and DuckDB type object.
 
     Raises:
         InvalidError: a name occurs twice.
@@ -212,10 +212,10 @@ def _result_field(name: str, kind: Any) -> Field:
 
 
 def widened(old: Schema, new: Schema, path: str = "") -> list[Field]:
-    """Checks that a schema may replace another one in tables.update and loads.
+    """Checks that one schema may replace another in tables.update and loads.
 
     Args:
-        new: new fields: all of the old ones, and possibly more.
+        new: the new fields: all of the old ones, and possibly more.
         path: the record that contains the fields, for the message.
 
     Returns:
@@ -268,7 +268,7 @@ def _check_limits(old: Field, new: Field, path: str) -> None:
 
 
 def alterations(physical: str, field: Field, exists: bool) -> list[str]:
-    """Returns the DuckDB statements that add a column to a physical table, or widen it."""
+    """Returns the DuckDB statements that add a column to a physical table or widen it."""
     name = quoted(field.name)
     if not exists:
         default = " DEFAULT []" if field.mode == "REPEATED" else ""

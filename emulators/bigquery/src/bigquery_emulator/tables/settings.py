@@ -1,4 +1,4 @@
-"""Settings of datasets and tables: the stored fields, and their validation."""
+"""Settings of datasets and tables: the stored fields and their validation."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ _PARTITION_TYPES = ("DATE", "TIMESTAMP", "DATETIME")
 def merged(old: Json, patch: Json) -> Json:
     """Returns `old` with the fields of `patch`. Null removes a field, and objects are merged.
 
-    This is the meaning of PATCH in Google's APIs (JSON merge patch, RFC 7396).
+    This is how PATCH works in Google's APIs (JSON merge patch, RFC 7396).
     """
     result: dict[str, Any] = dict(old)
     for name, value in patch.items():
@@ -40,7 +40,7 @@ def merged(old: Json, patch: Json) -> Json:
 
 
 def given_schema(body: Json) -> Schema | None:
-    """Returns the schema in a Table resource, or None.
+    """Returns the schema in a Table resource. None if it has none.
 
     Raises:
         InvalidError: a field has the wrong type or an invalid value. UnsupportedError: this server
@@ -53,7 +53,7 @@ def given_schema(body: Json) -> Schema | None:
 
 
 def given_view_query(body: Json) -> str | None:
-    """Returns the view's query in a Table resource, or None.
+    """Returns the view query in a Table resource. None if it has none.
 
     Raises:
         InvalidError: a field has the wrong type.
@@ -63,10 +63,11 @@ def given_view_query(body: Json) -> str | None:
 
 
 def dataset_settings(body: Json) -> Json:
-    """Returns the stored fields of a Dataset resource.
+    """Returns a Dataset resource's stored fields.
 
     Raises:
-        InvalidError: a field has the wrong type. UnsupportedError: case-insensitive names.
+        InvalidError: a field has the wrong type. UnsupportedError: names are to be
+            case-insensitive.
     """
     settings = read_fields(body, DatasetFields)
     if settings.get("isCaseInsensitive"):
@@ -75,17 +76,17 @@ def dataset_settings(body: Json) -> Json:
 
 
 def table_settings(schema: Schema, body: Json, dataset: DatasetResource, created_ms: int) -> Json:
-    """Returns the stored fields of a Table resource.
+    """Returns a Table resource's stored fields.
 
     Args:
-        dataset: dataset that contains it. Its defaults apply.
-        created_ms: time when the table was created, for the default expiration.
+        dataset: the dataset that contains it. Its defaults apply.
+        created_ms: when the table was created, for the default expiration.
 
     Raises:
-        InvalidError: a field is not of its type, or partitioning or clustering names no fitting
-            one.
-        UnsupportedError: for an external table, a snapshot or another kind that this server has
-            not.
+        InvalidError: a field has the wrong type, or a partitioning or clustering column is
+            unsuitable.
+        UnsupportedError: it is an external table, a snapshot or another kind that this server
+            lacks.
     """
     for name in _OTHER_TABLES:
         if body.get(name):
@@ -100,7 +101,7 @@ def table_settings(schema: Schema, body: Json, dataset: DatasetResource, created
         settings["timePartitioning"] = _time_partitioning(
             schema, settings["timePartitioning"], dataset
         )
-        # Older clients write the filter flag inside the partitioning.
+        # Older clients put the filter flag inside the partitioning.
         if settings["timePartitioning"].pop("requirePartitionFilter", False):
             settings["requirePartitionFilter"] = True
     if "rangePartitioning" in settings:

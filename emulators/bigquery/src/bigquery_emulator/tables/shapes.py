@@ -1,4 +1,4 @@
-"""Keeps streamed rows apart from changes to their tables."""
+"""Keeps row streaming and changes to the same table apart."""
 
 import threading
 import time
@@ -14,12 +14,12 @@ _LONGEST_WAIT_S = 60.0
 
 
 class Shapes:
-    """Tracks which tables are receiving rows, and which are being altered, replaced or removed.
+    """Tracks which tables are receiving rows and which are being altered, replaced or removed.
 
     A row added while its table is being rebuilt would be lost.
 
     Args:
-        patience_s: how long rows wait for a change to their table, counted from its start.
+        patience_s: how long rows wait for a change to their table, counted from the change's start.
     """
 
     def __init__(self, patience_s: float = _PATIENCE_S) -> None:
@@ -27,17 +27,17 @@ class Shapes:
         self._is_free = threading.Condition()
         self._adding: Counter[TableKey] = Counter()
         self._since_s: dict[TableKey, float] = {}
-        """Start time of a table's change."""
+        """When each table's change started."""
 
     @contextmanager
     def adding(self, key: TableKey) -> Iterator[None]:
         """Prevents changes to a table while rows are added, during a `with` block.
 
-        All incoming rows share one thread. So the wait is counted from the start of the change:
+        All incoming rows share one thread, so the wait is counted from the start of the change:
         rows for other tables wait at most that long, however many requests for this table arrive.
 
         Raises:
-            UnavailableError: the change takes longer. The rows can be sent again.
+            UnavailableError: the change is taking longer. The rows can be sent again.
         """
         with self._is_free:
             while (since_s := self._since_s.get(key)) is not None:
@@ -51,7 +51,7 @@ class Shapes:
         finally:
             with self._is_free:
                 self._adding[key] -= 1
-                self._adding += Counter()  # drops counts of 0
+                self._adding += Counter()  # drops zero counts
                 self._is_free.notify_all()
 
     @contextmanager
@@ -59,7 +59,7 @@ class Shapes:
         """Keeps rows out of a table during a `with` block. There is only one writer.
 
         Raises:
-            BusyError: rows were being added for a minute.
+            BusyError: rows have been arriving for a minute without a break.
         """
         with self._is_free:
             self._since_s[key] = time.monotonic()

@@ -1,6 +1,6 @@
 """Stores datasets and tables in the database, alongside the rows.
 
-The catalog calls it in its own transactions.
+The catalog calls this module in its own transactions.
 """
 
 import json
@@ -41,7 +41,10 @@ CREATE SEQUENCE IF NOT EXISTS data.main.table_numbers;
 def load(
     cursor: Cursor,
 ) -> tuple[dict[DatasetKey, DatasetResource], dict[TableKey, TableResource]]:
-    """Returns the catalog left by an earlier run in the database, which is set up if new."""
+    """Returns the catalog that an earlier run left in the database.
+
+    A new database is set up first.
+    """
     cursor.execute(_SETUP)
     datasets, tables = {}, {}
     for project, name, settings, created_ms, modified_ms in cursor.execute(
@@ -79,7 +82,7 @@ def _schema(fields: Any) -> Schema:
 
 @contextmanager
 def _left_out(key: DatasetKey | TableKey) -> Iterator[None]:
-    """Logs which record can't be read, and continues. The record stays in the file."""
+    """Logs which record can't be read and continues. The record stays in the file."""
     try:
         yield
     except (ServiceError, ValueError, TypeError, KeyError, AttributeError, duckdb.Error) as error:
@@ -100,7 +103,7 @@ def keep_dataset(cursor: Cursor, dataset: DatasetResource) -> None:
 
 
 def drop_dataset(cursor: Cursor, key: DatasetKey) -> None:
-    """Deletes a dataset, which has no tables."""
+    """Deletes a dataset that has no tables."""
     cursor.execute(
         "DELETE FROM data.main.datasets WHERE project = ? AND dataset_id = ?",
         [key.project, key.dataset_id],
@@ -121,7 +124,7 @@ def keep_table(cursor: Cursor, table: TableResource) -> None:
 
 
 def drop_table(cursor: Cursor, table: TableResource) -> None:
-    """Removes a table with its rows."""
+    """Removes a table and its rows."""
     cursor.execute("DELETE FROM data.main.tables WHERE number = ?", [table.number])
     if table.view_query is None:
         cursor.execute(f"DROP TABLE {table.physical}")

@@ -50,9 +50,9 @@ def canonical_scalar(kind: str, value: Any, path: str = "") -> Any:
     """Returns a scalar as a canonical value.
 
     Args:
-        kind: name of the type in a schema, such as INTEGER.
+        kind: the type's name in a schema, such as INTEGER.
         value: a string or another JSON scalar. None stays None.
-        path: name of its field for the error.
+        path: the field's name, for the error.
 
     Raises:
         BadValueError: the value does not match.
@@ -61,10 +61,11 @@ def canonical_scalar(kind: str, value: Any, path: str = "") -> Any:
 
 
 def read_row(text: str | bytes) -> Any:
-    """Parses the JSON value of an incoming row, or of a request with rows.
+    """Parses the JSON of an incoming row, or of a request with rows.
 
     Raises:
-        ValueError: it is not valid JSON. NaN, Infinity and numbers beyond FLOAT64 are not.
+        ValueError: the text is not valid JSON, or contains NaN, Infinity or a number beyond
+            FLOAT64.
     """
     return json.loads(text, parse_constant=_no_number, parse_float=_finite)
 
@@ -81,7 +82,7 @@ def _finite(text: str) -> float:
 
 
 def shown(value: Any) -> str:
-    """Returns a JSON value for use in messages."""
+    """Formats a JSON value for messages."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
@@ -166,9 +167,8 @@ def _json(value: Any, path: str) -> msgspec.Raw:
 
 
 def canonical_json(value: Any) -> msgspec.Raw:
-    """Returns the value of a JSON column in GoogleSQL's format."""
-    # Encoded here, because JSON integers may have any size, and the encoder of rows refuses large
-    # ones.
+    """Returns a JSON column's value in GoogleSQL's format."""
+    # Encoded here, because JSON integers may have any size but the row encoder refuses large ones.
     text = write_json(value)
     # An unpaired surrogate is written as its escape, which DuckDB refuses.
     return msgspec.Raw(text.encode("utf-8", "backslashreplace"))

@@ -1,8 +1,8 @@
-"""FARM_FINGERPRINT: `Fingerprint64` of FarmHash.
+"""FARM_FINGERPRINT: FarmHash's `Fingerprint64`.
 
-PyPI's bindings only have wheels for x86-64 and single Python versions, so this module implements
-the one function we need. Source: https://github.com/google/farmhash, `farmhashna::Hash64`, with the
-same names.
+PyPI's bindings only have wheels for x86-64 and a few Python versions, so this module implements the
+one function we need. It uses the names from the source: `farmhashna::Hash64` in
+https://github.com/google/farmhash.
 """
 
 from __future__ import annotations

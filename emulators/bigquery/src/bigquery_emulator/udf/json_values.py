@@ -1,4 +1,4 @@
-"""JSON as stored by GoogleSQL: an object's names are sorted, and the first of equal names counts.
+"""JSON as GoogleSQL stores it: an object's names are sorted, and the first of equal names counts.
 
 Source: https://cloud.google.com/bigquery/docs/reference/standard-sql/data-types#json_type
 """
@@ -13,7 +13,7 @@ from typing import Any
 _STEP = re.compile(r'\.([A-Za-z_]\w*)|\."([^"\\]+)"|\[(\d{1,6})\]', re.ASCII)
 _ODD_NAME = re.compile(r'[."\\]')
 _MOST_ELEMENTS = 100_000
-"""Maximum length of an array that is filled up to an index."""
+"""Maximum length to which an array is padded to reach an index."""
 
 Step = str | int
 
@@ -56,7 +56,7 @@ def canonical(text: str) -> str:
 
 
 def pretty(text: str) -> str:
-    """Returns a JSON text with a line per value, as TO_JSON_STRING can write it."""
+    """Returns a JSON text with one value per line, as TO_JSON_STRING can write it."""
     return json.dumps(read_json(text), ensure_ascii=False, indent=2, sort_keys=True)
 
 

@@ -22,7 +22,7 @@ _FUNCTIONS: dict[str, tuple[Callable[..., Any], list[str], str]] = {
     "bq_format_numeric": (format_numeric, ["VARCHAR", _NUMERIC], "VARCHAR"),
     "bq_round_numeric": (round_numeric, [_NUMERIC, "BIGINT", "VARCHAR"], _NUMERIC),
 }
-"""Functions by DuckDB name, with the types of arguments and result. NULL in, NULL out."""
+"""Functions by DuckDB name, with argument and result types. NULL in, NULL out."""
 
 
 def register(connection: Any) -> None:
@@ -32,6 +32,6 @@ def register(connection: Any) -> None:
 
 
 def unregister(connection: Any) -> None:
-    """Unregisters them. Otherwise DuckDB complains at the end of the process."""
+    """Unregisters the functions. Otherwise DuckDB complains when the process ends."""
     for name in _FUNCTIONS:
         connection.remove_function(name)

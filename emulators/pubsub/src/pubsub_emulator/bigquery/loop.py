@@ -1,8 +1,8 @@
 """Writes a subscription's messages to its BigQuery table, in batches.
 
-The loop is a consumer like a stream is, so leases, backoff, ordering and dead letters are the
-subscription's own. A batch that BigQuery does not answer is nacked, and so is a message that does
-not fit the table. A missing table does not count as an attempt: messages wait for it, and never
+The loop is a consumer, just like a stream, so the subscription handles leases, backoff, ordering
+and dead letters. If BigQuery does not answer, the batch is nacked; a message that does not fit the
+table is nacked too. A missing table does not count as an attempt: messages wait for it and never
 become dead letters. Sources:
     https://cloud.google.com/pubsub/docs/bigquery#handle_message_failures and
     https://cloud.google.com/pubsub/docs/bigquery-troubleshooting
@@ -21,8 +21,10 @@ from pubsub_emulator.state.subscription import SubscriptionState
 MOST_ROWS = 1000
 """Maximum rows per insertAll."""
 LINGER_S = 0.1
-"""How long messages wait for others to join. One request each would cost BigQuery more."""
-# The same backoff as for push, to which the service's documentation compares it.
+"""How long messages wait so they can share a request. One request per message would load BigQuery
+more.
+"""
+# The same backoff as for push; the service's documentation compares the two.
 SHORTEST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 60.0
 
@@ -106,7 +108,7 @@ class BigQueryLoop:
         self._settle(deliveries, refused)
 
     def _rows_of(self, deliveries: Sequence[Delivery]) -> tuple[dict[int, Row], dict[int, str]]:
-        """Return rows, and the reasons for messages that yield none, by index in `deliveries`."""
+        """Return rows, and the reasons for messages that yield no row, by index in `deliveries`."""
         rows, refused = dict[int, Row](), dict[int, str]()
         config, path = self._subscription.proto.bigquery_config, self._subscription.path
         for place, delivery in enumerate(deliveries):
@@ -130,7 +132,7 @@ class BigQueryLoop:
             self._failures = 0
         if not refused:
             return
-        self._columns = None  # it may have changed
+        self._columns = None  # the schema may have changed
         if not has_dead_letters:
             self._failures += 1
         _log.info(

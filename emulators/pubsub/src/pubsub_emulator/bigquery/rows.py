@@ -32,7 +32,7 @@ def columns_of(schema: Mapping[str, Any]) -> Columns:
 
 
 def missing_columns(config: BigQueryConfig, columns: Columns) -> list[str]:
-    """Return columns that every row needs and the table lacks."""
+    """Return columns that every row needs but the table lacks."""
     needed = () if config.use_table_schema else ("data",)
     metadata = METADATA_COLUMNS if config.write_metadata else ()
     return [name for name in (*needed, *metadata) if name not in columns]
@@ -79,7 +79,7 @@ def _as_inserted(fields: Row, columns: Columns) -> Row:
 
 
 def _value(value: Any, column: Column | None) -> Any:
-    """Convert a value for insertAll. A value that BigQuery should refuse is unchanged."""
+    """Convert a value for insertAll. Values that BigQuery should refuse are left unchanged."""
     if column is None or value is None:
         return value
     if column.get("mode") == "REPEATED" and isinstance(value, list):
@@ -95,7 +95,7 @@ def _value(value: Any, column: Column | None) -> Any:
 
 
 def _timestamp(value: float, name: str) -> str:
-    """Return a number of microseconds as text. insertAll would take it for seconds."""
+    """Return a number of microseconds as text. insertAll would interpret the number as seconds."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise RowRefused(
             f"{name}: a number for a TIMESTAMP must be whole microseconds since 1970, got {value}"

@@ -1,7 +1,7 @@
-"""A BigQuery table accessed over REST: reads its columns, and adds rows.
+"""A BigQuery table accessed over REST: reads its columns and adds rows.
 
-The service uses the Storage Write API. insertAll has the same effect here, and refuses single rows.
-Source: https://docs.cloud.google.com/bigquery/docs/reference/rest/v2/tabledata/insertAll
+The service uses the Storage Write API. insertAll has the same effect here and can refuse individual
+rows. Source: https://docs.cloud.google.com/bigquery/docs/reference/rest/v2/tabledata/insertAll
 """
 
 import json
@@ -15,17 +15,17 @@ from pubsub_emulator.protos import BigQueryConfig
 
 _HEADERS = [("Content-Type", "application/json"), ("Accept", "application/json")]
 _PASSING_REASONS = frozenset({"rateLimitExceeded", "quotaExceeded"})
-"""Refusals with status 403 that are temporary."""
+"""Reasons for temporary refusals with status 403."""
 
 
 class TableUnavailable(Exception):
-    """BigQuery did not accept the rows at this time. They can be sent again."""
+    """BigQuery did not accept the rows this time. They can be sent again."""
 
 
 class TableUnusable(Exception):
-    """Nothing can be written to the table until someone changes something.
+    """Nothing can be written to the table until someone fixes it or its permissions.
 
-    `state` is the name of the subscription's new `BigQueryConfig.State`.
+    `state` is the subscription's new state, by its name in `BigQueryConfig.State`.
     """
 
     def __init__(
@@ -80,12 +80,12 @@ class BigQueryTable:
             }
         if len(rows) == 1:
             return {0: _message(answer)}
-        half = len(rows) // 2  # the request is too large, or one row makes it fail
+        half = len(rows) // 2  # The request is too large, or one row makes it fail.
         first, second = await self.insert(rows[:half]), await self.insert(rows[half:])
         return first | {half + place: why for place, why in second.items()}
 
     def close(self) -> None:
-        """Close the connection, if there is one."""
+        """Close the connection if it is open."""
         self._connection.close()
 
     async def _send(self, method: str, target: str, body: bytes) -> HttpAnswer:

@@ -31,8 +31,8 @@ class Broker:
         storage_bytes: memory limit for messages. A publish that exceeds it is refused with
             RESOURCE_EXHAUSTED.
         journal: receives each change. By default nothing survives the process.
-        bigquery_endpoint: URL of the BigQuery to which BigQuery subscriptions write. Without it
-            they are refused.
+        bigquery_endpoint: URL of the BigQuery to which BigQuery subscriptions write. Without it,
+            such subscriptions are refused.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Broker:
         """Run an API call.
 
         Args:
-            name: name in `google.pubsub.v1`, for example `Publish`. Not Pull or StreamingPull.
+            name: its name in `google.pubsub.v1`, for example `Publish`. Not Pull or StreamingPull.
             request: the raw protobuf request of that call. A Publish takes ownership of its
                 messages.
 

@@ -18,11 +18,11 @@ def page_of(
 ) -> tuple[list[Resource], str]:
     """Return a page of `(name, resource)` pairs, sorted by name, and the next token or "".
 
-    A token contains the name to continue after, so creating or deleting resources in between is
+    A token contains the name to resume after, so creating or deleting resources between pages is
     harmless.
 
     Raises:
-        InvalidArgument: the size is negative, or the token is not from a list method.
+        InvalidArgument: the size is negative, or the token was not returned by a list method.
     """
     if page_size < 0:
         raise InvalidArgument(

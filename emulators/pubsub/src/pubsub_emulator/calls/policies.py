@@ -1,4 +1,4 @@
-"""The IAMPolicy service on the broker's state: policies are kept and shown, and forbid nothing."""
+"""The IAMPolicy service on the broker's state: policies are stored, but not enforced."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from pubsub_emulator.state.policy import StoredPolicy, check_policy, check_versi
 from pubsub_emulator.state.registry import Registry
 
 _NEVER_SET_ETAG = bytes([0, 0x20, 0x01])
-"""The service's default etag in base64, `ACAB`, if no policy was ever set."""
+"""The service's default etag if no policy was ever set; in base64, `ACAB`."""
 _ETAG_BYTES = 8
 _MAX_PERMISSIONS = 100
 _FIELDS = frozenset({"version", "bindings", "audit_configs", "etag"})
@@ -35,7 +35,7 @@ class PolicyCalls:
     def set_iam_policy(self, request: Any) -> Any:
         """Replace the policy of a resource, or the fields of the mask.
 
-        Raises `ChangedMeanwhile` if the request has an etag and it is not the last one.
+        Raises `ChangedMeanwhile` if the request's etag is not the latest one.
         """
         self._registry.resource(request.resource)
         current = self._policy(request.resource)
@@ -56,7 +56,7 @@ class PolicyCalls:
     def test_iam_permissions(self, request: Any) -> Any:
         """Return all permissions in the request, because everything is permitted here.
 
-        For a resource that does not exist, return none, like the service.
+        For a resource that does not exist, return none, as the service does.
         """
         check_range("permissions count", len(request.permissions), 0, _MAX_PERMISSIONS)
         for permission in request.permissions:

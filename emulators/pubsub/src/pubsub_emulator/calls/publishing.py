@@ -42,11 +42,11 @@ class Publishing:
         return _PublishResponse(message_ids=self.message_ids)
 
     def take_in(self) -> Generator[None]:
-        """Add the messages in steps. If closed before the last one, undo everything.
+        """Add the messages in steps. If closed before the last step, undo everything.
 
         Raises:
-            ResourceExhausted: together with copies for all subscriptions, they take too much
-            memory.
+            ResourceExhausted: the messages and their copies for all subscriptions would use too
+            much memory.
         """
         registry, now_s = self._registry, self._registry.timers.now_s()
         is_alone = len(self._messages) == 1
@@ -59,7 +59,8 @@ class Publishing:
                 for _ in self._topic.deliver(stored, self._arrivals):
                     yield
                 if not is_alone:
-                    # Memory added by subscriptions with a filter was not checked before.
+                    # The earlier check did not cover the memory added by subscriptions with a
+                    # filter.
                     registry.storage.admit(0)
                     if len(self.message_ids) % messages_a_step == 0:
                         yield
@@ -68,7 +69,7 @@ class Publishing:
             raise
 
     def let_out(self) -> Iterator[None]:
-        """Make the messages available to subscribers, with a step between two subscriptions."""
+        """Make the messages available to subscribers, yielding between subscriptions."""
         return self._arrivals.let_out()
 
     def _withdraw(self) -> None:

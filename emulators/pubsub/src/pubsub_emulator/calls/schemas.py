@@ -95,7 +95,10 @@ class SchemaCalls:
         return self._add_revision(schema, schema.revision(request.revision_id))
 
     def delete_schema_revision(self, request: Any) -> Any:
-        """Delete a revision, but not the only one. Returns the latest remaining revision."""
+        """Delete a schema revision, unless it is the only one.
+
+        Returns the latest remaining revision.
+        """
         name, _, named_id = request.name.partition("@")
         revision_id = named_id or request.revision_id
         schema = self._registry.schema(name)
@@ -133,13 +136,13 @@ class SchemaCalls:
         return empty()
 
     def validate_schema(self, request: Any) -> Any:
-        """Refuse an invalid definition. Nothing is stored."""
+        """Refuse an invalid definition without storing anything."""
         check_project(request.parent)
         read_definition(request.schema)
         return _ValidateSchemaResponse()
 
     def validate_message(self, request: Any) -> Any:
-        """Refuse a message that does not match a schema, or the definition in the request."""
+        """Refuse a message that does not match a schema or the request's definition."""
         self.validation(request).run([request.message])
         return _ValidateMessageResponse()
 
@@ -174,9 +177,9 @@ class SchemaCalls:
 
 
 def _shown(revisions: Iterable[Schema], view: int) -> list[Schema]:
-    """Return revisions with their definitions (view FULL), or without.
+    """Return revisions with their definitions (view FULL), or without them.
 
-    Lists omit them by default, as documented in the API's comments.
+    Lists omit definitions by default, as the comments in the API document.
     """
     if view not in (_VIEW_UNSPECIFIED, _BASIC, _FULL):
         raise InvalidArgument(f"Invalid view given (view={view}).")

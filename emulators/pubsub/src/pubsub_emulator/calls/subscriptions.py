@@ -90,7 +90,7 @@ class SubscriptionCalls:
         )
 
     def delete_subscription(self, request: Any) -> Any:
-        """Delete a subscription with its backlog. Its open streams end with NOT_FOUND."""
+        """Delete a subscription and its backlog. Its open streams end with NOT_FOUND."""
         self._registry.remove_subscription(self._registry.subscription(request.subscription))
         return empty()
 

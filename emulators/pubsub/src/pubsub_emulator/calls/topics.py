@@ -139,7 +139,7 @@ class TopicCalls:
         return Publishing(self._registry, request, measured(request))
 
     def detach_subscription(self, request: Any) -> Any:
-        """Detach a subscription from its topic and drop its backlog permanently."""
+        """Detach a subscription from its topic and permanently drop its backlog."""
         subscription = self._registry.subscription(request.subscription)
         if not subscription.proto.detached:
             subscription.proto.detached = True

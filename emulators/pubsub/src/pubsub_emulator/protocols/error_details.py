@@ -11,8 +11,8 @@ _DOMAIN = "pubsub.googleapis.com"
 def error_info(error: PubsubError) -> error_details_pb2.ErrorInfo:
     """Return the `ErrorInfo` of a refusal that has a reason, with all of its entries.
 
-    It is never shortened, because clients treat each ack id in the request that is not named as
-    confirmed. The service names up to 4 MiB of ids, for which Google's clients raise gRPC's limit
+    It is never shortened, because clients treat each requested ack id that is not listed as
+    confirmed. The service lists up to 4 MiB of ids, for which Google's clients raise gRPC's limit
     of 8 KiB; other clients get RESOURCE_EXHAUSTED from their own gRPC, and no id counts as
     confirmed. Source: https://github.com/googleapis/python-pubsub/pull/623
     """

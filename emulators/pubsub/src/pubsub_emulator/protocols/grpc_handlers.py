@@ -43,7 +43,7 @@ def service_handlers(broker: Broker) -> "list[grpc.GenericRpcHandler[Any, Any]]"
 
 
 def _parsed(request: Any, data: bytes) -> Any:
-    # Not parsed by gRPC, which answers invalid requests with UNKNOWN and a Python class name.
+    # Parsed here because gRPC answers invalid requests with UNKNOWN and a Python class name.
     try:
         return request.FromString(data)
     except DecodeError as error:
@@ -54,7 +54,7 @@ def _parsed(request: Any, data: bytes) -> Any:
 
 
 def _refusing(handle: Handle, kind: Any = None) -> Handle:
-    """Convert refusals to the call's status. With the class of a request, also parse it."""
+    """Convert refusals to the call's status. Given a request class, also parse the request."""
 
     async def refusing(request: Any, context: Any) -> Any:
         try:

@@ -81,7 +81,7 @@ _CALLS = {
         "TestIamPermissions": ("TestIamPermissionsRequest", "TestIamPermissionsResponse"),
     },
 }
-# Changes by these calls must outlive the process before they are answered; the other calls read, or
+# Changes by these calls must be durable before they are answered; the other calls only read, or
 # move leases.
 _LASTING_CALLS = frozenset(
     {
@@ -106,12 +106,12 @@ _LASTING_CALLS = frozenset(
     }
 )
 _CALLS_WITH_DEFINITIONS = ("CreateSchema", "CommitSchema", "ValidateSchema")
-# Separate threads, so that a client with slow definitions only delays similar calls.
+# Separate threads, so that a client with slow definitions delays only similar calls.
 _readers = ThreadPoolExecutor(2, "definitions")
 
 
 class Call(Protocol):
-    """The properties of a call that a method needs. Provided by gRPC's contexts."""
+    """The parts of a gRPC call context that a method needs."""
 
     def time_remaining(self) -> float | None:
         """Return the seconds until the caller gives up. None if it never does."""
@@ -170,16 +170,17 @@ def _publish(broker: Broker) -> Answer:
             await _take_in_the_rest(steps, journal)
         pause_s = pause_before_delivery_s(call.invocation_metadata())
         if pause_s is None:
-            # while it is being written, because the answer confirms that it was
+            # while the publish is being written, because the answer confirms the write
             run_on(publishing.let_out())
         else:
-            # Waits in the journal, because a caller that gives up must leave nothing unfinished.
+            # Waits in the journal, because a caller that gives up must not leave a publish half
+            # done.
             let_out = partial(run_on, publishing.let_out())
             journal.after_commit(partial(run_later, pause_s, let_out) if pause_s else let_out)
         await journal.committed()
         if pause_s is None and len(publishing.message_ids) == 1:
-            # Lets the woken stream write first, because its reader is being waited for. Costs
-            # nothing under load, when publishers send many at a time.
+            # Let the stream that was woken write first, because its reader is waiting. Free under
+            # load, when publishers send many messages at a time.
             await asyncio.sleep(0)
         return _serialize(publishing.response)
 
@@ -187,7 +188,7 @@ def _publish(broker: Broker) -> Answer:
 
 
 async def _begin_checked_publish(broker: Broker, request: Any, check: MessageCheck) -> Publishing:
-    # Other calls are answered in the meantime, because a few bytes may take a second.
+    # Other calls are answered in the meantime, because validating a few bytes can take a second.
     messages = [message.data for message in request.messages]
     revision_ids = await asyncio.to_thread(check.run, messages)
     return broker.topics.begin_checked_publish(request, check, revision_ids)
@@ -199,8 +200,8 @@ async def _take_in_the_rest(steps: Generator[None], journal: ChangeJournal) -> N
     with closing(steps):
         is_through = False
         while not is_through:
-            # Many subscriptions get many messages. A slice is also limited by the size of a commit,
-            # because every other publish waits for it.
+            # Many subscriptions get many messages. A commit's size also limits a slice, because
+            # every other publish waits for the commit.
             await journal.committed()
             await asyncio.sleep(0)
             is_through = run_slice(steps)
@@ -212,14 +213,14 @@ def _with_definition(broker: Broker, name: str) -> Answer:
     async def answer_with_definition(request: Any, call: Call) -> bytes:
         definitions = await _read_definitions(broker, name, request)
         response = await answer(request, call)
-        del definitions  # kept until here, so that they are not parsed again
+        del definitions  # kept until here so that definitions are not parsed again
         return response
 
     return answer_with_definition
 
 
 async def _read_definitions(broker: Broker, name: str, request: Any) -> list[Definition]:
-    """Read slow definitions that a call needs in a thread."""
+    """In a thread, read slow definitions that a call needs."""
     schemas = [request.schema]
     if name == "CommitSchema" and request.name in broker.registry.schemas:
         schemas.append(broker.registry.schemas[request.name].latest)
@@ -246,7 +247,7 @@ def _acknowledge(broker: Broker) -> Answer:
         try:
             response = _serialize(broker.call("Acknowledge", request))
         except AckIdsRefused:
-            # It confirms the ids that it does not name.
+            # The response confirms every id that it does not name.
             await broker.journal.acks_committed()
             raise
         # Otherwise acks are best effort, and are written with the next publish.
@@ -270,8 +271,8 @@ def _call(broker: Broker, name: str) -> Answer:
 
     async def answer_lasting(request: Any, call: Call) -> bytes:
         broker.journal.admit()
-        # Before the wait, because the response belongs to the broker, and the next call may change
-        # it.
+        # Serialized before waiting, because the response belongs to the broker and the next call
+        # may change it.
         response = _serialize(broker.call(name, request))
         await broker.journal.committed()
         return response

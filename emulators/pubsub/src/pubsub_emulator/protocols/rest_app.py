@@ -59,7 +59,7 @@ def rest_app(broker: Broker) -> ASGIApp:
 
 
 class _Call:
-    """An HTTP caller does not specify how long it waits."""
+    """Stands in for gRPC's context: an HTTP caller does not specify how long it waits."""
 
     def __init__(self, http: Request) -> None:
         self._http = http
@@ -103,7 +103,7 @@ async def _body(http: Request) -> bytes:
 
 
 async def _until_hung_up(method: Method, request: Any, http: Request) -> bytes:
-    """Answer a call. A pull whose caller has gone must not take messages."""
+    """Answer a call. A pull must not take messages once its caller has hung up."""
     if method.name != "Pull":
         return await method.answer(request, _Call(http))
     answer = asyncio.ensure_future(method.answer(request, _Call(http)))

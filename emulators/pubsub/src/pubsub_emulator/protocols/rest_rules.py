@@ -1,7 +1,7 @@
 """Maps HTTP requests to calls, by the `google.api.http` rules of the services.
 
-Source: https://github.com/googleapis/googleapis/tree/master/google/pubsub/v1. A test compares them
-with the rules in the REST transports of the installed client.
+Source: https://github.com/googleapis/googleapis/tree/master/google/pubsub/v1. A test compares these
+rules with the REST transports of the installed client.
 """
 
 import re
@@ -19,7 +19,7 @@ _VARIABLE = re.compile(r"\{(?P<name>[a-z_.]+)=(?P<pattern>[^}]+)\}")
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule. `body` is `*`, the field that contains the body, or empty."""
+    """A rule. `body` is `*`, the name of the field that contains the body, or empty."""
 
     verb: str
     template: str
@@ -27,7 +27,7 @@ class Rule:
     body: str = ""
 
     def match(self, verb: str, path: str) -> Mapping[str, str] | None:
-        """Return the fields in the path. None: another rule applies to the request.
+        """Return the fields in the path. None: the rule does not match the request.
 
         Args:
             verb: GET, POST, PUT, PATCH or DELETE.
@@ -51,8 +51,8 @@ class Rule:
             )
         )
         *folders, last = self._variable["pattern"].split("/")
-        # A project id may contain a colon, as in `example.com:project`. A resource id can't: a
-        # colon is followed by a custom verb.
+        # A project id may contain a colon, as in `example.com:project`. A resource id can't,
+        # because a custom verb follows a colon.
         inner = "/".join("[^/]+" if part == "*" else part for part in folders)
         last = "[^/]+" if after.startswith("/") else "[^/:]+"
         return re.compile(f"{before}({inner}/{last}){after}")
@@ -123,7 +123,7 @@ RULES = (
 
 
 def find_rule(verb: str, path: str) -> tuple[Rule, Mapping[str, str]] | None:
-    """Return the rule for an HTTP request, and the fields in its path."""
+    """Return the rule for an HTTP request and the fields in its path."""
     for rule in RULES:
         fields = rule.match(verb, path)
         if fields is not None:

@@ -1,18 +1,18 @@
-"""Splits long work on the event loop into slices, between which other calls are answered."""
+"""Splits long work on the event loop into slices, so that other calls are answered in between."""
 
 import asyncio
 import time
 from collections.abc import Callable, Iterator
 
 SLICE_S = 0.002
-"""Maximum length of a slice.
+"""Maximum duration of a slice.
 
-Another call needs about ten turns of the loop, with a slice in each.
+Another call needs about ten turns of the loop, each of which may contain a slice.
 """
 
 
 def run_slice(steps: Iterator[None]) -> bool:
-    """Run steps for the length of a slice. Returns whether they are finished."""
+    """Run steps for one slice. Returns whether they are finished."""
     until_s = time.monotonic() + SLICE_S
     return all(time.monotonic() <= until_s for _ in steps)
 
@@ -23,6 +23,6 @@ def run_later(pause_s: float, act: Callable[[], None]) -> None:
 
 
 def run_on(steps: Iterator[None]) -> None:
-    """Run one slice now, and the rest in later turns of the loop."""
+    """Run one slice now and the rest in later turns of the loop."""
     if not run_slice(steps):
         asyncio.get_running_loop().call_soon(run_on, steps)

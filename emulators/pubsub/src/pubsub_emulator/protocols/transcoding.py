@@ -19,7 +19,7 @@ _SYSTEM_PARAMETERS = frozenset(
 )
 """Source: https://cloud.google.com/apis/docs/system-parameters.
 
-Parameters with a `$` are separate.
+Parameters that start with `$` are handled separately.
 """
 _MASKS = frozenset({"updateMask", "update_mask"})
 _BOOLEANS = {"true": True, "false": False}
@@ -56,7 +56,7 @@ def to_request(
         json_format.ParseDict(_with_camel_masks(fields), request)
         for name, value in path_fields.items():
             _set(request, name, value)
-    # In addition to its own error, the parser raises any error caused by values of a wrong type.
+    # Besides its own errors, the parser raises various errors caused by values of the wrong type.
     except (json_format.Error, ValueError, TypeError, AttributeError, KeyError) as error:
         raise InvalidArgument(f"Invalid JSON payload received. {_first_sentence(error)}") from None
     except RecursionError:
@@ -72,10 +72,10 @@ def to_json(kind: Any, response: bytes) -> bytes:
 
 def _decoded(body: bytes) -> dict[str, Any]:
     try:
-        # Bytes that are not UTF-8 would be decoded by guessing.
+        # Otherwise `json` would guess the encoding of bytes that are not UTF-8.
         decoded = json.loads(body.decode() or "{}", parse_constant=_refuse_constant)
         if _ESCAPED_SURROGATE.search(body):
-            # An unpaired surrogate breaks the protobuf library, which sometimes ends the process.
+            # An unpaired surrogate breaks the protobuf library and sometimes ends the process.
             json.dumps(decoded, ensure_ascii=False).encode()
     except RecursionError:
         raise InvalidArgument("Invalid JSON payload received. It is nested too deep.") from None
@@ -120,7 +120,7 @@ def _field(descriptor: Any, name: str) -> Any:
 
 
 def _with_camel_masks(fields: dict[str, Any]) -> dict[str, Any]:
-    # The service accepts `ack_deadline_seconds` in masks, which the parser refuses.
+    # The service accepts `ack_deadline_seconds` in masks, but the parser refuses it.
     return {
         name: re.sub(r"_([a-z])", lambda letter: letter[1].upper(), value)
         if name in _MASKS and isinstance(value, str)
@@ -137,5 +137,5 @@ def _set(request: Any, name: str, value: str) -> None:
 
 
 def _first_sentence(error: Exception) -> str:
-    # The rest of the message lists all existing fields.
+    # The rest of the message only lists the existing fields.
     return str(error).split("\n")[0].strip()

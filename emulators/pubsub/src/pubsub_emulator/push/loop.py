@@ -1,7 +1,7 @@
-"""Push delivery: a few workers per subscription, each of which sends one message at a time.
+"""Push delivery: a few workers per subscription, each sending one message at a time.
 
-A push worker is a consumer like a stream, so leases, backoff, ordering and dead letters are handled
-by the subscription.
+A push worker is a consumer, just like a stream, so the subscription handles leases, backoff,
+ordering and dead letters.
 """
 
 import asyncio
@@ -14,11 +14,11 @@ from pubsub_emulator.state.consumers import Consumer, Delivery
 from pubsub_emulator.state.subscription import SubscriptionState
 
 PUSH_WORKERS = 32
-"""Maximum messages of a subscription at its endpoint at a time.
+"""Maximum number of a subscription's messages being sent to its endpoint at once.
 
-They mostly wait for others.
+The workers spend most of their time waiting for the endpoint.
 """
-# https://cloud.google.com/pubsub/docs/push#receive_push: these statuses ack, all others nack.
+# https://cloud.google.com/pubsub/docs/push#receive_push: these statuses ack; all others nack.
 ACK_STATUSES = frozenset({102, 200, 201, 202, 204})
 # The service's push backoff, used if the subscription does not have a retry policy.
 SHORTEST_PAUSE_S = 0.1
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 class PushLoop:
-    """The push workers of a subscription. They share the pause after a failure."""
+    """A subscription's push workers. They share the pause after a failure."""
 
     def __init__(self, subscription: SubscriptionState) -> None:
         self._subscription = subscription

@@ -1,6 +1,6 @@
 """Validates a message in Avro's binary encoding without storing its values.
 
-Library decoders construct all values, and some messages make them crash the process: an array of a
+Library decoders construct every value, and some messages make them crash the process: an array of a
 billion nulls takes three bytes, and a recursive type nests as deep as a message is long. Source:
 https://avro.apache.org/docs/1.12.0/specification/#binary-encoding.
 """
@@ -45,7 +45,7 @@ class _Reader:
         return data
 
     def integer(self, bits: int = _LONG_BITS) -> int:
-        """Return a number: a variable-length zigzag integer."""
+        """Read a variable-length zigzag integer."""
         value = shift = 0
         for _ in range(_LONGEST_VARINT_BYTES):
             byte = self.take(1)[0]

@@ -1,7 +1,8 @@
-"""Changes that a revision of an Avro definition may make.
+"""The changes that a revision of an Avro definition may make.
 
-Source: https://avro.apache.org/docs/1.12.0/specification/#schema-resolution, which a revision must
-satisfy as reader and as writer (https://cloud.google.com/pubsub/docs/commit-schema-revision).
+Source: https://avro.apache.org/docs/1.12.0/specification/#schema-resolution. A revision must
+satisfy it both as reader and as writer
+(https://cloud.google.com/pubsub/docs/commit-schema-revision).
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,14 +18,14 @@ _READ_BY = {
     "string": ("bytes",),
     "bytes": ("string",),
 }
-"""The primitive types from which a reader may be promoted."""
+"""For each primitive reader type, the types that can be promoted to it."""
 
 Schema = Any
 """An `avro.schema.Schema`. The library does not document the attributes of each kind."""
 Pair = tuple[Schema, Schema, str]
 """A reader, a writer, and their location in the definitions."""
 Branches = Mapping[tuple[str, str], Schema]
-"""Branches of a union by type, name and alias. If there are several, the first one."""
+"""A union's branches by type, name and alias; the first branch wins."""
 
 
 def check_changes(latest: Schema, revised: Schema) -> None:
@@ -38,7 +39,7 @@ def check_changes(latest: Schema, revised: Schema) -> None:
 
 
 class _Reading:
-    """Reads data of one definition with another. Its time grows with the length of both."""
+    """Reads one definition's data with another. The time grows with the length of both."""
 
     def __init__(self, told: str) -> None:
         self._told = told

@@ -15,7 +15,7 @@ from pubsub_emulator.schemas.mismatch import Budget, Malformed
 MAX_NESTING = 64
 """Maximum nesting of a definition's JSON.
 
-The library's errors repeat each level, so writing them took seconds for deeper ones.
+The library's errors repeat each level, so formatting them took seconds for deeper nesting.
 """
 _CHECKS: dict[str, Callable[[avro.schema.Schema, bytes, Budget], None]] = {
     "JSON": check_json,
@@ -27,7 +27,7 @@ class AvroDefinition:
     """A valid definition in Avro's JSON. It is immutable, so threads may share it.
 
     Raises:
-        Malformed: it is not valid, with the reason.
+        Malformed: the definition is not valid, with the reason.
     """
 
     kind = "AVRO"
@@ -51,7 +51,7 @@ def _parsed(definition: str) -> avro.schema.Schema:
         parsed = avro.schema.make_avsc_object(_without_logical_types(decoded))
     except RecursionError:
         raise Malformed(f"it is nested deeper than {MAX_NESTING} levels") from None
-    # In addition to its own errors, the library raises any error caused by values of a wrong type.
+    # Besides its own errors, the library raises various errors caused by values of the wrong type.
     except (avro.errors.AvroException, ValueError, TypeError, AttributeError, KeyError) as error:
         raise Malformed(str(error)) from None
     if parsed.type in ("error", "error_union", "request"):
@@ -60,7 +60,7 @@ def _parsed(definition: str) -> avro.schema.Schema:
 
 
 def _without_logical_types(value: Any) -> Any:
-    """Remove parts of a definition that don't affect the encoding and make the library warn."""
+    """Remove parts of a definition that don't affect the encoding but make the library warn."""
     if isinstance(value, list):
         return [_without_logical_types(inner) for inner in value]
     if isinstance(value, dict):

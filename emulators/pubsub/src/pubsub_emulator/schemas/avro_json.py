@@ -1,8 +1,8 @@
 """Validates a message in Avro's JSON encoding.
 
 Source: https://avro.apache.org/docs/1.12.0/specification/#json-encoding. As in the service and its
-emulator, a record may have fields that the schema lacks, and a default does not replace a missing
-field.
+emulator, a record may have fields that the schema lacks, and a default does not make up for a
+missing field.
 """
 
 import json
@@ -15,7 +15,7 @@ from pubsub_emulator.schemas.mismatch import Budget, Mismatch
 
 _INTS = {"int": 2**31, "long": 2**63}
 _SYMBOLS_A_VALUE = 16
-"""Number of symbols compared in the time for one value."""
+"""Number of symbols that can be compared in the time it takes to check one value."""
 _NAMES = {
     dict: "an object",
     list: "a list",
@@ -92,7 +92,7 @@ def _string(schema: Any, value: Any, budget: Budget, depth: int) -> None:
 
 
 def _bytes(schema: Any, value: Any, budget: Budget, depth: int) -> None:
-    """Refuse a string in which a character does not stand for exactly one byte."""
+    """Refuse a string in which some character does not stand for exactly one byte."""
     if not isinstance(value, str):
         _refuse(schema, value)
     if not value.isascii() and max(value) > "\xff":

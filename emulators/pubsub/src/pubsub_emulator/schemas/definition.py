@@ -13,7 +13,7 @@ MAX_DEFINITION_BYTES = 300 * 1024
 """Source: https://cloud.google.com/pubsub/quotas#resource_limits"""
 
 _LONGEST_REASON = 500
-"""Maximum length of a reason, because compilers repeat the text that they could not parse."""
+"""Maximum length of a reason. Compilers repeat the text that they could not parse."""
 _QUICKLY_READ_LENGTH = 8 * 1024
 _PROTOCOL_BUFFER = 1
 
@@ -23,7 +23,7 @@ _READERS: dict[int, type[AvroDefinition] | type[ProtoDefinition]] = {
     _PROTOCOL_BUFFER: ProtoDefinition,
 }
 
-# A definition is parsed only once while it is in use, and for a while after, because callers who
+# A definition is parsed only once while it is in use and for a while afterward, because callers who
 # validate messages send the definition each time.
 _in_use: "WeakValueDictionary[tuple[int, str], Definition]" = WeakValueDictionary()
 _read_last: "deque[Definition]" = deque(maxlen=8)
@@ -52,7 +52,7 @@ def kind_of(schema: Any) -> str:
 
 
 def is_read_slowly(schema: Any) -> bool:
-    """Return whether parsing is slow enough for a thread, so that other calls are not delayed."""
+    """True if parsing is slow enough to need a thread, so that other calls are not delayed."""
     is_compiled: bool = schema.type_ == _PROTOCOL_BUFFER
     return is_compiled or len(schema.definition) > _QUICKLY_READ_LENGTH
 
@@ -61,7 +61,7 @@ def check_revision(definition: Definition, latest: Definition) -> None:
     """Refuse a revision that makes forbidden changes.
 
     Raises:
-        InvalidArgument: it has another type, or a field differs. The message names it.
+        InvalidArgument: its type is different, or a field differs. The message names the field.
     """
     if definition.kind != latest.kind:
         raise InvalidArgument("The type of a schema can't be changed by a revision.")

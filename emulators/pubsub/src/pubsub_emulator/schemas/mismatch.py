@@ -3,9 +3,9 @@
 MAX_DEPTH = 100
 """Maximum nesting of a message's values. Schemas may be recursive."""
 MAX_VALUES = 5_000_000
-"""Maximum values checked for the messages in one request, over all revisions: takes seconds.
+"""Maximum values checked for one request's messages, over all revisions: takes seconds.
 
-A few bytes of a message can stand for any number of values that take no bytes.
+A few bytes of a message can encode any number of values that take no bytes.
 """
 _LONGEST_TEXT = 500
 _LONGEST_END = 120
@@ -25,7 +25,7 @@ class Mismatch(Exception):
         self._place: list[str] = []
 
     def within(self, part: str) -> None:
-        """Add a part of the location, from the inside out."""
+        """Prepend a part of the location, from the inside out."""
         self._place.append(part)
 
     def __str__(self) -> str:

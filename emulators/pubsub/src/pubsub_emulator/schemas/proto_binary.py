@@ -1,7 +1,7 @@
 """Validates a message in the binary protocol buffer encoding without storing its values.
 
-As everywhere with protocol buffers, fields that the definition lacks or that have another encoding
-are not an error: readers skip them. Source: https://protobuf.dev/programming-guides/encoding/
+As always with protocol buffers, a field that the definition lacks or that has a different encoding
+is not an error: readers skip it. Source: https://protobuf.dev/programming-guides/encoding/
 """
 
 import re
@@ -21,11 +21,11 @@ from pubsub_emulator.schemas.proto_types import (
 
 _VARINTS = re.compile(rb"(?:[\x80-\xff]{0,9}[\x00-\x7f])*+")
 _MAX_PARTS = 1000
-"""Maximum parts of a message, which readers merge, that are checked together."""
+"""Maximum parts of a message that are checked together. Readers merge the parts."""
 _PIECE_BYTES = 64 * 1024
-"""Bytes matched at a time, because other threads wait during a match."""
+"""Bytes matched at a time. Other threads wait during a match."""
 _PACKED_BYTES_A_VALUE = 64
-"""Bytes of packed numbers checked in the time for one value."""
+"""Bytes of packed numbers that can be checked in the time it takes to check one value."""
 _LONGEST_VARINT_BYTES = 10
 _NO_VARINT = "it is truncated, or a number has more than 10 bytes"
 _MAX_TAG = 2**32 - 1
@@ -35,7 +35,7 @@ _Span = tuple[int, int]
 
 
 def check_binary(root: MessageType, message: bytes, budget: Budget) -> None:
-    """Refuse bytes that are not a message of a type.
+    """Refuse bytes that are not a message of the given type.
 
     Raises:
         Mismatch: contains the location and the reason.
@@ -135,7 +135,7 @@ class _Reader:
             begin = matched.end()
 
     def _fields(self, span: _Span, depth: int) -> Iterator[tuple[int, int, int, int]]:
-        """Yield number and wire type of each field, and the position of its value."""
+        """Yield each field's number and wire type, and the position of its value."""
         position, end = span
         while position < end:
             self._budget.enter(depth)
@@ -151,14 +151,14 @@ class _Reader:
             yield number, wire_type, begin, stop
 
     def _tag(self, position: int, end: int) -> tuple[int, int]:
-        """Return number and wire type of a field in one integer, and the position of its value."""
+        """Return a field's number and wire type as one integer, and the position of its value."""
         tag, position = self._varint(position, end)
         if tag > _MAX_TAG or tag < 8:
             raise Mismatch("a field has no valid number")
         return tag, position
 
     def _value(self, wire_type: int, position: int, end: int) -> _Span:
-        """Return start and end of a value."""
+        """Return a value's start and end."""
         begin = position
         if wire_type == LEN:
             size_bytes, begin = self._varint(position, end)
@@ -174,7 +174,7 @@ class _Reader:
         return begin, position
 
     def _group_end(self, number: int, position: int, end: int, depth: int) -> _Span:
-        """Return the end of a group's fields, and the end of its end tag."""
+        """Return the end of a group's fields and the end of its end tag."""
         open_groups = [number]
         while open_groups:
             if position >= end:
@@ -192,9 +192,9 @@ class _Reader:
         return stop, position
 
     def _varint(self, position: int, end: int) -> _Span:
-        """Return a variable-length integer, and its end position."""
+        """Return a variable-length integer and its end position."""
         if position < end and (value := self._data[position]) < 0x80:
-            return value, position + 1  # most are short
+            return value, position + 1  # most integers are short
         value = 0
         last = min(end, position + _LONGEST_VARINT_BYTES)
         for number, byte in enumerate(self._data[position:last]):

@@ -1,4 +1,4 @@
-"""Changes that a revision of a protocol buffer definition may make."""
+"""The changes that a revision of a protocol buffer definition may make."""
 
 from pubsub_emulator.schemas.mismatch import Malformed
 from pubsub_emulator.schemas.proto_types import Field, MessageType
@@ -42,6 +42,6 @@ def _check_optional(field: Field, message: MessageType) -> None:
 
 def _signature(field: Field, root: MessageType) -> tuple[object, ...]:
     kind = field.message or field.enum
-    # Types are named within the message, which may have a new name.
+    # Types are named within the message, whose name may have changed.
     type_name = kind.name.removeprefix(root.name) if kind else ""
     return (field.name, field.type, field.is_repeated, field.is_required, type_name)

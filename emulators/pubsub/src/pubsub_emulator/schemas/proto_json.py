@@ -37,7 +37,7 @@ _KINDS = {
 
 
 def check_json(root: MessageType, message: bytes, budget: Budget) -> None:
-    """Refuse JSON that is not a message of a type.
+    """Refuse JSON that is not a message of the given type.
 
     Raises:
         Mismatch: contains the location and the reason.

@@ -1,4 +1,4 @@
-"""Types in a protocol buffer definition, for validating messages.
+"""The types in a protocol buffer definition, for validating messages.
 
 The library's message classes are not used, because they construct every value: with a type of 5,000
 fields, an empty value takes two bytes of a message and 40 KB of memory.
@@ -32,7 +32,7 @@ _WIRE_TYPES = {
 
 @dataclass(frozen=True)
 class EnumType:
-    """An enum. A closed one, from proto2, has only the values that it names."""
+    """An enum. A closed enum, as in proto2, allows only the values that it names."""
 
     name: str
     names: frozenset[str]
@@ -42,10 +42,10 @@ class EnumType:
 
 @dataclass(eq=False, repr=False, slots=True)
 class Field:
-    """A field of a message, or an extension of it.
+    """A field of a message, or an extension of the message.
 
-    `type` is `INT32` and so on, `wire_type` its encoding when not packed, `oneof` the number of its
-    oneof or None.
+    `type` is `INT32` and so on, `wire_type` its encoding when not packed, `oneof` its oneof's
+    number or None.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Field:
 class MessageType:
     """A message type.
 
-    `may_lack` means that a message, or one inside it, may lack a required field.
+    `may_lack` means that the message, or a message inside it, may lack a required field.
     """
 
     name: str
@@ -80,7 +80,7 @@ class MessageType:
     may_lack: bool = False
 
     def add(self, added: Field, json_names: Iterable[str]) -> None:
-        """Add a field with these names in JSON."""
+        """Add a field under these JSON names."""
         self.by_number[added.number] = added
         for json_name in json_names:
             self.by_json_name[json_name] = added
@@ -89,12 +89,12 @@ class MessageType:
 
 
 def root_type(file: FileDescriptorProto) -> MessageType:
-    """Return the only top-level message of a file, with everything that it refers to."""
+    """Return a file's only top-level message, with everything that it refers to."""
     return _Types(file).messages[_joined(f".{file.package}", file.message_type[0].name)]
 
 
 class _Types:
-    """All types in a file by full name, starting with a dot."""
+    """All of a file's types by full name, which starts with a dot."""
 
     def __init__(self, file: FileDescriptorProto) -> None:
         self.messages: dict[str, MessageType] = {}

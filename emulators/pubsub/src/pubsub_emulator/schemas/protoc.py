@@ -16,8 +16,8 @@ MAX_CPU_S = 5
 MAX_MEMORY_MIB = 512
 """Far more than real definitions need.
 
-With 300 KiB, 50,000 reserved numbers took the most time, and names of 50,000 letters the most
-memory.
+At the maximum size of 300 KiB, 50,000 reserved numbers took the longest, and names of 50,000
+letters used the most memory.
 """
 LIMIT_S = 30.0
 _CHILD = Path(__file__).with_name("protoc_child.py")
@@ -59,7 +59,7 @@ def compile_definition(definition: str) -> FileDescriptorProto:
 def _first_error(report: str) -> str:
     places = [match.groups() for match in _AT_A_PLACE.finditer(report)]
     errors = [error for error in places if not error[2].startswith("warning: ")]
-    # A missing import is reported first, in a line without a position.
+    # A missing import is reported first, on a line without a position.
     for line, column, reason in [
         error for error in errors if error[2].startswith("Import ")
     ] + errors:

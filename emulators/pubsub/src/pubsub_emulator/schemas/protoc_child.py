@@ -9,17 +9,17 @@ import resource
 import sys
 
 FAILED = 70
-"""Exit status for failures not caused by the definition: EX_SOFTWARE of sysexits.h."""
+"""Exit status for failures not caused by the definition: EX_SOFTWARE from sysexits.h."""
 _MIB = 1024**2
 _MAX_OUTPUT_BYTES = 8 * _MIB
 _MAX_ERRORS_BYTES = 64 * 1024
 
 
 def main(libraries: str, cpu_s: int, memory_mib: int) -> int:
-    """Writes a `FileDescriptorSet` to the standard output, or errors to the standard error.
+    """Writes a `FileDescriptorSet` to standard output, or errors to standard error.
 
     Returns:
-        The exit status of the compiler.
+        The compiler's exit status.
     """
     limits = {
         resource.RLIMIT_CPU: cpu_s,
@@ -31,13 +31,13 @@ def main(libraries: str, cpu_s: int, memory_mib: int) -> int:
         resource.setrlimit(kind, (limit, limit))
     sys.path.insert(0, libraries)
     compiler = importlib.import_module("grpc_tools._protoc_compiler")
-    # In-memory files, because there is a limit on file sizes: the compiler may report thousands of
-    # errors, each with a 100 KB name.
+    # In-memory files, because file sizes are limited: the compiler may report thousands of errors,
+    # each with a 100 KB name.
     compiled = os.memfd_create("compiled")
     errors = os.memfd_create("errors")
     standard_error = os.dup(2)
     os.dup2(errors, 2)
-    # No folder is searched, so imports are never found.
+    # No directory is searched, so imports are never found.
     arguments = [
         "protoc",
         "--proto_path=definition.proto=/dev/stdin",

@@ -9,7 +9,7 @@ from pubsub_emulator.state.backlog import Backlog
 _MAX_REQUEST_BYTES = 512 * 1024
 """Source: https://cloud.google.com/pubsub/quotas.
 
-A refusal that names every id in a request, with reasons, is smaller than the 4 MiB that Google's
+A refusal that lists every id in a request, with reasons, is smaller than the 4 MiB that Google's
 clients accept.
 """
 
@@ -30,8 +30,8 @@ def acknowledge(backlog: Backlog, ack_ids: Iterable[str]) -> dict[str, str]:
     """Ack the messages with these ack ids.
 
     Returns:
-        The refused ack ids with reasons. Empty without exactly-once delivery: then an expired id
-        acks the message if it still exists, and is ignored otherwise.
+        Refused ack ids with reasons. Empty without exactly-once delivery: in that case an expired
+        id acks the message if it still exists and is ignored otherwise.
 
     Raises:
         InvalidArgument: an ack id has an invalid format. Nothing was acked.
@@ -49,10 +49,10 @@ def acknowledge(backlog: Backlog, ack_ids: Iterable[str]) -> dict[str, str]:
 def modify_ack_deadline(
     backlog: Backlog, ack_ids: Iterable[str], deadlines_s: Iterable[int]
 ) -> dict[str, str]:
-    """Set the end of leases to this many seconds from now. 0 is a nack.
+    """Set leases to end this many seconds from now. 0 is a nack.
 
     Returns:
-        The refused ack ids with reasons. Empty without exactly-once delivery.
+        Refused ack ids with reasons. Empty without exactly-once delivery.
 
     Raises:
         InvalidArgument: an ack id has an invalid format. Nothing was changed.

@@ -1,4 +1,4 @@
-"""Ids that consumers use for acks: one each time a delivery is handed out."""
+"""Ids that consumers use for acks: a new one each time a delivery is handed out."""
 
 from pubsub_emulator.errors import InvalidArgument
 from pubsub_emulator.state.consumers import Delivery
@@ -7,23 +7,23 @@ NO_DELIVERY = -1, 0
 
 
 class AckIds:
-    """Creates and parses the ack ids of a subscription.
+    """Creates and parses a subscription's ack ids.
 
     Args:
-        holder: a number that is unique to this subscription, also across restarts.
+        holder: a number that is unique to this subscription, even across restarts.
     """
 
     def __init__(self, holder: int) -> None:
         self._prefix = f"{holder:x}"
 
     def of(self, delivery: Delivery) -> str:
-        """Return the ack id for the current hand-out of a delivery."""
+        """Return the ack id for a delivery's current hand-out."""
         return f"{self._prefix}.{delivery.number}.{delivery.handouts}"
 
     def read(self, ack_id: str) -> tuple[int, int]:
-        """Return the number of the delivery, and of its hand-out.
+        """Return the delivery's number and the hand-out's number.
 
-        The number is NO_DELIVERY if another holder created the id.
+        The delivery's number is NO_DELIVERY if another holder created the id.
 
         Raises:
             InvalidArgument: the id has an invalid format.

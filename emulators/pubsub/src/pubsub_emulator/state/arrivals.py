@@ -1,4 +1,4 @@
-"""Deliveries of a publish, held until all of its messages have been added.
+"""A publish's deliveries, held until all of its messages have been added.
 
 Messages published by Google's libraries are also held until they are committed and answered.
 """
@@ -10,31 +10,31 @@ from pubsub_emulator.state.consumers import Delivery
 
 
 class Queue(Protocol):
-    """Holds the deliveries of a subscription."""
+    """Holds a subscription's deliveries."""
 
     def let_out(self, deliveries: Iterable[Delivery]) -> None:
-        """Make these deliveries, as far as they still exist, available to consumers."""
+        """Make those deliveries that still exist available to consumers."""
 
 
 class Arrivals:
-    """Collects a publish's deliveries to each subscription, and finally releases them."""
+    """Collects a publish's deliveries to each subscription, then releases them."""
 
     def __init__(self) -> None:
         self._waiting: dict[Queue, list[Delivery]] = {}
 
     def note(self, queue: Queue, delivery: Delivery) -> None:
-        """Record a delivery that waits in a queue."""
+        """Record a delivery that is waiting in a queue."""
         waiting = self._waiting.get(queue)
         if waiting is None:
             waiting = self._waiting[queue] = []
         waiting.append(delivery)
 
     def forget(self) -> None:
-        """Release nothing, because an error whose traceback refers to this may live on."""
+        """Drop all deliveries without releasing them: an error's traceback may keep this alive."""
         self._waiting.clear()
 
     def let_out(self) -> Iterator[None]:
-        """Release all deliveries, with a step between two subscriptions."""
+        """Release all deliveries, yielding between subscriptions."""
         while self._waiting:
             queue, deliveries = self._waiting.popitem()
             queue.let_out(deliveries)

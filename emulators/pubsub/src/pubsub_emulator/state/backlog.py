@@ -1,6 +1,6 @@
-"""The deliveries of a subscription: ready, leased to a consumer, or returning.
+"""A subscription's deliveries: ready, leased to a consumer, or being returned.
 
-This is the layer between a subscription, which adds messages and has the policies, and its
+This layer sits between a subscription, which adds messages and holds the policies, and its
 consumers (streams, pulls, push workers).
 """
 
@@ -20,13 +20,12 @@ from pubsub_emulator.state.received import received_message
 from pubsub_emulator.state.timers import Timers
 
 MAX_TAKE = 1000
-# A response stays well below what clients accept by default (4 MiB), unless a single message is
-# larger.
+# Keeps a response well below the default client limit of 4 MiB, unless a single message is larger.
 MAX_TAKE_BYTES = 2 * 1024 * 1024
 
 
 class BacklogOwner(Protocol):
-    """Operations of a subscription that its backlog needs."""
+    """Operations that a backlog needs from its subscription."""
 
     settings: DeliverySettings
 
@@ -34,10 +33,10 @@ class BacklogOwner(Protocol):
         """Record that a message was acked."""
 
     def next_number(self) -> int:
-        """Return a number for a delivery that came back, higher than all previous ones."""
+        """Return a number for a returned delivery, higher than all previous ones."""
 
     def forward_dead_letter(self, delivery: Delivery) -> bool:
-        """Publish to the dead-letter topic. Return False if that topic is gone."""
+        """Publish to the dead-letter topic. Return False if the topic no longer exists."""
 
 
 class Backlog:
@@ -77,15 +76,15 @@ class Backlog:
     def add(self, message: StoredMessage, arrivals: Arrivals | None = None) -> None:
         """Add a message and wake a consumer, unless an older one with its ordering key is present.
 
-        With `arrivals`, the message is available only once they are released.
+        With `arrivals`, the message becomes available only once they are released.
         """
         self._journal.hold(message, self._holder, message.sequence)
         self._queue.place(Delivery(message.sequence, message), arrivals)
 
     def restore(self, message: StoredMessage, number: int, attempts: int) -> None:
-        """Add a message from before a restart, which ended any lease.
+        """Add a message from before a restart. The restart ended any lease.
 
-        A message that had its last attempt becomes a dead letter as soon as timers run.
+        A message that had already had its last attempt becomes a dead letter as soon as timers run.
         """
         delivery = Delivery(number, message)
         delivery.attempts = delivery.handouts = attempts
@@ -94,7 +93,7 @@ class Backlog:
         if not 0 < most <= attempts:
             return
         if delivery.state != "ready":
-            # Behind an older one with its key, whose redelivery ended this attempt.
+            # Behind an older message with its key, whose redelivery ended this attempt.
             delivery.attempts = most - 1
             return
         self._queue.took(delivery, None)
@@ -103,11 +102,11 @@ class Backlog:
     def take(self, consumer: Consumer, max_messages: int = MAX_TAKE) -> list[Delivery]:
         """Lease ready messages to a consumer, within its capacity and share.
 
-        Messages that continue its ordering keys come first.
+        Messages that continue the consumer's ordering keys come first.
 
         Returns:
             At most `max_messages`, oldest first. Empty if nothing is available; the consumer is
-            then woken when that changes.
+            woken when that changes.
         """
         queue = self._queue
         share = self.consumers.share(consumer, len(queue.ready))
@@ -158,7 +157,7 @@ class Backlog:
         )
 
     def find(self, ack_id: str) -> tuple[Delivery | None, bool]:
-        """Return an ack id's delivery, if it exists, and whether its current lease has this id.
+        """Return an ack id's delivery, if it exists, and whether the id is its current lease's.
 
         Raises:
             InvalidArgument: the id has an invalid format. Not raised with exactly-once delivery.
@@ -175,13 +174,13 @@ class Backlog:
         return delivery, delivery.state == "leased" and delivery.handouts == handout
 
     def settle(self, delivery: Delivery) -> None:
-        """Ack a message of this backlog, leased or not."""
+        """Ack a message in this backlog, leased or not."""
         if delivery.state != "settled":
             self._remove(delivery)
             self._owner.acked(delivery.message)
 
     def extend(self, delivery: Delivery, deadline_s: float) -> None:
-        """If there still is a lease, end it this many seconds from now."""
+        """If the lease still exists, end it this many seconds from now."""
         if delivery.state == "leased":
             delivery.stop_timer()
             self._lease(delivery, self._timers.now_s() + deadline_s)
@@ -193,14 +192,14 @@ class Backlog:
                 self.settle(delivery)
 
     def bring_back(self, messages: Iterable[StoredMessage]) -> None:
-        """Start over with all deliveries, leased or not, and these messages.
+        """Reset all deliveries, leased or not, and restore these messages as well.
 
-        Earlier ack ids do not ack the messages that it brings back.
+        Earlier ack ids do not ack the restored messages.
         """
         for delivery in self._queue.deliveries.values():
             if delivery.state == "leased":
-                # This is neither a nack nor an expired lease, so it is not an attempt. The new
-                # number invalidates the id.
+                # This is neither a nack nor an expired lease, so it does not count as an attempt.
+                # The new number invalidates the id.
                 delivery.attempts -= 1
                 delivery.number = self._owner.next_number()
             self._end_lease(delivery)
@@ -237,7 +236,7 @@ class Backlog:
         delivery.timer = self._timers.at(until_s, partial(self.give_back, delivery))
 
     def give_back(self, delivery: Delivery) -> None:
-        """End a lease without an ack: to dead letters, into backoff, or ready immediately."""
+        """End a lease without an ack: move to dead letters, into backoff, or ready immediately."""
         if delivery.state != "leased":
             return
         self._end_lease(delivery)
@@ -258,7 +257,7 @@ class Backlog:
         )
 
     def return_untried(self, deliveries: Iterable[Delivery]) -> None:
-        """End leases of messages that were not used. This does not count as an attempt."""
+        """End the leases of messages that were not used. This does not count as an attempt."""
         for delivery in deliveries:
             if delivery.state == "leased":
                 self._end_lease(delivery)
@@ -271,9 +270,9 @@ class Backlog:
                 self._queue.offer_again(delivery)
 
     def _call_back(self, delivery: Delivery) -> None:
-        """End a lease because an older message with its key is redelivered.
+        """End a lease because an older message with the same key is redelivered.
 
-        This is not an attempt.
+        This does not count as an attempt.
         """
         self._end_lease(delivery)
         delivery.state = "held"

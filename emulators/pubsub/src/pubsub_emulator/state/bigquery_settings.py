@@ -1,4 +1,4 @@
-"""Validates the `bigquery_config` of a subscription.
+"""Validates a subscription's `bigquery_config`.
 
 Source: https://cloud.google.com/pubsub/docs/reference/rest/v1/projects.subscriptions#BigQueryConfig
 """
@@ -12,13 +12,14 @@ _TABLE = re.compile(r"[A-Za-z0-9][A-Za-z0-9:._-]*\.\w{1,1024}\.[\w -]{1,1024}")
 
 
 def complete_bigquery_config(subscription: Subscription) -> None:
-    """Validate the `bigquery_config` of a subscription, and set its output-only fields.
+    """Validate a subscription's `bigquery_config` and set its output-only fields.
 
-    The table is not looked up. If it is missing, the config's state shows that later.
+    The table's existence is not checked. If it is missing, the config's state shows that later.
 
     Raises:
-        InvalidArgument: the table name is invalid, or settings exclude each other. Unimplemented:
-        the columns of the topic's schema are requested.
+        InvalidArgument: the table name is invalid, or settings are mutually exclusive.
+            Unimplemented:
+        the config requests the columns of the topic's schema.
     """
     config = subscription.bigquery_config
     if not _TABLE.fullmatch(config.table):

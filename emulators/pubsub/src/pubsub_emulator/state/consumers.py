@@ -1,8 +1,8 @@
 """A subscription's deliveries, their consumers, and waking consumers for new deliveries.
 
-Consumers take as much as they have capacity for. Nothing is queued for them here. So a stream that
-can't write leaves the messages to others, and messages that wait while it writes go out in one
-response.
+Consumers take as much as they have capacity for; nothing is queued for them here. A stream that
+can't write therefore leaves messages to others, and messages that arrive while it is writing go out
+in one response.
 """
 
 from collections.abc import Callable
@@ -17,8 +17,8 @@ class Consumer:
     """A stream, a waiting pull or a push loop, with its flow control.
 
     Args:
-        wake: called when there may be something to take, or when `ended` was set.
-        ack_deadline_s: lease duration of messages that it takes, in seconds.
+        wake: called when there may be messages to take, or when `ended` was set.
+        ack_deadline_s: lease duration, in seconds, of messages that it takes.
         max_messages: maximum outstanding messages. 0: no limit.
         max_bytes: maximum outstanding bytes. 0: no limit.
     """
@@ -51,30 +51,30 @@ class Consumer:
 
 
 State = Literal["arriving", "ready", "held", "backoff", "leased", "settled"]
-"""The state of a delivery.
+"""A delivery's state.
 
-- arriving: waits until its publish was taken in, or is committed and answered.
+- arriving: waits until its whole publish has been added, or has been committed and answered.
 - ready: can be handed to the next consumer.
-- held: waits behind an older message of its ordering key. Only the consumer that has the older one
-  may take it.
-- backoff: was nacked or ran out, and the retry policy holds it back.
-- leased: is with a consumer until acked, nacked or out of time.
+- held: waits behind an older message with its ordering key. Only the consumer that has the older
+  message may take it.
+- backoff: was nacked or its lease expired, and the retry policy holds it back.
+- leased: is with a consumer until it is acked or nacked or its lease expires.
 - settled: has left the subscription.
 
-No enum: to look up a member takes 0.1 us, ten times for each message.
+Not an enum, because looking up a member takes 0.1 us, ten times per message.
 """
 
 
 class Delivery:
     """A message that has not been acked yet.
 
-    `number` is unique in the subscription, also after a seek.
+    `number` is unique in the subscription, even after a seek.
 
     `handouts` counts how often it was handed to a consumer. `attempts` counts hand-outs that were
-    not revoked for another reason: 1 + nacks + expired leases at each delivery, following the
-    definition of `delivery_attempt`.
+    not revoked for another reason: 1 + nacks + expired leases at each delivery, as
+    `delivery_attempt` is defined.
 
-    `failure` is the reason why the last attempt failed, if this server made the attempt.
+    `failure` is the reason the last attempt failed, if this server made the attempt.
     """
 
     __slots__ = (
@@ -106,7 +106,7 @@ class Delivery:
 
 
 class Consumers:
-    """All consumers of a subscription. Hungry ones are waiting, woken ones are about to take."""
+    """All of a subscription's consumers. Hungry ones are waiting; woken ones are about to take."""
 
     def __init__(self) -> None:
         self._joined: set[Consumer] = set()
@@ -124,7 +124,7 @@ class Consumers:
     def leave(self, consumer: Consumer, ready: int) -> None:
         """Disconnect a consumer.
 
-        If it was woken, wake the next one. Its leases no longer wake it.
+        If it had been woken, wake the next one. Its leases no longer wake it.
         """
         consumer.is_waiting = False
         consumer.has_left = True
@@ -156,7 +156,7 @@ class Consumers:
         return -(-ready // (1 + len(self._hungry) + len(self._woken)))
 
     def wait(self, consumer: Consumer) -> None:
-        """Wake the consumer when there are messages, or it has capacity, again."""
+        """Wake the consumer when there are messages again, or when it has capacity again."""
         consumer.is_waiting = True
         if consumer.has_room:
             self._hungry[consumer] = None

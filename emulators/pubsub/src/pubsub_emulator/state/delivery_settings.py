@@ -15,7 +15,7 @@ Kind = Literal["PULL", "PUSH", "BIGQUERY"]
 
 @dataclass(frozen=True)
 class DeliverySettings:
-    """Plain copies of the fields that control deliveries. Times are in seconds."""
+    """Plain copies of the fields that control delivery. Times are in seconds."""
 
     ack_deadline_s: float
     retention_s: float
@@ -29,7 +29,7 @@ class DeliverySettings:
     dead_letter_topic: str
     minimum_backoff_s: float
     maximum_backoff_s: float
-    """Both 0: no retry policy, redelivered immediately."""
+    """Both 0: no retry policy; messages are redelivered immediately."""
     push_endpoint: str
     kind: Kind
 
@@ -72,5 +72,5 @@ def _kind_of(proto: Subscription) -> Kind:
 
 
 def seconds_of(duration: Any) -> float:
-    """Return a protobuf Duration or Timestamp in seconds."""
+    """Return a protobuf Duration or Timestamp as seconds."""
     return float(duration.seconds + duration.nanos / 1e9)

@@ -1,4 +1,4 @@
-"""The filter language of subscriptions: parses text to a tree that matches attributes.
+"""The subscription filter language: parses text into a tree that matches attributes.
 
 Grammar and refusals: https://cloud.google.com/pubsub/docs/subscription-message-filter
 """
@@ -16,7 +16,7 @@ from pubsub_emulator.errors import InvalidArgument
 
 MAX_FILTER_BYTES = 256
 
-# A filter has one level of AND or one level of OR. The grammar intentionally has no rule for mixing
+# Each level of a filter uses only AND or only OR. The grammar intentionally has no rule for mixing
 # them without parentheses.
 _GRAMMAR = r"""
     ?start: expression
@@ -128,7 +128,7 @@ class AnyOf:
 
 
 def needed_attributes(filter_: Filter) -> tuple[Equals, ...]:
-    """Return equality conditions, one of which must hold for the filter to match."""
+    """Return equality conditions, at least one of which must hold for the filter to match."""
     if isinstance(filter_, Equals):
         return (filter_,)
     if isinstance(filter_, AllOf):
@@ -145,10 +145,11 @@ def parse_filter(text: str) -> Filter | None:
         text: the filter, at most 256 bytes of UTF-8. Empty matches everything.
 
     Returns:
-        The tree that matches attributes, or None for an empty filter.
+        The tree that matches attributes. None: the filter is empty.
 
     Raises:
-        InvalidArgument: it is too long, or not valid. The message names the column and the reason.
+        InvalidArgument: it is too long, or not valid. The message includes the column and the
+            reason.
     """
     size_bytes = len(text.encode())
     if size_bytes > MAX_FILTER_BYTES:
@@ -169,8 +170,7 @@ def parse_filter(text: str) -> Filter | None:
 
 @functools.cache
 def _parser() -> Lark:
-    # Built on first use, because most processes that start this server see no filter before they
-    # listen.
+    # Built on first use, because most processes that start this server never parse a filter.
     return Lark(_GRAMMAR, parser="lalr", transformer=_TreeBuilder())
 
 
@@ -179,7 +179,7 @@ class _BadLiteral(Exception):
 
 
 class _TreeBuilder(Transformer[Token, Filter]):
-    """Called by the parser for each rule and literal that it completes."""
+    """Its methods are called by the parser for each rule and literal that it completes."""
 
     def STRING(self, token: Token) -> str:
         return _unescape(str(token)[1:-1])
@@ -207,7 +207,7 @@ class _TreeBuilder(Transformer[Token, Filter]):
 
 
 def _unescape(literal: str) -> str:
-    # Hex and octal escapes are bytes of UTF-8, so the literal is assembled from bytes.
+    # Hex and octal escapes are UTF-8 bytes, so the literal is assembled from bytes.
     try:
         return _ESCAPE.sub(_unescape_one, literal.encode()).decode()
     except UnicodeDecodeError:

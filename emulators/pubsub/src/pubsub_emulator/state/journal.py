@@ -1,6 +1,6 @@
 """The interface for changes that must survive the process.
 
-The journal here stores nothing, for an in-memory broker.
+This base journal stores nothing; it serves an in-memory broker.
 
 A broker with a data directory uses `durable.DurableJournal`.
 """
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from pubsub_emulator.state.message import StoredMessage
 
 ACKED = -1
-"""Stored instead of the attempts: the subscription retains the message, acked."""
+"""Stored in place of the attempts: the subscription retains the message, which was acked."""
 
 
 class Resource(Protocol):
     """A topic, subscription or snapshot in stored form.
 
-    `holder` is its number as a holder of messages.
+    `holder` is the number under which it holds messages.
     """
 
     path: str
@@ -49,9 +49,9 @@ class ChangeJournal:
         """Record that no subscription or snapshot holds a message any longer."""
 
     def offered(self, sequence: int) -> None:
-        """Record that a publisher is waiting for the answer to a message.
+        """Record that a publisher is waiting for a message's answer.
 
-        Until then the message may be withdrawn.
+        Until the answer, the message may be withdrawn.
         """
 
     def hold(
@@ -73,7 +73,7 @@ class ChangeJournal:
         """Wait until everything recorded so far will survive this process.
 
         Raises:
-            Unavailable: it could not be stored. Uncommitted messages were withdrawn.
+            Unavailable: storing failed. Uncommitted messages were withdrawn.
         """
 
     async def acks_committed(self) -> None:
@@ -86,6 +86,6 @@ class ChangeJournal:
     def after_commit(self, act: Callable[[], None]) -> None:
         """Call `act` once everything recorded so far will survive this process.
 
-        Callers that wait for that in `committed` continue first.
+        Callers waiting for it in `committed` continue first.
         """
         asyncio.get_running_loop().call_soon(act)

@@ -6,18 +6,18 @@ from pubsub_emulator.errors import ResourceExhausted
 from pubsub_emulator.protos import PubsubMessage
 
 MESSAGE_COST_BYTES = 320
-"""Memory of a message in this process, in addition to its own bytes."""
+"""Memory that a message takes in this process, in addition to its own bytes."""
 ATTRIBUTE_COST_BYTES = 180
-"""Memory per attribute, which is in the serialized message and also stored as text."""
+"""Memory per attribute, which is stored both in the serialized message and as text."""
 DELIVERY_COST_BYTES = 700
 """Maximum memory per subscription that has the message, reached while it is leased."""
-# All three are rounded up from the growth of a process with 60,000 messages (CPython 3.11).
+# All three are rounded up from the memory growth of a process with 60,000 messages (CPython 3.11).
 
 
 class Storage:
     """Counts the memory that all messages take in this process.
 
-    The bytes of a message count once, no matter how many subscriptions hold it.
+    A message's bytes count once, no matter how many subscriptions hold it.
 
     Args:
         limit_bytes: maximum memory in bytes.
@@ -33,7 +33,7 @@ class Storage:
         """Refuse a publish that would exceed the limit.
 
         Args:
-            cost_bytes: memory of its messages, from `cost_of`.
+            cost_bytes: its messages' memory, from `cost_of`.
 
         Raises:
             ResourceExhausted: consumers are too far behind for the memory limit.
@@ -47,7 +47,7 @@ class Storage:
 
 
 def cost_of(size_bytes: int, attributes: int, messages: int = 1) -> int:
-    """Return the memory of messages, without the subscriptions that hold them.
+    """Return the memory that messages take, without the subscriptions that hold them.
 
     Args:
         size_bytes: total size in bytes, serialized.
@@ -58,8 +58,8 @@ def cost_of(size_bytes: int, attributes: int, messages: int = 1) -> int:
 class StoredMessage:
     """A message with its id and time, set by the server.
 
-    `sequence` is the order of arrival over all topics. `serialized` is used in each response and in
-    the journal, so it is created only once.
+    `sequence` is the order of arrival across all topics. `serialized` is used in each response and
+    in the journal, so it is created only once.
     """
 
     __slots__ = (
@@ -97,7 +97,7 @@ class StoredMessage:
         return PubsubMessage.FromString(self.serialized)
 
     def __del__(self) -> None:
-        # Backlogs, snapshots, logs and leases all hold messages; only the reference count knows
-        # about all of them.
+        # Backlogs, snapshots, logs and leases all hold messages; only the reference count covers
+        # them all.
         self.storage.held_bytes -= self.cost_bytes
         self.storage.drop(self.sequence)

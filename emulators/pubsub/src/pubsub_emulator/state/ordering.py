@@ -1,7 +1,7 @@
-"""The unacked messages of each ordering key, oldest first, and which of them are with a consumer.
+"""Unacked messages by ordering key, oldest first, and which of them are with a consumer.
 
 Several messages with the same key may be outstanding, all with one consumer. If one is redelivered,
-the ones after it are too. Source: https://cloud.google.com/pubsub/docs/ordering
+so are the ones after it. Source: https://cloud.google.com/pubsub/docs/ordering
 """
 
 import bisect
@@ -10,7 +10,7 @@ from pubsub_emulator.state.consumers import Consumer, Delivery
 
 
 class OrderingLine:
-    """Messages with one key. The first `out` are leased, to `owner` unless it left."""
+    """Messages with one key. The first `out` are leased, to `owner` unless that consumer left."""
 
     __slots__ = ("deliveries", "out", "owner")
 
@@ -21,16 +21,16 @@ class OrderingLine:
 
     @property
     def next(self) -> Delivery | None:
-        """The oldest one that is not with a consumer."""
+        """The oldest delivery that is not with a consumer."""
         return self.deliveries[self.out] if self.out < len(self.deliveries) else None
 
     def took(self, consumer: Consumer | None) -> None:
-        """Record that the next one was leased. None: its consumer can't take more."""
+        """Record that the next delivery was leased. None: its consumer can't take more."""
         self.out += 1
         self.owner = consumer
 
     def give_back(self, delivery: Delivery) -> list[Delivery]:
-        """Take back a leased delivery and the ones after it. Returns the latter."""
+        """Take back a leased delivery and the ones after it. Returns the ones after it."""
         index = self._index(delivery)
         later = self.deliveries[index + 1 : self.out]
         self._keep_out(index)
@@ -63,21 +63,21 @@ class OrderingLines:
         self._lines: dict[str, OrderingLine] = {}
 
     def of(self, delivery: Delivery) -> OrderingLine:
-        """Return the line that contains a delivery."""
+        """Return a delivery's line."""
         return self._lines[delivery.message.ordering_key]
 
     def get(self, key: str) -> OrderingLine | None:
-        """Return the line of a key, if it has messages."""
+        """Return a key's line, if the key has messages."""
         return self._lines.get(key)
 
     def add(self, delivery: Delivery) -> OrderingLine:
-        """Add a delivery to the line of its key."""
+        """Add a delivery to its key's line."""
         line = self._lines.setdefault(delivery.message.ordering_key, OrderingLine())
         line.add(delivery)
         return line
 
     def remove(self, delivery: Delivery) -> OrderingLine:
-        """Remove a delivery from its line."""
+        """Remove a delivery from its key's line."""
         line = self.of(delivery)
         line.remove(delivery)
         if not line.deliveries:

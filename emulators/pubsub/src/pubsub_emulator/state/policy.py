@@ -1,4 +1,4 @@
-"""The IAM policy of a resource: stored and returned, but not enforced."""
+"""A resource's IAM policy: stored and returned, but not enforced."""
 
 from pubsub_emulator.errors import InvalidArgument
 from pubsub_emulator.names import check_range
@@ -13,7 +13,7 @@ VERSIONS = (0, 1, 3)
 
 
 class StoredPolicy:
-    """The policy of a resource in stored form.
+    """A resource's policy in stored form.
 
     `proto` has the resource and the policy. `holder` is its number in the journal.
     """
@@ -43,7 +43,7 @@ def check_version(field: str, version: int) -> None:
 def check_policy(policy: Policy) -> None:
     """Refuse a policy that the service would not accept from anyone.
 
-    It is not known here if its roles and members exist.
+    Whether its roles and members exist is not checked.
 
     Raises:
         InvalidArgument: the version does not exist, a condition requires version 3, a binding has

@@ -16,7 +16,7 @@ MAX_ATTRIBUTES = 100
 MAX_KEY_BYTES = 256
 MAX_VALUE_BYTES = 1024
 MAX_ORDERING_KEY_BYTES = 1024
-# A character has at most four bytes, so only longer strings are worth encoding to count them.
+# A character has at most four bytes, so shorter strings don't need to be encoded to be counted.
 _SHORT_KEY = MAX_KEY_BYTES // 4
 _SHORT_VALUE = MAX_VALUE_BYTES // 4
 
@@ -24,7 +24,7 @@ _SHORT_VALUE = MAX_VALUE_BYTES // 4
 class Measured(NamedTuple):
     """Data that a check has read from a request.
 
-    Reading it again takes as long as all the checks.
+    Reading it again would take as long as all the checks.
     """
 
     size_bytes: int
@@ -33,16 +33,16 @@ class Measured(NamedTuple):
 
 
 def measured(request: PublishRequest) -> Measured:
-    """Read the size and the attributes of a publish request."""
+    """Read a publish request's size and attributes."""
     return Measured(request.ByteSize(), [dict(message.attributes) for message in request.messages])
 
 
 def check_publish(request: PublishRequest) -> Measured:
-    """Check the messages of a publish request. Returns the data read from them.
+    """Check a publish request's messages. Returns the data read from them.
 
     Raises:
         InvalidArgument: there are too many, or they are too large, empty, have an invalid
-        attribute, or different ordering keys.
+        attribute, or have different ordering keys.
     """
     messages = request.messages
     check_range("message_count", len(messages), 1, MAX_MESSAGES)

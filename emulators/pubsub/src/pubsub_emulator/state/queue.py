@@ -1,6 +1,6 @@
-"""A subscription's deliveries, grouped by their possible consumers: any, a key's consumer, none.
+"""A subscription's deliveries, grouped by who may take them: anyone, a key's consumer, no one.
 
-This is the layer between a backlog, which knows leases and policies, and the ordering lines.
+This layer sits between a backlog, which handles leases and policies, and the ordering lines.
 """
 
 from collections import OrderedDict
@@ -15,13 +15,13 @@ from pubsub_emulator.state.ordering import OrderingLine, OrderingLines
 
 
 class QueueOwner(Protocol):
-    """Operations of a subscription that the queue needs."""
+    """Operations that the queue needs from its subscription."""
 
     settings: DeliverySettings
 
 
 class DeliveryQueue:
-    """All deliveries, oldest first, the ready ones, and the lines of ordering keys."""
+    """All deliveries, oldest first, the ready deliveries, and the ordering keys' lines."""
 
     def __init__(self, owner: QueueOwner, consumers: Consumers) -> None:
         self.deliveries: OrderedDict[int, Delivery] = OrderedDict()
@@ -37,7 +37,7 @@ class DeliveryQueue:
         return next(iter(self.deliveries.values())) if self.deliveries else None
 
     def place(self, delivery: Delivery, arrivals: Arrivals | None = None) -> None:
-        """Add a delivery. With `arrivals`, it is available only once they are released."""
+        """Add a delivery. With `arrivals`, it becomes available only once they are released."""
         self.deliveries[delivery.number] = delivery
         delivery.message.storage.held_bytes += DELIVERY_COST_BYTES
         line = self._lines.add(delivery) if self._is_ordered(delivery.message) else None
@@ -66,7 +66,7 @@ class DeliveryQueue:
         self._consumers.offer(len(self.ready))
 
     def offer_again(self, delivery: Delivery) -> None:
-        """Make an existing delivery ready, or let it wait behind older ones with its key."""
+        """Make an existing delivery ready, or make it wait behind older ones with its key."""
         if not self._is_ordered(delivery.message):
             self._make_ready(delivery)
             return
@@ -98,7 +98,7 @@ class DeliveryQueue:
         return self._lines.of(delivery).give_back(delivery)
 
     def remove(self, delivery: Delivery) -> None:
-        """Remove a delivery that is not ready. The next one with its key may follow."""
+        """Remove a delivery that is not ready. This may release the next one with its key."""
         del self.deliveries[delivery.number]
         delivery.message.storage.held_bytes -= DELIVERY_COST_BYTES
         delivery.state = "settled"

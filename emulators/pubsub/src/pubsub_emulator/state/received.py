@@ -1,14 +1,14 @@
-"""Assembles the messages in a response from bytes that already exist.
+"""Assembles a response's messages from bytes that already exist.
 
-A message is copied into each response as it was serialized when it was published. Building it as a
-protobuf and serializing it again takes twice as long.
+Each response gets a copy of the bytes that were serialized when the message was published. Building
+the message as a protobuf and serializing it again takes twice as long.
 
 Format: https://protobuf.dev/programming-guides/encoding/
 """
 
 from pubsub_emulator.state.consumers import Delivery
 
-# A tag is the field number, times 8, plus 2 for bytes or 0 for a number. `received_messages` is
+# A tag is the field number times 8, plus 2 for bytes or 0 for a number. `received_messages` is
 # field 1 of both PullResponse and StreamingPullResponse.
 _RECEIVED_MESSAGE = b"\x0a"
 _ACK_ID = b"\x0a"
@@ -20,7 +20,7 @@ def received_message(delivery: Delivery, ack_id: str, delivery_attempt: int) -> 
     """Serialize an entry of a response's `received_messages`.
 
     Args:
-        delivery_attempt: number of the attempt. 0: the subscription does not report it.
+        delivery_attempt: the attempt's number. 0: the subscription does not report it.
     """
     id_bytes, message = ack_id.encode(), delivery.message.serialized
     received = b"".join(
@@ -32,7 +32,7 @@ def received_message(delivery: Delivery, ack_id: str, delivery_attempt: int) -> 
 
 
 def _varint(number: int) -> bytes:
-    """Seven bits per byte, lowest first, with the eighth bit set if more follow."""
+    """Encode with seven bits per byte, lowest first; the eighth bit is set if more bytes follow."""
     if number < 0x80:
         return _ONE_BYTE[number]
     if number < 0x4000:

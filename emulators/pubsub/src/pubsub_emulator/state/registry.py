@@ -1,4 +1,4 @@
-"""All topics, subscriptions, snapshots and schemas of the broker, and references between them.
+"""All of the broker's topics, subscriptions, snapshots and schemas, and references between them.
 
 The API calls in the package `calls` share this registry.
 """
@@ -28,7 +28,7 @@ Resource = TypeVar("Resource")
 
 
 class Registry:
-    """The broker's memory: resources, attachments between them, and the next id."""
+    """The broker's memory: resources, how they are attached to each other, and the next id."""
 
     def __init__(self, timers: Timers, storage: Storage, journal: ChangeJournal) -> None:
         self.timers = timers
@@ -51,7 +51,7 @@ class Registry:
         return self._next_sequence
 
     def continue_after(self, sequence: int) -> None:
-        """Make all future numbers higher than one used before a restart."""
+        """Make all future numbers higher than one that was used before a restart."""
         self._next_sequence = max(self._next_sequence, sequence)
 
     def topic(self, path: str) -> Topic:
@@ -86,7 +86,7 @@ class Registry:
     def store(
         self, message: PubsubMessage, attributes: dict[str, str], now_s: float
     ) -> StoredMessage:
-        """Assign an id and a time to a checked message, and store it as long as it is held.
+        """Assign an id and a time to a checked message, and store it for as long as it is held.
 
         Args:
             message: the message to publish. Its id and time are set.
@@ -132,7 +132,7 @@ class Registry:
         return True
 
     def erase(self, path: str) -> None:
-        """Record that a resource was deleted, and its policy with it."""
+        """Record that a resource and its policy were deleted."""
         self.journal.erase(path)
         policy = self.policies.pop(path, None)
         if policy is not None:
@@ -148,7 +148,7 @@ class Registry:
         self.on_delivery_config(subscription)
 
     def remove_snapshot(self, snapshot: Snapshot) -> None:
-        """Remove a snapshot with its messages."""
+        """Remove a snapshot and its messages."""
         del self.snapshots[snapshot.path]
         if snapshot.topic is not None:
             snapshot.topic.detach(snapshot)
@@ -179,4 +179,4 @@ def _look_up(resources: dict[str, Resource], path: str, kind: str) -> Resource:
 
 
 def _nobody_delivers(subscription: SubscriptionState) -> None:
-    """Used in place of the delivery loops when none run."""
+    """Used instead of the delivery loops when none are running."""

@@ -75,11 +75,11 @@ _UPDATABLE_SNAPSHOT_FIELDS = frozenset({"labels", "expire_time"})
 
 
 def checked_topic(request: Topic) -> Topic:
-    """Return a copy of a requested topic as GetTopic will return it.
+    """Return a copy of a requested topic, as GetTopic will return it.
 
     Raises:
         InvalidArgument: a name, label or duration is out of range. Unimplemented: this server does
-        not support a feature of the service.
+        not support one of the service's features.
     """
     topic = Topic()
     topic.CopyFrom(request)
@@ -99,7 +99,7 @@ def checked_subscription(request: Subscription) -> Subscription:
 
     Raises:
         InvalidArgument: a name, filter, label, number or duration is out of range. Unimplemented:
-        this server does not support a feature of the service.
+        this server does not support one of the service's features.
     """
     subscription = Subscription()
     subscription.CopyFrom(request)
@@ -125,7 +125,7 @@ def checked_subscription(request: Subscription) -> Subscription:
 
 
 def checked_snapshot(request: Snapshot) -> Snapshot:
-    """Return a copy of a snapshot after checking its labels, or raise `InvalidArgument`."""
+    """Check a snapshot's labels and return a copy of it, or raise `InvalidArgument`."""
     snapshot = Snapshot()
     snapshot.CopyFrom(request)
     _check_labels(snapshot.labels)
@@ -155,7 +155,7 @@ def checked_push_config(push_config: PushConfig, subscription: Subscription) -> 
 
 
 def is_http_url(endpoint: str) -> bool:
-    """Return whether this is an http or https URL with a host."""
+    """True if this is an http or https URL with a host."""
     try:
         url = urlsplit(endpoint)
         return url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
@@ -215,7 +215,7 @@ def _check_update_path(path: str, current: Any, updatable: Collection[str]) -> N
 
 
 def _is_path(path: str, descriptor: Any) -> bool:
-    """True if each part of a path is a field of the single message that the previous part names."""
+    """True if each part of a path names a field of the message that the previous part names."""
     for part in path.split("."):
         field = descriptor.fields_by_name.get(part) if descriptor is not None else None
         if field is None:

@@ -1,4 +1,4 @@
-"""A schema with its revisions, and the check of messages against a range of them."""
+"""A schema with its revisions, and checks of messages against a range of them."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ MAX_REVISIONS = 20
 
 
 class StoredSchema:
-    """The revisions of a schema in stored form, oldest first.
+    """A schema's revisions in stored form, oldest first.
 
     `holder` is its number in the journal.
     """
@@ -37,7 +37,7 @@ class StoredSchema:
         return self.revisions[-1]
 
     def revision(self, revision_id: str) -> Schema:
-        """Return a revision. Without an id, return the latest.
+        """Return a revision. Without an id, return the latest one.
 
         Raises:
             ResourceNotFound: the revision does not exist.
@@ -55,7 +55,7 @@ class StoredSchema:
         return list(reversed(self.revisions[first : last + 1]))
 
     def definition(self, revision: Schema) -> Definition:
-        """Return the parsed definition of a revision. It is parsed only once."""
+        """Return a revision's parsed definition. It is parsed only once."""
         if revision.revision_id not in self._definitions:
             self._definitions[revision.revision_id] = read_definition(revision)
         return self._definitions[revision.revision_id]
@@ -80,10 +80,10 @@ class StoredSchema:
 
 @dataclass(frozen=True)
 class MessageCheck:
-    """Checks messages against revisions of a schema, newest first.
+    """Checks messages against a schema's revisions, newest first.
 
-    It may run in a thread. Definitions are parsed when a message is checked against them. `kind` is
-    AVRO or PROTO for all of them.
+    It may run in a thread. Each definition is parsed when a message is first checked against it.
+    `kind` is AVRO or PROTO for all of them.
     """
 
     schema_name: str
@@ -92,7 +92,7 @@ class MessageCheck:
     definitions: Sequence[tuple[str, Callable[[], Definition]]]
 
     def run(self, messages: Iterable[bytes]) -> list[str]:
-        """Return the id of the newest revision that each message matches.
+        """Return, for each message, the id of the newest revision that it matches.
 
         Raises:
             MessageRefused: a message matches no revision.
@@ -101,7 +101,7 @@ class MessageCheck:
         return [self._fitting(message, budget) for message in messages]
 
     def stamp(self, message: PubsubMessage, revision_id: str) -> None:
-        """Add the attributes that identify the message's schema to subscribers.
+        """Add the attributes that tell subscribers which schema the message matches.
 
         Source: https://cloud.google.com/pubsub/docs/schemas
         """

@@ -1,4 +1,4 @@
-"""The schema settings of a topic: validation, and the resulting check of messages."""
+"""A topic's schema settings: their validation, and the message check that results from them."""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,7 +15,7 @@ FindSchema = Callable[[str], StoredSchema]
 
 
 def check_encoding(field: str, encoding: int) -> str:
-    """Return the name of an encoding.
+    """Return an encoding's name.
 
     Raises:
         InvalidArgument: the encoding does not exist, or is missing.
@@ -30,8 +30,8 @@ def check_schema_settings(topic: Topic, current: Topic | None, find_schema: Find
 
     Args:
         topic: the topic after the change.
-        current: the topic before the change, None for a new one. If its schema was deleted, that
-            may stay.
+        current: the topic before the change, None for a new one. If its schema was deleted, it may
+            keep that setting.
         find_schema: returns a schema by name, or raises an error.
 
     Raises:
@@ -57,7 +57,7 @@ def check_schema_settings(topic: Topic, current: Topic | None, find_schema: Find
 
 
 def message_check(topic: Topic, find_schema: FindSchema) -> MessageCheck:
-    """Return the check for messages to a topic with a schema.
+    """Return the check for messages published to a topic with a schema.
 
     Raises:
         ResourceNotFound: the schema was deleted.

@@ -1,4 +1,4 @@
-"""A snapshot: the backlog of a subscription, and everything its topic received since."""
+"""A snapshot: a subscription's backlog and everything its topic has received since."""
 
 from collections.abc import Collection
 
@@ -17,7 +17,7 @@ SHORTEST_LIFE_S = 3600.0
 
 
 class Snapshot:
-    """Holds messages until it expires. It is attached to the topic like a subscription.
+    """Holds messages until it expires. Like a subscription, it is attached to the topic.
 
     `holder` is its number in the journal. `latest_expire_s` is its original expiration, in seconds
     since the epoch.
@@ -38,13 +38,13 @@ class Snapshot:
         self.latest_expire_s = self.moment_s = latest_expire_s
         self._journal = journal
         self.timer: Timer | None = None
-        # The source's filter is ignored, because the snapshot may be used with another subscription
-        # to the topic.
+        # The source's filter is ignored, because the snapshot may be used with another of the
+        # topic's subscriptions.
         self.filter: Filter | None = None
         self.messages: dict[int, StoredMessage] = {}
 
     def add(self, message: StoredMessage, arrivals: Arrivals | None = None) -> None:
-        """Hold a message: unacked when the snapshot was created, or published since."""
+        """Hold a message that was unacked when the snapshot was created, or was published since."""
         self._journal.hold(message, self.holder)
         self.restore(message)
 
@@ -60,7 +60,7 @@ class Snapshot:
             del self.messages[message.sequence]
 
     def close(self) -> None:
-        """Release all messages, because the snapshot was deleted."""
+        """Release all messages after the snapshot was deleted."""
         for message in self.messages.values():
             self._journal.release(message, self.holder)
         self.messages.clear()
@@ -87,7 +87,7 @@ def snapshot_expire_s(source: SubscriptionState, now_s: float) -> float:
 
 
 def check_expire_time(snapshot: Snapshot, expire_s: float, now_s: float) -> None:
-    """Refuse an expiration (seconds since the epoch) in the past, or later than the original one.
+    """Refuse an expiration (seconds since the epoch) in the past or later than the original one.
 
     Raises:
         InvalidArgument: the message has the limit.

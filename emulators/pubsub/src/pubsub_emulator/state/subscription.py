@@ -1,4 +1,4 @@
-"""A subscription: settings, backlog, and how messages leave it (ack, expiry, dead letter).
+"""A subscription: settings, backlog, and how messages leave it (ack, expiration, dead letter).
 
 Plain synchronous code with an injected clock. Every change happens within one call and is recorded
 in the journal.
@@ -23,7 +23,7 @@ from pubsub_emulator.state.topic import Topic
 
 
 class Surroundings(Protocol):
-    """Operations of the broker that a subscription needs."""
+    """Operations that a subscription needs from the broker."""
 
     timers: Timers
     journal: ChangeJournal
@@ -32,7 +32,7 @@ class Surroundings(Protocol):
         """Return a number that is higher than all previous ones."""
 
     def forward_dead_letter(self, subscription: "SubscriptionState", delivery: Delivery) -> bool:
-        """Publish to the dead-letter topic. Return False if that topic is gone."""
+        """Publish to the dead-letter topic. Return False if the topic no longer exists."""
 
     def remove_subscription(self, subscription: "SubscriptionState") -> None:
         """Delete the subscription."""
@@ -41,7 +41,7 @@ class Surroundings(Protocol):
 class SubscriptionState:
     """The state of a subscription.
 
-    `proto` is returned by GetSubscription, `holder` is its number in the journal.
+    GetSubscription returns `proto`; `holder` is its number in the journal.
     """
 
     def __init__(
@@ -68,20 +68,20 @@ class SubscriptionState:
         if not self.settings.retain_acked:
             self._forget_acked()
         if self.settings.kind != "PULL":
-            # Delivery loops don't count as connected consumers; streams and pulls do.
+            # Delivery loops don't count as connected consumers, but streams and pulls do.
             self.backlog.consumers.end(not_pullable(self.path, self.settings.kind))
         self._arm_retention()
         self._arm_expiration()
 
     def show_bigquery_state(self, state: str) -> None:
-        """Set whether messages can be written: the name of a `BigQueryConfig.State`."""
+        """Set whether messages can be written, as the name of a `BigQueryConfig.State`."""
         self.proto.bigquery_config.state = BigQueryConfig.State.Value(state)
         self.proto.state = SubscriptionProto.State.Value(
             "ACTIVE" if state == "ACTIVE" else "RESOURCE_ERROR"
         )
 
     def follow_topic(self, topic: Topic | None) -> None:
-        """Apply the topic's changed retention, or that the topic was deleted (None)."""
+        """Apply a change of the topic's retention. None: the topic was deleted."""
         self.topic = topic
         self._arm_retention()
 
@@ -99,7 +99,7 @@ class SubscriptionState:
         return self._timers.now_s() if len(self.backlog.consumers) else self._last_active_s
 
     def touch(self) -> None:
-        """Record a use of the subscription, which postpones its expiration."""
+        """Record a use of the subscription. This postpones its expiration."""
         self._last_active_s = self._timers.now_s()
 
     def join(self, consumer: Consumer) -> None:
@@ -136,7 +136,7 @@ class SubscriptionState:
             self._arm_retention()
 
     def restore_last_use(self, last_active_s: float) -> None:
-        """Count the expiration, if there is one, from a time before the restart."""
+        """Restore the time from which the expiration counts, if there is one, after a restart."""
         self._last_active_s = last_active_s
         self._arm_expiration()
 
@@ -148,11 +148,11 @@ class SubscriptionState:
             self._acked.remove(message)
 
     def next_number(self) -> int:
-        """Return a number for a delivery of a message that came back."""
+        """Return a number for the delivery of a returned message."""
         return self._surroundings.next_sequence()
 
     def forward_dead_letter(self, delivery: Delivery) -> bool:
-        """Publish a message to the dead-letter topic. Return False if that topic is gone."""
+        """Publish a message to the dead-letter topic. Returns False if it no longer exists."""
         return self._surroundings.forward_dead_letter(self, delivery)
 
     def seek(
@@ -162,7 +162,7 @@ class SubscriptionState:
 
         Retained acked messages and `candidates` can be restored.
 
-        Messages older than the retention, or not matching the filter, stay gone.
+        Messages that are older than the retention or don't match the filter are not restored.
         """
         now_s = self._timers.now_s()
         self.backlog.keep_only(is_unacked)
@@ -235,7 +235,7 @@ class SubscriptionState:
 
 
 def not_pullable(path: str, kind: Kind) -> FailedPrecondition:
-    """Return the refusal to pull from a subscription whose messages this server delivers."""
+    """Return the refusal to pull from a subscription that this server delivers itself."""
     return FailedPrecondition(
         f"This method is not supported for this subscription type (resource={path}, type={kind})."
     )

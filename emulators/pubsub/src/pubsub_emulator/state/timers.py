@@ -12,7 +12,7 @@ _COMPACT_FROM = 1024
 
 
 class Timer:
-    """An action at a time. `cancel` drops its references immediately."""
+    """An action at a given time. `cancel` drops its references immediately."""
 
     __slots__ = ("_owner", "action")
 
@@ -21,7 +21,7 @@ class Timer:
         self.action: Callable[[], None] | None = action
 
     def cancel(self) -> None:
-        """Cancel the action. This has no effect after it has run."""
+        """Cancel the action. This has no effect once it has run."""
         if self.action is not None:
             self.action = None
             self._owner.note_cancelled()
@@ -49,7 +49,7 @@ class Timers:
         return self._heap[0][0] if self._heap else None
 
     def at(self, due_s: float, action: Callable[[], None]) -> Timer:
-        """Run `action` at `due_s`. Calls `on_earlier` if that is earlier than all others."""
+        """Run `action` at `due_s`. Calls `on_earlier` if that is earlier than all other timers."""
         timer = Timer(self, action)
         is_earliest = not self._heap or due_s < self._heap[0][0]
         heapq.heappush(self._heap, (due_s, next(self._tie), timer))
@@ -68,7 +68,7 @@ class Timers:
     def note_cancelled(self) -> None:
         """Count a canceled timer. The heap is rebuilt when most of its timers are canceled.
 
-        Nearly every lease is acked long before it is due, so otherwise a minute of traffic would
+        Nearly every lease is acked long before it is due; without this, a minute of traffic would
         stay in memory.
         """
         self._cancelled += 1
@@ -79,4 +79,4 @@ class Timers:
 
 
 def _nobody_waits() -> None:
-    """Used when there is no event loop, because virtual time is read instead of waited for."""
+    """Used when there is no event loop, because virtual time is advanced instead of waited for."""

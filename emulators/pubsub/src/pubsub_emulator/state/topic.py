@@ -1,4 +1,4 @@
-"""A topic: the subscriptions that a message reaches, and the log kept for topic retention."""
+"""A topic: the subscriptions that receive its messages, and the log kept for topic retention."""
 
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -13,11 +13,11 @@ from pubsub_emulator.state.message import StoredMessage
 from pubsub_emulator.state.timers import Timer, Timers
 
 STEP_SINKS = 50
-"""Number of subscriptions per step. If a message makes all of them grow, they take 3 ms."""
+"""Subscriptions per step. If a message makes all of them grow, that takes 3 ms."""
 
 
 class Sink(Protocol):
-    """Receives a topic's messages: subscriptions, and snapshots, which receive all of them."""
+    """Receives a topic's messages: a subscription, or a snapshot, which receives all of them."""
 
     path: str
     filter: Filter | None
@@ -27,7 +27,7 @@ class Sink(Protocol):
 
 
 class Topic:
-    """The state of a topic. `proto` is returned by GetTopic, `holder` is its number in the journal.
+    """A topic's state. GetTopic returns `proto`; `holder` is its number in the journal.
 
     Filters of the form `attributes.KEY = "literal"`, alone or as part of an AND, are found with two
     dict lookups, so a thousand of them cost a publish no more than one. Other filters are evaluated
@@ -67,17 +67,17 @@ class Topic:
 
     @property
     def sinks(self) -> int:
-        """Return the maximum number of sinks for a message."""
+        """Return the maximum number of sinks for one message."""
         return len(self._sinks)
 
     def attach(self, sink: Sink) -> None:
-        """Send it every future message that matches its filter."""
+        """Send the sink every future message that matches its filter."""
         self._sinks[sink.path] = sink
         if sink.filter is None:
             self._unfiltered[sink.path] = sink
         elif needed := needed_attributes(sink.filter):
-            # The rarest condition, because many filters may match the same kind of message, but
-            # each another slot of it.
+            # Index by the rarest condition: many filters may match the same kind of message, but
+            # each a different slot.
             found_by = min(needed, key=lambda one: len(self._with(one)))
             self._found_by[sink.path] = found_by
             values = self._by_value.setdefault(found_by.key, {})
@@ -117,7 +117,7 @@ class Topic:
         self, message: StoredMessage, sinks: list[Sink], arrivals: Arrivals | None
     ) -> Iterator[None]:
         for count, sink in enumerate(sinks, 1):
-            # It may have been removed between two steps.
+            # The sink may have been removed between two steps.
             if self._sinks.get(sink.path) is sink:
                 sink.add(message, arrivals)
             if count % STEP_SINKS == 0:
@@ -150,7 +150,7 @@ class Topic:
             self.log.remove(message)
 
     def close(self) -> None:
-        """Drop the log, because the topic was deleted."""
+        """Drop the log after the topic was deleted."""
         self.retention_s = 0.0
         self._drop_old()
 

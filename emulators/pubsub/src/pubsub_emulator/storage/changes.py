@@ -1,21 +1,21 @@
-"""A group commit: all changes since the last one, each item once, in its final state."""
+"""A group commit: all changes since the last one, with each item once, in its final state."""
 
 import asyncio
 from collections.abc import Callable
 
 MESSAGE_OVERHEAD_BYTES = 200
-"""Overhead of a small message here, in addition to its own bytes."""
+"""Memory a small message takes here, in addition to its own bytes."""
 _HELD_ROW_BYTES = 100
 _FEW_PAGES_BYTES = 64 * 1024
 
 ResourceRow = tuple[int, float, bytes]
-"""Holder number, moment in seconds since the epoch, serialized proto."""
+"""Holder number, time in seconds since the epoch, serialized proto."""
 HeldRow = tuple[int, int]
 """The delivery's number, and its hand-outs so far or `journal.ACKED`."""
 
 
 class Changes:
-    """The changes in a transaction. None instead of a row deletes it."""
+    """A transaction's changes. None in place of a row deletes the row."""
 
     def __init__(self) -> None:
         self.resources: dict[str, ResourceRow | None] = {}
@@ -24,14 +24,14 @@ class Changes:
         self.held: dict[tuple[int, int], HeldRow | None] = {}
         """By message sequence and holder."""
         self.offered: set[int] = set()
-        """Sequences whose publishers wait for the result."""
+        """Sequences whose publishers are waiting for the result."""
         self.afterwards: list[Callable[[], None]] = []
         """Actions to run once this is written, after waiting callers have continued."""
         self.size_bytes = 0
         self.error = ""
         self.again_in: Changes | None = None
-        """Contains everything except offered messages, for another try after a failed write and
-        freeing space.
+        """Everything except offered messages, to try again after a write failed and space was
+        freed.
         """
         self._settled = asyncio.Event()
 
@@ -48,7 +48,7 @@ class Changes:
         self.size_bytes += len(data) + MESSAGE_OVERHEAD_BYTES
 
     def release(self, sequence: int, holder: int) -> None:
-        """Remove a holder of a message. If the message was added here, this leaves no trace."""
+        """Remove a message's holder. If the message was added here, this leaves no trace."""
         if sequence in self.messages:
             self.held.pop((sequence, holder), None)
         else:
@@ -63,7 +63,7 @@ class Changes:
             self.size_bytes -= len(data) + MESSAGE_OVERHEAD_BYTES
 
     def followed_by(self, later: "Changes") -> "Changes":
-        """Return both as one, for a failed commit that is repeated with the next one."""
+        """Return both as one, so that a failed commit is repeated with the next one."""
         both = Changes()
         both.resources = self.resources | later.resources
         both.held = self.held | later.held
@@ -77,7 +77,7 @@ class Changes:
         return both
 
     def settle(self, error: str = "") -> None:
-        """Notify all waiting callers: it is written, or the reason why not."""
+        """Notify all waiting callers that it was written, or why not."""
         self.error = error
         self._settled.set()
 

@@ -25,7 +25,7 @@ from pubsub_emulator.storage.database import Database, WriteFailed, opened_datab
 from pubsub_emulator.storage.durable import DurableJournal
 
 USE_NOTED_EVERY_S = 3600.0
-"""Maximum time by which a restart may set back a subscription's last use."""
+"""The most by which a restart may set back a subscription's last use."""
 
 MOST_NAMED = 10
 _log = logging.getLogger(__name__)
@@ -42,15 +42,15 @@ async def durable_broker(
     *,
     fsync: bool,
 ) -> AsyncIterator[Broker]:
-    """Run a broker with the directory's contents, and store its changes there until the block ends.
+    """Run a broker on a directory's contents, storing its changes there until the block ends.
 
     Args:
         data_dir: created if it is missing.
         bigquery_endpoint: see `Broker`.
-        fsync: True if each commit waits for the disk, to survive a power failure too.
+        fsync: True if each commit waits for the disk, to survive power failures too.
 
     Raises:
-        OSError: the directory is not writable, another server uses it, or the file has another
+        OSError: the directory is not writable, another server uses it, or the file has a different
         format.
     """
     with opened_database(data_dir, fsync=fsync) as database:
@@ -70,7 +70,7 @@ async def durable_broker(
 
 
 def restore(registry: Registry, database: Database) -> None:
-    """Fill an empty registry with the state in which the last process ended, for whatever reason.
+    """Fill an empty registry with the last process's final state, however it ended.
 
     Damaged messages are skipped and logged.
 
@@ -80,7 +80,7 @@ def restore(registry: Registry, database: Database) -> None:
     """
     registry.continue_after(database.highest_number())
     holders: dict[int, Restore] = {}
-    # In creation order, so a topic comes before its subscriptions, and subscriptions before their
+    # In creation order, so topics come before their subscriptions, and subscriptions before their
     # snapshots.
     for path, holder, moment_s, data in database.resources():
         if data is None:
@@ -114,8 +114,8 @@ def _restore_subscription(registry: Registry, holder: int, moment_s: float, data
     proto = SubscriptionProto.FromString(data)
     subscription = SubscriptionState(proto, registry.topics.get(proto.topic), registry, holder)
     if subscription.settings.exactly_once:
-        # An attempt that was recorded too late would get the same ack id again, and both would
-        # count as current.
+        # An attempt that was recorded too late would otherwise get the same ack id again, and both
+        # would count as current.
         subscription.backlog.ack_ids = AckIds(registry.next_sequence())
     subscription.restore_last_use(min(moment_s + USE_NOTED_EVERY_S, registry.timers.now_s()))
     registry.subscriptions[subscription.path] = subscription
@@ -166,7 +166,7 @@ def _stored(proto: PubsubMessage, sequence: int, registry: Registry) -> StoredMe
 
 
 def _note_use(registry: Registry) -> None:
-    """Save each subscription once an hour, because calls that only use one are not recorded."""
+    """Save each subscription once an hour, because calls that merely use it are not recorded."""
     for subscription in registry.subscriptions.values():
         registry.journal.save(subscription)
     registry.timers.at(registry.timers.now_s() + USE_NOTED_EVERY_S, partial(_note_use, registry))

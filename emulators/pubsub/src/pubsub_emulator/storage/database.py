@@ -13,13 +13,13 @@ from pubsub_emulator.storage.reserve import RESERVE_BYTES, Reserve
 FILE_NAME = "pubsub.sqlite3"
 VERSION = 2
 CHECKPOINT_PAGES = 2000
-"""The log is written back into the file after 8 MiB and then reused from its start."""
+"""After 8 MiB, the log is written back into the file and reused from its start."""
 LONGEST_LOG_BYTES = 64 * 1024**2
 CACHE_KIB = 16 * 1024
 SPARE_PAGES = 1024
-"""Free pages that the file keeps for later use, 4 MiB. Further ones are returned to the disk."""
+"""Free pages that the file keeps for later use (4 MiB). The rest are returned to the disk."""
 SHRINK_PAGES = 1024
-"""Pages returned at a time, for which a publish may have to wait."""
+"""Pages returned at a time. A publish may have to wait for it."""
 PROBE_BYTES = 64 * 1024
 """After a failure, this much space must be available before anything new is accepted."""
 
@@ -68,15 +68,16 @@ class WriteFailed(Exception):
 
 @contextmanager
 def opened_database(data_dir: Path, *, fsync: bool) -> Iterator["Database"]:
-    """Open the file in a directory, which is created if missing, and close it at the end.
+    """Open a directory's file, creating it if it is missing, and close it when the block ends.
 
     Args:
         data_dir: the directory. Only one server at a time may use it.
-        fsync: True if each commit waits for the disk. Otherwise a commit survives any end of this
-            process, but the last ones before a power failure may be lost; the file stays intact.
+        fsync: True if each commit waits for the disk. Otherwise a commit survives however this
+            process ends, but the last commits before a power failure may be lost; the file stays
+            intact.
 
     Raises:
-        OSError: the directory can't be used, another server uses it, or the file has another
+        OSError: the directory can't be used, another server uses it, or the file has a different
         format.
     """
     data_dir.mkdir(parents=True, exist_ok=True)
@@ -104,8 +105,8 @@ def opened_database(data_dir: Path, *, fsync: bool) -> Iterator["Database"]:
         yield database
     finally:
         last_commit.close()
-        # A full disk may refuse the last checkpoint; then the log stays and is read at the next
-        # start.
+        # A full disk may refuse the last checkpoint; in that case the log stays and is read at the
+        # next start.
         with suppress(sqlite3.Error):
             connection.close()
 
@@ -138,11 +139,11 @@ def _prepare(connection: sqlite3.Connection, *, fsync: bool) -> None:
 
 
 class Database:
-    """Reads everything once, and only writes after that.
+    """Reads everything once and only writes after that.
 
     Args:
-        last_commit: number of the last process's last commit.
-        reserve: space reserved for acks on a full disk.
+        last_commit: number of the previous process's last commit.
+        reserve: space reserved for acks when the disk is full.
     """
 
     def __init__(
@@ -154,9 +155,9 @@ class Database:
         row = connection.execute("SELECT number FROM last_commit").fetchone()
         here, elsewhere = row[0] if row else 0, last_commit.read()
         self.lost_commits = max(0, elsewhere - here)
-        """How many commits of earlier processes are missing in the file."""
+        """How many commits of earlier processes are missing from the file."""
         self._commits = here
-        # Reset, so that it is reported only once.
+        # Reset so that it is reported only once.
         last_commit.write(here)
 
     def resources(self) -> Iterator[tuple[str, int, float, bytes | None]]:
@@ -209,7 +210,7 @@ class Database:
                 self._connection.executemany(statement, [(sequence,) for sequence in sequences])
 
     def take_reserve(self) -> None:
-        """Reserve space for the time when the disk is full.
+        """Reserve space for when the disk is full.
 
         Raises:
             WriteFailed: the disk is full.
@@ -218,7 +219,7 @@ class Database:
             raise WriteFailed(f"there is no room for {RESERVE_BYTES // 1024**2} MiB")
 
     def make_room(self) -> None:
-        """Return the reserve and the log's space to a full disk. If this fails, nothing is lost."""
+        """Return the reserve and the log's space to a full disk. Nothing is lost if this fails."""
         self._reserve.give_up()
         self._write_log_back()
 
@@ -227,7 +228,7 @@ class Database:
             self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
     def give_back(self) -> None:
-        """Return all unused pages to a full disk, as far as there is space for that.
+        """Return all unused pages to a full disk, as far as there is enough space to do so.
 
         Raises:
             WriteFailed: with SQLite's reason.
@@ -259,8 +260,8 @@ class Database:
             (free,) = self._connection.execute("PRAGMA freelist_count").fetchone()
             if free <= SPARE_PAGES:
                 return False
-            # Not with `execute`, which only runs the first step of a statement without rows, and so
-            # returns one page.
+            # Not with `execute`, which runs only the first step of a statement that returns no
+            # rows, and so would return only one page.
             self._connection.executescript(f"PRAGMA incremental_vacuum({SHRINK_PAGES})")
             if free > SPARE_PAGES + SHRINK_PAGES:
                 return True
@@ -275,7 +276,7 @@ class Database:
                 yield
                 self._connection.execute("COMMIT")
             except sqlite3.Error:
-                # SQLite has already rolled back some failures.
+                # SQLite has already rolled back after some failures.
                 if self._connection.in_transaction:
                     self._connection.execute("ROLLBACK")
                 raise

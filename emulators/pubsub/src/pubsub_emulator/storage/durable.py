@@ -1,7 +1,7 @@
-"""Group commit: changes collect while a transaction is written, and form the next one.
+"""Group commit: changes accumulate while a transaction is written, and form the next one.
 
-This is the layer between the broker, which records each change, and the file. Publishes are
-answered once they are committed.
+This layer sits between the broker, which records each change, and the file. Publishes are answered
+once they are committed.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ LAZY_S = 0.1
 """How long acks and attempts wait for a publish, and the pause between tries on a full disk."""
 COMMIT_LIMIT_S = 30.0
 MAX_UNWRITTEN_BYTES = 64 * 1024**2
-"""Maximum bytes that wait for the disk. Beyond it, publishes are refused."""
+"""Maximum bytes waiting to be written. Beyond this, publishes are refused."""
 
 Withdraw = Callable[[Collection[int]], None]
 
@@ -33,7 +33,7 @@ class DurableJournal(ChangeJournal):
 
     Args:
         database: the open file. Nothing else may write to it while `running`.
-        commit_limit_s: maximum time of a transaction before the disk counts as failing.
+        commit_limit_s: how long a transaction may take before the disk counts as failing.
     """
 
     def __init__(self, database: Database, commit_limit_s: float = COMMIT_LIMIT_S) -> None:
@@ -64,9 +64,9 @@ class DurableJournal(ChangeJournal):
         self._pending.drop(sequence)
 
     def offered(self, sequence: int) -> None:
-        """Record that a publisher is waiting for the answer to a message.
+        """Record that a publisher is waiting for a message's answer.
 
-        Until then the message may be withdrawn.
+        Until the answer, the message may be withdrawn.
         """
         self._pending.offered.add(sequence)
 
@@ -102,8 +102,8 @@ class DurableJournal(ChangeJournal):
     async def acks_committed(self) -> None:
         """Wait until all acks recorded so far are in the file.
 
-        On a full disk, the first commit fails, which withdraws messages and frees space. Acks are
-        in the next one.
+        On a full disk, the first commit fails, which withdraws messages and frees space. The next
+        commit contains the acks.
 
         Raises:
             ServerUnavailable: they could not be written even with all space freed, or not in time.
@@ -124,7 +124,7 @@ class DurableJournal(ChangeJournal):
             raise _unavailable(changes.error)
 
     def after_commit(self, act: Callable[[], None]) -> None:
-        """Act once all that was noted so far is in the file, after those who wait for it."""
+        """Call `act` once everything recorded so far is in the file, after waiting callers."""
         self._pending.afterwards.append(act)
         self._ask()
 
@@ -185,10 +185,9 @@ class DurableJournal(ChangeJournal):
                 self._failed(str(error), withdraw)
 
     async def _wait(self) -> None:
-        """Wait until a commit is due, at most as long as acks wait."""
+        """Wait until a commit is due, at most `LAZY_S`."""
         self._woken.clear()
-        # Not with `asyncio.timeout`, which is several times slower, because this runs before each
-        # commit.
+        # Not with `asyncio.timeout`, which is several times slower; this runs before each commit.
         timer = asyncio.get_running_loop().call_later(LAZY_S, self._woken.set)
         try:
             await self._woken.wait()
@@ -205,7 +204,7 @@ class DurableJournal(ChangeJournal):
                 await thread.do(partial(self._database.write, self._writing))
             finally:
                 hung.cancel()
-        # Not called from here, so that commits continue whatever an action does.
+        # Not called directly, so that commits continue whatever an action does.
         call_soon = asyncio.get_running_loop().call_soon
         self._writing.settle()
         for act in self._writing.afterwards:
@@ -215,7 +214,8 @@ class DurableJournal(ChangeJournal):
             await self._resume(thread)
 
     async def _resume(self, thread: CommitThread) -> None:
-        # Acks leave unused pages. Newly accepted messages should not have to be withdrawn again.
+        # Return pages that acks left unused, so that newly accepted messages need not be withdrawn
+        # again.
         try:
             await thread.do(self._database.give_back)
             await thread.do(self._database.probe)
@@ -241,8 +241,8 @@ class DurableJournal(ChangeJournal):
                 extra={"error": error},
             )
         self._failure = error
-        # Acks and attempts are kept for the next try. Publishers are notified that theirs failed
-        # and will send them again.
+        # Acks and attempts are kept for the next try. Publishers are told that theirs failed and
+        # will send them again.
         self._pending = self._writing.followed_by(self._pending)
         self._writing = Changes()
         offered, self._pending.offered = self._pending.offered, set()

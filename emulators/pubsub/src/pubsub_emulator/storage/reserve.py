@@ -15,7 +15,8 @@ AMPLE_BYTES = 2 * 1024**3
 AMPLE_S = 0.05
 """If this much more space is available than needed, the disk is not checked again for a while.
 
-No disk fills up that quickly, and a check takes 0.02 ms, a quarter of a message's commit.
+No disk fills up that quickly, and a check takes 0.02 ms, a quarter of the time of a message's
+commit.
 """
 _LOG_NAME = "pubsub.sqlite3-wal"
 
@@ -31,7 +32,7 @@ class Reserve:
     def take(self) -> bool:
         """Create the file, or extend it. Returns whether the disk had enough space."""
         try:
-            # Even if it exists: a process killed here leaves a shorter file, and a copy may have
+            # Even if the file exists: a process killed here leaves it shorter, and a copy may have
             # holes.
             with self._path.open("ab") as file:
                 os.posix_fallocate(file.fileno(), 0, RESERVE_BYTES)
@@ -43,8 +44,8 @@ class Reserve:
     def covers(self, new_bytes: int) -> bool:
         """True if a commit leaves enough space to write the log back, whatever else uses the disk.
 
-        Everything in the log may be new to the file. Once neither can grow, acks can't be written
-        and no space can be freed.
+        Everything in the log may be new to the file. If neither can grow, acks can't be written and
+        no space can be freed.
         """
         now_s = time.monotonic()
         if now_s < self._is_ample_until_s:
@@ -53,7 +54,7 @@ class Reserve:
             free_bytes = shutil.disk_usage(self._path.parent).free
             log_bytes = self._log_path.stat().st_size if self._log_path.exists() else 0
         except OSError:
-            # The directory was removed. SQLite has its files open and reports errors itself.
+            # The directory was removed. SQLite keeps its files open and reports errors itself.
             return True
         needed_bytes = log_bytes + 2 * new_bytes + ROOM_FOR_ACKS_BYTES
         if free_bytes >= needed_bytes + AMPLE_BYTES:

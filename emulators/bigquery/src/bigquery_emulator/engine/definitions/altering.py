@@ -1,6 +1,6 @@
-"""ALTER TABLE: the result of its actions, applied one after the other.
+"""ALTER TABLE: the result of applying its actions in order.
 
-The result is written in one transaction, so all actions are applied or none. Source:
+The result is written in one transaction, so either all actions are applied or none. Source:
 https://docs.cloud.google.com/bigquery/docs/reference/standard-sql/data-definition-language#alter_table_add_column_statement
 """
 
@@ -18,16 +18,16 @@ from bigquery_emulator.tables.resources import TableResource
 from bigquery_emulator.tables.schema import Field, Json, Schema, parse_schema, quoted
 from bigquery_emulator.tables.settings import merged
 
-# Types to which a column's values convert without loss, as in ALTER COLUMN SET DATA TYPE.
+# Types to which a column's values convert without loss, as allowed by ALTER COLUMN SET DATA TYPE.
 _WIDER = {"INTEGER": ("NUMERIC", "FLOAT"), "NUMERIC": ("FLOAT",)}
 
 
 @dataclass
 class Shape:
-    """The future shape of a table.
+    """A table's future shape.
 
     `sources` has DuckDB's SQL over the old columns for each field that is kept. `is_only_wider`
-    means that the change needs no new table: columns were added, or are no longer required.
+    means that no new table is needed: columns were added or are no longer required.
     """
 
     schema: Schema
@@ -37,7 +37,7 @@ class Shape:
 
 
 def altered(table: TableResource, actions: list[str], evaluate: Evaluate) -> Shape:
-    """Returns the table after the actions of an ALTER TABLE statement.
+    """Returns the table after an ALTER TABLE statement's actions.
 
     Args:
         table: the table or view.
@@ -133,7 +133,7 @@ def _alter_column(shape: Shape, text: str, start: list[str]) -> None:
         return
     old, action = shape.schema[position], rest[1:]
     if action[:2] == ["SET", "OPTIONS"]:
-        # The options of a column are parsed like the options of a table.
+        # A column's options are parsed like a table's.
         at = text.upper().rindex("OPTIONS", 0, text.index("(") + 1)
         (changes,) = _parsed(f"SET {text[at:]}", exp.AlterSet).expressions
         _put(shape, position, replace(old, **column_options(changes)))
@@ -185,7 +185,7 @@ def _put(shape: Shape, position: int, new: Field) -> None:
 
 
 def _check_free(shape: Shape, old: Field) -> None:
-    """Refuses to remove a column by which the table is partitioned or clustered."""
+    """Refuses to remove a column that the table is partitioned or clustered by."""
     for name in ("timePartitioning", "rangePartitioning"):
         if str(shape.settings.get(name, {}).get("field", "")).lower() == old.name.lower():
             raise InvalidQueryError(f"Cannot change the partitioning column {old.name}")

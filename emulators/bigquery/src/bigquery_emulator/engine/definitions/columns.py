@@ -1,4 +1,4 @@
-"""Converts the columns and PARTITION BY of a data definition to API resources."""
+"""Converts a data definition's columns and PARTITION BY to API resources."""
 
 from sqlglot import exp
 
@@ -10,7 +10,7 @@ _UNITS = ("HOUR", "DAY", "MONTH", "YEAR")
 
 
 def columns(node: exp.Schema) -> Schema:
-    """Returns the fields of a column list.
+    """Returns a column list's fields.
 
     Raises:
         InvalidError: BigQuery refuses a name or type. UnsupportedError: this server does not
@@ -24,7 +24,7 @@ def columns(node: exp.Schema) -> Schema:
 
 
 def column(node: exp.ColumnDef) -> Json:
-    """Returns the TableFieldSchema of one column."""
+    """Returns a column's TableFieldSchema."""
     field = typed(node.name, node.args["kind"])
     for constraint in node.args.get("constraints") or ():
         if isinstance(constraint.kind, exp.NotNullColumnConstraint):
@@ -64,7 +64,7 @@ def typed(name: str, kind: exp.DataType) -> Json:
 
 
 def partitioning(node: exp.Expr) -> Json:
-    """Returns the table settings for its PARTITION BY.
+    """Returns the table settings for a definition's PARTITION BY.
 
     Raises:
         UnsupportedError: BigQuery does not partition by this expression.

@@ -1,7 +1,7 @@
 """Runs data definitions: CREATE, DROP, TRUNCATE and ALTER on the catalog.
 
-A job runs it in the server's writer thread. Anything that a statement does not specify is the same
-as in tables.insert.
+A job runs it in the server's writer thread. Anything that a statement does not specify works as in
+tables.insert.
 """
 
 from dataclasses import dataclass, replace
@@ -42,7 +42,7 @@ _COERCIONS = (("INTEGER", "NUMERIC"), ("INTEGER", "FLOAT"), ("NUMERIC", "FLOAT")
 
 @dataclass(frozen=True)
 class Defined:
-    """The result of a data definition: ddlOperationPerformed, and the affected resource."""
+    """A data definition's result: ddlOperationPerformed, and the affected resource."""
 
     operation: str
     table: TableKey | None = None
@@ -63,10 +63,10 @@ class Definitions:
     def run(
         self, tree: exp.Expr, sql: str, result: Result | None, view_schema: Schema | None
     ) -> Defined:
-        """Runs one statement.
+        """Runs a statement.
 
         Args:
-            result: rows of CREATE TABLE AS.
+            result: the rows of CREATE TABLE AS.
 
         Raises:
             DuplicateError, NotFoundError: unless the statement's IF [NOT] EXISTS allows it.
@@ -216,7 +216,7 @@ class Definitions:
         return Defined("ALTER", table.key)
 
     def _alter_schema(self, node: exp.Table, cut: AlterText) -> Defined:
-        # A dataset's name has the form of a table's.
+        # A dataset's name is parsed like a table's.
         key = DatasetKey(node.db or self._names.project, node.name)
         if key not in self._catalog.datasets and cut.is_optional:
             return Defined("SKIP", dataset=key)
@@ -256,7 +256,7 @@ def _rename_columns(result: Result, schema: Schema) -> str:
 
 
 def _view_columns(tree: exp.Expr, found: Schema) -> Schema:
-    """Returns the fields of a view, with the descriptions in its column list."""
+    """Returns a view's fields, with the descriptions from its column list."""
     if not isinstance(tree.this, exp.Schema):
         return found
     parts = tree.this.expressions

@@ -1,4 +1,4 @@
-"""OPTIONS in data definitions: their changes to API resources.
+"""OPTIONS in data definitions: the changes they make to API resources.
 
 A value may be any constant expression, as in
 `expiration_timestamp=TIMESTAMP_ADD(CURRENT_TIMESTAMP(), INTERVAL 12 HOUR)`. Source:

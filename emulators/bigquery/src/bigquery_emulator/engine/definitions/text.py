@@ -1,7 +1,7 @@
-"""Splits the text of a data definition at its tokens.
+"""Splits a data definition's text at its tokens.
 
-Queries and expressions in a definition are passed on as written: generated from a parsed tree, they
-might have another meaning.
+Queries and expressions in a definition are passed on as written, because text generated from a
+parsed tree might have a different meaning.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,7 +30,7 @@ def query_text(sql: str) -> str:
 
 
 def option_texts(sql: str) -> dict[str, str]:
-    """Returns a statement's outermost OPTIONS: expressions by option name in lower case.
+    """Returns the expressions in a statement's outermost OPTIONS, by lower-case option name.
 
     Raises:
         InvalidQueryError: an option has no value, or occurs twice.
@@ -77,7 +77,7 @@ def alter_text(sql: str) -> AlterText:
 
 
 def words(sql: str) -> list[str]:
-    """Returns the tokens of a text, in upper case except for quoted names and strings."""
+    """Returns a text's tokens, in upper case except for quoted names and strings."""
     quoted = (TokenType.IDENTIFIER, TokenType.STRING)
     # At the start of a statement, the tokenizer treats RENAME and everything after it as one token.
     tokens = _tokens(f"ALTER {sql}")[1:]
@@ -143,5 +143,5 @@ def _named(sql: str, tokens: Sequence[Token]) -> dict[str, str]:
 
 
 def _text(sql: str, tokens: Sequence[Token]) -> str:
-    # The text of a quoted token lacks the quotes, but its position in the statement includes them.
+    # A quoted token's text lacks the quotes, but its position in the statement includes them.
     return sql[tokens[0].start : tokens[-1].end + 1]

@@ -1,1 +1,1 @@
-"""INFORMATION_SCHEMA: the server's datasets, tables and jobs as tables for queries."""
+"""INFORMATION_SCHEMA: the server's datasets, tables and jobs, queryable as tables."""

@@ -1,4 +1,4 @@
-"""Describes datasets, tables, views and columns: rows of SCHEMATA, TABLES, COLUMNS, VIEWS."""
+"""Describes datasets, tables, views and columns: the rows of SCHEMATA, TABLES, COLUMNS, VIEWS."""
 
 from collections.abc import Iterator
 
@@ -30,33 +30,33 @@ COLUMN_FIELD_PATHS = fields(
     "table_catalog table_schema table_name column_name field_path data_type description"
     " collation_name rounding_mode"
 )
-# The service writes unset values like this.
+# How the service writes unset values.
 _NONE = "NULL"
 _SQL_NAMES = {"INTEGER": "INT64", "FLOAT": "FLOAT64", "BOOLEAN": "BOOL"}
 
 
 def dataset_rows(dataset: DatasetResource) -> list[Row]:
-    """Returns the row of SCHEMATA for a dataset."""
+    """Returns a dataset's row in SCHEMATA."""
     key, location = dataset.key, dataset.settings.get("location", "US")
     times = (dataset.created_ms, dataset.modified_ms)
     return [(key.project, key.dataset_id, None, *times, location, _NONE)]
 
 
 def table_rows(table: TableResource) -> list[Row]:
-    """Returns the row of TABLES for a table or view."""
+    """Returns a table's or view's row in TABLES."""
     kind, is_insertable = ("VIEW", "NO") if table.view_query is not None else ("BASE TABLE", "YES")
     return [(*named(table), kind, is_insertable, "NO", table.created_ms, _NONE)]
 
 
 def view_rows(table: TableResource) -> list[Row]:
-    """Returns the row of VIEWS for a view, nothing for a table."""
+    """Returns a view's row in VIEWS. Empty for a table."""
     if table.view_query is None:
         return []
     return [(*named(table), table.view_query, None, "YES")]
 
 
 def column_rows(table: TableResource) -> list[Row]:
-    """Returns the rows of COLUMNS for a table or view."""
+    """Returns a table's or view's rows in COLUMNS."""
     clustering = [name.lower() for name in table.settings.get("clustering", {}).get("fields", [])]
     partitioned = table.partitioning.column.lower() if table.partitioning else None
     rows: list[Row] = []
@@ -76,7 +76,7 @@ def column_rows(table: TableResource) -> list[Row]:
 
 
 def field_path_rows(table: TableResource) -> list[Row]:
-    """Returns rows of COLUMN_FIELD_PATHS for a table or view, including nested fields."""
+    """Returns a table's or view's rows in COLUMN_FIELD_PATHS, including nested fields."""
     return [
         (*named(table), column.name, path, sql_type(field), field.description, _NONE, None)
         for column in table.schema
@@ -85,7 +85,7 @@ def field_path_rows(table: TableResource) -> list[Row]:
 
 
 def sql_type(field: Field) -> str:
-    """Returns a field's type in GoogleSQL."""
+    """Returns a field's GoogleSQL type."""
     name = _SQL_NAMES.get(field.type, field.type) + field.limits.sql
     if field.type == "RECORD":
         name = f"STRUCT<{', '.join(f'{inner.name} {sql_type(inner)}' for inner in field.fields)}>"

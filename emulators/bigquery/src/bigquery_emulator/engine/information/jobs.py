@@ -1,4 +1,4 @@
-"""Jobs that the server remembers: rows of JOBS."""
+"""Jobs that the server remembers: the rows of JOBS."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ JOBS = (
 
 
 def job_row(job: BigQueryJob) -> Row:
-    """Returns the row of JOBS for a job."""
+    """Returns a job's row in JOBS."""
     config = job.configuration.get(job.kind.lower(), {})
     details = job.statistics.get("query", {})
     error = None if job.error is None else job.error.proto()

@@ -1,4 +1,4 @@
-"""Options of datasets and tables: rows of SCHEMATA_OPTIONS and TABLE_OPTIONS.
+"""Options of datasets and tables: the rows of SCHEMATA_OPTIONS and TABLE_OPTIONS.
 
 Values are written as in GoogleSQL's OPTIONS.
 """
@@ -17,7 +17,7 @@ _DAY_MS = 86_400_000
 
 
 def dataset_rows(dataset: DatasetResource) -> list[Row]:
-    """Returns the rows of SCHEMATA_OPTIONS for a dataset."""
+    """Returns a dataset's rows in SCHEMATA_OPTIONS."""
     options = _shared(dataset.settings)
     for name, key in (
         ("default_table_expiration_days", "defaultTableExpirationMs"),
@@ -29,7 +29,7 @@ def dataset_rows(dataset: DatasetResource) -> list[Row]:
 
 
 def table_rows(table: TableResource) -> list[Row]:
-    """Returns the rows of TABLE_OPTIONS for a table or view."""
+    """Returns a table's or view's rows in TABLE_OPTIONS."""
     settings = table.settings
     options = _shared(settings)
     if "expirationTime" in settings:

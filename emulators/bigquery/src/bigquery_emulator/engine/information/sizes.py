@@ -1,4 +1,4 @@
-"""Sizes of tables: rows of PARTITIONS, TABLE_STORAGE and `__TABLES__`, counted on demand."""
+"""Table sizes: rows of PARTITIONS, TABLE_STORAGE and `__TABLES__`, counted on demand."""
 
 from bigquery_emulator.engine.information.described import named
 from bigquery_emulator.engine.query import table_size
@@ -25,7 +25,7 @@ _LEGACY_TABLE, _LEGACY_VIEW = 1, 2
 
 
 def partition_rows(cursor: Cursor, table: TableResource) -> list[Row]:
-    """Returns the rows of PARTITIONS for a table, nothing for a view."""
+    """Returns a table's rows in PARTITIONS. Empty for a view."""
     if table.view_query is not None:
         return []
     return [
@@ -35,7 +35,7 @@ def partition_rows(cursor: Cursor, table: TableResource) -> list[Row]:
 
 
 def storage_rows(cursor: Cursor, table: TableResource) -> list[Row]:
-    """Returns the row of TABLE_STORAGE for a table, nothing for a view."""
+    """Returns a table's row in TABLE_STORAGE. Empty for a view."""
     if table.view_query is not None:
         return []
     parts = _partitions(cursor, table)
@@ -48,7 +48,7 @@ def storage_rows(cursor: Cursor, table: TableResource) -> list[Row]:
 
 
 def legacy_rows(cursor: Cursor, table: TableResource) -> list[Row]:
-    """Returns the row of `__TABLES__` for a table or view. Times are milliseconds since 1970."""
+    """Returns a table's or view's row in `__TABLES__`. Times are in milliseconds since 1970."""
     kind = _LEGACY_TABLE if table.view_query is None else _LEGACY_VIEW
     times = (table.created_ms, table.modified_ms)
     return [(*named(table), *times, *table_size(cursor, table), kind)]

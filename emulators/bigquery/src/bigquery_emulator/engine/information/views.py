@@ -1,4 +1,4 @@
-"""The views in INFORMATION_SCHEMA, and their rows for the qualifier before the name.
+"""The INFORMATION_SCHEMA views, and their rows for the qualifier before the name.
 
 The translator calls this when a statement names a view. Source:
 https://docs.cloud.google.com/bigquery/docs/information-schema-intro
@@ -42,11 +42,11 @@ _JOB_VIEWS = ("JOBS", "JOBS_BY_PROJECT", "JOBS_BY_USER")
 
 @dataclass(frozen=True)
 class InformationViews:
-    """The INFORMATION_SCHEMA views of a server.
+    """A server's INFORMATION_SCHEMA views.
 
     Args:
         catalog: the server's datasets and tables.
-        jobs: jobs that the server remembers.
+        jobs: the jobs that the server remembers.
     """
 
     store: Store
@@ -54,19 +54,20 @@ class InformationViews:
     jobs: Jobs
 
     def listing(self, view: str, before: Sequence[str], project: str) -> Listing:
-        """Returns the rows of a view.
+        """Returns a view's rows.
 
         Args:
             view: name after INFORMATION_SCHEMA, or `__TABLES__`.
-            before: parts of the name before it: project, then region or dataset.
+            before: the parts of the name before it: project, then region or dataset.
 
         Raises:
-            InvalidQueryError: the view needs a dataset or a region that is missing. NotFoundError:
+            InvalidQueryError: the view needs a dataset or a region, which is missing.
+                NotFoundError:
             the dataset does not exist. UnsupportedError: this server does not support the view.
         """
         name = view.upper()
         if name in _OF_DATASETS or name in _JOB_VIEWS:
-            # A project or a region, or both, comes before these names.
+            # These names may be qualified by a project, a region, or both.
             projects = [part for part in before if not part.lower().startswith(_REGION)]
             return self._of_project(name, projects[0] if projects else project)
         *owner, place = before or ("",)

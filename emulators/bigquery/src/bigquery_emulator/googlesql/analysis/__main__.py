@@ -1,4 +1,4 @@
-"""Compiles the analyzer, so that no server has to. Does nothing if that was done before."""
+"""Compiles the analyzer so that servers don't have to. Does nothing if it is already compiled."""
 
 from bigquery_emulator.googlesql.analysis.module import AnalyzerModule
 

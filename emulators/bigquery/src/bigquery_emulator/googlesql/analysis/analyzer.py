@@ -1,4 +1,4 @@
-"""Analyzes a GoogleSQL statement: the tables that it names, and its resolved tree or error."""
+"""Analyzes a GoogleSQL statement: returns the tables it names, and its resolved tree or error."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from bigquery_emulator.googlesql.analysis.module import (
 from bigquery_emulator.googlesql.analysis.tree import Node
 
 MOST_CHARACTERS = 1024 * 1024
-"""The service's limit on the length of a query."""
+"""The service's limit on query length."""
 _POSITION = re.compile(r"\s*\[at (\d+:\d+)\]$")
 _STATUS = re.compile(r"^Code: (\d+), Message: ", re.DOTALL)
 _UNKNOWN_FUNCTION = re.compile(r"(?:Table-valued function|Function) not found: ([\w.`]+)")
@@ -56,14 +56,14 @@ class NamedTable:
 
 @dataclass(frozen=True)
 class ParameterTypes:
-    """Types of a statement's parameters, named in lower case or by position."""
+    """Types of a statement's parameters, by lower-case name or by position."""
 
     named: Sequence[tuple[str, TypeProto]] = ()
     positional: Sequence[TypeProto] = ()
 
 
 class Analyzer:
-    """Google's analyzer. It is loaded on the first call, and may be used from any thread."""
+    """Google's analyzer. It is loaded on the first call and may be used from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -78,7 +78,7 @@ class Analyzer:
         self._functions = own_functions()
 
     def load(self) -> AnalyzerModule:
-        """Loads the module if necessary."""
+        """Loads the module if it isn't loaded yet."""
         with self._lock:
             if self._module is None:
                 self._module = AnalyzerModule()
@@ -88,7 +88,7 @@ class Analyzer:
         """Returns the names of the tables that a statement reads or writes, without duplicates.
 
         Raises:
-            InvalidQueryError: a syntax error, or the text is too long.
+            InvalidQueryError: there is a syntax error, or the text is too long.
         """
         if len(sql) > MOST_CHARACTERS:
             raise InvalidQueryError(
@@ -103,10 +103,10 @@ class Analyzer:
         return [tuple(name.table_name_segment) for name in answer.table_name]
 
     def analyze(self, sql: str, tables: Sequence[NamedTable], parameters: ParameterTypes) -> Node:
-        """Returns the resolved tree of a statement.
+        """Returns a statement's resolved tree.
 
         Args:
-            tables: tables returned by `table_paths`.
+            tables: the tables that `table_paths` returned.
 
         Raises:
             InvalidQueryError: GoogleSQL refuses the statement. UnsupportedError: the analyzer does
@@ -136,7 +136,7 @@ class Analyzer:
     def _register(self, catalog: SimpleCatalogProto) -> int:
         """Returns a catalog's id in the module.
 
-        Registering one costs as much as reading it thrice.
+        Registering a catalog costs as much as reading it three times.
         """
         generation = self.load().generation
         if generation != self._generation:

@@ -1,6 +1,7 @@
 """BigQuery functions that the analyzer lacks.
 
-Some are described to it here. For the others there are only names, to refuse them.
+Some are described to the analyzer here. The others are only listed by name, so that they can be
+refused.
 
 Source: https://cloud.google.com/bigquery/docs/reference/standard-sql/functions-all
 """
@@ -46,12 +47,12 @@ NOT_HERE = frozenset(
         "VECTOR_SEARCH",
     }
 )
-"""Names from BigQuery's reference that are not known here."""
+"""Names from BigQuery's reference that are unknown here."""
 NOT_HERE_BEGINNINGS = ("AI.", "KEYS.", "KLL_QUANTILES.", "ML.")
 
 
 def is_not_here(name: str) -> bool:
-    """True if BigQuery has a function with this name that is missing here."""
+    """True if BigQuery has a function with this name but this server does not."""
     name = name.upper()
     return name in NOT_HERE or name.startswith(NOT_HERE_BEGINNINGS)
 

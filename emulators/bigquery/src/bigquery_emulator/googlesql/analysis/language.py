@@ -1,4 +1,4 @@
-"""Options for BigQuery's dialect of ZetaSQL.
+"""ZetaSQL options for BigQuery's dialect.
 
 Source: https://cloud.google.com/bigquery/docs/reference/standard-sql/query-syntax
 """
@@ -81,7 +81,7 @@ _MANIPULATIONS = (
     "OMIT_INSERT_COLUMN_LIST",
 )
 _STATEMENTS = ("QUERY", "INSERT", "UPDATE", "DELETE", "MERGE")
-"""The analyzer does not read other options. It copies these ten times per statement."""
+"""Lists only what the analyzer reads, because it copies the options ten times per statement."""
 _REWRITES = (
     "ARRAY_FILTER_TRANSFORM",
     "ARRAY_INCLUDES",
@@ -94,7 +94,7 @@ _REWRITES = (
     "UNPIVOT",
     "WITH_EXPR",
 )
-"""Rewrites by the analyzer into simpler nodes."""
+"""Rewrites that the analyzer makes into simpler nodes."""
 
 
 def language() -> LanguageOptionsProto:

@@ -1,8 +1,8 @@
-"""The WebAssembly module with Google's analyzer: loads, calls, and replaces it when it breaks.
+"""The WebAssembly module with Google's analyzer: loads and calls it, and replaces it if it breaks.
 
 The package `zetasql` contains Google's ZetaSQL (GoogleSQL). No statement that it analyzes can
-affect this process: the module has its own memory, no files except the time zones, and limits on
-its stack and time.
+affect this process: the module has its own memory, limits on its stack and time, and no access to
+files except the time zones.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CALL_LIMIT_S = 10.0
 _LOOK_EVERY_S = 1.0
 _SIZE_BYTES = 4
 _LEAST_REQUEST_BYTES = 16 * 1024
-_STACK_BYTES = 1_536 * 1024  # wasmtime takes less than 2 MiB
+_STACK_BYTES = 1_536 * 1024  # wasmtime itself takes less than 2 MiB
 _MACHINES = ("x86_64", "aarch64")
 
 log = logging.getLogger(__name__)
@@ -49,14 +49,14 @@ def _config() -> wasmtime.Config:
     config.epoch_interruption = True
     config.max_wasm_stack = _STACK_BYTES
     if sys.platform == "linux" and platform.machine() in _MACHINES:
-        # Code for every CPU of this kind, so that an image can include it.
+        # Code that runs on every CPU of this architecture, so that it can be part of an image.
         config.target = f"{platform.machine()}-unknown-linux-gnu"
     _enable_cache(config)
     return config
 
 
 def _enable_cache(config: wasmtime.Config) -> None:
-    """Caches machine code in the user's cache, or without a home in the virtual environment."""
+    """Caches machine code in the user's cache, or in the virtual environment without a home."""
     try:
         config.cache = True
         return
@@ -76,7 +76,8 @@ class AnalyzerModule:
     """The loaded module and an instance of it. Takes calls from any thread, one at a time.
 
     wasmtime stores the machine code in the user's cache (22 MB): the first load on a machine takes
-    10 s and 1.1 GB of memory, later ones 0.2 s. A program in this package does the first load.
+    10 s and 1.1 GB of memory, later loads 0.2 s. Running this package as a program does the first
+    load.
     """
 
     def __init__(self) -> None:
@@ -87,7 +88,7 @@ class AnalyzerModule:
         self._watchdog = _Watchdog(self._engine.increment_epoch)
         self._instance: _Instance | None = None
         self.generation = 0
-        """Number of instances that broke. Everything registered in them is gone."""
+        """Number of instances that have broken. Everything registered in them is gone."""
 
     def call(self, method: str, request: Message, answer: type[Answer]) -> Answer:
         """Calls a method of ZetaSQL's local service.
@@ -117,10 +118,10 @@ class AnalyzerModule:
 
 
 class _Watchdog:
-    """Stops calls that take too long. There is one call at a time.
+    """Stops calls that take too long. There is only one call at a time.
 
-    A single thread watches all calls, and ends when there was none for a while. A timer per call
-    would start a thread for each.
+    A single thread watches all calls and ends when there have been none for a while. A timer per
+    call would start a thread for each.
     """
 
     def __init__(self, stop: Callable[[], None]) -> None:
@@ -202,7 +203,7 @@ class _Instance:
         return int(function(self._store, *args) or 0)
 
     def _base(self) -> int:
-        """Address of the module's memory. It may grow, but never moves."""
+        """Address of the module's memory. The memory may grow but never moves."""
         memory: Any = self._exports["memory"]
         return ctypes.addressof(memory.data_ptr().contents)
 

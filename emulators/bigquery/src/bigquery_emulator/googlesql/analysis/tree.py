@@ -1,4 +1,4 @@
-"""The resolved tree of a statement from the analyzer, with plain attribute access.
+"""A statement's resolved tree from the analyzer, with plain attribute access.
 
 Source: https://github.com/google/googlesql/blob/master/docs/resolved_ast.md
 """
@@ -15,12 +15,12 @@ from google.protobuf.message import Message
 class Node:
     """A node in a resolved tree.
 
-    Fields are attributes, including inherited ones. A child node is a Node, a list of children is a
-    list of Nodes, and None stands for a missing child. Other messages, such as types and columns,
-    are protocol buffers.
+    Fields are attributes, including inherited ones. A child node is a Node, several children are a
+    list of Nodes, and a missing child is None. Other messages, such as types and columns, are
+    protocol buffers.
 
     Attributes:
-        kind: name of the node without `Resolved`, such as `FunctionCall` or `TableScan`.
+        kind: the node's name without `Resolved`, such as `FunctionCall` or `TableScan`.
     """
 
     __slots__ = ("_message", "kind")
@@ -69,7 +69,7 @@ class Node:
         """Returns this node and all nodes below it."""
         nodes = [self]
         for node in nodes:
-            nodes += node.children()  # a list that grows while it is read
+            nodes += node.children()  # the list grows while it is being read
         return nodes
 
     def __repr__(self) -> str:
@@ -104,7 +104,7 @@ def _is_node(descriptor: Descriptor) -> bool:
 
 
 def _inner(message: Message) -> Message:
-    """Returns the node inside wrappers that may hold any of several kinds."""
+    """Unwraps the node inside messages that may hold any of several kinds."""
     while message.DESCRIPTOR.name.startswith("AnyResolved"):
         message = message.ListFields()[0][1]
     return message

@@ -65,7 +65,7 @@ def type_of_parameter(kind: Json) -> TypeProto:
 
 
 def field_of(name: str, kind: TypeProto) -> Field:
-    """Returns the field for a column of a result.
+    """Returns the field for a result column.
 
     Raises:
         UnsupportedError: results can't contain the type here.
@@ -85,7 +85,7 @@ def field_of(name: str, kind: TypeProto) -> Field:
 
 
 def duckdb_type(kind: TypeProto) -> str:
-    """Returns DuckDB's type for values of a type.
+    """Returns DuckDB's type for a type's values.
 
     Raises:
         UnsupportedError: the type is not supported here.
@@ -107,7 +107,7 @@ def duckdb_type(kind: TypeProto) -> str:
 
 
 def type_name(kind: TypeProto) -> str:
-    """Returns the name of a type in GoogleSQL."""
+    """Returns a type's name in GoogleSQL."""
     if kind.type_kind == types.TYPE_ARRAY:
         return f"ARRAY<{type_name(kind.array_type.element_type)}>"
     if kind.type_kind == types.TYPE_STRUCT:
@@ -121,9 +121,9 @@ def type_name(kind: TypeProto) -> str:
 
 
 def struct_field_names(kind: TypeProto) -> list[str]:
-    """Returns the names of a struct's fields in DuckDB: BigQuery's, or for example `_field_2`.
+    """Returns a struct's field names in DuckDB: BigQuery's names, or for example `_field_2`.
 
-    Duplicate names are numbered too, because DuckDB requires unique ones.
+    Duplicate names are numbered too, because DuckDB requires unique names.
     """
     names: list[str] = []
     for position, field in enumerate(kind.struct_type.field, 1):

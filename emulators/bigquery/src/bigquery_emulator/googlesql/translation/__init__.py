@@ -1,1 +1,1 @@
-"""Translates the resolved tree of a GoogleSQL statement to DuckDB's SQL."""
+"""Translates a GoogleSQL statement's resolved tree to DuckDB's SQL."""

@@ -25,7 +25,7 @@ _PLACE_CONTEXT = Context(prec=60)
 
 @dataclass(frozen=True)
 class Aggregate:
-    """A call of an aggregate function, and the text inside its parentheses."""
+    """A call of an aggregate function and the text inside its parentheses."""
 
     call: Call
     node: Node
@@ -39,7 +39,7 @@ class Aggregate:
         return not self.distinct and not self.order
 
     def of(self, name: str, *others: str, condition: str = "") -> str:
-        """Returns the call of a DuckDB aggregate with the first argument and `others`."""
+        """Returns a call of a DuckDB aggregate with the first argument and `others`."""
         inside = ", ".join([*self.call.sql[:1], *others])
         filtering = f" FILTER (WHERE {condition})" if condition else ""
         return f"{name}({self.distinct}{inside}{self.order}){filtering}{self.over}"
@@ -61,7 +61,7 @@ def aggregate(node: Node, scope: Scope) -> str:
 
 
 def _having(node: Node, scope: Scope) -> str:
-    """Returns ANY_VALUE from a row in which another value is the maximum or minimum."""
+    """Returns ANY_VALUE from the row in which another value is the maximum or minimum."""
     call, modifier = call_of(node, scope), node.having_modifier
     if call.name != "any_value":
         raise unsupported("HAVING MAX and HAVING MIN in this aggregate")
@@ -96,7 +96,7 @@ def analytic(node: Node, scope: Scope, window: str) -> str:
     """Returns DuckDB's SQL for an AnalyticFunctionCall over a window.
 
     Args:
-        window: text in the parentheses after OVER.
+        window: the text in the parentheses after OVER.
     """
     call = call_of(node, scope)
     write = _WINDOWS.get(call.name)
@@ -197,7 +197,7 @@ def _string_agg(one: Aggregate) -> str:
 
 
 def _quantiles(one: Aggregate) -> str:
-    """Returns exact quantiles, which are valid approximations and the same on every run."""
+    """Returns exact quantiles. They are valid approximations, and the same on every run."""
     buckets = one.call.integer(1)
     if buckets is None or not 0 < buckets <= _MOST_QUANTILES:
         raise InvalidQueryError("Argument 2 to APPROX_QUANTILES must be a positive integer literal")
@@ -208,9 +208,9 @@ def _quantiles(one: Aggregate) -> str:
 
 
 def _top_count(one: Aggregate) -> str:
-    """Returns exact counts, which are valid approximations.
+    """Returns exact counts. They are valid approximations.
 
-    Among equal counts, the smaller value is first.
+    Among equal counts, the smaller value comes first.
     """
     most = one.call.integer(1)
     if most is None or most < 1:
@@ -283,7 +283,7 @@ def _write_shifted(name: str) -> Callable[[Call, str], str]:
         words = " IGNORE NULLS" if nulls == "IGNORE_NULLS" else ""
         arguments = list(call.sql)
         if name in ("lag", "lead") and len(arguments) > 1:
-            # In that case DuckDB would look in the other direction.
+            # DuckDB would then look in the other direction.
             message = f"The offset to the function {name.upper()} must not be negative"
             arguments[1] = (
                 f"CASE WHEN {arguments[1]} < 0 THEN bq.fail('{message}') ELSE {arguments[1]} END"
@@ -309,10 +309,10 @@ def _percentile(name: str) -> Callable[[Call, str], str]:
 
 
 def _exact(place: float) -> str:
-    """Returns a percentile as a DECIMAL, with which DuckDB multiplies as exactly as GoogleSQL.
+    """Returns a percentile as a DECIMAL, with which DuckDB multiplies as exactly as GoogleSQL does.
 
-    The lost digits matter only for more rows than fit into memory. It is truncated instead of
-    rounded, so that an exact percentile that falls on a row stays there.
+    The lost digits would matter only for more rows than fit into memory. The value is truncated
+    rather than rounded, so that an exact percentile that falls on a row stays there.
     """
     digits = Decimal(place).quantize(Decimal(1).scaleb(-_PLACE_DIGITS), ROUND_DOWN, _PLACE_CONTEXT)
     return f"CAST('{digits:f}' AS DECIMAL({_PLACE_DIGITS + 1},{_PLACE_DIGITS}))"

@@ -22,7 +22,7 @@ _STRING, _BYTES, _BOOL = types.TYPE_STRING, types.TYPE_BYTES, types.TYPE_BOOL
 _DATE, _DATETIME = types.TYPE_DATE, types.TYPE_DATETIME
 _TIMESTAMP, _TIME = types.TYPE_TIMESTAMP, types.TYPE_TIME
 _MOST_WHOLE_DIGITS = 29
-"""Maximum digits of a NUMERIC before the point."""
+"""Maximum digits of a NUMERIC before the decimal point."""
 
 _MACROS: dict[tuple[int, int], str] = {
     (_INT, _STRING): "CAST({0} AS VARCHAR)",
@@ -74,10 +74,10 @@ def cast(value: str, source: TypeProto, target: TypeProto) -> str:
 
 
 def limited(value: str, kind: int, parameters: TypeParametersProto) -> str:
-    """Checks a value against the parameters of a type, such as `NUMERIC(10, 2)`.
+    """Checks a value against a type's parameters, as in `NUMERIC(10, 2)`.
 
     Raises:
-        UnsupportedError: another type has parameters.
+        UnsupportedError: parameters on any other type.
     """
     if kind in (_STRING, _BYTES) and parameters.string_type_parameters.HasField("max_length"):
         most = parameters.string_type_parameters.max_length
@@ -115,7 +115,7 @@ def _cast(value: str, source: TypeProto, target: TypeProto) -> str:
 
 
 def _cast_struct(value: str, source: TypeProto, target: TypeProto) -> str:
-    """Casts a struct by position. DuckDB's cast would go by name."""
+    """Casts a struct by position. DuckDB's own cast would go by name."""
     names = struct_field_names(target)
     parts = []
     for place, (own, wanted) in enumerate(

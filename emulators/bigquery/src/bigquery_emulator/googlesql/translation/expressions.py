@@ -38,7 +38,7 @@ def expression(node: Node, scope: Scope) -> str:
 
 
 def call_of(node: Node, scope: Scope) -> Call:
-    """Returns the function call of a node, with its arguments in DuckDB's SQL."""
+    """Returns a node's function call, with its arguments in DuckDB's SQL."""
     arguments = list(node.argument_list)
     if not arguments and node.generic_argument_list:
         arguments = [argument.expr for argument in node.generic_argument_list]
@@ -54,7 +54,7 @@ def call_of(node: Node, scope: Scope) -> Call:
 
 
 def _moved(name: str, arguments: list[Node]) -> tuple[str, list[Node]]:
-    """`at + INTERVAL 1 DAY` as TIMESTAMP_ADD, since an INTERVAL alone has no translation."""
+    """Returns `at + INTERVAL 1 DAY` as TIMESTAMP_ADD: an INTERVAL alone has no translation."""
     moment, span = arguments
     kind = _MOMENTS.get(moment.type.type_kind)
     if kind is None or span.function.name != "ZetaSQL:$interval":
@@ -63,7 +63,7 @@ def _moved(name: str, arguments: list[Node]) -> tuple[str, list[Node]]:
 
 
 def _span(node: Node) -> list[Node]:
-    """Returns the number and date part of an INTERVAL, which has no translation alone."""
+    """Returns an INTERVAL's number and date part. An INTERVAL alone has no translation."""
     if node.kind != "FunctionCall" or node.function.name != "ZetaSQL:$interval":
         raise unsupported("An INTERVAL that is not a number and a date part")
     return list(node.argument_list)

@@ -41,7 +41,7 @@ def literal(value: Any, kind: TypeProto) -> str:
     """Returns a typed literal.
 
     Args:
-        value: a ValueProto. If it has no field set, it is NULL.
+        value: a ValueProto. If no field is set, it is NULL.
 
     Raises:
         UnsupportedError: DuckDB has no equivalent type.
@@ -71,14 +71,14 @@ def _struct(value: Any, kind: TypeProto) -> str:
 
 def _integer(value: Any) -> str:
     number = value.int64_value
-    # The smallest number has no positive counterpart for a minus in front.
+    # The smallest number has no positive counterpart that could follow a minus sign.
     return f"CAST('{number}' AS BIGINT)" if number < 0 else f"CAST({number} AS BIGINT)"
 
 
 def _double(value: Any) -> str:
     number = value.double_value
     if math.isfinite(number):
-        # A minus in front of 0 would be lost.
+        # A minus sign before 0 would be lost.
         is_negative = math.copysign(1, number) < 0
         return f"CAST('{number!r}' AS DOUBLE)" if is_negative else f"CAST({number!r} AS DOUBLE)"
     return f"CAST('{number}' AS DOUBLE)"

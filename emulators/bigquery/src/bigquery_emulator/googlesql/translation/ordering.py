@@ -1,4 +1,4 @@
-"""ORDER BY: GoogleSQL's order of NULL and NaN."""
+"""ORDER BY: GoogleSQL's ordering of NULL and NaN."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,8 @@ from bigquery_emulator.googlesql.translation.scope import Scope
 def order_by(items: Sequence[Node], scope: Scope, *, is_one_key: bool = False) -> str:
     """Returns the keys after ORDER BY.
 
-    NULL comes before all values, and NaN between NULL and the numbers. DuckDB puts NaN after them.
+    NULL comes before all values, and NaN between NULL and the numbers. DuckDB puts NaN after the
+    numbers.
 
     Args:
         is_one_key: True if only one key is allowed, as for a RANGE frame with an offset.
@@ -30,7 +31,7 @@ def order_by(items: Sequence[Node], scope: Scope, *, is_one_key: bool = False) -
         direction = "DESC" if item.is_descending else "ASC"
         kind = item.column_ref.type.type_kind
         if kind in (types.TYPE_DOUBLE, types.TYPE_FLOAT) and not is_one_key:
-            # Two keys: whether it is NaN, then the value.
+            # Two keys: whether the value is NaN, then the value.
             nan = "ASC" if item.is_descending else "DESC"
             keys.append(f"isnan({key}) {nan} {nulls}")
         keys.append(f"{key} {direction} {nulls}")

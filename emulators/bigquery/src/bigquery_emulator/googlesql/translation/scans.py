@@ -1,4 +1,4 @@
-"""Translates queries: each scan in a resolved tree becomes a SELECT with columns named by id.
+"""Translates queries: each scan in a resolved tree becomes a SELECT whose columns are named by id.
 
 Source of the tree: https://github.com/google/googlesql/blob/master/docs/resolved_ast.md
 """
@@ -32,7 +32,7 @@ _SET_OPERATIONS = {
 
 
 def query(scan: Node, scope: Scope) -> str:
-    """Returns the SELECT for a scan. Its columns are named by `scope.column`.
+    """Returns the SELECT for a scan. `scope.column` names its columns.
 
     Raises:
         UnsupportedError: a scan or an expression has no translation.
@@ -104,7 +104,7 @@ def _computed(columns: Iterable[Node], scope: Scope) -> dict[int, str]:
 
 
 def _columns(scan: Node, scope: Scope, computed: dict[int, str] | None = None) -> str:
-    """Returns the SELECT list of a scan: columns that are computed, or passed on."""
+    """Returns a scan's SELECT list: columns that are computed or passed on."""
     computed, parts, seen = computed or {}, [], set()
     for column in scan.column_list:
         if column.column_id not in seen:
@@ -128,7 +128,7 @@ def _join(scan: Node, scope: Scope) -> str:
 
 
 def _array(scan: Node, scope: Scope) -> str:
-    """Translates UNNEST, alone or joined with the source of its array.
+    """Translates UNNEST, alone or joined with its array's source.
 
     A NULL array has no elements.
     """
@@ -185,12 +185,12 @@ def _aggregate(scan: Node, scope: Scope) -> str:
     if keys:
         grouped += f" GROUP BY {', '.join(str(place) for place in range(1, len(keys) + 1))}"
     elif not values:
-        grouped += " LIMIT 1"  # an aggregation without keys or results still returns one row
+        grouped += " LIMIT 1"  # An aggregation without keys or results still returns one row.
     return grouped
 
 
 def _grouping_sets(scan: Node, scope: Scope) -> str:
-    """Translates ROLLUP, CUBE and GROUPING SETS. The analyzer has expanded them to sets."""
+    """Translates ROLLUP, CUBE and GROUPING SETS, which the analyzer has expanded to sets."""
     keys = _computed(scan.group_by_list, scope)
     places = {key: f"k{place}" for place, key in enumerate(keys, 1)}
     sets = []
@@ -256,7 +256,7 @@ def _set_operation(scan: Node, scope: Scope) -> str:
 
 
 def _rename_columns(item: Node, scan: Node, scope: Scope) -> str:
-    """Returns one side of a set operation, with column names."""
+    """Returns one side of a set operation, with its columns renamed."""
     names = [
         f"{scope.column(inner.column_id)} AS {scope.column(outer.column_id)}"
         for inner, outer in zip(item.output_column_list, scan.column_list, strict=True)
@@ -278,7 +278,7 @@ def _with(scan: Node, scope: Scope) -> str:
 
 
 def _recursive(scan: Node, scope: Scope) -> str:
-    """Translates a recursive WITH query. Its column `level` counts iterations, so that it ends."""
+    """Translates a recursive WITH query. Its column `level` counts iterations to limit them."""
     if scan.enum("op_type") != "UNION_ALL" or scan.recursion_depth_modifier is not None:
         raise unsupported("WITH RECURSIVE by UNION DISTINCT, or with WITH DEPTH")
     name = scope.recursive_names[-1]
@@ -300,7 +300,7 @@ def _recursive(scan: Node, scope: Scope) -> str:
 
 
 def _recursive_ref(scan: Node, scope: Scope) -> str:
-    """Returns the rows of the previous iteration."""
+    """Returns the previous iteration's rows."""
     name = scope.recursive_names[-1]
     return _select_named(name, scan, scope)
 
@@ -310,7 +310,7 @@ def _with_ref(scan: Node, scope: Scope) -> str:
 
 
 def _select_named(name: str, scan: Node, scope: Scope) -> str:
-    """Returns the columns of a WITH query, under their names in a scan of it."""
+    """Returns a WITH query's columns, under their names in a scan of it."""
     names = [
         f"{scope.column(inner)} AS {scope.column(outer.column_id)}"
         for inner, outer in zip(scope.named_queries[name], scan.column_list, strict=True)

@@ -1,4 +1,4 @@
-"""Statements: a query with BigQuery's column names, and INSERT, UPDATE, DELETE and MERGE."""
+"""Statements: queries with BigQuery's column names, and INSERT, UPDATE, DELETE and MERGE."""
 
 from __future__ import annotations
 
@@ -37,10 +37,11 @@ class Written:
 
 
 def write_query(tree: Node, scope: Scope) -> Written:
-    """Translates a QueryStmt, or the query of a CREATE TABLE or VIEW.
+    """Translates a QueryStmt, or the query of a CREATE TABLE or CREATE VIEW.
 
     Raises:
-        InvalidQueryError: two columns of the result have the same name. UnsupportedError: something
+        InvalidQueryError: two of the result's columns have the same name. UnsupportedError:
+            something
         has no translation.
     """
     names = _result_names([str(output.name) for output in tree.output_column_list])
@@ -54,7 +55,7 @@ def write_query(tree: Node, scope: Scope) -> Written:
 
 
 def _result_names(given: Sequence[str]) -> list[str]:
-    """Names unnamed columns like BigQuery: f0_, f1_ and so on.
+    """Names unnamed columns as BigQuery does: f0_, f1_ and so on.
 
     Raises:
         InvalidQueryError: a name occurs twice.
@@ -75,7 +76,7 @@ def _result_names(given: Sequence[str]) -> list[str]:
 
 
 def _checked(value: str, kind: TypeProto, name: str) -> str:
-    """Checks a value for a result or a table: arrays become non-NULL, and must not contain NULL."""
+    """Checks a value for a result or a table: arrays become non-NULL and must not contain NULL."""
     has_null = _has_null_element(value, kind)
     if not has_null:
         return value
@@ -88,7 +89,7 @@ def _checked(value: str, kind: TypeProto, name: str) -> str:
 def _has_null_element(value: str, kind: TypeProto, depth: int = 0) -> str:
     """Returns a condition that is true if an array in a value contains NULL.
 
-    Empty if it has no arrays.
+    Empty if the value has no arrays.
     """
     if kind.type_kind == types.TYPE_STRUCT:
         parts = [
@@ -159,7 +160,7 @@ def _delete(tree: Node, scope: Scope, table: str) -> Written:
 
 
 def _name_target(scan: Node, scope: Scope) -> None:
-    """Makes the columns of the changed table readable by their own names."""
+    """Makes the changed table's columns readable by their own names."""
     source = scope.source(scan.table)
     for column in scan.column_list:
         own = source.columns[column.name]
@@ -182,7 +183,7 @@ def _update(tree: Node, scope: Scope, table: str) -> Written:
 
 
 def _changes(items: Sequence[Node], scope: Scope) -> list[tuple[str, str]]:
-    """Returns the names of the columns to set, and their values."""
+    """Returns the names of the columns to set and their values."""
     changes = []
     for item in items:
         if item.target.kind != "ColumnRef" or item.set_value is None:

@@ -1,4 +1,4 @@
-"""FORMAT_* and PARSE_* for dates and times.
+"""FORMAT_* and PARSE_* functions for dates and times.
 
 Source: https://cloud.google.com/bigquery/docs/reference/standard-sql/format-elements
 """
@@ -22,7 +22,7 @@ _OF_DATES = frozenset("aAbBdejmUuVWwgGyYQ") | {"E4Y"}
 _OF_CLOCKS = frozenset("HIklMpPS")
 _ANYWHERE = frozenset("%nt")
 _NATIVE = frozenset("aAbBdjmUuVWwGyHIMpS%")
-"""Elements that DuckDB's strftime writes the same way."""
+"""Elements that DuckDB's strftime formats the same way."""
 _SEVERAL = {
     "F": "%E4Y-%m-%d",
     "D": "%m/%d/%y",
@@ -54,14 +54,14 @@ _ZONED = {
 }
 _FRACTION = re.compile("E([1-6])S")
 _PARSED = frozenset("aAbBdDeFhHImMpRSTxXyY%") | {"E*S", "z", "Ez"}
-"""Elements that DuckDB's strptime reads like GoogleSQL, once some of them are expanded."""
+"""Elements that DuckDB's strptime parses like GoogleSQL, once some of them are expanded."""
 _CLOCKS_PARSED = frozenset("HIMpRSTX") | {"E*S"}
 _HOURS = "0[0-9]|1[0-3]"
 _OFFSETS = {
     "z": f"[-+](?:(?:{_HOURS})(?:[0-5][0-9])?|14(?:00)?)",
     "Ez": f"[-+](?:(?:{_HOURS})(?::?[0-5][0-9])?|14(?::?00)?)|Z",
 }
-"""Endings of texts with an offset from UTC."""
+"""How texts with an offset from UTC may end."""
 _OFFSET_AT_END = re.compile("(?<!%)%(Ez|z)$")
 _READ_AS = {
     **{"F": "%Y-%m-%d", "h": "%b", "R": "%H:%M", "T": "%H:%M:%S", "X": "%H:%M:%S"},
@@ -102,7 +102,7 @@ def _moment(call: Call) -> _Moment:
 
 
 def _write_out(pattern: str) -> str:
-    """Expands elements that are abbreviations for several others."""
+    """Expands elements that abbreviate several others."""
     return _ELEMENT.sub(
         lambda found: _write_out(_SEVERAL[found[1]]) if found[1] in _SEVERAL else found[0],
         pattern,
@@ -112,7 +112,7 @@ def _write_out(pattern: str) -> str:
 def _parts(pattern: str, moment: _Moment, told: str) -> list[str]:
     """Returns DuckDB's SQL for each part, in order.
 
-    Everything that its strftime supports is one part.
+    Consecutive elements that strftime supports form one part.
     """
     parts: list[str] = []
     native, at = "", 0
@@ -203,12 +203,12 @@ def _parse_pattern(call: Call, kind: str) -> str:
         refused |= elements - _CLOCKS_PARSED - {"%"}
     if elements & _OFFSETS.keys() and (kind != "TIMESTAMPTZ" or not _OFFSET_AT_END.search(pattern)):
         refused |= elements & _OFFSETS.keys()
-    # A 12-hour hour needs AM or PM, which a 24-hour hour does not.
+    # A 12-hour element needs AM or PM, and a 24-hour element must not have it.
     if refused or ("p" in elements) != ("I" in elements):
         raise unsupported(f"Date format elements in {pattern!r}")
     return _replaced(pattern, _READ_AS)
 
 
 def _replaced(pattern: str, others: Mapping[str, str]) -> str:
-    """Replaces some elements of a format with others."""
+    """Replaces some of a format's elements with others."""
     return _ELEMENT.sub(lambda found: others.get(found[1], found[0]), pattern)

@@ -1,7 +1,7 @@
 """Functions for DATE, TIME, DATETIME and TIMESTAMP.
 
 A TIMESTAMP is a TIMESTAMPTZ in DuckDB, and the session's zone is UTC. A DATETIME is a TIMESTAMP.
-DuckDB's weeks begin on Monday; other first days are shifted there.
+DuckDB's weeks begin on Monday; for other first days, the value is shifted.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _WEEKDAYS = ("MONDAY", "SUNDAY", "SATURDAY", "FRIDAY", "THURSDAY", "WEDNESDAY", 
 
 
 def _unit(part: str) -> tuple[str, int]:
-    """Returns DuckDB's unit, and the days to shift the week's first day to Monday."""
+    """Returns DuckDB's unit, and the number of days that shifts the week's first day to Monday."""
     if part.startswith("WEEK_"):
         return "week", _WEEKDAYS.index(part.removeprefix("WEEK_"))
     if part == "WEEK":
@@ -88,7 +88,7 @@ def _difference(call: Call) -> str:
         return f"bq.clock_diff({_UNIT_US[part]}, {later}, {earlier})"
     if call.kind() not in (_DATE, _DATETIME):
         raise call.refused()
-    # Counts the boundaries between two times.
+    # Counts the boundaries between the two times.
     unit, shift = _unit(part)
     return f"bq.date_diff('{unit}', {later}, {earlier}, {shift})"
 
@@ -111,7 +111,7 @@ def _extract(call: Call) -> str:
     if part == "DAYOFWEEK":
         return f"(dayofweek({value}) + 1)"
     if part in ("MILLISECOND", "MICROSECOND"):
-        # DuckDB includes the seconds: 1.5 s is 1,500 ms there and 500 ms in GoogleSQL.
+        # DuckDB includes the seconds: 1.5 s is 1,500 ms in DuckDB and 500 ms in GoogleSQL.
         scale = 1_000 if part == "MILLISECOND" else 1_000_000
         return f"({part.lower()}({value}) % {scale})"
     if part == "WEEK" or part.startswith("WEEK_"):
@@ -162,7 +162,7 @@ def _timestamp(call: Call) -> str:
         raise call.refused()
     value, zone = call.sql[0], call.zone(1)
     if zone.startswith("bq.zone("):
-        # An invalid zone fails, and so does an invalid time, but neither fails if the other
+        # An invalid zone is an error, and so is an invalid time, but neither is if the other
         # argument is NULL.
         zone = f"bq.zone(CASE WHEN {value} IS NOT NULL THEN {call.sql[1]} END)"
         value = f"(CASE WHEN {call.sql[1]} IS NOT NULL THEN {value} END)"

@@ -1,4 +1,4 @@
-"""Functions for JSON, and for a STRING that contains JSON."""
+"""Functions for JSON, and for STRINGs that contain JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from bigquery_emulator.googlesql.translation.literals import text
 from bigquery_emulator.udf.json_values import is_path
 
 _PATH = re.compile(r"""\$(\.[A-Za-z_]\w*|\."[^"\\]+"|\[\d{1,9}\])*""", re.ASCII)
-"""Paths that DuckDB reads like BigQuery."""
+"""Paths that DuckDB interprets like BigQuery."""
 _MOST_DEPTH = 1_000
 """Exceeds the nesting limit of JSON."""
 
@@ -33,7 +33,7 @@ def _path(call: Call) -> str:
 
 
 def _text(call: Call) -> str:
-    """Returns the STRING of a call.
+    """Returns the call's STRING.
 
     An index such as `[0]` would also find the name 0 in an object.
     """
@@ -88,7 +88,7 @@ def _of_json(macro: str) -> Translate:
     def write(call: Call) -> str:
         if call.kind() != types.TYPE_JSON:
             raise call.refused()
-        # The mode for numbers that FLOAT64 can't represent. They are refused.
+        # The mode for numbers that FLOAT64 can't represent. Such numbers are refused.
         if len(call.sql) > 1 and call.text(1) != "round":
             raise call.refused()
         return f"bq.{macro}({call.sql[0]})"
@@ -124,7 +124,7 @@ def _json_array(call: Call) -> str:
 def _json_object(call: Call) -> str:
     """Builds an object from alternating names and values.
 
-    Equal names would require comparing all of them.
+    Handling equal names would require comparing all names.
     """
     names = [call.text(place) for place in range(0, len(call.sql), 2)]
     if any(node.type.type_kind == types.TYPE_ARRAY for node in call.nodes[::2]):
@@ -142,7 +142,7 @@ def _json_object(call: Call) -> str:
 
 
 def _path_steps(call: Call, place: int) -> str:
-    """Returns DuckDB's SQL for a path that is known."""
+    """Returns DuckDB's SQL for a path that is known in advance."""
     path = call.text(place)
     if path is None or not is_path(path):
         raise unsupported("A JSON path that is not a literal of names and places")
@@ -162,7 +162,7 @@ def _set(call: Call) -> str:
     for place in range(1, 1 + len(pairs), 2):
         value = json_text(call.sql[place + 1], call.nodes[place + 1].type, is_json=True)
         path = _path_steps(call, place)
-        # A condition that is NULL changes nothing.
+        # If `creates` is NULL, nothing changes.
         document = f"coalesce(bq_json_set({document}, {path}, {value}, {creates}), {document})"
     return f"CAST({document} AS JSON)"
 

@@ -35,11 +35,11 @@ _FORMS_OF_JSON = {
     types.TYPE_NUMERIC: "bq.json_numeric_value({0})",
     types.TYPE_JSON: "CAST({0} AS VARCHAR)",
 }
-"""In JSON all numbers are numbers. In the text, wide ones are strings."""
+"""In JSON, all numbers are numbers. In JSON text, wide numbers are strings."""
 
 
 def json_text(value: str, kind: TypeProto, depth: int = 0, *, is_json: bool = False) -> str:
-    """Returns DuckDB's SQL for the text of a value.
+    """Returns DuckDB's SQL for a value's text.
 
     Args:
         is_json: True if the text becomes a JSON value, as in TO_JSON.
@@ -65,7 +65,7 @@ def _struct(value: str, kind: TypeProto, depth: int, is_json: bool) -> str:
     parts: dict[str, str] = {}
     for field, name in zip(kind.struct_type.field, struct_field_names(kind), strict=True):
         if is_json and field.field_name in parts:
-            continue  # JSON keeps the first of equal names
+            continue  # JSON keeps only the first of equal names
         head = f"bq.json_of_text({text(field.field_name)}) || ':'"
         inner = json_text(f"({value}).{quoted(name)}", field.field_type, depth, is_json=is_json)
         # TO_JSON_STRING keeps all of them.

@@ -13,12 +13,12 @@ from bigquery_emulator.googlesql.translation.functions.registry import (
 )
 
 _ROUNDING_MODES = {1: "ROUND_HALF_AWAY_FROM_ZERO", 2: "ROUND_HALF_EVEN"}
-"""Values of `zetasql.functions.RoundingMode`."""
+"""The values of `zetasql.functions.RoundingMode`."""
 _INT, _DOUBLE, _NUMERIC = types.TYPE_INT64, types.TYPE_DOUBLE, types.TYPE_NUMERIC
 
 
 def _by_type(**forms: Translate | str) -> Translate:
-    """Returns a translation with a form per type of the first argument: `int` and so on."""
+    """Returns a translation with one form for each type of the first argument: `int` and so on."""
     kinds = {"int": _INT, "double": _DOUBLE, "numeric": _NUMERIC}
     by_kind = {kinds[name]: form for name, form in forms.items()}
 
@@ -61,8 +61,9 @@ def _with_digits(name: str, call: Call) -> str:
     is_computed = call.nodes[0].kind == "FunctionCall" and not call.is_constant
     if not is_computed or call.integer(1) is None:
         return f"bq.{name}_digits({value}, {digits})"
-    # The macro expands its argument about thirty times, and DuckDB plans every copy, including the
-    # expansion of the argument itself. A lambda evaluates it once, at a cost of 0.1 us per row.
+    # The macro expands its argument about thirty times, and DuckDB plans every copy, including
+    # expansions inside the argument itself. A lambda evaluates it once, at a cost of 0.1 us per
+    # row.
     rounded = f"lambda computed: bq.{name}_digits(computed, {digits})"
     return f"list_extract(list_transform([{value}], {rounded}), 1)"
 
@@ -74,7 +75,7 @@ def _log(call: Call) -> str:
 
 
 def _safe(operator: str) -> Translate:
-    """Returns an operator that yields NULL for a result out of range."""
+    """Returns an operator that yields NULL if its result is out of range."""
     plain = _try_form(f"{{0}} {operator} {{1}}")
     of_float = (
         f"(CASE WHEN isinf({{0}} {operator} {{1}}) AND NOT isinf({{0}}) AND NOT isinf({{1}})"

@@ -1,7 +1,7 @@
 """Operators and conditional expressions.
 
 In GoogleSQL, NaN equals nothing and is not greater than any number. In DuckDB, it equals itself and
-is greater than all numbers, so comparisons of FLOAT64 check for it.
+is greater than all numbers, so FLOAT64 comparisons check for it.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def comparison(operator: str, left: str, right: str, may_be_nan: list[bool]) -> 
             return plain
         both = f"isnan({left}) AND isnan({right})"
         return f"(CASE WHEN {both} THEN {'false' if operator == '=' else 'true'} ELSE {plain} END)"
-    # The side that would be greater.
+    # The side that would be the greater one.
     greater, other = (right, left) if operator in ("<", "<=") else (left, right)
     if not may_be_nan[0 if greater is left else 1]:
         return plain
@@ -202,7 +202,7 @@ def _shift(macro: str) -> Translate:
 
 def _minus(call: Call) -> str:
     if call.kind() == types.TYPE_INT64:
-        # A minus in front of the smallest number would widen it.
+        # A minus sign before the smallest number would widen it.
         return f"(CAST(0 AS BIGINT) - {call.sql[0]})"
     return f"(-({call.sql[0]}))"
 
@@ -245,7 +245,7 @@ def _many(name: str) -> Translate:
 
 
 def _extreme(name: str) -> Translate:
-    """GREATEST and LEAST return NULL if any argument is NULL. DuckDB skips NULLs."""
+    """Translates GREATEST or LEAST: NULL if any argument is NULL. DuckDB skips NULLs."""
 
     def write(call: Call) -> str:
         if call.type.type_kind == types.TYPE_DOUBLE and any(
@@ -266,7 +266,7 @@ def _extreme(name: str) -> Translate:
 def _like(call: Call) -> str:
     if call.kind() != types.TYPE_STRING:
         raise call.refused()
-    # GoogleSQL escapes with a backslash. DuckDB has no escape character by default.
+    # GoogleSQL's escape character is a backslash. DuckDB has none by default.
     return f"({call.sql[0]} LIKE {call.sql[1]} ESCAPE '\\')"
 
 

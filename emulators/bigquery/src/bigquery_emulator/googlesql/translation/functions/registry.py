@@ -29,22 +29,22 @@ class Call:
     type: TypeProto
 
     def kind(self, place: int = 0) -> int:
-        """Returns the type kind of an argument."""
+        """Returns an argument's type kind."""
         return int(self.nodes[place].type.type_kind)
 
     def part(self, place: int) -> str:
-        """Returns the date part named by an argument."""
+        """Returns the date part that an argument names."""
         return date_part(self.nodes[place].value.value)
 
     def text(self, place: int) -> str | None:
-        """Returns the text of an argument that is a literal, otherwise None."""
+        """Returns a literal argument's text, otherwise None."""
         node = self.nodes[place]
         if node.kind != "Literal" or not node.value.value.HasField("string_value"):
             return None
         return str(node.value.value.string_value)
 
     def integer(self, place: int) -> int | None:
-        """Returns the number in an argument that is an INT64 literal, otherwise None."""
+        """Returns an INT64 literal argument's number, otherwise None."""
         node = self.nodes[place]
         if node.kind != "Literal" or not node.value.value.HasField("int64_value"):
             return None
@@ -73,19 +73,19 @@ class Call:
 
 
 def is_name(node: Node) -> bool:
-    """True if an argument is a name, such as a date part, and not a value."""
+    """True if an argument is a name, such as a date part, rather than a value."""
     return node.kind == "Literal" and node.type.HasField("enum_type")
 
 
 def tried(nodes: Sequence[Node], sql: Sequence[str], write: Callable[[list[str]], str]) -> str:
     """Returns SQL that yields NULL if a function of some arguments fails.
 
-    Errors in the arguments themselves must still be raised, so only columns are inside TRY. Other
+    Errors in the arguments themselves must still be raised, so TRY contains only columns. Other
     arguments are passed as elements of a list. Constants need that too: DuckDB evaluates their
     conditions in advance, when TRY does not catch an error.
 
     Args:
-        write: returns the SQL of the function for arguments.
+        write: returns the function's SQL, given the arguments.
     """
     handed = {
         place: f"a{place} := {sql[place]}"
@@ -103,15 +103,15 @@ def tried(nodes: Sequence[Node], sql: Sequence[str], write: Callable[[list[str]]
 
 Translate = Callable[[Call], str]
 Functions = Mapping[str, Translate | str]
-"""By name:
+"""Translations by function name:
 
 DuckDB's SQL with {0}, {1} ... for the arguments, all of which are required, or a function that
-returns it.
+returns the SQL.
 """
 
 
 def fill(found: Translate | str, call: Call) -> str:
-    """Inserts the arguments of a call into its translation."""
+    """Inserts a call's arguments into its translation."""
     if not isinstance(found, str):
         return found(call)
     if found.count("{") and f"{{{len(call.sql) - 1}}}" not in found:

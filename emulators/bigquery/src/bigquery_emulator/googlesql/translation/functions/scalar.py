@@ -16,7 +16,7 @@ def function(call: Call) -> str:
     """Returns DuckDB's SQL for a call.
 
     Raises:
-        UnsupportedError: a function, or its argument types, have no translation.
+        UnsupportedError: a function or its argument types have no translation.
     """
     translation = FUNCTIONS.get(call.name)
     if translation is None:

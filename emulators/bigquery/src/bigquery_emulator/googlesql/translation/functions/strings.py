@@ -19,12 +19,12 @@ from bigquery_emulator.udf.texts import folded
 
 _STRING, _BYTES = types.TYPE_STRING, types.TYPE_BYTES
 _WORD_BREAKS = r"""\s\x0b\[\](){}/|\\<>!?@"^#$&~_,.:;*%+\-"""
-"""INITCAP's default delimiters, as characters of an RE2 class."""
+"""INITCAP's default delimiters, as characters in an RE2 class."""
 _FORMAT_PART = re.compile(r"%([-+ 0#']*)(\d*)(?:\.(\d+))?(.)")
 
 
 def _of_text(form: str) -> Translate:
-    """Returns a form that only accepts STRING."""
+    """Returns a form that accepts only STRING."""
 
     def write(call: Call) -> str:
         if call.kind() != _STRING or (form.count("{") and f"{{{len(call.sql) - 1}}}" not in form):
@@ -82,7 +82,7 @@ def _split(call: Call) -> str:
 
 
 def _regexp(form: str, group_form: str | None = None) -> Translate:
-    """Returns a function with an RE2 pattern: a literal that DuckDB reads the same way."""
+    """Returns a function whose RE2 pattern must be a literal that DuckDB reads the same way."""
 
     def write(call: Call) -> str:
         pattern = call.text(1)
@@ -200,7 +200,7 @@ def _shown(call: Call, place: int) -> str:
         wanted = type(kind)(type_kind=_STRING)
         as_string = cast(call.sql[place], kind, wanted)
     if kind.type_kind == types.TYPE_DOUBLE:
-        # A whole FLOAT64 is 1.0 here, and 1 when cast to STRING.
+        # A whole FLOAT64 is 1.0 here, but 1 when cast to STRING.
         as_string = f"bq.float_shown({call.sql[place]})"
     return f"coalesce({as_string}, 'NULL')"
 
@@ -214,7 +214,7 @@ def _edge(name: str) -> Translate:
 
 
 def _with_edge(name: str) -> Translate:
-    """Tests whether a value starts or ends with another one. Works on the digits of BYTES too."""
+    """Tests whether a value starts or ends with another one. Also works on the digits of BYTES."""
 
     def write(call: Call) -> str:
         if call.kind() == _BYTES:
@@ -225,7 +225,7 @@ def _with_edge(name: str) -> Translate:
 
 
 def _by_kind(of_text: str, of_bytes: str) -> Translate:
-    """Returns one form for STRING, and one for BYTES."""
+    """Returns one form for STRING and one for BYTES."""
 
     def write(call: Call) -> str:
         return call.put(of_bytes if call.kind() == _BYTES else of_text)
@@ -268,7 +268,7 @@ def _contains_substr(call: Call) -> str:
 
 
 def _find_text(value: str, kind: TypeProto, wanted: str, depth: int = 0) -> str:
-    """Tests whether a value, or one nested in it, contains a text. NULL if that is unknown."""
+    """Tests whether a value, or a value nested in it, contains a text. NULL if unknown."""
     if kind.type_kind == types.TYPE_STRUCT:
         parts = [
             _find_text(f"struct_extract_at({value}, {place})", field.field_type, wanted, depth)
