@@ -17,7 +17,7 @@ Kept = TypeVar("Kept")
 
 @dataclass
 class LookedUp:
-    """The tables and views that a statement names, as they were when it was translated."""
+    """The tables and views that a statement names, in their state at translation time."""
 
     find: Callable[[TableKey], TableResource]
     states: dict[TableKey, tuple[int, str]] = field(default_factory=dict)

@@ -130,9 +130,9 @@ def likely_sources(sql: str, names: Names) -> tuple[dict[str, NamedSource], list
         names: the context for resolving names.
 
     Returns:
-        The tables by key, and those of their names that are in a single pair of backticks. None if
-        the analyzer has to find the names: the statement is long, may read views, or has two names
-        that differ only in case, which the analyzer treats as one.
+        The tables by key, and the names that are in a single pair of backticks. None if the
+        analyzer has to find the names: the statement is long, may read views, or has two names that
+        differ only in case, which the analyzer treats as one.
     """
     if len(sql) > _MOST_LIKELY_CHARACTERS:
         return None

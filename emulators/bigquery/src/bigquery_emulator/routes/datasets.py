@@ -29,7 +29,6 @@ async def get(request: Request) -> Response:
 
 
 async def list_all(request: Request) -> Response:
-    """Lists a project's datasets."""
     project = request.path_params["project"]
     datasets = [
         data for key, data in service_of(request).catalog.datasets.items() if key.project == project

@@ -211,8 +211,7 @@ async def _results(
         **{name: details[name] for name in _STATEMENT_RESULTS if name in details},
     }
     if job.result is None:
-        # Without `totalRows`, which tells clients that a statement is a query, even one without
-        # rows.
+        # Without `totalRows`, because clients recognize a query by it, even a query without rows.
         return results
     result = job.result
     count = min(count, _DEFAULT_PAGE_ROWS)

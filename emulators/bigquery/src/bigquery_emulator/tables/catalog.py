@@ -95,7 +95,7 @@ class TableCatalog:
         """Creates a dataset.
 
         Args:
-            body: the request's Dataset resource.
+            body: Dataset resource from the request.
 
         Raises:
             DuplicateError: it already exists. InvalidError: BigQuery refuses the name.
@@ -155,7 +155,7 @@ class TableCatalog:
 
         Args:
             schema: its fields; for a view, its query's fields.
-            body: the request's Table resource.
+            body: Table resource from the request.
             filled_by: DuckDB table with the initial rows.
             replaces: True to remove any table with this name in the same transaction.
 

@@ -60,7 +60,7 @@ def _checked(value: Any, where: str) -> Any:
     if isinstance(value, list):
         return [_checked(element, f"{where}[{at}]") for at, element in enumerate(value)]
     if isinstance(value, float) and not math.isfinite(value):
-        # Python's parser accepts these, but they are not valid JSON.
+        # Python's parser accepts such numbers, but they are not valid JSON.
         raise InvalidError(f"Invalid value for {where.removeprefix('.')}: {value} is not JSON")
     return _encodable(value, where) if isinstance(value, str) else value
 

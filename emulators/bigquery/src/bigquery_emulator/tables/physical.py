@@ -33,7 +33,7 @@ def fill(
     """Adds rows to a table.
 
     Args:
-        given: those of the table's fields that the rows have.
+        given: the table's fields, without any that the rows lack.
         source: DuckDB table or parenthesized query with the rows.
         partition_time: DuckDB's SQL for the rows' ingestion time. None: now.
 

@@ -125,7 +125,7 @@ class TableResource:
 
     @property
     def partitioning(self) -> Partitioning | None:
-        """The table's partitioning. None if it has none."""
+        """None for a table that is not partitioned."""
         time = self.settings.get("timePartitioning")
         required = bool(self.settings.get("requirePartitionFilter"))
         if time is not None:

@@ -83,7 +83,7 @@ class Field:
     limits: TypeLimits = NO_LIMITS
 
     def resource(self) -> Json:
-        """Returns the API's TableFieldSchema."""
+        """Returns the TableFieldSchema of the API."""
         resource: Json = {"name": self.name, "type": self.type, "mode": self.mode}
         resource |= self.limits.resource()
         if self.description is not None:

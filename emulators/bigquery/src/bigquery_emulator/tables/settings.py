@@ -40,7 +40,7 @@ def merged(old: Json, patch: Json) -> Json:
 
 
 def given_schema(body: Json) -> Schema | None:
-    """Returns the schema in a Table resource. None if it has none.
+    """Returns the schema in a Table resource. None if it is missing.
 
     Raises:
         InvalidError: a field has the wrong type or an invalid value. UnsupportedError: this server
@@ -53,7 +53,7 @@ def given_schema(body: Json) -> Schema | None:
 
 
 def given_view_query(body: Json) -> str | None:
-    """Returns the view query in a Table resource. None if it has none.
+    """Returns the view query in a Table resource. None if it is missing.
 
     Raises:
         InvalidError: a field has the wrong type.
@@ -66,8 +66,7 @@ def dataset_settings(body: Json) -> Json:
     """Returns a Dataset resource's stored fields.
 
     Raises:
-        InvalidError: a field has the wrong type. UnsupportedError: names are to be
-            case-insensitive.
+        InvalidError: a field has the wrong type. UnsupportedError: names must be case-insensitive.
     """
     settings = read_fields(body, DatasetFields)
     if settings.get("isCaseInsensitive"):

@@ -56,7 +56,7 @@ def to_request(
         json_format.ParseDict(_with_camel_masks(fields), request)
         for name, value in path_fields.items():
             _set(request, name, value)
-    # Besides its own errors, the parser raises various errors caused by values of the wrong type.
+    # The parser raises its own errors, and various others caused by values of the wrong type.
     except (json_format.Error, ValueError, TypeError, AttributeError, KeyError) as error:
         raise InvalidArgument(f"Invalid JSON payload received. {_first_sentence(error)}") from None
     except RecursionError:

@@ -45,7 +45,7 @@ class _Reader:
         return data
 
     def integer(self, bits: int = _LONG_BITS) -> int:
-        """Read a variable-length zigzag integer."""
+        """Read an integer in variable-length zigzag encoding."""
         value = shift = 0
         for _ in range(_LONGEST_VARINT_BYTES):
             byte = self.take(1)[0]

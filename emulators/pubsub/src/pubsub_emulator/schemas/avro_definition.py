@@ -51,7 +51,7 @@ def _parsed(definition: str) -> avro.schema.Schema:
         parsed = avro.schema.make_avsc_object(_without_logical_types(decoded))
     except RecursionError:
         raise Malformed(f"it is nested deeper than {MAX_NESTING} levels") from None
-    # Besides its own errors, the library raises various errors caused by values of the wrong type.
+    # The library raises its own errors, and various others caused by values of the wrong type.
     except (avro.errors.AvroException, ValueError, TypeError, AttributeError, KeyError) as error:
         raise Malformed(str(error)) from None
     if parsed.type in ("error", "error_union", "request"):

@@ -63,7 +63,7 @@ class OrderingLines:
         self._lines: dict[str, OrderingLine] = {}
 
     def of(self, delivery: Delivery) -> OrderingLine:
-        """Return a delivery's line."""
+        """Return the line that contains a delivery."""
         return self._lines[delivery.message.ordering_key]
 
     def get(self, key: str) -> OrderingLine | None:

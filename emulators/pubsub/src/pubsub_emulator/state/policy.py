@@ -43,7 +43,7 @@ def check_version(field: str, version: int) -> None:
 def check_policy(policy: Policy) -> None:
     """Refuse a policy that the service would not accept from anyone.
 
-    Whether its roles and members exist is not checked.
+    Its roles and members may not exist; this is not checked.
 
     Raises:
         InvalidArgument: the version does not exist, a condition requires version 3, a binding has

@@ -1,4 +1,4 @@
-"""A subscription's deliveries, grouped by who may take them: anyone, a key's consumer, no one.
+"""A subscription's deliveries, grouped by possible consumer: any, a key's consumer, or none.
 
 This layer sits between a backlog, which handles leases and policies, and the ordering lines.
 """

@@ -101,7 +101,7 @@ class MessageCheck:
         return [self._fitting(message, budget) for message in messages]
 
     def stamp(self, message: PubsubMessage, revision_id: str) -> None:
-        """Add the attributes that tell subscribers which schema the message matches.
+        """Add the attributes by which subscribers recognize the message's schema.
 
         Source: https://cloud.google.com/pubsub/docs/schemas
         """

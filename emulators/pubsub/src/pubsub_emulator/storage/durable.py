@@ -241,8 +241,8 @@ class DurableJournal(ChangeJournal):
                 extra={"error": error},
             )
         self._failure = error
-        # Acks and attempts are kept for the next try. Publishers are told that theirs failed and
-        # will send them again.
+        # Acks and attempts are kept for the next try. Publishers are notified of the failure and
+        # will send their messages again.
         self._pending = self._writing.followed_by(self._pending)
         self._writing = Changes()
         offered, self._pending.offered = self._pending.offered, set()

@@ -15,8 +15,7 @@ AMPLE_BYTES = 2 * 1024**3
 AMPLE_S = 0.05
 """If this much more space is available than needed, the disk is not checked again for a while.
 
-No disk fills up that quickly, and a check takes 0.02 ms, a quarter of the time of a message's
-commit.
+No disk fills up that quickly, and a check takes 0.02 ms, a quarter of a message's commit time.
 """
 _LOG_NAME = "pubsub.sqlite3-wal"
 

@@ -24,7 +24,7 @@ def columns(node: exp.Schema) -> Schema:
 
 
 def column(node: exp.ColumnDef) -> Json:
-    """Returns a column's TableFieldSchema."""
+    """Returns the TableFieldSchema for a column definition."""
     field = typed(node.name, node.args["kind"])
     for constraint in node.args.get("constraints") or ():
         if isinstance(constraint.kind, exp.NotNullColumnConstraint):

@@ -30,7 +30,7 @@ COLUMN_FIELD_PATHS = fields(
     "table_catalog table_schema table_name column_name field_path data_type description"
     " collation_name rounding_mode"
 )
-# How the service writes unset values.
+# The service's notation for unset values.
 _NONE = "NULL"
 _SQL_NAMES = {"INTEGER": "INT64", "FLOAT": "FLOAT64", "BOOLEAN": "BOOL"}
 
@@ -85,7 +85,7 @@ def field_path_rows(table: TableResource) -> list[Row]:
 
 
 def sql_type(field: Field) -> str:
-    """Returns a field's GoogleSQL type."""
+    """Returns a field's type as written in GoogleSQL."""
     name = _SQL_NAMES.get(field.type, field.type) + field.limits.sql
     if field.type == "RECORD":
         name = f"STRUCT<{', '.join(f'{inner.name} {sql_type(inner)}' for inner in field.fields)}>"

@@ -300,7 +300,7 @@ def _recursive(scan: Node, scope: Scope) -> str:
 
 
 def _recursive_ref(scan: Node, scope: Scope) -> str:
-    """Returns the previous iteration's rows."""
+    """Translates a recursive reference: returns the previous iteration's rows."""
     name = scope.recursive_names[-1]
     return _select_named(name, scan, scope)
 

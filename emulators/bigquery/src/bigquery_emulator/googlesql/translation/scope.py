@@ -47,14 +47,12 @@ class Scope:
         return self.targets.get(column_id) or f"{self.prefix}{column_id}"
 
     def parameter(self, node: Node) -> str:
-        """Returns a Parameter node's value."""
         parameter = self.parameters.get(node.name.lower() if node.name else node.position)
         if parameter is None:
             raise unsupported("Parameters without a type")
         return parameter
 
     def subquery(self, node: Node) -> str:
-        """Returns a SubqueryExpr's SQL."""
         return self.translate_subquery(node, self)
 
     def source(self, table: Any) -> TableSource:

@@ -61,7 +61,7 @@ _OFFSETS = {
     "z": f"[-+](?:(?:{_HOURS})(?:[0-5][0-9])?|14(?:00)?)",
     "Ez": f"[-+](?:(?:{_HOURS})(?::?[0-5][0-9])?|14(?::?00)?)|Z",
 }
-"""How texts with an offset from UTC may end."""
+"""Possible endings of texts with an offset from UTC."""
 _OFFSET_AT_END = re.compile("(?<!%)%(Ez|z)$")
 _READ_AS = {
     **{"F": "%Y-%m-%d", "h": "%b", "R": "%H:%M", "T": "%H:%M:%S", "X": "%H:%M:%S"},

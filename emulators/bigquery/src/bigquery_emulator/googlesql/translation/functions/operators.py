@@ -266,7 +266,7 @@ def _extreme(name: str) -> Translate:
 def _like(call: Call) -> str:
     if call.kind() != types.TYPE_STRING:
         raise call.refused()
-    # GoogleSQL's escape character is a backslash. DuckDB has none by default.
+    # GoogleSQL's escape character is a backslash; by default, DuckDB has no escape character.
     return f"({call.sql[0]} LIKE {call.sql[1]} ESCAPE '\\')"
 
 

@@ -29,7 +29,6 @@ class Call:
     type: TypeProto
 
     def kind(self, place: int = 0) -> int:
-        """Returns an argument's type kind."""
         return int(self.nodes[place].type.type_kind)
 
     def part(self, place: int) -> str:
