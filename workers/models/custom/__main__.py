@@ -1,7 +1,7 @@
-"""`python -m workers.models.custom install|refresh FOLDER`: processes that `penstock` is not in.
+"""`python -m workers.models.custom install|refresh FOLDER`, for use without `penstock`.
 
-The image of workers is built by `install`, as `penstock models install` does it. `penstock up`
-inspects each class by `refresh`, in a process that it can kill.
+`install` is used to build the worker image, as `penstock models install` does. `penstock up`
+inspects each class with `refresh`, in a process that it can kill.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from workers.models.custom.environments import python_for
 
 
 def main(words: Sequence[str]) -> int:
-    """Returns 0, 1 if the class of the folder can't be served, or 2 for other words."""
+    """Returns 0, 1 if the folder's class can't be served, or 2 for other arguments."""
     try:
         match words:
             case ["install", folder]:

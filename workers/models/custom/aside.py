@@ -1,9 +1,9 @@
-"""Answers of a class outside predictions: the work of an input, and whether outputs are close.
+"""Asks a class questions outside of predictions: an input's work, and whether outputs are close.
 
 `work(self, input) -> int` is called before an item is queued, and `is_close(self, a, b) -> bool`
-after it was computed, so both run in a separate runner, because the others compute. It has imported
-the class, but has not set it up. It receives one question at a time and is killed if it does not
-answer in time, so no input delays the others for long.
+after it is computed. Both run in a separate runner, because the others are busy computing. This
+runner has imported the class but not set it up. It handles one question at a time and is killed if
+it doesn't answer in time, so no input delays the others for long.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from workers.models.custom.sources import read_sources
 from workers.models.custom.variables import EntryVariables, variables_of
 
 ANSWER_LIMIT_S = 5.0
-"""For one question. Weighing reads sizes, and comparing two outputs computes little."""
+"""Time limit per question. Weighing reads sizes, and comparing two outputs is little work."""
 
 
 class AsideClass:
-    """A class in a runner that stands aside, which starts when it is first asked.
+    """A class in a separate runner, which starts when it is first asked.
 
     Threads may share it.
     """
@@ -50,11 +50,11 @@ class AsideClass:
         self._turn = threading.Lock()
 
     def weigh(self, item: PreparedCustom) -> int:
-        """Returns the work of an input, from 1 to the maximum in the entry. Waits for the runner.
+        """Returns an input's work, from 1 to the entry's maximum. Waits for the runner.
 
         Raises:
-            BadInput: the class does not take the input, or it weighs too much.
-            ModelFailed: the class can't weigh it.
+            BadInput: the class rejects the input, or its work exceeds the maximum.
+            ModelFailed: the class can't determine its work.
         """
         work = int(self._asked("work", *message_of(0, item)))
         if work < 1:
@@ -67,7 +67,7 @@ class AsideClass:
         return work
 
     def is_close(self, ours: CustomResult, theirs: CustomResult) -> bool:
-        """Returns whether two outputs of one input are close, as decided by the class.
+        """Returns whether the class considers two outputs for one input to be close.
 
         Waits for the runner.
         """
@@ -85,7 +85,7 @@ class AsideClass:
         )
 
     def _asked(self, name: str, message: dict[str, Any], blobs: Sequence[bytes]) -> Any:
-        """The field `name` of the answer to a message."""
+        """Returns the field `name` of the answer to a message."""
         function = "is_close" if name == "close" else name
         with self._turn:
             runner = self._runner or self._started(function)
@@ -100,10 +100,10 @@ class AsideClass:
         return frames[0].message[name]
 
     def _started(self, function: str) -> RunnerProcess:
-        """The runner, with the class imported.
+        """Returns the runner, with the class imported.
 
         Raises:
-            ModelFailed: it can't be imported, or a secret of it can't be read.
+            ModelFailed: the class can't be imported, or one of its secrets can't be read.
         """
         sources = read_sources(self._folder)
         variables = variables_of(self._folder, self._variables)
@@ -135,7 +135,7 @@ class AsideClass:
             return None
 
     def _reason(self, runner: RunnerProcess, frames: list[Frame] | None, limit_s: float) -> str:
-        """Why no answer came. Ends the runner: the next question gets another one."""
+        """Returns why no answer came. Ends the runner: the next question gets a new one."""
         self._runner = None
         if frames is not None:
             runner.kill("it took too long")

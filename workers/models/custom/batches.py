@@ -1,8 +1,8 @@
-"""A batch of a class with `predict_batch`: it goes to its runner and comes back whole.
+"""A batch for a class with `predict_batch`: it goes to the class's runner and comes back whole.
 
 A call that raises, exits or returns the wrong number of outputs fails its batch, which is then
-computed in halves until the cause is alone. If the system killed its process, a batch is tried
-again, like after the death of a model process (decision 25).
+computed in halves until the culprit is alone. If the system killed the process, the batch is
+retried, just as after the death of a model process (decision 25).
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ class ClassBatch:
         self._changed = asyncio.Event()
         self._is_canceled = False
         self._numbers = range(0)
-        """Those of the predictions that the process computes now."""
+        """Numbers of the predictions that the process is computing now."""
         self._answers: dict[int, Frame] = {}
         self._error: Frame | None = None
-        """That it failed as a whole."""
+        """Reports that the batch failed as a whole."""
         self._results: dict[int, Result | Failure] = {}
         self._logs: dict[int, PrintedLogs] = {}
         self._calls: dict[int, Call] = {}
@@ -60,7 +60,7 @@ class ClassBatch:
         self._has_failed = False
 
     async def run(self, timeout_s: float) -> BatchResult:
-        """Computes the batch. `timeout_s` is for one call of the class.
+        """Computes the batch. `timeout_s` applies to each call of the class.
 
         Raises:
             ModelProcessDied: the process was killed, by the system or because it took too long.
@@ -85,7 +85,7 @@ class ClassBatch:
         )
 
     def cancel(self) -> None:
-        """Stops it. Items without a result fail as canceled."""
+        """Stops the batch. Items without a result fail as canceled."""
         self._is_canceled = True
         self._changed.set()
 
@@ -93,7 +93,7 @@ class ClassBatch:
         self._changed.set()
 
     def handle(self, frame: Frame) -> None:
-        """Takes an answer of the process.
+        """Handles an answer from the process.
 
         Raises:
             WrongAnswer: no prediction is waiting for the frame.
@@ -103,13 +103,16 @@ class ClassBatch:
         else:
             number = frame.message.get("id", BATCH)
             if number not in self._numbers or number in self._answers:
-                # So what it sends later is never taken for the answer of another batch.
+                # Ensures that what it sends later is never taken for another batch's answer.
                 raise WrongAnswer("it sent an answer to another request")
             self._answers[number] = frame
         self._changed.set()
 
     async def _compute(self, slots: Sequence[int], timeout_s: float) -> None:
-        """Fills `results` for these slots. Items that fail together are computed in halves."""
+        """Fills `results` for these slots.
+
+        If several items fail together, they are retried in halves.
+        """
         self._called_work += sum(self._items[slot].length for slot in slots)
         try:
             await self._wait_ready()
@@ -138,10 +141,10 @@ class ClassBatch:
             self._calls |= dict.fromkeys(slots, Call(took_s * 1000, len(slots)))
 
     async def _wait_ready(self) -> None:
-        """Waits until the class is set up, again if it has ended.
+        """Waits until the class is set up, or set up again if it has ended.
 
         Raises:
-            Canceled: nobody waits for the batch any more.
+            Canceled: nobody is waiting for the batch any more.
             NotSetUp: it could not be set up.
         """
         process = self._process
@@ -162,11 +165,11 @@ class ClassBatch:
     async def _predict(
         self, slots: Sequence[int], timeout_s: float
     ) -> Sequence[CustomResult | PenstockError]:
-        """One outcome per item, in order.
+        """Returns one outcome per item, in order.
 
         Raises:
-            Canceled: nobody waits for the batch any more.
-            ModelFailed: the class failed on all of them.
+            Canceled: nobody is waiting for the batch any more.
+            ModelFailed: the class failed on all items.
         """
         process = self._process
         items = [self._items[slot] for slot in slots]
@@ -222,20 +225,20 @@ class ClassBatch:
                 await self._changed.wait()
 
     def _note_logs(self, slots: Sequence[int], printed: PrintedLogs) -> None:
-        """Keeps the output of a call with one item. With more items, its owner is unknown."""
+        """Keeps the output of a call with one item. With several items, its owner is unknown."""
         if len(slots) == 1:
             self._logs[slots[0]] = PublicLogs(self._process.paths).add(printed, is_all=True)
         else:
             pass_on(printed)
 
     def _note_traceback(self, slot: int, frame: Frame) -> None:
-        """Keeps the traceback of an item, if its answer has one."""
+        """Keeps an item's traceback, if its answer includes one."""
         if frame.message.get("log"):
             logs = self._logs.get(slot, PrintedLogs())
             self._logs[slot] = self._process.add_traceback(logs, frame)
 
     def _failed(self, slots: Sequence[int], frame: Frame) -> PenstockError:
-        """Why the class failed on a whole call."""
+        """Returns the error for a call that failed as a whole."""
         self._note_logs(slots, self._process.runner.printed.take())
         if len(slots) == 1:
             self._note_traceback(slots[0], frame)
@@ -246,7 +249,7 @@ class ClassBatch:
         return ModelFailed(self._process.paths.remove(str(frame.message["batch_error"])))
 
     def _explain(self, slots: Sequence[int], ended: Ended) -> ModelFailed:
-        """Why the process ended in the middle of a call."""
+        """Returns the error for a process that ended in the middle of a call."""
         self._note_logs(slots, ended.printed.take())
         if ended.killed_for:
             return ModelFailed(f"the process of the model was killed: {ended.killed_for}")

@@ -1,4 +1,4 @@
-"""Inspects the class of a folder in another process, and writes its penstock.schema.json."""
+"""Inspects a folder's class in another process and writes its penstock.schema.json."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from workers.models.custom.sources import (
 from workers.models.custom.variables import entry_variables, variables_of
 
 INSPECTION_LIMIT_S = 300.0
-"""For the import of the class's module, which may load large libraries."""
+"""Time limit for importing the class's module, which may load large libraries."""
 
 
 class Inspected(NamedTuple):
-    """The interface of a class, and what its author should know about it.
+    """A class's interface, and what its author should know about it.
 
-    `notes`: what its cog.yaml asks for without effect here. `printed`: the output of its module
-    while it was imported.
+    `notes`: cog.yaml settings that have no effect here. `printed`: its module's output during
+    import.
     """
 
     interface: ModelInterface
@@ -47,13 +47,13 @@ class Inspected(NamedTuple):
 
 
 def inspect_folder(folder: Path) -> Inspected:
-    """Imports the class of a folder in a separate process, without `setup`, and inspects it.
+    """Imports a folder's class in a separate process, without calling `setup`, and inspects it.
 
-    It gets the variables of its entry, if the catalog has one.
+    If the catalog has an entry for it, the process gets the entry's variables.
 
     Raises:
-        ConfigurationError: the folder does not contain a class that can be served. The message has
-            the reason and the output of its module.
+        ConfigurationError: the folder does not contain a class that can be served. The message
+            includes the reason and the module's output.
     """
     folder = _check_folder(folder)
     sources = read_sources(folder)
@@ -92,7 +92,7 @@ def inspect_folder(folder: Path) -> Inspected:
 
 
 def _limits_of_view(folder: Path, runner: RunnerProcess) -> list[str]:
-    """Returns what a class in this folder can't do on this system, in words."""
+    """Describes which operations this system denies to a class in this folder."""
     notes = []
     if linked := runner.read_only_files():
         more = f" (and {len(linked) - 1} more)" if len(linked) > 1 else ""
@@ -111,7 +111,7 @@ def _limits_of_view(folder: Path, runner: RunnerProcess) -> list[str]:
 def show_inspection(folder: Path) -> ModelInterface:
     """Inspects a class as `inspect_folder` does, and prints its output and the notes to stderr.
 
-    Those about cog.yaml come first, because what it asks for in vain may be why the class fails.
+    Notes about cog.yaml come first, because an ignored setting may be why the class fails.
     """
     early = read_notes(_check_folder(folder))
     for note in early:
@@ -126,7 +126,7 @@ def show_inspection(folder: Path) -> ModelInterface:
 
 
 def read_notes(folder: Path) -> list[str]:
-    """Returns what cog.yaml asks for without effect here, in words, without importing the class.
+    """Describes cog.yaml settings that have no effect here, without importing the class.
 
     Raises:
         ConfigurationError: cog.yaml is invalid.
@@ -155,7 +155,7 @@ def _check_size(folder: Path, interface: ModelInterface) -> None:
 
 
 def is_current(folder: Path) -> bool:
-    """Returns whether a folder's penstock.schema.json was written for its present sources."""
+    """Returns whether a folder's penstock.schema.json matches its current sources."""
     folder = folder.expanduser()
     with contextlib.suppress(ConfigurationError):
         known = read_interface(INTERFACE_FILE.find(folder))
@@ -164,19 +164,19 @@ def is_current(folder: Path) -> bool:
 
 
 def write_interface(folder: Path, interface: ModelInterface) -> Path:
-    """Writes penstock.schema.json as a whole. Returns its path.
+    """Writes penstock.schema.json atomically. Returns its path.
 
     Raises:
-        ConfigurationError: it can't be written, or its author has such a file.
+        ConfigurationError: it can't be written, or the author has a file with that name.
     """
     return INTERFACE_FILE.write(folder.expanduser(), interface.as_json)
 
 
 def check_class(folder: Path, *, only_if_changed: bool) -> Iterator[str]:
-    """Inspects a class, and writes its interface. Yields lines for a person.
+    """Inspects a class and writes its interface. Yields human-readable lines.
 
     Args:
-        only_if_changed: if the interface on disk is current, only install the packages.
+        only_if_changed: if the interface on disk is current, only installs the packages.
 
     Raises:
         ConfigurationError: the class can't be served.
@@ -194,7 +194,7 @@ def check_class(folder: Path, *, only_if_changed: bool) -> Iterator[str]:
 
 
 def _describe_capacity(folder: Path, interface: ModelInterface) -> str:
-    """How many predictions a process computes at a time, and the memory that this takes."""
+    """Describes how many predictions a process computes at a time, and the memory this takes."""
     many = f"up to {interface.concurrency} predictions at a time (concurrency.max)"
     count = "batches, by default of up to 64 items" if interface.batches else many
     if not interface.batches and interface.concurrency == 1:

@@ -1,4 +1,4 @@
-"""The process of a class over its lives: set up, watched, and set up again after it has ended."""
+"""A class's process across restarts: set up, watched, and set up again after it ends."""
 
 from __future__ import annotations
 
@@ -34,17 +34,18 @@ from workers.models.custom.sources import Sources, read_sources
 from workers.models.custom.variables import EntryVariables, variables_of
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 2.0, 60.0
-"""Before the next start of a class whose `setup` fails after it had been set up once. The pause
-doubles with each failure."""
+"""Pause before restarting a class whose `setup` fails after it once succeeded. The pause doubles
+with each failure.
+"""
 GPU_LOST = "AcceleratorError: CUDA error: "
-"""Start of an error after which its process can't compute on the GPU any more.
+"""Start of the error message after which a process can no longer compute on the GPU.
 
 No caller's input can cause an error that starts like this.
 """
 MAX_LAST_READS = 8
-"""Reads of one megabyte each from a process that has ended.
+"""Maximum reads, of one megabyte each, from a process that has ended.
 
-Its own data fits into the socket, but a child that is still running may send data forever.
+Its own data fits in the socket buffer, but a surviving child may send data forever.
 """
 USED_UP = "memory or disk space left over from earlier predictions must not fail this one"
 
@@ -56,29 +57,29 @@ class NotSetUp(ModelFailed):
 
 
 class Ended(NamedTuple):
-    """The end of a class process that had been set up."""
+    """The end of a class process that was set up."""
 
     status: int
-    """Its exit status, or the negative number of the signal that killed it."""
+    """The exit status, or the negated number of the signal that killed it."""
     killed_for: str
-    """Why we killed it. Empty: we did not."""
+    """The reason we killed it. Empty: we did not."""
     is_at_fault: bool
     """True if we killed it because of the class's behavior."""
     printed: PrintedOutput
-    """Printed output that was not taken yet."""
+    """Printed output that has not been taken yet."""
     computing: int
-    """The predictions that it computed, dropped ones included."""
+    """Number of predictions it was computing, including dropped ones."""
 
 
 class ClassProcess:
     """The process of a class.
 
-    All methods belong to the event loop. Blocking work runs in threads.
+    All methods must be called on the event loop. Blocking work runs in threads.
 
     Args:
         device: `cpu`, `cuda`, `cuda:N` or `auto`.
-        make_room: frees the device, if the class can't be set up alongside other models.
-        on_change: called when the class is set up, could not be set up, or has ended.
+        make_room: frees the device if the class can't be set up alongside other models.
+        on_change: called when the class is set up, when set-up fails, and when the class ends.
     """
 
     def __init__(
@@ -100,35 +101,35 @@ class ClassProcess:
         self._on_change = on_change
         self._interface = interface_of(entry)
         self._limit_s = read_settings(ClassSettings).startup_s or entry.startup_s
-        """For each later `setup`."""
+        """Time limit for each later `setup`."""
         self._runner: RunnerProcess | None = None
         self._answer: asyncio.Future[Frame | None] | None = None
-        """The first message of a process. None: it has ended instead."""
+        """A process's first message. None: it ended without sending one."""
         self._starting: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._kills: dict[int, asyncio.TimerHandle] = {}
         self._pause_s = FIRST_PAUSE_S
         self._start_at_s = 0.0
-        """No start before that: the last `setup` failed."""
+        """Earliest time for the next start, because the last `setup` failed."""
         self._failure: NotSetUp | None = None
         self._reason = ""
-        """Why the last set-up failed, as callers may read it once its paths are removed."""
+        """Why the last set-up failed. Callers may read it once its paths are removed."""
         self._sources_of_runner: Sources
         self._ended: Ended | None = None
         self._is_gone = False
         """True if a process has ended before it was ready."""
         self.paths = PathRemover(None, ())
-        """Removes the paths of this machine from text that callers read."""
+        """Removes this machine's paths from text that callers read."""
         self.shows_tracebacks = True
-        """True if callers read the tracebacks of the class."""
+        """True if callers may read the class's tracebacks."""
         self.is_ready = False
         self.computing: set[int] = set()
-        """The numbers of the predictions that it computes, dropped ones included."""
+        """Numbers of the predictions being computed, including dropped ones."""
         self._numbers = 0
         self.setup_s = 0.0
         """How long the last set-up took."""
         self.set_up_at_s = 0.0
-        """When it was over, in Unix seconds."""
+        """When the last set-up finished, in Unix seconds."""
         self.unconfined: Sequence[str] = ()
 
     @property
@@ -139,21 +140,21 @@ class ClassProcess:
 
     @property
     def memory_bytes(self) -> int:
-        """Memory of the process and all that it has started. 0: it does not run."""
+        """Memory of the process and everything it has started. 0 if it isn't running."""
         return 0 if self._runner is None else self._runner.memory_bytes
 
     @property
     def pid(self) -> int:
-        """Its process id. 0: it does not run."""
+        """Process id. 0 if it isn't running."""
         return 0 if self._runner is None else self._runner.pid
 
     async def start(self, limit_s: float = MAX_STARTUP_S) -> None:
-        """Starts it for the first time, and waits until the class is set up.
+        """Starts it for the first time and waits until the class is set up.
 
         Raises:
             ConfigurationError: the folder does not contain a class that can be served, or the class
                 does not match the interface. The message names the field.
-            ModelFailed: its module or its `setup` failed. A later try may succeed.
+            ModelFailed: its module or its `setup` failed. A later attempt may succeed.
         """
         try:
             frame = await self._set_up(limit_s)
@@ -177,18 +178,18 @@ class ClassProcess:
             )
 
     def begin(self) -> None:
-        """Starts it again, unless it runs or starts already. `on_change` is called in the end."""
+        """Restarts it unless it is running or starting. Finally calls `on_change`."""
         if self._starting is None and not self.is_ready and not self._tasks:
             self._starting = asyncio.create_task(self._start_again())
             self._starting.add_done_callback(self._on_started)
 
     def take_failure(self) -> NotSetUp | None:
-        """Returns why the last set-up failed, once."""
+        """Returns the error of the last set-up if it failed, once."""
         failure, self._failure = self._failure, None
         return failure
 
     def take_end(self) -> Ended | None:
-        """Returns how the process has ended since the last call, once. None: it has not."""
+        """Returns how the process ended since the last call, once. None if it did not end."""
         ended, self._ended = self._ended, None
         return ended
 
@@ -220,7 +221,7 @@ class ClassProcess:
         self._on_change()
 
     async def _set_up(self, limit_s: float) -> Frame:
-        """Starts a process and waits until the class is set up. Returns its report about itself."""
+        """Starts a process and waits until the class is set up. Returns the process's report."""
         began_s = time.monotonic()
         runner, sources = await self._start_runner()
         self._runner, self._answer = runner, asyncio.get_running_loop().create_future()
@@ -249,7 +250,7 @@ class ClassProcess:
         return frame
 
     async def _start_runner(self) -> tuple[RunnerProcess, Sources]:
-        """Starts a process, on a thread: it copies files and may ask for secrets."""
+        """Starts a process, on a thread because this copies files and may fetch secrets."""
         starting = asyncio.ensure_future(asyncio.to_thread(self._make_runner))
         try:
             return await asyncio.shield(starting)
@@ -291,7 +292,7 @@ class ClassProcess:
     async def _explain(
         self, runner: RunnerProcess, reason: str, *, is_final: bool = False
     ) -> PenstockError:
-        """Ends a process that was not set up. Returns the error, with the printed output."""
+        """Ends a process that was not set up. Returns the error, including the printed output."""
         printed = runner.printed.take().after(0).strip()
         status = await self._finish(runner, reason or runner.killed_for)
         if not reason:
@@ -321,14 +322,14 @@ class ClassProcess:
             self._on_end(runner)
 
     def _on_death(self, runner: RunnerProcess) -> None:
-        """The process has ended. A child of it may still hold its end of the socket."""
+        """Handles the end of the process. A child may still hold its end of the socket."""
         for _ in range(MAX_LAST_READS):
             if self._runner is not runner or not runner.may_read() or not self._read(runner):
                 break
         self._on_end(runner)
 
     def _read(self, runner: RunnerProcess) -> bool:
-        """Reads what is there, and hands on whole frames. Returns whether more may come."""
+        """Reads available data and passes on complete frames. Returns whether more may come."""
         if self._runner is not runner:
             return False
         may_come = runner.read()
@@ -347,11 +348,11 @@ class ClassProcess:
         return may_come
 
     def _on_end(self, runner: RunnerProcess) -> None:
-        """The process has ended, or has closed its end of the socket."""
+        """Handles a process that has ended or closed its end of the socket."""
         if self._runner is not runner:
             return
         self._unwatch(runner)
-        if not self.is_ready:  # the task that sets it up ends it
+        if not self.is_ready:  # the task that is setting it up will end it
             self._is_gone = True
             if self._answer is not None and not self._answer.done():
                 self._answer.set_result(None)
@@ -380,7 +381,7 @@ class ClassProcess:
         return await asyncio.shield(asyncio.to_thread(_end, runner, reason))
 
     def _do(self, work: Coroutine[Any, Any, None]) -> None:
-        """Runs something to its end, and calls `on_change` then."""
+        """Runs a coroutine to completion, then calls `on_change`."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
 
@@ -393,7 +394,7 @@ class ClassProcess:
         task.add_done_callback(on_done)
 
     def next_number(self) -> int:
-        """Returns a number for a prediction that no other has had."""
+        """Returns a prediction number that has never been used."""
         self._numbers += 1
         return self._numbers
 
@@ -402,9 +403,9 @@ class ClassProcess:
         messages: Sequence[tuple[dict[str, Any], Sequence[bytes]]],
         numbers: Sequence[int],
     ) -> None:
-        """Sends messages as one piece, as far as the process reads. The rest follows.
+        """Sends messages in one piece, as much as the process will read. The rest follows.
 
-        `numbers`: of the predictions that begin with them, or BATCH.
+        `numbers`: numbers of the predictions that they start, or BATCH.
         """
         runner = self.runner
         self.computing.update(numbers)
@@ -421,9 +422,9 @@ class ClassProcess:
             asyncio.get_running_loop().remove_writer(runner.fileno())
 
     def cancel(self, number: int) -> None:
-        """Ends a prediction, and the process if the prediction does not end.
+        """Cancels a prediction, and ends the process if the prediction does not stop.
 
-        It has as long as the class took to be set up, so no caller can keep a class in `setup`.
+        The prediction gets as long as set-up took, so no caller can keep a class in `setup`.
         """
         runner = self.runner
         limit_s = max(KILL_AFTER_S, self.setup_s)
@@ -439,12 +440,12 @@ class ClassProcess:
             timer.cancel()
 
     def _kill(self, runner: RunnerProcess, reason: str) -> None:
-        """Kills a process and all that it has started, on a thread."""
+        """Kills a process and everything it has started, on a thread."""
         runner.killed_for = runner.killed_for or reason
         self._do(asyncio.to_thread(runner.kill, reason))
 
     async def end(self, reason: str) -> None:
-        """Ends the process, if it runs or starts. It is started again by `begin`."""
+        """Ends the process if it is running or starting. `begin` restarts it."""
         if (starting := self._starting) is not None:
             starting.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -455,7 +456,7 @@ class ClassProcess:
             await asyncio.wait(list(self._tasks))
 
     def add_traceback(self, logs: PrintedLogs, frame: Frame) -> PrintedLogs:
-        """Returns logs with the traceback of an answer, unless the author keeps it from callers."""
+        """Returns logs with an answer's traceback, unless the author hides it from callers."""
         traceback = str(frame.message.get("log", ""))
         if not self.shows_tracebacks:
             pass_on(PrintedLogs(traceback))
@@ -463,21 +464,22 @@ class ClassProcess:
         return PrintedLogs(logs.text + self.paths.remove(traceback), logs.left_out)
 
     def has_lost_gpu(self, frame: Frame) -> bool:
-        """Returns whether an answer reports that the process can't use its GPU any more."""
+        """Returns whether an answer reports that the process can no longer use its GPU."""
         error = str(frame.message.get("error", "")) or str(frame.message.get("batch_error", ""))
         return self._device.startswith("cuda") and error.startswith(GPU_LOST)
 
     async def give_up(self) -> ModelProcessDied:
-        """Ends a process that has lost its GPU. Returns the error for what it computed."""
+        """Ends a process that has lost its GPU. Returns the error for its current predictions."""
         reason = f"the process of the class lost its GPU (status {GPU_LOST_STATUS})"
         await self.end(reason)
         return ModelProcessDied(reason)
 
     async def renew_if_used_up(self) -> bool:
-        """Ends the process if what it computed left too little memory or disk.
+        """Ends the process if its predictions left too little memory or disk.
 
-        Also if it is being killed for that, so that what comes next does not fail for it. To be
-        called while it computes nothing. Returns whether it was ended.
+        This includes a process that is already being killed for that, so that the next prediction
+        doesn't fail because of it. Call this only while nothing is being computed. Returns whether
+        it was ended.
         """
         runner = self.runner
         try:
@@ -486,7 +488,7 @@ class ClassProcess:
             )
         except OSError:  # the class has removed its own scratch folder
             is_used_up = True
-        # Asked last: a process that is being killed may already have returned its memory.
+        # Checked last: a process that is being killed may already have released its memory.
         if not is_used_up and not runner.killed_for:
             return False
         if self._runner is runner:
@@ -495,14 +497,14 @@ class ClassProcess:
 
 
 def paths_of(folder: Path, sources: Sources, runner: RunnerProcess) -> PathRemover:
-    """Returns what removes the paths that the class of a folder sees in its runner."""
+    """Returns a remover of the paths that a folder's class sees in its runner."""
     named = sources.environment.get("COG_WEIGHTS") or os.environ.get("COG_WEIGHTS")
     weights = [Path(named)] if named and named.startswith("/") else []
     return PathRemover(runner.scratch_path, [folder, Path(SRC), *weights])
 
 
 def _end(runner: RunnerProcess, reason: str) -> int:
-    """Kills a process, if there is a reason, and waits for its end. Returns its exit status."""
+    """Kills a process if there is a reason, and waits for it to end. Returns its exit status."""
     if reason:
         runner.kill(reason)
     return runner.close()

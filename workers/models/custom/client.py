@@ -1,4 +1,4 @@
-"""The client of a custom class, as the pool drives it: no model process is in between."""
+"""The client for a custom class, driven by the pool with no model process in between."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ log = logging.getLogger(__name__)
 
 
 class ClassClient:
-    """The process of a class, as ProcessClient. It is set up again when it has ended.
+    """Implements ProcessClient for a class's process, which is set up again after it ends.
 
     Args:
         device: `cpu`, `cuda`, `cuda:N` or `auto`.
-        make_room: frees the device, if the class can't be set up alongside other models.
+        make_room: frees the device if the class can't be set up alongside other models.
     """
 
     def __init__(
@@ -64,12 +64,12 @@ class ClassClient:
         timeout_s: float,
         make_room: MakeRoom,
     ) -> Self:
-        """Starts the process of a class and waits until the class is set up.
+        """Starts a class's process and waits until the class is set up.
 
         Raises:
             ConfigurationError: the folder does not contain a class that can be served, or the class
                 does not match the interface. The message names the field.
-            ModelFailed: its module or its `setup` failed. A later try may succeed.
+            ModelFailed: its module or its `setup` failed. A later attempt may succeed.
         """
         client = cls(entry, folder, device, threads, make_room)
         try:
@@ -97,18 +97,18 @@ class ClassClient:
         model: int = 0,
         on_previews: OnPreviews | None = None,
     ) -> RunningBatch:
-        """As ProcessClient. `timeout_s` is for each call of the class."""
+        """Same as in ProcessClient. `timeout_s` applies to each call of the class."""
         await self._turn.acquire()
         self._run = run = ClassBatch(self._process, self._interface, batch)
         running = asyncio.ensure_future(self._run_batch(run, timeout_s))
-        # The turn ends with the batch, not with the caller: the class may still compute it.
+        # The turn ends when the batch does, not the caller: the class may still be computing it.
         running.add_done_callback(lambda done: done.cancelled() or done.exception())
         done = asyncio.shield(running)
         done.add_done_callback(lambda caller: run.cancel() if caller.cancelled() else None)
         return RunningBatch(done, run.cancel, lambda slots: None)
 
     async def run(self, batch: Sequence[Prepared], timeout_s: float) -> BatchResult:
-        """Computes a batch to its end, or cancels it with the caller. As `send`."""
+        """Computes a batch to completion, or cancels it together with the caller. See `send`."""
         return await (await self.send(batch, timeout_s, None)).done
 
     async def _run_batch(self, run: ClassBatch, timeout_s: float) -> BatchResult:
@@ -129,7 +129,7 @@ class ClassClient:
         on_message: OnStepMessage,
         model: int = 0,
     ) -> StepsEnded:
-        """Like ProcessClient, but without a limit, because the catalog entry has one."""
+        """Same as in ProcessClient, but without a time limit, because the catalog entry has one."""
         async with self._turn:
             self._run = run = ClassSteps(self._process, self._interface, self._room, on_message)
             try:
@@ -145,9 +145,9 @@ class ClassClient:
         return StepsEnded(0)
 
     async def _die(self, error: Exception) -> ModelProcessDied:
-        """Ends the process after an error that nobody foresaw. Its items are tried again.
+        """Ends the process after an unexpected error. Its items are retried.
 
-        The boundary to the code of the class: what it makes us do wrong never ends the worker.
+        This is the boundary to the class's code: no failure that it causes here ends the worker.
         """
         log.error("a class could not be operated", exc_info=error)
         await self._process.end("the worker failed to process its answers")
@@ -164,10 +164,10 @@ class ClassClient:
         """Does nothing, because a prediction can't be interrupted and resumed."""
 
     def watch(self, slots: Sequence[int]) -> None:
-        """Nothing: a class draws no previews."""
+        """Does nothing: a class draws no previews."""
 
     async def evict(self, models: Sequence[int]) -> None:
-        """Ends the process between two batches. It is started again when it is used."""
+        """Ends the process between two batches. It is restarted on the next use."""
         async with self._turn:
             await self._process.end("its memory is needed by another model")
             self._process.take_end()
@@ -175,7 +175,7 @@ class ClassClient:
             self.residency = ResidencyReport([], known.load_s, known.size_bytes, evictions=1)
 
     async def serve(self, on_end: Callable[[], None]) -> str:
-        """Waits until it is canceled, and ends the process then."""
+        """Waits until it is canceled, then ends the process."""
         try:
             await asyncio.Event().wait()
         finally:
@@ -187,10 +187,10 @@ class ClassClient:
         await self._process.end("the model is no longer needed")
 
     def _on_frame(self, frame: Frame) -> None:
-        """Hands on an answer.
+        """Passes on an answer.
 
         Raises:
-            ValueError: it is none, as the others of predictions.MALFORMED.
+            ValueError: the answer is not valid; see predictions.MALFORMED for other errors.
         """
         number = frame.message.get("id")
         if number is not None and "piece" not in frame.message:
@@ -204,15 +204,15 @@ class ClassClient:
         if self._run is not None:
             self._run.notice()
         else:
-            self._process.take_failure()  # no item is waiting that could fail because of it
+            self._process.take_failure()  # no waiting item could fail because of it
 
     def _note_residency(self) -> None:
-        """Reports the class as resident, if it was set up since the last report."""
+        """Reports the class as resident, if it has been set up since the last report."""
         if self._process.set_up_at_s == self._set_up_at_s:
             return
         self._set_up_at_s = self._process.set_up_at_s
         setup_s = self._process.setup_s
-        is_load = not self.residency.resident  # not one that died and was set up again
+        is_load = not self.residency.resident  # rather than a class that died and was set up again
         self.residency = ResidencyReport(
             [0],
             {0: round(setup_s, 6)},

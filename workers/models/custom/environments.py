@@ -1,14 +1,15 @@
-"""The virtual environments of classes with custom packages.
+"""Virtual environments for classes with custom packages.
 
 uv creates an environment from the class's requirements and cog, without any of our packages. Its
-name is a digest of everything that determines its content: the requirements, the interpreter and
-the version of cog. So models with equal requirements share one, and a changed requirement creates a
-new one. An environment is created next to its final location and then renamed, so an existing one
-is complete. Environments in a worker's image are created when the image is built, by the same
-function (infra/docker/worker.Dockerfile).
+name is a digest of everything that determines its contents: the requirements, the interpreter and
+the cog version. Models with equal requirements therefore share one, and a changed requirement
+creates a new one. An environment is created next to its final location and then renamed, so an
+existing one is complete. Environments in a worker's image are created by the same function when the
+image is built (infra/docker/worker.Dockerfile).
 
-A package that is built from source runs its own code. It runs as the class would: without our
-variables, without capabilities, and it writes nowhere but into the environment and uv's cache.
+A package that is built from source runs its own code. That code runs under the same conditions as
+the class: without our variables, without capabilities, and writing only to the environment and uv's
+cache.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from shared.settings import ClassSettings, read_settings
 from workers.models.custom.sources import OVERRIDES, AskedPackages, asked_packages
 
 INSTALL_LIMIT_S = 1800.0
-"""torch with CUDA's libraries has 3 GB."""
+"""Time limit per installation. torch with CUDA's libraries is 3 GB."""
 WAIT_S = 0.1
 MAX_INCLUDED_FILES = 20
 LAST_LINES = 20
@@ -49,9 +50,10 @@ _PASSED_ON = re.compile(
     r"PATH|HOME|LANG|LC_\w+|TMPDIR|XDG_\w+|UV_\w+|SSL_CERT_\w+|NETRC|"
     r"(?:HTTP|HTTPS|ALL|NO)_PROXY|(?:http|https|all|no)_proxy"
 )
-"""The variables that uv gets. None of ours."""
+"""The variables passed to uv. None are ours."""
 _UNHURRIED = {"UV_COMPILE_BYTECODE_TIMEOUT": "0"}
-"""uv gives up after a minute, which torch takes on a busy machine. INSTALL_LIMIT_S bounds all."""
+"""uv gives up after a minute, which torch takes on a busy machine. INSTALL_LIMIT_S still applies.
+"""
 _ROOT = Path(__file__).resolve().parents[3]
 _CONFINED = (
     "import os, sys; sys.path.append(sys.argv[1]); "
@@ -61,22 +63,21 @@ _CONFINED = (
 
 
 class Interpreter(NamedTuple):
-    """A Python that environments are made of: its path, and its version in full."""
+    """A Python interpreter for environments: its path and full version."""
 
     path: str
     version: str
 
 
 def python_for(folder: Path) -> str:
-    """The interpreter that has the packages of a class. Makes its environment, if it is missing.
+    """Returns the interpreter with a class's packages. Creates its environment if it is missing.
 
-    That may take minutes. A class that brings no packages runs with ours.
+    Creating one may take minutes. A class without its own packages runs with our interpreter.
 
     Raises:
-        ConfigurationError: its requirements can't be installed. The message ends with the output of
-            uv.
+        ConfigurationError: its requirements can't be installed. The message ends with uv's output.
     """
-    folder = folder.resolve()  # uv runs elsewhere
+    folder = folder.resolve()  # uv runs in another directory
     requested = asked_packages(folder)
     if not requested:
         return sys.executable
@@ -90,7 +91,7 @@ def python_for(folder: Path) -> str:
 
 
 def unmet(folder: Path) -> list[str]:
-    """Returns the requests of a class about its environment that are not met here, in words."""
+    """Describes the class's environment requests that are not met here."""
     requested = asked_packages(folder)
     return [*_find_other_cog(requested), *_find_other_python(requested)]
 
@@ -131,7 +132,7 @@ def _has_version(python: Interpreter, wanted: str) -> bool:
 
 
 def _interpreter(wanted: str) -> Interpreter:
-    """Returns the Python of a version, or ours if the machine does not have it."""
+    """Returns a Python of this version, or ours if the machine doesn't have one."""
     ours = _our_python()
     if not wanted or _has_version(ours, wanted):
         return ours
@@ -163,7 +164,7 @@ def _digest(folder: Path, asked: AskedPackages, base: Interpreter) -> str:
 
 
 def _read_included(folder: Path, first: Path) -> dict[str, bytes]:
-    """Returns the content of a requirements file and of the files it includes, by name."""
+    """Returns the contents of a requirements file and the files it includes, by name."""
     contents: dict[str, bytes] = {}
     waiting = [first]
     while waiting:
@@ -199,7 +200,7 @@ def _read(path: Path, first: Path) -> bytes:
 
 
 def _is_whole(target: Path) -> bool:
-    """Also false if the interpreter that it was made of is gone."""
+    """Also False if the interpreter it was created from is gone."""
     return (target / "bin" / "python").exists()
 
 
@@ -211,7 +212,7 @@ def _make(folder: Path, asked: AskedPackages, base: Interpreter, target: Path) -
             if _is_whole(target):
                 return  # another process was faster
             for leftover in target.parent.glob(f".{target.name}-*"):
-                shutil.rmtree(leftover, ignore_errors=True)  # of one that was killed
+                shutil.rmtree(leftover, ignore_errors=True)  # from a process that was killed
             with _partial(target) as partial:
                 _install(folder, asked, base, partial, until_s)
                 shutil.rmtree(target, ignore_errors=True)
@@ -227,7 +228,7 @@ def _make(folder: Path, asked: AskedPackages, base: Interpreter, target: Path) -
 
 @contextlib.contextmanager
 def _locked(path: Path, until_s: float, folder: Path) -> Iterator[None]:
-    """Holds the lock of an environment. The system frees it if this process is killed."""
+    """Holds an environment's lock. The system releases it if this process is killed."""
     with path.open("w") as file:
         while True:
             try:
@@ -247,7 +248,7 @@ def _locked(path: Path, until_s: float, folder: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def _partial(target: Path) -> Iterator[Path]:
     partial = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    partial.chmod(0o755)  # a worker may run as another user than the builder of its image
+    partial.chmod(0o755)  # a worker may run as a different user than the one that built its image
     try:
         yield partial
     finally:
@@ -264,13 +265,13 @@ def _install(
         variables = {**_UNHURRIED, **_variables(), "UV_CACHE_DIR": str(cache), "TMPDIR": scratch}
         writable = os.pathsep.join((str(partial), str(cache), scratch))
         uv = find_uv_bin()
-        # Scripts of packages find the interpreter after the environment was renamed.
+        # Package scripts find the interpreter even after the environment is renamed.
         new = [uv, "venv", "--quiet", "--no-project", "--relocatable", "--no-python-downloads"]
         python = str(partial / "bin" / "python")
         packages = [*asked.lines, *(["--requirement", str(asked.file)] if asked.file else [])]
-        if (overrides := folder / OVERRIDES).is_file():  # what packages ask for that it has not
+        if (overrides := folder / OVERRIDES).is_file():  # requirements of packages to replace
             packages += ["--overrides", str(overrides)]
-        ours = Path(scratch, "cog.txt")  # also if its requirements or a package pin another one
+        ours = Path(scratch, "cog.txt")  # even if its requirements or a package pin another version
         ours.write_text(f"cog=={version('cog')}\n")
         packages += ["--overrides", str(ours)]
         add = [uv, "pip", "install", "--quiet", "--compile-bytecode", "--python", python]
@@ -289,7 +290,7 @@ def _run(folder: Path, words: Sequence[str], variables: Mapping[str, str], until
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            cwd="/",  # uv also reads the settings of a project around it
+            cwd="/",  # uv also reads the settings of an enclosing project
             start_new_session=True,
         )
         try:

@@ -1,4 +1,4 @@
-"""The GPU of a class's process: which one it sees, and its name."""
+"""The GPU for a class's process: which one it sees, and its name."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ _DRIVER = Path("/proc/driver/nvidia/gpus")
 
 
 def gpu_variables(device: str) -> dict[str, str]:
-    """The variables by which CUDA shows one GPU to a process.
+    """Returns the variables that make CUDA show a process only one GPU.
 
     Args:
-        device: `cuda:N`. With any other, a process sees what this one does.
+        device: `cuda:N`. With any other value, a process sees the same GPUs as this one.
     """
     kind, _, number = device.partition(":")
     if kind != "cuda" or not number:

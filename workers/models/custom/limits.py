@@ -1,12 +1,13 @@
-"""Bounds on a runner and all that it has started: memory, disk, processes. How to end them all.
+"""Limits on a runner and everything it starts: memory, disk, processes. Also ends them all.
 
-A system limit on addresses (RLIMIT_AS) does not help, because CUDA reserves more than the machine
-has. In a container, we can't create a control group. So a thread checks ten times a second. Private
-and shared memory of a process count, but not mapped files: the system takes their pages back.
+A system limit on address space (RLIMIT_AS) does not help, because CUDA reserves more than the
+machine has. In a container, we can't create a control group. So a thread checks ten times a second.
+A process's private and shared memory count, but mapped files don't: the system can reclaim their
+pages.
 
-Disk is counted as well: quotas take rights that a container does not have, and a file system in
-memory would take what is scarcer. The system itself keeps a single file below the bound
-(RLIMIT_FSIZE, set in the runner), so what comes between two counts is several files.
+Disk is measured as well: quotas need privileges that a container lacks, and an in-memory file
+system would use a scarcer resource. The system itself keeps any single file below the limit
+(RLIMIT_FSIZE, set in the runner), so only several files together can exceed it between two counts.
 """
 
 from __future__ import annotations
@@ -22,21 +23,23 @@ from pathlib import Path
 
 LOOK_EVERY_S = 0.1
 WHOLE_EVERY = 20
-"""Of so many looks, one is at all that the runner has started. The others are at itself."""
+"""One check in this many covers everything the runner has started. The others cover only the
+runner.
+"""
 MAX_PROCESSES = 512
 DEFAULT_SHARE = 0.8
 """Share of the machine's or control group's memory, if the entry does not specify a limit."""
 MAX_ENTRIES = 500_000
-"""Files and folders below the scratch folder."""
+"""Maximum files and folders below the scratch folder."""
 MAX_OUTSIDE = 10_000
-"""Files outside of it that are remembered."""
+"""Maximum files outside of it that are remembered."""
 MIN_DISK_BYTES = 16 * 1024 * 1024
-"""The minimum bound that results from a full disk: a class that writes nothing can still be served.
+"""Lowest limit on a full disk, so that a class that writes nothing can still be served.
 """
 COUNT_SHARE, USUAL_COUNT_SHARE = 0.1, 0.01
-"""Maximum share of the time in which files are counted: if the disk fills, and otherwise."""
+"""Maximum share of the time spent counting files: when the disk is filling up, and otherwise."""
 MAX_REST_S = 30.0
-"""Longest time between two counts, as long as they take no more than COUNT_SHARE."""
+"""Longest time between two counts, as long as counting stays within COUNT_SHARE."""
 END_LIMIT_S = 2.0
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _PROC = Path("/proc")
@@ -45,7 +48,7 @@ _PROC = Path("/proc")
 def usual_memory_bytes(
     group_file: Path = Path("/sys/fs/cgroup/memory.max"), proc: Path = _PROC
 ) -> int:
-    """Returns the memory that a runner may take if its entry does not specify it. 0: unlimited."""
+    """Returns the memory limit of a runner whose entry doesn't set one. 0: unlimited."""
     limits_bytes = []
     with contextlib.suppress(OSError, ValueError):  # `max` means no limit
         limits_bytes.append(int(group_file.read_text(encoding="ascii")))
@@ -55,10 +58,10 @@ def usual_memory_bytes(
 
 
 class ProcessFamily:
-    """A runner and the processes that it has started.
+    """A runner and the processes it has started.
 
-    It includes the processes of its session, its descendants, and the processes in its namespace of
-    mounts, if it has one, because they can't leave it.
+    Includes the processes in its session, its descendants, and the processes in its mount
+    namespace, if it has one, because they can't leave it.
     """
 
     def __init__(self, pid: int) -> None:
@@ -67,9 +70,9 @@ class ProcessFamily:
         self._held: int | None = None
 
     def note_namespace(self) -> None:
-        """Notes which namespace the runner is in, while it runs."""
+        """Records the runner's namespace while it is running."""
         with contextlib.suppress(OSError):
-            # Open, so that its number is not used again before `close`.
+            # Kept open so that its number isn't reused before `close`.
             self._held = os.open(_PROC / str(self._pid) / "ns" / "mnt", os.O_RDONLY | os.O_CLOEXEC)
             namespace = _namespace(self._pid)
             self._namespace = namespace if namespace != _namespace(os.getpid()) else ""
@@ -94,10 +97,10 @@ class ProcessFamily:
         return bool(self._namespace) and _namespace(pid) == self._namespace
 
     def end(self) -> None:
-        """Kills all of them, and the processes that they start meanwhile."""
+        """Kills all of them, including processes that they start in the meantime."""
         until_s = time.monotonic() + END_LIMIT_S
         while (members := self.members()) and time.monotonic() < until_s:
-            # Itself first: otherwise it might still answer that what it started has ended.
+            # The runner first: otherwise it could still report that its child processes have ended.
             for member in sorted(members, key=lambda pid: pid != self._pid):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(member, signal.SIGKILL)
@@ -111,8 +114,8 @@ class ProcessFamily:
 
 
 def _state(pid: int) -> tuple[str, int, int]:
-    """State, parent and session of a process."""
-    # The name of the program, in parentheses, may have spaces.
+    """Returns a process's state, parent and session."""
+    # The program name, in parentheses, may contain spaces.
     stat = (_PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
     return stat[0], int(stat[1]), int(stat[3])
 
@@ -135,8 +138,8 @@ def _namespace(pid: int) -> str:
 
 
 def memory_of(pid: int) -> int:
-    """The bytes that a process holds alone or shares in memory. 0: it has ended."""
-    with contextlib.suppress(OSError, KeyError, ValueError):  # one that has ended has no such lines
+    """Returns a process's private and shared memory in bytes. 0: it has ended."""
+    with contextlib.suppress(OSError, KeyError, ValueError):  # an ended process has no such lines
         lines = (_PROC / str(pid) / "status").read_text(errors="replace").splitlines()
         fields = dict(line.split(":", 1) for line in lines if ":" in line)
         return sum(int(fields[field].split()[0]) * 1024 for field in ("RssAnon", "RssShmem"))
@@ -144,7 +147,7 @@ def memory_of(pid: int) -> int:
 
 
 def proportional_memory_of(pid: int) -> int:
-    """Like memory_of, but divides shared memory among the processes that share it. Takes longer."""
+    """Like memory_of, but divides shared memory among its users. Takes longer."""
     try:
         lines = (_PROC / str(pid) / "smaps_rollup").read_text(errors="replace").splitlines()
         fields = dict(line.split(":", 1) for line in lines[1:] if ":" in line)
@@ -161,11 +164,11 @@ def resident_bytes_of(pid: int) -> int:
 
 
 class DiskUse:
-    """The disk use of a runner and its family, above the initial content of the scratch folder.
+    """Disk use of a runner and its family, beyond the initial contents of the scratch folder.
 
-    It includes the files of its scratch folder, with its `/tmp`, removed files that are still open,
-    and files that it was seen to write elsewhere: in the shared `/tmp`, if it does not have a
-    private one. Blocks count, not sizes, because holes take no disk.
+    Includes the files in its scratch folder, including its `/tmp`, deleted files that are still
+    open, and files that it was seen writing elsewhere: in the shared `/tmp`, if it doesn't have a
+    private one. Blocks count, not file sizes, because holes take no disk space.
     """
 
     def __init__(self, scratch: Path, most_bytes: int) -> None:
@@ -175,7 +178,7 @@ class DiskUse:
         self._free_bytes, self._free_files = _free_room(scratch)
         self.limit_bytes = min(most_bytes, max(self._free_bytes // 2, MIN_DISK_BYTES))
         self._outside: dict[str, tuple[int, int]] = {}
-        """By path: device and number of each file that it was seen to write elsewhere."""
+        """Device and inode of each file that it was seen writing elsewhere, by path."""
         self._before_bytes, _ = self._below_scratch(set())
         self._bytes = self._entries = 0
         self._first_bytes: int | None = None
@@ -183,13 +186,13 @@ class DiskUse:
         self._turn = threading.Lock()
 
     def may_be_above(self) -> bool:
-        """True if the disk has lost so much since the last count that it should be repeated."""
+        """True if free disk space has dropped enough since the last count to repeat it."""
         return self.has_lost_much() and self._compute_rest_s() >= self._took_s / COUNT_SHARE
 
     def has_lost_much(self) -> bool:
-        """True if, since the last count, the free space fell by half of the remaining limit.
+        """True if, since the last count, free space fell by half of the remaining limit.
 
-        Room is bytes and files. Some file systems do not count free files (Btrfs).
+        Free space means bytes and files. Some file systems don't count free files (Btrfs).
         """
         free_bytes, free_files = _free_room(self._scratch)
         lost_bytes, lost_files = self._free_bytes - free_bytes, self._free_files - free_files
@@ -208,10 +211,10 @@ class DiskUse:
         return time.monotonic() - self._counted_s
 
     def count(self, family: set[int]) -> str:
-        """Counts. Returns what is above a bound, in words. Empty: nothing is.
+        """Counts disk use. Describes the exceeded limit. Empty: nothing does.
 
         Args:
-            family: processes whose open files count.
+            family: processes whose open files are counted.
         """
         with self._turn:
             began_s = time.monotonic()
@@ -231,18 +234,18 @@ class DiskUse:
         return reason
 
     def is_half_full(self) -> bool:
-        """Returns whether half of the room is taken that there was at the first call."""
+        """Returns whether half of the space available at the first call is used."""
         if self._first_bytes is None:
             self.count(set())
             self._first_bytes = max(0, self._bytes)
         elif self.has_lost_much():
-            # However soon after the last count: what one prediction has just left would otherwise
-            # be counted while the next one is computed, which would fail for it.
+            # Regardless of how recent the last count is: otherwise a prediction's leftovers would
+            # be counted during the next prediction, which would then fail because of them.
             self.count(set())
         return self._holds_half()
 
     def may_be_half_full(self) -> bool:
-        """True if it is worth asking `is_half_full`, which may count many files."""
+        """True if `is_half_full`, which may count many files, is worth calling."""
         return self._first_bytes is None or self.has_lost_much() or self._holds_half()
 
     def _holds_half(self) -> bool:
@@ -268,7 +271,7 @@ class DiskUse:
                             if stat.S_ISDIR(status.st_mode):
                                 waiting.append(entry.path)
             except (FileNotFoundError, NotADirectoryError):
-                continue  # it was removed meanwhile
+                continue  # it has been removed in the meantime
             except OSError as error:
                 return size_bytes, f"it has a folder that can't be read: {error.strerror}"
         return size_bytes, ""
@@ -304,35 +307,38 @@ class DiskUse:
 
 
 def _free_room(folder: Path) -> tuple[int, int]:
-    """Free bytes and free files of the disk."""
+    """Returns the disk's free bytes and free files."""
     system = os.statvfs(folder)
     return system.f_bavail * system.f_frsize, system.f_favail
 
 
 def _count_bytes(status: os.stat_result, counted: set[tuple[int, int]]) -> int:
-    """The bytes that a file takes on disk. 0, if another name of it was counted."""
+    """Returns the bytes that a file takes on disk.
+
+    0 if it was already counted under another name.
+    """
     identity = (status.st_dev, status.st_ino)
     if identity in counted:
         return 0
     counted.add(identity)
-    return status.st_blocks * 512  # always of this size (stat(2))
+    return status.st_blocks * 512  # always in units of this size (stat(2))
 
 
 def _is_written(process: Path, descriptor: str) -> bool:
-    """True if a descriptor of a process was opened for writing."""
+    """True if one of a process's descriptors was opened for writing."""
     lines = (process / "fdinfo" / descriptor).read_text(encoding="ascii").splitlines()
     flags = next(line for line in lines if line.startswith("flags:"))
     return bool(int(flags.split()[1], 8) & os.O_ACCMODE)
 
 
 class LimitWatch:
-    """Looks at a runner until it has ended or is above a limit.
+    """Watches a runner until it ends or exceeds a limit.
 
     Args:
         pid: ID of the runner process, which must not be waited for before `close`.
         memory_bytes: limit for all its processes together. 0: unlimited.
         disk: limit for all its processes together.
-        exceeded: called once, with the resource that exceeds its limit, in words.
+        exceeded: called once, with a description of the exceeded limit.
     """
 
     def __init__(
@@ -349,7 +355,7 @@ class LimitWatch:
         self.disk = disk
         self._exceeded = exceeded
         self.taken_bytes = 0
-        """The memory of the family, as last seen."""
+        """The family's memory at the last check."""
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="limits")
         self._thread.start()
@@ -369,7 +375,7 @@ class LimitWatch:
                 return
 
     def is_above_memory(self) -> bool:
-        """Returns whether the runner by itself takes more than it may, in 20 µs if it does not."""
+        """Returns whether the runner alone exceeds its limit. Takes 20 µs if it doesn't."""
         if not self._memory_bytes or resident_bytes_of(self._pid) <= self._memory_bytes:
             return False
         return proportional_memory_of(self._pid) > self._memory_bytes

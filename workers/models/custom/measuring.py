@@ -1,4 +1,4 @@
-"""`penstock models measure`: times a class, and writes the figures for `penstock deploy plan`."""
+"""`penstock models measure`: times a class and writes the figures for `penstock deploy plan`."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ from workers.models.reports import BatchResult, ItemEnded, StepMessage
 
 MIB = 1024 * 1024
 BATCH_LIMIT_S = 3600.0
-"""For one call of the class. A person may interrupt it sooner."""
+"""Time limit for one call of the class. A person may interrupt it sooner."""
 
 
 class Conditions(NamedTuple):
-    """Conditions under which a class is measured."""
+    """The conditions under which a class is measured."""
 
     repeats: int = 5
     """Number of runs per batch. The median counts."""
     threads: int = 1
-    """Threads of a process on a CPU."""
+    """Number of threads per process on a CPU."""
     uses_gpu: bool = True
-    """True if the class sees the GPUs of this machine."""
+    """True if the class sees this machine's GPUs."""
 
 
 def measure(
@@ -57,13 +57,13 @@ def measure(
     inputs: Sequence[PreparedCustom],
     conditions: Conditions,
 ) -> ModelMeasurement:
-    """Measures a class in a separate process, like workers run it.
+    """Measures a class in a separate process, the way workers run it.
 
-    Each input is computed once first, which is not counted. A class that computes several items at
-    a time is measured with 1, 2, 4 and more of them, up to its most.
+    Each input is first computed once without being counted. A class that computes several items at
+    a time is measured with 1, 2, 4 and more items, up to its maximum.
 
     Args:
-        inputs: at least one, as usual as possible.
+        inputs: at least one, as typical as possible.
 
     Raises:
         ConfigurationError: the class can't be set up.
@@ -91,13 +91,13 @@ def measure(
 
 
 class _Figures(NamedTuple):
-    """Measurements of one class process."""
+    """The measurements of one class process."""
 
     setup_s: float
     results: list[CustomResult]
     """Results, one per input."""
     batches: dict[int, float]
-    """Seconds of a batch, by its number of items."""
+    """Seconds per batch, by its number of items."""
     peak_bytes: int
 
 
@@ -127,15 +127,15 @@ async def _measure_process(
 
 
 async def _keep_all() -> bool:
-    """No other model is on the device."""
+    """Does nothing: no other model is on the device."""
     return False
 
 
 def _entry(folder: Path, interface: ModelInterface) -> Model:
-    """The entry of the catalog, with the largest batches that the class takes.
+    """Returns a catalog entry with the largest batches that the class supports.
 
-    One with `predict_batch` takes any: here, as many as an entry has by default. An input may weigh
-    what it likes.
+    A class with `predict_batch` accepts any size: here, an entry's default. The work per input is
+    unlimited.
     """
     work = {"max": MAX_WORK} if interface.weighs else {}
     variables = entry_variables(folder)
@@ -164,7 +164,7 @@ def _work_per_item(entry: Model, folder: Path, inputs: Sequence[PreparedCustom])
 
 
 def _sizes(most: int) -> list[int]:
-    """1, 2, 4 and so on, and the most."""
+    """Returns 1, 2, 4 and so on, followed by the maximum."""
     sizes = [1]
     while sizes[-1] < most:
         sizes.append(min(2 * sizes[-1], most))
@@ -172,14 +172,14 @@ def _sizes(most: int) -> list[int]:
 
 
 class MeasuredClass:
-    """A class in its process, whose batches are timed."""
+    """A class in its process, with timed batches."""
 
     def __init__(self, client: ClassClient, interface: ModelInterface) -> None:
         self._client = client
         self._computes_batches = interface.batches
 
     async def batch_s(self, inputs: Sequence[PreparedCustom], items: int, repeats: int) -> float:
-        """Returns seconds per batch of this size: the mean, over all inputs, of the medians."""
+        """Returns seconds per batch of this size: the mean of the inputs' medians."""
         medians = []
         for first in range(0, len(inputs), items):
             batch = [inputs[(first + place) % len(inputs)] for place in range(items)]
@@ -192,11 +192,11 @@ class MeasuredClass:
         return statistics.fmean(medians)
 
     async def compute(self, batch: Sequence[PreparedCustom], first: int) -> list[CustomResult]:
-        """Computes items together, to their ends.
+        """Computes items together until all are done.
 
         Args:
             batch: the items.
-            first: the number of the first one among the inputs, for errors.
+            first: index of the first item among the inputs, for error messages.
 
         Raises:
             PenstockError: a prediction failed.
@@ -236,15 +236,15 @@ def _checked(
 def read_inputs(
     interface: ModelInterface, assignments: Sequence[str], lines: Path | None
 ) -> list[PreparedCustom]:
-    """Reads the inputs to measure with. If none is given, they are the simplest ones.
+    """Reads the inputs to measure with. If none are given, uses the simplest possible input.
 
     Args:
-        assignments: NAME=VALUE and NAME=@PATH of one input.
-        lines: a file with an object of inputs in each line. A file is a text `@PATH`, from the
-            folder of this one.
+        assignments: NAME=VALUE and NAME=@PATH pairs for one input.
+        lines: a file with one JSON object of inputs per line. Files are written as a string
+            `@PATH`, relative to this file's folder.
 
     Raises:
-        BadInput: an input is wrong, or must be given.
+        BadInput: an input is invalid, or a required input is missing.
     """
     if lines is not None:
         return list(_lines(interface, lines))
@@ -263,7 +263,7 @@ def read_inputs(
 
 
 def _simplest(interface: ModelInterface) -> Iterator[str]:
-    """Yields assignments of the inputs that must be given, if none is a file."""
+    """Yields assignments for the required inputs, if none is a file."""
     for name, value in interface.example_inputs("some text").items():
         shape = interface.properties[name]
         element = shape.get("items", {}) if shape.get("type") == "array" else shape
@@ -294,7 +294,7 @@ def _lines(interface: ModelInterface, path: Path) -> Iterator[PreparedCustom]:
 def _without_files(
     path: Path, at: list[str | int], value: Any, shape: dict[str, Any], files: list[PreparedFile]
 ) -> Any:
-    """A value with null in place of each file, which goes into `files`."""
+    """Returns a value with null in place of each file. The files are added to `files`."""
     if shape.get("type") == "array" and isinstance(value, list):
         inner = shape.get("items", {})
         return [
@@ -330,9 +330,9 @@ def _output_bytes(result: CustomResult) -> int:
 
 
 def _peak_bytes(others: set[int]) -> int:
-    """Returns the total peak memory of the processes below this one, with each process at its peak.
+    """Returns the total peak memory of this process's descendants, each at its own peak.
 
-    Without `others`, which do not belong to the class. 0 if the system does not report it.
+    Excludes `others`, which don't belong to the class. 0 if the system doesn't report it.
     """
     total = 0
     for pid in set(_below(os.getpid())) - others:
@@ -352,7 +352,7 @@ def _below(pid: int) -> Iterator[int]:
 
 
 def _peak_of_children_bytes() -> int:
-    """Returns the maximum memory of any process that this one has waited for."""
+    """Returns the peak memory of the largest process that this one has waited for."""
     unit = 1 if platform.system() == "Darwin" else 1024
     return max(1, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * unit)
 
@@ -366,7 +366,7 @@ def _measured(device: str, conditions: Conditions, inputs: int, load: float) -> 
 
 
 def _cpu_model() -> str:
-    """The model of the CPU. Linux has it here, other systems in `platform`."""
+    """Returns the CPU's model name. Linux has it in this file, other systems in `platform`."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -376,7 +376,7 @@ def _cpu_model() -> str:
 
 
 def _gpu() -> str:
-    """The name of the first GPU that a class sees here, or `cpu`."""
+    """Returns the name of the first GPU that a class sees here, or `cpu`."""
     program = shutil.which("nvidia-smi")
     if program is None or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return CPU
@@ -389,7 +389,7 @@ def _gpu() -> str:
 
 
 def _rounded(seconds: float) -> float:
-    """Three digits: the rest is noise."""
+    """Rounds to three digits: the rest is noise."""
     return float(f"{seconds:.3g}")
 
 
@@ -397,7 +397,7 @@ def write_measurement(folder: Path, measurement: ModelMeasurement) -> Path:
     """Writes penstock.measured.json. Returns its path.
 
     Raises:
-        ConfigurationError: it can't be written, or its author has such a file.
+        ConfigurationError: it can't be written, or the author has a file with that name.
     """
     text = measurement.model_dump_json(indent=2) + "\n"
     return MEASUREMENT_FILE.write(folder.expanduser(), text)

@@ -1,4 +1,4 @@
-"""Messages that a worker sends to the runner of a class, and the interpretation of its answers."""
+"""The messages that a worker sends to a class's runner, and the parsing of its answers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ MALFORMED = (
 """Errors from reading an invalid answer: a class may write to its socket."""
 NO_ANSWER = "it sent an invalid answer"
 MAX_PIECES = 1_000_000
-"""Maximum pieces in one prediction.
+"""Maximum number of pieces in one prediction.
 
 The runner allows fewer, because their total size is limited to 1 MiB of JSON.
 """
@@ -48,17 +48,17 @@ _MEDIA_TYPE = re.compile(r"[\w.+-]{1,100}/[\w.+-]{1,100}")
 
 
 class WrongAnswer(ValueError):
-    """An answer that nobody asked for."""
+    """An answer to no question."""
 
 
 class Prediction:
-    """An item that is in: its input, and its pieces that were not reported yet.
+    """An item being computed: its input, and its pieces that have not been reported yet.
 
-    A runner that starts over yields the first pieces again. If their text has changed, no more
-    pieces are reported, because readers could not continue.
+    A restarted runner yields the first pieces again. If their text has changed, no more pieces are
+    reported, because readers could not continue.
 
     Args:
-        is_text: whether its pieces are parts of one text.
+        is_text: True if its pieces are parts of one text.
     """
 
     def __init__(self, slot: int, number: int, item: PreparedCustom, *, is_text: bool) -> None:
@@ -67,27 +67,29 @@ class Prediction:
         self.item = item
         self.is_sent = False
         self.is_suspect = False
-        """True if it was in a runner that ended while computing several.
+        """True if it was in a runner that ended while computing several items.
 
         It runs alone from then on.
         """
         self.logs = PublicLogs(PathRemover(None, ()))
         """Its printed output."""
         self._received = self._received_bytes = 0
-        """Pieces from the current runner, and the bytes of their files."""
+        """Number of pieces from the current runner, and the total bytes of their files."""
         self._is_text = is_text
         self._count = self._reported = item.written_pieces
         self._text = io.StringIO(item.written_text)
-        """The text of all pieces, reported or not. The current runner has yielded it up to here."""
+        """The text of all pieces, reported or not. The current runner has yielded it up to this
+        position.
+        """
         self._texts: list[str] = []
-        """Text of the pieces that were not reported."""
+        """Text of the pieces that have not been reported."""
         self._differs = False
         self._filed = 0
-        """Pieces whose files are in `files`."""
+        """Number of pieces whose files are in `files`."""
         self.files: list[tuple[FilePlace, Blob]] = []
-        """Those of all pieces so far."""
+        """Files of all pieces so far."""
         self._new_files: list[FileOfPiece] = []
-        """Those of the pieces that were not reported and are too large for them."""
+        """Files of unreported pieces that are too large to include in them."""
 
     def start_over(self) -> None:
         """Records that the runner has ended and that another one will compute this."""
@@ -95,10 +97,10 @@ class Prediction:
         self._text.seek(0)
 
     def add_piece(self, frame: Frame) -> None:
-        """Takes the next piece from the runner, with its files.
+        """Adds the next piece from the runner, with its files.
 
         Raises:
-            ValueError: it is not a valid piece; see MALFORMED for other errors.
+            ValueError: the piece is not valid; see MALFORMED for other errors.
         """
         number, self._received = self._received, self._received + 1
         self._received_bytes += sum(map(len, frame.blobs))
@@ -126,7 +128,7 @@ class Prediction:
         self._new_files += large
 
     def _line(self, piece: Any, number: int) -> tuple[str, list[FileOfPiece]]:
-        """An element as a line, and its files that are too large for it."""
+        """Returns an element as a line, with the files that are too large for it."""
         files: list[StreamedFile] = []
         large: list[FileOfPiece] = []
         for at, (place, blob) in enumerate(self.files):
@@ -139,7 +141,7 @@ class Prediction:
         return StreamedElement(piece, files).line, large
 
     def take_chunk(self) -> PieceChunk | None:
-        """The pieces since the last call. None: there are none."""
+        """Returns the pieces since the last call. None if there are none."""
         first, texts = self._reported, self._texts
         if not texts:
             return None
@@ -147,7 +149,7 @@ class Prediction:
         return PieceChunk(first, "".join(texts), [len(text) for text in texts])
 
     def take_files(self) -> list[FileOfPiece]:
-        """The large files of the pieces that were taken just now."""
+        """Returns the large files of the pieces that were just taken."""
         files, self._new_files = self._new_files, []
         return files
 
@@ -159,11 +161,11 @@ def outcome_of(
     paths: PathRemover,
     streamed: Sequence[tuple[FilePlace, Blob]] = (),
 ) -> CustomResult | PenstockError:
-    """Returns the outcome in the last frame of a prediction.
+    """Returns the outcome from a prediction's last frame.
 
     Args:
         paths: removes our paths from an error.
-        streamed: the files of its pieces.
+        streamed: the files of the prediction's pieces.
 
     Raises:
         ValueError: the frame is not a valid answer; see MALFORMED for other errors.
@@ -191,7 +193,10 @@ def outcome_of(
 
 
 def _pack_result(frame: Frame, work: int) -> CustomResult:
-    """A large output: its JSON is checked, but not read. Reading 16 MiB may take a second."""
+    """Packs a large output.
+
+    Its JSON is validated but not parsed, as parsing 16 MiB may take a second.
+    """
     written, *blobs = frame.blobs
     if len(written) > MAX_OUTPUT_BYTES:
         raise ValueError(f"an output of {len(written)} bytes")
@@ -214,7 +219,7 @@ def _pack_result(frame: Frame, work: int) -> CustomResult:
 
 
 def message_of(number: int, item: PreparedCustom) -> tuple[dict[str, Any], list[bytes]]:
-    """The message that has the runner compute an item, and the bytes of its files."""
+    """Returns the message that makes the runner compute an item, and the bytes of its files."""
     files = [{"at": file.at, "name": file.name, "is_json": file.is_json} for file in item.files]
     message = {"id": number, "input": item.values, "files": files, "context": item.context}
     return message, [file.data for file in item.files]

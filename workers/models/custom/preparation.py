@@ -1,4 +1,4 @@
-"""Prepares the inputs of a custom class. The class itself checks them once more."""
+"""Prepares a custom class's inputs. The class itself checks them again."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from workers.models.base import PreparedCustom, PreparedFile
 from workers.models.custom.aside import AsideClass
 
 MAX_KEY_CHARS = 64
-"""A longer value has its digest as key."""
+"""Maximum key length. A longer value's key is its digest."""
 
 
 class CustomPreparer:
-    """Makes PreparedCustom of CustomInput. The API has checked them by the model's interface.
+    """Creates PreparedCustom from CustomInput, which the API has already validated.
 
     Args:
-        weigher: returns the work of an input. None: 1.
+        weigher: returns the work of an input. None: every input counts as 1.
     """
 
     def __init__(self, entry: Model, weigher: AsideClass | None = None) -> None:
@@ -42,7 +42,7 @@ class CustomPreparer:
             return BadInput("inputs must match the schema of this model", field="input")
         values, files = dict(value.values), []
         for place, file in zip(value.places, value.files, strict=True):
-            # Large JSON is read by the class's process, because reading it is slow.
+            # Large JSON is parsed by the class's process, because parsing it is slow.
             is_json = file.media_type == JSON_TYPE and self._is_value(place)
             data = file.data or (b"null" if is_json else b"")
             files.append(PreparedFile(place.at, place.name, data, is_json))
@@ -62,12 +62,12 @@ class CustomPreparer:
         return prepared
 
     def _is_value(self, place: FilePlace) -> bool:
-        """True for an input that is not a file: its JSON was too large for a message."""
+        """True for an input that isn't a file: its JSON was too large for a message."""
         shape = self._properties.get(str(place.at[0]), {})
         return len(place.at) == 1 and shape.get("format") != FILE_FORMAT
 
     def _key_of(self, values: Mapping[str, Any], files: Sequence[PreparedFile]) -> str:
-        """Returns the value that all items in a batch must share: one input's value, or nothing."""
+        """Returns the value that a batch's items share: an input's value, or an empty string."""
         if self._key is None:
             return ""
         value = values.get(self._key, self._properties[self._key].get("default"))

@@ -1,4 +1,4 @@
-"""Output printed by the process of a class: read in a thread, and stored, shown or passed on."""
+"""Output printed by a class's process: read in a thread, and stored, shown or passed on."""
 
 from __future__ import annotations
 
@@ -15,34 +15,38 @@ from shared.messages import PrintedLogs
 from workers.models.custom.runner.printing import split_records
 
 MAX_LOG_CHARS = 32 * 1024
-"""Of what a prediction printed, its end is kept."""
+"""Maximum characters kept of a prediction's output. Only the end is kept."""
 MAX_READ_BYTES = 256 * 1024
-"""Read at once. A pipe has 64 KiB, so only what never stops printing has more."""
+"""Maximum bytes per read. A pipe holds 64 KiB, so only nonstop output exceeds this."""
 READ_BYTES_PER_S, MAX_BURST_BYTES = 8 * 1024 * 1024, 16 * 1024 * 1024
-"""Rate and burst of the output that is read.
+"""Average rate and burst size for reading output.
 
-A class that prints faster waits, but delays nobody else.
+A class that prints faster has to wait, without delaying others.
 """
 PAUSE_S = 0.002
-"""Between two reads. A class that prints short lines would otherwise cause a read for each."""
+"""Pause between two reads. Otherwise, a class that prints short lines would cause one read per
+line.
+"""
 MIN_PART_BYTES = 128
-"""A shorter marked part counts as long as this, for the time that it takes."""
+"""A shorter marked part counts as this many bytes, to account for its processing time."""
 MIN_HIDDEN_CHARS = 6
-"""A shorter secret is not looked for in what a class prints: it may be part of other words."""
+"""Shorter secrets are not hidden in what a class prints: they may be parts of other words."""
 HIDDEN = "[secret]"
 SHOWN_BYTES_PER_S, MAX_SHOWN_BYTES = 16 * 1024, 64 * 1024
-"""Rate and burst of `setup` output in the operator's log."""
+"""Average rate and burst size of `setup` output in the operator's log."""
 
 
 class PrintedOutput:
-    """Output of a process, by prediction. A thread reads it, so the process waits for no reader.
+    """A process's output, by prediction.
 
-    The process marks what a prediction prints (workers/models/custom/runner/printing.py). Output
-    without a mark belongs to the prediction that runs alone, or to nobody.
+    A thread reads it, so the process never waits for a reader.
+
+    The process marks each prediction's output (workers/models/custom/runner/printing.py). Unmarked
+    output belongs to the prediction that runs alone, or to none.
 
     Args:
-        shows: gets the text as it comes, until `end_showing`. None: nobody does.
-        hidden: replaced in all of it.
+        shows: receives the text as it arrives, until `end_showing`. None: it isn't shown.
+        hidden: values that are replaced throughout the output.
     """
 
     def __init__(
@@ -56,10 +60,10 @@ class PrintedOutput:
         self._unowned = KeptText(self._hidden, shows)
         self._logs: dict[int, KeptText] = {}
         self._alone = self._unowned
-        """Receives output without a mark."""
+        """Receives unmarked output."""
         self._mark = b""
         self._rest = b""
-        """The beginning of a record whose end was not read yet."""
+        """The start of a record whose end has not been read yet."""
         self._lock = threading.Lock()
         self._is_over = threading.Event()
         os.set_blocking(fd, False)
@@ -67,16 +71,16 @@ class PrintedOutput:
         self._thread.start()
 
     def set_mark(self, mark: bytes) -> None:
-        """Sets the mark of the process. Nothing is marked before it is known."""
+        """Sets the process's mark. Until it is known, no output counts as marked."""
         with self._lock:
             self._mark = mark
 
     def open_log(self, number: int, *, is_alone: bool) -> None:
-        """Begins to keep the output of a prediction, until it is taken.
+        """Starts keeping a prediction's output until it is taken.
 
         Args:
-            is_alone: whether no other prediction runs. Then output without a mark is kept with it,
-                until another log is opened.
+            is_alone: True if no other prediction is running. Unmarked output is then kept with this
+                one until another log is opened.
         """
         self._drain()
         with self._lock:
@@ -84,12 +88,15 @@ class PrintedOutput:
             self._alone = log if is_alone else self._unowned
 
     def look(self) -> dict[int, PrintedLogs]:
-        """Returns the output so far of each prediction with an open log."""
+        """Returns the output so far for each prediction with an open log."""
         with self._lock:
             return {number: log.look() for number, log in self._logs.items()}
 
     def take_log(self, number: int) -> PrintedLogs:
-        """Returns the output of a prediction that has ended. Later output of it is unowned."""
+        """Returns the output of a prediction that has ended.
+
+        Anything it prints later is unowned.
+        """
         self._drain()
         with self._lock:
             log = self._logs.pop(number, None)
@@ -100,21 +107,21 @@ class PrintedOutput:
             return log.take()
 
     def take(self) -> PrintedLogs:
-        """Returns the output since the last call that belongs to no prediction with an open log."""
+        """Returns the output since the last call, except output of predictions with an open log."""
         self._drain()
         with self._lock:
             return self._unowned.take()
 
     def take_cleared(self) -> PrintedLogs:
-        """Returns what `take` does, except an end that may begin a secret: the next call has it."""
+        """Same as `take`, but leaves an end that may begin a secret for the next call."""
         self._drain()
         with self._lock:
             return self._unowned.take_cleared()
 
     def end_showing(self) -> None:
-        """Shows the remaining output so far, and forgets it, because it belongs to no prediction.
+        """Shows and discards the output so far, because it belongs to no prediction.
 
-        Later output is kept only. Without anyone who shows it, nothing changes.
+        Later output is only kept. If nothing shows the output, this has no effect.
         """
         if self._unowned.shows is not None:
             self.take()
@@ -122,7 +129,7 @@ class PrintedOutput:
                 self._unowned.shows = None
 
     def close(self) -> None:
-        """Closes the pipe once the process has ended. Data that was read can still be taken."""
+        """Closes the pipe once the process has ended. Data already read can still be taken."""
         self._drain()
         self._is_over.set()
         self._thread.join(timeout=1.0)
@@ -143,11 +150,11 @@ class PrintedOutput:
                 gained = (now_s - looked_s) * READ_BYTES_PER_S
                 room_bytes = min(MAX_BURST_BYTES, room_bytes + gained) - read_bytes
                 looked_s = now_s
-                # A pause lets writes gather, since each read takes time.
+                # A pause lets writes accumulate, because each read takes time.
                 self._is_over.wait(max(PAUSE_S, -room_bytes / READ_BYTES_PER_S))
 
     def _drain(self) -> tuple[int, bool]:
-        """Reads what is there. Returns how many bytes that was, and whether more may come."""
+        """Reads the available data. Returns how many bytes were read, and whether more may come."""
         read_bytes = 0
         with self._lock:
             while read_bytes < MAX_READ_BYTES:
@@ -165,7 +172,7 @@ class PrintedOutput:
         return read_bytes, True
 
     def _keep(self, piece: bytes) -> int:
-        """Hands each part to the log that it belongs to. Returns the number of parts."""
+        """Passes each part to the log it belongs to. Returns the number of parts."""
         parts: list[tuple[int | None, bytes]] = [(None, piece)]
         if self._mark:
             parts, self._rest = split_records(self._rest + piece, self._mark)
@@ -179,11 +186,11 @@ class PrintedOutput:
 
 
 class KeptText:
-    """The last MAX_LOG_CHARS characters of a text that grows, without secrets.
+    """The last MAX_LOG_CHARS characters of a growing text, without secrets.
 
     Args:
-        hidden: replaced in all of it.
-        shows: gets the text as it comes. None: nobody does.
+        hidden: values that are replaced throughout the text.
+        shows: receives the text as it arrives. None: it isn't shown.
     """
 
     def __init__(self, hidden: HiddenValues, shows: Callable[[str], None] | None = None) -> None:
@@ -196,16 +203,16 @@ class KeptText:
         self._left_out = 0
 
     def add(self, data: bytes) -> None:
-        """Appends text in UTF-8. It may end within a character."""
+        """Appends UTF-8 text, which may end in the middle of a character."""
         text, self._held = self._hidden.split(self._held + self._decoder.decode(data))
         self._keep(self._hidden.clear(text))
 
     def look(self) -> PrintedLogs:
-        """Returns the text since the last call of `take`."""
+        """Returns the text since the last call to `take`."""
         return PrintedLogs(self._kept, self._left_out)
 
     def take(self) -> PrintedLogs:
-        """Returns the text since the last call, with an end that may begin a secret."""
+        """Returns the text since the last call, including an end that may begin a secret."""
         held, self._held = self._held, ""
         self._keep(self._hidden.clear(held))
         return self.take_cleared()
@@ -229,25 +236,25 @@ class HiddenValues:
     """Replaces the values of secrets in what a class prints and raises."""
 
     def __init__(self, values: Sequence[str]) -> None:
-        # The longest first: another may be a part of it.
+        # Longest first: another value may be a substring of it.
         long = {value for value in values if len(value) >= MIN_HIDDEN_CHARS}
         self._values = sorted(long, key=len, reverse=True)
 
     def clear(self, text: str) -> str:
-        """Returns a text without the values."""
+        """Returns a text without the hidden values."""
         for value in self._values:
             text = text.replace(value, HIDDEN)
         return text
 
     def split(self, text: str) -> tuple[str, str]:
-        """Splits off an end that may begin a value, with any value that reaches into that end."""
+        """Splits off an end that may begin a value, plus any value that extends into that end."""
         at = len(text) - max((_overlap(text, value) for value in self._values), default=0)
         while (begin := self._begin_across(text, at)) < at:
             at = begin
         return text[:at], text[at:]
 
     def _begin_across(self, text: str, at: int) -> int:
-        """Returns where the first value begins that reaches across an index, or the index."""
+        """Returns the start of the first value that spans an index, or the index itself."""
         begins = (
             text.find(value, max(0, at - len(value) + 1), at + len(value) - 1)
             for value in self._values
@@ -266,7 +273,7 @@ def _overlap(text: str, value: str) -> int:
 
 
 def show(text: str) -> None:
-    """Writes text to stderr, which is the operator's log or a person's terminal."""
+    """Writes text to stderr, which is the operator's log or a user's terminal."""
     sys.stderr.buffer.write(text.encode(errors="replace"))
     sys.stderr.buffer.flush()
 
@@ -274,7 +281,7 @@ def show(text: str) -> None:
 class BoundedShow:
     """Writes text to stderr, up to MAX_SHOWN_BYTES at once and SHOWN_BYTES_PER_S on average.
 
-    The rest is left out, and the number of its characters is shown instead.
+    The rest is omitted, and the number of omitted characters is shown instead.
     """
 
     def __init__(self) -> None:
@@ -283,7 +290,7 @@ class BoundedShow:
         self._left_out = 0
 
     def __call__(self, text: str) -> None:
-        """Shows a text, or its beginning."""
+        """Shows a text, or the start of it."""
         now_s = time.monotonic()
         gained = (now_s - self._looked_s) * SHOWN_BYTES_PER_S
         self._room, self._looked_s = min(MAX_SHOWN_BYTES, self._room + gained), now_s

@@ -1,4 +1,4 @@
-"""The runner of a class, as its parent sees it: starts, feeds, cancels and kills it."""
+"""A class's runner, as seen by its parent: starts, feeds, cancels and kills it."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from workers.models.custom.runner.frames import (
 from workers.models.custom.scratch import Scratch
 
 KILL_AFTER_S = 2.0
-"""The time that a canceled prediction has to end by itself."""
+"""How long a canceled prediction has to end on its own."""
 MAX_WAITING_BYTES = 512 * 1024 * 1024
-"""Maximum data waiting to be sent to a process that reads nothing."""
+"""Maximum data waiting to be sent to a process that isn't reading."""
 SAID = frozenset({"error", "failed", "log", "batch_error"})
-"""Message fields that contain text from the class, or from an exception raised by it."""
+"""Message fields that contain text from the class or from an exception it raised."""
 _PASSED_ON = (
     "PATH",
     "LANG",
@@ -49,10 +49,12 @@ _PASSED_ON = (
     "NVIDIA_DRIVER_CAPABILITIES",
     "OMP_WAIT_POLICY",
     "COG_WEIGHTS",
-    # A mark of the local stack, by which what is left is found if the stack was killed.
+    # Marks processes of the local stack, so that leftovers are found if the stack is killed.
     "STARTED_BY",
 )
-"""All that the runner gets of our environment. It has no key, address or token of ours."""
+"""The only variables a runner gets from our environment. None holds a key, address or token of
+ours.
+"""
 _LOOKS = os.WEXITED | os.WNOHANG | os.WNOWAIT
 _ROOT = Path(__file__).resolve().parents[3]
 _PROGRAM = """
@@ -79,13 +81,13 @@ main(
 def runner_environment(
     scratch: Path, python: str, threads: int, added: Mapping[str, str]
 ) -> dict[str, str]:
-    """The environment of a runner.
+    """Returns a runner's environment.
 
     Args:
-        scratch: its folder for temporary files, which is also its home.
-        python: its interpreter. The folder of that comes first in PATH, so `python` and the scripts
-            of the class's packages are found by name.
-        added: what the operator, cog.yaml and the entry set.
+        scratch: its folder for temporary files, which is also its home folder.
+        python: its interpreter. Its folder comes first in PATH, so `python` and the scripts of the
+            class's packages are found by name.
+        added: variables set by the operator, cog.yaml and the entry.
     """
     passed_on = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
     count = str(threads)
@@ -106,7 +108,7 @@ def runner_environment(
 def _start_program(
     command: Sequence[str], environment: Mapping[str, str], theirs: socket.socket, folder: Path
 ) -> tuple[subprocess.Popen[bytes], int]:
-    """Starts a program in a new session. Returns it, and the pipe of its output."""
+    """Starts a program in a new session. Returns it and the pipe with its output."""
     output, their_output = os.pipe()
     try:
         process = subprocess.Popen(
@@ -125,16 +127,16 @@ def _start_program(
 
 
 class RunnerProcess:
-    """A process that runs the class of a folder.
+    """A process that runs a folder's class.
 
     Args:
-        environment: what cog.yaml and the entry set.
-        hidden: values of secrets, which are replaced in what it prints and raises.
-        resources: limits for it and everything that it starts. None: like an entry without limits.
-        denied_ports: TCP ports to which it may not connect.
-        inspects_only: whether it ends when the class is inspected.
-        is_aside: whether it calls `work` and `is_close` only, and does not set up the class.
-        shows: gets what it prints as it comes, until `printed.end_showing`. None: nobody does.
+        environment: variables set by cog.yaml and the entry.
+        hidden: values of secrets, which are replaced in what the class prints and raises.
+        resources: limits for it and everything it starts. None: same as an entry without limits.
+        denied_ports: TCP ports it may not connect to.
+        inspects_only: True if it ends once the class has been inspected.
+        is_aside: True if it calls only `work` and `is_close`, and doesn't set up the class.
+        shows: receives its output as it arrives, until `printed.end_showing`. None: it isn't shown.
     """
 
     def __init__(
@@ -166,7 +168,9 @@ class RunnerProcess:
         variables = runner_environment(self._scratch.path, python, threads, environment or {})
         self._process, output = self._start(python, options, variables, theirs)
         self.pidfd = -1
-        """Readable once it has ended. -1: this system does not support it (Linux before 5.3)."""
+        """Readable once the process has ended. -1 if the system doesn't support it (Linux before
+        5.3).
+        """
         with contextlib.suppress(OSError, AttributeError):
             self.pidfd = os.pidfd_open(self._process.pid)
         self._hidden = HiddenValues(hidden)
@@ -174,16 +178,16 @@ class RunnerProcess:
         self._reader = FrameReader(MAX_ANSWER_JSON_BYTES)
         self._outgoing = bytearray()
         self.killed_for = ""
-        """The reason why we killed it."""
+        """The reason we killed it."""
         self.is_at_fault = False
-        """True if we killed it because of the class's behavior, so that it would happen again."""
+        """True if we killed it because of the class's behavior, so it would happen again."""
         self.unconfined: list[str] | None = None
-        """Confinement that this system does not support, in words.
+        """Descriptions of the confinement that this system doesn't support.
 
-        None: the process has not started.
+        None if the process has not started.
         """
         self.view = ""
-        """The path at which the class sees its folder. Empty: the process has not started."""
+        """The path where the class sees its folder. Empty if the process has not started."""
         self._family = ProcessFamily(self._process.pid)
         self._limits = LimitWatch(
             self._process.pid,
@@ -200,7 +204,7 @@ class RunnerProcess:
         variables: Mapping[str, str],
         theirs: socket.socket,
     ) -> tuple[subprocess.Popen[bytes], int]:
-        """Starts the process. Returns it, and the pipe of its output."""
+        """Starts the process. Returns it and the pipe with its output."""
         scratch = self._scratch.path
         program = _PROGRAM.format(
             root=str(_ROOT), fd=theirs.fileno(), scratch=str(scratch), **options
@@ -214,9 +218,9 @@ class RunnerProcess:
             raise
 
     def receive(self, timeout_s: float) -> list[Frame] | None:
-        """Waits for frames, and sends what waits. Returns the frames that came in time.
+        """Waits for frames, and sends pending data. Returns the frames that arrived in time.
 
-        None: the process has ended, or has closed its end.
+        None if the process has ended or closed its end.
 
         Raises:
             ValueError: the received data is not a frame.
@@ -243,11 +247,11 @@ class RunnerProcess:
         return selectors.EVENT_READ | (selectors.EVENT_WRITE if self._outgoing else 0)
 
     def fileno(self) -> int:
-        """The descriptor of its socket, for `read`, `take_frames` and `flush`."""
+        """The socket's descriptor, for `read`, `take_frames` and `flush`."""
         return self._socket.fileno()
 
     def read(self) -> bool:
-        """Reads a part of the available data. Returns whether more may follow."""
+        """Reads some of the available data. Returns whether more may follow."""
         try:
             piece = self._socket.recv(1 << 20)
         except BlockingIOError:
@@ -258,20 +262,20 @@ class RunnerProcess:
         return bool(piece)
 
     def may_read(self) -> bool:
-        """True if something is left to be read of a process that has ended."""
+        """True if data from a process that has ended remains to be read."""
         with contextlib.suppress(OSError):
             return bool(self._socket.recv(1, socket.MSG_PEEK))
         return False
 
     def take_frames(self) -> list[Frame]:
-        """Returns the frames that were read.
+        """Returns the frames read so far.
 
         Raises:
             ValueError: the received data is not a frame.
         """
         frames: list[Frame] = []
         while (frame := self._reader.next()) is not None:
-            if self.unconfined is None:  # its first message, before it runs code of the class
+            if self.unconfined is None:  # its first message, before it runs any of the class's code
                 self.unconfined = list(frame.message.get("unconfined", ()))
                 self.view = str(frame.message.get("view", ""))
                 self.printed.set_mark(bytes.fromhex(frame.message["mark"]))
@@ -284,9 +288,9 @@ class RunnerProcess:
         return frames
 
     def send(self, message: dict[str, Any], blobs: Sequence[bytes] = ()) -> None:
-        """Sends a message, as far as the process reads. `receive` sends the rest.
+        """Sends a message, as much as the process will read. `receive` sends the rest.
 
-        A process that has ended does not receive it, and `receive` reports this.
+        A process that has ended doesn't receive it; `receive` reports that.
         """
         self.send_all([(message, blobs)])
 
@@ -297,10 +301,12 @@ class RunnerProcess:
         if len(self._outgoing) > MAX_WAITING_BYTES and not self.killed_for:
             self.killed_for, self.is_at_fault = "it does not read its input", True
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self._process.pid, signal.SIGKILL)  # `close` ends what it has started
+                os.kill(
+                    self._process.pid, signal.SIGKILL
+                )  # `close` ends the processes that it started
 
     def flush(self) -> bool:
-        """Sends what waits, as far as the process reads. Returns whether some still waits."""
+        """Sends pending data, as much as the process will read. Returns whether some remains."""
         try:
             while self._outgoing:
                 with memoryview(self._outgoing) as whole, whole[: 1 << 20] as piece:
@@ -318,31 +324,33 @@ class RunnerProcess:
             os.kill(self._process.pid, signal.SIGUSR1)
 
     def kill(self, reason: str) -> None:
-        """Kills the process, and all that it has started."""
+        """Kills the process and everything it has started."""
         self.killed_for = self.killed_for or reason
         self._family.end()
 
     def kill_at_fault(self, reason: str) -> None:
-        """Kills it for what the class did."""
+        """Kills it because of the class's behavior."""
         if not self.killed_for:
             self.is_at_fault = True
         self.kill(reason)
 
     def read_only_files(self) -> list[str]:
-        """The files of its folder that it can't write, since it has only links to them."""
+        """Returns the files in its folder that it can't write because they are only links."""
         return self._scratch.linked_files()
 
     @property
     def is_used_up(self) -> bool:
-        """True if what was computed left too little memory or disk. Ask while it computes nothing.
+        """True if predictions left too little memory or disk.
 
-        True is a reason to start it again.
+        Call it only while nothing is running.
+
+        If True, the process should be restarted.
         """
         return self._limits.is_above_memory() or self._limits.disk.is_half_full()
 
     @property
     def may_be_used_up(self) -> bool:
-        """True if it is worth asking `is_used_up`, which may be slow."""
+        """True if `is_used_up`, which may be slow, is worth calling."""
         return self._limits.is_above_memory() or self._limits.disk.may_be_half_full()
 
     @property
@@ -350,13 +358,13 @@ class RunnerProcess:
         return self._process.pid
 
     def look(self) -> None:
-        """Measures what it takes, before it computes anything. It may be slow."""
+        """Measures what it uses before it computes anything. This may be slow."""
         self._limits.look()
         self._limits.disk.is_half_full()
 
     @property
     def memory_bytes(self) -> int:
-        """The memory of its whole family, as of the last two seconds."""
+        """Memory of the whole process family, at most two seconds old."""
         return max(self._limits.taken_bytes, resident_bytes_of(self._process.pid))
 
     @property
@@ -365,7 +373,7 @@ class RunnerProcess:
 
     @property
     def has_ended(self) -> bool:
-        """True if the process is over. It is waited for by `close`."""
+        """True if the process has ended. `close` waits for it."""
         return bool(os.waitid(os.P_PID, self._process.pid, _LOOKS))
 
     def close(self) -> int:
@@ -375,7 +383,7 @@ class RunnerProcess:
         until_s = time.monotonic() + KILL_AFTER_S
         while not self.has_ended and time.monotonic() < until_s:
             time.sleep(0.005)
-        # With what it has started. Its id is not reused before it is waited for.
+        # Along with its child processes. Its ID isn't reused until it is waited for.
         if not self.has_ended:
             self.kill_at_fault("it closed its connection to the worker")
         self._family.end()
@@ -390,7 +398,7 @@ class RunnerProcess:
 
 
 def end_of(status: int) -> str:
-    """Returns how a process ended, in words."""
+    """Describes the end of a process that has this exit status."""
     if status < 0:
         name = ""
         with contextlib.suppress(ValueError):  # most real-time signals do not have a name

@@ -1,7 +1,7 @@
-"""Removes paths of this machine from the errors and logs that the caller of a class reads.
+"""Removes this machine's paths from the errors and logs that a class's caller reads.
 
-The author's own words stay as they are. Only the folders in which we run the class, and Python's
-folders, are removed, so a traceback names `predict.py` and `PIL/Image.py`.
+The author's own words remain unchanged. Only Python's folders and the ones in which we run the
+class are removed, so a traceback shows `predict.py` and `PIL/Image.py`.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from shared.messages import PrintedLogs
 from workers.models.custom.printed import MAX_LOG_CHARS
 
 MAX_PATH_CHARS = 4096
-"""A longer word is not held back: it is not a path (PATH_MAX of Linux)."""
+"""Longer words are not held back: they can't be paths (PATH_MAX on Linux)."""
 _SEPARATORS = r"\s'\"`()\[\]{}<>|:,;="
 _PYTHON = rf"(?<![^{_SEPARATORS}])[^{_SEPARATORS}]*/lib/python\d\.\d+/(?:(?:site|dist)-packages/)?"
-"""Begins at the start of a word, so a long word is read once."""
+"""Matches from the start of a word, so a long word is scanned only once."""
 _BEGUN = re.compile(rf"(?:^|[{_SEPARATORS}])(/[^{_SEPARATORS}]*)\Z")
 _ENDED = r"(?![\w-]|\.\w)"
-"""End of a folder's name."""
+"""The end of a folder name."""
 
 
 class PathRemover:
     """Removes folders from texts.
 
     Args:
-        scratch: the scratch folder of the class's process, or None if there is none. The working
-            folders of a class and the folders of its input files, both below it, are removed too.
+        scratch: the process's scratch folder, or None if there is none. The class's working folders
+            and the folders of its input files, all below it, are removed too.
         folders: other folders to remove, such as the class's folder.
     """
 
     def __init__(self, scratch: Path | None, folders: Iterable[Path]) -> None:
         known = {str(form) for folder in folders for form in (folder, folder.resolve())}
-        # The longest first: one may be inside of another.
+        # Longest first: one may be inside another.
         known_forms = [
             re.escape(path) for path in sorted(known, key=len, reverse=True) if path != "/"
         ]
@@ -44,27 +44,27 @@ class PathRemover:
         self._paths = re.compile(f"{roots}{_PYTHON}")
 
     def remove(self, text: str) -> str:
-        """Returns a text without the folders. A folder by itself becomes a point."""
+        """Returns a text without the folders. A folder on its own becomes a dot."""
         return self._paths.sub(lambda match: "." if match[1] == "" else "", text)
 
 
 class PublicLogs:
-    """The output of one prediction, as its caller may read it, with positions in that text."""
+    """One prediction's output, as its caller may read it, with positions in that text."""
 
     def __init__(self, paths: PathRemover) -> None:
         self._paths = paths
         self._seen = 0
         """Number of printed characters that were received."""
         self._held = ""
-        """The start of a possible path, until the rest has arrived."""
+        """The start of a possible path, until the rest arrives."""
         self.printed = PrintedLogs()
 
     def add(self, printed: PrintedLogs, *, is_all: bool = False) -> PrintedLogs:
-        """Takes in what the process has printed since the prediction began.
+        """Processes what the process has printed since the prediction started.
 
         Args:
-            printed: all of it so far, or its end if it is long.
-            is_all: True if nothing follows. Otherwise a path that may continue is held back.
+            printed: all of it so far, or only the end if it is long.
+            is_all: True if nothing follows. Otherwise, a path that may continue is held back.
         """
         text, left_out = self.printed.text, self.printed.left_out
         if (missing := printed.left_out - self._seen) > 0:

@@ -1,4 +1,4 @@
-"""`penstock init`: writes the folder of a custom model that runs, to begin with."""
+"""`penstock init`: writes the folder of a working custom model as a starting point."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def write_sample(name: str, parent: Path) -> Path:
     """Writes a new folder `name` with predict.py, test_predict.py and models.yaml.
 
     Raises:
-        ConfigurationError: the name is not a valid model name, or the folder exists.
+        ConfigurationError: the name is not a valid model name, or the folder already exists.
     """
     if not _NAME.fullmatch(name):
         raise ConfigurationError(

@@ -1,11 +1,11 @@
-"""The scratch folder of a runner: its home, temporary files, and view of the class's folder.
+"""A runner's scratch folder: its home, its temporary files, and its view of the class's folder.
 
-The view contains the files of the folder: small files as copies, and large files as copies that
-share their blocks (ioctl_ficlone(2)) or, if the file system does not support it, as links. The
-class is loaded from there. So it reads and writes next to its own file and by relative paths, and
-its files are private, like in a container of Cog's, including an `output.png` from an earlier run.
-If the system permits it, the runner mounts the folder below the view (confinement.py), and then
-links are not needed.
+The view contains the folder's files: small files as copies, and large files as copies that share
+their blocks (ioctl_ficlone(2)) or, if the file system doesn't support that, as links. The class is
+loaded from there. It therefore reads and writes next to its own file and by relative paths, and its
+files are private, as in one of Cog's containers, including an `output.png` from an earlier run. If
+the system permits it, the runner mounts the folder below the view (confinement.py), and no links
+are needed.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from pathlib import Path
 PREFIX = "penstock-scratch-"
 WORKING_DIR = "src"
 LEFT_AFTER_S = 60.0
-"""A younger folder may be one that is about to be locked."""
+"""Minimum age for removing a leftover folder. A younger one may be about to be locked."""
 MAX_COPIED_BYTES = 8 * 1024 * 1024
-"""Larger files are linked, and can't be written."""
+"""Larger files are linked and can't be written."""
 MAX_COPIES_BYTES = 64 * 1024 * 1024
-"""Maximum size of all copies together."""
+"""Maximum total size of the copies."""
 MAX_ENTRIES = 10_000
-"""Above it, folders are linked as a whole, and the class can't write into the linked folders."""
+"""Above this, folders are linked as a whole, and the class can't write into the linked folders."""
 MAX_LINKED_ENTRIES = 1000
-"""Of a folder to which a link leads, with all below. One with more stays a link."""
+"""Maximum entries, at all levels, of a linked folder that is copied. One with more stays a link."""
 LINKED = frozenset(
     {"__pycache__", "node_modules", "venv", "site-packages", ".git", ".hg", ".svn", ".tox", ".venv"}
 )
@@ -40,10 +40,10 @@ _FICLONE = 0x40049409
 
 
 class Scratch:
-    """A scratch folder with the files of a class's folder, until it is closed.
+    """A scratch folder with the files from a class's folder, until it is closed.
 
-    It is locked while this process lives. After a process was killed, its scratch folder is removed
-    by the next process that creates one on this machine.
+    It is locked while this process lives. If a process is killed, its scratch folder is removed by
+    the next process that creates one on this machine.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -54,9 +54,9 @@ class Scratch:
         _fill(folder, self.path / WORKING_DIR)
 
     def linked_files(self) -> list[str]:
-        """The files and folders to which the view has links only, by their paths in the folder.
+        """Returns the paths of files and folders that are only links in the view.
 
-        None of LINKED: nobody writes there.
+        Excludes those in LINKED, because nobody writes there.
         """
         view = self.path / WORKING_DIR
         links = []
@@ -73,7 +73,7 @@ class Scratch:
 
 
 def remove_left() -> None:
-    """Removes the scratch folders whose processes have ended without removing them."""
+    """Removes scratch folders whose processes ended without removing them."""
     for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
             is_new = time.time() - path.stat().st_mtime < LEFT_AFTER_S
@@ -95,14 +95,14 @@ def _locked(path: Path) -> int | None:
 
 def _fill(folder: Path, working_dir: Path) -> None:
     real = folder.resolve()
-    # The last are folders that contain this one: a link to one of them is not copied.
+    # The last are folders that contain this one: links to them are not copied.
     waiting = deque([(folder, working_dir, {real, *real.parents, *working_dir.resolve().parents})])
     count = copied_bytes = 0
     while waiting:
         source, target, above = waiting.popleft()
         with contextlib.suppress(OSError), os.scandir(source) as entries:
-            # Small files first, because they include sources, and the total size of the copies is
-            # limited.
+            # Small files first, because they include the sources, and the total size of the copies
+            # is limited.
             for entry in sorted(entries, key=_size_of):
                 count += 1
                 place = target / entry.name
@@ -123,7 +123,7 @@ def _size_of(entry: os.DirEntry[str]) -> int:
 
 
 def _is_open(entry: os.DirEntry[str], above: set[Path]) -> bool:
-    """True for a folder into which a class may write. `above`: folders that it must not be."""
+    """True for a folder that a class may write into. `above`: folders that it must not be."""
     if entry.name in LINKED or entry.is_dir(follow_symlinks=False):
         return entry.name not in LINKED
     with contextlib.suppress(OSError):  # a link to itself
@@ -133,7 +133,7 @@ def _is_open(entry: os.DirEntry[str], above: set[Path]) -> bool:
 
 
 def _is_small(folder: Path) -> bool:
-    """Returns whether a folder has few entries, including entries of its subfolders."""
+    """Returns whether a folder has few entries, including those in its subfolders."""
     waiting, count = [folder], 0
     while waiting:
         with contextlib.suppress(OSError), os.scandir(waiting.pop()) as entries:
@@ -147,11 +147,11 @@ def _is_small(folder: Path) -> bool:
 
 
 def _copy_file(entry: os.DirEntry[str], place: Path, room_bytes: int) -> int:
-    """Copies a file, if it is small or shares its blocks. Returns the bytes that it takes, or 0."""
+    """Copies a file if it is small or can share its blocks. Returns the bytes it takes, or 0."""
     with contextlib.suppress(OSError):
         size = entry.stat().st_size
         if entry.is_file() and size <= min(MAX_COPIED_BYTES, room_bytes):
-            shutil.copy2(entry.path, place)  # with its time, which compiled modules are kept by
+            shutil.copy2(entry.path, place)  # with its timestamp, which validates compiled modules
             return max(1, size)
         if entry.is_file():
             _clone(entry.path, place)
@@ -161,24 +161,24 @@ def _copy_file(entry: os.DirEntry[str], place: Path, room_bytes: int) -> int:
 
 
 def _clone(source: str, place: Path) -> None:
-    """Makes a copy that shares its blocks with the original until either is written.
+    """Creates a copy that shares its blocks with the original until either is written.
 
     Raises:
-        OSError: the file system has no such copies, or the two are on different ones.
+        OSError: the file system doesn't support such copies, or the files are on different ones.
     """
     with open(source, "rb") as original, place.open("xb") as copy:
         fcntl.ioctl(copy, _FICLONE, original.fileno())
 
 
 def _remove(scratch: Path) -> None:
-    """Removes it, also if the class has made folders in it that can't be written."""
+    """Removes it, even if the class has created unwritable folders in it."""
     try:
         shutil.rmtree(scratch, ignore_errors=True)
         if scratch.exists():
-            for place, _, _ in os.walk(scratch):  # from above, so that each can be read
+            for place, _, _ in os.walk(scratch):  # top down, so that each one can be read
                 with contextlib.suppress(OSError):
                     Path(place).chmod(0o700)
             shutil.rmtree(scratch, ignore_errors=True)
-    except RecursionError:  # folders in folders, a thousand deep
+    except RecursionError:  # folders nested a thousand levels deep
         for command in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
             subprocess.run([*command, "--", str(scratch)], stderr=subprocess.DEVNULL, check=False)

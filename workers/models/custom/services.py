@@ -1,4 +1,4 @@
-"""The ports of Penstock's services, to which a class's process may not connect."""
+"""The ports of Penstock's services, which a class's process may not connect to."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from shared.process.loopback import is_loopback
 from shared.settings import Settings
 
 METADATA_PORT = 80
-"""Port of a cloud's metadata server, which hands out tokens of the worker's account to any caller
+"""Port of a cloud's metadata server, which hands any caller tokens for the worker's account
 (https://cloud.google.com/compute/docs/metadata/overview).
 
 Other clouds use the same port.
@@ -17,9 +17,9 @@ REDIS_PORT, RABBITMQ_PORT, HTTPS_PORT = 6379, 5672, 443
 
 
 def service_ports(settings: Settings) -> list[int]:
-    """The TCP ports of Redis, broker and BigQuery, and of the cloud's metadata server.
+    """Returns the TCP ports of Redis, the broker, BigQuery and the cloud's metadata server.
 
-    The latter is left out if the broker is on this machine, such as the broker of `penstock up`.
+    The latter is omitted if the broker is on this machine, as with `penstock up`.
     """
     ports = {
         urlsplit(url).port or usual

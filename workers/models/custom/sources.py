@@ -1,4 +1,4 @@
-"""The files of a class's folder that decide what it does: their digest, and what cog.yaml sets."""
+"""The files that determine a class's behavior: their digest, and cog.yaml's settings."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ _PORT = re.compile(
     r"""|\bport\s*=\s*(?P<argument>\d{2,5})\b""",
     re.IGNORECASE,
 )
-"""A port of this machine, as sources write it: in an address, an option or an argument."""
+"""A port on this machine, as written in sources: in an address, an option or an argument."""
 MAX_PORT_NOTES = 3
 _ENVIRONMENT_MARKS = ("pyvenv.cfg", "conda-meta")
-"""Files that mark the folder of a Python environment, whatever its name."""
+"""Files that mark a folder as a Python environment, whatever its name."""
 
 
 @dataclass(frozen=True)
 class Sources:
     """The sources of a class.
 
-    `sha256`: of their names and bytes. `environment`: the variables that its cog.yaml sets.
-    `shows_tracebacks`: whether its callers see the traceback of an exception in `logs`.
+    `sha256`: digest of their names and bytes. `environment`: the variables set in its cog.yaml.
+    `shows_tracebacks`: True if callers see an exception's traceback in `logs`.
     """
 
     sha256: str
@@ -50,10 +50,10 @@ class Sources:
 
 @dataclass(frozen=True)
 class AskedPackages:
-    """The packages that a class brings.
+    """The packages that a class requests.
 
-    `file`: path of a requirements file, as pip reads it. `lines`: requirements in cog.yaml. One of
-    them is empty. `python_version`: for example 3.12, if specified in cog.yaml.
+    `file`: path of a requirements file, as pip reads it. `lines`: requirements from cog.yaml. One
+    of the two is empty. `python_version`: for example 3.12, if specified in cog.yaml.
     """
 
     file: Path | None = None
@@ -65,10 +65,10 @@ class AskedPackages:
 
 
 def read_sources(folder: Path) -> Sources:
-    """Reads the sources of a folder.
+    """Reads a folder's sources.
 
     Raises:
-        ConfigurationError: there are too many, or cog.yaml is not valid.
+        ConfigurationError: there are too many, or cog.yaml is invalid.
     """
     files = source_files(folder)
     whole = hashlib.sha256()
@@ -80,7 +80,7 @@ def read_sources(folder: Path) -> Sources:
 
 
 def source_files(folder: Path) -> list[Path]:
-    """The sources of a folder, in order.
+    """Returns a folder's sources in order.
 
     Raises:
         ConfigurationError: there are too many files.
@@ -95,7 +95,7 @@ def source_files(folder: Path) -> list[Path]:
 
 
 def fixed_ports(folder: Path) -> list[str]:
-    """Returns places in sources that name a local port, because two processes can't share it.
+    """Returns where sources name a local port, because two processes can't share one.
 
     Raises:
         ConfigurationError: there are too many sources.
@@ -112,12 +112,12 @@ def fixed_ports(folder: Path) -> list[str]:
 
 
 def place_of(folder: Path, text: str) -> str:
-    """The first line of Python that has a text, as FILE:LINE. Empty: none has."""
+    """Returns the first line of Python that contains a text, as FILE:LINE. Empty if none does."""
     return next((place for place, line in _code(folder) if text in line), "")
 
 
 def _code(folder: Path) -> Iterator[tuple[str, str]]:
-    """Yields each line of Python in the folder, behind its place."""
+    """Yields each line of Python in the folder, after its location."""
     for path in source_files(folder):
         if path.suffix == ".py":
             lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -126,7 +126,7 @@ def _code(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def _walk(folder: Path) -> Iterator[Path]:
-    """Yields the files of a folder, without the files of Python environments in it."""
+    """Yields a folder's files, skipping Python environments in it."""
     for parent, folders, names in os.walk(folder):
         source_folders = [
             name for name in folders if name not in _LEFT_OUT and not name.startswith(".")
@@ -146,7 +146,7 @@ def _is_source(path: Path, folder: Path) -> bool:
 
 
 def find_without_effect(folder: Path) -> list[str]:
-    """Returns what cog.yaml asks for that has no effect here, in words.
+    """Describes the settings in cog.yaml that have no effect here.
 
     Raises:
         ConfigurationError: cog.yaml is invalid.
@@ -160,7 +160,7 @@ def find_without_effect(folder: Path) -> list[str]:
 
 
 def _settings(folder: Path) -> dict[str, Any]:
-    """Returns the content of cog.yaml.
+    """Returns the contents of cog.yaml.
 
     Empty if the file does not exist. Errors about its class are reported by its runner.
     """
@@ -175,7 +175,7 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 
 def _environment(folder: Path) -> dict[str, str]:
-    """The `environment` of cog.yaml: a list of NAME=VALUE."""
+    """Returns `environment` from cog.yaml: a list of NAME=VALUE."""
     lines = _lines(folder, _settings(folder), "environment", "NAME=VALUE")
     return dict(line.partition("=")[::2] for line in lines)
 
@@ -191,17 +191,17 @@ def _shows_tracebacks(folder: Path, environment: dict[str, str]) -> bool:
 
 
 def asked_packages(folder: Path) -> AskedPackages:
-    """The packages that a class brings: `build` of cog.yaml, else requirements.txt.
+    """Returns the packages that a class requests: `build` in cog.yaml, or else requirements.txt.
 
     Raises:
-        ConfigurationError: cog.yaml is not valid, or names a file that is missing.
+        ConfigurationError: cog.yaml is invalid, or names a missing file.
     """
     build = _settings(folder).get("build") or {}
     where = folder / COG_YAML
     if not isinstance(build, dict):
         raise ConfigurationError(f"{where}: build: must be a mapping", field="source")
     version = str(build.get("python_version") or "")
-    version = "3.10" if version == "3.1" else version  # what YAML makes of it without quotes
+    version = "3.10" if version == "3.1" else version  # how YAML reads it without quotes
     lines = tuple(_lines(folder, build, "python_packages", "requirements", "build."))
     named = build.get("python_requirements")
     if named and lines:

@@ -1,4 +1,4 @@
-"""Items of a class that computes predictions one by one, or several at a time."""
+"""Items for a class that computes predictions one at a time or several at once."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from workers.models.reports import ItemEnded, ItemLogs, Pieces, Spare, StepMessa
 from workers.models.step_shares import StepRoom, StepShares
 
 CHUNKS_EVERY_S = 0.05
-"""At most 20 events a second reach the readers of an item."""
+"""At most 20 events per second reach an item's readers."""
 LOGS_EVERY_S = 0.5
-"""As often as webhooks and streams of predictions look at progress. Spare seconds go with them."""
+"""How often webhooks and prediction streams check progress. Spare seconds are sent along with it.
+"""
 
 log = logging.getLogger(__name__)
 
 
 class ClassSteps:
-    """One run of a class, until no item is left. `interface.concurrency` are computed at a time.
+    """One run of a class until no items are left. Computes up to `interface.concurrency` at a time.
 
-    Args:
-        on_message: called with the results of the items, never during a call of one of these
+    on_message: called with the items' results, but never during a call of one of these methods.
             methods.
     """
 
@@ -58,14 +58,14 @@ class ClassSteps:
         """The exception raised by `on_message`. It ends the run."""
         self._items: OrderedDict[int, Prediction] = OrderedDict()
         self._slots = 0
-        """The items that have been admitted so far."""
+        """Number of items admitted so far."""
         self._charged_s: float | None = None
-        """Until when the time of the process was charged. None: it is not ready."""
+        """Time up to which the process has been charged for. None: it is not ready."""
         self._reported_s = 0.0
         self._timers: dict[str, asyncio.TimerHandle] = {}
 
     async def run(self, batch: Sequence[Prepared]) -> None:
-        """Computes items until none is left.
+        """Computes items until none are left.
 
         Raises:
             ModelProcessDied: the process was killed from outside.
@@ -76,7 +76,9 @@ class ClassSteps:
             while self._items:
                 await self._advance()
                 if not self._items:
-                    await asyncio.sleep(0)  # the last messages are delivered, and more admitted
+                    await asyncio.sleep(
+                        0
+                    )  # the last messages are delivered and more items admitted
         finally:
             for timer in self._timers.values():
                 timer.cancel()
@@ -101,7 +103,7 @@ class ClassSteps:
         return first
 
     def drop(self, slots: Sequence[int]) -> None:
-        """Stops items that are still in. They fail as canceled."""
+        """Stops items that are still running. They fail as canceled."""
         self._charge()
         for slot in slots:
             prediction = self._items.pop(slot, None)
@@ -111,13 +113,13 @@ class ClassSteps:
         self._changed.set()
 
     def _cancel_all(self) -> None:
-        """Stops what the process still computes. Nobody gets a result."""
+        """Stops everything the process is still computing. Nobody gets a result."""
         for prediction in self._items.values():
             self._stop(prediction)
         self._items.clear()
 
     def _stop(self, prediction: Prediction) -> None:
-        """Stops a prediction, if the process computes it. Nobody reads what it prints."""
+        """Stops a prediction if the process is computing it. Its printed output is discarded."""
         if prediction.is_sent and self._process.is_ready:
             self._process.cancel(prediction.number)
             self._process.runner.printed.take_log(prediction.number)
@@ -127,7 +129,7 @@ class ClassSteps:
         self._changed.set()
 
     async def _advance(self) -> None:
-        """Does what is possible now, and waits until something has changed."""
+        """Does what is possible now, then waits until something changes."""
         process = self._process
         self._changed.clear()
         if self.fault is not None:
@@ -153,7 +155,7 @@ class ClassSteps:
         await self._changed.wait()
 
     def _send_items(self) -> None:
-        # A prediction that was dropped may still run, and a class computes one at a time.
+        # A dropped prediction may still be running, and a class may compute only one at a time.
         inside = len(self._process.computing)
         is_alone = any(
             prediction.is_sent and prediction.is_suspect for prediction in self._items.values()
@@ -172,17 +174,17 @@ class ClassSteps:
                 self._process.send([message], [prediction.number])
 
     def handle(self, frame: Frame) -> None:
-        """Takes an answer of the process.
+        """Handles an answer from the process.
 
         Raises:
-            ValueError: it is none, as the others of predictions.MALFORMED.
+            ValueError: the answer is not valid; see predictions.MALFORMED for other errors.
         """
         number = frame.message["id"]
         prediction = next(
             (candidate for candidate in self._items.values() if candidate.number == number), None
         )
         if prediction is None or not prediction.is_sent:
-            self._changed.set()  # one that was dropped has ended
+            self._changed.set()  # a dropped prediction has ended
         elif "piece" in frame.message:
             prediction.add_piece(frame)
             self._report_pieces()
@@ -203,17 +205,17 @@ class ClassSteps:
         self._changed.set()
 
     def _on_end(self, ended: Ended) -> None:
-        """The process has ended. Its items fail, unless it was killed from outside."""
+        """Handles the end of the process. Its items fail, unless it was killed from outside."""
         pass_on(ended.printed.take())
         inside = [prediction for prediction in self._items.values() if prediction.is_sent]
         for prediction in inside:
             prediction.logs.add(ended.printed.take_log(prediction.number), is_all=True)
             prediction.start_over()
-        if ended.killed_for and not ended.is_at_fault:  # for a prediction that was dropped
+        if ended.killed_for and not ended.is_at_fault:  # because of a dropped prediction
             return
         if ended.status == -signal.SIGKILL and inside and not ended.killed_for:
             raise ModelProcessDied(f"the process of the class {end_of(ended.status)}")
-        if ended.computing > 1:  # one of them caused it, or a dropped one; the others continue
+        if ended.computing > 1:  # one of them, or a dropped one, caused it; the others continue
             for prediction in inside:
                 prediction.is_suspect = True
             return
@@ -225,10 +227,10 @@ class ClassSteps:
             self._end(prediction.slot, error, prediction.logs.printed)
 
     def _charge(self) -> None:
-        """Charges the time since the last call to the items that are in.
+        """Charges the time since the last call to the current items.
 
-        Nobody pays for the time in which the class is set up, or in which an item waits for a
-        dropped one to end: another's item may be the cause.
+        Nobody pays while the class is being set up, or while an item waits for a dropped one to
+        end: another caller's item may be the cause.
         """
         now_s = time.monotonic()
         if self._charged_s is not None:
@@ -240,7 +242,7 @@ class ClassSteps:
         self, slot: int, outcome: CustomResult | PenstockError, logs: PrintedLogs | None = None
     ) -> None:
         if isinstance(outcome, PenstockError):
-            self._report_chunks()  # a result has all pieces, a failure does not have any
+            self._report_chunks()  # a result has all pieces, a failure none
         self._report_end(slot, outcome, logs)
         del self._items[slot]
 
@@ -262,7 +264,7 @@ class ClassSteps:
             self._report(Spare(0, spare_s))
 
     def _report(self, message: StepMessage) -> None:
-        # Not at once: the caller of `admit` knows the slots of its items only when it returns.
+        # Not immediately: `admit`'s caller knows its items' slots only once it returns.
         self._loop.call_soon(self._deliver, message)
 
     def _deliver(self, message: StepMessage) -> None:
@@ -274,7 +276,7 @@ class ClassSteps:
             self._changed.set()
 
     def _report_pieces(self) -> None:
-        """Reports the pieces since the last report, now or once CHUNKS_EVERY_S have passed."""
+        """Reports pieces since the last report, immediately or once CHUNKS_EVERY_S have passed."""
         if "pieces" in self._timers:
             return
         wait_s = self._reported_s + CHUNKS_EVERY_S - time.monotonic()
@@ -293,7 +295,7 @@ class ClassSteps:
             self._report(Pieces(0, chunks, files))
 
     def _report_logs(self) -> None:
-        """Reports what each prediction has printed so far, if it is more than before."""
+        """Reports what each prediction has printed so far, if there is anything new."""
         if not self._process.is_ready:
             return
         printed = self._process.runner.printed

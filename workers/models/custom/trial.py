@@ -1,4 +1,4 @@
-"""`penstock predict`: runs a class here, without a stack, and shows its output."""
+"""`penstock predict`: runs a class locally, without a stack, and shows its output."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def predict(folder: Path, assignments: Sequence[str], out: Path) -> None:
 
     Args:
         assignments: NAME=VALUE for each input, NAME=@PATH for a file. A list is given as JSON, or
-            as several of the same name.
-        out: folder for files in the output, or the file for the output: its first file, or its text
-            or JSON if it has no files. Further files get a number in their names.
+            by repeating the name.
+        out: folder for the output's files, or the file for the output: its first file, or its text
+            or JSON if it has no files. Additional files get a number in their names.
 
     Raises:
         ConfigurationError: the class can't be loaded or set up.
@@ -47,7 +47,7 @@ def predict(folder: Path, assignments: Sequence[str], out: Path) -> None:
         shows=show,
     )
     frame: Frame | None
-    count = 0  # files of the pieces so far
+    count = 0  # files in the pieces so far
     try:
         frames = _frames(runner)
         ready = next(frames, None)
@@ -80,13 +80,13 @@ def predict(folder: Path, assignments: Sequence[str], out: Path) -> None:
 
 
 def _frames(runner: RunnerProcess) -> Iterator[Frame]:
-    """Yields what the process sends, until it ends. A person may interrupt the wait."""
+    """Yields what the process sends until it ends. A person may interrupt the wait."""
     while (frames := runner.receive(WAIT_S)) is not None:
         yield from frames
 
 
 def _show_piece(frame: Frame, interface: ModelInterface, out: Path, count: int) -> int:
-    """Shows a piece, behind `count` files. Returns how many there are with it."""
+    """Shows a piece that follows `count` files. Returns the new number of files."""
     if interface.streams == "text":
         print(frame.message["piece"], end="", flush=True)
     else:
@@ -101,7 +101,7 @@ def _show_output(frame: Frame, out: Path) -> None:
 
 
 def _with_files(frame: Frame, field: str, out: Path, count: int = 0) -> Any:
-    """Writes the files of a frame. Returns one of its fields with their paths."""
+    """Writes a frame's files. Returns one of its fields with their paths."""
     whole: dict[str, Any] = {"value": frame.message[field]}
     files = zip(frame.message["files"], frame.blobs, strict=True)
     for number, (where, data) in enumerate(files, count):
@@ -112,7 +112,7 @@ def _with_files(frame: Frame, field: str, out: Path, count: int = 0) -> Any:
             path = out / f"output{counted}{suffix}"
         _write(path, data)
         place: Any = whole
-        # That of a piece begins with its number.
+        # A piece's paths start with its number.
         at = ["value", *(where["at"][1:] if field == "piece" else where["at"])]
         for part in at[:-1]:
             place = place[part]
@@ -121,7 +121,7 @@ def _with_files(frame: Frame, field: str, out: Path, count: int = 0) -> Any:
 
 
 def _text_of(output: Any, interface: ModelInterface) -> str:
-    """An output as a file has it: a text as it is, and anything else as JSON."""
+    """Formats an output for a file: text as it is, and anything else as JSON."""
     if interface.streams == "text":
         return "".join(map(written_piece, output))
     return output if isinstance(output, str) else json.dumps(output, ensure_ascii=False) + "\n"
@@ -137,10 +137,10 @@ def _write(path: Path, data: bytes) -> None:
 def read_assignments(
     interface: ModelInterface, assignments: Sequence[str]
 ) -> tuple[dict[str, Any], list[dict[str, Any]], list[bytes]]:
-    """Reads NAME=VALUE and NAME=@PATH. Returns values, the places of files, and their bytes.
+    """Parses NAME=VALUE and NAME=@PATH. Returns values, the places of files, and their bytes.
 
     Raises:
-        BadInput: one is not of this form, or there is no such input or file.
+        BadInput: an assignment is malformed, or there is no such input or file.
     """
     values: dict[str, Any] = {}
     files: list[dict[str, Any]] = []
@@ -172,7 +172,7 @@ def read_assignments(
 
 
 def read_file(name: str, path: Path) -> bytes:
-    """The bytes of a file that is given for an input.
+    """Returns the bytes of a file passed for an input.
 
     Raises:
         BadInput: it can't be read. The message names the input.
@@ -189,4 +189,4 @@ def _from_json(name: str, text: str) -> Any:
     except json.JSONDecodeError:
         if text.lower() in ("true", "false"):
             return text.lower() == "true"
-        return text  # a union may take it
+        return text  # a union may accept it

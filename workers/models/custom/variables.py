@@ -1,7 +1,8 @@
 """The environment variables of a class, from the operator, its cog.yaml and its catalog entry.
 
-Secrets are read here, when its process starts. They are in its environment and nowhere else: what
-the class prints and raises is cleared of them (workers/models/custom/process.py).
+Secrets are read here when the class's process starts. They exist only in
+its environment: they are removed from the class's output and errors
+(workers/models/custom/process.py).
 """
 
 from __future__ import annotations
@@ -28,20 +29,20 @@ GOOGLE_URL = "https://secretmanager.googleapis.com"
 GOOGLE_SCOPE = "https://www.googleapis.com/auth/cloud-platform"
 GOOGLE_LIMIT_S = 30.0
 MAX_SECRET_BYTES = 64 * 1024
-"""As Secret Manager allows (https://cloud.google.com/secret-manager/quotas)."""
+"""Secret Manager's limit (https://cloud.google.com/secret-manager/quotas)."""
 
 
 class EntryVariables(NamedTuple):
-    """Settings of a class's process in its catalog entry."""
+    """Settings for a class's process in its catalog entry."""
 
     environment: Mapping[str, str] = MappingProxyType({})
     secrets: Mapping[str, str] = MappingProxyType({})
-    """References by the names of the variables."""
+    """Secret references by variable name."""
     processes: int | None = None
 
 
 class ClassVariables(NamedTuple):
-    """The variables of a process, and the values that must not be shown."""
+    """A process's variables, and the values that must not be shown."""
 
     environment: dict[str, str]
     hidden: tuple[str, ...]
@@ -50,14 +51,15 @@ class ClassVariables(NamedTuple):
 def variables_of(
     folder: Path, entry: EntryVariables, left_out: list[str] | None = None
 ) -> ClassVariables:
-    """The variables of a class. Later ones win: operator, cog.yaml, the entry, its secrets.
+    """Returns a class's variables. Later ones win: operator, cog.yaml, the entry, its secrets.
 
     Args:
-        left_out: gets the reason for each secret that can't be read. None: that is an error.
+        left_out: receives the reason for each secret that can't be read. None: raise an error
+            instead.
 
     Raises:
-        ConfigurationError: a secret is missing, or cog.yaml is not valid.
-        ModelFailed: Secret Manager can't be reached. A later try may succeed.
+        ConfigurationError: a secret is missing, or cog.yaml is invalid.
+        ModelFailed: Secret Manager is unreachable. A later attempt may succeed.
     """
     names = read_settings(ClassSettings).class_variable_names
     passed_on = {name: os.environ[name] for name in names if name in os.environ}
@@ -79,12 +81,12 @@ def variables_of(
 
 
 def entry_variables(folder: Path) -> EntryVariables:
-    """Returns the catalog's variables of a local class, for commands that run it without a stack.
+    """Returns a local class's variables from the catalog, for commands that run it without a stack.
 
-    Nothing if the catalog has no entry with this folder as its `local:` source.
+    Empty if the catalog has no entry with this folder as its `local:` source.
 
     Raises:
-        ConfigurationError: `environment` or `secrets` of the entry are wrong.
+        ConfigurationError: the entry's `environment` or `secrets` are invalid.
     """
     models_file = read_settings(ClassSettings).models_file
     try:
@@ -121,11 +123,11 @@ def _checked(models_file: Path, entry: Mapping[str, Any]) -> EntryVariables:
 
 
 def _read(name: str, text: str) -> str:
-    """The value of a secret, without the end of its last line.
+    """Returns a secret's value, without its final newline.
 
     Raises:
-        ConfigurationError: it is missing. The message has its place, and never its value.
-        ModelFailed: Secret Manager can't be reached.
+        ConfigurationError: it is missing. The message names its location, and never its value.
+        ModelFailed: Secret Manager is unreachable.
     """
     reference = SecretReference.parse(text)
     where = f"secrets.{name}: {text}"
@@ -171,11 +173,11 @@ def read_google_secret(
 
     Args:
         where: the field that names it, for errors.
-        credentials: None: the credentials of this process.
+        credentials: None: uses this process's credentials.
 
     Raises:
         ConfigurationError: it is missing, or this process may not read it.
-        ModelFailed: Secret Manager can't be reached. A later try may succeed.
+        ModelFailed: Secret Manager is unreachable. A later attempt may succeed.
     """
     import base64
 

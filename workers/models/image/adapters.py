@@ -1,8 +1,7 @@
-"""Reads the adapters (LoRA) of image models: files of safetensors, checked before they are used.
+"""Reads adapters (LoRA) for image models: safetensors files, checked before they are used.
 
-Layer names may be the names used by diffusers, PEFT or kohya's scripts. diffusers converts them, as
-for its `load_lora_weights`. The factor alpha / rank of a layer is multiplied into its second
-projection.
+Layers may be named as in diffusers, PEFT or kohya's scripts. diffusers converts the names, as its
+`load_lora_weights` does. A layer's alpha / rank factor is folded into its second projection.
 """
 
 from __future__ import annotations
@@ -26,23 +25,23 @@ from workers.models.image.low_rank import Layers, LowRankModule, LowRankPair
 
 FIELD = "lora_weights"
 PARTS = ("unet", "text_encoder", "text_encoder_2")
-"""The parts of a pipeline that adapters change, as diffusers names them."""
+"""The pipeline parts that adapters change, as named by diffusers."""
 MAX_HEADER_BYTES = 16 * 1024 * 1024
 MAX_TENSORS = 16
-"""For each layer of the model. Two weights and an alpha are usual. diffusers takes quadratic time
-for the names: half an hour for as many as a header has room for, in which each step waits for it.
+"""Maximum tensors per model layer. Two weights and an alpha are typical. diffusers' name conversion
+is quadratic: a header full of names would take half an hour, with every step waiting for it.
 """
 MAX_PATTERNS = 4096
-"""Of alphas, in the settings of PEFT. Each is compared with each layer."""
+"""Maximum alpha patterns in the PEFT settings. Each pattern is compared with every layer."""
 MAX_SETTINGS_CHARS = 1024 * 1024
-"""Characters of the PEFT settings. Each pattern is copied once for each layer."""
+"""Maximum length of the PEFT settings, in characters. Each pattern is copied once per layer."""
 MAX_DIMENSIONS = 8
 """Maximum dimensions per tensor.
 
 Weights have at most four. Torch itself raises an error above 64.
 """
 MAX_ALPHA = sys.float_info.max
-"""JSON has integers that no float can hold."""
+"""Maximum alpha. JSON allows integers that don't fit in a float."""
 _METADATA = "lora_adapter_metadata"
 """Key of the PEFT settings in a file saved by diffusers."""
 _REFUSED = {
@@ -53,14 +52,15 @@ _REFUSED = {
     "lora_mid": "a core tensor (CP decomposition)",
     ".diff": "whole differences of weights",
 }
-"""Parts of names that do not belong to plain low-rank layers, with their kind."""
+"""Name parts that mark something other than plain low-rank layers, with the kind they mark."""
 
 
 _FORMAT = "its file is not safetensors, which is the only supported format"
 _MAX_REASON_CHARS = 200
 _TYPES = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "I64", "I32", "I16", "I8", "U8")
-"""Types of numbers that are read, by their names in headers. Others have no dtype in torch, or no
-meaning as a weight."""
+"""Supported number types, by their names in headers. The others have no torch dtype, or make no
+sense as weights.
+"""
 _TEXT_LAYERS = {
     "to_q_lora": "q_proj",
     "to_k_lora": "k_proj",
@@ -73,11 +73,11 @@ _UNET_LAYERS = {
     "to_v_lora": "to_v",
     "to_out_lora": "to_out.0",
 }
-"""Older names for the layers of text encoders, and for attention in UNets."""
+"""Older names for text encoder layers and for attention in UNets."""
 
 
 class WrongAdapter(Exception):
-    """The file can't be used. The message has the adapter's name and the reason."""
+    """The file can't be used. The message contains the adapter's name and the reason."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,11 +86,11 @@ class LoadedAdapter:
 
     flat: torch.Tensor
     parts: Mapping[str, Layers]
-    """Its layers by the names of PARTS."""
+    """Layers of each part, keyed by the names in PARTS."""
 
     @property
     def nbytes(self) -> int:
-        """Its size, which is the same on each device."""
+        """Size in bytes, the same on every device."""
         return self.flat.nbytes
 
     def on(self, device: torch.device) -> LoadedAdapter:
@@ -101,11 +101,11 @@ class LoadedAdapter:
 
 @dataclass(frozen=True, slots=True)
 class AdapterFile:
-    """The file of an adapter, and its required properties.
+    """An adapter file and its required properties.
 
-    `name`: in the catalog, or its digest. `find`: returns the file, which is downloaded first if
-    necessary. `digest`: expected digest of the file. None: any. `is_callers`: True if a caller
-    named it by URL.
+    `name`: the name in the catalog, or the digest. `find`: returns the file, downloading it first
+    if necessary. `digest`: the file's expected digest. None: any. `is_callers`: True if a caller
+    specified it by URL.
     """
 
     name: str
@@ -115,12 +115,12 @@ class AdapterFile:
     is_callers: bool = False
 
     def failed(self, reason: str, detail: str = "") -> ModelFailed:
-        """An internal error. Callers see the name and the reason; the log also has the detail."""
+        """Internal error. Callers see the name and the reason; the log also has the detail."""
         public = f"adapter {self.name!r}: {reason}"
         return ModelFailed(f"{public} ({detail})" if detail else public, field=FIELD, public=public)
 
     def refused(self, reason: str) -> PenstockError:
-        """The error of a file that can't be used."""
+        """Returns the error for a file that can't be used."""
         if not self.is_callers:
             return self.failed(reason)
         return BadInput(f"{FIELD}: the file {self.name}: {reason}", field=FIELD)
@@ -132,16 +132,17 @@ def read_adapter(
     modules: Mapping[str, LowRankModule],
     limit_bytes: int,
 ) -> LoadedAdapter:
-    """Reads an adapter into memory, in the type of the UNet. It may take a long time.
+    """Reads an adapter into memory, in the UNet's dtype. It may take a long time.
 
     Args:
         pipeline: diffusers pipeline, whose class knows the formats.
-        modules: the parts of the pipeline that have layers, by their names.
-        limit_bytes: maximum size of its layers.
+        modules: the pipeline's parts that have layers, by name.
+        limit_bytes: maximum size of the adapter's layers.
 
     Raises:
-        ModelFailed: the file is missing or can't be used. It names the adapter and the reason.
-        BadInput: a caller's file can't be used. It names the reason.
+        ModelFailed: the file is missing or can't be used. The message names the adapter and the
+            reason.
+        BadInput: a caller's file can't be used. The message includes the reason.
     """
     try:
         file = adapter.find()
@@ -173,9 +174,9 @@ def read_adapter(
 
 
 def _check_copy(file: BinaryIO, adapter: AdapterFile) -> None:
-    """Validates that a copy has the bytes that the API fetched, before the caller is blamed."""
+    """Checks that a copy matches the bytes the API fetched, before blaming the caller."""
     if f"sha256:{hashlib.sha256(file.read()).hexdigest()}" != adapter.digest:
-        # The next try makes a new one.
+        # The next attempt makes a new copy.
         Path(file.name).unlink(missing_ok=True)
         raise adapter.failed("its copy on this worker is damaged; try again")
     file.seek(0)
@@ -184,13 +185,13 @@ def _check_copy(file: BinaryIO, adapter: AdapterFile) -> None:
 def _read_header(
     file: BinaryIO, modules: Mapping[str, LowRankModule]
 ) -> tuple[int, Mapping[str, str]]:
-    """Reads the header of a file, which the safetensors library checks against the file's length.
+    """Reads a file's header, which the safetensors library checks against the file's length.
 
     Returns:
-        Total count of numbers in all tensors, and the metadata.
+        Total number of elements in all tensors, and the metadata.
 
     Raises:
-        WrongAdapter: it is not safetensors, or it has too many tensors or tensors that aren't read.
+        WrongAdapter: it is not safetensors, it has too many tensors, or some are unsupported.
     """
     if not 2 <= int.from_bytes(file.read(8), "little") <= MAX_HEADER_BYTES:
         raise WrongAdapter(_FORMAT)
@@ -222,7 +223,7 @@ def _count_numbers(name: str, tensor: Any) -> int:
 
 
 def _tensors(file: BinaryIO, adapter: AdapterFile) -> dict[str, torch.Tensor]:
-    """Returns the tensors in a file, after checking its digest."""
+    """Returns a file's tensors after checking its digest."""
     file.seek(0)
     data = file.read()
     if adapter.digest is not None:
@@ -251,7 +252,7 @@ State = dict[str, torch.Tensor]
 
 
 def _convert(tensors: State, pipeline: Any) -> tuple[State, Mapping[str, float]]:
-    """Returns the tensors by diffusers' names for them, and the alphas of layers."""
+    """Returns the tensors under diffusers' names, and the layers' alphas."""
     for name in tensors:
         for part, kind in _REFUSED.items():
             if part in name:
@@ -308,20 +309,22 @@ def _layers_of(
 
 
 def _as_peft(part: str, own: State, module: LowRankModule) -> State:
-    """The tensors of a part by PEFT's names: LAYER.lora_A.weight and LAYER.lora_B.weight."""
+    """Returns a part's tensors under PEFT's names: LAYER.lora_A.weight and LAYER.lora_B.weight."""
     try:
         if part == "unet":
             is_named = "lora_A" in next(iter(own))
             return own if is_named else formats.convert_unet_state_dict_to_peft(own)
-        # Without its type, diffusers knows the older form by one layer, which not all files have.
+        # If no type is given, diffusers recognizes the older form by one layer, which some files
+        # lack.
         is_old = any(old in name for name in own for old in _TEXT_LAYERS)
         kind = formats.StateDictType.DIFFUSERS_OLD if is_old else None
         own = formats.convert_state_dict_to_diffusers(own, original_type=kind)
         own = formats.convert_state_dict_to_peft(own)
     except Exception as error:
-        # As above.
+        # Same as above.
         raise WrongAdapter(f"the layer names of its {part} are unknown: {error}") from error
-    # CLIPTextModel has lost this level in transformers 5. That with a projection has it.
+    # transformers 5 dropped this level from CLIPTextModel but kept it in the class with a
+    # projection.
     if not any(name.startswith("text_model.") for name in module.layers):
         return {name.removeprefix("text_model."): tensor for name, tensor in own.items()}
     return own
@@ -333,7 +336,7 @@ def _check_shapes(
     """Validates the two weights of a layer.
 
     Raises:
-        WrongAdapter: they do not fit to it or to each other, or their rank is too high.
+        WrongAdapter: they don't match the layer or each other, or their rank is too high.
     """
     rank = len(down) if down.ndim else 0
     expected: list[tuple[int, ...]]
@@ -350,11 +353,11 @@ def _check_shapes(
 
 
 class _Scaling:
-    """The factors alpha / rank for the layers in one part.
+    """The alpha / rank factors of one part's layers.
 
     Args:
         alphas: values in kohya's files, by PART.LAYER.alpha.
-        settings: settings of PEFT, by PART.NAME.
+        settings: PEFT settings, with keys like PART.NAME.
     """
 
     def __init__(self, part: str, alphas: Mapping[str, float], settings: Mapping[str, Any]) -> None:
@@ -370,7 +373,7 @@ class _Scaling:
                 raise WrongAdapter(f"it has {name}, but only plain LoRA is supported")
 
     def of(self, name: str, rank: int) -> float:
-        """Returns the factor of a layer. 1 if the file does not contain it."""
+        """Returns a layer's factor. 1 if the file doesn't specify one."""
         plain = name.removeprefix("text_model.")
         alpha: Any = self._alphas.get(plain, float(rank))
         if self._settings:
@@ -391,7 +394,7 @@ class _Scaling:
 
 
 def _layer_of(part: str, alpha_name: str) -> str:
-    """Returns an alpha's layer, as named by diffusers' conversion."""
+    """Returns the layer that an alpha belongs to, as named by diffusers' conversion."""
     name = alpha_name.removeprefix(f"{part}.").removesuffix(".alpha").removeprefix("text_model.")
     name = name.partition(".down.")[0].removesuffix(".lora_linear_layer")
     head, _, last = name.rpartition(".")
@@ -406,7 +409,7 @@ def _packed(layers: Mapping[str, Layers], dtype: torch.dtype) -> LoadedAdapter:
     ]
     flat = torch.empty(sum(tensor.numel() for tensor in every), dtype=dtype)
     torch.cat([tensor.reshape(-1).to(dtype) for tensor in every], out=flat)
-    # An image with such a number is black, or breaks other rows of its batch.
+    # A number like this turns the image black, or breaks other rows in its batch.
     if not torch.isfinite(flat).all():
         raise WrongAdapter(f"it has numbers that are not finite in {dtype}")
     if torch.cuda.is_available():
@@ -415,7 +418,7 @@ def _packed(layers: Mapping[str, Layers], dtype: torch.dtype) -> LoadedAdapter:
 
 
 def _views(flat: torch.Tensor, like: Mapping[str, Layers]) -> dict[str, Layers]:
-    """The layers of an adapter whose numbers are in `flat`, with the shapes of others."""
+    """Returns views of `flat` shaped like the layers in `like`."""
     at = 0
 
     def next_one(shape: torch.Size) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""Calls of shared modules: when two of them can share a batch, and how they are joined and split.
+"""Calls to shared modules: which ones can share a batch, and how they are joined and split.
 
-A tensor whose first dimension is the number of rows in its call is joined along it. Everything else
+Tensors whose first dimension equals the call's row count are concatenated along it. Everything else
 must be equal in all calls of a batch. A timestep with one element becomes one per row, because
-schedulers differ in its type and shape, and otherwise would not share batches.
+schedulers differ in its type and shape and could not share batches otherwise.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from transformers import Cache
 _TIMES = frozenset({"timestep", "timesteps", "t"})
 """Names of the timestep parameter in denoisers."""
 _UNUSED = frozenset({"generator"})
-"""Parameters that no decoder reads but ConsistencyDecoderVAE. Each item has its own generator."""
+"""Parameters that only ConsistencyDecoderVAE's decoder reads. Each item has its own generator."""
 _LIMIT_DIGESTS = 64
 """Maximum digests kept per item. A denoiser has a handful of constant tensors."""
 
 
 class UnsplittableError(Exception):
-    """The results of joined calls have something that can't be split by rows."""
+    """The results of joined calls contain something that can't be split by rows."""
 
 
 class Digests:
-    """Digests of the tensors that are constant in the calls of one item.
+    """Digests of the tensors that stay constant across one item's calls.
 
-    Reading a tensor waits for the device, so each is read once, and not once per step.
+    Reading a tensor waits for the device, so each is read once rather than at every step.
     """
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[torch.Tensor, bytes]] = {}
 
     def of(self, tensor: torch.Tensor) -> bytes:
-        """Returns the digest of a tensor's contents. A tensor must not change between two calls."""
+        """Returns the digest of a tensor's contents. The tensor must not change between calls."""
         known = self._known.get(id(tensor))
         if known is not None and known[0] is tensor:
             return known[1]
@@ -52,12 +52,12 @@ class Digests:
 
 
 class Part:
-    """A function of a shared module that items call, such as the denoiser or the VAE's decoder.
+    """A function of a shared module that items call, such as the denoiser or the VAE decoder.
 
     Args:
-        name: the module's in its pipeline, with the method if it isn't the call itself.
-        module: shared by all items.
-        is_denoiser: one call of it is one step of an item.
+        name: the module's name in its pipeline, plus the method unless it is the call itself.
+        module: the module shared by all items.
+        is_denoiser: True if each call is one step of an item.
     """
 
     def __init__(
@@ -68,11 +68,11 @@ class Part:
         self.compute = compute
         self.is_denoiser = is_denoiser
         self.constants: set[str] = set()
-        """Places where calls had tensors whose first dimension was not the number of rows.
+        """Places where calls had tensors whose first dimension was not the row count.
 
-        If they match in another call, it is a coincidence.
+        A match in another call is a coincidence.
         """
-        # A compiled module has its own `forward`, which does not name its parameters.
+        # A compiled module has its own `forward`, which hides the parameter names.
         called = type(module).forward if isinstance(compute, torch.nn.Module) else compute
         parameters = inspect.signature(called).parameters.values()
         named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -88,7 +88,7 @@ class Part:
         }
 
     def values(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns a call's arguments by name, without arguments that have their default value."""
+        """Returns a call's arguments by name, omitting those with default values."""
         values = dict(zip(self._names, args, strict=False))
         values.update(kwargs)
         defaults = self._defaults
@@ -100,10 +100,10 @@ class Part:
 
 
 class Call:
-    """A call that waits for its results.
+    """A call waiting for its results.
 
     Args:
-        owner: the item, which those who compute the call may ask about it.
+        owner: the item, which the code that computes the call may query.
     """
 
     __slots__ = (
@@ -122,19 +122,19 @@ class Call:
         self.part = part
         self.owner = owner
         self._fixed: set[int] = set()
-        """The ids of tensors that are constants, although they are as long as there are rows."""
+        """Ids of tensors that are constant, even though their length equals the row count."""
         self.is_halved = False
-        """True if the row of the negative prompt is left out, and gets the result of the other row.
+        """True if the negative prompt's row is omitted and gets the other row's result.
         """
         self.added: Sequence[torch.Tensor] = ()
-        """Residuals of ControlNets for its rows: of each block down, then of the middle."""
+        """ControlNet residuals for its rows: one per down block, then one for the middle block."""
         self.values = part.values(args, kwargs)
         first = next(
             (value for value in self.values.values() if isinstance(value, torch.Tensor | list)),
             None,
         )
         self.is_listed = isinstance(first, list)
-        """True if the denoiser takes lists with one tensor per row, like the denoiser of Z-Image.
+        """True if the denoiser takes lists with one tensor per row, as Z-Image's does.
         """
         is_scalar = isinstance(first, torch.Tensor) and not first.dim()
         self.rows = 1 if first is None or is_scalar else len(first)
@@ -150,7 +150,7 @@ class Call:
         )
 
     def _kind(self, value: Any, place: str, digests: Digests) -> Hashable:
-        """Returns the properties that must be equal in two values to join them."""
+        """Returns the properties that must match for two values to be joined."""
         if isinstance(value, torch.Tensor):
             if not value.dim() or value.shape[0] != self.rows:
                 if value.dim():
@@ -176,11 +176,11 @@ class Call:
         return type(value), id(value)
 
     def has_rows(self, value: torch.Tensor) -> bool:
-        """Returns whether a tensor of the call has one row per row of the call."""
+        """Returns whether a tensor has one row for each row of the call."""
         return value.dim() > 0 and value.shape[0] == self.rows and id(value) not in self._fixed
 
     def is_row_list(self, value: Any) -> bool:
-        """Returns whether a value is a list with a tensor for each row."""
+        """Returns whether a value is a list with one tensor per row."""
         return (
             self.is_listed
             and isinstance(value, list)
@@ -189,7 +189,7 @@ class Call:
         )
 
     def last_rows(self, count: int) -> None:
-        """Leaves the last `count` rows only. The key stays: it does not depend on the rows."""
+        """Keeps only the last `count` rows. The key stays: it doesn't depend on the rows."""
         self.values = {name: self._last_rows(value, count) for name, value in self.values.items()}
         self.rows = count
 
@@ -204,7 +204,7 @@ class Call:
 
 
 def _times(value: Any, rows: int) -> Any:
-    """Returns a timestep per row, as a float. 16-bit types, to which pipelines round, are kept."""
+    """Returns one timestep per row, as floats. Pipelines round to 16-bit types, which are kept."""
     if value is None or (isinstance(value, torch.Tensor) and value.dim() > 1):
         return value
     if not isinstance(value, torch.Tensor):
@@ -216,30 +216,30 @@ def _times(value: Any, rows: int) -> Any:
 
 @dataclass(slots=True)
 class Batch:
-    """Calls of one key, joined."""
+    """Joined calls that have the same key."""
 
     calls: Sequence[Call]
     every: Sequence[Call]
-    """The calls, then the last one again for each that fills up a compiled size."""
+    """The calls, then the last one again for each row that pads to a compiled size."""
     values: dict[str, Any]
 
     @property
     def rows(self) -> int:
-        """Number of rows in all calls together."""
+        """Total number of rows in all calls."""
         return sum(call.rows for call in self.every)
 
     @property
     def row_calls(self) -> list[Call]:
-        """The call that each row of the batch belongs to."""
+        """The call that each of the batch's rows belongs to."""
         return [call for call in self.every for _ in range(call.rows)]
 
 
 def join(calls: Sequence[Call], fill: int = 0) -> Batch:
-    """Joins calls of one key.
+    """Joins calls that have the same key.
 
     Args:
-        calls: at least one.
-        fill: how many times the last one is repeated, because a larger batch is compiled.
+        calls: at least one call.
+        fill: how many times to repeat the last call, to fill a larger compiled batch.
     """
     every = [*calls, *[calls[-1]] * fill]
     values = {
@@ -278,7 +278,7 @@ def _joined(values: Sequence[Any], first: Call) -> Any:
 
 
 def split(output: Any, batch: Batch) -> list[Any]:
-    """Returns the results for each call in a batch, from the results for all rows.
+    """Splits a batch's results into the results of each call.
 
     Raises:
         UnsplittableError: they contain something other than rows, such as a custom cache.
@@ -295,7 +295,7 @@ def split(output: Any, batch: Batch) -> list[Any]:
 
 
 class _Rows(NamedTuple):
-    """Rows of a batch that has `rows` of them. `is_listed`: lists have a tensor for each row."""
+    """The rows of a batch with `rows` rows. `is_listed`: lists have one tensor per row."""
 
     begin: int
     end: int
@@ -307,7 +307,7 @@ def _cut_tensor(value: torch.Tensor, of: _Rows) -> torch.Tensor:
     length = value.shape[0] if value.dim() else 0
     if length == of.rows:
         return value[of.begin : of.end]
-    if length and length % of.rows == 0:  # perhaps several entries for each row
+    if length and length % of.rows == 0:  # perhaps several entries per row
         raise UnsplittableError(f"a tensor of {length} for {of.rows} rows")
     return value
 
@@ -321,7 +321,7 @@ def _cut(value: Any, of: _Rows) -> Any:
     if of.is_listed and isinstance(value, list) and len(value) == of.rows:
         return value[of.begin : of.end]
     if isinstance(value, Mapping):
-        # The outputs of both libraries are mappings that are made by name.
+        # Both libraries return mappings that are constructed by keyword.
         changed = {name: _cut(element, of) for name, element in value.items()}
         return type(value)(**changed) if is_dataclass(value) else changed
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -334,6 +334,6 @@ def _cut(value: Any, of: _Rows) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Cache):
-        # Text encoders return the keys and values of all rows, which no pipeline needs.
+        # Text encoders return keys and values for all rows, which no pipeline needs.
         return None
     raise UnsplittableError(type(value).__name__)

@@ -1,7 +1,7 @@
-"""`penstock models check NAME`: tries an image model, and writes its interface.
+"""`penstock models check NAME`: tries out an image model and writes its interface.
 
-Loads the pipeline of an entry, tries each task, and writes what it draws and accepts into the file
-that the entry names as `image.interface`.
+Loads the entry's pipeline, tries each task, and writes what it draws and accepts to the file that
+the entry specifies as `image.interface`.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _PROMPT = "a photograph of a red house by a lake"
 
 
 def check_model(name: str, device: str) -> Iterator[str]:
-    """Tries an image model, and writes its interface. Yields lines for a person.
+    """Tries out an image model and writes its interface. Yields human-readable lines.
 
     Args:
         device: auto, cpu, cuda or cuda:N.
 
     Raises:
-        ConfigurationError: the entry is wrong, or its pipeline can't be loaded.
-        ModelFailed: it draws neither from text nor from an image.
+        ConfigurationError: the entry is invalid, or its pipeline can't be loaded.
+        ModelFailed: it can't draw from text or from an image.
     """
     settings = read_settings(ModelSettings)
     written = read_image_entry(settings.models_file, name)
@@ -62,7 +62,7 @@ def check_model(name: str, device: str) -> Iterator[str]:
 
 
 def describe_interface(interface: ImageInterface, entry: Model) -> Iterator[str]:
-    """Yields what a model draws and accepts."""
+    """Yields lines that describe what a model draws and accepts."""
     usual = entry.image
     yield f"{entry.name}: {interface.pipeline}"
     yield f"tasks: {', '.join(interface.tasks)}"
@@ -75,7 +75,7 @@ def describe_interface(interface: ImageInterface, entry: Model) -> Iterator[str]
 
 
 def describe_drawing(model: ImageModel) -> Iterator[str]:
-    """Draws one image. Yields how it is drawn, the memory and the time."""
+    """Draws one image. Yields lines about the method, the memory and the time taken."""
     if model.runs_alone:
         yield (
             "images are drawn one at a time, because the pipeline changes shared modules while it "

@@ -1,10 +1,10 @@
 """torch.compile for a fixed set of shapes.
 
-It compiles (and on a GPU records CUDA graphs) only at warm-up. A batch of equal images is split
-into compiled batch sizes, at the lowest cost.
+Compiles (and on a GPU records CUDA graphs) only during warm-up. A batch of equal images is split
+into compiled batch sizes at the lowest cost.
 
-A graph always writes its result to the same memory, so results are copied. A graph needs one layout
-and type of its inputs, so inputs are made uniform.
+A graph always writes its result to the same memory, so results are copied. A graph requires its
+inputs to have one layout and type, so they are converted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def cheapest_cover(count: int, seconds: Mapping[int, float]) -> list[int]:
 
     Args:
         count: at least 1.
-        seconds: the cost of a call, by its number of rows.
+        seconds: the cost of a call, by number of rows.
 
     Returns:
         The number of images in each call, largest first. They add up to `count`.
@@ -46,12 +46,12 @@ def cheapest_cover(count: int, seconds: Mapping[int, float]) -> list[int]:
 
 
 def keep_compiled_in(folder: Path) -> None:
-    """Caches the output of Inductor and Triton in `folder` for the next start.
+    """Caches the output of Inductor and Triton in `folder` for the next startup.
 
     TORCHINDUCTOR_CACHE_DIR takes precedence. If the folder can't be created, torch uses a temporary
-    one.
+    folder.
     """
-    # The import of diffusers has set the variable to its default.
+    # Importing diffusers has set the variable to its default.
     if cache_dir() != default_cache_dir():
         return
     with contextlib.suppress(OSError):
@@ -71,14 +71,14 @@ def compile_parts(denoiser: Any, vae: Any, *, shapes: int, backend: str = "induc
     """Compiles the denoiser, VAE encoder and VAE decoder.
 
     Args:
-        denoiser: takes all inputs by name, as the hub calls it.
-        vae: a VAE of diffusers, which processes images one by one from now on.
-        shapes: how many shapes each of them gets at warm-up.
+        denoiser: takes all inputs by keyword, as the hub passes them.
+        vae: a diffusers VAE, which processes images one at a time from now on.
+        shapes: how many shapes each of them sees during warm-up.
     """
-    # Each shape is a recompilation. Dynamo limits their number over all the process's models.
+    # Each shape is a recompilation. Dynamo's limit covers all models in the process.
     torch._dynamo.config.recompile_limit += shapes
     denoiser.forward = _graph_of(_compile(denoiser.forward, denoiser.device, backend))
-    # One by one there is one shape for all batches, and one image fills a GPU at this point.
+    # One image at a time means one shape for all batches, and one image fills a GPU here.
     vae.enable_slicing()
     for part in (vae.encoder, vae.decoder):
         part.forward = _graph_of(_compile(part.forward, vae.device, backend))
@@ -92,7 +92,7 @@ def _compile(forward: Callable[..., Any], device: torch.device, backend: str) ->
 
 def _graph_of(compiled: Callable[..., Any]) -> Callable[..., Any]:
     def forward(*inputs: Any, **named: Any) -> Any:
-        # The graphs may overwrite the last result, which was copied.
+        # The graphs may overwrite the last result, because it was copied.
         torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
         uniform = {name: _uniform(value) for name, value in named.items()}
         return _copy(compiled(*map(_uniform, inputs), **uniform))

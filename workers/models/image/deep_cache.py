@@ -1,10 +1,10 @@
-"""Deep features of a UNet that are kept over some steps: DeepCache (https://arxiv.org/abs/2312.00858).
+"""DeepCache (https://arxiv.org/abs/2312.00858): reuses a UNet's deep features for several steps.
 
-Features in the middle of a UNet change little from step to step. At one step of `cache_interval` it
-is computed as a whole, and what comes up to its last layers is kept for each image. At the steps
-between, only its first and last layers are computed, around these features. Each image counts its
-own steps, so images that joined at different ones have other features, and none depends on what is
-alongside it.
+Features in the middle of a UNet change little from step to step. At one step in every
+`cache_interval`, the whole UNet runs, and the input to its last layers is kept for each image. At
+the steps in between, only the first and last layers run, around those features. Each image counts
+its own steps, so images that joined at different steps have separate features, and no image depends
+on the others in its batch.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ FIELD = "image.deep_cache"
 
 
 class DeepCache:
-    """Computes the outer layers of a UNet around features that it had at an earlier step.
+    """Computes a UNet's outer layers around features from an earlier step.
 
     Args:
-        pipeline: pipeline for Stable Diffusion or Stable Diffusion XL.
+        pipeline: a Stable Diffusion or Stable Diffusion XL pipeline.
 
     Raises:
-        ConfigurationError: the pipeline has no such UNet, or its last block has fewer layers.
+        ConfigurationError: the pipeline lacks such a UNet, or its last block has fewer layers.
     """
 
     def __init__(self, settings: DeepCacheSettings, pipeline: Any) -> None:
@@ -54,11 +54,11 @@ class DeepCache:
         self._is_within = False
 
     def is_whole(self, step: int) -> bool:
-        """Returns whether an image computes the whole UNet at a step, counted from its first."""
+        """Returns whether an image runs the whole UNet at a step, counted from its first step."""
         return step % self._interval == 0
 
     def take_features(self) -> torch.Tensor:
-        """Returns the features of the last whole call, [rows, channels, height, width]."""
+        """Returns the features from the last full call, [rows, channels, height, width]."""
         features, self._features = self._features, None
         assert features is not None, "the UNet was not called before; this is a bug"
         return features
@@ -66,16 +66,16 @@ class DeepCache:
     def predict(
         self, values: Mapping[str, Any], features: torch.Tensor, added: Mapping[str, Any]
     ) -> torch.Tensor:
-        """Computes the outer layers, as UNet2DConditionModel does.
+        """Computes the outer layers the way UNet2DConditionModel does.
 
         Args:
-            values: the arguments of the UNet.
-            features: features of an earlier step, for all rows.
-            added: sums of ControlNets for the whole UNet. Its outer part uses the sums for its
-                layers.
+            values: the UNet's arguments, by parameter name.
+            features: features from an earlier step, for all rows.
+            added: the summed ControlNet residuals for the whole UNet. The outer part uses those for
+                its own layers.
 
         Returns:
-            As the UNet, [rows, channels, height, width].
+            The UNet's output, [rows, channels, height, width].
         """
         time, prompt = self._embed(values)
         skips = self._first_layers(values["sample"], time, prompt)
@@ -93,12 +93,12 @@ class DeepCache:
         return noise
 
     def _keep(self, resnet: Any, inputs: tuple[torch.Tensor, ...]) -> None:
-        """Saves the input from below: all channels except the last, which are a first layer's."""
+        """Saves the input from below: all channels but the last, which come from a first layer."""
         if not self._is_within:
             self._features = inputs[0][:, : -self._unet.config.block_out_channels[0]]
 
     def _embed(self, values: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The embeddings of times and prompts, as the UNet makes them."""
+        """Computes the time and prompt embeddings the way the UNet does."""
         unet, prompt_states = self._unet, values["encoder_hidden_states"]
         conditions = values.get("added_cond_kwargs")
         time = unet.time_embedding(
@@ -119,7 +119,7 @@ class DeepCache:
     def _first_layers(
         self, sample: torch.Tensor, time: torch.Tensor, prompt: torch.Tensor
     ) -> list[torch.Tensor]:
-        """Returns the skip connections to the last layers, with the first layer's at the end."""
+        """Returns the skip connections to the last layers; the first layer's comes last."""
         hidden = self._unet.conv_in(
             2 * sample - 1.0 if self._unet.config.center_input_sample else sample
         )
@@ -144,7 +144,7 @@ class DeepCache:
 def _computed(
     block: Any, layer: int, hidden: torch.Tensor, time: torch.Tensor, prompt: torch.Tensor
 ) -> torch.Tensor:
-    """Returns the output of one layer in a block: its resnet, and its attention if it has one."""
+    """Returns the output of one layer in a block: its resnet, then its attention if it has one."""
     hidden = block.resnets[layer](hidden, time)
     if getattr(block, "has_cross_attention", False):
         hidden = block.attentions[layer](hidden, encoder_hidden_states=prompt, return_dict=False)[0]

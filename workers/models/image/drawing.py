@@ -1,4 +1,4 @@
-"""An image being drawn: its own pipeline, the pipeline's arguments, and its progress."""
+"""An image being drawn: its own pipeline, that pipeline's arguments, and its progress."""
 
 from __future__ import annotations
 
@@ -19,34 +19,36 @@ from workers.models.image.resident_adapters import Applied
 from workers.models.image.vae import sources_on
 
 _NO_NEGATIVE: dict[str | None, str] = {"true_cfg_scale": " "}
-"""The negative prompt of items without one. These pipelines guide only if they get one, and their
-documentation uses a space."""
+"""The negative prompt for items without one. These pipelines apply guidance only if they get a
+negative prompt, and their documentation uses a space.
+"""
 _OF_THE_SIZE = {"use_resolution_binning": False, "_auto_resize": False}
-"""Makes pipelines draw the size of an item. Some draw the nearest one of a list otherwise, with
-more pixels than the item is charged for."""
+"""Makes pipelines draw at the item's size. Otherwise some pick the nearest size from a list, with
+more pixels than the item is charged for.
+"""
 _FOUR_CHANNELS = 4
-"""Of latents and UNets, for the pipelines of Stable Diffusion for masks."""
+"""Channels of the latents and the UNet in Stable Diffusion's inpainting pipelines."""
 
 
 @dataclass(slots=True, eq=False)
 class Drawing:
-    """An item that is being drawn."""
+    """An item being drawn."""
 
     item: PreparedImage
     pipeline: Any
-    """Its own."""
+    """The item's own pipeline."""
     lost: LostTokens
     adapter: Applied = None
     ip_adapter: IpAdapterStart | None = None
     controls: Sequence[ControlStart] = ()
     calls: int = 0
-    """Calls of the denoiser so far."""
+    """Denoiser calls so far."""
     done: int = 0
     """Steps so far."""
     latents: torch.Tensor | None = None
-    """After its last step, as its pipeline has them."""
+    """The latents after its last step, in the pipeline's format."""
     features: torch.Tensor | None = None
-    """The deep features of its last step with a whole UNet, [rows, channels, height, width]."""
+    """Deep features from its last step with a full UNet, [rows, channels, height, width]."""
 
     @property
     def steps(self) -> int:
@@ -60,7 +62,7 @@ class Drawing:
     def after_step(
         self, pipeline: Any, step: int, time: Any, tensors: dict[str, Any]
     ) -> dict[str, Any]:
-        """The pipeline's callback after each step."""
+        """The callback that the pipeline calls after each step."""
         self.done = step + 1
         self.latents = tensors.get("latents")
         return {}
@@ -69,7 +71,8 @@ class Drawing:
         """Runs the pipeline. Returns an image [1, 3, height, width] from 0 to 1, on the device.
 
         Raises:
-            ModelFailed: the pipeline drew something else, or another size than is charged for.
+            ModelFailed: the pipeline's output isn't an image, or isn't the size that is charged
+                for.
         """
         drawn: Any = self.pipeline(**self._arguments())[0]
         item = self.item
@@ -100,7 +103,7 @@ class Drawing:
         if guidance is not None:
             arguments[guidance] = item.guidance_scale
         if item.source is not None and item.strength is None:
-            # Pipelines that edit look at the size of an image.
+            # Editing pipelines look at the image's size.
             size = item.width, item.height
             arguments |= {"image": Image.frombytes("RGB", size, item.source), "strength": 1.0}
         elif item.source is not None:
@@ -111,18 +114,18 @@ class Drawing:
             arguments["mask_image"] = _squares(item, scale)
             unet = getattr(self.pipeline, "unet", None)
             if unet is not None and unet.config.in_channels == _FOUR_CHANNELS:
-                # It is for UNets that were trained with masks. Otherwise the pipeline encodes the
-                # masked source for nothing, and takes random numbers for it.
+                # For UNets trained with masks. Other pipelines would encode the masked source for
+                # nothing, and consume random numbers for it.
                 size = item.height // scale, item.width // scale
                 arguments["masked_image_latents"] = torch.zeros(1, _FOUR_CHANNELS, *size)
-        # An option that an item requests and the pipeline does not support was rejected before.
+        # Options that the pipeline does not support have already been rejected.
         return {name: value for name, value in arguments.items() if name in known}
 
 
 def _squares(item: PreparedImage, scale: int) -> torch.Tensor:
-    """A mask in which a latent's whole square of pixels is 1 if one of them is, [1, 1, height, …].
+    """A mask in which a latent's whole pixel square is 1 if any pixel is, [1, 1, height, …].
 
-    Pipelines take the nearest pixel for a latent, and thin masks would vanish.
+    Pipelines sample the nearest pixel for each latent, so thin masks would vanish.
     """
     pixels = torch.frombuffer(bytearray(item.mask or b""), dtype=torch.uint8)
     drawn = (pixels > 0).float().view(1, 1, item.height, item.width)
@@ -131,9 +134,9 @@ def _squares(item: PreparedImage, scale: int) -> torch.Tensor:
 
 
 def pasted(drawn: np.ndarray, item: PreparedImage) -> np.ndarray:
-    """The drawn pixels [height, width, 3] where the mask is 255, and the source's where it is 0.
+    """Returns drawn pixels [height, width, 3] where the mask is 255, source pixels where it is 0.
 
-    In between, they are mixed in proportion.
+    In between, they are blended proportionally.
     """
     shape = drawn.shape
     source = np.frombuffer(item.source or b"", np.uint8).reshape(shape).astype(np.uint32)

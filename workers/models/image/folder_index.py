@@ -1,6 +1,6 @@
-"""Reads the description of a pipeline in its folder.
+"""Reads the pipeline description in a folder.
 
-It imports no model library, because the I/O process asks it too.
+Imports no model library, because the I/O process uses it too.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from typing import NamedTuple
 
 
 class FolderIndex(NamedTuple):
-    """The content of `model_index.json`."""
+    """The contents of `model_index.json`."""
 
     class_name: str
-    """Class of the pipeline in diffusers."""
+    """The pipeline's class in diffusers."""
     rounds_up: bool
-    """True if image-to-image rounds a fraction of a step up, like diffusers' transformers.
+    """True if image-to-image rounds a fractional step up, as diffusers does for transformers.
 
-    Its UNets round it down.
+    For UNets it rounds down.
     """
 
 
 def read_index(folder: Path) -> FolderIndex | None:
-    """Returns the description in a folder. None if the folder does not contain a pipeline."""
+    """Returns a folder's pipeline description. None if the folder doesn't contain a pipeline."""
     try:
         index = json.loads((folder / "model_index.json").read_text("utf-8"))
     except (OSError, ValueError):

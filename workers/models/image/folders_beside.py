@@ -1,4 +1,4 @@
-"""Folders that an image model loads in addition to its weights: ControlNets, IP-Adapters."""
+"""Folders that an image model loads in addition to its weights: ControlNets and IP-Adapters."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from shared.settings import ModelSettings, read_settings
 from workers.models.source import resolve
 
 MAX_SIDE_PX = 1024
-"""Maximum side of an image encoder's input. Encoders of IP-Adapters read 224 x 224 or 336 x 336."""
+"""Maximum side of an image encoder's input. IP-Adapter encoders read 224 x 224 or 336 x 336."""
 
 
 class IpAdapterFiles(NamedTuple):
     """The files of an IP-Adapter.
 
-    `digest`: of its weights. None: any. `side_px`: of the square that its image encoder reads.
+    `digest`: digest of its weights. None: any. `side_px`: side of its image encoder's square input.
     """
 
     weights: Path
@@ -33,16 +33,16 @@ def control_folders(entry: Model) -> dict[str, Path]:
     """Returns each control's folder by name. Downloads missing ones, which may take minutes.
 
     Raises:
-        ConfigurationError: a source does not exist.
+        ConfigurationError: a source doesn't exist.
     """
     return _folders(entry.image.controls, "image.controls")
 
 
 def ip_adapter_files(entry: Model) -> dict[str, IpAdapterFiles]:
-    """Returns each IP-Adapter's files by name. Downloads missing ones, like `control_folders`.
+    """Returns each IP-Adapter's files by name. Downloads missing ones, as `control_folders` does.
 
     Raises:
-        ConfigurationError: a source does not exist, or has no such files.
+        ConfigurationError: a source doesn't exist or lacks these files.
     """
     folders = _folders(entry.image.ip_adapters, "image.ip_adapters")
     return {
@@ -73,7 +73,7 @@ def _folders(known: Mapping[str, Control | IpAdapter], where: str) -> dict[str, 
 def _files(entry: IpAdapter, folder: Path, field: str) -> IpAdapterFiles:
     below = folder / entry.subfolder
     weights = below / entry.weight_name
-    # As in `load_ip_adapter`.
+    # Same as in `load_ip_adapter`.
     encoder = (folder if "/" in entry.image_encoder_folder else below) / entry.image_encoder_folder
     if not weights.is_file():
         raise ConfigurationError(f"{field}: {weights} is not a file", field=field)

@@ -1,16 +1,16 @@
-"""Guides for the UNet in addition to the prompt: ControlNets and IP-Adapters.
+"""Guides the UNet with more than the prompt: ControlNets and IP-Adapters.
 
-A ControlNet adds to the UNet the contents of a map, such as edges or depths (Zhang et al. 2023,
-https://arxiv.org/abs/2302.05543). Before each call of the UNet, an image calls its ControlNets
-through the hub, which joins the calls of all images. Their results are multiplied by their scales
-and added up. Images without a ControlNet get zeros in a call of the UNet with others.
+A ControlNet conditions the UNet on a map, such as edges or depths (Zhang et al. 2023,
+https://arxiv.org/abs/2302.05543). Before each UNet call, an image calls its ControlNets through the
+hub, which joins the calls of all images. Their results are multiplied by their scales and added up.
+In a UNet call, images without a ControlNet get zeros if other images have one.
 
-An IP-Adapter adds an image to the prompt, and each cross-attention of the UNet attends to it too
-(Ye et al. 2023, https://arxiv.org/abs/2308.06721). The image is encoded once, to a few tokens. Each
-layer attends to them with keys and values of the adapter, and adds `scale` times the result to its
-result for the prompt. A call of the UNet computes images with and without an adapter, with several
-adapters, and with several reference images. Hooks on the layers add to the rows with an adapter.
-The results of other rows do not change, to the last bit.
+An IP-Adapter adds a reference image to the prompt, and each of the UNet's cross-attention layers
+attends to it too (Ye et al. 2023, https://arxiv.org/abs/2308.06721). The image is encoded once, to
+a few tokens. Each layer attends to them with the adapter's keys and values, and adds `scale` times
+the result to its result for the prompt. One UNet call can mix images with and without an adapter,
+different adapters, and different reference images. Hooks on the layers add to the rows with an
+adapter. The results of other rows don't change, to the last bit.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ _SHAPES = (
     "layers_per_block",
     "addition_embed_type",
 )
-"""Settings that a ControlNet shares with the UNet of its model."""
+"""Settings that a ControlNet must share with its model's UNet."""
 
 KEPT_BYTES = 64 * 1024 * 1024
 """Device memory for the cache of reference images.
 
-In 16 bits it holds 5,400 of Stable Diffusion 1.5, or 2,000 of SDXL.
+In 16 bits it holds 5,400 reference images for Stable Diffusion 1.5, or 2,000 for SDXL.
 """
 _PROJECTION, _LAYERS = "image_proj.", "ip_adapter."
 _KEY, _VALUE = ".to_k_ip.weight", ".to_v_ip.weight"
@@ -58,10 +58,10 @@ _KEY, _VALUE = ".to_k_ip.weight", ".to_v_ip.weight"
 
 @dataclass(slots=True, eq=False)
 class ControlStart:
-    """A ControlNet of an item."""
+    """A ControlNet used by an item."""
 
     net: Any
-    """Its calls go to the hub."""
+    """The ControlNet, whose calls go to the hub."""
     image: torch.Tensor
     """The map from 0 to 1, [1, 3, height, width]."""
     control: PreparedControl
@@ -69,12 +69,12 @@ class ControlStart:
     def compute(
         self, values: Mapping[str, Any], step: int, steps: int
     ) -> Sequence[torch.Tensor] | None:
-        """Computes its residuals for a UNet call: for each down block, then for the middle block.
+        """Computes residuals for a UNet call: one per down block, then one for the middle block.
 
         Args:
-            values: the arguments of the call.
-            step: number of the item's step, from 0.
-            steps: all steps of the item.
+            values: the call's arguments, by parameter name.
+            step: the item's step number, from 0.
+            steps: total steps of the item.
 
         Returns:
             None if it adds nothing at this step.
@@ -83,7 +83,7 @@ class ControlStart:
         # The same divisions and comparisons as in StableDiffusionControlNetPipeline.
         if not own.scale or step / steps < own.start or (step + 1) / steps > own.end:
             return None
-        # A UNet that was trained with masks gets them after the latents.
+        # A UNet trained with masks gets them after the latents.
         sample = values["sample"][:, : self.net.config.in_channels]
         down, middle = self.net(
             sample,
@@ -99,7 +99,7 @@ class ControlStart:
 def add_up(
     controls: Sequence[ControlStart], values: Mapping[str, Any], step: int, steps: int
 ) -> Sequence[torch.Tensor]:
-    """Computes the sum of all ControlNets for a call of the UNet, like ControlStart.compute.
+    """Adds up all ControlNets' residuals for a UNet call, in the form of ControlStart.compute.
 
     Returns:
         Empty if none of them adds anything.
@@ -112,15 +112,15 @@ def add_up(
 
 
 class Controls:
-    """The ControlNets of a pipeline, by their names in the catalog.
+    """A pipeline's ControlNets, by their names in the catalog.
 
     Args:
-        folders: one folder per ControlNet, as saved by diffusers' ControlNetModel.
-        pipeline: the one that they were trained for.
-        interception: makes stand-ins, whose calls go to the hub.
+        folders: one folder per ControlNet, saved by diffusers' ControlNetModel.
+        pipeline: the pipeline they were trained for.
+        interception: creates stand-ins, whose calls go to the hub.
 
     Raises:
-        ConfigurationError: a folder is not a ControlNet for this pipeline.
+        ConfigurationError: a folder doesn't contain a ControlNet for this pipeline.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class Controls:
         }
 
     def start(self, item: PreparedImage) -> list[ControlStart]:
-        """Prepares the ControlNets of an item, which has their maps."""
+        """Prepares the ControlNets of an item, which includes their maps."""
         starts = []
         for control in item.controls:
             net = self._nets[control.name]
@@ -183,7 +183,7 @@ def _load(folder: Path, name: str, pipeline: Any, plan: ImagePlan) -> diffusers.
 
 
 class _IpAdapter(torch.nn.Module):
-    """A loaded IP-Adapter. `keys` and `values` are by layer, [inner, width] each."""
+    """A loaded IP-Adapter. `keys` and `values` have one [inner, width] tensor per layer."""
 
     def __init__(
         self,
@@ -201,9 +201,9 @@ class _IpAdapter(torch.nn.Module):
         self.requires_grad_(False)
 
     def tokens(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Returns the tokens without an image and the tokens of the image, [2, tokens, width].
+        """Returns the tokens without an image and the image's tokens, [2, tokens, width].
 
-        `pixels`: as CLIP takes them, [1, 3, side, side].
+        `pixels`: CLIP input, [1, 3, side, side].
         """
         if isinstance(self.projection, ImageProjection):
             seen = self.encoder(pixels).image_embeds
@@ -217,7 +217,7 @@ class _IpAdapter(torch.nn.Module):
 
 @dataclass(slots=True, eq=False)
 class IpAdapterStart:
-    """The data about an IP-Adapter that the steps of an item need."""
+    """The IP-Adapter data that an item's steps need."""
 
     name: str
     tokens: torch.Tensor
@@ -226,13 +226,13 @@ class IpAdapterStart:
 
 
 class IpAdapters:
-    """The IP-Adapters of a pipeline, by their names in the catalog.
+    """A pipeline's IP-Adapters, by their names in the catalog.
 
     Args:
-        pipeline: the one that they were trained for.
+        pipeline: the pipeline they were trained for.
 
     Raises:
-        ConfigurationError: files are not an IP-Adapter for this pipeline.
+        ConfigurationError: the files aren't an IP-Adapter for this pipeline.
     """
 
     def __init__(
@@ -258,12 +258,12 @@ class IpAdapters:
         for name, adapter_files in files.items():
             self._adapters[name] = loader.load(f"image.ip_adapters.{name}", adapter_files)
         for number, layer in enumerate(loader.layers):
-            # Adapters (LoRA) change queries before, because their hooks come first.
+            # Adapters (LoRA) change the queries first, because their hooks come first.
             layer.to_q.register_forward_hook(self._take_queries)
             layer.to_out[0].register_forward_pre_hook(self._adding(number, layer.heads))
 
     def start(self, item: PreparedImage) -> IpAdapterStart | None:
-        """Encodes an item's reference image, unless it is cached. None: it has no IP-Adapter."""
+        """Encodes an item's reference image, unless it is cached. None if it has no IP-Adapter."""
         if not item.ip_adapter or not item.ip_adapter_scale:
             return None
         name, seen = item.ip_adapter, item.ip_adapter_pixels
@@ -278,10 +278,10 @@ class IpAdapters:
 
     @contextmanager
     def applied(self, starts: Sequence[tuple[IpAdapterStart, int] | None]) -> Iterator[None]:
-        """Within it the UNet computes rows of these reference images.
+        """Within this context, the UNet computes rows with these reference images.
 
         Args:
-            starts: one per row, with the index (0 or 1) of the token set that the row gets.
+            starts: one per row, with the index (0 or 1) of the row's token set.
         """
         groups: dict[str, list[tuple[int, IpAdapterStart, int]]] = {}
         for row, chosen in enumerate(starts):
@@ -316,11 +316,11 @@ class IpAdapters:
 
 @dataclass(slots=True, eq=False)
 class _Rows:
-    """The rows of a call that have one IP-Adapter."""
+    """The rows of a call that use one IP-Adapter."""
 
     adapter: _IpAdapter
     where: torch.Tensor
-    """Their numbers in the call, [rows]."""
+    """Row indices in the call, [rows]."""
     tokens: torch.Tensor
     """[rows, tokens, width]."""
     scales: torch.Tensor
@@ -329,11 +329,11 @@ class _Rows:
 
 @dataclass(slots=True, eq=False)
 class _Batch:
-    """A call of the UNet."""
+    """A UNet call."""
 
     rows: Sequence[_Rows]
     queries: torch.Tensor | None = None
-    """Of the layer that is being computed, [rows, pixels, inner]."""
+    """Queries of the layer being computed, [rows, pixels, inner]."""
 
     def added(self, number: int, heads: int, attended: torch.Tensor) -> torch.Tensor:
         """Returns a layer's attention output plus the reference images', [rows, pixels, inner]."""
@@ -346,7 +346,7 @@ class _Batch:
                 _by_head(keys, heads),
                 _by_head(values, heads),
             )
-            # In fp32, as a number times a tensor of 16 bits is.
+            # In fp32, just as a Python number times a 16-bit tensor is computed.
             scaled = (row.scales.view(-1, 1, 1) * seen.transpose(1, 2).flatten(2)).to(seen.dtype)
             whole = attended.index_select(0, row.where) + scaled
             attended = attended.index_copy(0, row.where, whole)
@@ -354,12 +354,12 @@ class _Batch:
 
 
 def _by_head(tokens: torch.Tensor, heads: int) -> torch.Tensor:
-    """[rows, tokens, inner] as [rows, heads, tokens, inner / heads]."""
+    """Reshapes [rows, tokens, inner] to [rows, heads, tokens, inner / heads]."""
     return tokens.view(len(tokens), -1, heads, tokens.shape[-1] // heads).transpose(1, 2)
 
 
 def _as_clip_takes(seen: bytes, side_px: int) -> torch.Tensor:
-    """Returns a square of pixels like CLIP's image processor, [1, 3, side, side]."""
+    """Preprocesses a square of pixels like CLIP's image processor. Returns [1, 3, side, side]."""
     pixels = torch.frombuffer(bytearray(seen), dtype=torch.uint8)
     shaped = pixels.view(1, side_px, side_px, 3).permute(0, 3, 1, 2).float() / 255
     mean, std = torch.tensor(OPENAI_CLIP_MEAN), torch.tensor(OPENAI_CLIP_STD)
@@ -367,17 +367,17 @@ def _as_clip_takes(seen: bytes, side_px: int) -> torch.Tensor:
 
 
 def _cross_attentions(unet: Any) -> list[Any]:
-    """The layers that attend to the prompt, in the order of the numbers in files."""
+    """Returns the layers that attend to the prompt, in the order of their numbers in files."""
     names = [name for name in unet.attn_processors if not name.endswith("attn1.processor")]
     return [unet.get_submodule(name.removesuffix(".processor")) for name in names]
 
 
 class _WrongFileError(Exception):
-    """The file of an IP-Adapter can't be used. The message has the reason."""
+    """The IP-Adapter file can't be used. The message contains the reason."""
 
 
 class _Loader:
-    """Loads the IP-Adapters of a UNet. Those with one image encoder share it."""
+    """Loads a UNet's IP-Adapters. Those with the same image encoder share it."""
 
     def __init__(self, unet: Any, device: torch.device, dtype: torch.dtype) -> None:
         self.layers = _cross_attentions(unet)
@@ -385,10 +385,11 @@ class _Loader:
         self._encoders: dict[Path, torch.nn.Module] = {}
 
     def load(self, field: str, files: IpAdapterFiles) -> _IpAdapter:
-        """Loads one.
+        """Loads one IP-Adapter.
 
         Raises:
-            ConfigurationError: the files are not an IP-Adapter for this UNet. Names `field`.
+            ConfigurationError: the files aren't an IP-Adapter for this UNet. The message names
+                `field`.
         """
         reason = f"{field}: {files.weights}"
         try:
@@ -402,7 +403,7 @@ class _Loader:
         except _WrongFileError as error:
             raise ConfigurationError(f"{reason}: {error}", field=field) from error
         except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
-            # diffusers and transformers raise these for parts that do not fit.
+            # diffusers and transformers raise these for parts that don't match.
             reason = f"{reason} does not fit {files.encoder}: {str(error)[:300]}"
             raise ConfigurationError(reason, field=field) from error
         return adapter
@@ -415,7 +416,7 @@ class _Loader:
             encoder = self._encoders[files.encoder] = CLIPVisionModelWithProjection.from_pretrained(
                 files.encoder, local_files_only=True, use_safetensors=True, dtype=self._dtype
             )
-        # diffusers knows the names in files of each kind.
+        # diffusers knows the names used in each kind of file.
         image_projection = self._unet._convert_ip_adapter_image_proj_to_diffusers(
             projection, low_cpu_mem_usage=False
         )
@@ -427,7 +428,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def _read(files: IpAdapterFiles) -> tuple[Tensors, Tensors]:
-    """Returns the tensors of the projection and the tensors of the layers."""
+    """Returns the projection's tensors and the layers' tensors."""
     with files.weights.open("rb") as opened:
         digest = f"sha256:{hashlib.file_digest(opened, 'sha256').hexdigest()}"
     if files.digest not in (None, digest):
@@ -460,8 +461,8 @@ def _read(files: IpAdapterFiles) -> tuple[Tensors, Tensors]:
 
 
 def _by_layer(own: Tensors, layers: Sequence[Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The keys and the values of each layer."""
-    # The numbers count layers that attend to the image itself too.
+    """Returns each layer's keys and values."""
+    # The numbering includes layers that attend to the image itself.
     names = [str(2 * number + 1) for number in range(len(layers))]
     known = {name + kind for name in names for kind in (_KEY, _VALUE)}
     if other := sorted(own.keys() ^ known):

@@ -1,12 +1,12 @@
-"""Runs many pipelines at a time, unmodified, and computes their calls of shared modules together.
+"""Runs many unmodified pipelines at once and batches their calls to shared modules.
 
 Each item runs in a greenlet. When its pipeline calls a module that all items share, the greenlet
-hands the call to the hub and stops. The hub joins the calls of all items that fit together,
-computes them at once, and resumes each item with its own rows. So items join and leave between any
-two calls, whatever their schedulers, numbers of steps and tasks, and each draws what it draws
-alone.
+hands the call to the hub and pauses. The hub joins compatible calls from all items, computes them
+at once, and resumes each item with its own rows. Items can therefore join and leave between any two
+calls, whatever their schedulers, step counts and tasks, and each image is the same as when it is
+drawn alone.
 
-All of it is on one thread: compiled graphs and CUDA graphs stay valid, and so do gradient modes.
+Everything runs on one thread, so compiled graphs, CUDA graphs and gradient modes stay valid.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from workers.models.device import memory_errors
 from workers.models.image.calls import Call, Digests, Part, UnsplittableError, join, split
 
 PYTHON_LIMIT_S = 60.0
-"""How long a pipeline may compute between two calls. A scheduler takes about a millisecond."""
+"""How long Python code may run between two calls. A scheduler takes about a millisecond."""
 MAX_CALLS = 64
-"""Calls of encoders that an item makes in a step, until the other items have theirs."""
+"""Maximum encoder calls an item makes per step before the other items get their turn."""
 RECOVERS_AFTER = 64
-"""Batches without a memory shortage before a larger one is tried again."""
+"""Number of batches without a memory shortage before a larger one is tried again."""
 MAX_LIMITS = 256
-"""Kinds of calls whose limits are known at a time."""
+"""Maximum kinds of calls whose limits are remembered."""
 
 _NEVER_S = float("inf")
 _LOOKS, _IDLE_LOOKS = 4, 8
-"""How often the watchdog looks within its limit, and idle looks until its thread ends."""
+"""How many times the watchdog checks per limit, and how many idle checks end its thread."""
 
 _NO_AUTOCAST: _Autocast = ()
 
@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 
 class StuckError(Exception):
-    """A pipeline was interrupted, because it computed too long between two calls."""
+    """A pipeline was interrupted because it ran too long between two calls."""
 
     def __str__(self) -> str:
         return "the pipeline took too long between two steps"
@@ -56,35 +56,35 @@ class Batching:
     """Decides which calls are computed together, and computes them."""
 
     def prepare(self, call: Call) -> None:
-        """Changes a call before it is computed, once."""
+        """Changes a call once, before it is computed."""
 
     def key(self, call: Call) -> Hashable:
-        """Returns a key that is equal for calls that can share a batch."""
+        """Returns a key. Calls with equal keys can share a batch."""
         return call.key
 
     def cover(self, calls: Sequence[Call]) -> Sequence[int]:
         """Returns how many of these calls to compute at a time.
 
-        All have the same key. The numbers add up to all calls.
+        All have the same key. The numbers add up to the number of calls.
         """
         return [len(calls)]
 
     def compute(self, calls: Sequence[Call]) -> Sequence[Any]:
-        """Computes calls of one key. Returns the results of each."""
+        """Computes calls that have the same key. Returns the results of each."""
         batch = join(calls)
         return split(calls[0].part.compute(**batch.values), batch)
 
     def spare_memory(self, part: Part) -> bool:
-        """Makes a part take less memory from now on. False if it can't."""
+        """Makes a part use less memory from now on. Returns False if it can't."""
         return False
 
 
 class Run:
-    """A pipeline that runs.
+    """A running pipeline.
 
     Args:
-        draw: runs the pipeline. Its result is the result of the item.
-        owner: what its calls have as their owner.
+        draw: runs the pipeline. Its return value is the item's result.
+        owner: the owner assigned to its calls.
     """
 
     def __init__(self, hub: Hub, name: int, draw: Callable[[], Any], owner: Any) -> None:
@@ -92,7 +92,7 @@ class Run:
         self.name = name
         self.owner = owner
         self.call: Call | None = None
-        """The call that it waits for. None: it has not begun."""
+        """The call it is waiting for. None: it has not started."""
         self.digests = Digests()
         self.autocast = _NO_AUTOCAST
         self._draw = draw
@@ -108,7 +108,7 @@ _Autocast = tuple[tuple[str, torch.dtype], ...]
 
 
 def _take_autocast() -> _Autocast:
-    """Returns the devices and types of autocast that a pipeline is within, and ends it."""
+    """Returns the devices and dtypes of the pipeline's active autocast contexts, and exits them."""
     active = []
     for kind in ("cuda", "cpu"):
         if torch.is_autocast_enabled(kind):
@@ -124,11 +124,11 @@ def _set_autocast(autocast: _Autocast) -> None:
 
 
 class Hub:
-    """The items that are being drawn.
+    """The items being drawn.
 
     Args:
         batching: decides which calls are computed together.
-        python_limit_s: how long a pipeline may compute between two calls.
+        python_limit_s: how long a pipeline may run Python code between two calls.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class Hub:
         self._limits = _RowLimits()
         self._watchdog = _Watchdog(python_limit_s)
         self.work: list[tuple[Any, int]] = []
-        """The owners of the denoiser calls in the last step, and each call's number of rows."""
+        """The owners of the denoiser calls in the last step, with each call's number of rows."""
 
     def __len__(self) -> int:
         return len(self._runs)
@@ -151,29 +151,29 @@ class Hub:
         return list(self._runs)
 
     def add(self, name: int, draw: Callable[[], Any], owner: Any = None) -> None:
-        """Adds an item, which begins at the next step."""
+        """Adds an item, which starts at the next step."""
         self._runs[name] = Run(self, name, draw, owner)
 
     def drop(self, name: int) -> None:
-        """Ends an item at the call that it waits for, if it is still in."""
+        """Ends an item at the call it is waiting for, if it is still running."""
         run = self._runs.pop(name, None)
         if run is not None:
             self.end(run)
 
     def set_aside(self, name: int) -> Run:
-        """Removes an item at the call that it waits for. It keeps the state of its pipeline."""
+        """Removes an item at the call it is waiting for. Its pipeline keeps its state."""
         return self._runs.pop(name)
 
     def put_back(self, name: int, run: Run) -> None:
-        """Adds an item that was set aside. It continues with the call that it waits for."""
+        """Puts back an item that was set aside. It continues with the call it is waiting for."""
         run.name = name
         self._runs[name] = run
 
     def step(self) -> dict[int, Any]:
-        """Computes a call of the denoiser for each item, and what comes before and after it.
+        """Computes one denoiser call for each item, plus everything before and after it.
 
         Returns:
-            The results of the items that ended, by name. Of one that failed, an exception.
+            The results of finished items, by name. A failed item's result is an exception.
         """
         self.work = []
         for run in list(self._runs.values()):
@@ -188,7 +188,7 @@ class Hub:
         return ended
 
     def ask(self, part: Part, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Called by pipelines instead of a part. Returns the results for the caller's rows."""
+        """Called by pipelines in place of a part. Returns the results for the caller's rows."""
         run: Run | None = getattr(greenlet.getcurrent(), "image_run", None)
         if run is None or run.hub is not self:
             return Batching().compute([Call(part, args, kwargs, Digests())])[0]
@@ -197,7 +197,7 @@ class Hub:
         return run.greenlet.parent.switch(call)
 
     def _settle(self) -> None:
-        """Computes other calls, until all items wait for the denoiser or have ended."""
+        """Computes other calls until all items are waiting for the denoiser or have finished."""
         calls_left = dict.fromkeys(self._runs, MAX_CALLS)
         while True:
             waiting = [
@@ -213,7 +213,7 @@ class Hub:
             self._compute(group)
 
     def _groups(self, runs: Sequence[Run]) -> Iterator[list[Run]]:
-        """Runs whose calls are computed together, oldest first."""
+        """Yields groups of runs whose calls are computed together, oldest first."""
         groups: dict[Hashable, list[Run]] = {}
         for run in runs:
             assert run.call is not None
@@ -225,7 +225,7 @@ class Hub:
                 at += size
 
     def _compute(self, runs: Sequence[Run]) -> None:
-        """Computes the calls of runs together. If that fails, in halves, until one fails alone."""
+        """Computes several runs' calls together. On failure, halves it until one is alone."""
         calls = [run.call for run in runs if run.call is not None]
         try:
             with memory_errors(), _autocast(runs[0].autocast):
@@ -262,7 +262,7 @@ class Hub:
         self._compute(runs[middle:])
 
     def _resume(self, run: Run, value: Any = None, *, error: Exception | None = None) -> None:
-        """Lets a run continue to its next call, or to its end."""
+        """Lets a run continue to its next call or to completion."""
         outcome: Any
         _set_autocast(run.autocast)
         self._watchdog.begin()
@@ -285,7 +285,7 @@ class Hub:
             run.call = outcome
 
     def end(self, run: Run) -> None:
-        """Ends a run at the call that it waits for. Its pipeline cleans up."""
+        """Ends a run at the call it is waiting for, so that its pipeline cleans up."""
         _set_autocast(run.autocast)
         self._watchdog.begin()
         try:
@@ -307,7 +307,7 @@ def _autocast(autocast: _Autocast) -> Iterator[None]:
 
 
 class _RowLimits:
-    """The maximum number of rows, per kind of call, that fit into memory."""
+    """The maximum rows that fit in memory, per kind of call."""
 
     def __init__(self) -> None:
         self._rows: dict[Hashable, int] = {}
@@ -315,7 +315,7 @@ class _RowLimits:
         self._alone: set[Hashable] = set()
 
     def cut(self, runs: Sequence[Run]) -> Iterator[list[Run]]:
-        """Cuts runs of one key into parts that fit."""
+        """Splits runs with the same key into parts that fit."""
         assert runs[0].call is not None
         key = runs[0].call.key
         most = 0 if key in self._alone else self._rows.get(key)
@@ -331,20 +331,20 @@ class _RowLimits:
         yield part
 
     def lower(self, calls: Sequence[Call]) -> None:
-        """Halves the limit, because this number of rows did not fit."""
+        """Halves the limit, because this many rows didn't fit."""
         if len(self._rows) >= MAX_LIMITS:
             self._rows.clear()
         self._rows[calls[0].key] = max(1, sum(call.rows for call in calls) // 2)
         self._successes[calls[0].key] = 0
 
     def forbid(self, call: Call) -> None:
-        """Lets calls of a kind be computed one by one from now on."""
+        """From now on, computes calls of this kind one at a time."""
         if len(self._alone) >= MAX_LIMITS:
             self._alone.clear()
         self._alone.add(call.key)
 
     def note_success(self, calls: Sequence[Call]) -> None:
-        """Raises the limit again after a while: others may have used the memory."""
+        """Raises the limit again after a while: others may have been using the memory."""
         key = calls[0].key
         if key not in self._rows:
             return
@@ -355,7 +355,7 @@ class _RowLimits:
 
 
 class _Watchdog:
-    """Interrupts Python code of a pipeline that does not return."""
+    """Interrupts a pipeline's Python code if it doesn't return."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
@@ -368,13 +368,13 @@ class _Watchdog:
     def begin(self) -> None:
         self._thread_id = threading.get_ident()
         self._since_s = time.monotonic()
-        # A forked process does not have its parent's thread.
+        # A forked process doesn't have its parent's thread.
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
             self._thread.start()
 
     def end(self) -> None:
-        """Records that it returned. Withdraws an interruption that was not delivered."""
+        """Records that the pipeline returned. Withdraws an interruption that was not delivered."""
         with contextlib.suppress(StuckError), self._lock:
             self._since_s = _NEVER_S
             if self._has_fired:
@@ -382,7 +382,7 @@ class _Watchdog:
                 _interrupt(self._thread_id, None)
 
     def _watch(self) -> None:
-        """Checks a few times per limit, and ends when no pipeline is running any more."""
+        """Checks a few times per limit, and ends once no pipeline is running."""
         idle = 0
         while idle < _IDLE_LOOKS:
             time.sleep(self._limit_s / _LOOKS)
@@ -397,6 +397,6 @@ class _Watchdog:
 
 
 def _interrupt(thread_id: int, error: type[Exception] | None) -> None:
-    """Raises an error in a thread's Python code. None: withdraws one that was not raised yet."""
+    """Raises an error in a thread's Python code. None: withdraws an error not yet raised."""
     raised = None if error is None else ctypes.py_object(error)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), raised)

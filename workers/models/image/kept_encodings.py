@@ -11,10 +11,10 @@ from torch.utils._pytree import tree_leaves
 
 
 class KeptEncodings:
-    """An LRU cache of values with tensors.
+    """An LRU cache of values that contain tensors.
 
     Args:
-        kept_bytes: maximum size of all tensors.
+        kept_bytes: maximum total size of the tensors.
     """
 
     def __init__(self, kept_bytes: int) -> None:
@@ -23,13 +23,13 @@ class KeptEncodings:
         self._bytes = 0
 
     def get(self, key: Hashable) -> Any | None:
-        """Returns a value and marks it as used last. None if it is not in the cache."""
+        """Returns a value and marks it as most recently used. None if it isn't cached."""
         if key in self._kept:
             self._kept.move_to_end(key)
         return self._kept.get(key)
 
     def keep(self, key: Hashable, value: Any) -> None:
-        """Adds a value. Removes the least recently used ones that no longer fit."""
+        """Adds a value. Evicts the least recently used values that no longer fit."""
         self._kept[key] = value
         self._bytes += _size_bytes(value)
         while self._bytes > self._kept_bytes:

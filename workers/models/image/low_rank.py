@@ -1,12 +1,12 @@
 """Low-rank layers (LoRA) alongside a module's layers, with one adapter per row of a batch.
 
-A row's output of a layer W is W x + s B (A x), with the down projection A and the up projection B
-of the row's adapter, and the row's scale s (https://arxiv.org/abs/2106.09685). The rows of all
-adapters are computed in the same few products, as in S-LoRA (https://arxiv.org/abs/2311.03285), so
-a batch of many adapters costs little more than one of a single adapter.
+For a layer W, a row's output is W x + s B (A x), with the down projection A and up projection B of
+the row's adapter, and the row's scale s (https://arxiv.org/abs/2106.09685). All adapters' rows are
+computed in the same few matrix products, as in S-LoRA (https://arxiv.org/abs/2311.03285), so a
+batch with many adapters costs little more than one with a single adapter.
 
-A forward hook of the layer adds it. So the layer itself is not replaced, may be quantized, and
-returns the same results as before for rows without an adapter, to the last bit.
+A forward hook on the layer adds the result. The layer itself is not replaced, may be quantized, and
+returns exactly the same results as before, to the last bit, for rows without an adapter.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from torch.nn.functional import conv2d, pad
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LowRankPair:
-    """The two projections of one layer, with the adapter's own scaling in the second.
+    """One layer's two projections. The second includes the adapter's own scaling.
 
-    `down`: [rank, in], or [rank, in, height, width] of a convolution. `up`: [out, rank].
+    `down`: [rank, in], or [rank, in, height, width] for a convolution. `up`: [out, rank].
     """
 
     down: torch.Tensor
@@ -32,7 +32,7 @@ class LowRankPair:
 
 
 Layers = Mapping[str, LowRankPair]
-"""The low-rank layers of one module, by the names of its layers."""
+"""A module's low-rank layers, by layer name."""
 Row = tuple[Layers, float] | None
 """The layers and the scale for one row of the batch. None: no adapter."""
 
@@ -54,15 +54,15 @@ class LowRankModule:
         self._batch: _Batch | None = None
 
     def prepare(self, names: Sequence[str]) -> None:
-        """Prepares the layers with these names for low-rank ones. Takes negligible time."""
+        """Prepares the named layers for low-rank ones. Takes negligible time."""
         for name in set(names) - self._hooked:
             self._hooked.add(name)
-            # First of its hooks, so that other hooks see the sum.
+            # The first of the hooks, so that other hooks see the sum.
             self.layers[name].register_forward_hook(self._hook(name), prepend=True)
 
     @contextmanager
     def applied(self, rows: Sequence[Row]) -> Iterator[None]:
-        """Within this context, the module computes these rows. A single one applies to all rows."""
+        """Within this context, the module computes these rows. A single row applies to all."""
         before, self._batch = self._batch, _Batch(rows) if any(rows) else None
         try:
             yield
@@ -82,12 +82,12 @@ class _Batch:
 
     rows: Sequence[Row]
     _scales: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
-    """The scales of some rows, [rows]."""
+    """Scales of selected rows, [rows]."""
 
     def add(
         self, name: str, layer: Any, inputs: torch.Tensor, output: torch.Tensor
     ) -> torch.Tensor:
-        """Returns the output of a layer plus the contribution of the rows' adapters, [rows, …]."""
+        """Returns a layer's output plus the contribution of the rows' adapters, [rows, …]."""
         rows = self.rows if len(self.rows) > 1 else [*self.rows] * len(inputs)
         assert len(rows) == len(inputs), "a module received a batch of another size; this is a bug"
         slots = tuple(slot for slot, row in enumerate(rows) if row is not None and row[0].get(name))
@@ -121,7 +121,7 @@ def _project(
     scales: torch.Tensor,
     output: torch.Tensor,
 ) -> torch.Tensor:
-    """The output W x + s B (A x) of a linear layer, [rows, …, out], from W x and [rows, …, in]."""
+    """A linear layer's output W x + s B (A x), [rows, …, out], from W x and [rows, …, in]."""
     rank = max(len(pair.down) for pair in ours)
     down = torch.stack([_with_rank(rank, pair.down, dim=0) for pair in ours])
     up = torch.stack([_with_rank(rank, pair.up, dim=1) for pair in ours])
@@ -133,7 +133,7 @@ def _project(
 
 
 def _with_rank(rank: int, projection: torch.Tensor, *, dim: int) -> torch.Tensor:
-    """A projection with zeros up to a rank, which is its size in one dimension."""
+    """Pads a projection with zeros to a rank, which is its size along `dim`."""
     missing = rank - projection.shape[dim]
     return pad(projection, (0, missing) if dim else (0, 0, 0, missing)) if missing else projection
 
@@ -145,9 +145,9 @@ def _convolve(
     scales: torch.Tensor,
     output: torch.Tensor,
 ) -> torch.Tensor:
-    """The output W x + s B (A x) of a convolution, [rows, out, height, width], from W x and x.
+    """A convolution's output W x + s B (A x), [rows, out, height, width], from W x and x.
 
-    Adapter by adapter: few have convolutions, and their kernels can't be stacked.
+    Computed adapter by adapter: few have convolutions, and their kernels can't be stacked.
     """
     changed = output.clone()
     for pair in dict.fromkeys(ours):

@@ -1,4 +1,4 @@
-"""Images with diffusers: pipelines of one loaded model, each item's unmodified, drawn together."""
+"""Draws images with diffusers: one loaded model, with an unmodified pipeline per item."""
 
 from __future__ import annotations
 
@@ -59,33 +59,35 @@ from workers.models.kernel_store import KernelStore
 
 _NEEDS_UNET = "adapters require a pipeline of Stable Diffusion or Stable Diffusion XL"
 WARMUP_LIMIT_S = 100.0
-"""No further size is started after this.
+"""No further size is started after this long.
 
-Compiling one can take a minute if it is not cached on disk.
+Compiling a size can take a minute if it isn't cached on disk.
 """
 _WARMUP_STEPS = 4
 _ENCODED_AT_ONCE = 128 * 128
-"""Pixels of an image whose PNG takes less than a millisecond, and no thread."""
+"""Maximum pixels of an image that is encoded without a thread: its PNG takes under a millisecond.
+"""
 _PNG_THREADS = 4
 
 _ALONE: dict[type, bool] = {}
-"""True if the pipelines of a class change shared modules around their calls, like PAG pipelines.
+"""True if a pipeline class changes shared modules around its calls, as PAG pipelines do.
 
 Determined when a model warms up, which on a CPU happens only once.
 """
 
 _BROKEN: dict[Path, dict[type, str]] = {}
-"""Classes of pipelines for images or masks that could not draw, with the reason, by the folder of
-their model. As above."""
+"""Pipeline classes for images or masks that could not draw, with the reason, by their model's
+folder. Determined at warm-up, like `_ALONE`.
+"""
 
 log = logging.getLogger(__name__)
 
 
 class ImageModel:
-    """Draws images, which ImagePreparer prepared, with a diffusers pipeline.
+    """Draws images prepared by ImagePreparer, using a diffusers pipeline.
 
-    They join between two steps, and leave when they are done (see SteppedModel). Batches whose
-    images all begin at once are drawn in the same way.
+    Images join between two steps and leave when they are done (see SteppedModel). Batches whose
+    images all start at once are drawn the same way.
     """
 
     device_name = ""
@@ -102,19 +104,18 @@ class ImageModel:
         self._is_warm = False
         self._drawings: dict[int, Drawing] = {}
         self._queued: dict[int, PreparedImage] = {}
-        """Items waiting for the previous one to end, if images are drawn one at a time."""
+        """Items waiting for the previous one to finish, if images are drawn one at a time."""
         self._encoding: dict[int, tuple[PreparedImage, Future[Result | PenstockError]]] = {}
         self._aside: list[_Aside] = []
         """Preempted images, the oldest first."""
         self._png_threads: tuple[int, ThreadPoolExecutor] | None = None
 
     def setup(self) -> None:
-        """Loads the pipeline, of any class, without its safety checker.
+        """Loads a pipeline of any class, without its safety checker.
 
         Raises:
-            ConfigurationError: the folder is not a pipeline for images, it can't draw with the
-                defaults of the entry, it differs from the interface of the entry, or a required
-                package is missing.
+            ConfigurationError: the folder is not an image pipeline, it can't draw with the entry's
+                defaults, it doesn't match the entry's interface, or a required package is missing.
         """
         self.load()
         self.use(self.entry)
@@ -123,7 +124,7 @@ class ImageModel:
         """Loads the pipeline, which then waits for `use`.
 
         Raises:
-            ConfigurationError: as `setup`.
+            ConfigurationError: same as `setup`.
         """
         self._device, self.device_name = self._requested_device.open()
         self._plan = plan_for(self.entry, capability_of(self._device))
@@ -131,13 +132,13 @@ class ImageModel:
         self._pipelines = loaded.with_images_of(self._can_draw)
 
     def use(self, entry: Model, *, is_trial: bool = False) -> None:
-        """Prepares to draw as specified in an entry, which has the same source.
+        """Prepares to draw as specified in an entry that has the same source.
 
         Args:
-            is_trial: the warm-up leaves out tasks of the interface that fail.
+            is_trial: True if the warm-up skips interface tasks that fail.
 
         Raises:
-            ConfigurationError: as `setup`.
+            ConfigurationError: same as `setup`.
         """
         self.entry = entry
         self._is_trial = is_trial
@@ -161,7 +162,7 @@ class ImageModel:
             raise ConfigurationError(reason, field=f"image.{refusal.field}")
 
     def _pipelines_for(self, interface: ImageInterface | None) -> LoadedPipelines:
-        """Returns the pipelines for an interface's tasks, or for tasks without an interface.
+        """Returns the pipelines for the interface's tasks, or for all tasks without an interface.
 
         Raises:
             ConfigurationError: the interface does not match the pipeline, or it is missing.
@@ -189,7 +190,7 @@ class ImageModel:
 
     @property
     def left_out(self) -> dict[str, str]:
-        """The pipeline classes that could not draw, each with the reason."""
+        """Pipeline classes that could not draw, each with the reason."""
         return {kind.__name__: why for kind, why in _BROKEN.get(self._folder, {}).items()}
 
     @property
@@ -200,7 +201,7 @@ class ImageModel:
 
     @property
     def weights_bytes(self) -> int:
-        """Total size in memory of all parts' weights."""
+        """Total in-memory size of all parts' weights."""
         parts = self._main.components.values()
         modules = [part for part in parts if isinstance(part, torch.nn.Module)]
         return sum(weight.nbytes for module in modules for weight in module.parameters())
@@ -235,7 +236,7 @@ class ImageModel:
     def warmup(self) -> None:
         """Draws at the default size, from text and from an image.
 
-        Compiles as many batch sizes as time allows, and keeps what it compiled for other workers.
+        Compiles as many batch sizes as time allows, and saves the compiled code for other workers.
         """
         self._find_out_if_alone()
         began_s = time.monotonic()
@@ -260,7 +261,7 @@ class ImageModel:
             self._kernels.keep()
 
     def _try_other_tasks(self) -> None:
-        """Draws from an image and within a mask. Skips a pipeline that can't."""
+        """Draws from an image and within a mask. Leaves out pipelines that fail."""
         for mode in list(self._pipelines.by_mode)[1:]:
             pipeline = self._pipelines.by_mode[mode]
             try:
@@ -276,9 +277,9 @@ class ImageModel:
         self._options = OptionCheck(self._pipelines, self.entry.image.guidance_scale)
 
     def _find_out_if_alone(self) -> None:
-        """Draws the first step of images, and looks at what their pipeline has changed.
+        """Draws the first step of some images and checks what their pipeline has changed.
 
-        One has another number of rows, so that the hub sees which tensors have as many.
+        One image has a different row count, which shows the hub which tensors vary with it.
         """
         pipeline = self._main
         before, changes = state_of(pipeline), False
@@ -297,7 +298,7 @@ class ImageModel:
             )
 
     def usual_item(self, mode: ImageMode | None = None) -> PreparedImage:
-        """Returns an item for a task (default: the model's first), with the entry's defaults."""
+        """Returns an item for a task (default: the model's first) with the entry's defaults."""
         usual = self.entry.image
         mode = mode or next(iter(self._pipelines.by_mode))
         pixels = usual.width * usual.height
@@ -364,7 +365,7 @@ class ImageModel:
         return [outcomes[slot] for slot in range(len(batch))]
 
     def admit(self, slot: int, item: PreparedItem) -> None:
-        """Admits an item. It begins at the next step, or once its adapter is read."""
+        """Admits an item. It starts at the next step, or once its adapter is loaded."""
         assert isinstance(item, PreparedImage), "the item is not an image; this is a bug"
         if (refusal := self._options.refusal(item)) is not None:
             raise refusal
@@ -378,20 +379,21 @@ class ImageModel:
             self._begin(slot, item)
 
     def step(self) -> StepEnd:
-        """Computes one denoise step of each item. Finished images are decoded."""
+        """Computes one denoising step for each item. Decodes finished images."""
         end = StepEnd()
         self._end_waits(end)
         if not self._drawings and not self._encoding:
             self.adapters.pause()
             return end
-        # Their files are made on threads, which takes no time from the step.
+        # Their files are encoded on threads, which takes no time from the step.
         end.waiting += self._encoding
         oldest = next(iter(self._drawings), None)
         with torch.inference_mode(), self._settled():
             outcomes = self._advance()
         end.work = sum(owner.pixels * rows for owner, rows in self._hub.work)
         for slot, outcome in outcomes.items():
-            # With others gone, there may be room for it. For the oldest one there is none.
+            # Now that others are gone, there may be room for it. If even the oldest doesn't fit, it
+            # fails.
             if isinstance(outcome, OutOfMemory) and (slot != oldest or self._end_aside()):
                 end.preempted.append(slot)
             else:
@@ -399,7 +401,7 @@ class ImageModel:
         return end
 
     def _end_waits(self, end: StepEnd) -> None:
-        """Begins the items whose adapters are now loaded. Ends the items whose adapters failed."""
+        """Starts the items whose adapters are now loaded. Ends the items whose adapters failed."""
         in_use = {drawing.item.adapter for drawing in self._drawings.values()}
         for slot, item in self.adapters.take_ready(in_use):
             try:
@@ -418,17 +420,17 @@ class ImageModel:
         end.waiting += [*self.adapters.waiting, *self._queued]
 
     def take_chunks(self) -> dict[int, TokenChunk]:
-        """Returns an empty dict: only text models write in chunks."""
+        """Returns an empty dict: only text models produce chunks."""
         return {}
 
     def _settled(self) -> contextlib.AbstractContextManager[None]:
-        """Within this context, nothing is compiled after the warm-up."""
+        """Within this context, nothing is compiled once the warm-up is over."""
         if self._is_warm and self._plan.is_compiled:
             return only_what_is_compiled()
         return contextlib.nullcontext()
 
     def preview(self, indices: Sequence[int]) -> list[RgbImage | None]:
-        """Small images between two steps. See workers.models.base.Previewer."""
+        """Returns small images between two steps. See workers.models.base.Previewer."""
         return [self.image(slot) for slot in indices]
 
     def image(self, slot: int) -> RgbImage | None:
@@ -453,10 +455,10 @@ class ImageModel:
             self._hub.drop(slot)
 
     def interrupt(self, slot: int) -> None:
-        """Sets an image aside. If an equal item is admitted, it continues where it was.
+        """Sets an image aside. If an equal item is admitted later, it resumes there.
 
-        All that are set aside take at most the budget of a batch. The oldest ones make room, and
-        start over.
+        Together, set-aside images take at most one batch's budget. To make room, the oldest are
+        ended and start over.
         """
         if self.runs_alone or not (slot in self._drawings or slot in self._encoding):
             self.drop(slot)  # it would leave shared modules changed, or has nothing yet
@@ -469,7 +471,7 @@ class ImageModel:
         self._end_aside(self.entry.budget, self.entry.batch.max_items)
 
     def _end_aside(self, room: int = 0, count: int = 0) -> bool:
-        """Ends images that are set aside, the oldest first, until the others have room.
+        """Ends set-aside images, oldest first, until the others have room.
 
         Returns:
             False if none had to end.
@@ -482,7 +484,7 @@ class ImageModel:
         return len(self._aside) < before
 
     def _resume(self, slot: int, item: PreparedImage) -> bool:
-        """Continues an image that was set aside. Returns False if it was not set aside."""
+        """Resumes an image that was set aside. Returns False if it wasn't set aside."""
         aside = next((aside for aside in self._aside if aside.item == item), None)
         if aside is None:
             return False
@@ -490,14 +492,14 @@ class ImageModel:
         if aside.file is not None:
             self._encoding[slot] = item, aside.file
         if aside.drawing is not None and aside.run is not None:
-            # Its adapter may have left the memory meanwhile, and come back.
+            # Its adapter may have been evicted from memory and reloaded in the meantime.
             aside.drawing.adapter = self.adapters.of(item)
             self._drawings[slot] = aside.drawing
             self._hub.put_back(slot, aside.run)
         return True
 
     def _begin(self, slot: int, item: PreparedImage) -> None:
-        """Lets the pipeline of an item begin or continue at the next step."""
+        """Lets an item's pipeline start or continue at the next step."""
         if self.runs_alone and self._drawings:
             self._queued[slot] = item
             return
@@ -517,7 +519,7 @@ class ImageModel:
         self._hub.add(slot, drawing.draw, drawing)
 
     def _advance(self) -> dict[int, Result | PenstockError]:
-        """Computes one step of each item. Returns the outcomes of items that ended."""
+        """Computes one step for each item. Returns the outcomes of finished items."""
         outcomes: dict[int, Result | PenstockError] = {}
         for slot, outcome in self._hub.step().items():
             drawing = self._drawings.pop(slot)
@@ -534,28 +536,28 @@ class ImageModel:
         return outcomes
 
     def _encode(self, drawing: Drawing, pixels: HostCopy) -> Future[Result | PenstockError]:
-        """Makes the file of an image, on a thread unless it is small."""
+        """Encodes an image's file, on a thread unless it is small."""
         finish = partial(_finish, drawing.item, drawing.lost.count, pixels)
         if self._device.type == "cpu" and drawing.pixels <= _ENCODED_AT_ONCE:
             done: Future[Result | PenstockError] = Future()
             done.set_result(finish())
             return done
-        # A forked process does not have its parent's threads.
+        # A forked process doesn't have its parent's threads.
         if self._png_threads is None or self._png_threads[0] != os.getpid():
             self._png_threads = os.getpid(), ThreadPoolExecutor(_PNG_THREADS, "png")
         return self._png_threads[1].submit(finish)
 
     def _scheduler(self, name: str) -> Any:
-        """A new scheduler with the settings of the folder.
+        """Returns a new scheduler with the settings from the folder.
 
-        Its state must not pass from item to item.
+        Its state must not carry over between items.
         """
         config = self._own_scheduler.config
         if name == OWN_SCHEDULER or isinstance(
             self._own_scheduler, diffusers.FlowMatchEulerDiscreteScheduler
         ):
             return type(self._own_scheduler).from_config(config)
-        # Some look at each timestep of the training as they are made: dpm2 takes half a second.
+        # Some iterate over every training timestep when created: dpm2 takes half a second.
         if name not in self._unused_schedulers:
             choice = SCHEDULERS[name]
             kind = getattr(diffusers, choice.class_name)
@@ -565,7 +567,7 @@ class ImageModel:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Aside:
-    """An image that was set aside: while it was drawn, or while its file was made."""
+    """An image that was set aside, either during drawing or while its file was being encoded."""
 
     item: PreparedImage
     drawing: Drawing | None = None
@@ -604,7 +606,7 @@ def _as_error(error: Exception) -> PenstockError:
 
 
 def _with_times_on_host(scheduler: Any) -> Any:
-    """A scheduler whose timesteps stay on the host. On a device, each comparison waits for it."""
+    """Returns a scheduler with timesteps on the host. On a device, each comparison would wait."""
     set_timesteps = scheduler.set_timesteps
 
     @wraps(set_timesteps)

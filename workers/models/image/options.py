@@ -1,4 +1,4 @@
-"""Item options supported by a loaded model, according to the arguments of its pipelines."""
+"""Item options that a loaded model supports, based on its pipelines' arguments."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from workers.models.image.pipeline import (
 _UNGUIDED = 1.0
 """The `guidance_scale` of unguided images, which every pipeline supports."""
 _MAX_USUAL_PX = 1024
-"""The largest default side, because a catalog entry allows 1024 x 1024 pixels by default."""
+"""The largest default side, because catalog entries allow 1024 x 1024 pixels by default."""
 _USUAL_STEPS = 20
 
 _GUIDED_WITHOUT_A_PROMPT = 1.0
@@ -30,10 +30,10 @@ _GUIDED_WITHOUT_A_PROMPT = 1.0
 
 
 class OptionCheck:
-    """Checks the options of items against the pipelines of a model.
+    """Checks items' options against a model's pipelines.
 
     Args:
-        usual_guidance: the `guidance_scale` of requests that do not set it.
+        usual_guidance: the `guidance_scale` for requests that don't set it.
     """
 
     def __init__(self, pipelines: LoadedPipelines, usual_guidance: float) -> None:
@@ -43,7 +43,7 @@ class OptionCheck:
         self._fields = fields_of(pipelines)
 
     def refusal(self, item: PreparedImage) -> BadInput | None:
-        """Returns why no pipeline of the model can draw an item. None if one can."""
+        """Returns the reason that no pipeline of the model can draw an item. None if one can."""
         return self._refusal_of_mode(item) or self._refusal_of_option(item) or self._of_size(item)
 
     def _refusal_of_mode(self, item: PreparedImage) -> BadInput | None:
@@ -85,7 +85,7 @@ class OptionCheck:
 
 
 def fields_of(pipelines: LoadedPipelines) -> tuple[str, ...]:
-    """Returns the names in OPTIONS that have an effect in a model."""
+    """Returns the names in OPTIONS that have an effect for a model."""
     known = parameters_of(pipelines.main)
     fields = [name for name in ("clip_skip", "guidance_rescale") if name in known]
     guidance, true_scale = guidance_name(pipelines.main), known.get("true_cfg_scale")
@@ -98,7 +98,7 @@ def fields_of(pipelines: LoadedPipelines) -> tuple[str, ...]:
     )
     if "negative_prompt" in known and is_guided:
         fields.append("negative_prompt")
-    # If one of two ignores it, requests can't use it, because the charge depends on it.
+    # If one of two pipelines ignores it, requests can't use it, because the charge depends on it.
     edited = [pipeline for mode, pipeline in pipelines.by_mode.items() if mode != "text"]
     if edited and all("strength" in parameters_of(pipeline) for pipeline in edited):
         fields.append("strength")
@@ -106,7 +106,7 @@ def fields_of(pipelines: LoadedPipelines) -> tuple[str, ...]:
 
 
 def describe(pipelines: LoadedPipelines) -> ImageInterface:
-    """Returns what a model draws and accepts, with the defaults of its pipeline."""
+    """Returns what a model draws and accepts, with its pipeline's defaults."""
     pipeline = pipelines.main
     known, guidance = parameters_of(pipeline), guidance_name(pipeline)
     multiple = _multiple_px(pipeline)
@@ -142,7 +142,7 @@ def _usual_side(pipeline: Any, name: str, multiple: int) -> int:
 
 
 def schedulers_of(own: Any) -> tuple[str, ...]:
-    """Returns the names in requests of schedulers that can replace `own`."""
+    """Returns the request names of the schedulers that can replace `own`."""
     if isinstance(own, diffusers.FlowMatchEulerDiscreteScheduler):
         return (OWN_SCHEDULER, "euler")
     is_flow = own.config.get("prediction_type") == "flow_prediction"
@@ -150,7 +150,7 @@ def schedulers_of(own: Any) -> tuple[str, ...]:
 
 
 def _max_clip_skip(pipeline: Any) -> int:
-    """Returns how many CLIP layers can be left out. With two encoders, the last one always is."""
+    """Returns how many CLIP layers can be skipped. With two encoders, the last one always is."""
     encoders = [getattr(pipeline, name, None) for name in ("text_encoder", "text_encoder_2")]
     layers = [encoder.config.num_hidden_layers for encoder in encoders if encoder is not None]
     return min(layers, default=0) - int(hasattr(pipeline, "text_encoder_2"))
@@ -164,7 +164,7 @@ def _patch(pipeline: Any) -> int | None:
 
 
 def _multiple_px(pipeline: Any) -> int:
-    """Returns the number that sides must be multiples of: the pixels of one latent or token."""
+    """Returns the number that sides must be a multiple of: the pixels of one latent or token."""
     scale: int = getattr(pipeline, "vae_scale_factor", 1)
     if (patch := _patch(pipeline)) is None:
         return scale
@@ -174,7 +174,7 @@ def _multiple_px(pipeline: Any) -> int:
 
 
 def _largest_px(pipeline: Any) -> int | None:
-    """Returns the largest side for which a transformer has positions. None: any."""
+    """Returns the largest side that a transformer has positions for. None: any."""
     if (patch := _patch(pipeline)) is None:
         return None
     places = pipeline.transformer.config.get("pos_embed_max_size")

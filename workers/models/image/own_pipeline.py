@@ -1,8 +1,8 @@
-"""A pipeline for each item: a copy of a loaded one, whose modules are shared through the hub.
+"""One pipeline per item: a copy of the loaded one, with modules shared through the hub.
 
-A copy has its own scheduler and state. In place of each module it has a stand-in, which hands calls
-to the hub and everything else to the module. So the modules themselves are not touched: they may be
-compiled, quantized and moved as before.
+A copy has its own scheduler and state. In place of each module it has a stand-in, which passes
+calls to the hub and everything else to the module. The modules themselves aren't touched: they can
+still be compiled, quantized and moved.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _OF_FOUR_CHANNELS = frozenset(
 
 
 class Shared:
-    """Replaces a module that all items share, in the pipeline of one of them.
+    """Replaces a shared module in one item's pipeline.
 
     Args:
-        parts: what is intercepted, by method. Empty: the call itself.
-        settings: values in its `config` that differ from the module's own.
-        shift: what is added to the latents that it decodes.
+        parts: the intercepted parts, by method. Empty: the call itself.
+        settings: `config` values that differ from the module's own.
+        shift: value added to the latents before decoding.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Shared:
             **{name: partial(self._ask_vae, part) for name, part in parts.items() if name},
         )
         for name in ("config", "device", "dtype"):
-            # Finding them through modules is slow, because they search all their parts.
+            # Looking them up through modules is slow, because that searches all their parts.
             if hasattr(module, name):
                 self.__dict__[name] = getattr(module, name)
         if settings:
@@ -64,14 +64,14 @@ class Shared:
         return type(self.__dict__["_module"])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Hands a call to the hub."""
+        """Passes a call to the hub."""
         if self._part is None:
             return self._module(*args, **kwargs)
         return self._ask(self._part, args, kwargs)
 
     def _ask_vae(self, part: Part, images: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(images, torch.Tensor) and images.is_floating_point():
-            # A VAE may use fp32 while its denoiser uses 16 bits.
+            # A VAE may use fp32 while the denoiser uses 16 bits.
             images = images.to(self.dtype)
             if self._shift and part.name.endswith(".decode"):
                 images = images + self._shift
@@ -82,15 +82,15 @@ class Shared:
             return lambda *args, **kwargs: self
         module = self.__dict__["_module"]
         if name == "text_model" and not hasattr(module, name):
-            # diffusers 0.42 looks for this level in CLIP, but transformers 5 has left it out.
+            # diffusers 0.42 looks for this level in CLIP, but transformers 5 has removed it.
             return module
         return getattr(module, name)
 
 
 def state_of(pipeline: Any) -> tuple[Any, ...]:
-    """Returns the parts of modules that pipelines may change around calls: hooks and processors.
+    """Returns the module parts that pipelines may change around calls: hooks and processors.
 
-    If it changes while an item is drawn, its pipeline can't share the modules with others.
+    If it changes while an item is drawn, the item's pipeline can't share modules with others.
     """
     return tuple(
         (
@@ -100,14 +100,14 @@ def state_of(pipeline: Any) -> tuple[Any, ...]:
             "forward" in vars(part),
         )
         for module in pipeline.components.values()
-        # transformers adds hooks to text encoders when they are first called.
+        # transformers adds hooks to text encoders on their first call.
         if isinstance(module, ModelMixin)
         for part in module.modules()
     )
 
 
 def is_denoiser(name: str, module: Any) -> bool:
-    """Returns whether a component of a pipeline is what its steps call."""
+    """Returns whether a pipeline's component is the one that its steps call."""
     if not isinstance(module, ModelMixin) or hasattr(module, "decode"):
         return False
     return not any(word in name for word in ("controlnet", "encoder", "connector", "adapter"))
@@ -115,7 +115,7 @@ def is_denoiser(name: str, module: Any) -> bool:
 
 @lru_cache(maxsize=256)
 def _own_kind(kind: Any) -> Any:
-    """A class of pipelines whose items do not look for offloaded modules in all of their parts."""
+    """Returns a pipeline class whose items don't search every part for offloaded modules."""
 
     def device_of(pipeline: Any) -> Any:
         return pipeline._own_device
@@ -132,7 +132,7 @@ def _own_kind(kind: Any) -> Any:
 
 
 class Interception:
-    """Makes pipelines for items whose modules call a hub."""
+    """Creates per-item pipelines whose modules call a hub."""
 
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
@@ -143,7 +143,8 @@ class Interception:
         """Returns a copy of a pipeline for one item.
 
         Args:
-            scheduler: scheduler of the item. None: a new one with the settings of the pipeline's.
+            scheduler: the item's scheduler. None: a new one with the settings of the pipeline's
+                scheduler.
         """
         mine = copy.copy(pipeline)
         object.__setattr__(mine, "_own_device", pipeline.device)
@@ -168,7 +169,7 @@ class Interception:
         return known
 
     def stand_in(self, name: str, module: Any, **corrections: Any) -> Shared:
-        """Returns what hands the calls of a module to the hub."""
+        """Returns the stand-in that passes a module's calls to the hub."""
         parts = self._parts.setdefault(id(module), _parts_of(name, module))
         return Shared(module, self._hub, parts, **corrections)
 
@@ -183,13 +184,13 @@ def _parts_of(name: str, module: Any) -> dict[str, Part]:
 
 
 def _corrections(pipeline: Any, name: str, module: Any) -> dict[str, Any]:
-    """Returns how a component's stand-in differs from it, for a class of pipelines."""
+    """Returns how a component's stand-in differs from it, depending on the pipeline class."""
     kind = type(pipeline).__name__
     if kind in _OF_FOUR_CHANNELS and name == "unet":
-        # They support latents with any number of channels, but look for four.
+        # These pipelines support any number of latent channels, but check for four.
         channels = pipeline.vae.config.latent_channels
         return {"settings": {"in_channels": 4}} if module.config.in_channels == channels else {}
     if kind == "StableDiffusion3InpaintPipeline" and name == "vae":
-        # It leaves out the shift when it decodes (diffusers 0.42.1).
+        # It omits the shift when decoding (diffusers 0.42.1).
         return {"shift": module.config.shift_factor or 0.0}
     return {}

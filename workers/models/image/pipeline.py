@@ -29,22 +29,23 @@ _WITHOUT = {
     "StableDiffusionXL": {"text_encoder", "tokenizer"},
     "StableDiffusion3": {"text_encoder_3", "tokenizer_3"},
 }
-"""Text encoders, with their tokenizers, that families draw without. diffusers calls more of them
-optional, for callers that have encoded their prompts."""
+"""Text encoders that families can draw without, with their tokenizers. diffusers marks more of them
+as optional, for callers that have already encoded their prompts.
+"""
 
 
 def denoiser_of(pipeline: Any) -> Any | None:
-    """Returns the UNet or the transformer of a pipeline. None if it has neither."""
+    """Returns a pipeline's UNet or transformer. None if it has neither."""
     unet = getattr(pipeline, "unet", None)
     return getattr(pipeline, "transformer", None) if unet is None else unet
 
 
 @dataclass(frozen=True)
 class LoadedPipelines:
-    """The pipelines of one model. They share their parts."""
+    """One model's pipelines, which share their parts."""
 
     main: Any
-    """A pipeline with all parts. It may be for any task."""
+    """A pipeline with all parts, for any of the tasks."""
     by_mode: Mapping[ImageMode, Any]
 
     def of(self, item: PreparedImage) -> Any | None:
@@ -52,7 +53,7 @@ class LoadedPipelines:
         return self.by_mode.get(mode_of(item))
 
     def with_images_of(self, is_kept: Callable[[Any], bool]) -> LoadedPipelines:
-        """The same with only some of the pipelines for images and masks."""
+        """Returns the same with only some of the pipelines for images and masks."""
         modes = self.by_mode.items()
         kept_pipelines = {
             mode: pipeline for mode, pipeline in modes if mode == "text" or is_kept(pipeline)
@@ -64,34 +65,34 @@ class LoadedPipelines:
         return self.with_images_of(lambda pipeline: "strength" in parameters_of(pipeline))
 
     def only(self, tasks: Collection[ImageMode]) -> LoadedPipelines:
-        """The same for these tasks alone."""
+        """Returns the same, restricted to these tasks."""
         return replace(
             self, by_mode={name: self.by_mode[name] for name in tasks if name in self.by_mode}
         )
 
 
 def mode_of(item: PreparedImage) -> ImageMode:
-    """Returns the task of an item: whether it is drawn from text, an image or a mask."""
+    """Returns an item's task: drawing from text, from an image or within a mask."""
     if item.mask is not None:
         return "mask"
     return "text" if item.source is None else "image"
 
 
 def load_pipelines(folder: Path, device: torch.device, plan: ImagePlan) -> LoadedPipelines:
-    """Loads the pipelines of `folder`: classes of diffusers with weights as safetensors.
+    """Loads the pipelines in `folder`: diffusers classes with safetensors weights.
 
     Raises:
-        ConfigurationError: the folder is not a pipeline for images.
+        ConfigurationError: the folder is not an image pipeline.
     """
     for library in (diffusers.utils.logging, transformers.utils.logging):
-        # By default, both print a lot about parts that are not needed here.
+        # By default, both libraries print a lot about parts that aren't needed here.
         library.set_verbosity_error()
         library.disable_progress_bar()
     try:
         config = diffusers.DiffusionPipeline.load_config(folder, local_files_only=True)
         kind = _class_of(folder, config)
         _check_parts(folder, config)
-        # Parts that a folder leaves out, such as the T5 of Stable Diffusion 3, must be passed
+        # Parts that a folder omits, such as the T5 of Stable Diffusion 3, must be passed
         # explicitly.
         without: dict[str, Any] = dict.fromkeys(_null_parts(folder, config, kind))
         if "safety_checker" in config:
@@ -114,14 +115,14 @@ def load_pipelines(folder: Path, device: torch.device, plan: ImagePlan) -> Loade
         raise ConfigurationError(reason, field="source")
     for loaded in (pipeline, *by_mode.values()):
         loaded.set_progress_bar_config(disable=True)
-        # Pipelines of Stable Diffusion XL mark their images if a certain package is installed.
+        # Stable Diffusion XL pipelines watermark their images if a certain package is installed.
         if getattr(loaded, "watermark", None) is not None:
             loaded.watermark = None
     return LoadedPipelines(pipeline, by_mode)
 
 
 def _class_of(folder: Path, config: Mapping[str, Any]) -> Any:
-    """The class of diffusers that draws from text with the parts of a folder, or that it names."""
+    """Returns the diffusers class that draws from text with these parts, or the one it names."""
     name = config.get("_class_name") if isinstance(config, Mapping) else None
     kind = getattr(diffusers, name, None) if isinstance(name, str) else None
     if not isinstance(kind, type) or not issubclass(kind, diffusers.DiffusionPipeline):
@@ -133,7 +134,7 @@ def _class_of(folder: Path, config: Mapping[str, Any]) -> Any:
 
 
 def _check_parts(folder: Path, config: Mapping[str, Any]) -> None:
-    """Checks that each part has a folder. Otherwise diffusers looks into the pipeline's folder."""
+    """Checks that each part has a folder. Otherwise diffusers looks in the pipeline's folder."""
     for name, place in config.items():
         is_part = isinstance(place, list | tuple) and len(place) == 2 and isinstance(place[0], str)
         if is_part and name != "safety_checker" and not (folder / name).is_dir():
@@ -142,7 +143,7 @@ def _check_parts(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def _null_parts(folder: Path, config: Mapping[str, Any], kind: Any) -> list[str]:
-    """Returns the parts that a folder leaves out with null.
+    """Returns the parts that a folder sets to null.
 
     Raises:
         ConfigurationError: the pipeline can't draw from a prompt without one of them.
@@ -164,15 +165,15 @@ def _null_parts(folder: Path, config: Mapping[str, Any], kind: Any) -> list[str]
 
 
 def _pipelines_of(pipeline: Any, *, refines: bool) -> dict[ImageMode, Any]:
-    """Returns the pipelines with these parts, by their task.
+    """Returns the pipelines that use these parts, by task.
 
-    `refines`: True for the parts of a refiner, which draws from images only.
+    `refines`: True if the parts are a refiner's, which draws only from images.
     """
     known = parameters_of(pipeline)
     takes_image, takes_mask = "image" in known, "mask_image" in known
     texts = auto_pipeline.AUTO_TEXT2IMAGE_PIPELINES_MAPPING.values()
     for_text = pipeline if type(pipeline) in texts or not takes_image else None
-    # The pipeline for text does not know whether it refines, so it does not pass that on.
+    # The text pipeline doesn't know whether it refines, so it doesn't pass that on.
     for_image = _counterpart(
         pipeline, diffusers.AutoPipelineForImage2Image, "Img2ImgPipeline", refines=refines
     ) or (pipeline if takes_image and not takes_mask else None)
@@ -192,9 +193,9 @@ def _pipelines_of(pipeline: Any, *, refines: bool) -> dict[ImageMode, Any]:
 
 
 def _counterpart(pipeline: Any, auto: Any, ending: str, *, refines: bool) -> Any | None:
-    """The pipeline for images or masks with the same components. None if there is none.
+    """The pipeline for images or masks with the same components. None if there isn't one.
 
-    diffusers' own list of them leaves some out, whose class is named after that for text.
+    diffusers' own list omits some, whose class is named after the one for text.
     """
     named = type(pipeline).__name__.removesuffix("Pipeline") + ending
     try:
@@ -216,14 +217,14 @@ def parameters_of(pipeline: Any) -> Mapping[str, inspect.Parameter]:
 
 @lru_cache(maxsize=512)
 def signature_of(function: Any) -> inspect.Signature:
-    """Returns a signature, which is slow to create and does not change."""
+    """Returns a cached signature: it is slow to create and doesn't change."""
     return inspect.signature(function)
 
 
 def guidance_name(pipeline: Any) -> str | None:
     """Returns the argument for `guidance_scale`. None if the pipeline has no guidance.
 
-    `true_cfg_scale` if the other one is for models that were distilled, as in Qwen-Image.
+    `true_cfg_scale` if `guidance_scale` is only for distilled models, as in Qwen-Image.
     """
     known = parameters_of(pipeline)
     scale = known.get("guidance_scale")
@@ -243,7 +244,7 @@ def _is_trained_with_masks(pipeline: Any) -> bool:
 def apply_plan(pipeline: Any, folder: Path, plan: ImagePlan) -> None:
     """Changes the denoiser and the VAE in place.
 
-    Pipelines with a VAE of another kind than Stable Diffusion's do not change.
+    Pipelines whose VAE is not Stable Diffusion's kind stay unchanged.
     """
     denoiser: Any = denoiser_of(pipeline)
     vae = getattr(pipeline, "vae", None)
@@ -255,8 +256,8 @@ def apply_plan(pipeline: Any, folder: Path, plan: ImagePlan) -> None:
     if plan.is_tuned:
         vae.to(memory_format=torch.channels_last)
         if has_unet:
-            # Transformers have no convolutions to speak of, and the fused processor of diffusers
-            # leaves out their norms of queries and keys.
+            # Transformers have hardly any convolutions, and diffusers' fused processor drops their
+            # query and key norms.
             if not plan.has_adapters:
                 pipeline.fuse_qkv_projections()
             denoiser.to(memory_format=torch.channels_last)
@@ -268,13 +269,13 @@ def apply_plan(pipeline: Any, folder: Path, plan: ImagePlan) -> None:
 
 
 def _quantize_linears(denoiser: Any) -> None:
-    """Converts the linear layers in transformer blocks to INT8, by torchao, in place.
+    """Converts the linear layers in transformer blocks to INT8 with torchao, in place.
 
-    Weights per channel. On GPUs with INT8 matrix units also activations, per token. Other layers
-    (time embedding, modulation of the norms) get one row per image, which gains nothing and is
-    below the 17 rows that CUDA's INT8 product needs.
+    Weights are quantized per channel. On GPUs with INT8 matrix units, activations are too, per
+    token. Other layers (time embedding, norm modulation) get one row per image, which gains nothing
+    and is below the 17 rows that CUDA's INT8 product requires.
     """
-    # torchao takes a second to import, and only INT8 needs it.
+    # Importing torchao takes a second, and only INT8 needs it.
     from torchao.quantization import (
         Int8DynamicActivationInt8WeightConfig,
         Int8WeightOnlyConfig,

@@ -1,4 +1,4 @@
-"""Decides how an image pipeline runs, from the device's capability and the catalog."""
+"""Decides how an image pipeline runs, based on the device's capability and the catalog."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _VOLTA = (7, 0)
 class Capability:
     """The features that a device supports.
 
-    `compute` is the capability of a CUDA GPU, (major, minor), or (0, 0) on a CPU.
+    `compute` is a CUDA GPU's compute capability, (major, minor), or (0, 0) on a CPU.
     """
 
     kind: str
@@ -40,12 +40,13 @@ def capability_of(device: torch.device) -> Capability:
 
 @dataclass(frozen=True)
 class ImagePlan:
-    """The plan by which the pipeline runs.
+    """Determines how the pipeline runs.
 
-    `is_compiled`: torch.compile for UNet and VAE, for each of `batch_sizes` at the default image
-    size. Other shapes run eagerly, and the VAE processes images one by one. `is_int8`: INT8 for the
-    linear layers of the UNet's transformers. `is_tuned`: channels-last weights and fused
-    query-key-value projections. `has_adapters`: nothing is fused, since adapters change the parts.
+    `is_compiled`: torch.compile for the UNet and VAE, for each of `batch_sizes` at the default
+    image size. Other shapes run eagerly, and the VAE processes images one at a time. `is_int8`:
+    INT8 for the linear layers in the UNet's transformers. `is_tuned`: channels-last weights and
+    fused query-key-value projections. `has_adapters`: nothing is fused, because adapters change the
+    parts.
     """
 
     dtype: torch.dtype
@@ -60,7 +61,7 @@ def plan_for(entry: Model, capability: Capability) -> ImagePlan:
     """Returns the plan for an image model in the catalog.
 
     Raises:
-        ConfigurationError: the entry requires INT8, and torchao is not installed.
+        ConfigurationError: the entry requires INT8, but torchao is not installed.
     """
     is_gpu = capability.kind == "cuda"
     is_int8 = entry.precision == "int8"
@@ -72,7 +73,7 @@ def plan_for(entry: Model, capability: Capability) -> ImagePlan:
     can_compile = capability.has_triton and capability.compute >= _VOLTA
     return ImagePlan(
         dtype=_dtype(entry.precision, capability),
-        # On a CPU neither changes the time measurably.
+        # On a CPU, neither makes a measurable difference.
         is_tuned=is_gpu,
         is_int8=is_int8,
         is_compiled=compile_mode == "always" or (compile_mode == "auto" and is_gpu and can_compile),

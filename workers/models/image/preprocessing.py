@@ -1,8 +1,8 @@
 """Checks and prepares image requests in the I/O process.
 
-A source image is decoded and resized once. The map of a ControlNet is made of its caller's image.
-ControlNets for edges are trained with OpenCV's `Canny`. Workers do without it, because it is 60 MB
-for this: the edges here equal its own bit by bit.
+A source image is decoded and resized once. A ControlNet's map is computed from the caller's image.
+ControlNets for edges are trained with OpenCV's `Canny`. Workers do without OpenCV, because it would
+add 60 MB for this alone: the edges computed here equal its edges bit for bit.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shared.models.tasks.image import ControlInput, ImageInput, IpAdapterInput
 from workers.models.base import PreparedControl, PreparedImage
 
 _TAN_22 = 13573
-"""The tangent of 22.5 degrees, times 2^15."""
+"""tan(22.5°) times 2^15."""
 _ALL_AROUND = np.ones((3, 3), bool)
 
 SOURCE_FORMATS = ("PNG", "JPEG", "WEBP")
@@ -35,20 +35,20 @@ SOURCE_MAX_PIXELS = 16 * 1024 * 1024
 DEFAULT_STRENGTH = 0.8
 SEED_LIMIT = 2**63
 _MAX_RESIZED = 8
-"""Maximum ratio of an image's sides. Beyond it, the distant parts are left out."""
+"""Maximum aspect ratio of an image. Beyond it, the far ends are cropped."""
 
 
 def edges(pixels: npt.NDArray[np.uint8], low: int, high: int) -> npt.NDArray[np.uint8]:
     """Returns 255 on edges and 0 elsewhere, [height, width].
 
-    As in J. Canny, A Computational Approach to Edge Detection, 1986. Gradients are Sobel's, from
+    Follows J. Canny, A Computational Approach to Edge Detection, 1986. Gradients are Sobel's, from
     the channel with the largest one. A gradient that is the largest across its edge is kept if it
     is above `high`, or above `low` and connected to such a pixel.
 
     Args:
         pixels: image as [height, width, channels].
         low: threshold for |dx| + |dy|, in levels: 0 to 2040.
-        high: as `low`.
+        high: same unit and range as `low`.
     """
     values = np.pad(pixels.astype(np.int32), ((1, 1), (1, 1), (0, 0)), "edge")
     columns = values[:-2] + 2 * values[1:-1] + values[2:]
@@ -91,16 +91,16 @@ def _is_largest(
 def prepare_control(
     control: ControlInput, width: int, height: int, known: Mapping[str, Control]
 ) -> PreparedControl:
-    """Makes the map of a control.
+    """Creates a control's map.
 
     Args:
-        width: pixels of the image to draw.
-        height: pixels of the image to draw.
-        known: the controls of the model, by name.
+        width: width of the image to draw, in pixels.
+        height: height of the image to draw, in pixels.
+        known: the model's controls, by name.
 
     Raises:
-        BadInput: the control is not one of the model, its image can't be read, or it guides in no
-            part of the steps.
+        BadInput: the model doesn't have the control, its image can't be read, or it guides during
+            no part of the steps.
     """
     entry = known.get(control.name)
     if entry is None:
@@ -118,7 +118,7 @@ def prepare_control(
 
 
 def map_of(image: Image.Image, entry: Control) -> Image.Image:
-    """Returns the map of an image for a ControlNet, in RGB and of the same size."""
+    """Returns an image's map for a ControlNet, in RGB and at the same size."""
     if entry.preprocessor == "canny":
         outline = edges(np.asarray(image), entry.canny_low, entry.canny_high)
         return Image.fromarray(outline).convert("RGB")
@@ -130,13 +130,12 @@ def map_of(image: Image.Image, entry: Control) -> Image.Image:
 
 
 class ImagePreparer:
-    """Prepares ImageInput within the limits of the catalog.
+    """Prepares ImageInput within the catalog's limits.
 
     Args:
-        is_stepped: whether images of any size, steps and scheduler are computed together.
-        rounds_up: whether image-to-image runs a part of a step as a whole one.
-        sides_px: sides of the squares that the image encoders of IP-Adapters read, by the adapters'
-            names.
+        is_stepped: True if images with any size, steps and scheduler are computed together.
+        rounds_up: True if image-to-image rounds a fractional step up.
+        sides_px: side of the square that each IP-Adapter's image encoder reads, by adapter name.
     """
 
     def __init__(
@@ -153,7 +152,7 @@ class ImagePreparer:
         self._sides_px = sides_px or {}
 
     def prepare(self, inputs: Sequence[Input]) -> list[PreparedImage | BadInput | ModelFailed]:
-        """One outcome per input, in order. A BadInput names the invalid field of ImageInput."""
+        """Returns one outcome per input, in order. A BadInput names the invalid field."""
         return [self._outcome(value) for value in inputs]
 
     def _outcome(self, value: Input) -> PreparedImage | BadInput | ModelFailed:
@@ -176,7 +175,7 @@ class ImagePreparer:
             return error
 
     def _strength_of(self, value: ImageInput) -> float | None:
-        """The strength of an item with an image. None: its pipeline edits images as a whole."""
+        """Returns the strength for an item with an image. None: its pipeline edits whole images."""
         if self._bounds.accepts("strength"):
             return DEFAULT_STRENGTH if value.strength is None else value.strength
         if value.strength is not None:
@@ -258,8 +257,7 @@ class ImagePreparer:
             # A whole batch ends when its longest image ends.
             key="" if self._is_stepped else f"{value.width}x{value.height}/{steps_run}",
             length=pixel_steps,
-            # Each image has its steps to itself, so only its pixels share batches with other
-            # images.
+            # Each image runs its own steps, so only its pixels share batches with other images.
             room=value.width * value.height * self._bounds.steps if self._is_stepped else 0,
             prompt=value.prompt,
             negative_prompt=value.negative_prompt,
@@ -282,7 +280,7 @@ class ImagePreparer:
 
 
 def _make_catalog_error(noun: str, name: str, field: str) -> ModelFailed:
-    # The result would be cached as a result of the file in the API's catalog.
+    # The result would be cached as the result of the file in the API's catalog.
     return ModelFailed(
         f"{noun} {name!r} differs between the catalogs of this worker and the API; try again later",
         field=field,
@@ -290,9 +288,9 @@ def _make_catalog_error(noun: str, name: str, field: str) -> ModelFailed:
 
 
 def _square_of(image: Image.Image, side_px: int) -> bytes:
-    """The middle of an image as side x side RGB pixels, as CLIP's image processor crops it."""
+    """The image's center as side x side RGB pixels, cropped as CLIP's image processor does."""
     short = min(image.size)
-    # It resizes all of an image first. A long line of pixels would not fit into memory then.
+    # CLIP resizes the whole image first. A very long, thin image would not fit in memory.
     near = _middle(image, *(min(side, short * _MAX_RESIZED) for side in image.size))
     width, height = (int(side_px * side / short) for side in near.size)
     resized = near.resize((width, height), Image.Resampling.BICUBIC)
@@ -325,16 +323,16 @@ def _check_numbers(value: ImageInput, bounds: ImageDefaults) -> None:
 
 
 def image_to_image_steps(steps: int, strength: float, *, rounds_up: bool = False) -> int:
-    """Returns the steps that image-to-image runs: `strength` times the steps.
+    """Returns how many steps image-to-image runs: `strength` times the steps.
 
     Args:
-        steps: number of steps for an image from text.
+        steps: number of steps for an image drawn from text.
         strength: above 0 and at most 1.
-        rounds_up: a part of a step is a whole one, as diffusers counts for pipelines that match
-            flows. It drops it for others.
+        rounds_up: True if a fractional step counts as a whole one, as in diffusers' flow-matching
+            pipelines. Others drop it.
 
     Raises:
-        BadInput: strength is not above 0 and at most 1, or so low that no step is left.
+        BadInput: strength is not above 0 and at most 1, or is so low that no step is left.
     """
     if not 0 < strength <= 1:
         raise BadInput(f"strength must be above 0 and at most 1, got {strength}", field="strength")
@@ -353,7 +351,7 @@ def _read_source(blob: Blob, width: int, height: int, field: str = "image") -> b
 
 
 def _read_mask(value: ImageInput) -> bytes:
-    """The mask of an input as width x height bytes."""
+    """Returns an input's mask as width x height bytes."""
     if value.image is None or value.mask is None:
         raise BadInput("a mask requires an image", field="mask")
     mask = _decoded(value.mask, "L", "mask")
@@ -385,5 +383,5 @@ def _decoded(blob: Blob, mode: str, field: str) -> Image.Image:
             f"the {field} must have one of the formats {', '.join(SOURCE_FORMATS)}", field=field
         ) from error
     except (OSError, SyntaxError, ValueError, EOFError) as error:
-        # Pillow's decoders raise these for damaged files, depending on where the file is damaged.
+        # Pillow's decoders raise these for damaged files, depending on where the damage is.
         raise BadInput(f"the {field} can't be decoded: {error}", field=field) from error

@@ -1,4 +1,4 @@
-"""Encodes a prompt once: keeps what the `encode_prompt` of a pipeline returns."""
+"""Encodes each prompt once: caches the results of a pipeline's `encode_prompt`."""
 
 from __future__ import annotations
 
@@ -12,33 +12,32 @@ from workers.models.image.kept_encodings import KeptEncodings
 from workers.models.image.pipeline import signature_of
 
 KEPT_BYTES = 64 * 1024 * 1024
-"""Device memory for the cache of prompts.
+"""Device memory for the prompt cache.
 
-In 16 bits it holds 270 pairs of Stable Diffusion 1.5, 100 of SDXL, 12 of Stable Diffusion 3, or 15
-of FLUX.1.
+In 16 bits it holds 270 prompt pairs for Stable Diffusion 1.5, 100 for SDXL, 12 for Stable Diffusion
+3, or 15 for FLUX.1.
 """
 _METHOD = "encode_prompt"
 
 
 class LostTokens:
-    """Counts the tokens that the text encoders of a pipeline do not read.
+    """Counts the tokens that a pipeline's text encoders cut off.
 
     Each text is counted by the encoder with the longest input.
     """
 
     def __init__(self) -> None:
         self.by_text: dict[str, tuple[int, int]] = {}
-        """For each text: the maximum tokens of that encoder, and the number of lost tokens,
-        negated.
+        """For each text: that encoder's maximum tokens, and the number of lost tokens, negated.
         """
 
     @property
     def count(self) -> int | None:
-        """Those of all texts. None: no tokenizer of the pipeline has cut any."""
+        """Lost tokens of all texts. None: no tokenizer of the pipeline has cut any."""
         return -sum(lost for _, lost in self.by_text.values()) if self.by_text else None
 
     def note(self, tokenizer: Any, texts: Any, read: Any, limit: int) -> None:
-        """Records the texts that a tokenizer has read, and the maximum tokens that it reads."""
+        """Records the texts that a tokenizer has read, and the maximum tokens it reads."""
         masks = read.get("attention_mask")
         for at, text in enumerate([texts] if isinstance(texts, str) else texts or ()):
             if not isinstance(text, str):
@@ -50,12 +49,12 @@ class LostTokens:
 
 
 def _is_full(masks: torch.Tensor, at: int, limit: int) -> bool:
-    """Returns whether a text has all tokens that its encoder reads. Some encoders pad to fewer."""
+    """Returns whether a text fills its encoder's input. Some encoders pad to fewer tokens."""
     return masks.shape[-1] >= limit and bool(masks.reshape(-1, limit)[at].all())
 
 
 class _CountingTokenizer:
-    """Replaces a tokenizer in an item's pipeline, and counts the tokens that it cuts."""
+    """Replaces a tokenizer in an item's pipeline and counts the tokens it cuts."""
 
     def __init__(self, tokenizer: Any, lost: LostTokens) -> None:
         self.__dict__.update(_tokenizer=tokenizer, _counts=lost)
@@ -75,24 +74,24 @@ class _CountingTokenizer:
 
 
 class Prompts:
-    """The encoded prompts of a model.
+    """A model's encoded prompts.
 
     Args:
-        kept_bytes: what they take at most.
+        kept_bytes: maximum size of the cached prompts.
     """
 
     def __init__(self, kept_bytes: int = KEPT_BYTES) -> None:
         self._kept = KeptEncodings(kept_bytes)
 
     def intercept(self, pipeline: Any, variant: str = "") -> LostTokens:
-        """Lets an item's pipeline use the cached prompts.
+        """Makes an item's pipeline use the cached prompts.
 
         Args:
-            variant: what its text encoders are changed by, as an adapter and its scale. Empty: by
-                nothing.
+            variant: identifies what changes its text encoders, such as an adapter and its scale.
+                May be empty.
 
         Returns:
-            Counts the tokens that its prompts lose when they are encoded.
+            A counter of the tokens that its prompts lose during encoding.
         """
         lost = LostTokens()
         for name in signature_of(type(pipeline).__init__).parameters:
@@ -116,7 +115,8 @@ class Prompts:
                 return encode(*args, **kwargs)
             entry = self._kept.get(key)
             if entry is None:
-                # Some pipelines encode the negative prompt in another call, which is counted apart.
+                # Some pipelines encode the negative prompt in a separate call, which is counted
+                # separately.
                 before, lost.by_text = lost.by_text, {}
                 encoded = encode(*args, **kwargs)
                 self._kept.keep(key, (_copy(encoded), lost.by_text))
@@ -129,7 +129,7 @@ class Prompts:
 
 
 def _copy(encoded: Any) -> Any:
-    """A copy, because pipelines may change what they get in place."""
+    """Returns a copy, because pipelines may change the encodings in place."""
     return tree_map_only(torch.Tensor, torch.clone, encoded)
 
 

@@ -1,11 +1,11 @@
-"""The adapters that are in the memory of a model process, and the images that wait for others.
+"""The adapters in a model process's memory, and the images waiting for others to load.
 
-An adapter is read in a thread, while steps continue, and put into memory between two of them. The
-least recently used adapters make room for it. An adapter in use by an image stays.
+An adapter is read in a thread while steps continue, and put into memory between two steps. The
+least recently used adapters make room for it. An adapter that an image is using stays.
 
-Adapter files that callers named by URL are on the disk of a worker. The API has fetched them into
-the object store. Each file is stored below the digest of its tenant, so that tenants share nothing,
-and one tenant's files do not take room from tenants that have less.
+Adapter files that callers specify by URL are stored on the worker's disk. The API has fetched them
+into the object store. Each file is stored under its tenant's digest, so tenants share nothing, and
+one tenant's files don't displace the files of tenants with fewer.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ ABANDONED_S = 3600.0
 MAX_READS = 2
 """Maximum concurrent reads. More would take CPU time from the steps."""
 WAIT_S = 0.05
-"""How long a step waits for an adapter if there is nothing to draw. New items wait, too."""
+"""How long a step waits for an adapter if there is nothing to draw. New items wait that long, too.
+"""
 
 log = logging.getLogger(__name__)
 
@@ -54,10 +55,10 @@ class _Kept(NamedTuple):
 
 
 class FetchedAdapters:
-    """The files of all tenants. Model processes of a machine share the folder.
+    """All tenants' files. The model processes on a machine share the folder.
 
     Args:
-        urls: the bounds of the catalog.
+        urls: the catalog's limits on adapter URLs.
         folder: the folder for the files.
     """
 
@@ -67,15 +68,15 @@ class FetchedAdapters:
         self._objects = objects
 
     def find(self, digest: str, key: str, owner: str) -> Path:
-        """Returns the file of an adapter, which is copied from the object store if it is not here.
+        """Returns an adapter's file, first copying it from the object store if it isn't local.
 
         Args:
-            digest: digest of the file, as `sha256:…`. The reader checks it.
-            key: key of the object.
-            owner: the digest of its tenant.
+            digest: the file's digest, as `sha256:…`. The reader checks it.
+            key: the file's key in the object store.
+            owner: digest of the tenant that owns it.
 
         Raises:
-            BadInput: the object is gone, or larger than the catalog allows.
+            BadInput: the object is gone, or exceeds the catalog's size limit.
             Unavailable: the object store or the disk is unreachable.
         """
         file = self._folder / owner / f"{digest.removeprefix('sha256:')}{ENDING}"
@@ -97,7 +98,7 @@ class FetchedAdapters:
         return file
 
     def _make_room(self, size_bytes: int) -> None:
-        """Removes the least used files of the largest tenant until `size_bytes` fit."""
+        """Removes the largest tenant's least used files until `size_bytes` fit."""
         by_owner: dict[Path, list[_Kept]] = {}
         for file in self._folder.glob("*/*"):
             with contextlib.suppress(FileNotFoundError):
@@ -129,10 +130,10 @@ Applied = tuple[LoadedAdapter, float] | None
 
 
 class ResidentAdapters:
-    """Adapters by name, below `image.adapter_memory_bytes`.
+    """Adapters by name, within `image.adapter_memory_bytes`.
 
     Args:
-        image: the part of the catalog's entry.
+        image: the catalog entry's `image` section.
     """
 
     def __init__(self, image: ImageDefaults, pipeline: Any, device: torch.device) -> None:
@@ -161,20 +162,20 @@ class ResidentAdapters:
 
     @property
     def resident_names(self) -> list[str]:
-        """Names of the adapters in memory, the least recently used first."""
+        """Names of the adapters in memory, least recently used first."""
         return list(self._resident)
 
     @property
     def waiting(self) -> list[int]:
-        """The slots of waiting images, in order."""
+        """Slots of the waiting images, in order."""
         return list(self._waiting)
 
     def holds_back(self, slot: int, item: PreparedImage) -> bool:
         """Returns whether an image has to wait.
 
-        Then `take_ready` returns it as soon as it can continue.
+        `take_ready` then returns it as soon as it can continue.
 
-        While one waits for room, later images wait too. So it gets the room eventually.
+        While an image waits for room, later images wait too, so it eventually gets the room.
         """
         if not item.adapter or (item.adapter in self._resident and not self._lacks_room):
             return False
@@ -186,10 +187,10 @@ class ResidentAdapters:
     def take_ready(
         self, in_use: Collection[str]
     ) -> Iterator[tuple[int, PreparedImage | PenstockError]]:
-        """Returns the images that no longer wait, by slot, with an error if their adapter failed.
+        """Returns the images that are done waiting, by slot, with an error if their adapter failed.
 
         Args:
-            in_use: the names of the adapters that images are drawn with. They stay in memory.
+            in_use: names of the adapters that running images use. They stay in memory.
         """
         used = set(in_use)
         self._lacks_room = False
@@ -217,7 +218,7 @@ class ResidentAdapters:
         wait(self._reads.values(), timeout=WAIT_S, return_when=FIRST_COMPLETED)
 
     def of(self, item: PreparedImage) -> Applied:
-        """The adapter of an image that does not wait."""
+        """Returns the adapter of an image that isn't waiting."""
         if not item.adapter:
             return None
         self._resident.move_to_end(item.adapter)
@@ -229,14 +230,14 @@ class ResidentAdapters:
 
     @contextmanager
     def applied(self, rows: Sequence[Applied]) -> Iterator[None]:
-        """Within this context, the pipeline computes these rows. A single one is for all rows."""
+        """Within this context, the pipeline computes these rows. A single row applies to all."""
         with ExitStack() as entered:
             for part, module in self._modules.items():
                 entered.enter_context(module.applied([_row(row, part) for row in rows]))
             yield
 
     def _bring_in(self, item: PreparedImage, in_use: Collection[str]) -> bool:
-        """Returns whether the adapter of an image is in memory now.
+        """Returns whether an image's adapter is in memory now.
 
         Raises:
             PenstockError: it can't be read.
@@ -261,7 +262,7 @@ class ResidentAdapters:
         return True
 
     def _forget_unwanted(self) -> None:
-        """Discards adapters that were read for images that were canceled meanwhile."""
+        """Discards adapters that were read for images that have since been canceled."""
         wanted = {item.adapter for item in self._waiting.values()}
         for name, read in list(self._reads.items()):
             if read.done() and name not in wanted:
@@ -279,12 +280,12 @@ class ResidentAdapters:
         return True
 
     def _begin_read(self, item: PreparedImage) -> Future[LoadedAdapter]:
-        """Starts to read an adapter. The read continues after its image is canceled."""
+        """Starts reading an adapter. The read continues even if its image is canceled."""
         name = item.adapter
         if (read := self._reads.get(name)) is None:
             read = self._reads[name] = Future()
             file = self._file_of(item)
-            # A daemon: the end of the process does not wait for a download.
+            # A daemon thread, so that the process can exit without waiting for a download.
             threading.Thread(
                 target=self._read, args=(file, read), name=f"adapter-{name}", daemon=True
             ).start()
@@ -316,7 +317,8 @@ class ResidentAdapters:
                 read.set_exception(error)
                 return
             except Exception as error:
-                # The boundary to libraries that read adapters. All waiting images get an answer.
+                # The boundary to the libraries that read adapters. All waiting images get an
+                # answer.
                 log.warning("adapter not read", exc_info=True, extra={"adapter": name})
                 read.set_exception(file.failed("it could not be read", str(error)))
                 return

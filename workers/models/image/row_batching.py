@@ -1,7 +1,7 @@
-"""Computes the calls of images together: which calls share a batch, and additions to their rows.
+"""Computes several images' calls together: chooses the batches and makes per-row additions.
 
-Adapters (LoRA), ControlNets, IP-Adapters, shortcuts and guidance are done here, because only here
-it is known whose rows are whose.
+Adapters (LoRA), ControlNets, IP-Adapters, shortcuts and guidance are applied here, because only
+this code knows which image each row belongs to.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ from workers.models.image.pipeline import parameters_of
 from workers.models.image.resident_adapters import ResidentAdapters
 
 DECODED_PIXELS = 512 * 512
-"""Pixels that the VAE computes at a time, or one image. More would hold up the steps of others."""
+"""Pixels that the VAE computes at a time, but at least one image. More would delay others' steps.
+"""
 GUIDED_KINDS = (UNet2DConditionModel, SD3Transformer2DModel)
-"""Denoisers whose calls have a row for the negative prompt, and then one for the prompt."""
+"""Denoisers whose calls have a row for the negative prompt followed by one for the prompt."""
 
 
 @dataclass(slots=True)
 class CompiledSizes:
-    """The compiled batch sizes, in images, and the seconds that each takes."""
+    """The compiled batch sizes, in images, and the seconds each takes."""
 
     width: int
     height: int
     seconds: Mapping[int, float] = field(default_factory=dict)
-    """Empty: nothing is compiled."""
+    """Empty if nothing is compiled."""
 
     def have(self, drawing: Drawing) -> bool:
-        """Returns whether there are sizes for an image."""
+        """Returns whether any sizes are compiled for an image."""
         size = drawing.item.width, drawing.item.height
         return bool(self.seconds) and size == (self.width, self.height)
 
 
 class RowBatching(Batching):
-    """The batching of images. The owner of a call is a Drawing.
+    """Batches images. The owner of a call is a Drawing.
 
     Args:
         deep_cache: None: every step computes the whole UNet.
-        guidance_stop: the part of the steps after which the negative prompt guides no longer.
-        sizes: the batches that are compiled.
+        guidance_stop: fraction of the steps after which the negative prompt no longer applies.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class RowBatching(Batching):
         self._is_guided_by_row = isinstance(denoiser, GUIDED_KINDS)
 
     def prepare(self, call: Call) -> None:
-        """Leaves out the negative prompt's row once it no longer guides. Calls ControlNets."""
+        """Drops the negative prompt's row once it no longer applies. Calls ControlNets."""
         drawing: Drawing = call.owner
         if call.part.module is not self._denoiser:
             return
@@ -84,16 +84,16 @@ class RowBatching(Batching):
         call.added = add_up(drawing.controls, call.values, drawing.calls, drawing.steps)
 
     def key(self, call: Call) -> Hashable:
-        """Calls of one key share a batch."""
+        """Returns the call's key. Calls with equal keys share a batch."""
         drawing: Drawing = call.owner
         if not call.part.is_denoiser:
             return call.key
         is_whole = self._deep_cache is None or self._deep_cache.is_whole(drawing.calls)
-        # A compiled graph is specific to one number of rows.
+        # A compiled graph is specific to one row count.
         return call.key, is_whole, call.rows if self._sizes.have(drawing) else 0
 
     def cover(self, calls: Sequence[Call]) -> Sequence[int]:
-        """Compiled sizes, at the lowest cost. A VAE computes few pixels at a time."""
+        """Picks compiled sizes at the lowest cost. The VAE computes few pixels at a time."""
         drawing: Drawing = calls[0].owner
         if calls[0].part.is_denoiser and self._sizes.have(drawing):
             return cheapest_cover(len(calls), self._sizes.seconds)
@@ -103,7 +103,7 @@ class RowBatching(Batching):
         return [len(calls)]
 
     def spare_memory(self, part: Part) -> bool:
-        """The VAE computes an image in tiles from then on."""
+        """Makes the VAE compute images in tiles from now on."""
         vae = part.module
         if not isinstance(vae, AutoencoderKL) or vae.use_tiling:
             return False
@@ -111,7 +111,7 @@ class RowBatching(Batching):
         return True
 
     def compute(self, calls: Sequence[Call]) -> Sequence[Any]:
-        """Computes calls of one key. Returns the results of each."""
+        """Computes calls that have the same key. Returns the results of each."""
         part = calls[0].part
         batch = join(calls, self._fill(calls) if part.is_denoiser else 0)
         rows = [call.owner.adapter for call in batch.row_calls]
@@ -148,7 +148,7 @@ class RowBatching(Batching):
     def _compute_cached(
         self, cache: DeepCache, part: Part, batch: Batch, added: Mapping[str, Any]
     ) -> Any:
-        """The whole UNet, or its outer layers around the features of earlier steps."""
+        """Computes the whole UNet, or only its outer layers around features from earlier steps."""
         first: Drawing = batch.calls[0].owner
         if not cache.is_whole(first.calls):
             inner_features = [
@@ -163,9 +163,10 @@ class RowBatching(Batching):
         return output
 
     def _guide(self, call: Call, output: Any) -> Any:
-        """Returns two rows from which the pipeline makes the requested noise.
+        """Returns two rows from which the pipeline computes the requested noise.
 
-        Pipelines compute `without + scale * (with - without)`, which of equal rows is that row.
+        Pipelines compute `without + scale * (with - without)`, which for two equal rows is that
+        row.
         """
         drawing: Drawing = call.owner
         if call.is_halved:
@@ -182,7 +183,7 @@ class RowBatching(Batching):
 
 
 def _join_added(batch: Batch) -> dict[str, Any]:
-    """Returns UNet arguments with the ControlNets' additions to each row. Empty: there are none."""
+    """Returns UNet arguments with the ControlNets' additions to each row. Empty if none."""
     some = next((call.added for call in batch.every if call.added), None)
     if some is None:
         return {}

@@ -1,10 +1,10 @@
-"""Images on their way out of latents: the VAE, the copy to the host, previews, and PNG.
+"""Turns latents into images: the VAE, the copy to the host, previews, and PNG.
 
-Latents are decoded as the pipelines of diffusers do after their loops. A preview between two steps
-is drawn by the same VAE. Its latents are averaged first, so that the decoded image is small: the
-VAE takes time in proportion to pixels. Linear factors for the channels of the latents (as in
+Latents are decoded the way diffusers pipelines do after their loops. A preview between two steps is
+drawn by the same VAE. Its latents are averaged first, so that the decoded image is small: the VAE's
+time is proportional to the number of pixels. Linear factors for the latent channels (as in
 https://discuss.huggingface.co/t/decoding-latents-to-rgb-without-upscaling/23204) take microseconds,
-but they are another set for each VAE, and show a 64 x 64 image as 8 x 8.
+but each VAE needs its own set, and a 64 x 64 image would be shown as 8 x 8.
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ from PIL import Image
 from workers.models.base import PreparedImage, RgbImage
 
 PNG_LEVEL = 1
-"""The level of zlib.
+"""The zlib compression level.
 
 A 512 x 512 photograph takes 28 ms. The default, 6, takes 50 ms and saves 12 %.
 """
 
 MAX_SIDE = {"cuda": 256}
 MAX_SIDE_CPU = 128
-"""A CPU takes 190 ms for 256 x 256 with the shipped model, and 45 ms for a quarter of it."""
+"""A CPU takes 190 ms for 256 x 256 with the shipped model, and 45 ms for a quarter of the pixels.
+"""
 
 
 def needs_fp32(pipeline: Any) -> bool:
-    """Returns whether a pipeline's VAE overflows in fp16, and its class computes it in fp32.
+    """Returns whether a pipeline's VAE overflows in fp16 and its class runs it in fp32 instead.
 
-    Then it is loaded so. A pipeline would change it for a while, in the middle of others.
+    If so, it is loaded in fp32. Otherwise a pipeline would switch it temporarily, affecting others.
     """
     vae = getattr(pipeline, "vae", None)
     if not isinstance(vae, diffusers.AutoencoderKL) or vae.dtype != torch.float16:
@@ -44,7 +45,7 @@ def needs_fp32(pipeline: Any) -> bool:
 
 
 def _unscale(config: Any, latents: torch.Tensor) -> torch.Tensor:
-    """Latents in the units of the VAE."""
+    """Converts latents to the VAE's units."""
     factor: float = config.scaling_factor
     if config.latents_mean is None or config.latents_std is None:
         shift: float = config.shift_factor or 0.0
@@ -72,17 +73,17 @@ def sources_on(device: torch.device, items: Sequence[PreparedImage]) -> torch.Te
 
 @dataclass(slots=True, eq=False)
 class HostCopy:
-    """Images on their way to the host."""
+    """Images being copied to the host."""
 
     pixels: torch.Tensor
     """[items, height, width, 3], uint8."""
     finite: torch.Tensor
-    """[items], true if all numbers of an image are finite."""
+    """[items], True if all of an image's numbers are finite."""
     is_there: Any
-    """A CUDA event. None: they have already arrived."""
+    """A CUDA event. None if the copy has already finished."""
 
     def wait(self) -> list[np.ndarray | None]:
-        """Waits for them. Returns bytes [height, width, 3], or None for one that isn't finite."""
+        """Waits for the copy. Returns bytes [height, width, 3] per image, None if not finite."""
         if self.is_there is not None:
             self.is_there.synchronize()
         are_finite = self.finite.tolist()
@@ -93,7 +94,7 @@ class HostCopy:
 
 
 def copy_to_host(drawn: torch.Tensor) -> HostCopy:
-    """Begins to copy images [items, 3, height, width] from 0 to 1, without waiting for them."""
+    """Starts copying images [items, 3, height, width] from 0 to 1, without waiting for the copy."""
     finite = drawn.isfinite().flatten(1).all(1)
     pixels = (
         (drawn.float().nan_to_num() * 255)
@@ -105,7 +106,7 @@ def copy_to_host(drawn: torch.Tensor) -> HostCopy:
     )
     if drawn.device.type != "cuda":
         return HostCopy(pixels, finite, None)
-    # Pinned memory makes the copy one transfer instead of many through a buffer.
+    # Pinned memory makes the copy a single transfer instead of many through a buffer.
     copies = [
         torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(
             tensor, non_blocking=True
@@ -125,19 +126,19 @@ def encode(pixels: np.ndarray) -> bytes:
 
 
 def draw_preview(pipeline: Any, latents: torch.Tensor, width: int, height: int) -> RgbImage | None:
-    """A small image of latents between two steps. None if they can't be decoded.
+    """Draws a small image from latents between two steps. None if they can't be decoded.
 
-    Neither the latents nor any generator of random numbers is changed.
+    Neither the latents nor any random number generator is changed.
 
     Args:
-        latents: latents of one image, in the pipeline's form.
+        latents: one image's latents, in the pipeline's format.
         width: width of the image, in pixels.
         height: height of the image, in pixels.
     """
     vae = getattr(pipeline, "vae", None)
     if latents.ndim == 3 and hasattr(pipeline, "_unpack_latents"):
         latents = pipeline._unpack_latents(latents, height, width, pipeline.vae_scale_factor)
-    # Some pipelines have a VAE of another kind.
+    # Some pipelines have a different kind of VAE.
     if not isinstance(vae, diffusers.AutoencoderKL) or latents.ndim != 4:
         return None
     longest = MAX_SIDE.get(latents.device.type, MAX_SIDE_CPU)

@@ -1,5 +1,5 @@
-"""The process that runs a custom class. It imports the standard library and `cog` only.
+"""The process that runs a custom class. It imports only the standard library and `cog`.
 
-So the class may bring any version of any other package. `python -m` is not used to start it: the
-folder of our packages leaves `sys.path` before any code of the class is imported (process.py).
+The class may therefore bring any version of any other package. It isn't started with `python -m`:
+our packages' folder leaves `sys.path` before any of the class's code is imported (process.py).
 """

@@ -1,10 +1,10 @@
 """`predict_batch(self, inputs: list[Input]) -> list[Output]`: the addition to Cog's interface.
 
-It may be asynchronous (`async def`), and computes one batch at a time all the same.
+It may be asynchronous (`async def`), but it still computes one batch at a time.
 
 `Input` is a pydantic model, a `cog.BaseModel` or a dataclass. Its fields are the inputs of one
-prediction, with the types and constraints of `predict`. Other constraints of pydantic are checked
-when `Input` is made.
+prediction, with the same types and constraints as in `predict`. Other pydantic constraints are
+checked when an `Input` is created.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _CONSTRAINTS = {
     "max_length": "max_length",
     "pattern": "regex",
 }
-"""Constraints of pydantic's `Field` by name, with the names in Cog's `Input`."""
+"""Constraints of pydantic's `Field`, mapped to their names in Cog's `Input`."""
 
 
 class BatchForm(NamedTuple):
-    """The type of the elements that `predict_batch` takes, and the signature of one prediction."""
+    """The element type of `predict_batch`'s list, and the signature of one prediction."""
 
     element: Callable[..., Any]
     signature: Signature
@@ -45,10 +45,10 @@ def has_batches(target: object) -> bool:
 
 
 def read_batch_form(target: Any) -> BatchForm:
-    """Inspects `predict_batch` of a class.
+    """Inspects a class's `predict_batch`.
 
     Raises:
-        ValueError: it has another form. The message names what is wrong.
+        ValueError: it has a different form. The message explains what is wrong.
     """
     method = getattr(target, METHOD)
     if inspect.isgeneratorfunction(method) or inspect.isasyncgenfunction(method):
@@ -73,9 +73,9 @@ def _element_of(hint: Any, part: str) -> Any:
 
 
 def _without_errors(output: Any) -> Any:
-    """Returns the type of an output.
+    """Returns an output type without exceptions.
 
-    `Output | Exception` is used by methods that return errors for single items.
+    Methods that return errors for single items use `Output | Exception`.
     """
     if typing.get_origin(output) not in (typing.Union, UnionType):
         return output
@@ -88,7 +88,7 @@ def _without_errors(output: Any) -> Any:
 
 
 def _fields_of(element: Any) -> dict[str, tuple[Any, FieldInfo]]:
-    """Type, default and constraints of each field, by its name."""
+    """Returns each field's type, default and constraints, by name."""
     if inspect.isclass(element):
         hints = typing.get_type_hints(element, include_extras=True)
         model_fields = getattr(element, "model_fields", None)

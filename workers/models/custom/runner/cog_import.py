@@ -1,10 +1,10 @@
-"""Imports Cog without the large packages that few classes use: most of its CPU time.
+"""Imports Cog without the large packages that few classes use and that take most of its CPU time.
 
-`cog.types` needs `requests` and `urllib.request` only for an input that is an open file of a URL,
+`cog.types` needs `requests` and `urllib.request` only for inputs that are open files from a URL,
 and `cog._inspector` needs pydantic only for a class that has imported it. A class that imports any
-of them gets the package itself.
+of them gets the real package.
 
-Every module of the runner takes Cog from here, so that no other import of it comes first.
+Every module of the runner imports Cog from here, so that no other import of it comes first.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from typing import Any
 
 
 class _Requests(ModuleType):
-    """The `requests` attribute of `cog.types`: the package, imported at its first use."""
+    """The `requests` attribute of `cog.types`: the package, imported on first use."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(importlib.import_module("requests"), name)
 
 
 def _submodule_of_urllib(name: str) -> Any:
-    """`urllib.request` at its first use, as if it had been imported (PEP 562)."""
+    """Imports `urllib.request` on first use, as if it had been imported before (PEP 562)."""
     if name != "request":
         raise AttributeError(f"module 'urllib' has no attribute {name!r}")
     return importlib.import_module("urllib.request")
@@ -37,7 +37,7 @@ def _submodule_of_urllib(name: str) -> Any:
 
 @contextlib.contextmanager
 def _stood_in_for(*modules: ModuleType) -> Iterator[None]:
-    """Lets imports find these modules, except modules that are already imported."""
+    """Makes imports find these modules, except for modules that are already imported."""
     added = [module for module in modules if module.__name__ not in sys.modules]
     sys.modules.update({module.__name__: module for module in added})
     try:
@@ -48,7 +48,7 @@ def _stood_in_for(*modules: ModuleType) -> Iterator[None]:
 
 
 with _stood_in_for(_Requests("requests"), ModuleType("urllib.request")):
-    # Nothing runs but this thread yet.
+    # Only this thread is running so far.
     import cog
     from cog import _adt as adt
     from cog import predictor as cog_predictor
@@ -60,16 +60,19 @@ __all__ = ["FieldInfo", "adt", "cog", "cog_predictor", "inspector"]
 
 
 def import_all() -> None:
-    """Imports at once what is else imported at its first use.
+    """Immediately imports everything that would otherwise be imported on first use.
 
-    Afterwards it may find other modules: a class has its own folder before the standard library.
+    Later imports may find other modules: a class's folder comes before the standard library.
     """
     for name in ("asyncio", "requests", "urllib.request"):
         importlib.import_module(name)
 
 
 class _Missing:
-    """A finder to which a package is not there, in this thread: the class may have others."""
+    """A finder that hides a package from this thread.
+
+    The class may still have packages that need it.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -78,7 +81,7 @@ class _Missing:
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Raises ImportError for the package. The next finder knows all others."""
+        """Raises ImportError for the package. All other modules are left to the next finder."""
         if name == self._name and threading.get_ident() == self._thread:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
         return None
@@ -86,9 +89,9 @@ class _Missing:
 
 @cache
 def inspector() -> ModuleType:
-    """Cog's inspector of signatures and types. Call it once the module of the class is imported.
+    """Returns Cog's inspector of signatures and types. Call it after importing the class's module.
 
-    A class that has not imported pydantic has no type of it.
+    A class that has not imported pydantic doesn't use any of its types.
     """
     finder = _Missing("pydantic")
     if "pydantic" not in sys.modules:

@@ -1,27 +1,27 @@
-"""Drops privileges of the runner before it runs the code of a class.
+"""Drops the runner's privileges before it runs a class's code.
 
-Linux only, as far as possible.
+Linux only, on a best-effort basis.
 
-It ends with its parent. It is the first process that the system kills if memory is short. It has no
-capabilities, so it can't look into other processes even if it runs as root: the system lets a
-process read `/proc/<pid>/environ` and the memory only of processes that have no more capabilities
-than itself (ptrace(2), "Ptrace access mode checking"). Its `/tmp` is private, and it can write only
-there and below its scratch folder.
+The runner ends with its parent. It is the first process that the system kills if memory runs short.
+It has no capabilities, so it can't look into other processes even if it runs as root: the system
+lets a process read `/proc/<pid>/environ` and memory only for processes whose capabilities don't
+exceed its own (ptrace(2), "Ptrace access mode checking"). Its `/tmp` is private, and it can write
+only there and below its scratch folder.
 
 - Landlock (landlock(7)) prevents writing anywhere else. Reading is not restricted. A restricted
-  process can't look into processes outside, so it can't read their `/proc/<pid>/environ` or their
-  memory, no matter which user owns them. From ABI 6 on (Linux 6.12), it can't send them signals or
-  connect to their abstract Unix sockets. Processes that it starts inherit this, and it can't be
-  undone.
-- A mount namespace (mount_namespaces(7)) makes `/tmp` a private folder, which ends with it, because
-  classes write to `/tmp/out.png` by name. This requires the capability for it, or user namespaces,
-  which not all systems grant to everyone (user_namespaces(7)).
+process can't look into processes outside, so it can't read their `/proc/<pid>/environ` or their
+memory, no matter which user owns them. Starting with ABI 6 (Linux 6.12), it can't send them signals
+or connect to their abstract Unix sockets. Child processes inherit these restrictions, which can't
+be undone.
+- A mount namespace (mount_namespaces(7)) makes `/tmp` a private folder that disappears with it,
+because classes write to fixed names such as `/tmp/out.png`. This requires the capability for it, or
+user namespaces, which not all systems grant to everyone (user_namespaces(7)).
 
-- In such a namespace the class's folder is below the view that it has of it (overlayfs, from Linux
-  5.11 on for everyone), so that it may change every file, and what it changes is in its scratch
-  folder. The view is at `/src` as well, where Cog has it.
+- In such a namespace, the class's folder is mounted below the class's view of it (overlayfs,
+available to everyone from Linux 5.11 on), so the class may change every file, and its changes are
+stored in its scratch folder. The view also appears at `/src`, where Cog has it.
 
-`run_confined` does the same for a program, such as the one that installs packages.
+`run_confined` does the same for a program, such as a package installer.
 """
 
 from __future__ import annotations
@@ -43,19 +43,20 @@ _CAPABILITY_VERSION_3 = 0x20080522
 _CAPABILITIES = 64
 NAME = b"penstock-class"
 SHARED_MEMORY = "/dev/shm"
-"""Libraries of several processes share memory there."""
+"""Shared memory of libraries that use several processes."""
 DEVICES = "/dev"
-"""Their files may be written, as CUDA does with /dev/nvidia*. No rule is about ioctl, so all are
-allowed (LANDLOCK_ACCESS_FS_IOCTL_DEV is not handled), and none about reading: CUDA reads
-/proc/driver/nvidia and /sys."""
+"""Device files may be written, as CUDA does with /dev/nvidia*. No rule covers ioctl, so all are
+allowed (LANDLOCK_ACCESS_FS_IOCTL_DEV is not handled), and no rule covers reading: CUDA reads
+/proc/driver/nvidia and /sys.
+"""
 OWN_THREADS = "/proc/self/task"
-"""CUDA names its threads there, and does not start if it can't (CUDA_ERROR_OPERATING_SYSTEM).
+"""CUDA names its threads there. It fails to start if it can't (CUDA_ERROR_OPERATING_SYSTEM).
 
-The folder contains only the threads of the process itself, not of the processes that it starts.
+The folder contains only the threads of the process itself, not its child processes' threads.
 """
 
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
-"""Numbers of the system calls, equal on all architectures."""
+"""System call numbers, which are the same on all architectures."""
 _VERSION = 1
 _PATH_BENEATH, _NET_PORT = 1, 2
 _CONNECT_TCP = 1 << 1
@@ -70,20 +71,20 @@ TMP = "/tmp"
 MAX_SEARCHED_ENTRIES = 10_000
 """Maximum number of files and folders that are searched for symbolic links."""
 MAX_LINKS = 40
-"""Maximum number of links on the way to a file, as in Linux (path_resolution(7))."""
+"""Maximum number of links on the path to a file, as in Linux (path_resolution(7))."""
 _PR_SET_DUMPABLE = 4
 _NEW_MOUNTS, _NEW_USER = 0x0002_0000, 0x1000_0000
 _READ_ONLY, _REMOUNT, _BIND, _RECURSIVE, _PRIVATE = 1, 1 << 5, 1 << 12, 1 << 14, 1 << 18
 _NO_SUID, _NO_DEV, _NO_EXEC, _NO_ATIME, _NO_DIR_ATIME = 1 << 1, 1 << 2, 1 << 3, 1 << 10, 1 << 11
 _KEPT_FLAGS = _NO_SUID | _NO_DEV | _NO_EXEC | _NO_ATIME | _NO_DIR_ATIME
-"""Options that a mount in a user namespace must keep. statvfs has the same numbers."""
+"""Options that a mount in a user namespace must keep. statvfs uses the same numbers."""
 _ST_RELATIME, _RELATIME = 1 << 12, 1 << 21
 
 
 VIEW = "src"
-"""The folder in the scratch folder with the class's private view of its folder."""
+"""The subfolder of the scratch folder that holds the class's private view of its folder."""
 SRC = "/src"
-"""Path of the class in a container of Cog's."""
+"""The class's folder in Cog's containers."""
 _DETACH = 1 << 1
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 
@@ -92,8 +93,8 @@ class Confined(NamedTuple):
     """The result of confining this process.
 
     Attributes:
-        missing: what this system has no means for, in words.
-        view: the path of the class's view of its folder. `/src`, if that could be had.
+        missing: descriptions of the confinement that this system doesn't support.
+        view: path of the class's view of its folder. `/src` where that is possible.
     """
 
     missing: list[str]
@@ -137,15 +138,15 @@ def confine(
     max_file_bytes: int = 0,
     folder: str = "",
 ) -> Confined:
-    """Gives up what the code of a class does not need.
+    """Gives up everything that a class's code doesn't need.
 
     Args:
-        scratch: the folder below which it writes. It has the view.
-        read_only: folders that it reads, which stay where they are if they are below `/tmp`.
+        scratch: the folder it may write below. It contains the view.
+        read_only: folders that it reads, which stay in place if they are below `/tmp`.
         followed: more such folders. The targets of their symbolic links stay in place as well.
-        denied_ports: TCP ports to which it does not connect.
-        max_file_bytes: the largest file that it writes. 0: no bound.
-        folder: folder of the class, which is mounted below the view. Empty: no folder.
+        denied_ports: TCP ports it may not connect to.
+        max_file_bytes: maximum size of a file that it writes. 0: unlimited.
+        folder: the class's folder, which is mounted below the view. Empty: no folder.
     """
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
@@ -171,7 +172,7 @@ def confine(
 
 
 def run_confined(writable: Sequence[str], command: Sequence[str]) -> None:
-    """Becomes a program that has no capability, and writes below these folders only."""
+    """Replaces this process with a program without capabilities, confined to these folders."""
     _set(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
     _give_up(writable)
     os.execv(command[0], list(command))
@@ -200,19 +201,21 @@ def _set(option: int, value: object) -> None:
 
 
 def abi_version() -> int:
-    """The version of Landlock that the system has. 0: none."""
+    """Returns the system's Landlock version. 0: none."""
     return max(0, _call(_CREATE_RULESET, None, 0, _VERSION))
 
 
 def restrict_writes(folders: Sequence[str], files_of: Sequence[str] = ()) -> int:
-    """Lets this process change files below these folders only.
+    """Allows this process to change files only below these folders.
 
     `no_new_privs` must be set.
 
     Args:
-        folders: all below may be written, made and removed. One that is missing is left out.
+        folders: everything below them may be written, created and removed. Missing ones are
+            skipped.
         files_of: folders whose files may be written, but not created or removed. They stay open: a
-            rule is about an inode, and an inode of /proc is created again once nobody has it open.
+            rule applies to an inode, and /proc recreates an inode once it is no longer open
+            anywhere.
 
     Returns:
         The version of Landlock, or 0 if nothing was restricted.
@@ -239,14 +242,14 @@ def restrict_writes(folders: Sequence[str], files_of: Sequence[str] = ()) -> int
 
 
 def deny_tcp(ports: Sequence[int]) -> bool:
-    """Keeps this process from connecting to these TCP ports, on any machine.
+    """Keeps this process from connecting to these TCP ports on any machine.
 
-    Landlock only has lists of allowed ports, so all others are allowed one by one, which takes 0.2
-    s. Every rule set also prevents moving a file from one folder to another (EXDEV) unless it
-    allows it, even a rule set about ports alone, so this one allows it everywhere.
+    Landlock only supports lists of allowed ports, so all others are allowed one by one, which takes
+    0.2 s. Every rule set also prevents moving files between folders (EXDEV) unless it allows it,
+    even a rule set that is only about ports, so this one allows it everywhere.
 
     Returns:
-        Returns True if it succeeded: from ABI 4 on (Linux 6.7).
+        True if it succeeded: requires ABI 4 or later (Linux 6.7).
     """
     if abi_version() < _NET_FROM_ABI:
         return False
@@ -274,7 +277,7 @@ def _allow_tcp(ruleset: int, ports: Iterable[int]) -> None:
 
 
 def scopes_signals(abi: int) -> bool:
-    """Returns whether this version keeps signals inside."""
+    """Returns whether this version confines signals."""
     return abi >= _SIGNALS_FROM_ABI
 
 
@@ -316,8 +319,8 @@ class KeptPlaces(NamedTuple):
     """Places that stay visible when `/tmp` is replaced.
 
     Attributes:
-        paths: real paths of files and folders. Only the first is writable.
-        links: target of each symbolic link that leads to one of them.
+        paths: real paths of files and folders. Only the first one is writable.
+        links: the target of each symbolic link that leads to one of them.
     """
 
     paths: list[Path]
@@ -325,9 +328,9 @@ class KeptPlaces(NamedTuple):
 
 
 def find_places(read: Sequence[str], followed: Sequence[str]) -> KeptPlaces:
-    """Finds the places behind these paths and, for `followed`, behind the links in them.
+    """Resolves these paths and, for `followed`, the links in them.
 
-    Folders that links lead to are searched for links too, if they are below `/tmp`. The search
+    Folders that links lead to are also searched for links, if they are below `/tmp`. The search
     stops after MAX_SEARCHED_ENTRIES files and folders.
     """
     paths, links = dict[Path, None](), dict[Path, Path]()
@@ -356,7 +359,7 @@ def find_places(read: Sequence[str], followed: Sequence[str]) -> KeptPlaces:
 
 
 def _resolve(path: Path, links: dict[Path, Path]) -> Path | None:
-    """Returns the real path, and adds the links on the way. None if nothing is there."""
+    """Returns the real path, and records the links along the way. None if it doesn't exist."""
     real, waiting, followed = Path("/"), deque(path.absolute().parts[1:]), 0
     while waiting:
         part = waiting.popleft()
@@ -388,14 +391,14 @@ def _entries_below(folder: Path) -> Iterator[os.DirEntry[str]]:
 
 
 def take_private_tmp(folder: Path, kept: KeptPlaces) -> bool:
-    """Mounts a folder at `/tmp` of this process. It must have one thread.
+    """Mounts a folder at `/tmp` for this process, which must have only one thread.
 
     Args:
-        folder: what `/tmp` is from now on. It is made.
-        kept: places that stay at their paths if they are below `/tmp`.
+        folder: the new `/tmp`, which is created.
+        kept: places below `/tmp` that stay at their paths.
 
     Returns:
-        Returns True if it succeeded. If not, `/tmp` is unchanged.
+        True if it succeeded. If not, `/tmp` is unchanged.
     """
     folder.mkdir(mode=0o1777, exist_ok=True)
     writable, *read_only = kept.paths
@@ -416,7 +419,7 @@ def take_private_tmp(folder: Path, kept: KeptPlaces) -> bool:
 
 
 def _outermost(paths: Sequence[Path]) -> list[Path]:
-    """Returns the paths below `/tmp`, without those inside another one."""
+    """Returns the paths below `/tmp`, excluding those inside another one."""
     below = [path for path in paths if Path(TMP) in path.parents]
     return [path for path in below if not any(other in path.parents for other in below)]
 
@@ -436,7 +439,7 @@ def _show(path: Path, tmp: Path, *, is_writable: bool) -> None:
 
 
 def _link(link: Path, target: Path, tmp: Path, shown: Sequence[Path]) -> None:
-    """Makes a link again, unless it is outside `/tmp` or already visible."""
+    """Recreates a link, unless it is outside `/tmp` or already visible."""
     if Path(TMP) in link.parents and not any(path in link.parents for path in shown):
         at = tmp / link.relative_to(TMP)
         at.parent.mkdir(parents=True, exist_ok=True)
@@ -444,29 +447,29 @@ def _link(link: Path, target: Path, tmp: Path, shown: Sequence[Path]) -> None:
 
 
 def lay_below(view: Path, folder: Path, work: Path) -> bool:
-    """Mounts a folder below a view, which has copies of its files and links to it.
+    """Mounts a folder below a view that has copies of its files and links to it.
 
-    These links are removed: what they lead to is there without them.
+    These links are removed, because their targets are visible without them.
 
     Args:
-        view: what is written there stays in it.
-        work: a folder that the system needs, on the disk of the view. It is made.
+        view: receives what is written there.
+        work: a folder that the system needs, on the view's disk. It is created.
 
     Returns:
-        Returns True if it succeeded. If not, the view is unchanged.
+        True if it succeeded. If not, the view is unchanged.
     """
     folder = folder.resolve()
     if any(set(str(place)) & set(",:\\") for place in (folder, view, work)):
-        return False  # they separate the options below
+        return False  # these characters separate the options below
     options = f"lowerdir={folder},upperdir={view},workdir={work},userxattr"
     links = [Path(entry.path) for entry in _entries_below(view) if entry.is_symlink()]
     targets = {link: link.readlink() for link in links if _is_in(folder, link.relative_to(view))}
     try:
         work.mkdir()
         for link in targets:
-            link.unlink()  # before: a link that is removed later hides what is below
+            link.unlink()  # first, because removing a link later would hide the file below it
         _mount("overlay", str(view), 0, kind="overlay", options=options)
-        # Its content belongs to the system. Counting the disk use reads all folders.
+        # The system owns its contents. Counting the disk use reads all folders.
         (work / "work").chmod(0o700)
     except OSError:
         for link, target in targets.items():
@@ -477,18 +480,18 @@ def lay_below(view: Path, folder: Path, work: Path) -> bool:
 
 
 def _is_in(folder: Path, name: Path) -> bool:
-    """True for what is in a folder itself, and not behind a link in it."""
+    """True if a name is in the folder itself and not reached through a link."""
     return os.path.realpath(folder / name) == str(folder / name)
 
 
 def show_at_src(view: Path, root: Path) -> bool:
-    """Mounts a view at `/src`. If the root folder has no `/src`, it is replaced by one that has.
+    """Mounts a view at `/src`. If the root has no `/src`, replaces the root with one that does.
 
     Args:
-        root: becomes the new root folder, with all that the old one has. It is made.
+        root: becomes the new root folder, with everything from the old one. It is created.
 
     Returns:
-        Returns True if it succeeded. If not, nothing is changed.
+        True if it succeeded. If not, nothing is changed.
     """
     try:
         if Path(SRC).is_dir():
@@ -523,7 +526,7 @@ def _take_root(view: Path, root: Path) -> None:
     _mount(str(view), str(root / SRC[1:]), _BIND | _RECURSIVE)
     before = os.getcwd()
     os.chdir(root)
-    # The old root is put on top of the new one, and taken off (pivot_root(2), NOTES).
+    # The old root is mounted on top of the new one, then unmounted (pivot_root(2), NOTES).
     if _call(number, b".", b".") or ctypes.CDLL(None).umount2(b".", _DETACH):
         os.chdir(before)
         raise OSError(ctypes.get_errno(), "pivot_root")
@@ -537,7 +540,7 @@ def _enter_namespace() -> None:
     user, group = os.getuid(), os.getgid()
     if libc.unshare(_NEW_USER | _NEW_MOUNTS):
         raise OSError(ctypes.get_errno(), "no namespace")
-    # A new namespace hides a process from its own user, and so its maps from itself.
+    # A new namespace hides the process from its own user, and its maps from the process itself.
     libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)
     for name, text in (
         ("setgroups", "deny"),

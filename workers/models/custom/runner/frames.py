@@ -1,7 +1,7 @@
-"""The messages between a worker and the runner of a class: JSON, followed by bytes.
+"""Messages between a worker and a class's runner: JSON followed by bytes.
 
-A frame is the length of its JSON in bytes (unsigned 32-bit, little-endian), the JSON, and then the
-bytes of its blobs one after another. `blobs` in the JSON has their lengths.
+A frame consists of its JSON's length in bytes (unsigned 32-bit, little-endian), the JSON, and
+then its blobs' bytes one after another. `blobs` in the JSON has their lengths.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ from typing import Any, NamedTuple
 
 HEADER = struct.Struct("<I")
 MAX_JSON_BYTES = 40 * 1024 * 1024
-"""Two outputs of the maximum size fit into one frame to a process that compares them."""
+"""Fits two maximum-size outputs in one frame, for a process that compares them."""
 MAX_ANSWER_JSON_BYTES = 8 * 1024 * 1024
-"""JSON of one frame from a process. Larger outputs are blobs."""
+"""Maximum JSON size of one frame from a process. Larger outputs are blobs."""
 MAX_INLINE_BYTES = 1024 * 1024
-"""JSON of an output in the JSON of its frame. A larger one is a blob that no worker reads."""
+"""Maximum JSON size of an output within its frame. A larger one is a blob that workers don't parse.
+"""
 MAX_OUTPUT_BYTES = 16 * 1024 * 1024
-"""Maximum size of an output as JSON, without its files. A large one is stored as a file."""
+"""Maximum size of an output as JSON, without its files. A large output is stored as a file."""
 MAX_BLOBS_BYTES = 256 * 1024 * 1024
 MAX_BLOBS = 16_384
 """More than the number of files in two maximum-size outputs, or in any input."""
 BATCH = -1
-"""The number by which a batch is canceled."""
+"""The number used to cancel a batch."""
 
 
 class Frame(NamedTuple):
@@ -36,11 +37,11 @@ class Frame(NamedTuple):
 
 
 def encode_frame(message: dict[str, Any], blobs: Sequence[bytes] = ()) -> bytes:
-    """The bytes of a message.
+    """Returns a message's bytes.
 
     Raises:
-        ValueError: the message has NaN, an infinite number or half of a surrogate pair, which JSON
-            in UTF-8 does not have, or is too large.
+        ValueError: the message is too large, or contains NaN, an infinite number or half of a
+            surrogate pair, which JSON in UTF-8 can't represent.
     """
     whole = message | {"blobs": [len(blob) for blob in blobs]}
     encoded = encode_json(whole)
@@ -52,10 +53,10 @@ def encode_frame(message: dict[str, Any], blobs: Sequence[bytes] = ()) -> bytes:
 
 
 def encode_json(value: Any) -> bytes:
-    """JSON in UTF-8.
+    """Encodes JSON in UTF-8.
 
     Raises:
-        ValueError: it has NaN, an infinite number or half of a surrogate pair.
+        ValueError: it contains NaN, an infinite number or half of a surrogate pair.
     """
     return json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":")).encode()
 
@@ -67,16 +68,16 @@ class FrameReader:
         self._max_json_bytes = max_json_bytes
         self._data = bytearray()
         self._begun: tuple[dict[str, Any], list[int]] | None = None
-        """The message whose blobs are missing, and their lengths."""
+        """The message whose blobs have not arrived, and their lengths."""
 
     def feed(self, piece: bytes) -> None:
         self._data += piece
 
     def next(self) -> Frame | None:
-        """Returns the next frame that is whole, or None.
+        """Returns the next complete frame, or None.
 
         Raises:
-            ValueError: the received data is not a frame, or exceeds the bounds.
+            ValueError: the received data is not a frame, or exceeds the limits.
         """
         if self._begun is None:
             self._begun = self._read_message()
@@ -94,7 +95,7 @@ class FrameReader:
         return Frame(message, blobs)
 
     def _read_message(self) -> tuple[dict[str, Any], list[int]] | None:
-        """Takes the JSON of the next frame, if it is whole. Raises as `next` does."""
+        """Reads the next frame's JSON, if it is complete. Raises the same errors as `next`."""
         if len(self._data) < HEADER.size:
             return None
         (length,) = HEADER.unpack_from(self._data)
@@ -106,7 +107,7 @@ class FrameReader:
         written = bytes(self._data[HEADER.size : begin])
         del self._data[:begin]
         message = json.loads(written)
-        if b"\\u" in written:  # `encode_frame` writes no half of a surrogate pair; others may
+        if b"\\u" in written:  # `encode_frame` never writes half of a surrogate pair; others may
             json.dumps(message, ensure_ascii=False).encode()
         lengths = message.pop("blobs") if isinstance(message, dict) else None
         if not isinstance(lengths, list) or not all(_is_length(length) for length in lengths):

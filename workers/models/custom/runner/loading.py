@@ -1,6 +1,6 @@
-"""Finds and loads the class of a folder, and describes its inputs and its output.
+"""Finds and loads a folder's class, and describes its inputs and output.
 
-The inputs are put into JSON Schema in Cog's form (https://cog.run/http/).
+The inputs are described as JSON Schema in Cog's form (https://cog.run/http/).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NAMES = sys.stdlib_module_names | {"requests"}
 
 
 class Loaded(NamedTuple):
-    """A class or function that was loaded and inspected, not set up yet."""
+    """A class or function that has been loaded and inspected, but not set up."""
 
     predictor: Any
     """The instance, or the function itself."""
@@ -44,27 +44,27 @@ class Loaded(NamedTuple):
     element: Callable[..., Any] | None = None
     """Creates an element of the list that `predict_batch` takes.
 
-    None: the class does not have it.
+    None: the class doesn't have `predict_batch`.
     """
     weigh: Callable[[Any], Any] | None = None
-    """Its `work`, bound. None: the class does not have it."""
+    """Its `work`, bound. None if the class doesn't have it."""
     is_close: Callable[[Any, Any], Any] | None = None
-    """Its `is_close`, bound. None: the class does not have it."""
+    """Its `is_close`, bound. None if the class doesn't have it."""
 
 
 class NotLoadable(Exception):
-    """The folder does not contain a class that can be served. The message has the reason."""
+    """The folder does not contain a class that can be served. The message includes the reason."""
 
 
 def load(folder: Path) -> Loaded:
-    """Imports the class of a folder. Runs its module, but not `setup`.
+    """Imports a folder's class. Runs its module, but not `setup`.
 
     Args:
-        folder: has cog.yaml, run.py or predict.py.
+        folder: contains cog.yaml, run.py or predict.py.
 
     Raises:
-        NotLoadable: there is none, or its signature can't be served.
-        Exception: what the module itself raises.
+        NotLoadable: there is no class, or its signature can't be served.
+        Exception: any exception that the module raises.
     """
     settings = _settings(folder)
     reference = settings.get("run") or settings.get("predict") or _usual_file(folder)
@@ -115,7 +115,7 @@ def _load_target(target: Any, name: str, module: ModuleType, settings: dict[str,
 def _find_batch_form(target: Any, notes: list[str]) -> BatchForm | None:
     """Returns the form of `predict_batch`.
 
-    None: the class does not have it, or uses another form alongside `predict`.
+    None if the class doesn't have it, or has it in another form alongside `predict`.
     """
     if not has_batches(target):
         return None
@@ -131,10 +131,10 @@ def _find_batch_form(target: Any, notes: list[str]) -> BatchForm | None:
 
 
 def _select(target: Any, name: str) -> tuple[str, Callable[..., Any]]:
-    """The name of the function that computes a prediction, and that function.
+    """Returns the name of the function that computes a prediction, and the function itself.
 
     Raises:
-        NotLoadable: there is none, or it is not clear which.
+        NotLoadable: there is none, or it is ambiguous.
     """
     if inspect.isclass(target):
         with _report_as_not_loadable():
@@ -160,9 +160,9 @@ def _report_as_not_loadable() -> Iterator[None]:
 def _method(
     predictor: Any, name: str, count: int, returns: type, notes: list[str]
 ) -> Callable[..., Any] | None:
-    """A method that is called if it has our form: a class written for Cog may have one so named.
+    """Returns a method if it has our form: a class written for Cog may have one with the same name.
 
-    Otherwise returns None, and adds a line to `notes`.
+    Otherwise returns None and adds a line to `notes`.
     """
     kind = type(predictor)
     if inspect.isfunction(predictor) or not hasattr(kind, name):
@@ -181,9 +181,9 @@ def _method(
 
 
 def set_up(loaded: Loaded) -> Any:
-    """Calls `setup`, with the weights that COG_WEIGHTS names if it takes them.
+    """Calls `setup`, passing the weights that COG_WEIGHTS specifies if it accepts them.
 
-    Returns what it returned: a coroutine if it is asynchronous.
+    Returns its return value: a coroutine if it is asynchronous.
     """
     setup = getattr(loaded.predictor, "setup", None)
     if setup is None:
@@ -233,7 +233,7 @@ def _module(folder: Path, name: str) -> ModuleType:
 
 
 def _hides_a_module(folder: Path) -> bool:
-    """Returns whether a file or package hides a standard module, or Cog's HTTP client."""
+    """Returns whether a file or package hides a standard module or Cog's HTTP client."""
     return any(
         path.stem in _NAMES and (path.suffix == ".py" or path.is_dir()) for path in folder.iterdir()
     )
@@ -257,7 +257,7 @@ def _concurrency(settings: dict[str, Any], compute: Callable[..., Any]) -> int:
 
 
 def interface_of(loaded: Loaded) -> dict[str, Any]:
-    """Returns the inputs and outputs of a class: penstock.schema.json without the digest."""
+    """Returns a class's inputs and outputs: penstock.schema.json without the digest."""
     fields = loaded.signature.inputs.values()
     output = loaded.signature.output
     return {
@@ -282,7 +282,7 @@ def _is_required(field: adt.InputField) -> bool:
 
 
 def _property(field: adt.InputField) -> dict[str, Any]:
-    """Returns one input as JSON Schema. The constraints of a list apply to its elements."""
+    """Returns one input as JSON Schema. A list's constraints apply to its elements."""
     shape: dict[str, Any] = field.type.json_type()
     optional = {adt.Repetition.OPTIONAL, adt.Repetition.OPTIONAL_REPEATED}
     element = shape["items"] if shape.get("type") == "array" else shape
@@ -312,12 +312,12 @@ def _property(field: adt.InputField) -> dict[str, Any]:
 
 
 def _whole(bound: float | None) -> float | None:
-    """A bound as JSON shows it: cog makes floats of all."""
+    """Returns a bound the way JSON shows it: cog converts them all to floats."""
     return int(bound) if bound is not None and float(bound).is_integer() else bound
 
 
 def _plain_default(default: Any) -> Any:
-    """Returns a default as shown in JSON. The default of a secret is not shown."""
+    """Returns a default as shown in JSON. Defaults of secrets are not shown."""
     if isinstance(default, dataclasses.Field):
         factory = default.default_factory
         default = factory() if callable(factory) else default.default

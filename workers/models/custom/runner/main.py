@@ -1,17 +1,18 @@
-"""The runner: loads a class, sets it up, and computes what comes over its socket.
+"""The runner: loads a class, sets it up, and computes the requests that arrive on its socket.
 
-It gets `{"id", "input", "files", "context"}` with the bytes of the files, and `{"cancel"}`. It
-sends `{"ready"}` or `{"failed", "is_final"}` once, then of each prediction `{"id", "piece",
-"files"}` for what it streams, and one of `{"id", "output", …}` and `{"id", "error", "kind"}`.
+It receives `{"id", "input", "files", "context"}` with the files' bytes, and `{"cancel"}`. It sends
+`{"ready"}` or `{"failed", "is_final"}` once. For each prediction it then sends `{"id", "piece",
+"files"}` for streamed output, followed by either `{"id", "output", …}` or `{"id", "error",
+"kind"}`.
 
-A class with `predict_batch` gets `{"batch"}`, the number of predictions whose frames follow. It
+A class with `predict_batch` receives `{"batch"}`, the number of predictions whose frames follow. It
 answers them together, or with `{"batch_error", "kind"}` if it failed as a whole.
 
-A runner that stands aside does not set up the class. It answers an input with its `work`, and
-`{"id", "outputs", "files"}` with whether the two are `close`.
+A runner started for questions only does not set up the class. It answers an input with its `work`,
+and `{"id", "outputs", "files"}` with whether the two outputs are `close`.
 
-A synchronous class runs on the main thread, where SIGUSR1 raises Cog's exception of a cancellation.
-An asynchronous one runs as tasks, of which one is canceled.
+A synchronous class runs on the main thread, where SIGUSR1 raises Cog's cancellation exception. An
+asynchronous one runs as tasks, and a cancellation cancels one of them.
 """
 
 from __future__ import annotations
@@ -63,14 +64,14 @@ MAX_ERROR_CHARS = 2000
 MAX_LOG_CHARS = 8000
 MAX_SHOWN_CHARS = 80
 INVALID_INPUT = "InvalidInput"
-"""The name of an exception class, of any module, that blames the caller's input."""
+"""Name of an exception class, in any module, that blames the caller's input."""
 DISK_SETTING = "resources.disk_bytes"
 MAX_WORK = 2**53
-"""A value far above any bound is as wrong as this."""
+"""Larger values are capped here: a value far above any limit is just as wrong."""
 
 
 class WrongInput(Exception):
-    """An input that the class does not take. The message begins with its name, if it has one."""
+    """An input that the class rejects. The message starts with its name, if it has one."""
 
 
 def main(
@@ -83,15 +84,15 @@ def main(
     inspects_only: bool = False,
     is_aside: bool = False,
 ) -> None:
-    """Serves the class of a folder until the socket is closed.
+    """Serves a folder's class until the socket is closed.
 
     Args:
-        scratch: the folder below which it writes, with its view of the class's folder. That becomes
-            the working directory.
-        denied_ports: TCP ports to which it does not connect.
-        disk_bytes: maximum size of one file that it writes. 0: unlimited.
-        inspects_only: whether to end when the class is inspected.
-        is_aside: whether to call `work` and `is_close` instead of computing.
+        scratch: the folder it may write below. It contains the view of the class's folder, which
+            becomes the working directory.
+        denied_ports: TCP ports it may not connect to.
+        disk_bytes: maximum size of a file that it writes. 0: unlimited.
+        inspects_only: True to end once the class has been inspected.
+        is_aside: True to call `work` and `is_close` instead of computing.
     """
     confined = _confine(folder, scratch, denied_ports, disk_bytes)
     connection = socket.socket(fileno=fd)
@@ -115,7 +116,7 @@ def main(
 def _confine(
     folder: str, scratch: str, denied_ports: Sequence[int], disk_bytes: int
 ) -> confinement.Confined:
-    """Confines this process. It reads its packages, and what links in the folder lead to."""
+    """Confines this process. It can read its packages and the targets of links in the folder."""
     weights = os.environ.get("COG_WEIGHTS")
     return confinement.confine(
         scratch,
@@ -128,7 +129,7 @@ def _confine(
 
 
 def _load(connection: socket.socket, view: Path, *, sets_up: bool) -> loading.Loaded | None:
-    """Loads the class and sets it up. Sends its interface, or why that failed: then None."""
+    """Loads the class and sets it up. Sends its interface, or the reason for failing: then None."""
     try:
         loaded = loading.load(view)
         interface = loading.interface_of(loaded)
@@ -137,14 +138,14 @@ def _load(connection: socket.socket, view: Path, *, sets_up: bool) -> loading.Lo
             if inspect.isawaitable(done):
                 _event_loop().run_until_complete(_awaited(done))
     except BaseException as error:
-        # The boundary to the code of the class: all exceptions are reported to the other end.
+        # The boundary to the class's code: all exceptions are reported to the other end.
         is_final = isinstance(error, loading.NotLoadable)
         if not is_final:
             traceback.print_exc()
         connection.sendall(encode_frame({"failed": words_of(error), "is_final": is_final}))
         return None
     sys.stdout.flush()
-    # A cancellation may come before SyncRunner or AsyncRunner handles it.
+    # A cancellation may arrive before SyncRunner or AsyncRunner handles it.
     signal.signal(signal.SIGUSR1, lambda number, frame: None)
     connection.sendall(encode_frame({"ready": interface, "notes": loaded.notes}))
     return loaded
@@ -167,9 +168,9 @@ def _serve(connection: socket.socket, loaded: loading.Loaded, *, is_aside: bool)
 
 @cache
 def _event_loop() -> asyncio.AbstractEventLoop:
-    """Returns the event loop of this process.
+    """Returns this process's event loop.
 
-    A synchronous class does not have one, and starts sooner without asyncio.
+    A synchronous class doesn't have one, and starts sooner without asyncio.
     """
     import asyncio
 
@@ -184,7 +185,7 @@ async def _awaited(one: Any) -> Any:
 
 
 def words_of(error: BaseException) -> str:
-    """The type of an error and its text. Our own errors have only a text."""
+    """Returns an error's type and text. Our own errors have only a text."""
     if isinstance(error, SystemExit):
         return f"the model called sys.exit({error.code!r})"
     if isinstance(error, OSError) and error.errno == errno.EFBIG:
@@ -197,17 +198,17 @@ def words_of(error: BaseException) -> str:
 
 
 def text_of(error: BaseException) -> str:
-    """The text of an error, without its type. Empty if its `__str__` fails, too."""
+    """Returns an error's text, without its type. Empty if its `__str__` fails, too."""
     try:
         text = str(error)
     except Exception:
-        # The boundary to the code of the class.
+        # The boundary to the class's code.
         return ""
     return encodable(text[:MAX_ERROR_CHARS])
 
 
 def encodable(text: str) -> str:
-    """Returns a text that UTF-8 can encode: a question mark replaces half of a surrogate pair."""
+    """Makes a text encodable as UTF-8: replaces half of a surrogate pair with a question mark."""
     return text.encode(errors="replace").decode()
 
 
@@ -228,10 +229,10 @@ class _Prediction:
         self._frame = frame
 
     def arguments(self) -> dict[str, Any]:
-        """The arguments of the function, with files in place of their bytes.
+        """Returns the function's arguments, with files in place of their bytes.
 
         Raises:
-            WrongInput: the class does not take them.
+            WrongInput: the class rejects them.
         """
         values = self._frame.message["input"]
         for at, path in self._write_files():
@@ -245,7 +246,10 @@ class _Prediction:
             raise WrongInput(str(error)) from error
 
     def outputs(self) -> list[Any] | None:
-        """The two outputs to compare, with the paths of their files. None: it is an input."""
+        """Returns the two outputs to compare, with the paths of their files.
+
+        None if it is an input.
+        """
         outputs: list[Any] | None = self._frame.message.get("outputs")
         if outputs is not None:
             for at, path in self._write_files():
@@ -253,7 +257,7 @@ class _Prediction:
         return outputs
 
     def _write_files(self) -> Iterator[tuple[list[str | int], Path]]:
-        """Writes the files that came. Yields the place and the path of each."""
+        """Writes the received files. Yields each one's place and path."""
         if self._frame.blobs:
             self._folder = Path(tempfile.mkdtemp(prefix="prediction-"))
         for number, (where, data) in enumerate(self._received()):
@@ -266,11 +270,11 @@ class _Prediction:
             yield where["at"], path
 
     def _received(self) -> Iterator[tuple[dict[str, Any], bytes]]:
-        """The files that came, and large values, with their places."""
+        """Returns the received files and large values, with their places."""
         return zip(self._frame.message["files"], self._frame.blobs, strict=True)
 
     def _file_of(self, at: list[str | int], path: Path) -> Any:
-        """A file as the class asks for it: its path, or an open file."""
+        """Returns a file as the class requests it: its path, or an open file."""
         if self._fields[str(at[0])].type.primitive is not adt.PrimitiveType.FILE:
             return cog.Path(path)
         file = path.open("rb")
@@ -278,10 +282,10 @@ class _Prediction:
         return file
 
     def piece(self, value: Any) -> bytes:
-        """Takes the next piece of a streamed output. Returns its frame, with its files.
+        """Encodes the next piece of a streamed output. Returns its frame, with its files.
 
         Raises:
-            WrongOutput: it can't be sent, or the output is too large with it.
+            WrongOutput: it can't be sent, or it makes the output too large.
         """
         encoded = self.encoder.encode(value, (len(self.pieces),))
         self._size_bytes += len(repr(encoded))
@@ -295,10 +299,10 @@ class _Prediction:
         return encode_frame({"id": self.id, "piece": piece, "files": files}, blobs)
 
     def result(self, output: Any) -> bytes:
-        """The frame of the whole output.
+        """Returns the frame for the whole output.
 
         Raises:
-            WrongOutput: it is too large, or has numbers that JSON has not.
+            WrongOutput: it is too large, or contains numbers that JSON can't represent.
         """
         message = {
             "id": self.id,
@@ -319,10 +323,10 @@ class _Prediction:
             raise WrongOutput(f"output: {error}") from error
 
     def failure(self, error: BaseException) -> bytes:
-        """Encodes an error, with the traceback of the exception raised by the class.
+        """Encodes an error, with the traceback of an exception raised by the class.
 
-        The traceback is not printed: others may run in this process, and its author may keep it
-        from callers.
+        The traceback is not printed: other predictions may be running in this process, and the
+        author may hide it from callers.
         """
         error = self.blamed(error)
         log = _traceback_of(error)[-MAX_LOG_CHARS:]
@@ -333,8 +337,8 @@ class _Prediction:
     def blamed(self, error: BaseException) -> BaseException:
         """Returns the error, as a WrongInput if the class blames its caller's input.
 
-        A class does so by an attribute `field` that names an input, or by the name of the
-        exception's class, so it needs no import of ours.
+        A class does so with an attribute `field` that names an input, or by the name of the
+        exception's class, so it doesn't need to import anything from us.
         """
         field = getattr(error, "field", None)
         if isinstance(field, str) and field in self._fields:
@@ -360,20 +364,20 @@ def _put(values: Any, at: list[str | int], file: Any) -> None:
 def _kind_of(error: BaseException) -> str:
     if isinstance(error, WrongInput):
         return "input"
-    # Code that raises asyncio's exception has imported it.
+    # Code that raises asyncio's exception has already imported asyncio.
     of_tasks = getattr(sys.modules.get("asyncio"), "CancelledError", ())
     is_canceled = isinstance(error, (cog.CancelationException, of_tasks))
     return "canceled" if is_canceled else "model"
 
 
 def _traceback_of(error: BaseException) -> str:
-    """Returns the traceback of an exception raised by the code of a class.
+    """Returns the traceback of an exception raised by a class's code.
 
     Empty if other code raised it.
     """
     if _kind_of(error) != "model" or isinstance(error, WrongOutput):
         return ""
-    # Without our own frames: the first ones are of this file.
+    # Without our own frames: the first ones are from this file.
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
@@ -391,13 +395,13 @@ class SyncRunner:
         self._is_canceled = False
         self._reader = FrameReader()
         self._ahead: deque[Frame] = deque()
-        """Frames that were read while one was looked for."""
+        """Frames that were read while looking for a cancellation."""
         signal.signal(signal.SIGUSR1, self._on_cancel)
 
     def run(self) -> None:
         with contextlib.suppress(ConnectionError):
             while (frame := self._read_frame()) is not None:
-                if "id" in frame.message:  # otherwise a cancellation, which arrived too late
+                if "id" in frame.message:  # otherwise a cancellation that arrived too late
                     self._compute(frame)
 
     def _read_frame(self) -> Frame | None:
@@ -405,10 +409,10 @@ class SyncRunner:
         return self._ahead.popleft() if self._ahead else read_frame(self._connection, self._reader)
 
     def _has_cancel(self, number: int) -> bool:
-        """True if a cancellation of this prediction is among what has come.
+        """True if this prediction's cancellation is among the received frames.
 
-        Its signal may have come before the prediction was read. The cancellation itself is always
-        sent before its signal.
+        Its signal may have arrived before the prediction was read. The cancellation itself is
+        always sent before its signal.
         """
         with contextlib.suppress(BlockingIOError):
             while piece := self._connection.recv(1 << 20, socket.MSG_DONTWAIT):
@@ -438,8 +442,8 @@ class SyncRunner:
         """Computes predictions and sends the answer, or the failure if the class raises.
 
         Args:
-            answer: computes them, and returns the frames of the answer.
-            failure: returns the frame of an error.
+            answer: computes them and returns the answer's frames.
+            failure: returns the frame for an error.
         """
         self._is_canceled = False
         try:
@@ -450,11 +454,11 @@ class SyncRunner:
             finally:
                 self._may_interrupt = False
         except BaseException as error:
-            # The boundary to the code of the class: its errors end a prediction, not the process.
+            # The boundary to the class's code: its errors end a prediction, not the process.
             if os.getpid() == self._pid:
                 sent = failure(error)
         if os.getpid() != self._pid:
-            os._exit(0)  # a fork of the class that came back here
+            os._exit(0)  # a fork made by the class has returned here
         for prediction in predictions:
             prediction.close()
         _flush()
@@ -469,7 +473,7 @@ class SyncRunner:
         return prediction.result(prediction.pieces)
 
     def _send(self, frame: bytes) -> None:
-        """Sends a frame. A cancellation waits until it is whole."""
+        """Sends a frame. A cancellation waits until it is complete."""
         if os.getpid() != self._pid:
             os._exit(0)
         self._may_interrupt = False
@@ -477,14 +481,17 @@ class SyncRunner:
         self._interruptible()
 
     def _interruptible(self) -> None:
-        """From here on a cancellation interrupts what runs. One that came before does so now."""
+        """From here on, a cancellation interrupts the class.
+
+        One that arrived earlier does so now.
+        """
         self._may_interrupt = True
         if self._is_canceled:
             raise cog.CancelationException
 
 
 class AsideRunner(SyncRunner):
-    """Reports the work of inputs and which outputs are close, and computes nothing."""
+    """Reports the work of inputs and whether outputs are close. Computes nothing."""
 
     def _answer(self, prediction: _Prediction) -> bytes:
         if (outputs := prediction.outputs()) is not None:
@@ -508,7 +515,7 @@ class ListRunner(SyncRunner):
     """Runs a class with `predict_batch`, one batch at a time.
 
     Args:
-        element: makes an element of the list that it takes.
+        element: creates an element of the list that it takes.
     """
 
     def __init__(
@@ -536,17 +543,19 @@ class ListRunner(SyncRunner):
 
 
 class _Batch:
-    """The predictions of a batch, and what a class gets of them. Wrong inputs fail alone.
+    """A batch's predictions, and what the class receives for them.
+
+    Invalid inputs fail on their own.
 
     Args:
-        element: makes an element of the list that the class takes.
+        element: creates an element of the list that the class takes.
     """
 
     def __init__(self, predictions: Sequence[_Prediction], element: Callable[..., Any]) -> None:
         self.inputs: list[Any] = []
         self._predictions = predictions
         self._inside: list[_Prediction] = []
-        """Those of the inputs, in order."""
+        """The predictions whose inputs were passed to the class, in order."""
         self._answers: list[bytes] = []
         for prediction in predictions:
             try:
@@ -559,10 +568,10 @@ class _Batch:
             self._recorded.context = predictions[0].scope.context
 
     def answered(self, outputs: Any) -> bytes:
-        """The frames of all predictions. Wrong outputs fail alone.
+        """Returns the frames for all predictions. Invalid outputs fail on their own.
 
         Raises:
-            WrongOutput: it is not one output for each input.
+            WrongOutput: the number of outputs does not match the number of inputs.
         """
         if not isinstance(outputs, list | tuple) or len(outputs) != len(self.inputs):
             raise WrongOutput(
@@ -576,10 +585,10 @@ class _Batch:
 
 
 def _made(element: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    """An input as one object.
+    """Returns an input as one object.
 
     Raises:
-        WrongInput: its type does not take these fields.
+        WrongInput: its type does not accept these fields.
     """
     try:
         return element(**arguments)
@@ -588,23 +597,23 @@ def _made(element: Callable[..., Any], arguments: dict[str, Any]) -> Any:
 
 
 def _answer_alone(prediction: _Prediction, output: Any) -> bytes:
-    """Returns the frame for one output of a batch.
+    """Returns the frame for one of a batch's outputs.
 
-    An exception in its place fails its prediction.
+    An exception in place of an output fails its prediction.
     """
     if isinstance(output, BaseException):
         return prediction.failure(output)
     try:
         return prediction.result(prediction.encoder.encode(output))
     except Exception as error:
-        # The boundary to the code of the class, as everywhere here.
+        # The boundary to the class's code, as everywhere here.
         return prediction.failure(error)
 
 
 def _batch_failure(predictions: Sequence[_Prediction], error: BaseException) -> bytes:
     """Returns the frame for an error in a whole batch.
 
-    If the batch has one input, it may be the cause.
+    If the batch has only one input, that input may be the cause.
     """
     if len(predictions) == 1 and isinstance(predictions[0].blamed(error), WrongInput):
         return predictions[0].failure(error)
@@ -618,7 +627,7 @@ def _counted(outputs: Any) -> str:
 
 
 def _first_mistake(error: Exception) -> str:
-    """Returns the first error that a pydantic model or a dataclass reports about a field."""
+    """Returns the first error that a pydantic model or dataclass reports about a field."""
     mistakes = getattr(error, "errors", None)
     if not callable(mistakes):
         return text_of(error)
@@ -653,7 +662,7 @@ class AsyncRunner:
     def _handle(self, frame: Frame) -> None:
         if (canceled := frame.message.get("cancel")) is not None:
             if (task := self._tasks.get(canceled)) is not None:
-                # Behind its first step: a task that has not begun would end without an answer.
+                # After its first step: a task that has not started would end without an answer.
                 self._loop.call_soon(task.cancel)
             return
         self._begin(frame.message["id"], self._compute(frame))
@@ -663,7 +672,7 @@ class AsyncRunner:
         task.add_done_callback(partial(self._ended, number))
 
     def _ended(self, number: int, task: asyncio.Task[None]) -> None:
-        if self._tasks.get(number) is task:  # not one that has begun since under its number
+        if self._tasks.get(number) is task:  # not a newer task under the same number
             del self._tasks[number]
 
     async def _compute(self, frame: Frame) -> None:
@@ -672,7 +681,7 @@ class AsyncRunner:
         try:
             answer = await self._answer(prediction)
         except BaseException as error:
-            # The boundary to the code of the class, as above.
+            # The boundary to the class's code, as above.
             answer = prediction.failure(error)
         prediction.close()
         _flush()
@@ -684,7 +693,7 @@ class AsyncRunner:
             output = await output
         if not self._loaded.signature.output.streams:
             return prediction.result(prediction.encoder.encode(output))
-        # Closed in this context, so what it prints in the end is its prediction's.
+        # Closed in this context, so its final output is attributed to its prediction.
         async with contextlib.aclosing(_iterate_async(output)) as values:
             async for value in values:
                 await self._send(prediction.piece(value))
@@ -695,7 +704,7 @@ class AsyncRunner:
             await self._loop.sock_sendall(self._connection, frame)
 
     async def _send_whole(self, frame: bytes) -> None:
-        """Sends a frame, also if the task is canceled meanwhile."""
+        """Sends a frame, even if the task is canceled in the meantime."""
         import asyncio
 
         await asyncio.shield(self._send(frame))
@@ -705,7 +714,7 @@ class AsyncListRunner(AsyncRunner):
     """Runs a class with an asynchronous `predict_batch`, one batch at a time.
 
     Args:
-        element: makes an element of the list that it takes.
+        element: creates an element of the list that it takes.
     """
 
     def __init__(
@@ -719,7 +728,7 @@ class AsyncListRunner(AsyncRunner):
         self._element = element
         self._frames: list[Frame] = []
         self._missing = 0
-        """Number of the batch's frames that are still missing."""
+        """How many of the batch's frames have not arrived yet."""
 
     def _handle(self, frame: Frame) -> None:
         if "batch" in frame.message:
@@ -739,7 +748,7 @@ class AsyncListRunner(AsyncRunner):
             outputs = await self._loaded.compute(batch.inputs) if batch.inputs else []
             answer = batch.answered(outputs)
         except BaseException as error:
-            # The boundary to the code of the class, as above.
+            # The boundary to the class's code, as above.
             answer = _batch_failure(predictions, error)
         for prediction in predictions:
             prediction.close()
@@ -748,7 +757,10 @@ class AsyncListRunner(AsyncRunner):
 
 
 def _iterate(output: Any) -> Iterator[Any]:
-    """The pieces of an output that is declared as streamed. As in Cog, one value is one piece."""
+    """Yields the pieces of an output declared as streamed.
+
+    As in Cog, a single value is one piece.
+    """
     if output is None:
         return iter(())
     if isinstance(output, str | bytes | Mapping) or not hasattr(output, "__iter__"):

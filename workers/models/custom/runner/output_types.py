@@ -1,9 +1,9 @@
-"""Reads the return type of a class into JSON Schema, as Cog's schema generator does.
+"""Converts a class's return type to JSON Schema, as Cog's schema generator does.
 
-Cog's runtime inspector, which reads the inputs, refuses most nested types. Cog serves them, because
-its schema is generated from the source code and its server passes outputs on without checking them.
-A part of a type that is unknown here matches any value, so no return type keeps a class from being
-served.
+Cog's runtime inspector, which reads the inputs, rejects most nested types. Cog serves them anyway,
+because its schema is generated from source code and its server passes outputs on without checking
+them. Any part of a type that isn't recognized here matches any value, so no return type keeps a
+class from being served.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from workers.models.custom.runner.cog_import import adt, cog
 
 FILE_FORMAT = "uri"
 _OBJECT = {"type": "object"}
-"""The schema of a dict, and of `Any` in another type, as Cog writes it."""
+"""The schema for a dict, and for `Any` within another type, as Cog writes it."""
 _TEXTS = (cog.ConcatenateIterator, cog.AsyncConcatenateIterator)
 _ITERATORS = (
     collections.abc.Iterator,
@@ -35,22 +35,22 @@ _ITERABLES = (
     collections.abc.AsyncIterable,
     collections.abc.Collection,
 )
-"""Streamed only by a generator: a list is iterable as well."""
+"""Streamed only if a generator produces them: a list is iterable as well."""
 _ARRAYS = (list, tuple, set, frozenset, collections.abc.Sequence, collections.abc.Set)
 _PLAIN_TYPES: dict[type, str] = {str: "string", bool: "boolean", int: "integer", float: "number"}
 
 
 class Output(NamedTuple):
-    """The output of one prediction."""
+    """One prediction's output."""
 
     schema: dict[str, Any]
     """JSON Schema, with Cog's `x-cog-array-type` if it is streamed."""
     streams: str = ""
-    """Empty: it comes as a whole. `text`: pieces of one text. `items`: elements of a list."""
+    """Empty: it arrives as a whole. `text`: pieces of one text. `items`: elements of a list."""
 
     @property
     def piece(self) -> dict[str, Any]:
-        """The schema of one value that the class returns or yields."""
+        """The schema of a single value that the class returns or yields."""
         shape: dict[str, Any] = self.schema["items"] if self.streams else self.schema
         return shape
 
@@ -63,7 +63,7 @@ def read_output(hint: Any, *, yields: bool) -> Output:
         yields: True if the function is a generator, so its output is streamed regardless of `hint`.
 
     Raises:
-        ValueError: the class declares a concatenation of something other than texts.
+        ValueError: the class declares a concatenation of something other than text.
     """
     hint = _strip(hint)
     origin, arguments = typing.get_origin(hint) or hint, typing.get_args(hint)
@@ -95,7 +95,7 @@ def _streamed(element: dict[str, Any]) -> dict[str, Any]:
 
 
 def _schema(hint: Any, inside: tuple[type, ...]) -> dict[str, Any]:
-    """The schema of a type. `inside`: the models around it, to end at one that contains itself."""
+    """Returns a type's schema. `inside`: the enclosing models, so that recursion ends."""
     hint = _strip(hint)
     if adt._unwrap_opaque(hint)[1]:
         field = adt.FieldType.from_type(hint)
@@ -173,10 +173,10 @@ def _model_schema(fields: dict[str, Any], inside: tuple[type, ...]) -> dict[str,
 
 
 def _fields(kind: type) -> dict[str, Any] | None:
-    """Returns the type of each field in a model or dataclass, by name. None: it has no fields."""
-    known = getattr(kind, "model_fields", None)  # of pydantic, if the class uses it
+    """Returns each field's type in a model or dataclass, by name. None: it has no fields."""
+    known = getattr(kind, "model_fields", None)  # from pydantic, if the class uses it
     if not isinstance(known, Mapping):
-        known = getattr(kind, "__fields__", None)  # of its first version
+        known = getattr(kind, "__fields__", None)  # from pydantic 1
     if isinstance(known, Mapping):
         names = list(known)
     elif dataclasses.is_dataclass(kind):
@@ -188,13 +188,13 @@ def _fields(kind: type) -> dict[str, Any] | None:
     try:
         hints = typing.get_type_hints(kind, include_extras=True)
     except Exception:
-        # The boundary to the code of the class: a name in a type may not exist at run time.
+        # The boundary to the class's code: a name in a type may not exist at run time.
         hints = {}
     return {name: hints.get(name, Any) for name in names}
 
 
 def _strip(hint: Any) -> Any:
-    """A type without the names and notes around it."""
+    """Returns a type without the names and annotations around it."""
     while True:
         if typing.get_origin(hint) is typing.Annotated:
             if adt._unwrap_opaque(hint)[1]:

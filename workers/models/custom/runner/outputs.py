@@ -1,6 +1,7 @@
-"""Turns what a class returned into JSON, with its files as bytes.
+"""Converts a class's return value to JSON, with its files as bytes.
 
-Values are converted by their own types, as Cog's server does, whatever the class declares.
+Values are converted according to their actual types, as in Cog's server, whatever the class
+declares.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ from workers.models.custom.runner.output_types import Output, is_file
 
 MAX_FILE_BYTES = 64 * 1024 * 1024
 MAX_FILES = 512
-"""Maximum number of files in one output, for example windows of an hour-long recording."""
+"""Maximum number of files in one output, for example the windows of an hour-long recording."""
 MAX_FILES_BYTES = 192 * 1024 * 1024
 """Maximum total size of an output's files."""
 MAX_STREAMED_BYTES = 1024 * 1024
-"""Maximum size of a streamed output as JSON. Its readers get it from Redis."""
+"""Maximum size of a streamed output as JSON. Readers get it from Redis."""
 MAX_DEPTH = 120
-"""Maximum nesting. Cog's server refuses JSON that is nested 128 levels deep."""
+"""Maximum nesting depth. Cog's server rejects JSON nested 128 levels deep."""
 MAX_SHOWN_LEVELS = 10
 MAX_INTEGER_BITS = 64
 """Larger integers lose digits in most JSON readers, and our messages can't carry them."""
 ANY_BYTES = "application/octet-stream"
 Place = tuple[str | int, ...]
-"""The path to a value in an output: field names and element numbers."""
+"""The path to a value in an output: field names and element indices."""
 
 
 class WrongOutput(Exception):
@@ -43,9 +44,9 @@ class WrongOutput(Exception):
 
 
 class OutputEncoder:
-    """Encodes the output of one prediction. `files` and `blobs` collect its files.
+    """Encodes one prediction's output. `files` and `blobs` collect its files.
 
-    Each of `files` has the path to its place in the output, its media type and its name.
+    Each entry in `files` has the path to its place in the output, its media type and its name.
     """
 
     def __init__(self, output: Output) -> None:
@@ -62,11 +63,11 @@ class OutputEncoder:
         return files_and_blobs
 
     def encode(self, value: Any, at: Place = ()) -> Any:
-        """An output, or one piece of a streamed one, ready for JSON.
+        """Encodes an output, or one piece of a streamed one, for JSON.
 
         Args:
-            value: as the class returned it.
-            at: the place of the piece in the whole output.
+            value: the value returned by the class.
+            at: the piece's place in the whole output.
 
         Raises:
             WrongOutput: the value can't be sent.
@@ -81,7 +82,9 @@ class OutputEncoder:
         return plain
 
     def shown_in_stream(self, piece: Any) -> Any:
-        """An encoded piece as its stream has it. In a text, None is empty and others are JSON.
+        """Returns an encoded piece as its stream shows it.
+
+        In text, None is empty and others are JSON.
 
         `written_piece` in shared/models/tasks/custom.py does the same for the whole output.
         """
@@ -113,7 +116,7 @@ class OutputEncoder:
         try:
             simpler = _simplify(value)
         except Exception as error:
-            # The boundary to the code of the class, whose types may fail in any way.
+            # The boundary to the class's code, whose types may fail in any way.
             reason = f"{_describe(value)} can't be sent as JSON"
             raise WrongOutput(f"{_name_place(at)}: {reason}: {error}") from error
         return self._plain(simpler, at)
@@ -143,9 +146,9 @@ class OutputEncoder:
 
 
 def _find_paths(value: Any, shape: Mapping[str, Any]) -> Any:
-    """The value with a path in place of each text that names a file, where the class declares one.
+    """Returns the value with a path in place of each string where the class declares a file.
 
-    Cog returns such a text as it is. Its readers can't open a path of this machine.
+    Cog returns such a string unchanged, but readers can't open this machine's paths.
     """
     if is_file(shape):
         return Path(value) if isinstance(value, str) and _is_existing(value) else value
@@ -157,7 +160,7 @@ def _find_paths(value: Any, shape: Mapping[str, Any]) -> Any:
 def _is_existing(path: str) -> bool:
     try:
         return os.path.isfile(path)
-    except ValueError:  # it has a null character
+    except ValueError:  # it contains a null character
         return False
 
 
@@ -169,7 +172,7 @@ def _read(path: Path, at: Place) -> bytes:
 
 
 def _read_open(file: io.IOBase) -> bytes:
-    """The whole content of an open file, from its beginning if it can be found, as in Cog."""
+    """Reads the whole contents of an open file, from the start if it is seekable, as in Cog."""
     if file.seekable():
         file.seek(0)
     data: str | bytes = file.read(MAX_FILE_BYTES + 1)
@@ -177,7 +180,7 @@ def _read_open(file: io.IOBase) -> bytes:
 
 
 def _check_text(text: str, at: Place) -> str:
-    """The text, if JSON in UTF-8 can carry it."""
+    """Returns the text if JSON in UTF-8 can represent it."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -189,7 +192,7 @@ def _check_text(text: str, at: Place) -> str:
 
 
 def _check_number(value: Any, at: Place) -> Any:
-    """A number as JSON has it."""
+    """Returns a number that JSON can represent."""
     if isinstance(value, float):
         if not math.isfinite(value):
             raise WrongOutput(f"{_name_place(at)}: JSON does not support NaN or infinite numbers")
@@ -201,7 +204,7 @@ def _check_number(value: Any, at: Place) -> Any:
 
 
 def _write_key(name: Any, at: Place) -> str:
-    """Returns the name of a field. Names that are numbers are written like JSON writes numbers."""
+    """Returns a field's name. Numeric names are written the way JSON writes numbers."""
     if isinstance(name, str):
         return _check_text(name, at)
     if name is None or isinstance(name, bool):
@@ -212,24 +215,24 @@ def _write_key(name: Any, at: Place) -> str:
 
 
 def _simplify(value: Any) -> Any:
-    """A value of another type in a simpler one.
+    """Converts a value of another type to a simpler one.
 
     Raises:
-        TypeError: the value has no JSON form.
+        TypeError: the value has no JSON representation.
     """
     if isinstance(value, cog.Secret):
         raise TypeError("a Secret can't be part of an output")
     coder = cog.coder.Coder.lookup(type(value))
     if coder is not None:
         return coder.encode(value)
-    for method in ("model_dump", "dict"):  # of pydantic, which the class may use
+    for method in ("model_dump", "dict"):  # from pydantic, which the class may use
         if callable(dump := getattr(value, method, None)):
             return dump()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, date):
         return value.isoformat()
-    for method in ("tolist", "item"):  # of numpy's arrays and scalars
+    for method in ("tolist", "item"):  # from numpy's arrays and scalars
         if callable(convert := getattr(value, method, None)):
             return convert()
     raise TypeError("return plain values")
@@ -240,7 +243,7 @@ def _describe(value: Any) -> str:
 
 
 def _name_place(at: Place) -> str:
-    """A place in an output as its readers write it: `output[0].words`."""
+    """Returns a place in an output as readers see it: `output[0].words`."""
     levels = [
         f"[{level}]" if isinstance(level, int) else f".{level}" for level in at[:MAX_SHOWN_LEVELS]
     ]

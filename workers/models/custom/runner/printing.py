@@ -1,10 +1,10 @@
-"""Marks what a class prints with the number of the prediction that prints it.
+"""Marks a class's printed output with the number of the prediction that printed it.
 
-Several predictions of an asynchronous class share one process and one pipe for its output. So
-`sys.stdout` and `sys.stderr` write records to that pipe: the mark of the process, the number of the
-prediction, a length, and the bytes. The number is in a context variable, as in Cog: tasks inherit
-it, and so do threads that run in a copied context (`asyncio.to_thread`). Output of subprocesses, C
-code and other threads has no mark.
+Several predictions of an asynchronous class share one process and one output pipe. `sys.stdout` and
+`sys.stderr` therefore write records to that pipe: the process's mark, the prediction number, a
+length, and the bytes. As in Cog, the number is stored in a context variable: tasks inherit it, and
+so do threads that run in a copied context (`asyncio.to_thread`). Output from subprocesses, C code
+and other threads has no mark.
 
 A record fits into PIPE_BUF, so the kernel never mixes two records.
 """
@@ -25,9 +25,10 @@ if TYPE_CHECKING:
 
 MARK_BYTES = 16
 MARK_BEGIN = b"\xff"
-"""No UTF-8 text has this byte, so the end of a text never looks like the beginning of a mark."""
+"""UTF-8 text never contains this byte, so the end of a text never looks like the start of a mark.
+"""
 HEADER = struct.Struct("<QH")
-"""The number of the prediction, and the length of what follows in bytes."""
+"""The prediction number, and the length of the following data in bytes."""
 NOBODY = 0
 """The number used outside of predictions."""
 MAX_DATA_BYTES = select.PIPE_BUF - MARK_BYTES - HEADER.size
@@ -36,7 +37,7 @@ _number: contextvars.ContextVar[int | None] = contextvars.ContextVar("number", d
 
 
 def mark_with(number: int) -> None:
-    """Marks what this context prints from now on."""
+    """Marks everything this context prints from now on."""
     _number.set(number)
 
 
@@ -44,8 +45,8 @@ class MarkedStream(io.BufferedIOBase):
     """The binary part of a standard stream in `sys`.
 
     Args:
-        name: file name, as libraries may read it.
-        descriptor: gets what has no mark.
+        name: the file name, which libraries may read.
+        descriptor: file descriptor for unmarked output.
     """
 
     def __init__(self, name: str, descriptor: int, pipe: int, mark: bytes) -> None:
@@ -56,11 +57,11 @@ class MarkedStream(io.BufferedIOBase):
         self._pid = os.getpid()
 
     def writable(self) -> bool:
-        """Returns True: `io.TextIOWrapper` asks."""
+        """Returns True: `io.TextIOWrapper` checks this."""
         return True
 
     def fileno(self) -> int:
-        """Descriptor 1 or 2, for libraries that write to it themselves."""
+        """Returns descriptor 1 or 2, for libraries that write to it directly."""
         return self._descriptor
 
     def write(self, data: Any, /) -> int:
@@ -78,7 +79,7 @@ class MarkedStream(io.BufferedIOBase):
 class MarkedText(io.TextIOWrapper):
     """A stream of `sys`.
 
-    It does not have a buffer, because a buffer would mix several predictions.
+    It is unbuffered, because a buffer would mix several predictions' output.
     """
 
     def write(self, text: str, /) -> int:
@@ -93,14 +94,14 @@ def _write_all(descriptor: int, data: bytes) -> None:
 
 
 def make_mark() -> bytes:
-    """Returns a random mark: MARK_BYTES bytes that no class prints by accident."""
+    """Returns a random mark: MARK_BYTES bytes that a class won't print by accident."""
     return MARK_BEGIN + os.urandom(MARK_BYTES - len(MARK_BEGIN))
 
 
 def install() -> str:
-    """Replaces the streams of `sys`. Returns the mark as hexadecimal digits.
+    """Replaces the streams in `sys`. Returns the mark as hexadecimal digits.
 
-    The class must not be imported yet: handlers of `logging` keep the stream that they find.
+    Call it before importing the class: `logging` handlers keep the stream they find.
     """
     mark = make_mark()
     pipe = os.dup(1)  # a class may point descriptor 1 elsewhere
@@ -117,9 +118,9 @@ def _open(name: str, descriptor: int, pipe: int, mark: bytes) -> MarkedText:
 
 
 def log_apart(loop: AbstractEventLoop) -> None:
-    """Keeps errors from abandoned tasks out of all logs, because any prediction may trigger them.
+    """Keeps errors from abandoned tasks out of all logs, because any prediction may cause them.
 
-    `install` does the same with errors of destructors.
+    `install` does the same with errors from destructors.
     """
     loop.set_exception_handler(
         lambda loop, facts: _run_unattributed(loop.default_exception_handler, facts)
@@ -136,11 +137,11 @@ def split_records(data: bytes, mark: bytes) -> tuple[list[tuple[int | None, byte
     """Splits output into parts by prediction.
 
     Args:
-        data: what was read from the pipe.
+        data: bytes read from the pipe.
 
     Returns:
-        Each part with the number of its prediction, or None if it has no mark, in order. Then the
-        incomplete record at the end, if there is one.
+        The parts in order, each with the number of its prediction, or None if it has no mark. Then
+        the incomplete record at the end, if there is one.
     """
     parts: list[tuple[int | None, bytes]] = []
     begin = 0

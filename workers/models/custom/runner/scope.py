@@ -1,7 +1,8 @@
-"""`cog.current_scope()`: the metrics that a class records of the prediction that runs.
+"""`cog.current_scope()`: the metrics that a class records for the running prediction.
 
-The rules are Cog's (docs of `BaseRunner.record_metric`): names of at most four segments and 128
-characters, `replace`, `incr` and `append`, and no change of a type without `delete`.
+The rules are Cog's (see the docs of `BaseRunner.record_metric`): names have at most four segments
+and 128 characters; the modes are `replace`, `incr` and `append`; and types can't change without
+`delete`.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ import coglet
 
 MAX_NAME_CHARS = 128
 MAX_BYTES = 16 * 1024
-"""Of all metrics of a prediction, as JSON."""
+"""Maximum JSON size of a prediction's metrics."""
 MAX_SEGMENTS = 4
 _PLAIN = (bool, int, float, str, list, dict)
 _current: contextvars.ContextVar[Scope | None] = contextvars.ContextVar("scope", default=None)
 
 
 class RecordedMetrics:
-    """The metrics of one prediction, by their full names."""
+    """One prediction's metrics, by their full names."""
 
     def __init__(self) -> None:
         self._values: dict[str, Any] = {}
@@ -32,7 +33,7 @@ class RecordedMetrics:
 
         Raises:
             ValueError: the name or the mode is not valid, or all metrics together are too large.
-            TypeError: the value has another type than before, or none that JSON has.
+            TypeError: the value has a different type than before, or one that JSON doesn't support.
         """
         _check_name(key)
         if value is None:
@@ -70,7 +71,7 @@ class RecordedMetrics:
     __delitem__ = delete
 
     def nested(self) -> dict[str, Any]:
-        """All of them: a point in a name makes an object."""
+        """Returns all metrics: each dot in a name makes a nested object."""
         whole: dict[str, Any] = {}
         for key, value in self._values.items():
             *folders, name = key.split(".")
@@ -94,7 +95,7 @@ class Scope:
 
 
 def enter_scope() -> Scope:
-    """Begins the scope of a prediction in this context."""
+    """Starts a prediction's scope in this context."""
     scope = Scope()
     _current.set(scope)
     return scope
@@ -115,7 +116,7 @@ def _check_name(key: str) -> None:
 
 
 def _mistake(key: str) -> str:
-    """Returns why a name is not valid, in Cog's words. Empty if it is valid."""
+    """Returns why a name is invalid, in Cog's words. Empty if it is valid."""
     segments = key.split(".")
     checks = (
         (len(key) > MAX_NAME_CHARS, f"must have at most {MAX_NAME_CHARS} characters"),

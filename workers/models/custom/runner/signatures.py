@@ -1,8 +1,8 @@
-"""Reads what a function takes and returns.
+"""Reads a function's parameters and return type.
 
-Cog's inspector (`cog._inspector`, of the pinned version) reads the type and the constraints of each
-input. Its rules for the whole signature are stricter than Cog's schema generator and server, which
-also serve keyword-only arguments, `*args` and `**kwargs`.
+Cog's inspector (`cog._inspector`, from the pinned version) reads each input's type and constraints.
+Its rules for the whole signature are stricter than in Cog's schema generator and server,
+which also support keyword-only arguments, `*args` and `**kwargs`.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from workers.models.custom.runner.output_types import Output, read_output
 
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _CONVERTED = {adt.PrimitiveType.PATH, adt.PrimitiveType.FILE, adt.PrimitiveType.SECRET}
-"""Types whose values come as texts."""
+"""Types whose values arrive as strings."""
 
 
 class Signature(NamedTuple):
-    """The inputs of one prediction by their names, and its output."""
+    """One prediction's inputs by name, and its output."""
 
     inputs: dict[str, adt.InputField]
     output: Output
     defaults: Mapping[str, Any] = types.MappingProxyType({})
-    """Defaults as they are written, of inputs that are neither files nor secrets."""
+    """Defaults as written in the source, for inputs that are neither files nor secrets."""
 
 
 def read_signature(function: Callable[..., Any], name: str) -> Signature:
-    """Reads the signature of a function, or of a method that is not bound.
+    """Reads the signature of a function or an unbound method.
 
     Raises:
         ValueError: it can't be served. The message names the input or the return type.
@@ -62,19 +62,19 @@ def read_signature(function: Callable[..., Any], name: str) -> Signature:
     yields = inspect.isgeneratorfunction(plain) or inspect.isasyncgenfunction(plain)
     inputs = read_inputs(fields, _find_optional_inputs(plain))
     returned = hints.get("return", types.NoneType)
-    # Cog's server passes on what such a function returns.
+    # Cog's server passes on whatever such a function returns.
     output = read_output(Any if returned is types.NoneType else returned, yields=yields)
     return Signature(inputs, output, _read_plain_defaults(fields, inputs))
 
 
 def check_values(signature: Signature, values: dict[str, Any]) -> dict[str, Any]:
-    """Checks the inputs of one prediction, and adds defaults.
+    """Checks a prediction's inputs and adds defaults.
 
-    As in Cog, numbers reach the class as they were given and defaults as they are written: the
-    value of a `float` may be an `int`.
+    As in Cog, numbers reach the class as the caller sent them and defaults as written in the
+    source: a `float` may have an `int` value.
 
     Raises:
-        ValueError, TypeError: a value is not valid. The message names the input.
+        ValueError, TypeError: a value is invalid. The message names the input.
     """
     checked: dict[str, Any] = inspector().check_input(signature.inputs, values)
     for name, field in signature.inputs.items():
@@ -88,14 +88,14 @@ def check_values(signature: Signature, values: dict[str, Any]) -> dict[str, Any]
 def read_inputs(
     fields: Mapping[str, tuple[Any, Any]], optional: typing.Collection[str] = ()
 ) -> dict[str, adt.InputField]:
-    """Reads inputs.
+    """Reads the inputs.
 
     Args:
         fields: the type of each, and its default or what `cog.Input` returned. None: no default.
-        optional: names of inputs that may be None although their types do not allow it.
+        optional: names of inputs that may be None although their types don't allow it.
 
     Raises:
-        ValueError: Cog knows no such input. The message names it.
+        ValueError: Cog doesn't support such an input. The message names it.
     """
     inputs: dict[str, adt.InputField] = {}
     for order, (name, (hint, default)) in enumerate(fields.items()):
@@ -108,9 +108,9 @@ def read_inputs(
 
 
 def _read_choices(hint: Any) -> tuple[Any, list[Any]]:
-    """A type with plain ones in place of each Literal and Enum, and the values that it allows.
+    """Returns a type with plain types in place of Literals and Enums, and the values it allows.
 
-    No values: it allows more than they list. Cog passes values of such types on unchecked.
+    The list is empty if it allows other values, too. Cog passes values of such types on unchecked.
     """
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
@@ -139,9 +139,9 @@ def _read_choices(hint: Any) -> tuple[Any, list[Any]]:
 
 
 def _simplify_default(default: Any) -> Any:
-    """Returns a default, or the result of `cog.Input`, with plain values for Enum members.
+    """Returns a default, or the result of `cog.Input`, with plain values in place of Enum members.
 
-    Values sent by callers are plain, too. Cog passes the member.
+    Values sent by callers are plain as well. Cog passes the member.
     """
     if isinstance(default, FieldInfo):
         return dataclasses.replace(default, default=_simplify_default(default.default))
@@ -165,9 +165,9 @@ def _read_plain_defaults(
 
 
 def read_hints(function: Callable[..., Any]) -> dict[str, Any]:
-    """The types of a function's arguments and its return value, by name.
+    """Returns the types of a function's arguments and its return value, by name.
 
-    A type with a name that does not exist at run time stays a text, and the others are evaluated.
+    A type that refers to an undefined name stays a string; the others are evaluated.
     """
     with contextlib.suppress(Exception):
         return typing.get_type_hints(function, include_extras=True)
@@ -182,11 +182,11 @@ def read_hints(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _undecorate(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function of the class, inside of decorators that keep it in a closure."""
+    """Returns the class's function inside decorators that keep it in a closure."""
     plain: Callable[..., Any] = inspect.unwrap(function)
     kinds = {parameter.kind for parameter in inspect.signature(plain).parameters.values()}
     if kinds & set(_VARIABLE):
-        with contextlib.suppress(ValueError):  # it has several functions in its closure
+        with contextlib.suppress(ValueError):  # its closure contains several functions
             return typing.cast("Callable[..., Any]", inspector()._unwrap(plain))
     return plain
 
@@ -196,9 +196,9 @@ def _read_default(parameter: inspect.Parameter) -> Any:
 
 
 def _find_optional_inputs(function: Callable[..., Any]) -> set[str]:
-    """The inputs whose default is None, whatever their type: `seed: int = Input(default=None)`.
+    """Returns inputs whose default is None, of any type: `seed: int = Input(default=None)`.
 
-    `Input(description=...)` makes an equal object and is required, so the source code decides.
+    `Input(description=...)` creates an equal object and is required, so the source code decides.
     """
     parameters = inspect.signature(function).parameters.values()
     raw = {parameter.name for parameter in parameters if parameter.default is None}
@@ -214,7 +214,7 @@ def _find_optional_inputs(function: Callable[..., Any]) -> set[str]:
 
 
 def _list_defaults(arguments: ast.arguments) -> list[tuple[str, ast.expr | None]]:
-    """Returns the name and the default of each argument, as written in the source."""
+    """Returns each argument's name and default, as written in the source."""
     places = [*arguments.posonlyargs, *arguments.args]
     by_place = [None] * (len(places) - len(arguments.defaults)) + list(arguments.defaults)
     both = [*zip(places, by_place, strict=True)]
