@@ -347,7 +347,7 @@ PROVEN_BY: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
     "Inputs by URL": {
-        "Files of classes, `image`": (
+        "Files of classes, an image": (
             "api/test_inputs_by_url.py::test_an_image_is_fetched_for_an_edit",
             "api/test_inputs_by_url.py::test_an_image_is_fetched_for_openais_edits",
             "api/test_inputs_by_url.py::test_what_is_no_such_file_is_refused",
@@ -367,7 +367,7 @@ PROVEN_BY: dict[str, dict[str, tuple[str, ...]]] = {
         "type": ("api/test_inputs_by_url.py::test_what_is_no_such_file_is_refused",),
         "at a time": ("api/test_inputs_by_url.py::test_a_tenant_leaves_room_for_others",),
         "`penstock_api_fetched_inputs_total`": ("test_metric_names.py",),
-        "A class sees the name": (
+        "A class sees the file name": (
             "api/test_inputs_by_url.py::"
             "test_a_name_that_can_not_be_read_is_that_of_the_path_or_readable",
             "api/test_inputs_by_url.py::test_a_repeated_request_loads_nothing_twice",
@@ -394,7 +394,7 @@ PROVEN_BY: dict[str, dict[str, tuple[str, ...]]] = {
         "`Iterator[Path]`": (
             "api/test_custom_models.py::test_files_are_streamed_as_they_are_made",
         ),
-        "As with Cog, the value decides": (
+        "As with Cog, the value counts": (
             "test_as_cog.py::test_outputs_pass_whatever_the_class_declares",
             "test_as_cog.py::test_outputs_that_json_cannot_carry_fail_with_their_place",
             "test_output_types.py::test_schema_says_what_is_known_of_a_type",
@@ -427,7 +427,7 @@ PROVEN_BY: dict[str, dict[str, tuple[str, ...]]] = {
         "numpy's booleans and dates": (
             "test_rows.py::test_secrets_are_no_outputs_and_dates_and_booleans_of_numpy_are",
         ),
-        "Each event has an id": (
+        "Each event has an ID": (
             "api/test_custom_models.py::test_readers_go_on_behind_each_element_of_a_burst",
             "faults/test_custom_streams.py::test_each_stream_is_whole_or_says_why_while_parts_die",
             "test_streamed_pieces.py::test_pieces_that_were_streamed_before_are_not_streamed_again",
@@ -469,14 +469,14 @@ PROVEN_BY: dict[str, dict[str, tuple[str, ...]]] = {
             "test_as_cog.py::test_outputs_that_json_cannot_carry_fail_with_their_place",
         ),
         "an optional input without a default": ("test_forms.py::test_output_is_that_of_the_class",),
-        "types of values": ("api/test_custom_models.py::test_wrong_inputs_are_refused_by_the_api",),
+        "value types": ("api/test_custom_models.py::test_wrong_inputs_are_refused_by_the_api",),
         "`Input(description=...)`": (
             "api/test_custom_models.py::test_wrong_inputs_are_refused_by_the_api",
         ),
-        "a text as default of a `Path`": (
+        "a string as the default of a `Path`": (
             "test_rows.py::test_defaults_have_the_types_of_values_that_callers_give",
         ),
-        "a member of an `Enum`": (
+        "an `Enum` member": (
             "test_rows.py::test_defaults_have_the_types_of_values_that_callers_give",
         ),
         "an input without a type": ("test_forms.py::test_a_folder_that_cant_be_served_says_why",),
@@ -486,16 +486,16 @@ PROVEN_BY: dict[str, dict[str, tuple[str, ...]]] = {
         "the error of an exception whose `str` fails": (
             "test_forms.py::test_an_error_ends_its_prediction_and_not_the_model",
         ),
-        "`healthcheck()` decides": ("test_notes.py::test_methods_of_the_author_are_left_alone",),
+        "`healthcheck()` determines": ("test_notes.py::test_methods_of_the_author_are_left_alone",),
         "parts of a line that several": (
             "test_concurrent_prints.py::test_parts_of_lines_are_not_mixed_as_by_cog",
         ),
-        "errors of invalid metric names": (
+        "errors about invalid metric names": (
             "test_forms.py::test_wrong_names_of_metrics_are_refused_with_their_reason",
         ),
     },
     "How long it takes": {
-        "It runs the class as a worker does": (
+        "The command runs the class": (
             "test_measuring.py::test_the_command_writes_the_file_that_the_plan_reads",
         ),
         "`setup_s`": ("test_measuring.py::test_setup_items_memory_and_bytes_are_measured",),
@@ -526,14 +526,14 @@ PROVEN_BY: dict[str, dict[str, tuple[str, ...]]] = {
             "test_an_input_that_the_class_calls_invalid_is_no_failure_of_the_service",
             "api/test_audio.py::test_errors_of_a_class_name_the_fields_of_the_form",
         ),
-        "returns something that JSON can't carry": (
+        "returns something that JSON can't represent": (
             "test_as_cog.py::test_outputs_that_json_cannot_carry_fail_with_their_place",
         ),
         "exits (`os._exit`) or crashes": (
             "api/test_hostile_classes.py::test_each_ends_alone_in_a_clear_error",
             "test_apart.py::test_a_death_is_noticed_though_a_child_has_its_connection",
         ),
-        "takes more than `resources.memory_bytes`": (
+        "uses more than `resources.memory_bytes`": (
             "api/test_hostile_classes.py::test_each_ends_alone_in_a_clear_error",
             "test_hostile_models.py::test_processes_are_bounded",
         ),
@@ -588,11 +588,11 @@ PROVEN_BY: dict[str, dict[str, tuple[str, ...]]] = {
             "api/test_hostile_classes.py::test_what_a_class_left_behind_ends_with_it",
             "test_apart.py::test_a_process_ends_with_its_worker",
         ),
-        "It writes below its scratch folder": (
+        "It writes only under its scratch folder": (
             "api/test_hostile_classes.py::test_each_ends_alone_in_a_clear_error",
             "test_confinement.py::test_files_are_moved_between_folders_as_caches_do",
         ),
-        "It can't read environment": (
+        "It can't read the environment": (
             "api/test_hostile_classes.py::test_each_ends_alone_in_a_clear_error",
             "test_confinement.py::test_a_process_of_the_same_user_cant_read_the_environment",
             "test_apart.py::test_an_output_is_read_as_the_class_sees_it",
@@ -600,7 +600,7 @@ PROVEN_BY: dict[str, dict[str, tuple[str, ...]]] = {
         "It can't end other processes": (
             "api/test_hostile_classes.py::test_each_ends_alone_in_a_clear_error",
         ),
-        "`/tmp` is its own": (
+        "`/tmp` is private": (
             "test_confinement.py::test_a_class_below_tmp_has_what_its_links_lead_to",
             "test_view.py::test_a_class_is_at_src_where_cog_has_it",
             "test_scratch.py::test_what_a_killed_process_left_is_removed_by_the_next",
@@ -617,7 +617,7 @@ PROVEN_BY: dict[str, dict[str, tuple[str, ...]]] = {
             "test_wrappers.py::test_a_wrapper_works_as_it_is",
             "test_confinement.py::test_a_class_below_tmp_has_what_its_links_lead_to",
         ),
-        "A worker logs what": ("test_rows.py::test_a_worker_says_what_its_system_lacks",),
+        "A worker logs the features": ("test_rows.py::test_a_worker_says_what_its_system_lacks",),
     },
 }
 
