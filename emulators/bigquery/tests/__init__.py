@@ -1,6 +1,6 @@
-"""Set before gRPC is imported: a process that is started during a call must not start its threads.
+"""Set before gRPC is imported: a process started during a call must not start gRPC's threads.
 
-They might prevent it from executing its program (https://github.com/grpc/grpc/issues/43055).
+The threads might keep it from executing its program (https://github.com/grpc/grpc/issues/43055).
 """
 
 import os

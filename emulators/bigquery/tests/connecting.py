@@ -25,7 +25,7 @@ def connected(endpoint: str, project: str) -> Iterator[bigquery.Client]:
 
 
 def rows_of(client: bigquery.Client, sql: str, **config: Any) -> list[tuple[Any, ...]]:
-    """The result of a query, run as users run it."""
+    """Returns a query's result, run the way users run it."""
     job_config = bigquery.QueryJobConfig(**config) if config else None
     return [
         row.values()
@@ -36,7 +36,10 @@ def rows_of(client: bigquery.Client, sql: str, **config: Any) -> list[tuple[Any,
 def request(
     endpoint: str, verb: str, path: str, body: bytes = b"", **headers: str
 ) -> tuple[int, dict[str, str], Any]:
-    """Returns status, headers by lower-case name, and JSON of an answer; None if it has no body."""
+    """Returns an answer's status, headers by lower-case name, and JSON.
+
+    The JSON is None without a body.
+    """
     connection = http.client.HTTPConnection(endpoint.removeprefix("http://"), timeout=WAIT_LIMIT_S)
     try:
         connection.request(verb, path, body, headers)

@@ -1,4 +1,4 @@
-"""`python -m tests.full_disk_kills FOLDER KILLS`: SIGKILLs, sometimes with a full disk.
+"""`python -m tests.full_disk_kills FOLDER KILLS`: SIGKILLs, with a disk that is sometimes full.
 
 It runs in a mount namespace (`unshare --map-root-user --mount`), where it may mount a small disk.
 """
@@ -34,7 +34,7 @@ class Ledger:
     full_starts: int = 0
     """Successful starts on a full disk."""
     told: list[str] = field(default_factory=list)
-    """Messages of the failed starts."""
+    """Messages from failed starts."""
 
 
 class Disk:
@@ -54,7 +54,7 @@ class Disk:
 
 
 def insert(url: str, first: int, size: int, ledger: Ledger, is_enough: threading.Event) -> None:
-    """Inserts rows until the server is gone. With a large `size` some are refused first."""
+    """Inserts rows until the server is gone. With a large `size`, some are refused first."""
     before = len(ledger.refused)
     with httpx.Client(timeout=WAIT_LIMIT_S) as http:
         for number in range(first, first + 100_000):
@@ -90,7 +90,7 @@ def kill_while_inserting(running: Process, url: str, kill: int, size: int, ledge
 
 
 def start_on_a_full_disk(running: Process, port: int, ledger: Ledger) -> None:
-    """Starts it, or checks that it reports in one line why it can't start."""
+    """Starts the server, or checks that it reports in one line why it can't start."""
     log_chars = len(running.log_path.read_text())
     running.start()
     running.wait_ready(lambda: listens(port) or not running.is_running, START_LIMIT_S)
@@ -103,7 +103,7 @@ def start_on_a_full_disk(running: Process, port: int, ledger: Ledger) -> None:
 
 
 def check(endpoint: str, ledger: Ledger, when: object) -> None:
-    """Checks that each confirmed row exists once, and no refused row does."""
+    """Checks that each confirmed row exists once and that no refused row exists."""
     with connected(endpoint, "p") as client:
         ids = [row[0] for row in rows_of(client, "SELECT id FROM d.t")]
     lost = ledger.answered - set(ids)
@@ -130,7 +130,7 @@ def main(folder: Path, kills: int) -> str:
         running.wait_ready(lambda: listens(port), START_LIMIT_S)
         create_table(endpoint)
         for kill in range(kills):
-            # For every third kill the disk is full.
+            # The disk is full for every third kill.
             is_full = kill % 3 == 2
             kill_while_inserting(
                 running, url, kill, LARGE_BYTES if is_full else SMALL_BYTES, ledger

@@ -1,4 +1,4 @@
-"""GoogleSQL expressions with their values in BigQuery's reference."""
+"""GoogleSQL expressions with their values according to BigQuery's reference."""
 
 import datetime as dt
 import math

@@ -14,18 +14,18 @@ from typing import Self
 POLL_S = 0.02
 STOP_LIMIT_S = 30.0
 FREE_PORTS = (15_000, 32_000)
-"""Below the kernel's ephemeral ports, which another process might get before our caller."""
+"""Below the kernel's ephemeral ports, which another process might take before our caller."""
 PORT_TRIES = 1000
 _PR_SET_PDEATHSIG = 1
 _random = random.SystemRandom()
 
 
 class Process:
-    """A running program. Entering the context starts it, leaving it stops it.
+    """A running program. Entering the context starts it; leaving the context stops it.
 
     Args:
         name: name of its log file, without `.log`.
-        log_dir: folder for the log file with both output streams.
+        log_dir: folder for the log file, which contains both output streams.
     """
 
     def __init__(self, name: str, command: Sequence[str], log_dir: Path) -> None:
@@ -48,7 +48,7 @@ class Process:
     def start(self) -> None:
         """Starts it and returns immediately.
 
-        The first start overwrites the log, later ones append.
+        The first start overwrites the log; later starts append to it.
         """
         with self.log_path.open("ab" if self._popen else "wb") as output:
             self._popen = subprocess.Popen(
@@ -61,7 +61,6 @@ class Process:
 
     @property
     def is_running(self) -> bool:
-        """True if it has not ended."""
         return self._running.poll() is None
 
     @property
@@ -109,7 +108,7 @@ def free_port() -> int:
     """Returns a free TCP port on 127.0.0.1, reserved while this process runs."""
     for _ in range(PORT_TRIES):
         port = _random.randrange(*FREE_PORTS)
-        # The UDP port of the same number serves as the reservation. It ends with this process.
+        # The UDP port with the same number serves as the reservation. It ends with this process.
         claim = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         try:
             claim.bind(("127.0.0.1", port))

@@ -1,4 +1,4 @@
-"""ALTER TABLE, VIEW and SCHEMA, and options and partitions of CREATE, as written by dbt."""
+"""ALTER TABLE, VIEW and SCHEMA, and CREATE with options and partitions, as dbt writes them."""
 
 import time
 from typing import Any

@@ -1,4 +1,4 @@
-"""Google's analyzer as called by the embedded BigQuery."""
+"""Google's analyzer, as the embedded BigQuery calls it."""
 
 import contextlib
 import os
@@ -96,7 +96,7 @@ def test_a_text_over_the_limit_is_refused(analyzer: Analyzer) -> None:
 
 
 def test_machine_code_is_kept_although_the_home_is_missing() -> None:
-    """Without a cache, each start would compile for 10 s."""
+    """Without a cache, each start would spend 10 s compiling."""
     code = "from bigquery_emulator.googlesql.analysis import module; module._config()"
     others = {name: value for name, value in os.environ.items() if not name.startswith("XDG_")}
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""The `bq` tool with the embedded BigQuery, as used in a shell."""
+"""The `bq` tool against the embedded BigQuery, as used in a shell."""
 
 import json
 import os
@@ -25,7 +25,7 @@ pytestmark = [
 
 @pytest.fixture
 def bq(client: bigquery.Client, dataset: str, bigquery_endpoint: str, tmp_path: Path) -> Bq:
-    """Runs the tool on the client's project, which has the dataset `d`."""
+    """Runs the tool in the client's project, which has the dataset `d`."""
     # Any token works: the server does not check credentials, but bq requires some.
     flags = [
         "--api",

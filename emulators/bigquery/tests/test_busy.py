@@ -1,4 +1,4 @@
-"""Long queries and requests at the same time: order of events, not times."""
+"""Long queries and requests at the same time: checks the order of events, not durations."""
 
 import sys
 import threading
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("dataset")
 
 @pytest.fixture(scope="module")
 def bigquery_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """URL of a server that allows MAX_QUERIES."""
+    """URL of a server that allows MAX_QUERIES queries."""
     port = free_port()
     command = [sys.executable, "-c", SERVER, "--port", str(port)]
     with Process("bigquery", command, tmp_path_factory.mktemp("bigquery")) as process:
@@ -50,7 +50,7 @@ def test_long_queries_keep_nobody_from_tables_and_rows(client: bigquery.Client) 
     # One more than there are threads: the last one waits.
     running = [client.query(LONG) for _ in range(MAX_QUERIES + 1)]
     try:
-        # A job whose bytes are known is reading rows, or waits for a thread to do so.
+        # A job whose byte count is known is reading rows, or waiting for a thread to do so.
         _wait_until(lambda: sum(_is_at_its_rows(client, job) for job in running) == MAX_QUERIES)
         assert not any(job.done() for job in running)
         assert client.insert_rows_json("d.t", [{"a": 1}], timeout=WAIT_LIMIT_S) == []
@@ -59,7 +59,7 @@ def test_long_queries_keep_nobody_from_tables_and_rows(client: bigquery.Client) 
         assert [item.table_id for item in client.list_tables("d", timeout=WAIT_LIMIT_S)] == ["t"]
         assert not any(job.done() for job in running)
     finally:
-        # The first one that waits: canceling it must not require a thread.
+        # The waiting job comes first: canceling it must not require a thread.
         for job in reversed(running):
             job.cancel()
     for job in reversed(running):
@@ -118,7 +118,7 @@ STATEMENTS = (
     "MERGE d.t USING (SELECT 1 AS a) AS s ON t.a = s.a WHEN MATCHED THEN UPDATE SET b = 'y'",
     "ALTER TABLE d.t ADD COLUMN c{number} INT64",
     "DELETE FROM d.t WHERE a = 0",
-    # Both rebuild the table.
+    # Both statements rebuild the table.
     "ALTER TABLE d.t ADD COLUMN n{number} STRING(5)",
     "ALTER TABLE d.t DROP COLUMN n{number}",
     "INSERT INTO d.t (a) SELECT 0 FROM UNNEST(GENERATE_ARRAY(1, 10000))",
@@ -193,7 +193,10 @@ def _wait_until_running(client: bigquery.Client, job: bigquery.QueryJob) -> None
 
 
 def _wait_until(holds: Callable[[], bool]) -> None:
-    """Returns once it holds. Pauses between checks, because it needs the cores too."""
+    """Returns once the condition holds.
+
+    Pauses between checks, because checking needs the cores too.
+    """
     deadline_s = time.monotonic() + WAIT_LIMIT_S
     while not holds():
         assert time.monotonic() < deadline_s

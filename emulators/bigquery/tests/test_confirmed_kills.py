@@ -1,6 +1,6 @@
 """SIGKILL right after each confirming answer: the change is there after a restart.
 
-The kill comes as soon as the answer has been read, before anything that the server does later.
+The kill comes as soon as the answer has been read, before anything else the server does later.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from tests.test_process import process
 ROWS = 25
 SCHEMA = [bigquery.SchemaField("id", "INT64")]
 Change = Callable[[bigquery.Client, int, set[int]], set[int]]
-"""Makes change number `kill` to the table. Takes the old ids in it, and returns the new ones."""
+"""Makes change number `kill` to the table.
+
+Takes the table's current ids and returns the new ones.
+"""
 
 
 def by_insert_all(client: bigquery.Client, kill: int, ids: set[int]) -> set[int]:
@@ -62,7 +65,7 @@ def by_statement(client: bigquery.Client, kill: int, ids: set[int]) -> set[int]:
 
 
 def fresh(kill: int) -> range:
-    """Numbers that no earlier kill used."""
+    """Returns numbers that no earlier kill used."""
     return range(1 + kill * ROWS, 1 + (kill + 1) * ROWS)
 
 

@@ -1,6 +1,4 @@
-"""A disk that is full for a while: writes are refused, no answered write is lost, and the server
-recovers by itself.
-"""
+"""A disk that is full for a while: writes are refused, none is lost, and the server recovers."""
 
 import json
 import random
@@ -22,7 +20,7 @@ from tests.test_process import process
 
 MIB = 1024 * 1024
 LIMIT_BYTES = 20 * MIB
-"""More than the 16 MiB at which DuckDB writes its log back, and less than the size it has then."""
+"""More than the 16 MiB at which DuckDB writes its log back, but less than the file needs then."""
 
 
 def insert(endpoint: str, number: int) -> int:
@@ -59,7 +57,7 @@ def test_a_full_disk_is_told_of_and_left_behind(tmp_path: Path) -> None:
         assert insert(endpoint, 100) == 200
         assert rows_of(client, "SELECT DISTINCT LENGTH(text) FROM d.t") == [(MIB,)]
         stored = {row[0] for row in rows_of(client, "SELECT id FROM d.t")}
-        # Refused rows are not there: a client that sends them again would have them twice.
+        # Refused rows must not exist: a client that resends them would have them twice.
         assert stored == {number for number, status in answered.items() if status == 200} | {100}
 
 
@@ -76,7 +74,7 @@ def test_session_that_is_open_while_the_database_is_opened_again_is_worth_a_retr
     def read_while_it_is_away() -> None:
         with store.reading() as held:
             with pytest.raises(duckdb.IOException), store.reading():
-                raise duckdb.IOException('Database "data" has been invalidated')  # DuckDB's words
+                raise duckdb.IOException('Database "data" has been invalidated')  # DuckDB's wording
             path.rename(aside)
             path.write_bytes(b"no database" * 1000)
             with pytest.raises(duckdb.IOException, match="opened again"), store.reading():
@@ -98,7 +96,7 @@ def test_kills_on_a_disk_that_gets_full_lose_nothing_that_was_answered(tmp_path:
     probe = [*unshare, "mount", "-t", "tmpfs", "tmpfs", str(disk)]
     if not shutil.which("unshare") or subprocess.run(probe, capture_output=True).returncode:
         pytest.skip("this machine lets no test mount a disk of its own")
-    # For the third kill the disk is full.
+    # The disk is full for the third kill.
     story = "tests.full_disk_kills"
     command = [*unshare, sys.executable, "-m", story, str(disk), "3"]
     # Four starts, each within its own time limit.

@@ -1,4 +1,4 @@
-"""Each function that the embedded BigQuery supports, with its result in BigQuery's reference."""
+"""Each supported GoogleSQL function, with its result according to BigQuery's reference."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The number of jobs that a server runs and remembers, and jobs that fail unexpectedly."""
+"""How many jobs a server runs and remembers, and jobs that fail unexpectedly."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

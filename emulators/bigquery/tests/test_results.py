@@ -50,7 +50,7 @@ def test_long_values_are_whole(client: bigquery.Client, length: int) -> None:
 
 @contextmanager
 def queries() -> Iterator[tuple[Queries, Translator]]:
-    """The engine with a table `d.t` of 100,001 rows."""
+    """The engine, with a table `d.t` of 100,001 rows."""
     store = Store(None)
     store.open()
     try:
@@ -79,7 +79,7 @@ def test_only_short_results_are_kept_outside_of_the_database() -> None:
             (f"SELECT n FROM {array.format(1_001)}", 1_001),
             (f"SELECT REPEAT('x', 3000) FROM {array.format(100)}", 100),
             ("SELECT ARRAY(SELECT CAST(i AS STRING) FROM UNNEST(GENERATE_ARRAY(1, 9999)) AS i)", 1),
-            ("SELECT COUNT(*) FROM d.t", 1),  # which would be too expensive a second time
+            ("SELECT COUNT(*) FROM d.t", 1),  # too expensive to run twice
         ):
             many = selected(sql)
             assert (many.rows, len(many.values)) == (rows, 0)

@@ -1,4 +1,4 @@
-"""Rows that arrive while their table is changed: order of events, not times."""
+"""Rows that arrive while their table is being changed: the order of events, not durations."""
 
 import threading
 from collections.abc import AsyncIterator, Iterator

@@ -1,4 +1,4 @@
-"""The data directory at startup: damaged parts are left out by name, or refused in one line."""
+"""The data directory at startup: damaged parts are skipped by name, or refused in one line."""
 
 import logging
 import struct
@@ -19,7 +19,7 @@ from tests.limits import START_LIMIT_S
 GOOD, BAD = TableKey("p", "d", "good"), TableKey("p", "d", "bad")
 _DATABASE_HEADERS = (4_096, 8_192)
 _VERSION_AT = 56
-"""Positions of DuckDB's file headers, and of the storage version in each (storage_info.hpp)."""
+"""Positions of DuckDB's file headers and of the storage version in each (storage_info.hpp)."""
 
 
 def filled(data_dir: Path) -> Path:
@@ -111,7 +111,7 @@ def test_a_file_of_a_newer_version_is_refused_with_its_name_and_both_versions(
 
 
 def checksum(block: bytes | bytearray) -> int:
-    """Returns DuckDB's checksum of a block (src/storage/checksum.cpp)."""
+    """Returns DuckDB's checksum for a block (src/storage/checksum.cpp)."""
     checksum = 5381
     for (word,) in struct.iter_unpack("<Q", block):
         checksum ^= (word * 0xBF58476D1CE4E5B9) & (2**64 - 1)

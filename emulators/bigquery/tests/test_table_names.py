@@ -1,4 +1,4 @@
-"""Recognizing table names in statements: names that look like other things, in any context."""
+"""Recognizing table names in statements: names that look like other syntax, in any context."""
 
 import pytest
 from google.api_core.exceptions import BadRequest, MethodNotImplemented, NotFound

@@ -1,4 +1,4 @@
-"""Statements that differ only in literals are analyzed once, and translated like separate ones."""
+"""Statements that differ only in literals are analyzed once, and translated as if separately."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ COLUMNS = {
 
 
 class CountingAnalyzer(Analyzer):
-    """Google's analyzer, counting the statements that it reads."""
+    """Google's analyzer, which also counts the statements that it analyzes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class CountingAnalyzer(Analyzer):
 
 
 class Tables:
-    """A catalog with two tables, and translators for it."""
+    """A catalog with two tables, and its translators."""
 
     def __init__(self, store: Store) -> None:
         self._catalog = TableCatalog(store)
@@ -200,7 +200,7 @@ def test_any_other_literals_give_what_the_analyzer_gives(tables: Tables, path: P
 
 
 def varied(sql: str, draw: random.Random) -> str:
-    """Returns the statement with other numbers and strings. Equal ones mostly stay equal."""
+    """Returns the statement with other numbers and strings. Equal literals mostly stay equal."""
     text, parts, at = StatementText(sql), [], 0
     new: dict[int, str] = {}
     for place, own_literal in zip(text.equals, text.literals, strict=True):

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 ZONES = ("UTC", "Europe/Berlin", "America/New_York", "Australia/Lord_Howe", "America/Sao_Paulo")
 CHANGES = [
     dt.datetime(2024, 3, 31, 2, 30),  # does not exist in Berlin
-    dt.datetime(2024, 10, 27, 2, 30),  # twice
+    dt.datetime(2024, 10, 27, 2, 30),  # occurs twice
     dt.datetime(2024, 11, 3, 1, 30),
-    dt.datetime(2024, 4, 7, 1, 45),  # exists twice, because clocks are set back by half an hour
+    dt.datetime(2024, 4, 7, 1, 45),  # occurs twice, because clocks are set back by half an hour
     dt.datetime(2018, 11, 4),
 ]
 FORMS = (

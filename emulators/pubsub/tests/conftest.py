@@ -1,4 +1,4 @@
-"""A broker with virtual time, or a separate server, for each test that asks for one."""
+"""A broker with virtual time, or a separate server, for each test that requests one."""
 
 import os
 from collections.abc import AsyncIterator, Iterator
@@ -17,12 +17,12 @@ settings.register_profile("repeatable", derandomize=True, deadline=None, print_b
 settings.register_profile("explore", deadline=None, print_blob=True, max_examples=1000)
 settings.load_profile("repeatable")
 
-# The servers are on this machine. A proxy from the environment could not reach them.
+# The servers are on this machine, where a proxy from the environment could not reach them.
 os.environ["no_proxy"] = os.environ["NO_PROXY"] = "localhost,127.0.0.1,::1"
 
 
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
-    """Returns an id for a parameter that is bytes: its length; None leaves other values to pytest.
+    """Returns a bytes parameter's length as its id. None leaves other values to pytest.
 
     Two processes collect the tests and must get the same names.
     """
@@ -45,8 +45,8 @@ def anyio_backend() -> str:
 async def _one_event_loop(anyio_backend: str) -> AsyncIterator[None]:
     """Keeps one event loop for all tests in a process.
 
-    gRPC's poller serves all loops of a process: pending work of a closed loop would fail in the
-    next test with "Event loop is closed".
+    gRPC's poller serves all of a process's loops: pending work of a closed loop would fail the next
+    test with "Event loop is closed".
     """
     yield  # noqa: PT022  what follows a yield keeps the loop
 

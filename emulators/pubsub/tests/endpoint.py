@@ -1,4 +1,4 @@
-"""A real HTTP endpoint for push: records requests, and answers as the test specifies."""
+"""A real HTTP endpoint for push: records requests and answers as the test specifies."""
 
 import queue
 from collections.abc import Iterator
@@ -9,7 +9,10 @@ from tests.limits import WAIT_LIMIT_S
 
 
 class Endpoint:
-    """`answers` are used up one per POST, the last one forever; `next_post` waits with a limit."""
+    """Each POST uses up one of `answers`; the last one repeats forever.
+
+    `next_post` waits with a limit.
+    """
 
     def __init__(self, url: str) -> None:
         self.url = url

@@ -28,14 +28,14 @@ async def main(folder: Path) -> None:
         answered = await fill(wire)
         assert len(answered) > 100, len(answered)
     server.kill()
-    # It starts on a full disk, with all confirmed messages.
+    # It starts even on a full disk, with all confirmed messages.
     server.start()
     async with connect(server.endpoint) as wire:
         received: list[Any] = []
         while len(received) < len(answered):
             received += (await wire.pull(SUBSCRIPTION)).received_messages
         assert {delivery.message.message_id for delivery in received} >= set(answered)
-        # Once the backlog is acked, there is space again, without any other action.
+        # Once the backlog is acked, there is space again without further action.
         for start in range(0, len(received), 100):
             await wire.ack(SUBSCRIPTION, received[start : start + 100])
         again = await published_at_last(wire)

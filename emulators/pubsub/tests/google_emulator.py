@@ -18,18 +18,18 @@ SDK_ROOTS = (
     "/snap/google-cloud-cli/current",
     "~/google-cloud-sdk",
 )
-"""Paths used by packages and installers. Otherwise it is found through `gcloud` on PATH."""
+"""Paths used by packages and installers. If none exists, `gcloud` on PATH is used to find it."""
 JAR = "platform/pubsub-emulator/lib/cloud-pubsub-emulator-*.jar"
 
 
 def find_emulator(jar: str | None = None) -> list[str] | None:
-    """Returns the command that starts the emulator, without its options.
+    """Returns the command that starts the emulator, without options.
 
     Args:
         jar: path of the emulator's jar, if known.
 
     Returns:
-        None if the emulator or a Java is missing.
+        None if the emulator or Java is missing.
     """
     gcloud, java = shutil.which("gcloud"), shutil.which("java")
     roots = [Path(root).expanduser() for root in SDK_ROOTS]
@@ -41,7 +41,7 @@ def find_emulator(jar: str | None = None) -> list[str] | None:
 
 @contextmanager
 def running_emulator(command: list[str], log_dir: Path) -> Iterator[str]:
-    """Runs it. Yields `host:port`.
+    """Runs the emulator. Yields `host:port`.
 
     Raises:
         RuntimeError: it did not start.

@@ -1,4 +1,4 @@
-"""A real HTTP server on a thread, for endpoints whose answers a test decides."""
+"""A real HTTP server on a thread, for endpoints whose answers the test chooses."""
 
 import threading
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class QuietHandler(BaseHTTPRequestHandler):
-    """Keeps connections open, and writes no log."""
+    """Keeps connections open and writes no log."""
 
     protocol_version = "HTTP/1.1"
 

@@ -1,4 +1,4 @@
-"""A real server process on a directory, which tests kill and start again."""
+"""A real server process on a directory, which tests kill and restart."""
 
 import subprocess
 import sys
@@ -9,7 +9,7 @@ from tests.process import free_port
 
 
 class KeptServer:
-    """A server process on a port and a directory. It may be killed and started repeatedly."""
+    """A server process with a port and a directory. It may be killed and restarted repeatedly."""
 
     def __init__(self, data_dir: Path, *, has_rest: bool = False) -> None:
         self.port = free_port()
@@ -26,7 +26,7 @@ class KeptServer:
         return f"http://127.0.0.1:{self._rest_port}"
 
     def start(self) -> int:
-        """Returns the process id of a listening server."""
+        """Returns the process id once the server is listening."""
         command = [
             sys.executable,
             "-m",

@@ -1,8 +1,8 @@
 """`python -m tests.malformed COUNT [SEED]`: sends requests that no client would send.
 
-They are generated from the descriptors of all methods: wrong names, huge numbers, odd masks,
-unknown enums, truncated protobufs, bytes that are not HTTP/2. Half of them use REST. The server
-must refuse each with a reason, stay alive, and free the memory.
+They are generated from all methods' descriptors: wrong names, huge numbers, odd masks, unknown
+enums, truncated protobufs, bytes that are not HTTP/2. Half of them use REST. The server must refuse
+each with a reason, stay alive, and free the memory.
 """
 
 import asyncio
@@ -68,7 +68,7 @@ class Requests:
         self._names += [TOPIC, "projects/p"]
 
     def of(self, message: Any) -> bytes:
-        """Fills a message at random, and sometimes damages its bytes."""
+        """Fills a message at random and sometimes damages its bytes."""
         self.fill(message)
         data: bytes = message.SerializeToString()
         damage = self.random.random()
@@ -125,7 +125,7 @@ class Requests:
         return self.random.choice((0.0, -1.0, 1e300, float("nan"), float("inf")))
 
     def _named(self, field: Any) -> str:
-        """Returns a name of the kind that the field expects, most of the time."""
+        """Returns, most of the time, a name of the kind that the field expects."""
         if self.random.random() < 0.2 or field.name not in NEEDED:
             return ""
         if field.name in {"project", "parent"}:
@@ -135,7 +135,7 @@ class Requests:
         return self.random.choice(names) if names else ""
 
     def text(self) -> str:
-        """Returns a name or another string."""
+        """Returns a name or some other string."""
         return self.random.choice(self._names if self.random.random() < 0.6 else TEXTS)
 
 
@@ -189,7 +189,7 @@ async def _stream(channel: grpc.aio.Channel, requests: list[bytes]) -> str:
     call: Any = channel.stream_stream(path, None, None)(iter(requests), timeout=WAIT_LIMIT_S)
     code, details = await call.code(), str(await call.details())
     if details == "Internal error from Core":
-        # This client's message if the server ended the stream before it had sent everything.
+        # The client's message if the server ended the stream before the client had sent everything.
         return "ended first"
     return _judged(path, b"|".join(requests), code, details)
 
@@ -214,7 +214,7 @@ def _judged(path: str, data: bytes, code: grpc.StatusCode, details: str) -> str:
 
 
 async def clear(wire: Wire) -> None:
-    """Deletes everything in all projects that the requests may have created."""
+    """Deletes everything that the requests may have created, in all projects."""
     for kind, service, noun in (
         ("Snapshots", "Subscriber", "Snapshot"),
         ("Subscriptions", "Subscriber", "Subscription"),
@@ -231,11 +231,11 @@ async def clear(wire: Wire) -> None:
 
 
 async def main(folder: Path, count: int, seed: int) -> str:
-    """Runs against a separate server. Returns the result in a line."""
+    """Runs against a separate server. Returns the result as one line."""
     server = KeptServer(folder, has_rest=True)
     process = psutil.Process(server.start())
     try:
-        # Memory of a server that has seen each kind of request once.
+        # Measured once the server has seen each kind of request.
         await run(server, count // 10, seed + 1)
         async with connect(server.endpoint) as wire:
             await clear(wire)

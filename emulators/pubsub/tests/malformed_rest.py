@@ -55,7 +55,7 @@ class RestRequests:
         self._random, self._text, self._fill, self._kinds = source, text, fill, kinds
 
     def next(self) -> tuple[Rule, bytes]:
-        """Returns a request, and the rule that it was generated from."""
+        """Returns a request and the rule that it was generated from."""
         rule, chance = self._random.choice(RULES), self._random.random
         verb = rule.verb if chance() < 0.9 else self._random.choice(("PUT", "BREW", "HEAD", "get"))
         target = self._path(rule) + self._query()
@@ -98,7 +98,7 @@ class RestRequests:
         try:
             fields = json_format.MessageToDict(request)
         except (ValueError, TypeError, json_format.Error):
-            # A time that does not exist.
+            # An invalid time.
             fields = {"name": self._text()}
         self._damage(fields)
         body = json.dumps(fields).encode()
@@ -108,7 +108,7 @@ class RestRequests:
         return copy.deepcopy(self._random.choice(VALUES))
 
     def _damage(self, fields: Any) -> None:
-        """Inserts values of wrong types, and unknown fields."""
+        """Inserts values of the wrong type and unknown fields."""
         if isinstance(fields, dict):
             if self._random.random() < 0.05:
                 fields[self._text() or "x"] = self._value()
@@ -126,7 +126,7 @@ async def send(endpoint: str, rule: Rule, data: bytes) -> str:
     """Sends a request. Returns its status.
 
     Raises:
-        AssertionError: an answer that no client should get, or none in time.
+        AssertionError: an answer that no client should get, or no answer in time.
     """
     host, _, port = endpoint.removeprefix("http://").rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
@@ -157,7 +157,7 @@ def _ends_early(data: bytes) -> bool:
 def _judged(data: bytes, answer: bytes) -> str:
     answer = answer.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n")
     if not answer:
-        # It hangs up before the end of a body.
+        # The client hangs up before the end of the body.
         return "REST hung up"
     head, _, body = answer.partition(b"\r\n\r\n")
     status = int(head.split(b" ", 2)[1])

@@ -1,6 +1,6 @@
-"""An HTTP endpoint that answers for one BigQuery table, and can answer what a service rarely does.
+"""An HTTP endpoint for one BigQuery table, including responses that the service rarely sends.
 
-Penstock's own tests write into the embedded BigQuery.
+Penstock's own tests write to the embedded BigQuery.
 """
 
 import json
@@ -14,9 +14,9 @@ Json = dict[str, Any]
 
 
 class TableEndpoint:
-    """Has the rows that it took. `columns` None: there is no table.
+    """Has the rows that it accepted. If `columns` is None, there is no table.
 
-    Each of `refusals` is the status and reason of one coming insertAll.
+    Each of `refusals` is the status and reason for one upcoming insertAll.
     """
 
     def __init__(self, url: str) -> None:

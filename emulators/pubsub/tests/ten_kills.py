@@ -1,6 +1,6 @@
-"""`python -m tests.ten_kills FOLDER [SEED]`: ten SIGKILLs, on a disk full at times.
+"""`python -m tests.ten_kills FOLDER [SEED]`: ten SIGKILLs, with a disk that is sometimes full.
 
-The seed draws how large messages are, and how long after a refusal a kill comes.
+The seed determines message sizes and how long after a refusal the kill comes.
 
 It runs in a mount namespace (`unshare --map-root-user --mount`), where it may mount a small disk.
 """
@@ -26,23 +26,23 @@ PLAIN, ORDERED, ONCE = (f"projects/p/subscriptions/{name}" for name in ("plain",
 KILLS = 10
 PUBLISHERS = 4
 ENOUGH_SMALL, ENOUGH_LARGE = 60, 5
-"""Answers before a kill."""
+"""Number of answers before a kill."""
 SMALL_BYTES, LARGE_BYTES = (200, 2_000), (20_000, 50_000, 200_000)
 PAUSES_S = (0.0, 0.01, 0.1, 0.2)
-"""Before a kill, so that it comes while the server refuses, makes room or has room again."""
+"""Pauses before a kill, to hit the server while it refuses, makes room or has room again."""
 
 
 @dataclass
 class Ledger:
-    """The server's answers, and the messages that consumers received."""
+    """The server's answers and the messages that consumers received."""
 
     answered: dict[str, int] = field(default_factory=dict)
-    """The number in each message, by its id."""
+    """The number in each message, by message id."""
     received: dict[str, set[str]] = field(default_factory=dict)
     confirmed: set[str] = field(default_factory=set)
-    """Acked with exactly-once delivery, and the ack was answered."""
+    """Messages acked with exactly-once delivery whose ack was answered."""
     again: set[str] = field(default_factory=set)
-    """Came again though its ack was confirmed."""
+    """Messages redelivered although their ack was confirmed."""
     refused: int = 0
 
 
@@ -93,7 +93,7 @@ def check_order(pulled: Any) -> None:
 async def kill_in_traffic(
     server: KeptServer, ledger: Ledger, kill: int, draw: random.Random
 ) -> None:
-    """Runs publishers, and consumers unless the disk must fill up, and then kills the server."""
+    """Runs publishers, and consumers unless the disk must fill up, then kills the server."""
     is_full = kill % 3 == 2
     size = draw.choice(LARGE_BYTES if is_full else SMALL_BYTES)
     enough = len(ledger.answered) + (ENOUGH_LARGE if is_full else ENOUGH_SMALL)
@@ -107,7 +107,7 @@ async def kill_in_traffic(
                 traffic.create_task(consume_until_killed(wire, ledger, path))
         try:
             async with asyncio.timeout(WAIT_LIMIT_S / 3):
-                # Four publishers count the messages that it waits for.
+                # Polls, because four publishers count the messages that it waits for.
                 while (  # noqa: ASYNC110
                     len(ledger.answered) < enough or (is_full and ledger.refused == refused)
                 ):
@@ -133,7 +133,7 @@ async def main(folder: Path, seed: int) -> str:
         await wire.subscription(ONCE, TOPIC, enable_exactly_once_delivery=True)
     for kill in range(KILLS):
         await kill_in_traffic(server, ledger, kill, draw)
-        # However much space the disk has, it starts, and everything can be acked.
+        # However much space the disk has, the server starts, and everything can be acked.
         server.start()
         async with connect(server.endpoint) as wire, asyncio.timeout(WAIT_LIMIT_S):
             await asyncio.gather(

@@ -1,4 +1,4 @@
-"""Delivery of a publish: before or after its answer and its commit, and in slices."""
+"""When a publish's messages are delivered: before or after its answer and commit, and in slices."""
 
 import asyncio
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.anyio
 
 @dataclass(frozen=True)
 class Caller:
-    """A client: the value of its `x-goog-api-client` header, none if empty."""
+    """A client, given by the value of its `x-goog-api-client` header. Empty: no header."""
 
     library: str = ""
 
@@ -212,7 +212,7 @@ async def test_seek_back_does_not_bring_what_has_no_answer_yet(tmp_path: Path) -
 async def test_other_calls_are_answered_while_a_publish_reaches_many_subscriptions(
     wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A message a slice, however fast this machine is.
+    # One message per slice, however fast this machine is.
     monkeypatch.setattr(slices, "SLICE_S", 0.0)
     for number in range(300):
         await wire.subscription(f"projects/p/subscriptions/sub{number}", TOPIC)
@@ -223,7 +223,8 @@ async def test_other_calls_are_answered_while_a_publish_reaches_many_subscriptio
         await wire.call("Publisher", "GetTopic", request, "Topic")
         answered += 1
     assert len(await publishing) == 300
-    # Were it done at once, these would be the one before it and the one after it.
+    # Had the publish been done all at once, at most the calls before and after it would have been
+    # answered.
     assert answered >= 5
     for number in (0, 299):
         pulled = await wire.pull(f"projects/p/subscriptions/sub{number}", max_messages=1000)

@@ -1,4 +1,4 @@
-"""Messages against Avro definitions: what the library writes fits, and nothing ends the process."""
+"""Messages checked against Avro definitions: library output matches, nothing ends the process."""
 
 import io
 import json
@@ -157,7 +157,7 @@ primitives: list[tuple[Any, st.SearchStrategy[Any]]] = [
 
 @st.composite
 def typed_values(draw: Any, depth: int = 0) -> tuple[Any, Any]:
-    """An Avro type and a value of it."""
+    """An Avro type and one of its values."""
     kind = draw(st.sampled_from(["primitive", "array", "map", "record", "union", "enum"]))
     if kind == "primitive" or depth > 2:
         name, values = draw(st.sampled_from(primitives))

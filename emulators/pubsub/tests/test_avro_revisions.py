@@ -1,4 +1,4 @@
-"""Revisions of Avro definitions: each must read what the other writes."""
+"""Revisions of Avro definitions: each must be able to read data written with the other."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ PRIMITIVES = st.sampled_from(
 
 
 def definitions(depth: int) -> st.SearchStrategy[Any]:
-    """Definitions without unions, which Apache's check takes for compatible by one branch."""
+    """Definitions without unions: Apache's check only requires one compatible branch of a union."""
     if not depth:
         return PRIMITIVES
     inner = definitions(depth - 1)

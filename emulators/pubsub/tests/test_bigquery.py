@@ -1,4 +1,4 @@
-"""BigQuery subscriptions: rows of messages, refused rows, tables that are missing, outages."""
+"""BigQuery subscriptions: messages as rows, refused rows, missing tables, outages."""
 
 import base64
 import json

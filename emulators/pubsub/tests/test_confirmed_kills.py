@@ -1,6 +1,6 @@
-"""SIGKILL right behind each answer that confirms something: what it confirmed is so after a start.
+"""SIGKILL right after each confirming answer: whatever it confirmed still holds after a restart.
 
-The kill comes as soon as the answer has been read, before anything that the server does later.
+The kill comes as soon as the answer has been read, before anything else the server does later.
 """
 
 from collections.abc import Awaitable, Callable, Iterator
@@ -23,7 +23,7 @@ MESSAGES = 50
 
 
 Door = Callable[[KeptServer, Wire, list[str]], Awaitable[set[str]]]
-"""Acks ids and returns the ids named in the answer. It confirms the others."""
+"""Acks ids and returns the ids named in the answer. The answer confirms all others."""
 
 
 async def by_unary_call(_: KeptServer, wire: Wire, ack_ids: list[str]) -> set[str]:
@@ -45,7 +45,7 @@ async def by_rest(server: KeptServer, _: Wire, ack_ids: list[str]) -> set[str]:
 
 async def by_stream(_: KeptServer, wire: Wire, ack_ids: list[str]) -> set[str]:
     stream = wire.stream()
-    # Of one message only, which it has: what it acks was pulled before.
+    # Limited to one message, which the stream has: the messages it acks were pulled before.
     await stream.open(SUBSCRIPTION, max_outstanding_messages=1)
     await stream.send(ack_ids=ack_ids)
     while not (confirmation := (await stream.receive()).acknowledge_confirmation).ack_ids:
@@ -109,7 +109,7 @@ async def test_what_an_ack_confirmed_does_not_come_again_and_the_rest_does(
         async with connect(server.endpoint) as wire:
             await wire.publish(TOPIC, *(f"{kill}.{number}" for number in range(MESSAGES)))
             received = await pulled(wire)
-            # Given back, so that their ids hold no more: none, one, all but one.
+            # Nacked so that their ids are no longer valid: none, one, or all but one.
             stale = received[: (1, 0, len(received) - 1)[kill % 3]]
             await nack(wire, stale)
             refused = await door(server, wire, [message.ack_id for message in received])

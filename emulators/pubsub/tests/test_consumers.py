@@ -1,4 +1,4 @@
-"""Flow control and fairness between the consumers of one subscription."""
+"""Flow control and fairness between a subscription's consumers."""
 
 from tests.world import World
 
@@ -53,7 +53,7 @@ def test_consumer_that_writes_something_else_is_passed_over(world: World) -> Non
     stuck, idle = world.consumer(), world.consumer()
     world.take(stuck)
     world.take(idle)
-    world.busy(stuck)  # with an answer to a ping, on a connection that takes nothing
+    world.busy(stuck)  # with an answer to a ping, on a connection whose other side is not reading
     world.publish("a")
     assert [stuck.wakes, idle.wakes] == [0, 1]
     assert [message.data for message in world.take(idle)] == ["a"]

@@ -1,6 +1,4 @@
-"""A real server on a directory, killed in the middle of traffic and started again, seen by Google's
-client.
-"""
+"""A real server on a directory, killed in mid-traffic and restarted, as Google's client sees it."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -25,13 +23,13 @@ TOPIC, SUBSCRIPTION, SECOND = (
     "projects/p/subscriptions/one",
     "projects/p/subscriptions/two",
 )
-# As the client's own, which waits up to a minute between two tries.
+# Like the client's own retry, which waits up to a minute between tries.
 AGAIN = Retry(if_exception_type(ServiceUnavailable), initial=0.1, maximum=0.3, timeout=WAIT_LIMIT_S)
 
 
 @pytest.fixture
 def kept_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[KeptServer]:
-    """A running server, which Google's clients find by their environment."""
+    """A running server, which Google's clients find through their environment."""
     server = KeptServer(tmp_path)
     monkeypatch.setenv("PUBSUB_EMULATOR_HOST", server.endpoint)
     server.start()
@@ -53,7 +51,7 @@ def received_by(subscription: str, take: Callable[[Message], None]) -> Iterator[
 
 
 class Received:
-    """Acks and counts; `wait_for` returns once it has them all."""
+    """Acks and counts messages; `wait_for` returns once all have arrived."""
 
     def __init__(self) -> None:
         self.times: dict[str, int] = {}
@@ -94,7 +92,7 @@ def test_every_answered_publish_is_delivered_though_the_server_is_killed_in_traf
             futures[-1200].result(timeout=WAIT_LIMIT_S)
             kept_server.kill()
             kept_server.start()
-            # The client publishes unanswered messages again.
+            # The client republishes unanswered messages.
             answered |= {future.result(timeout=WAIT_LIMIT_S) for future in futures}
     for subscription, received in ((SUBSCRIPTION, first), (SECOND, second)):
         with received_by(subscription, received.take):

@@ -1,4 +1,4 @@
-"""Truncated, overwritten or replaced data directories: what is reported, dropped or refused."""
+"""Truncated, overwritten or replaced data directories: damage is reported, dropped or refused."""
 
 import shutil
 import sqlite3
@@ -58,7 +58,7 @@ def test_log_that_was_cut_is_told_with_the_number_of_commits(
         file.truncate(int(size_bytes * kept))
     lost = COMMITS - len(left_in(tmp_path))
     assert lost > 0
-    # The first commit made the topic and the subscription.
+    # The first commit created the topic and the subscription.
     assert f"lacks the last {lost + (kept == 0)} commits" in caplog.text
     caplog.clear()
     with kept_world(tmp_path) as world:

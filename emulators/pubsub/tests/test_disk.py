@@ -1,4 +1,4 @@
-"""The file of a data directory: full, slow, shrinking, in use, or not one of ours."""
+"""A data directory's file: full, slow, shrinking, in use, or in the wrong format."""
 
 import shutil
 import sqlite3
@@ -59,7 +59,7 @@ async def test_full_disk_refuses_and_loses_nothing_and_goes_on_when_there_is_roo
             assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
             assert "can't keep anything new in its data directory" in str(refused.value.details())
             assert len(answered) > 10
-            # Messages acked while nothing can be written must not come again either.
+            # Messages acked while nothing can be written must not be redelivered either.
             leased = (await wire.pull(SUBSCRIPTION, 3)).received_messages
             await wire.ack(SUBSCRIPTION, leased)
             process.rlimit(psutil.RLIMIT_FSIZE, (psutil.RLIM_INFINITY, psutil.RLIM_INFINITY))
@@ -136,7 +136,7 @@ def test_disk_with_ample_room_is_looked_at_again_after_a_moment(
     assert disk_reserve.covers(10 * MIB)
     now_s += 2 * reserve.AMPLE_S
     assert not disk_reserve.covers(10 * MIB)
-    # With little room, each commit looks.
+    # With little space left, each commit checks the disk.
     free_bytes = reserve.AMPLE_BYTES
     assert disk_reserve.covers(10 * MIB)
     free_bytes = 0
@@ -158,7 +158,7 @@ async def test_thread_of_commits_does_one_after_another_and_tells_what_failed() 
             await failed
         assert await last == [0, 1, 2]
         assert all(future.done() for future in futures)
-        # Nobody waits for this one any more, which must not stop the next.
+        # Nobody is waiting for this one any more; it must not block the next.
         thread.do(partial(done.append, 3)).cancel()
         assert await thread.do(lambda: list(done)) == [0, 1, 2, 3]
         thread.do(partial(done.append, 4))
@@ -193,7 +193,7 @@ def test_disk_that_gets_full_loses_nothing_and_starts_and_has_room_again(
 
 @contextmanager
 def connected(folder: Path) -> Iterator[sqlite3.Connection]:
-    """The connection to a file of the server, as its database has it."""
+    """A connection to the server's file, opened the way its database opens it."""
     with opened_database(folder, fsync=False):
         pass
     path = folder / FILE_NAME
@@ -202,7 +202,7 @@ def connected(folder: Path) -> Iterator[sqlite3.Connection]:
 
 
 class FullDatabase(Database):
-    """The real database on a disk that is full while `is_full` is set."""
+    """The real database, on a disk that is full while `is_full` is set."""
 
     is_full = False
 
@@ -244,7 +244,7 @@ async def test_failed_commit_takes_back_what_is_published_and_nothing_else(tmp_p
 
 
 class FullWithReserve(FullDatabase):
-    """Full but for the reserve, which is enough for acks."""
+    """A disk that is full except for the reserve, which is enough for acks."""
 
     is_out_of_room = False
 
@@ -270,7 +270,7 @@ async def test_acks_that_are_confirmed_are_written_into_the_reserve_of_a_full_di
             await world.journal.committed()
             pulled = world.pull()
             database.is_full = database.is_out_of_room = True
-            # The first finds the disk full; the others come while there is no room for a reserve.
+            # The first finds the disk full; the others arrive while there is no room for a reserve.
             for ack in pulled[:3]:
                 world.ack([ack])
                 await world.journal.acks_committed()
@@ -301,7 +301,7 @@ async def test_acks_that_a_full_disk_has_no_room_for_are_not_confirmed(tmp_path:
 
 
 class SlowDatabase(Database):
-    """The real one on a disk that answers when the test lets it."""
+    """The real database, on a disk that responds only when the test allows it."""
 
     def __init__(
         self, connection: sqlite3.Connection, folder: Path, answers: threading.Event

@@ -1,4 +1,4 @@
-"""Exactly-once delivery: only the latest ack id is valid, and refusals name the others."""
+"""Exactly-once delivery: only the latest ack id is valid, and refusals list the others."""
 
 from collections.abc import Callable
 
@@ -90,7 +90,10 @@ def test_push_and_exactly_once_exclude_each_other(once: World) -> None:
 @pytest.mark.parametrize("name", ["Acknowledge", "ModifyAckDeadline"])
 @pytest.mark.anyio
 async def test_each_refused_id_is_named_however_many_they_are(wire: Wire, name: str) -> None:
-    """A client takes each id that is not named as confirmed. Google's send 1,000 or 2,500."""
+    """Clients treat each id that is not listed as confirmed.
+
+    Google's clients send 1,000 or 2,500.
+    """
     await wire.subscription(SUBSCRIPTION, TOPIC, enable_exactly_once_delivery=True)
     ack_ids = [f"6612340c2ab73.{1_795_653_892_693_352 + number}.1" for number in range(15_000)]
     request = message_class(f"{name}Request")(subscription=SUBSCRIPTION, ack_ids=ack_ids)
@@ -110,7 +113,7 @@ async def test_client_without_room_for_all_ids_takes_none_as_confirmed(
     request = message_class("AcknowledgeRequest")(
         subscription=SUBSCRIPTION, ack_ids=[f"1.{number}.1" for number in range(2_500)]
     )
-    options = [("grpc.use_local_subchannel_pool", 1)]  # 8 KiB, which is the default
+    options = [("grpc.use_local_subchannel_pool", 1)]  # 8 KiB, the default
     async with grpc.aio.insecure_channel(server.endpoint, options=options) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as refusal:
             await Wire(channel).call("Subscriber", "Acknowledge", request, "Empty")

@@ -1,4 +1,4 @@
-"""The filter language: what each expression keeps, and every way to be refused."""
+"""The filter language: what each expression matches, and every reason to be refused."""
 
 from collections.abc import Mapping
 

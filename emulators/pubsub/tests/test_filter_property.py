@@ -1,6 +1,4 @@
-"""The filter against a second reading of the language: trees printed as text must evaluate as the
-trees do.
-"""
+"""The filter against a second implementation: printed trees must evaluate like the tree."""
 
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,7 +18,7 @@ attribute_maps = st.dictionaries(st.sampled_from(KEYS), st.sampled_from(VALUES),
 
 @dataclass(frozen=True)
 class Expression:
-    """A filter as text and as the set of conditions it was printed from."""
+    """A filter as text, and as the set of conditions from which the text was printed."""
 
     text: str
     truth: tuple[object, ...]
@@ -51,7 +49,7 @@ def evaluate(truth: tuple[object, ...], attributes: dict[str, str]) -> bool:
 
 @st.composite
 def literals(draw: st.DrawFn, text: str) -> str:
-    """Print a string literal, each character plain or in one of its escaped forms."""
+    """Print a string literal, with each character either plain or in one of its escaped forms."""
     printed = []
     for character in text:
         encoded = character.encode()
@@ -99,7 +97,7 @@ def compounds(draw: st.DrawFn, parts: st.SearchStrategy[Expression]) -> Expressi
         )
     operands = draw(st.lists(parts, min_size=2, max_size=3))
     text = f" {kind.upper()} ".join(
-        # A negation binds tighter than AND and OR, so it may stand there without parentheses.
+        # A negation binds tighter than AND and OR, so it may appear there without parentheses.
         operand.text
         if operand.truth[0] == "not" and draw(st.booleans())
         else parenthesised(operand)

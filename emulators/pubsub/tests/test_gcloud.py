@@ -1,4 +1,4 @@
-"""`gcloud pubsub` against the REST server, where gcloud is on the machine."""
+"""`gcloud pubsub` against the REST server, if gcloud is installed."""
 
 import json
 import os

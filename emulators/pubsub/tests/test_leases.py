@@ -1,4 +1,4 @@
-"""Leases: how long a consumer may hold a message, and what its ack id does."""
+"""Leases: how long a consumer may hold a message, and the effect of its ack id."""
 
 import pytest
 

@@ -11,7 +11,7 @@ from tests import malformed
 
 pytestmark = pytest.mark.anyio
 COUNT = 2000
-"""Thousands more: `python -m tests.malformed 25000`."""
+"""To send thousands more: `python -m tests.malformed 25000`."""
 
 
 async def test_malformed_requests_are_refused_with_a_reason_and_leave_nothing(

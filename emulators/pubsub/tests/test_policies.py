@@ -1,4 +1,4 @@
-"""IAM policies: kept, shown, guarded by their etag. They forbid nothing."""
+"""IAM policies: stored, returned, guarded by their etag, but not enforced."""
 
 from typing import Any
 

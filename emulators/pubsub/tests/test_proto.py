@@ -1,6 +1,6 @@
-"""Definitions in the language of protocol buffers, and messages against them.
+"""Protocol buffer definitions, and messages checked against them.
 
-The library's own decoders are what messages are compared with.
+The results are compared with the library's own decoders.
 """
 
 import json
@@ -70,7 +70,7 @@ def kept(text: str) -> Definition:
 
 
 def reason(text: str, data: bytes, encoding: str) -> str:
-    """Why a message does not fit; empty where it does."""
+    """Returns the reason a message does not match. Empty if it matches."""
     try:
         kept(text).check(data, encoding, Budget())
     except Mismatch as mismatch:
@@ -80,7 +80,7 @@ def reason(text: str, data: bytes, encoding: str) -> str:
 
 @cache
 def library_class(text: str) -> Any:
-    """The library's class of a definition's message."""
+    """Returns the library's class for a definition's message."""
     file = protoc.compile_definition(text)
     pool = descriptor_pool.DescriptorPool()
     pool.AddSerializedFile(file.SerializeToString())
@@ -340,7 +340,7 @@ messages = st.recursive(
 def test_binary_fits_where_the_library_decodes_it(data: bytes) -> None:
     for text in (ALL, REQUIRED):
         if text == REQUIRED and 0x72 in data:
-            continue  # of a map's entries the library forgets some
+            continue  # the library drops some of a map's entries
         try:
             fits = library_class(text).FromString(data).IsInitialized()
         except DecodeError:

@@ -1,4 +1,4 @@
-"""Schemas in the language of protocol buffers, over all calls and both protocols."""
+"""Protocol buffer schemas, over all calls and both protocols."""
 
 import asyncio
 import base64
@@ -22,7 +22,7 @@ NAME = f"{PROJECT}/schemas/state"
 AVRO, PROTOCOL_BUFFER = 2, 1
 JSON, BINARY = 1, 2
 STATE = 'syntax = "proto3"; message State { string name = 1; string post_abbr = 2; }'
-"""That of Google's samples."""
+"""The definition from Google's samples."""
 PLUS = STATE.replace("}", "int64 population = 3; }")
 ALASKA = b"\x0a\x06Alaska\x12\x02AK"
 
@@ -164,7 +164,7 @@ def test_schemas_are_there_after_a_restart(kept: KeptWorld) -> None:
 
 
 async def validate(wire: Wire, definition: str, data: bytes = ALASKA) -> str:
-    """Validates a message with a definition, and returns the server's answer."""
+    """Validates a message against a definition and returns the server's answer."""
     request = message_class("ValidateMessageRequest")(
         parent="projects/p", schema=schema(definition), encoding=BINARY, message=data
     )

@@ -1,4 +1,4 @@
-"""Limits on a publish, and attributes that the server adds."""
+"""Limits on a publish, and the attributes that the server adds."""
 
 import pytest
 

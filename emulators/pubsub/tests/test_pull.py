@@ -1,4 +1,4 @@
-"""Pull over a real connection: what it waits for and what it refuses."""
+"""Pull over a real connection: when it waits and when it refuses."""
 
 import asyncio
 

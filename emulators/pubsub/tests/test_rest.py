@@ -39,7 +39,7 @@ async def http(rest_server: PubsubServer) -> AsyncIterator[httpx.AsyncClient]:
 
 
 async def made(http: httpx.AsyncClient) -> None:
-    """Make the topic and the subscription."""
+    """Creates the topic and the subscription."""
     assert (await http.put(TOPIC, json={})).status_code == 200
     subscription = {"topic": TOPIC.removeprefix("/v1/"), "ackDeadlineSeconds": 20}
     assert (await http.put(SUBSCRIPTION, json=subscription)).status_code == 200

@@ -1,4 +1,4 @@
-"""Retention, expiration and the bound on memory: when things leave on their own."""
+"""Retention, expiration and the memory limit: when messages and resources go away by themselves."""
 
 import gc
 import tracemalloc

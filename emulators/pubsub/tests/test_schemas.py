@@ -1,4 +1,4 @@
-"""Schemas: revisions, topics that have one, and what their messages must be."""
+"""Schemas: revisions, topics that have a schema, and the requirements on their messages."""
 
 import json
 from typing import Any
@@ -37,7 +37,7 @@ JSON, BINARY = 1, 2
 
 
 def record(**fields: Any) -> str:
-    """The definition of a record with the fields of these types. Numbers may be lacking."""
+    """The definition of a record with fields of these types. Numbers may be missing."""
     default = {"int": {"default": 0}}
     listed = [
         {"name": name, "type": kind, **default.get(kind, {})} for name, kind in fields.items()

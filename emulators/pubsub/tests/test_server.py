@@ -74,7 +74,7 @@ async def test_port_is_free_again_after_the_block() -> None:
 
 @pytest.mark.anyio
 async def test_socket_and_port_lead_to_the_same_broker() -> None:
-    # Not tmp_path, which may be longer than the path of a socket.
+    # Not tmp_path, which may be too long for a socket path.
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "pubsub"
         async with (

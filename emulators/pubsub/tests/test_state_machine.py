@@ -1,6 +1,4 @@
-"""Random histories of one topic: nothing is lost, nothing acked returns, keys stay in order,
-attempts add up.
-"""
+"""Random histories of a topic: nothing is lost, no acked message returns, the order holds."""
 
 import tempfile
 from contextlib import ExitStack
@@ -34,10 +32,10 @@ MAX_ATTEMPTS = 5
 
 
 class Deliveries(RuleBasedStateMachine):
-    """Publishes, takes, acks, nacks, extends and waits in any order, and compares with a model.
+    """Publishes, takes, acks, nacks, extends and waits in any order; compares with a model.
 
-    The model knows, for each message of the subscription, whether it was acked and how often it was
-    handed out.
+    For each of the subscription's messages, the model tracks whether it was acked and how often it
+    was handed out.
     """
 
     leased: Bundle[Pulled] = Bundle("leased")
@@ -50,7 +48,7 @@ class Deliveries(RuleBasedStateMachine):
         self.attempts: dict[str, int] = {}
         self.lease_ends_s: dict[str, tuple[str, float]] = {}
         self.readers_of: dict[str, int] = {}
-        """The consumer of each outstanding message."""
+        """Each outstanding message's consumer."""
         self.count = 0
 
     def make_world(self) -> World:
@@ -133,7 +131,7 @@ class Deliveries(RuleBasedStateMachine):
             assert all(reader.outstanding_bytes >= 0 for reader in self.readers)
 
     def call_back_after(self, name: str) -> None:
-        """A message comes again, and so do the later ones of its key that are out."""
+        """A message is redelivered, and so are the later outstanding ones with its key."""
         key = self.published[name]
         if not (self.ordered and key):
             return
@@ -180,7 +178,7 @@ class Deliveries(RuleBasedStateMachine):
         return {stored.proto.data.decode() for stored in backlog.messages}
 
     def teardown(self) -> None:
-        """In the end every message is acked, or has failed often enough to be a dead letter."""
+        """In the end, every message is acked or has failed often enough to be a dead letter."""
         if not hasattr(self, "readers"):
             return
         for _ in range((len(self.published) + 1) * (MAX_ATTEMPTS if self.dead else 1)):
@@ -223,7 +221,7 @@ class KeptDeliveries(Deliveries):
                 for name, of_key in self.published.items()
                 if of_key == key and name not in self.settled | self.letters()
             ]
-            # Only of the oldest may the last attempt have ended with this restart.
+            # Only the oldest message's last attempt may have ended with this restart.
             for name in remaining[1:]:
                 if name in self.attempts:
                     self.attempts[name] = min(self.attempts[name], MAX_ATTEMPTS - 1)

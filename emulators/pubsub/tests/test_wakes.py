@@ -7,15 +7,13 @@ from tests.world import Pulled, Reader, World, subscription_path
 
 
 class Wakes(RuleBasedStateMachine):
-    """Consumers that sleep once they found nothing, and take again only when they are woken, as
-    streams do.
-    """
+    """Consumers that sleep once they find nothing and take again only when woken, like streams."""
 
     def __init__(self) -> None:
         super().__init__()
         self.world = World()
         self.asleep: dict[Reader, int] = {}
-        """How often each of them had been woken when it fell asleep."""
+        """How often each consumer had been woken when it fell asleep."""
         self.awake: list[Reader] = []
         self.leased: list[Pulled] = []
 

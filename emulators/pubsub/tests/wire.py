@@ -1,4 +1,4 @@
-"""A bare gRPC client of `google.pubsub.v1`, for what Google's clients never send or hide."""
+"""A bare gRPC client of `google.pubsub.v1`, for requests that Google's clients never send."""
 
 import asyncio
 import time
@@ -19,7 +19,7 @@ _END = vars(grpc.aio)["EOF"]
 
 
 class Wire:
-    """Calls by name with raw protobuf messages; every call has a limit."""
+    """Calls by name with raw protobuf messages. Every call has a limit."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._channel = channel
@@ -71,7 +71,7 @@ class Wire:
         await self.call("Subscriber", "Acknowledge", request, "Empty")
 
     def stream(self) -> "WireStream":
-        # The stubs leave out that a stream may be written to instead of given an iterator.
+        # The type stubs don't cover a stream that is written to rather than given an iterator.
         method: Any = self._channel.stream_stream(
             "/google.pubsub.v1.Subscriber/StreamingPull",
             request_serializer=lambda message: message.SerializeToString(),
@@ -81,7 +81,7 @@ class Wire:
 
 
 class WireStream:
-    """One StreamingPull; the call ends at the latest after the limit."""
+    """A StreamingPull. The call ends after the limit at the latest."""
 
     def __init__(self, call: Any) -> None:
         self.call = call
@@ -93,8 +93,9 @@ class WireStream:
         await self.send(subscription=subscription, **{"stream_ack_deadline_seconds": 10, **fields})
 
     async def receive(self) -> Any:
-        """Return the next response; a stream that ended raises its error, or EOFError after a clean
-        end.
+        """Return the next response.
+
+        A stream that has ended raises its error, or EOFError after a clean end.
         """
         response = await self.call.read()
         if response is _END:
@@ -102,7 +103,7 @@ class WireStream:
         return response
 
     async def end(self) -> tuple[grpc.StatusCode, str]:
-        """Return how the stream ends, dropping what still comes."""
+        """Return how the stream ends, dropping any responses before that."""
         return await self.call.code(), await self.call.details()
 
 
@@ -110,7 +111,7 @@ class WireStream:
 async def connect(endpoint: str) -> AsyncIterator[Wire]:
     options = [
         ("grpc.max_receive_message_length", -1),
-        ("grpc.max_metadata_size", 4 * 1024**2),  # as Google's clients
+        ("grpc.max_metadata_size", 4 * 1024**2),  # as in Google's clients
         ("grpc.use_local_subchannel_pool", 1),
     ]
     async with grpc.aio.insecure_channel(endpoint, options=options) as channel:
@@ -118,20 +119,20 @@ async def connect(endpoint: str) -> AsyncIterator[Wire]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Let the loop run until something is true inside a server of this process.
+    """Let the loop run until a condition holds inside a server in this process.
 
-    That mostly takes a few of its turns. Endless turns would take a core from the server that
-    must change it.
+    Usually a few turns of the loop are enough. Endless turns would take a core away from the server
+    whose state must change.
     """
     turns_until_s = time.perf_counter() + TURNS_S
     async with asyncio.timeout(WAIT_LIMIT_S):
-        # A call that waits shows nothing on the wire, so there is no event to wait for.
+        # A waiting call shows nothing on the wire, so there is no event to wait for.
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0 if time.perf_counter() < turns_until_s else PAUSE_S)
 
 
 def refused_ids(error: grpc.aio.AioRpcError) -> dict[str, str]:
-    """Return the ack ids that the details of a refusal name, with their reasons."""
+    """Return the ack ids that a refusal's details list, with their reasons."""
     trailers: Any = error.trailing_metadata()
     status = status_pb2.Status.FromString(dict(trailers)["grpc-status-details-bin"])
     info = error_details_pb2.ErrorInfo()

@@ -1,4 +1,4 @@
-"""A broker on a clock that the test moves, with short ways to make requests of it."""
+"""A broker on a clock that the test moves, with shorthand for making requests."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -34,7 +34,7 @@ def message(data: str = "", ordering_key: str = "", **attributes: str) -> Pubsub
 
 @dataclass(frozen=True)
 class Pulled:
-    """One received message, as tests look at it."""
+    """A received message, in the form tests check."""
 
     data: str
     ack_id: str
@@ -43,7 +43,7 @@ class Pulled:
 
 
 class World:
-    """`advance` is the only thing that moves time; timers run exactly when they are due."""
+    """Time moves only by `advance`; timers run exactly when they are due."""
 
     def __init__(
         self, storage_bytes: int = DEFAULT_STORAGE_BYTES, bigquery_endpoint: str = ""
@@ -87,17 +87,17 @@ class World:
         return Reader(ack_deadline_s, max_messages, max_bytes)
 
     def busy(self, consumer: Consumer, subscription_id: str = "workers") -> None:
-        """The consumer, which found nothing to take, begins to write something else."""
+        """The consumer, having found nothing to take, starts writing something else."""
         self.broker.registry.subscriptions[subscription_path(subscription_id)].backlog.busy(
             consumer
         )
 
     def leave(self, consumer: Consumer, subscription_id: str = "workers") -> None:
-        """The consumer goes, with or without messages in hand."""
+        """The consumer leaves, with or without outstanding messages."""
         self.broker.registry.subscriptions[subscription_path(subscription_id)].leave(consumer)
 
     def pull(self, subscription_id: str = "workers", max_messages: int = 1000) -> list[Pulled]:
-        """Take what is ready, as one Pull that returns at once."""
+        """Take the ready messages, as one Pull that returns at once."""
         subscription = self.broker.pullable(subscription_path(subscription_id))
         consumer = Consumer(lambda: None, subscription.settings.ack_deadline_s)
         pulled = self.take(consumer, subscription_id, max_messages)
@@ -143,7 +143,7 @@ class World:
 
 
 class KeptWorld(World):
-    """A world in a directory: after `crash` it has what was flushed, at the same time of day."""
+    """A world in a directory: after `crash` it has the flushed state, at the same time of day."""
 
     def __init__(self, database: Database) -> None:
         super().__init__()

@@ -117,7 +117,7 @@ _WINDOWS = (
 
 
 def random_table_query(seed: int) -> str:
-    """A query over tables: groups with HAVING, windows, joins, arrays, DISTINCT, UNION ALL."""
+    """Returns a table query: groups with HAVING, windows, joins, arrays, DISTINCT, UNION ALL."""
     chance = random.Random(seed)
     shape = chance.choice(_SHAPES)
     table = chance.choice(list(_TABLES)) if "{table}" in shape else "people"
@@ -149,7 +149,7 @@ def _expression(
     chance: random.Random, kind: str, depth: int, columns: Mapping[str, Sequence[str]] = _NONE
 ) -> str:
     if depth == 0 or chance.random() < 0.15:
-        # Columns more often than constants, if there are any.
+        # Prefers columns over constants, if there are any columns.
         return chance.choice([*_VALUES[kind], *tuple(columns.get(kind, ())) * 6])
     form = chance.choice(_BY_TYPE[kind])
     return re.sub(r"\{(\w+)\}", lambda name: _expression(chance, name[1], depth - 1, columns), form)

@@ -17,7 +17,7 @@ from zetasql.wasi._pb2.zetasql.public import type_pb2 as types
 from bigquery_emulator.googlesql.analysis.language import language
 from bigquery_emulator.googlesql.analysis.module import AnalyzerModule
 
-# Values with a special meaning for some function come first: they must not be checked before a NULL
+# Values that are special to some function come first: such values must not be checked before a NULL
 # in another argument.
 _VALUES: dict[int, tuple[str, list[str]]] = {
     types.TYPE_INT64: ("INT64", ["0", "64", "-1"]),
@@ -95,12 +95,12 @@ NEVER_ASKED = frozenset(
     {"current_timestamp", "double", "error", "generate_uuid", "lax_double"}
     | {"octet_length", "rand", "regexp_substr", "contains_substr"}
 )
-"""No arguments, aliases of tested functions, or functions unknown to the analyzer."""
+"""Functions without arguments, aliases of tested ones, or functions unknown to the analyzer."""
 _VOLATILE = frozenset({"rand", "generate_uuid", "error"})
 
 
 def builtin_functions() -> list[Any]:
-    """Returns every function of the dialect, as described by the analyzer."""
+    """Returns every function in the dialect, as the analyzer describes it."""
     wanted = ZetaSQLBuiltinFunctionOptionsProto()
     wanted.language_options.CopyFrom(language())
     answer = AnalyzerModule().call(
@@ -147,7 +147,7 @@ def _required(signature: Any) -> int:
 
 
 def _kind(name: str, place: int, argument: Any) -> tuple[str, list[str]] | None:
-    """Returns the name of an argument's type, "" if it is never NULL, and values of it."""
+    """Returns an argument's type name, or "" if it is never NULL, and values of that type."""
     if argument.type.type_kind == types.TYPE_ENUM:
         part = "UNNAMED" if "DateTimestampPart" not in str(argument) else _PARTS.get(name, "DAY")
         return None if part == "UNNAMED" else ("", [part])

@@ -1,4 +1,4 @@
-"""Runs a query in two places: ZetaSQL's reference evaluator, and the embedded BigQuery's engine."""
+"""Runs a query in two places: ZetaSQL's reference evaluator and the embedded BigQuery's engine."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ _THINGS: list[dict[str, Any]] = [
         "fields": [{"name": "p", "type": "STRING"}, {"name": "q", "type": "INT64"}],
     },
 ]
-"""NULLs and extremes for all types."""
+"""NULLs and extreme values for all types."""
 _ROWS: dict[str, tuple[list[dict[str, Any]], str]] = {
     "people": (
         _PEOPLE,
@@ -136,7 +136,7 @@ UNION ALL SELECT 7, NUMERIC '0.000000001', 1.5, NULL, b'zz', DATETIME '2024-02-2
 
 @dataclass(frozen=True)
 class Found:
-    """The result of a query: rows in a comparable order, or an error."""
+    """A query's result: rows in a comparable order, or an error."""
 
     rows: list[tuple[Any, ...]] | None
     error: str = ""
@@ -210,8 +210,8 @@ class World:
         return Found(self._comparable(rows, sql))
 
     def _comparable(self, rows: list[tuple[Any, ...]], sql: str) -> list[tuple[Any, ...]]:
-        """Returns the rows in the query's order, or else in a fixed order."""
-        if len(rows) < 2:  # most queries have one, and analyzing takes a third of their time
+        """Returns the rows in the query's order if it has one, else in a fixed order."""
+        if len(rows) < 2:  # most results have fewer, and analyzing takes a third of the tests' time
             return rows
         tree = self._translator.analyzer.analyze(sql, self._named, ParameterTypes())
         return rows if tree.query.is_ordered else sorted(rows, key=repr)
@@ -245,7 +245,7 @@ class World:
 
 def _of_evaluator(value: Any, kind: Any, *, is_top: bool = False) -> Any:
     if kind.type_kind == types.TYPE_ARRAY:
-        # A result never contains NULL for an array.
+        # An array in a result is never NULL.
         if not value.HasField("array_value"):
             return [] if is_top else None
         element = kind.array_type.element_type
@@ -331,5 +331,5 @@ def _json(text: str) -> Any:
 
 
 def _no_listing() -> Any:
-    """INFORMATION_SCHEMA is not used here."""
+    """Lists nothing: INFORMATION_SCHEMA is not used here."""
     raise AssertionError

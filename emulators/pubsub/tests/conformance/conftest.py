@@ -1,5 +1,4 @@
-"""Every test here runs against the embedded server, in memory and in a directory, and against
-Google's emulator.
+"""Runs each test against the embedded server (in memory, in a directory) and Google's emulator.
 
 Google's emulator is used only if it is installed.
 """
@@ -44,7 +43,7 @@ def target(
 
 @pytest.fixture
 def project(target: Target) -> str:
-    """Returns a project that no other test uses, so tests can share a server."""
+    """Returns a project that no other test uses, so that tests can share a server."""
     return f"projects/conformance-{next(_numbers)}"
 
 

@@ -1,4 +1,4 @@
-"""The two servers for the same tests, and features that Google's emulator lacks."""
+"""The two servers under the same tests, and the features that Google's emulator lacks."""
 
 import sys
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ EMBEDDED = "embedded"
 EMBEDDED_KEPT = "embedded-kept"
 GOOGLE_EMULATOR = "google-emulator"
 
-# Differences of emulator 0.8.20, found by running these tests without the exceptions.
+# Differences found in emulator 0.8.20 by running these tests without the exceptions.
 _LACKING = {
     "BASIC views": "shows definitions in lists too",
     "DetachSubscription": "answers UNIMPLEMENTED",
@@ -41,7 +41,7 @@ class Target:
     rest_host: str
 
     def requires(self, feature: str) -> None:
-        """Skips the test if this server lacks the feature; the reason has its actual behavior."""
+        """Skips the test if this server lacks the feature; the reason states its behavior."""
         if self.name == GOOGLE_EMULATOR:
             pytest.skip(f"Google's emulator: {_LACKING[feature]}")
 
@@ -63,7 +63,7 @@ def embedded(name: str, folder: Path) -> Iterator[Target]:
 
 @contextmanager
 def google_emulator(given_jar: str | None, folder: Path) -> Iterator[Target]:
-    """Runs Google's emulator. Skips if this machine has no jar or no java."""
+    """Runs Google's emulator. Skips if this machine has no jar or no Java."""
     words = find_emulator(given_jar)
     if words is None:
         pytest.skip(

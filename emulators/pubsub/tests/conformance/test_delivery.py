@@ -28,7 +28,7 @@ def subscribed(
     callback: Callable[[Message], None],
     **options: Any,
 ) -> Iterator[None]:
-    """Receives in the background until the block ends."""
+    """Receives messages in the background until the block ends."""
     streaming = subscriber.subscribe(subscription, callback, **options)
     try:
         yield

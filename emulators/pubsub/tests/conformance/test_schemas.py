@@ -33,7 +33,7 @@ def schemas(target: Target, monkeypatch: pytest.MonkeyPatch) -> Iterator[SchemaS
 
 @pytest.fixture
 def user(schemas: SchemaServiceClient, project: str) -> Schema:
-    """Returns the schema `user` of this project, with its first revision."""
+    """Returns this project's schema `user`, with its first revision."""
     request = {"parent": project, "schema": avro(name="string"), "schema_id": "user"}
     made: Schema = schemas.create_schema(request=request)
     return made
