@@ -1,7 +1,7 @@
 """`python -m workers.autotune`: measures and saves a choice, and prints it as JSON.
 
-Started by workers/autotune/client.py. A lock lets one process at a time measure on this machine. A
-process that waited for the lock finds the choice that the other one saved.
+Started by workers/autotune/client.py. A lock ensures that only one process at a time measures on
+this machine. A process that waited for the lock finds the choice that the other one saved.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def main() -> int:
     )
     arguments = parser.parse_args()
     configure_logs("WARNING")
-    # A worker that is killed can't end it, and the next worker would measure alongside it.
+    # Without this, it would outlive a killed worker, and the next worker would measure alongside
+    # it.
     die_with_parent()
     entry = Model.model_validate_json(arguments.model)
     tuning = msgspec.json.decode(arguments.settings, type=TuningSettings)
@@ -72,14 +73,14 @@ def _choose(entry: Model, folder: Path, digest: str, tuning: TuningSettings) -> 
             texts=_own_texts(entry, folder),
         )
         choice = choose(spec)
-        # The next start may be able to measure what failed now.
+        # The next start may be able to measure candidates that failed now.
         if choice.backend.call_tokens:
             write_choice(path, choice)
         return choice
 
 
 def _own_texts(entry: Model, folder: Path) -> list[PreparedText]:
-    """A few dozen texts of mixed length, used if there is no artifact."""
+    """A few dozen texts of varying length, used if there is no artifact."""
     texts = calibration_texts()
     return prepare_texts(TextPreparer(folder), texts[:: max(1, len(texts) // CALIBRATION_TEXTS)])
 

@@ -1,8 +1,9 @@
-"""The benchmark processes of a choice: as many as the widest layout needs.
+"""The benchmark processes for a choice: as many as the widest layout needs.
 
-A benchmark process loads candidates and times them, as a model process would run them. One serves
-all candidates, so each library is imported once. It is separate, so a candidate that crashes does
-no other harm. The functions that it runs come first here, one call at a time.
+A benchmark process loads candidates and times them the way a model process would run them. Each
+process serves all candidates, so every library is imported only once. It is separate, so a crashing
+candidate does no other harm. The functions that it runs come first in this module, one call at a
+time.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ from workers.tasks.base import Resources
 from workers.tasks.embedding import encoder_model
 
 _SHAPES = ((1, 8), (1, 32), (4, 16), (4, 64), (1, 192))
-"""Texts and tokens of the calls that are timed to fit the cost of a call. They differ widely."""
+"""Texts and tokens of the calls timed to fit a call's cost. They differ widely on purpose."""
 _REPEATS = 3
 _CALL_TOKENS_MAX = 16384
 
 _opened: dict[BenchmarkTarget, _LoadedTarget] = {}
 
 OPEN_LIMIT_S = 60.0
-"""Enough to import torch and load the weights on a busy machine."""
+"""Long enough to import torch and load the weights on a busy machine."""
 CALL_LIMIT_S = 60.0
 
 Given = ParamSpec("Given")
@@ -49,7 +50,7 @@ Answer = TypeVar("Answer")
 
 
 class Throughput(NamedTuple):
-    """The throughput of one process while it was timed."""
+    """The measured throughput of one process."""
 
     texts: int
     wall_s: float
@@ -57,7 +58,7 @@ class Throughput(NamedTuple):
 
 
 class BenchmarkTarget(NamedTuple):
-    """A candidate to load: a backend, without its call_tokens, and its number of threads."""
+    """A candidate to load: a backend without its call_tokens, and a thread count."""
 
     backend: Backend
     threads: int
@@ -71,7 +72,7 @@ class _LoadedTarget(NamedTuple):
 def open_model(
     entry: Model, folder: Path, target: BenchmarkTarget, device: str, keeps_others: bool
 ) -> None:
-    """Loads a candidate, in addition to earlier ones or instead of them.
+    """Loads a candidate, in addition to earlier ones or in place of them.
 
     Raises:
         PenstockError: the candidate can't be loaded.
@@ -85,7 +86,7 @@ def open_model(
     )
     model.setup()
     model.warmup()
-    # On a CPU its own CPU seconds count, so other programs do not distort the figures.
+    # On a CPU, its own CPU seconds are measured, so other programs don't distort the figures.
     _opened[target] = _LoadedTarget(
         model, time.process_time if model.device_name == "cpu" else time.perf_counter
     )
@@ -93,14 +94,12 @@ def open_model(
 
 def _loaded(target: BenchmarkTarget) -> _LoadedTarget:
     if target.backend.backend == "torch" and (torch := sys.modules.get("torch")) is not None:
-        torch.set_num_threads(
-            target.threads
-        )  # it is global, so the model that was loaded last has set it
+        torch.set_num_threads(target.threads)  # this is global, so the last loaded model has set it
     return _opened[target]
 
 
 def vectors(target: BenchmarkTarget, texts: Sequence[PreparedText], together: int) -> np.ndarray:
-    """Vectors, float32 [texts, dimensions], computed `together` at a time in order of length."""
+    """Returns vectors, float32 [texts, dimensions], computed `together` at a time by length."""
     model = _loaded(target).model
     order = sorted(range(len(texts)), key=lambda index: texts[index].length)
     rows: dict[int, np.ndarray] = {}
@@ -123,9 +122,9 @@ def _predict(model: InferenceModel, texts: Sequence[PreparedText]) -> list[np.nd
 
 
 def call_tokens(target: BenchmarkTarget, text: PreparedText, longest: int) -> int:
-    """The fixed cost of a call, in tokens: from a least-squares line through the times of _SHAPES.
+    """Returns a call's fixed cost in tokens, from a least-squares fit to the times of _SHAPES.
 
-    It minimizes relative errors, so short calls, which show the cost, weigh as much as long ones.
+    It minimizes relative errors, so short calls, which reveal the cost, count as much as long ones.
     """
     opened = _loaded(target)
     times_s, tokens = [], []
@@ -135,7 +134,7 @@ def call_tokens(target: BenchmarkTarget, text: PreparedText, longest: int) -> in
         tokens.append(count * batch[0].length)
     lines = np.stack([1 / np.array(times_s), np.array(tokens) / np.array(times_s)], axis=1)
     (per_call_s, per_token_s), *_ = np.linalg.lstsq(lines, np.ones(len(times_s)), rcond=None)
-    if per_token_s <= 0:  # more tokens cost nothing: the GPU is far from full
+    if per_token_s <= 0:  # more tokens cost nothing: the GPU is far from saturated
         return _CALL_TOKENS_MAX
     return int(min(max(round(per_call_s / per_token_s), 1), _CALL_TOKENS_MAX))
 
@@ -154,7 +153,7 @@ def _time_s(opened: _LoadedTarget, batch: Sequence[PreparedText]) -> float:
 def throughput(
     target: BenchmarkTarget, texts: Sequence[PreparedText], call_cost: int, seconds: float
 ) -> Throughput:
-    """The throughput for `texts`, grouped as in a model process, over at least `seconds`."""
+    """Returns the throughput for `texts`, grouped as in a model process, for `seconds` or more."""
     model = _loaded(target).model
     cut = [list(range(len(texts)))]
     if model.pads:
@@ -175,12 +174,12 @@ class BenchmarkPool:
 
     A context manager. `open` replaces processes that died or hung.
 
-    They are forked from a server that imports the libraries once. Small models stay loaded
-    together, so that they can be timed alternately. Of a large model, or on a GPU, only the last
-    candidate stays.
+    They are forked from a server that imports the libraries once. Small models stay loaded together
+    so that they can be timed in alternation. For a large model, or on a GPU, only the last
+    candidate stays loaded.
 
-    Raises (every method): ModelFailed if a process died or took too long, and the errors of the
-    model.
+    Every method raises ModelFailed if a process died or took too long, as well as the model's
+    errors.
 
     Args:
         libraries: modules to import before the processes are forked.
@@ -213,7 +212,7 @@ class BenchmarkPool:
         self._end()
 
     def _end(self) -> None:
-        # Kills the processes first, because a shutdown waits for calls that hang.
+        # Kills the processes first, because a shutdown would wait for hanging calls.
         for process in multiprocessing.active_children():
             process.kill()
         for executor in self._executors:
@@ -222,12 +221,12 @@ class BenchmarkPool:
         self._opened.clear()
 
     def open(self, backend: Backend, layout: Layout) -> None:
-        """Loads `backend` in every process of `layout`. The other methods use it from now on."""
+        """Loads `backend` in every process of `layout`, for use by the other methods."""
         target = self._target = BenchmarkTarget(
             msgspec.structs.replace(backend, call_tokens=0), layout.threads
         )
         while len(self._executors) < layout.processes:
-            # The forkserver, which forks them, ends with this process.
+            # The forkserver that forks them ends with this process.
             executor = ProcessPoolExecutor(1, self._context, initializer=die_with_parent)
             self._executors.append(executor)
         missing = [
@@ -252,7 +251,7 @@ class BenchmarkPool:
         self._opened |= {(number, target) for number in missing}
 
     def _device_of(self, number: int) -> str:
-        """The device of a process. Spread over GPUs as in ModelPool."""
+        """Returns a process's device. Processes are spread over GPUs as in ModelPool."""
         gpus = len(self._machine.gpus)
         is_spread = self._device in ("auto", "cuda") and gpus
         return f"cuda:{number % gpus}" if is_spread else self._device
@@ -308,5 +307,5 @@ class BenchmarkPool:
         except PenstockError:
             raise
         except Exception as error:
-            # The boundary to the model libraries: their errors rule out only this candidate.
+            # The boundary to the model libraries: an error rules out only this candidate.
             raise ModelFailed(f"{type(error).__name__}: {error}") from error

@@ -9,17 +9,17 @@ from workers.models.artifact import Artifact, Variant
 from workers.models.backend import Backend
 
 CPU_PROCESSES_MAX = 4
-"""Each process holds the model's weights. Beyond four, threads are equally good."""
+"""Each process holds the model's weights. Beyond four, more threads are just as good."""
 
 
 LONE_THREADS_MAX = 8
-"""The maximum for ONNX Runtime. More threads do not speed up the products of one short text."""
+"""The maximum for ONNX Runtime. More threads don't speed up a single short text's products."""
 
 
 def candidates(
     entry: Model, artifact: Artifact | None, machine: Machine, *, is_gpu: bool
 ) -> tuple[list[Backend], list[Finding]]:
-    """The backends that entry, artifact and machine allow, and findings on the others."""
+    """Returns backends that the entry, artifact and machine allow, and findings on the others."""
     listed, left_out = [], []
     if artifact is not None and entry.backend != "torch":
         for variant in sorted(
@@ -56,7 +56,7 @@ def _beyond(variant: Variant, tolerance: float) -> Finding:
 
 
 def _torch(entry: Model, machine: Machine, *, is_gpu: bool) -> list[Backend]:
-    """Torch in the precision of the entry, or else in every precision that the device supports."""
+    """Returns torch in the entry's precision, or else in every precision the device supports."""
     precisions: list[str] = [entry.precision]
     if entry.precision == "auto":
         precisions = (
@@ -76,10 +76,10 @@ def _torch(entry: Model, machine: Machine, *, is_gpu: bool) -> list[Backend]:
 def layouts(
     processes: int, threads: int, machine: Machine, *, is_gpu: bool, backend: str = "torch"
 ) -> list[Layout]:
-    """The layouts to measure, with the preferred one first. Given values (not 0) are kept.
+    """Returns the layouts to measure, preferred one first. Given values (not 0) are kept.
 
-    On a GPU threads do not matter and several processes would share its time, so there is one per
-    GPU by default. ONNX Runtime's threads sleep while they wait, so every process can have one per
+    On a GPU, threads don't matter and several processes would share its time, so the default is one
+    process per GPU. ONNX Runtime's threads sleep while they wait, so every process can have one per
     core: a single batch uses all of them, and under load the processes share them at no cost.
     Torch's threads spin, so its processes divide the cores.
     """
@@ -100,11 +100,11 @@ def layouts(
 
 
 def unmeasured_layout(processes: int, threads: int, machine: Machine, *, is_wide: bool) -> Layout:
-    """The layout of a model that is not measured. Given values (not 0) are kept.
+    """Returns the layout for a model that isn't measured. Given values (not 0) are kept.
 
     Args:
-        processes: 0: as many as the cores have room for, with the threads that come out.
-        is_wide: True if processes divide all cores. Otherwise each has one thread.
+        processes: 0: as many as the cores allow, with the resulting number of threads.
+        is_wide: True if the processes divide all cores. Otherwise each has one thread.
     """
     if threads:
         return Layout(processes, threads)
@@ -112,7 +112,7 @@ def unmeasured_layout(processes: int, threads: int, machine: Machine, *, is_wide
 
 
 def shared_layout(layout: Layout, machine: Machine) -> Layout:
-    """The layout of a worker with several models, of which the first was measured in `layout`.
+    """Returns the layout for several models, the first of which was measured in `layout`.
 
     Torch may run one of the others, so the processes divide the cores.
     """

@@ -17,19 +17,19 @@ PROVISIONAL_S = 24 * 60 * 60.0
 
 
 class Layout(NamedTuple):
-    """The number of model processes, and of threads in each."""
+    """The number of model processes, and the threads in each."""
 
     processes: int
     threads: int
 
     @property
     def name(self) -> str:
-        """Its name in logs: `2 x 1` is two processes with one thread each."""
+        """The layout's name in logs: `2 x 1` is two processes with one thread each."""
         return f"{self.processes} x {self.threads}"
 
 
 class TuningSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings of a worker that affect a choice, as in WorkerSettings."""
+    """The worker settings that affect a choice; see WorkerSettings."""
 
     artifacts_dir: str
     device: str
@@ -41,8 +41,8 @@ class Finding(msgspec.Struct, kw_only=True):
     """The measurements of one candidate.
 
     Cosines compare it with torch fp32 on the calibration set. The keys of `texts_per_s` are
-    Layout.name. `disturbance` is the maximum share of a timing in which other programs had the
-    cores. `reason` is the reason why the candidate is left out, or empty.
+    Layout.name. `disturbance` is the maximum share of a timing during which other programs had the
+    cores. `reason` explains why the candidate was ruled out, or is empty.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Finding(msgspec.Struct, kw_only=True):
 class Choice(msgspec.Struct, kw_only=True, tag="choice"):
     """The choice for a worker: the backend, its processes and threads, and the reason.
 
-    `is_provisional`: it was not measured.
+    `is_provisional`: True if it was not measured.
     """
 
     backend: Backend
@@ -73,9 +73,9 @@ class Refusal(msgspec.Struct, kw_only=True, tag="refusal"):
 
 
 def read_choice(path: Path) -> Choice | None:
-    """The choice saved in `path`.
+    """Returns the choice saved in `path`.
 
-    None if it is missing, unreadable or an old provisional one, or if its graph is missing.
+    None if it is missing, unreadable or an expired provisional one, or if its graph is missing.
     """
     try:
         choice = msgspec.json.decode(path.read_bytes(), type=Choice)

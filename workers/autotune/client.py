@@ -1,4 +1,4 @@
-"""The choice of a backend in the I/O process: read from disk, or measured by another process."""
+"""Chooses a backend in the I/O process: reads the choice from disk, or has a process measure it."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from workers.models.backend import unmeasured_backend
 from workers.runtime.child_process import child_environment
 
 SCHEME = 4
-"""Part of every fingerprint. Increased when choices are made differently."""
+"""Part of every fingerprint. Incremented when the way choices are made changes."""
 CHOOSE_LIMIT_S = 180.0
-"""Enough for two workers in turn, each with an import of torch on a busy machine."""
+"""Long enough for two workers in turn, each importing torch on a busy machine."""
 
 BACKEND_INFO = Gauge(
     "penstock_worker_backend_info",
@@ -40,14 +40,14 @@ log = logging.getLogger(__name__)
 
 
 async def choose_backend(entry: Model, folder: Path, settings: WorkerSettings) -> Choice:
-    """The backend and layout for `entry`: chosen by an earlier start, or measured now.
+    """Returns the backend and layout for `entry`: chosen at an earlier start, or measured now.
 
     Args:
-        settings: device, processes and threads (0: undecided), and the folder of artifacts and
+        settings: device, processes and threads (0: undecided), and the folder for artifacts and
             choices.
 
     Raises:
-        ConfigurationError: the entry's backend or precision is unavailable, or not within its
+        ConfigurationError: the entry's backend or precision is unavailable, or exceeds its
             tolerance.
     """
     began_s = time.monotonic()
@@ -73,7 +73,7 @@ def _tuning_settings(settings: WorkerSettings) -> TuningSettings:
 
 
 def _source(entry: Model, folder: Path, tuning: TuningSettings) -> tuple[str, Artifact | None]:
-    """The digest of the model's files, and the artifact made from them."""
+    """Returns the digest of the model's files, and the artifact made from them."""
     digest = source_digest(folder, entry.revision)
     return digest, find_artifact(Path(tuning.artifacts_dir), entry.name, digest)
 
@@ -81,7 +81,7 @@ def _source(entry: Model, folder: Path, tuning: TuningSettings) -> tuple[str, Ar
 def choice_path(
     entry: Model, tuning: TuningSettings, digest: str, artifact: Artifact | None
 ) -> Path:
-    """The file of a choice. Its name is a fingerprint of all that the choice depends on."""
+    """Returns a choice's file. Its name is a fingerprint of everything the choice depends on."""
     facts = {
         "scheme": SCHEME,
         "machine": this_machine().facts(),
@@ -95,7 +95,7 @@ def choice_path(
 
 
 def making_command(entry: Model, settings: WorkerSettings) -> str:
-    """The command that makes the artifact of `entry`."""
+    """Returns the command that creates the artifact for `entry`."""
     return (
         f"penstock optimize {entry.name} --models-file {settings.models_file} "
         f"--artifacts-dir {settings.artifacts_dir}"
@@ -129,7 +129,7 @@ async def _choose(entry: Model, folder: Path, tuning: TuningSettings, digest: st
     except TimeoutError:
         return _fallback(entry, tuning, f"the choice took longer than {CHOOSE_LIMIT_S:g} s")
     finally:
-        # Kills its benchmark processes too, which are in its session. All are gone if it exited
+        # Also kills its benchmark processes, which are in its session. All are gone if it exited
         # normally.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Finds the fastest option: times all alternately until two quiet rounds agree."""
+"""Finds the fastest option: times all of them alternately until two quiet rounds agree."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from workers.autotune.choice import Finding, Layout
 from workers.models.backend import Backend
 
 MARGIN = 1.05
-"""The ratio by which a later option must be faster, because short measurements are noisy."""
+"""How many times faster a later option must be, because short measurements are noisy."""
 LAYOUT_MARGIN = 1.3
 """The same for layouts.
 
-The first one computes a single text on all cores, 1.7 times as fast on two.
+The first layout computes a single text on all cores, 1.7 times as fast on two.
 
-Under load it is 6 to 20 % slower, so with a smaller margin the choice was random."""
+Under load it is 6 to 20 % slower, so with a smaller margin the choice was random.
+"""
 DISTURBED = 0.25
-"""A reading is void if other programs had the cores for this share of its time."""
+"""A reading is void if other programs had the cores for this fraction of its time."""
 ROUNDS_MAX = 6
 
 
 class Timing(NamedTuple):
     """One timing of a backend in a layout.
 
-    `disturbance` is the share of time that its processes waited for cores, 0 to 1.
+    `disturbance` is the fraction of time that its processes waited for cores, 0 to 1.
     """
 
     texts_per_s: float
@@ -45,7 +46,7 @@ class Option:
 
     @property
     def best(self) -> Timing:
-        """The fastest reading, because noise only slows down."""
+        """The fastest reading, because noise can only slow things down."""
         return max(self.readings)
 
 
@@ -53,11 +54,11 @@ Measure = Callable[[Option], Timing]
 
 
 class Contest:
-    """Times options and finds the winner. The time limit is for all calls of `decide` together.
+    """Times options and finds the winner. The time limit covers all calls of `decide` together.
 
     Args:
-        limit_s: no round starts after this.
-        rounds: how many rounds must agree.
+        limit_s: no round starts after this time.
+        rounds: number of rounds that must agree.
     """
 
     def __init__(
@@ -73,13 +74,13 @@ class Contest:
         self.counted = 0
 
     def decide(self, options: Sequence[Option], margin: float = MARGIN) -> Option | None:
-        """The fastest option, or the first one within `margin` of it.
+        """Returns the fastest option, or the first one within `margin` of it.
 
         None if no two quiet rounds agree.
 
         Args:
-            options: at least one. A single one is timed once, for its figures.
-            margin: how many times as fast a later option must be.
+            options: at least one. A single one is timed once to get its figures.
+            margin: how many times faster a later option must be.
         """
         wins: Counter[int] = Counter()
         for _ in range(ROUNDS_MAX):

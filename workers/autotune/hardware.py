@@ -1,4 +1,4 @@
-"""The properties of this machine that affect the choice of a backend. Uses no model library."""
+"""The machine properties that affect the choice of a backend. Uses no model library."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from shared.process.cores import usable_cores
 from workers.models.processors import BF16_FLAGS, read_facts, this_cpu
 
 KEPT_OPEN_MAX_BYTES = 256 * 1024 * 1024
-"""The largest weights for which a process keeps several candidates loaded."""
+"""Maximum weights for which a process keeps several candidates loaded."""
 LIBRARIES = ("torch", "transformers", "onnxruntime", "onnxruntime-gpu", "numpy")
 
 
 @dataclass(frozen=True)
 class Machine:
-    """CPU and GPUs.
+    """The machine's CPU and GPUs.
 
-    `flags` are CPU flags that affect speed, and `libraries` the versions of LIBRARIES.
+    `flags`: CPU flags that affect speed. `libraries`: versions of LIBRARIES.
     """
 
     cpu: str
@@ -29,7 +29,7 @@ class Machine:
 
     @property
     def has_bf16(self) -> bool:
-        """True if the CPU supports bfloat16. Emulated it is slower than fp32."""
+        """True if the CPU supports bfloat16. Emulation is slower than fp32."""
         return bool(BF16_FLAGS & set(self.flags))
 
     def computes_on_gpu(self, device: str) -> bool:
@@ -48,7 +48,7 @@ def this_machine() -> Machine:
 
 
 def _gpus() -> tuple[str, ...]:
-    """The name of each NVIDIA GPU, from the files of the driver."""
+    """Returns the name of each NVIDIA GPU, from the driver's files."""
     devices = sorted(Path("/dev").glob("nvidia[0-9]*"))
     models = [
         read_facts(path).get("Model", "")

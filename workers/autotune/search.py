@@ -3,7 +3,7 @@
 It waits until the cores are idle, so that other programs do not distort measurements.
 
 A prior estimates which backend is likely the fastest on this hardware. It orders the candidates,
-leaves out backends that never won, and decides if measurements disagree. Its sources are in
+rules out backends that never won, and decides if measurements disagree. Its sources are in
 docs/measurements/embeddings.md.
 """
 
@@ -39,26 +39,26 @@ _PLAIN = ("onnx-fp32", "onnx-int8", "torch-fp32", "torch-bf16")
 _VNNI_FLAGS = frozenset({"avx512_vnni", "avx_vnni", "amx_int8", "i8mm"})
 
 QUIET_LIMIT_S = 10.0
-"""Longer than the other workers of a local stack need to start on two cores.
+"""Longer than a local stack's other workers take to start on two cores.
 
-After it we measure anyway.
+After this, we measure anyway.
 """
 _SAMPLE_S = 0.3
 _SAMPLES = 2
-"""The number of quiet samples needed in a row, because a starting process pauses at times."""
+"""Number of consecutive quiet samples required, because a starting process sometimes pauses."""
 _QUIET_SHARE = 0.85
 
 MEASURE_LIMIT_S = 10.0
-"""No round starts after this. The time to load libraries is extra."""
+"""No round starts after this time. Loading libraries takes extra time."""
 BUSY_LIMIT_S = 2.0
-"""The same on a busy machine, because rounds are likely to be disturbed."""
+"""Same limit for a busy machine, because rounds there are likely to be disturbed."""
 RATE_S = 0.5
 ROUNDS = 2
-"""The number of rounds that must agree."""
+"""Number of rounds that must agree."""
 CALIBRATION_TEXTS = 40
 _TOGETHER = 8
 _LENGTHS = (9, 11, 60, 13, 12, 210, 10, 70, 14, 44, 12, 8, 52, 16, 11, 240, 13, 88, 10, 36)
-"""Tokens of the timed texts: 60 % about 12, 30 % about 60, 10 % about 230."""
+"""Token counts of the timed texts: 60 % about 12, 30 % about 60, 10 % about 230."""
 
 Measure = Callable[[BenchmarkPool, Backend, Layout, Sequence[PreparedText]], Timing]
 """Measures the throughput of a loaded backend in a layout with these texts."""
@@ -72,7 +72,7 @@ log = logging.getLogger(__name__)
 
 
 def prior_rank(backend: Backend, machine: Machine, *, is_gpu: bool) -> int:
-    """The rank of `backend` on this hardware. 0 is the likely fastest."""
+    """Returns the rank of `backend` on this hardware. 0 is likely the fastest."""
     if is_gpu:
         order: tuple[str, ...] = _ON_GPU
     elif machine.has_bf16:
@@ -84,9 +84,9 @@ def prior_rank(backend: Backend, machine: Machine, *, is_gpu: bool) -> int:
 
 
 def idle_core_s() -> float | None:
-    """Total idle seconds of the cores that this process may use.
+    """Returns the total idle seconds of the cores that this process may use.
 
-    None if the system does not report them.
+    None if the system doesn't report them.
     """
     try:
         lines = Path("/proc/stat").read_text(encoding="ascii").splitlines()
@@ -108,10 +108,10 @@ def await_quiet(
 ) -> bool:
     """Waits until `cores` are idle.
 
-    Returns True then or if that is unknown, and False after `limit_s`.
+    Returns True once they are idle or if that is unknown, and False after `limit_s`.
 
     Args:
-        cores: how many will be used.
+        cores: number of cores that will be used.
     """
     began_s = before_s = clock()
     before = idle_s()
@@ -135,7 +135,7 @@ def await_quiet(
 class SearchSpec:
     """The input of a search.
 
-    `processes` and `threads` are 0 if undecided. `texts` are used without an artifact.
+    `processes` and `threads` are 0 if undecided. `texts` are used if there is no artifact.
     """
 
     entry: Model
@@ -152,7 +152,7 @@ class SearchSpec:
         return self.machine.computes_on_gpu(self.device)
 
     def forms(self, backend: Backend) -> list[Layout]:
-        """The layouts to measure `backend` in, with the preferred one first."""
+        """Returns the layouts in which to measure `backend`, preferred one first."""
         return layouts(
             self.processes, self.threads, self.machine, is_gpu=self.is_gpu, backend=backend.backend
         )
@@ -171,12 +171,12 @@ def choose(
     clock: Callable[[], float] = time.monotonic,
     quiet: Callable[[int], bool] = await_quiet,
 ) -> Choice:
-    """The fastest candidate within the tolerance, in its fastest layout.
+    """Returns the fastest candidate within the tolerance, in its fastest layout.
 
-    The hardware's prior if noise is too high.
+    Falls back to the hardware's prior if noise is too high.
 
-    First loads and checks all candidates against torch fp32, which tolerates noise. Then waits for
-    quiet.
+    First loads all candidates and checks them against torch fp32, which noise does not affect. Then
+    waits for quiet.
 
     Args:
         quiet: waits until a number of cores are idle.
@@ -211,7 +211,7 @@ def choose(
 def _fitting(
     spec: SearchSpec, accuracy: _AccuracyCheck, listed: Sequence[Backend], findings: list[Finding]
 ) -> list[tuple[Backend, Finding]]:
-    """The candidates within the tolerance, with their findings.
+    """Returns the candidates within the tolerance, with their findings.
 
     Appends all findings to `findings`.
     """
@@ -234,7 +234,7 @@ def _fitting(
 
 
 def _outdone_by(backend: Backend, fit: Sequence[Backend], spec: SearchSpec) -> str:
-    """Returns why torch in fp32 need not be measured in addition to `fit`. Empty if it must be."""
+    """Returns why torch fp32 need not be measured in addition to `fit`. Empty if it must be."""
     if (backend.backend, backend.precision) != ("torch", "fp32"):
         return ""
     if any(one.backend == "torch" for one in fit):  # listed only if they are faster
@@ -248,12 +248,12 @@ def _outdone_by(backend: Backend, fit: Sequence[Backend], spec: SearchSpec) -> s
 def _decide(
     spec: SearchSpec, contest: Contest, options: Sequence[Option], findings: list[Finding]
 ) -> Choice:
-    """The winner among backends, then among its layouts.
+    """Picks the winner among the backends, then among its layouts.
 
-    The first one listed if no two rounds agree.
+    Picks the first one listed if no two rounds agree.
     """
     is_alone = len(options) == 1 and len(spec.forms(options[0].backend)) > 1
-    # A single backend is timed with its layouts below.
+    # A single backend is timed along with its layouts below.
     winner = options[0] if is_alone else contest.decide(options) if options else None
     usable = [option for option in options if not option.finding.reason]
     if not usable:
@@ -292,7 +292,7 @@ def _by_prior(option: Option, contest: Contest, findings: list[Finding]) -> Choi
 
 
 class _AccuracyCheck:
-    """The calibration set with vectors of torch fp32, from the artifact or computed here."""
+    """The calibration set with torch fp32's vectors, from the artifact or computed here."""
 
     def __init__(self, spec: SearchSpec, pool: BenchmarkPool) -> None:
         self.pool = pool
@@ -303,7 +303,7 @@ class _AccuracyCheck:
         self.mix = _mix_of(self.texts, self.longest)
 
     def prepare(self, form: Layout) -> None:
-        """Computes the reference if the artifact does not contain it."""
+        """Computes the reference if the artifact doesn't contain it."""
         if self._calibration is None:
             self.pool.open(Backend(), form)
             self._calibration = Calibration(self.texts, self.pool.vectors(self.texts, 1))
@@ -322,7 +322,7 @@ class _AccuracyCheck:
 
 
 def _kept_calibration(artifact: Artifact | None) -> Calibration | None:
-    """A sample of the artifact's texts, evenly spaced."""
+    """Returns evenly spaced samples of the artifact's texts."""
     if artifact is None:
         return None
     try:
@@ -335,7 +335,7 @@ def _kept_calibration(artifact: Artifact | None) -> Calibration | None:
 
 
 def _mix_of(texts: Sequence[PreparedText], longest: int) -> list[PreparedText]:
-    """Texts of _LENGTHS tokens, cut from the concatenated texts."""
+    """Returns texts of _LENGTHS tokens, cut from the concatenated texts."""
     stream = cycle(np.concatenate([np.frombuffer(text.ids, "<u4") for text in texts]).tolist())
     mix = []
     for length in _LENGTHS:
@@ -350,7 +350,7 @@ def _cosines(vectors: np.ndarray, reference: np.ndarray) -> np.ndarray:
 
 
 def _without_figures(entry: Model, layout: Layout, findings: list[Finding]) -> Choice:
-    """Torch fp32, which is the reference, if the entry allows it."""
+    """Returns torch fp32, which is the reference, if the entry allows it."""
     reasons = "; ".join(f"{finding.name}: {finding.reason}" for finding in findings)
     if entry.precision in ("auto", "fp32") and entry.backend != "onnx":
         reason = f"no backend could be measured, so torch fp32 is used ({reasons})"

@@ -1,8 +1,8 @@
 """An optimized artifact: written by `penstock optimize`, read and checked by workers.
 
-It is the folder `<artifacts_dir>/<model>/<digest>/` with manifest.json, calibration.npz (for
-embedding models) and the graphs that the manifest lists. The digest covers the source files, so an
-artifact made from other weights is never used.
+An artifact is the folder `<artifacts_dir>/<model>/<digest>/` with manifest.json, calibration.npz
+(for embedding models) and the graphs listed in the manifest. The digest covers the source files, so
+an artifact made from different weights is never used.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 FORMAT_VERSION = 3
-"""Also increased when new artifacts are better. Artifacts of earlier versions are ignored."""
+"""Also incremented when new artifacts are better. Artifacts of earlier versions are ignored."""
 MANIFEST = "manifest.json"
 CALIBRATION = "calibration.npz"
 _DOCUMENT_SUFFIXES = (".md", ".rst", ".png", ".jpg")
@@ -37,18 +37,18 @@ log = logging.getLogger(__name__)
 
 
 class Variant(msgspec.Struct, kw_only=True):
-    """A form of the model that a worker can run, with measurements against torch fp32.
+    """A variant of the model that a worker can run, measured against torch fp32.
 
-    Cosines and `ranking_agreement` (0 to 1) were measured with texts that were not used for
-    calibration. `relative_speed` is the speed relative to torch fp32 in the same run. `recipe`
-    records how it was made (for image models: the options that a worker applies to its pipeline).
+    Cosines and `ranking_agreement` (0 to 1) were measured on texts not used for calibration.
+    `relative_speed` is the speed relative to torch fp32 in the same run. `recipe` records how it
+    was made (for image models: the options that a worker applies to its pipeline).
     """
 
     name: str
     backend: Literal["onnx", "torch"]
     precision: Literal["fp32", "bf16", "fp16", "int8"]
     file: str = ""
-    """The graph, relative to the artifact's folder. Empty for torch."""
+    """The graph's path, relative to the artifact's folder. Empty for torch."""
     size_bytes: int = 0
     cosine_mean: float = 0.0
     cosine_min: float = 0.0
@@ -59,13 +59,13 @@ class Variant(msgspec.Struct, kw_only=True):
 
 
 class Manifest(msgspec.Struct, kw_only=True):
-    """The content of manifest.json.
+    """The contents of manifest.json.
 
-    `made_by` has the versions of torch, transformers, onnx and onnxruntime. `measured_on` has the
-    CPU's instruction sets that affect speed. `relative_speed` is valid only for the same sets.
-    Quality is valid for any (see session_options in workers/models/embedding/encoder_onnx.py). A
-    worker with a choice measures both itself. `refused` has the variants that were measured but not
-    kept, with the tolerance that they missed.
+    `made_by`: the versions of torch, transformers, onnx and onnxruntime. `measured_on`: the CPU's
+    instruction sets that affect speed. `relative_speed` is valid only for the same sets, while
+    quality is valid for any (see session_options in workers/models/embedding/encoder_onnx.py). A
+    worker with a choice measures both itself. `refused`: the variants that were measured but
+    rejected, with the tolerance that they missed.
     """
 
     format_version: int = FORMAT_VERSION
@@ -81,7 +81,7 @@ class Manifest(msgspec.Struct, kw_only=True):
 
 @dataclass(frozen=True)
 class Calibration:
-    """Texts as token ids, with pooled vectors of torch fp32: float32 [texts, dimensions]."""
+    """Texts as token IDs, with pooled torch fp32 vectors: float32 [texts, dimensions]."""
 
     texts: Sequence[PreparedText]
     vectors: np.ndarray
@@ -107,9 +107,9 @@ class Artifact:
 
 
 def find_artifact(artifacts_dir: Path, model: str, digest: str) -> Artifact | None:
-    """The artifact of `model` for source files with `digest`.
+    """Returns the artifact of `model` for source files with this `digest`.
 
-    None if there is none, or (logged) a broken one.
+    None if there is none, or if it is broken (which is logged).
     """
     folder = artifacts_dir / model / digest
     if not folder.is_dir():
@@ -125,7 +125,7 @@ def read_artifact(folder: Path) -> Artifact:
     """Reads an artifact and checks that it is complete.
 
     Raises:
-        ConfigurationError: a file is missing, unreadable or of the wrong size, or the format is
+        ConfigurationError: a file is missing, unreadable or the wrong size, or the format is
             unknown.
     """
     path = folder / MANIFEST
@@ -163,12 +163,12 @@ def _check_graph(folder: Path, variant: Variant) -> None:
 
 
 def read_calibration(artifact: Artifact) -> Calibration:
-    """The calibration set of an embedding model's artifact.
+    """Reads the calibration set of an embedding model's artifact.
 
     Raises:
         ConfigurationError: the file is missing or broken.
     """
-    import numpy as np  # every worker reads manifests, and few of them texts
+    import numpy as np  # every worker reads manifests, but few read texts
 
     path = artifact.folder / CALIBRATION
     try:
@@ -196,7 +196,7 @@ def read_calibration(artifact: Artifact) -> Calibration:
 
 
 def write_calibration(folder: Path, calibration: Calibration) -> None:
-    """Writes calibration.npz: `ids` (flat uint32), `lengths`, `vectors` and maybe `type_ids`."""
+    """Writes calibration.npz: `ids` (flat uint32), `lengths`, `vectors` and any `type_ids`."""
     import numpy as np
 
     texts = calibration.texts
@@ -218,7 +218,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Waits until no other process of this machine has the lock file `path`, and has it."""
+    """Holds the lock file `path`, first waiting until no other process on this machine holds it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -227,9 +227,9 @@ def locked(path: Path) -> Iterator[None]:
 
 @contextmanager
 def new_artifact(artifacts_dir: Path, model: str, digest: str) -> Iterator[Path]:
-    """An empty folder to write an artifact into. It becomes the artifact if the block succeeds.
+    """Yields an empty folder for a new artifact, which takes effect if the block succeeds.
 
-    Open files of an artifact that it replaces stay readable.
+    Open files of a replaced artifact stay readable.
 
     Raises:
         ConfigurationError: the folder is not a complete artifact.
@@ -237,7 +237,7 @@ def new_artifact(artifacts_dir: Path, model: str, digest: str) -> Iterator[Path]
     target = artifacts_dir / model / digest
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".making-", dir=target.parent) as scratch:
-        # The check includes the name of the folder, so the draft has the final name.
+        # The check includes the folder's name, so the draft already has its final name.
         draft = Path(scratch) / model / digest
         draft.mkdir(parents=True)
         yield draft
@@ -258,7 +258,7 @@ def take_over(former: Artifact, draft: Path) -> list[Variant]:
 def source_digest(folder: Path, revision: str) -> str:
     """The first 16 hex digits of SHA-256 over the names and contents of a model's source files.
 
-    Documents and hidden files are ignored. 90 MB take a tenth of a second.
+    Documents and hidden files are ignored. Hashing 90 MB takes a tenth of a second.
     """
     total = hashlib.sha256(f"{FORMAT_VERSION}\n{revision}\n".encode())
     for path in sorted(

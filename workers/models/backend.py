@@ -1,4 +1,4 @@
-"""The backend of an embedding model, which workers/autotune chooses and a model process runs."""
+"""An embedding model's backend, chosen by workers/autotune and run by a model process."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Backend(msgspec.Struct, frozen=True, kw_only=True):
     """A library and precision, fully resolved.
 
     `variant` is its name in the artifact, and `graph` its file. Both are empty for torch.
-    `call_tokens` is the fixed cost of one call in tokens, as measured on this machine. 0 means that
-    it was not measured, and a default of the device is used.
+    `call_tokens` is the fixed cost of one call in tokens, as measured on this machine. 0: it was
+    not measured, and the device's default is used.
     """
 
     backend: Literal["torch", "onnx"] = "torch"
@@ -30,10 +30,10 @@ class Backend(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def unmeasured_backend(entry: Model, making_command: str = "") -> Backend:
-    """The backend of `entry` without a measurement: torch, in the precision of the entry or fp32.
+    """Returns the backend for `entry` without measuring: torch, in the entry's precision or fp32.
 
     Raises:
-        ConfigurationError: the entry requires ONNX, which needs the graph of an artifact.
+        ConfigurationError: the entry requires ONNX, which needs an artifact's graph.
     """
     if entry.backend == "onnx" or entry.precision == "int8":
         raise ConfigurationError(

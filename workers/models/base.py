@@ -1,7 +1,7 @@
 """The model contract: a Preparer in the I/O process, an InferenceModel in the model process.
 
-The first sends the second a `Prepared`: an item that was checked and prepared, with the numbers
-that batching needs.
+The I/O process sends the model process a `Prepared`: a validated and prepared item, with the
+numbers needed for batching.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from shared.models.tasks.embedding import TextTokens
 from shared.models.tasks.text import RESPONSE_FORMAT, TokenChunk, TokenCount, TokenLogprob
 
 GPU_LOST_STATUS = 87
-"""Exit status of a model process that lost its GPU."""
+"""Exit status of a model process that has lost its GPU."""
 
 
 class Prepared(msgspec.Struct, kw_only=True):
     """An item that a model can run.
 
-    `key`: only items with equal keys may share a batch. `length`: the work of the item, in the unit
-    of its task, which counts against the batch budget. If a model pads, every item of a call
-    costs as much as the longest. `room`: what it takes of the budget if items are admitted and
-    leave between steps. 0: its length.
+    `key`: only items with equal keys may share a batch. `length`: the item's work, in its task's
+    unit, which counts against the batch budget. If a model pads, every item in a call costs as much
+    as the longest. `room`: the part of the budget it takes if items join and leave between steps.
+    0: its length.
     """
 
     key: str
@@ -37,10 +37,10 @@ class Prepared(msgspec.Struct, kw_only=True):
 
 
 class PreparedText(Prepared, tag="text", omit_defaults=True):
-    """One text as token ids: `length` little-endian uint32, special tokens included.
+    """One text as token IDs: `length` little-endian uint32, including special tokens.
 
-    `type_ids` has the same form, and is empty if all are 0, as nearly always. `truncated_tokens`
-    counts the tokens that were left out.
+    `type_ids` has the same form, and is empty if all are 0, as is nearly always the case.
+    `truncated_tokens` is the number of tokens that were cut off.
     """
 
     ids: bytes
@@ -49,10 +49,10 @@ class PreparedText(Prepared, tag="text", omit_defaults=True):
 
 
 class PreparedControl(msgspec.Struct, array_like=True):
-    """A ControlNet of an image, by its name in the catalog.
+    """An image's ControlNet, by its name in the catalog.
 
-    `map`: width x height RGB pixels of 3 bytes, row by row. `scale` multiplies what it adds, in the
-    part of the steps from `start` to `end`, 0 to 1.
+    `map`: width x height RGB pixels of 3 bytes each, row by row. `scale` multiplies its
+    contribution, during the part of the steps from `start` to `end`, 0 to 1.
     """
 
     name: str
@@ -65,12 +65,12 @@ class PreparedControl(msgspec.Struct, array_like=True):
 class PreparedImage(Prepared, tag="image", omit_defaults=True):
     """One image to draw.
 
-    `source`: the image to start from, width x height RGB pixels of 3 bytes, row by row. `mask`:
-    width x height bytes, how much of each pixel is redrawn. 0: the pixel of the source, 255: a new
-    pixel. `adapter`: the name of an adapter in the catalog, and `adapter_scale` its strength.
+    `source`: the image to start from, width x height RGB pixels of 3 bytes each, row by row.
+    `mask`: width x height bytes: how strongly each pixel is redrawn. 0: the source's pixel, 255: a
+    new pixel. `adapter`: name of an adapter in the catalog, and `adapter_scale` its strength.
     Empty: none. For an adapter by URL, the name is its digest, `adapter_key` its key in the object
-    store, and `adapter_owner` the digest of its tenant. `ip_adapter`: the name of an IP-Adapter,
-    with its image as RGB pixels of the square that its image encoder reads, and its scale.
+    store, and `adapter_owner` its tenant's digest. `ip_adapter`: name of an IP-Adapter, with its
+    image as RGB pixels of the square that its image encoder reads, and its scale.
     """
 
     prompt: str
@@ -106,17 +106,17 @@ class PreparedPair(Prepared, tag="pair"):
 class PreparedPrompt(Prepared, tag="prompt", omit_defaults=True):
     """A prompt to continue.
 
-    `length` is the maximum number of tokens whose keys and values it takes.
+    `length` is the maximum number of tokens for which it stores keys and values.
 
-    `ids` and `written_ids` are token IDs as little-endian uint32. `written_ids` were written before
-    another worker died, or before the text was preempted. The model continues from there.
+    `ids` and `written_ids` are token IDs as little-endian uint32. `written_ids` were generated
+    before another worker died, or before the text was preempted. The model continues from there.
     `written_text` is the part of them that readers have seen, and `written_cached_tokens` the
     number of cached prompt tokens reported to them. `json_schema` constrains the tokens, and
     `checked_schema`, if any, must match the whole text. The other fields have the same meaning as
     in GenerationInput.
 
-    `owner`: only prompts of the same owner share keys and values of equal beginnings, because
-    `cached_tokens` reveals them. Empty: it shares nothing.
+    `owner`: only prompts with the same owner share keys and values of equal prefixes, because
+    `cached_tokens` reveals them. Empty: nothing is shared.
     """
 
     ids: bytes
@@ -145,9 +145,9 @@ class PreparedPrompt(Prepared, tag="prompt", omit_defaults=True):
 
 
 class PreparedFile(msgspec.Struct, array_like=True):
-    """A file of an input: where it belongs, its name, and its bytes.
+    """An input file: where it belongs, its name, and its bytes.
 
-    `is_json`: it is a value, as JSON that is too large for a message.
+    `is_json`: True if it is a value, as JSON that is too large for a message.
     """
 
     at: list[str | int]
@@ -157,10 +157,10 @@ class PreparedFile(msgspec.Struct, array_like=True):
 
 
 class PreparedCustom(Prepared, tag="custom", omit_defaults=True):
-    """The input of a custom class. `length` is what it weighs.
+    """A custom class's input. `length` is its work.
 
     Null stands for each file in `values`. `written_pieces` and `written_text`: number and text of
-    the pieces that another process has already streamed. The class yields them again, and they are
+    the pieces that another process has already streamed. The class yields them again, but they are
     not streamed again.
     """
 
@@ -174,17 +174,17 @@ class PreparedCustom(Prepared, tag="custom", omit_defaults=True):
 
 PreparedItem = PreparedText | PreparedImage | PreparedPair | PreparedPrompt | PreparedCustom
 WithoutModel = TokenCount | TextTokens
-"""The results of inputs that need no model."""
+"""Results for inputs that need no model."""
 PreparedOutcome = PreparedItem | WithoutModel | BadInput | ModelFailed
 OnStep = Callable[[int, int], None]
-"""Called as on_step(step, steps) after each step of a batch, from 1.
+"""Called as on_step(step, steps) after each step of a batch, counting from 1.
 
-on_step(0, 0) of a model that knows no steps asks only whether the batch is canceled.
+A model without known steps calls on_step(0, 0) only to check whether the batch is canceled.
 """
 
 
 class RgbImage(msgspec.Struct, array_like=True):
-    """RGB pixels of 3 bytes, row by row."""
+    """RGB pixels of 3 bytes each, row by row."""
 
     width: int
     height: int
@@ -194,33 +194,35 @@ class RgbImage(msgspec.Struct, array_like=True):
 OpenGguf = Callable[[Path, Path], Path]
 """Called with a GGUF file and the cache folder.
 
-Returns the folder of the model, which it may have to create.
+Returns the model's folder, which it may have to create first.
 """
 IsClose = Callable[[CustomResult, CustomResult], bool]
-"""Returns whether two outputs of one input are close. It may block, and raise PenstockError."""
+"""Returns whether two outputs for one input are close. It may block or raise PenstockError."""
 
 
 class Preparer(Protocol):
-    """Checks and prepares inputs in the I/O process, so it never imports a model library."""
+    """Validates and prepares inputs in the I/O process, so it never imports a model library."""
 
     def prepare(self, inputs: Sequence[Input]) -> Sequence[PreparedOutcome]:
-        """One outcome per input, in order. A bad input becomes a BadInput that names its field.
+        """Returns one outcome per input, in order.
 
-        An input that needs no model has its result already.
+        An invalid input becomes a BadInput naming its field.
+
+        For an input that needs no model, the outcome is its result.
         """
 
 
 class LoadedModel(Protocol):
-    """A model in a model process, on one thread."""
+    """A model in a model process, used by one thread."""
 
     device_name: str
-    """The name of the GPU, or `cpu`. Known after setup."""
+    """The GPU's name, or `cpu`. Known after setup."""
 
     def setup(self) -> None:
         """Loads the model.
 
         Raises:
-            ConfigurationError: the folder is not a model of this task, or does not match the
+            ConfigurationError: the folder is not a model for this task, or does not match the
                 catalog.
         """
 
@@ -238,12 +240,12 @@ class InferenceModel(LoadedModel, Protocol):
         """Splits a batch into groups of indices. Each group is one call of `predict`."""
 
     def computed_work(self, lengths: Sequence[int]) -> int:
-        """The work of one call with items of these lengths, including padding."""
+        """Returns the work of one call with items of these lengths, including padding."""
 
     def predict(
         self, batch: Sequence[PreparedItem], on_step: OnStep
     ) -> Sequence[Result | PenstockError]:
-        """One outcome per item, in order.
+        """Returns one outcome per item, in order.
 
         Raises:
             OutOfMemory: the batch is too large for the device. A smaller one may fit.
@@ -252,20 +254,20 @@ class InferenceModel(LoadedModel, Protocol):
 
 @runtime_checkable
 class OverlappingModel(Protocol):
-    """An InferenceModel whose device may compute while the interpreter does something else."""
+    """An InferenceModel whose device can compute while the interpreter does something else."""
 
     overlaps: bool
     """True if `predict` may be called on two threads at once, because the device computes one call
-    while the other is prepared or read. Known after setup.
+    while the other is being prepared or read. Known after setup.
     """
 
 
 class StepEnd(msgspec.Struct):
-    """The items that a step of a SteppedModel ended, by slot.
+    """The items that ended in a SteppedModel's step, by slot.
 
-    `results`: items that are done. `preempted`: items that have to wait and start over, because the
-    device had too little memory for all. `work`: total work of the step for all items, in tokens or
-    pixels. 0: not known. `waiting`: admitted items that the step did not compute, because they wait
+    `results`: finished items. `preempted`: items that have to wait and start over, because the
+    device had too little memory for all. `work`: the step's total work for all items, in tokens or
+    pixels. 0: unknown. `waiting`: admitted items that the step did not compute, because they wait
     for something other than the device.
     """
 
@@ -280,64 +282,67 @@ class SteppedModel(LoadedModel, Protocol):
     """Computes items step by step.
 
     Continuous batching: items are admitted between two steps and leave one by one. A slot is the
-    number of an item, which its caller chooses.
+    number of an item, chosen by the caller.
     """
 
     def admit(self, slot: int, item: PreparedItem) -> None:
-        """Takes an item in, which the next steps compute.
+        """Admits an item, which the next steps compute.
 
         Raises:
-            PenstockError: the item can't be computed. OutOfMemory: there is no room for it now.
+            PenstockError: the item can't be computed. OutOfMemory: there is no room for it right
+                now.
         """
 
     def step(self) -> StepEnd:
-        """Computes one step of all items that are in.
+        """Computes one step for all admitted items.
 
         Raises:
-            Exception: the model failed. All items that are in are dropped.
+            Exception: the model failed. All admitted items are dropped.
         """
 
     def take_chunks(self) -> dict[int, TokenChunk]:
         """Returns the output of each streamed item since the last call. Empty if there is none."""
 
     def drop(self, slot: int) -> None:
-        """Removes an item, if it is still in."""
+        """Removes an item if it is still there."""
 
 
 @runtime_checkable
 class Resumable(Protocol):
-    """A SteppedModel whose items can be interrupted, and continue if they are admitted again.
+    """A SteppedModel whose items can be interrupted, and resume if they are admitted again.
 
-    A text brings what it has written. An image continues if its process still holds it. Otherwise
-    it starts over.
+    A text carries along what it has generated. An image resumes if its process still holds it.
+    Otherwise it starts over.
     """
 
     def interrupt(self, slot: int) -> TokenChunk | None:
-        """Removes an item that is in. Returns what it has written since its last report.
+        """Removes an admitted item. Returns its output since its last report.
 
-        None: nothing.
+        None if there is none.
         """
 
 
 @runtime_checkable
 class ProgressReporter(Protocol):
-    """A SteppedModel whose items have a known number of steps, and can be drawn between two."""
+    """A SteppedModel whose items have a known number of steps and can be drawn between steps."""
 
     def progress(self) -> dict[int, tuple[int, int]]:
         """Returns the completed and total steps of each item, by slot."""
 
     def image(self, slot: int) -> RgbImage | None:
-        """A small image of an item. None if it can't be drawn."""
+        """Returns a small image of an item. None if it can't be drawn."""
 
 
 @runtime_checkable
 class Previewer(Protocol):
-    """A model that can draw what its items look like between two steps."""
+    """A model that can draw its unfinished items between two steps."""
 
     def preview(self, indices: Sequence[int]) -> Sequence[RgbImage | None]:
-        """Small images of the items at these indices of the call. None if it can't draw them.
+        """Returns small images of the items at these indices of the call.
 
-        To be called within `on_step` only.
+        None if it can't draw them.
+
+        May only be called within `on_step`.
         """
 
 
@@ -346,8 +351,8 @@ class OutOfMemory(ModelFailed):
 
 
 class GpuLost(BaseException):
-    """The process can't use its GPU any more. Not an error of the items: others can compute them.
+    """The process can no longer use its GPU. The items are not at fault: others can compute them.
 
-    Not an Exception, because exceptions fail the items at the boundary to the model libraries. It
-    ends the process, so that the items are tried again.
+    Not an Exception, because at the boundary to the model libraries exceptions fail the items. This
+    ends the process, so the items are retried.
     """

@@ -1,7 +1,7 @@
-"""The interface of a process that computes items, as the pool drives it (workers/runtime/pool.py).
+"""The interface of a process that computes items, used by the pool (workers/runtime/pool.py).
 
-One of our model processes has all models of a worker that share its libraries
-(workers/runtime/client.py). Any other process, such as the process of a custom class
+One of our model processes holds all of a worker's models that share its libraries
+(workers/runtime/client.py). Any other process, such as a custom class's
 (workers/models/custom/client.py), has one model and a separate client.
 """
 
@@ -27,12 +27,12 @@ OnProgress = Callable[[int, int], None]
 """Called as on_step(step, steps) after some steps of a batch."""
 OnPreviews = Callable[[Previews], None]
 OnStepMessage = Callable[[StepMessage], None]
-"""Called with item results from a model that computes in steps."""
+"""Called with the results of items from a model that computes in steps."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class RunningBatch:
-    """A batch that a process has.
+    """A batch running in a process.
 
     `done` raises ModelProcessDied if the process died, or was killed because the batch took too
     long or its answer was invalid. `cancel` stops the batch after its current step if it has steps:
@@ -46,23 +46,23 @@ class RunningBatch:
 
 
 class ProcessClient(Protocol):
-    """A process that is ready. Its models have numbers from 0 on.
+    """A process that is ready. Its models are numbered from 0.
 
-    It has one batch at a time, or two of a model in `facts.overlapping`.
+    It runs one batch at a time, or two if the model is in `facts.overlapping`.
     """
 
     facts: Ready
-    """Facts about its start."""
+    """Information about its startup."""
     residency: ResidencyReport
-    """The models that it holds. A new object after each change."""
+    """The models it holds. Replaced by a new object after each change."""
 
     @property
     def memory_bytes(self) -> int:
-        """Resident memory of the process and all that it started, as last reported."""
+        """Resident memory of the process and everything it started, as last reported."""
 
     @property
     def pid(self) -> int:
-        """Its process id. 0: it is not running now."""
+        """Its process ID. 0: it is not running right now."""
 
     async def send(
         self,
@@ -74,11 +74,11 @@ class ProcessClient(Protocol):
     ) -> RunningBatch:
         """Sends one batch for model number `model` as soon as the process can take it.
 
-        `timeout_s` counts from when the batch is the oldest one in the process, without the time in
-        which the model is set up.
+        `timeout_s` counts from when the batch is the oldest one in the process, not counting the
+        time in which the model is set up.
 
         Raises:
-            ModelProcessDied: the process died before it took the batch.
+            ModelProcessDied: the process died before accepting the batch.
         """
 
     async def run_steps(
@@ -88,23 +88,23 @@ class ProcessClient(Protocol):
         on_message: OnStepMessage,
         model: int = 0,
     ) -> StepsEnded:
-        """Runs items on model number `model`, which computes in steps, until none is left.
+        """Runs items on model number `model`, which computes in steps, until none are left.
 
         More may be admitted.
 
         Args:
-            timeout_s: the longest time without a sign of life.
-            on_message: called with each message but the last one.
+            timeout_s: maximum time without a sign of life.
+            on_message: called with each message except the last.
 
         Raises:
             ModelProcessDied: the process died, or was killed because it did not respond.
         """
 
     def admit(self, items: Sequence[Prepared]) -> int | None:
-        """Adds items to the batch that runs in steps. Returns the slot of the first.
+        """Adds items to the batch that runs in steps. Returns the first item's slot.
 
-        None: no batch runs. The batch may have ended by now, which its end reports: then the items
-        do not have a separate end.
+        None if no batch is running. The batch may have just ended, which its final message reports:
+        these items then get no separate outcome.
         """
 
     def drop(self, slots: Sequence[int]) -> None:
@@ -117,31 +117,31 @@ class ProcessClient(Protocol):
         """Requests previews of these slots in the batch that runs in steps, for a moment."""
 
     async def evict(self, models: Sequence[int]) -> None:
-        """Frees the memory of these models, between two batches. They are loaded when used."""
+        """Frees the memory of these models between two batches. They are loaded again when used."""
 
     async def serve(self, on_end: Callable[[], None]) -> str:
-        """Serves until the process has ended for good. Returns the reason, for operators.
+        """Runs until the process has ended for good. Returns the reason, for operators.
 
         `on_end` is called before the current batch fails. A process that sets itself up again does
-        not end. Canceled, it ends the process.
+        not count as ended. Canceling this ends the process.
         """
 
 
 MakeRoom = Callable[[], Awaitable[bool]]
-"""Evicts what other processes hold on the same device. Returns whether that was anything."""
+"""Evicts other processes' models from the same device. Returns whether there were any."""
 StartClient = Callable[[MakeRoom], Awaitable[ProcessClient]]
 """Starts a process and waits until it is ready.
 
-Raises PenstockError: it refused (usually ConfigurationError), died, or was not ready in time
-(ModelFailed, with the end of its output).
+Raises PenstockError: it refused to start (usually ConfigurationError), died, or was not ready in
+time (ModelFailed, with the end of its output).
 """
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A process of a pool: how it is started, and the models that it computes.
+    """One of the pool's processes: how to start it, and the models it computes.
 
-    `models`: their numbers in the pool, in the order of their numbers in the process.
+    `models`: their numbers in the pool, ordered by their numbers in the process.
     """
 
     start: StartClient
@@ -149,7 +149,7 @@ class Launch:
 
 
 class ModelProcessDied(ModelFailed):
-    """The process died, hung or sent an invalid message while it had the batch."""
+    """The process died, hung or sent an invalid message while running the batch."""
 
 
 def has_lost_gpu(reason: str) -> bool:

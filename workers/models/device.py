@@ -1,9 +1,9 @@
-"""Sets up the torch device of a model process, and what a CPU computes with: threads and bf16.
+"""Sets up a model process's torch device, and CPU computation: threads and bf16.
 
-A model on a CPU computes with as many threads as there are free cores. The threads of one
-computation wait for one another while spinning. So a thread without a core delays the others, and
-their waiting delays the process that has that core: two workers with two threads each on the same
-two cores wrote 114 tokens/s together, and 364 with one thread each (decision 24).
+A model on a CPU computes with as many threads as there are free cores. The threads of a computation
+spin while they wait for one another. A thread without a core therefore delays the others, and their
+spinning delays the process that has that core: two workers with two threads each on the same two
+cores generated 114 tokens/s together, compared with 364 with one thread each (decision 24).
 """
 
 from __future__ import annotations
@@ -25,16 +25,18 @@ from workers.models.base import GpuLost, OutOfMemory
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 _WINDOW_S = 0.3
-"""Computing that is judged together."""
+"""Length of a computation window that is evaluated as a whole."""
 _FREE = 0.75
-"""The least part of its time that a thread has a core, unless there are too many."""
+"""Minimum share of the time for which a thread must have a core. Below it, there are too many
+threads.
+"""
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 4.0, 64.0
-"""Pause before more threads are tried. It doubles when the new number is too high again."""
+"""Pause before trying more threads. It doubles each time the new number is too high again."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """The name of a device as in WorkerSettings.device, CPU threads, and a share of GPU memory."""
+    """A device's name as in WorkerSettings.device, its CPU threads, and its share of GPU memory."""
 
     requested: str
     threads: int
@@ -44,7 +46,7 @@ class Device:
         """Sets up the device. Returns it with its name.
 
         Raises:
-            ConfigurationError: this machine does not have the device.
+            ConfigurationError: this machine doesn't have the device.
         """
         kind = (
             self.requested
@@ -64,7 +66,7 @@ class Device:
             raise ConfigurationError(
                 f"device {kind!r}: this machine does not have this GPU", field="device"
             )
-        # Torch wants the number wherever it sets something of a GPU.
+        # Torch requires the number whenever a GPU setting is changed.
         device = torch.device("cuda", device.index or 0)
         torch.cuda.set_per_process_memory_fraction(self.memory_fraction, device)
         return device, torch.cuda.get_device_name(device)
@@ -72,12 +74,12 @@ class Device:
 
 @contextmanager
 def attention_without_plans(device: torch.device) -> Iterator[None]:
-    """Turns off cuDNN's attention on a GPU, for calls whose shapes keep changing.
+    """Disables cuDNN's attention on a GPU, for calls whose shapes keep changing.
 
-    torch prefers it on GPUs of compute capability 9 and 10. It builds a plan for each new number
+    torch prefers it on GPUs with compute capability 9 and 10. It builds a plan for each new number
     and length of texts, which made a step take ten times as long in modelscope/FunASR#3704. The
-    environment variable TORCH_CUDNN_SDPA_DEPRIORITIZED=1 would also apply to the image models of
-    this process, whose shapes rarely change.
+    environment variable TORCH_CUDNN_SDPA_DEPRIORITIZED=1 would also affect the image models in this
+    process, whose shapes rarely change.
     """
     if device.type != "cuda":
         yield
@@ -96,8 +98,8 @@ def memory_errors() -> Iterator[None]:
         torch.cuda.empty_cache()
         raise OutOfMemory(str(error)) from error
     except torch.AcceleratorError as error:
-        # ECC, a GPU that fell off the bus, an illegal address: after any of these errors, the
-        # context of this process can't compute anything.
+        # ECC errors, a GPU that fell off the bus, illegal addresses: after any such error, this
+        # process's context can't compute anything.
         raise GpuLost(str(error)) from error
     except RuntimeError as error:
         # The CPU allocator has no error class for this.
@@ -107,10 +109,10 @@ def memory_errors() -> Iterator[None]:
 
 
 def idle_s() -> float:
-    """Seconds that the cores of this machine had nothing to do, all together (man 5 proc_stat).
+    """Returns the total idle seconds of all cores on this machine (man 5 proc_stat).
 
-    If the system does not report it, returns the time of all cores: then more threads are tried
-    after each pause.
+    If the system doesn't report it, returns the time of all cores, so more threads are tried after
+    each pause.
     """
     try:
         ticks = int(Path("/proc/stat").read_text(encoding="ascii").split(maxsplit=5)[4])
@@ -120,15 +122,15 @@ def idle_s() -> float:
 
 
 class CpuThreads:
-    """Follows what this process gets of the cores: one thread at first, more where cores are idle.
+    """Adapts the thread count to the CPU: starts with one, and adds more if cores are idle.
 
-    There are too many threads if they get less CPU time than cores. One such computation may take
-    seconds, so more threads are not tried before cores were idle. The maximum is torch's number of
-    threads: a forked process gets its own number after the fork.
+    There are too many threads if they get less CPU time than they have cores. One such computation
+    may take seconds, so more threads are not tried until cores have been idle. The maximum is
+    torch's thread count: a forked process sets its own after the fork.
 
     Args:
-        cpu_s: the CPU time of this process.
-        idle_s: the time that cores of the machine were idle.
+        cpu_s: CPU time of this process.
+        idle_s: idle time of the machine's cores.
     """
 
     def __init__(
@@ -141,13 +143,13 @@ class CpuThreads:
         self._count = 1
         self._wall_s = self._used_s = 0.0
         self._watched: tuple[float, float] | None = None
-        """The time and the idle time when this window began."""
+        """The time and the idle time at the start of this window."""
         self._pause_s = _FIRST_PAUSE_S
         self._more_at_s = 0.0
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Assigns torch its threads for one computation, and observes the result."""
+        """Sets torch's thread count for one computation, and observes the result."""
         most = torch.get_num_threads()
         if most == 1:
             yield
@@ -159,7 +161,7 @@ class CpuThreads:
         torch.set_num_threads(count)
         try:
             yield
-        finally:  # the number applies to the whole process, with its other models
+        finally:  # the number applies to the whole process, including its other models
             torch.set_num_threads(most)
         self._wall_s += self._now_s() - began_s
         self._used_s += self._cpu_s() - cpu_s
@@ -194,7 +196,7 @@ def computes_bf16() -> bool:
 
 
 def pack_linear_layers(model: torch.nn.Module) -> None:
-    """Replaces every Linear of `model` by one that computes in bf16, for any input precision."""
+    """Replaces every Linear in `model` with one that computes in bf16, for any input precision."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, torch.nn.Linear):
@@ -202,7 +204,7 @@ def pack_linear_layers(model: torch.nn.Module) -> None:
 
 
 def packed_product(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
-    """A function that computes a Linear, from bf16 [rows, in] to bf16 [rows, out].
+    """Returns a function that computes a Linear, from bf16 [rows, in] to bf16 [rows, out].
 
     It uses the operators that torch.compile uses for a frozen Linear.
     """

@@ -1,13 +1,13 @@
-"""Compiled kernels that outlive their worker: one archive for each model, GPU, driver and torch.
+"""Compiled kernels that outlive their worker: one archive per model, GPU, driver and torch version.
 
 Inductor, Triton and the CUDA driver store compiled kernels in separate folders, as thousands of
-small files that they rename and lock. A mounted bucket is bad at that, and good at one large file.
-So a new worker unpacks the archive before it loads the model, and packs it again if its warm-up has
-compiled more. A different GPU, driver or torch version has a different archive. Kernels are looked
-up by their computation, so an old archive is useless at worst.
+small files that they rename and lock. A mounted bucket handles that poorly, but handles one large
+file well. So a new worker unpacks the archive before it loads the model, and packs it again if its
+warm-up has compiled more. A different GPU, driver or torch version uses a different archive.
+Kernels are looked up by their computation, so at worst an old archive is useless.
 
-A process that may write the archive can run code in the workers that read it. So each model has a
-separate folder, which only its workers may write (infra/terraform/platform/storage.tf).
+A process that may write an archive can run code in the workers that read it. Each model therefore
+has a separate folder, which only its own workers may write (infra/terraform/platform/storage.tf).
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from shared.models.kubernetes_names import slug
 MAX_BYTES = 512 * 1024 * 1024
 """Maximum total size of an archive's files.
 
-SD 1.5 with four batch sizes compiles to a fraction of it.
+SD 1.5 with four batch sizes compiles to a fraction of this.
 """
 _NOT_KEPT = ("locks", "tmp")
 """Folders for files that belong to a single process."""
 _FOLDERS = {"triton": "TRITON_CACHE_DIR", "cuda": "CUDA_CACHE_PATH"}
-"""Folders in addition to Inductor's, by the variable with their path.
+"""Folders in addition to Inductor's, with the variable that contains each one's path.
 
 If the variable is missing, Triton's folder is inside Inductor's, and the driver's folder is not
 saved.
@@ -46,9 +46,9 @@ log = logging.getLogger(__name__)
 
 
 def kernel_key(device: torch.device) -> str:
-    """Names what compiled kernels depend on: the GPU or CPU, its driver, and torch.
+    """Returns a key for everything compiled kernels depend on: GPU or CPU, driver, and torch.
 
-    A version of torch brings its versions of Triton and CUDA.
+    The torch version determines the Triton and CUDA versions.
     """
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
@@ -63,7 +63,7 @@ def kernel_key(device: torch.device) -> str:
 def _driver() -> str:
     """Returns the version of NVIDIA's driver.
 
-    If it is unknown, kernels are stored by CUDA's version.
+    If it is unknown, kernels are stored under CUDA's version.
     """
     try:
         text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
@@ -83,11 +83,11 @@ def _cpu() -> str:
 
 
 class KernelStore:
-    """The archive of one model, on the device that it runs on.
+    """One model's archive on the device that it runs on.
 
     Args:
-        folder: where archives are. None: nowhere, so nothing is unpacked or kept.
-        device: that its kernels are compiled for.
+        folder: the archives' folder. None: nothing is unpacked or kept.
+        device: the device its kernels are compiled for.
         max_bytes: maximum total size of the archive's files.
     """
 
@@ -103,7 +103,7 @@ class KernelStore:
         self._restored: frozenset[str] = frozenset()
 
     def restore(self) -> int:
-        """Unpacks what an earlier worker compiled. Never fails: what is missing is compiled."""
+        """Unpacks an earlier worker's kernels. Never fails: anything missing is compiled."""
         if self._archive is None:
             return 0
         try:
@@ -126,7 +126,8 @@ class KernelStore:
                 continue
             path = folders[top] / rest
             path.parent.mkdir(parents=True, exist_ok=True)
-            # By hand, because tarfile has no filters before Python 3.11.4, and Debian 12 is older.
+            # By hand, because tarfile has no filters before Python 3.11.4, and Debian 12's is
+            # older.
             with archive.extractfile(member) or io.BytesIO() as packed, path.open("wb") as file:
                 shutil.copyfileobj(packed, file)
             path.chmod(0o755 if member.mode & 0o100 else 0o644)
@@ -134,12 +135,12 @@ class KernelStore:
             yield member.name
 
     def keep(self) -> bool:
-        """Packs what is compiled, if that is more than was unpacked. Never fails.
+        """Packs the compiled kernels, if there are more than were unpacked. Never fails.
 
-        If all of it is too large, only what this worker compiled is kept.
+        If the total is too large, only this worker's own kernels are kept.
 
         Returns:
-            Returns True if an archive was written.
+            True if an archive was written.
         """
         if self._archive is None:
             return False
@@ -154,7 +155,7 @@ class KernelStore:
         return False
 
     def _written(self, path: Path, files: dict[str, Path]) -> bool:
-        # In a bucket an object appears as a whole when its file is closed.
+        # In a bucket, an object appears as a whole when its file is closed.
         part = path.with_name(f"{path.name}.{platform.node()}-{os.getpid()}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -178,7 +179,7 @@ def _is_below(name: str) -> bool:
 
 
 def _folders() -> dict[str, Path]:
-    """Folders of compiled kernels, by their name in the archive."""
+    """Returns the folders of compiled kernels, by their name in the archive."""
     others = {
         name: Path(os.environ[variable])
         for name, variable in _FOLDERS.items()
@@ -188,7 +189,7 @@ def _folders() -> dict[str, Path]:
 
 
 def _files() -> Iterator[tuple[str, Path]]:
-    """Yields the files of all folders, each with its name in the archive."""
+    """Yields the files in all folders, each with its name in the archive."""
     for name, folder in _folders().items():
         for path in sorted(folder.rglob("*")):
             below = path.relative_to(folder)

@@ -1,4 +1,4 @@
-"""The names of CPU and GPU, and the instruction sets that affect speed. Uses no model library."""
+"""Names of the CPU and GPU, and instruction sets that affect speed. Uses no model library."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 from shared.models.entry import GpuTypeName
 
 BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
-"""Flags of /proc/cpuinfo, on x86 and on ARM."""
+"""Flags in /proc/cpuinfo, on x86 and ARM."""
 VNNI_FLAGS = frozenset({"avx512_vnni", "avx_vnni"})
-"""With one of them, x86 adds 8-bit products in 32 bits instead of 16, where they saturate."""
+"""With one of them, x86 accumulates 8-bit products in 32 bits instead of 16, which saturate."""
 _BEYOND_AVX2 = ("avx512", "amx", "avx_vnni")
 """Prefixes of the flags that oneDNN ignores if ONEDNN_MAX_CPU_ISA limits it to AVX2 or less."""
 SPEED_FLAGS = BF16_FLAGS | VNNI_FLAGS | {"avx2", "avx512f", "amx_int8", "asimddp", "i8mm"}
@@ -24,11 +24,11 @@ _NAMES: tuple[tuple[str, GpuTypeName], ...] = (
     (r"\bH100\b", "h100"),
     (r"\bRTX PRO 6000\b", "rtx-pro-6000"),
 )
-"""As `torch.cuda.get_device_name` has them, such as `NVIDIA A100-SXM4-40GB`."""
+"""Names as reported by `torch.cuda.get_device_name`, such as `NVIDIA A100-SXM4-40GB`."""
 
 
 def this_cpu() -> tuple[str, tuple[str, ...]]:
-    """The name of the CPU, and its flags among SPEED_FLAGS."""
+    """Returns the CPU's name, and which of SPEED_FLAGS it has."""
     facts = read_facts(Path("/proc/cpuinfo"))
     flags = (facts.get("flags") or facts.get("Features") or "").split()
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()
@@ -45,7 +45,7 @@ def has_vnni() -> bool:
 
 
 def read_facts(path: Path) -> dict[str, str]:
-    """The first value of each `key: value` line."""
+    """Returns the first value of each `key: value` line."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -58,9 +58,9 @@ def read_facts(path: Path) -> dict[str, str]:
 
 
 def gpu_type_of(device: str) -> GpuTypeName | None:
-    """Returns the GPU type in infra/kubernetes/gpus.yaml for the name reported by the driver.
+    """Returns the GPU type in infra/kubernetes/gpus.yaml for a name reported by the driver.
 
-    The device decides and not the catalog: a larger type may have taken over if one is out of
-    stock. None for a CPU, and for types that have no price.
+    The device decides, not the catalog: a larger type may be used in place of one that is out of
+    stock. None for a CPU, and for types without a price.
     """
     return next((type_ for name, type_ in _NAMES if re.search(name, device)), None)

@@ -1,7 +1,7 @@
-"""Messages about batches and single items that a model process sends to the I/O process.
+"""Messages about batches and individual items that a model process sends to the I/O process.
 
-Our model processes send them as frames (workers/runtime/protocol.py). Any other process, such as
-the process of a custom class, has a client that creates them (workers/models/client.py).
+Our model processes send them as frames (workers/runtime/protocol.py). For any other process, such
+as a custom class's, its client creates them (workers/models/client.py).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from workers.models.base import RgbImage
 
 
 class ResidencyReport(msgspec.Struct):
-    """The models that a process holds, and the loads and evictions since the last report.
+    """The models that a process holds, and its loads and evictions since the last report.
 
-    `load_s`: seconds that the last load of each model took. `size_bytes`: the memory of each model,
+    `load_s`: duration of each model's last load, in seconds. `size_bytes`: each model's memory,
     first estimated, then measured. `switch_s`: seconds spent on loads and evictions.
     """
 
@@ -40,11 +40,11 @@ class Ready(msgspec.Struct, tag="ready"):
     memory_bytes: int
     residency: ResidencyReport | None = None
     overlapping: list[int] = []
-    """Models whose next batch the process takes before it has finished the last one."""
+    """Models whose next batch the process accepts before it has finished the last one."""
 
 
 class StepDone(msgspec.Struct, tag="progress"):
-    """Batch `number` has completed `step` out of `steps`."""
+    """Batch `number` has completed `step` of `steps`."""
 
     number: int
     step: int
@@ -52,7 +52,7 @@ class StepDone(msgspec.Struct, tag="progress"):
 
 
 class Previews(msgspec.Struct, tag="previews"):
-    """Previews for some slots of batch `number` after `step` out of `steps`."""
+    """Previews for some slots of batch `number` after `step` of `steps`."""
 
     number: int
     step: int
@@ -61,7 +61,7 @@ class Previews(msgspec.Struct, tag="previews"):
 
 
 class Failure(msgspec.Struct, tag="failure"):
-    """The reason that an item has no result. `code` is one of shared.errors."""
+    """The reason that an item has no result. `code` is defined in shared.errors."""
 
     code: str
     message: str
@@ -69,7 +69,10 @@ class Failure(msgspec.Struct, tag="failure"):
 
     @classmethod
     def from_error(cls, error: Exception) -> Failure:
-        """The failure that `error` becomes on the socket. A model library's is ModelFailed."""
+        """Returns the failure that represents `error` on the socket.
+
+        A model library's error is ModelFailed.
+        """
         if not isinstance(error, PenstockError):
             error = ModelFailed(f"{type(error).__name__}: {error}")
         return cls(error.code, error.message, error.field)
@@ -79,16 +82,16 @@ class Failure(msgspec.Struct, tag="failure"):
 
 
 class Call(msgspec.Struct, array_like=True):
-    """One call of a model: how long it took, and for how many items."""
+    """One call to a model: how long it took, and the number of items."""
 
     inference_ms: float
     items: int
 
 
 class BatchResult(msgspec.Struct, tag="done", kw_only=True):
-    """A batch that ran: one result or failure per item, in order, and what the batch took.
+    """A batch that ran: one result or failure per item, in order, and the resources it used.
 
-    Times are unix seconds.
+    Times are Unix seconds.
     """
 
     number: int = 0
@@ -98,34 +101,35 @@ class BatchResult(msgspec.Struct, tag="done", kw_only=True):
     finished_at_s: float
     inference_ms: float
     real_work: int
-    """Of the items, in the unit of their task."""
+    """The items' work, in their task's unit."""
     padded_work: int
-    """The same with padding, as computed."""
+    """The computed work, including padding."""
     out_of_memory: bool = False
-    """True if the device had too little memory for the whole batch, which was then run in parts."""
+    """True if the device had too little memory for the whole batch, which then ran in parts."""
     memory_bytes: int = 0
     """Resident memory of the process."""
     switched: ResidencyReport | None = None
-    """The models that were loaded and evicted for this batch. None if there were none."""
+    """The models loaded and evicted for this batch. None if there were none."""
     steps_saved: int | None = None
-    """Steps that were left out because the batch was canceled."""
+    """Steps that were skipped because the batch was canceled."""
     loaded_at_s: float = 0.0
     """When the process loaded the model."""
     computed_work: list[int] = []
-    """Each item's tokens or pixel-steps, with its part of the padding. Empty: no padding."""
+    """Each item's tokens or pixel-steps, including its share of the padding. Empty: no padding."""
     spare_s: float = 0.0
-    """The spare seconds of its steps that belong to it, if it was admitted to others."""
+    """The spare seconds of its steps that belong to it, if it was added to a running batch."""
     average_items: int = 0
     """The average number of items computed at a time, if items join between steps. 0: all."""
     calls: dict[int, Call] = {}
-    """The calls that computed items after others had failed, by the index of the item. An item does
-    not pay for calls that another one made fail."""
+    """The calls that computed items after others had failed, by item index. An item does not pay
+    for calls that failed because of another one.
+    """
     logs: dict[int, PrintedLogs] = {}
-    """Printed output of the model, by the index of the item that it computed alone meanwhile."""
+    """The model's printed output, by the index of the item that it was computing alone."""
 
     @property
     def batch_items(self) -> int:
-        """The number of items that shared the time of the device."""
+        """The number of items that shared the device's time."""
         return self.average_items or len(self.results)
 
     @property
@@ -144,7 +148,7 @@ class BatchResult(msgspec.Struct, tag="done", kw_only=True):
 
 
 class FileOfPiece(msgspec.Struct, array_like=True):
-    """A file whose place is in a piece of an output, and its bytes."""
+    """A file that belongs in a piece of an output, and its bytes."""
 
     file: StreamedFile
     data: bytes
@@ -160,7 +164,7 @@ class Chunks(msgspec.Struct, tag="chunks"):
 class Pieces(msgspec.Struct, tag="pieces"):
     """Pieces yielded by a custom class for slots of batch `number` since the last such message.
 
-    `files`: the files that are too large for the pieces.
+    `files`: files that are too large to include in the pieces.
     """
 
     number: int
@@ -184,7 +188,7 @@ class ItemLogs(msgspec.Struct, tag="item_logs"):
 
 
 class ItemPreview(msgspec.Struct, tag="item_preview"):
-    """The preview for a slot of batch `number` after `step` out of `steps`."""
+    """The preview for one slot of batch `number` after `step` of `steps`."""
 
     number: int
     slot: int
@@ -194,7 +198,7 @@ class ItemPreview(msgspec.Struct, tag="item_preview"):
 
 
 class ItemEnded(msgspec.Struct, tag="ended"):
-    """One slot of batch `number` has ended. `done` is about this item alone."""
+    """One slot of batch `number` has ended. `done` describes this item alone."""
 
     number: int
     slot: int
@@ -204,7 +208,7 @@ class ItemEnded(msgspec.Struct, tag="ended"):
 class Spare(msgspec.Struct, tag="spare"):
     """Spare seconds in the steps of batch `number` since the last such message.
 
-    More items could have been computed in them for nothing (shared/models/service_rate.py).
+    More items could have been computed in them for free (shared/models/service_rate.py).
     """
 
     number: int
@@ -214,8 +218,8 @@ class Spare(msgspec.Struct, tag="spare"):
 class Preempted(msgspec.Struct, tag="preempted"):
     """These slots of batch `number` must wait.
 
-    The device had too little memory for them, or they were preempted. Then `chunks` has the tokens
-    written since the last Chunks. An item that is not streamed never sent Chunks.
+    The device had too little memory for them, or they were preempted. In the latter case, `chunks`
+    has the tokens written since the last Chunks. An item that isn't streamed never sent Chunks.
     """
 
     number: int
@@ -224,16 +228,16 @@ class Preempted(msgspec.Struct, tag="preempted"):
 
 
 class StepsEnded(msgspec.Struct, tag="steps_ended"):
-    """Batch `number` has no items any more.
+    """Batch `number` has no items left.
 
-    `failure`: the reason why the model failed on the remaining items, which have no end. None: it
-    did not fail.
+    `failure`: the reason that the model failed on the remaining items, which have not ended. None:
+    it did not fail.
     """
 
     number: int
     failure: Failure | None = None
     switched: ResidencyReport | None = None
-    """The models that were loaded and evicted for this batch. None if there were none."""
+    """The models loaded and evicted for this batch. None if there were none."""
 
 
 StepMessage = (
@@ -250,9 +254,9 @@ StepMessage = (
 
 
 def check_result(result: Result | Exception) -> Result | Failure:
-    """Returns a result if all of its numbers are right, and otherwise why it is none.
+    """Returns a result if all of its numbers are valid, or else the reason why it isn't.
 
-    Every result of every model passes here, so none that is wrong is returned, charged or cached.
+    Every model's results pass through here, so none that is invalid is returned, charged or cached.
     """
     if isinstance(result, Exception):
         return Failure.from_error(result)

@@ -1,9 +1,9 @@
 """Resolves the `source` of a catalog entry to a folder on this machine.
 
-It downloads the folder if necessary. It also defines the layout of weights copied from the hub, in
-a bucket or its mounted folder. A copy is the folder `hub/ORG/NAME/REVISION`, with the files of the
-repository as they are there. A file next to it, `hub/ORG/NAME/REVISION.json`, lists them and is
-written last, so a copy with a list is complete.
+Downloads the folder if necessary. Also defines the layout of weights copied from the Hub, in a
+bucket or its mounted folder. A copy is the folder `hub/ORG/NAME/REVISION`, with the repository's
+files unchanged. A file next to it, `hub/ORG/NAME/REVISION.json`, lists them and is written last, so
+a copy with a list is complete.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from workers.models.generation.gguf import converted
 
 _GGUF = ".gguf"
 DOWNLOAD_LIMIT = timedelta(hours=1)
-"""The limit for one file, from request to last byte.
+"""Time limit for one file, from the request to the last byte.
 
 The client's default of 30 s is too short for weights.
 """
@@ -37,25 +37,25 @@ log = logging.getLogger(__name__)
 
 
 class Copy(msgspec.Struct, kw_only=True):
-    """The contents of a copy: the commit of its revision then, and the bytes of each file."""
+    """The contents of a copy: its revision's commit at the time, and each file's size in bytes."""
 
     commit: str
     files: dict[str, int]
 
 
 def folder_of(repository: str, revision: str) -> PurePosixPath:
-    """The path of a copy in the bucket. A revision such as refs/pr/1 is one folder too."""
+    """Returns a copy's path in the bucket. A revision such as refs/pr/1 is a single folder, too."""
     return PurePosixPath("hub", repository, revision.replace("/", "--"))
 
 
 def list_of(repository: str, revision: str) -> PurePosixPath:
-    """Returns the path of its file list."""
+    """Returns the path of a copy's file list."""
     folder = folder_of(repository, revision)
     return folder.with_name(f"{folder.name}.json")
 
 
 def find_copy(weights_dir: Path, repository: str, revision: str) -> Path | None:
-    """The folder of a complete copy below `weights_dir`, or None."""
+    """Returns the folder of a complete copy below `weights_dir`, or None."""
     listed = weights_dir / list_of(repository, revision)
     folder = weights_dir / folder_of(repository, revision)
     try:
@@ -84,7 +84,7 @@ OpenBucket = Callable[[str], ObjectStore]
 
 
 def open_gcs_bucket(name: str, prefix: str = "") -> ObjectStore:
-    """A bucket of Google Cloud Storage, or a part of it, with the machine's credentials."""
+    """Opens a Google Cloud Storage bucket, or a part of it, with the machine's credentials."""
     return GCSStore(
         name,
         prefix=prefix or None,
@@ -107,22 +107,22 @@ def resolve(
     open_bucket: OpenBucket = open_gcs_bucket,
     open_gguf: OpenGguf | None = None,
 ) -> Path:
-    """The folder with the model's files, downloaded first if necessary, which may take minutes.
+    """Returns the folder with the model's files. Downloads it if necessary: may take minutes.
 
     Args:
         source: `package:IMPORT.NAME/sub/path` (a folder in an installed package), `local:PATH`
             (either may be a GGUF file, see workers/models/generation/gguf.py), `hf:ORG/NAME` (the
-            Hugging Face hub, or its cache on this machine), `hf:ORG/NAME/FILE.gguf` or
+            Hugging Face Hub, or its cache on this machine), `hf:ORG/NAME/FILE.gguf` or
             `gs://BUCKET/PREFIX`.
-        revision: branch, tag or commit of a hub repository. The copy of a bucket is kept under this
+        revision: branch, tag or commit of a Hub repository. A bucket's copy is kept under this
             name.
-        cache_dir: where copies of buckets and converted files are kept.
-        weights_dir: where copies of hub repositories are mounted (workers/models/source.py). A
-            complete one is used as it is.
-        open_gguf: makes the folder of a GGUF file. None: one for torch.
+        cache_dir: folder for copies of buckets and converted files.
+        weights_dir: folder where copies of Hub repositories are mounted (workers/models/source.py).
+            A complete copy is used in place.
+        open_gguf: creates the folder for a GGUF file. None: creates one for torch.
 
     Raises:
-        ConfigurationError: the source does not exist.
+        ConfigurationError: the source doesn't exist.
     """
     open_gguf = open_gguf or converted
     kind, _, rest = source.partition(":")
@@ -151,15 +151,15 @@ def resolve_file(
     weights_dir: Path | None = None,
     open_bucket: OpenBucket = open_gcs_bucket,
 ) -> Path:
-    """A single file, downloaded first if necessary.
+    """Returns a single file, downloading it first if necessary.
 
     Args:
-        source: as of `resolve`, with the file's path below it: `hf:ORG/NAME/FILE`,
+        source: same as in `resolve`, with the file's path appended: `hf:ORG/NAME/FILE`,
             `gs://BUCKET/FILE`, `local:FILE` or `package:IMPORT.NAME/FILE`.
-        weights_dir: as of `resolve`. A copy of the repository has the file.
+        weights_dir: same as in `resolve`. A repository's copy includes the file.
 
     Raises:
-        ConfigurationError: the file does not exist.
+        ConfigurationError: the file doesn't exist.
     """
     kind, _, rest = source.partition(":")
     if source.startswith("gs://"):
@@ -212,23 +212,23 @@ def _from_hub(repository: str, revision: str) -> Path:
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        # A complete copy in the cache is used as it is, so a start needs no network.
+        # A complete copy in the cache is used in place, so starting requires no network.
         return Path(snapshot_download(repository, revision=revision, local_files_only=True))
     except (LocalEntryNotFoundError, HFValidationError):
         return download_from_hub(repository, revision)
 
 
 def download_from_hub(repository: str, revision: str, cache_dir: Path | None = None) -> Path:
-    """Downloads a repository of the Hugging Face hub. The folder's name is the commit.
+    """Downloads a repository from the Hugging Face Hub. The folder's name is the commit.
 
-    The token for a gated repository comes from HF_TOKEN, or from the file that HF_TOKEN_PATH names.
+    The token for a gated repository comes from HF_TOKEN, or from the file at HF_TOKEN_PATH.
 
     Args:
         revision: branch, tag or commit.
-        cache_dir: the hub's cache. None: the usual one of this machine.
+        cache_dir: the Hub's cache. None: this machine's usual one.
 
     Raises:
-        ConfigurationError: there is no such repository or revision, or it is not open to the token.
+        ConfigurationError: the repository or revision doesn't exist, or the token has no access.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
@@ -266,7 +266,7 @@ def _from_bucket(source: str, revision: str, cache_dir: Path, open_bucket: OpenB
         try:
             partial.rename(folder)
         except OSError:
-            # Another worker on this machine was faster. Its copy is equally good.
+            # Another worker on this machine was faster. Its copy is just as good.
             if not folder.is_dir():
                 raise
     except (BaseError, OSError) as error:

@@ -1,4 +1,4 @@
-"""Divides the time of a model's steps among the items that they compute."""
+"""Divides the time of a model's steps among the items they compute."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from shared.models.tasks import Result
 from workers.models.reports import BatchResult, check_result
 
 SHARED_WEIGHTS_SHARE = 0.5
-"""The guess for a model whose steps read all weights once: a step that writes a token of each slot
-takes twice the fixed time. SmolLM2-135M: 16 texts 1.8 to 4.1 times one
-(docs/reference/generation.md)."""
+"""Initial guess for a model whose steps each read all weights once: a step that generates a token
+for every slot takes twice the fixed time. SmolLM2-135M: 16 texts take 1.8 to 4.1 times as long as
+one (docs/reference/generation.md).
+"""
 
 
 class StepRoom:
-    """The room of a model in a process, and what of it was spare in the steps so far."""
+    """A model's room in a process, and how much of it the steps so far left unused."""
 
     def __init__(self, model: Model) -> None:
         self._max_items = model.batch.max_items
@@ -30,11 +31,11 @@ class StepRoom:
     def spare_s(self, rooms: Sequence[int], work: int, seconds: float) -> float:
         """Records a step.
 
-        Returns the seconds of it in which other items could have been computed for free.
+        Returns the seconds in which other items could have been computed for free.
 
         Args:
-            rooms: what each item that was in takes of the budget.
-            work: that the step computed. 0: not known, so each item counts as one.
+            rooms: the part of the budget taken by each item in the step.
+            work: work computed by the step. 0: unknown, so each item counts as one.
         """
         fill = min(1.0, max(len(rooms) / self._max_items, sum(rooms) / self._budget))
         work = work or max(1, len(rooms))
@@ -48,16 +49,16 @@ class _Item:
 
     started_at_s: float
     room: int
-    """The part of the budget that it takes."""
+    """The part of the budget it takes."""
     steps: int = 0
     item_steps: int = 0
-    """Items in all of its steps, added up."""
+    """Number of items per step, added up over all steps it was in."""
     share_s: float = 0.0
     spare_s: float = 0.0
 
 
 class StepShares:
-    """The items of one batch, and the part of each in the time of its steps."""
+    """The items in one batch, and each one's share of the step times."""
 
     def __init__(self, room: StepRoom, number: int = 0) -> None:
         self._room = room
@@ -66,11 +67,11 @@ class StepShares:
         self._spare_s = 0.0
 
     def add(self, slot: int, room: int) -> None:
-        """Takes an item in, which takes this part of the budget."""
+        """Adds an item that takes this part of the budget."""
         self._items[slot] = _Item(time.time(), room)
 
     def remove(self, slot: int) -> None:
-        """Forgets an item that has to wait, if it is in."""
+        """Forgets an item that has to wait, if it is there."""
         self._items.pop(slot, None)
 
     def __contains__(self, slot: int) -> bool:
@@ -81,11 +82,11 @@ class StepShares:
         return list(self._items)
 
     def charge(self, step_s: float, work: int = 0, waiting: Collection[int] = ()) -> None:
-        """Assigns each item computed by a step its share of the step.
+        """Charges each computed item its share of a step.
 
         Args:
-            step_s: seconds that the step took.
-            work: that it computed, in tokens or pixels. 0: not known.
+            step_s: duration of the step, in seconds.
+            work: work that it computed, in tokens or pixels. 0: unknown.
             waiting: slots of items that it did not compute.
         """
         computed = [item for slot, item in self._items.items() if slot not in waiting]
@@ -114,14 +115,14 @@ class StepShares:
         steps_saved: int | None = None,
         logs: PrintedLogs | None = None,
     ) -> BatchResult:
-        """Removes an item, and returns what it took and what came of it.
+        """Removes an item, and returns its resource use and outcome.
 
         Args:
             slot: slot of the item. An item that was never admitted took no time.
             memory_bytes: resident memory of the process.
-            loaded_at_s: when it loaded the model, in Unix seconds.
-            steps_saved: steps that were left out because the item was canceled.
-            logs: what the model printed for it.
+            loaded_at_s: when the process loaded the model, in Unix seconds.
+            steps_saved: steps skipped because the item was canceled.
+            logs: output that the model printed for it.
         """
         item = self._items.pop(slot, None) or _Item(time.time(), 0)
         batch_items = max(1, round(item.item_steps / item.steps)) if item.steps else 1
@@ -132,7 +133,8 @@ class StepShares:
             results=[check_result(result)],
             started_at_s=item.started_at_s,
             finished_at_s=time.time(),
-            # Divided by the items of the batch, as everywhere, it is the item's part of the time.
+            # Divided by the batch's items, as everywhere else, this is the item's share of the
+            # time.
             inference_ms=item.share_s * batch_items * 1000,
             spare_s=item.spare_s,
             real_work=work,

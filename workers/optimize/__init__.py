@@ -1,1 +1,1 @@
-"""`penstock optimize`: builds and judges the artifacts that workers/models/artifact.py reads."""
+"""`penstock optimize`: builds and evaluates the artifacts read by workers/models/artifact.py."""

@@ -1,7 +1,7 @@
-"""Two separate sets of English texts, to calibrate and to judge embedding variants.
+"""Two separate sets of English texts, to calibrate and to evaluate embedding variants.
 
-english.txt has one subject a line. The subjects of the two sets are disjoint, so nothing a variant
-is calibrated on comes back when it is judged. To calibrate there are lists of words too, which
+english.txt has one subject per line. The two sets have disjoint subjects, so a variant is never
+evaluated on anything it was calibrated on. The calibration set also includes word lists, which
 stretch activations further than sentences do.
 """
 
@@ -20,35 +20,35 @@ from shared.models.tasks.embedding import TextInput
 from workers.models.base import PreparedText, Preparer
 
 INPUTS = ("input_ids", "attention_mask")
-"""The inputs of every transformer. Some also have token_type_ids."""
+"""The inputs that every transformer has. Some also have token_type_ids."""
 _PARAGRAPH = 4
-"""Number of sentences in a text of medium length: about 60 tokens.
+"""Number of sentences in a medium-length text: about 60 tokens.
 
-A whole line has about 170, one and a half about 250.
+A whole line is about 170 tokens, one and a half about 250.
 """
 
 _LIST_WORDS = (8, 12, 20, 40, 60, 90, 120, 150, 180, 180, 180, 200, 200, 200, 200, 200)
 _WORD_MARKS = "▁Ġ"
-"""The marks that SentencePiece and byte-level BPE put before a token that begins a word."""
+"""The characters with which SentencePiece and byte-level BPE mark a token that starts a word."""
 
 
 def calibration_texts() -> list[str]:
-    """160 texts to calibrate on: short, medium and long as 12 to 3 to 1."""
+    """Returns 160 texts for calibration: short, medium and long in a ratio of 12 to 3 to 1."""
     return _texts(_subjects()[0::2])
 
 
 def vocabulary(transformer: Path) -> list[str]:
-    """The tokens that the tokenizer of a model's folder knows."""
+    """Returns the tokens known to the tokenizer in a model's folder."""
     return list(Tokenizer.from_file(str(transformer / "tokenizer.json")).get_vocab())
 
 
 def word_lists(tokens: Sequence[str]) -> list[str]:
-    """16 texts of words drawn from a tokenizer's vocabulary, a few short and most long.
+    """Returns 16 texts of words drawn from a tokenizer's vocabulary: a few short, most long.
 
     They are always the same.
 
-    Without them MiniLM in static INT8 had a least cosine of 0.9845 on such lists. With them 0.9876,
-    more on English.
+    Without them, MiniLM in static INT8 had a minimum cosine of 0.9845 on such lists. With them, it
+    has 0.9876, and more on English.
     """
     words = sorted(
         {word for token in tokens if (word := token.strip(_WORD_MARKS)).isalpha() and len(word) > 1}
@@ -58,18 +58,18 @@ def word_lists(tokens: Sequence[str]) -> list[str]:
 
 
 def held_out_texts() -> list[str]:
-    """80 texts to judge by, of other subjects in the same proportions."""
+    """Returns 80 texts for evaluation, about other subjects in the same proportions."""
     return _texts(_subjects()[1::2])[::2]
 
 
 def prepare_texts(preparer: Preparer, texts: list[str]) -> list[PreparedText]:
-    """The texts as the worker's own preparer cuts and numbers them, in order."""
+    """Returns the texts as the worker's own preparer truncates and encodes them, in order."""
     prepared = preparer.prepare([TextInput(text) for text in texts])
     return [item for item in prepared if isinstance(item, PreparedText)]
 
 
 def feed_of(text: PreparedText, names: Sequence[str]) -> dict[str, np.ndarray]:
-    """One text as a model's inputs of these names, each int64 [1, tokens]."""
+    """Returns one text as model inputs with these names, each int64 [1, tokens]."""
     ids = np.frombuffer(text.ids, "<u4").astype(np.int64)[None]
     types = (
         np.frombuffer(text.type_ids, "<u4").astype(np.int64)[None]
@@ -83,7 +83,7 @@ def feed_of(text: PreparedText, names: Sequence[str]) -> dict[str, np.ndarray]:
 def equal_feeds(
     texts: Sequence[PreparedText], names: Sequence[str], tokens: int
 ) -> list[dict[str, np.ndarray]]:
-    """All the texts on end, cut into inputs of `tokens` tokens each, for what wants one shape."""
+    """Concatenates all texts and splits them into inputs of `tokens` tokens each."""
     ids = b"".join(text.ids for text in texts)
     width = 4 * tokens
     pieces = [ids[at : at + width] for at in range(0, len(ids) - width + 1, width)]

@@ -1,7 +1,7 @@
-"""Makes and judges the variants of an embedding model: one graph each, from the same export.
+"""Creates and evaluates an embedding model's variants: one graph each, from the same export.
 
-The transformer is exported from torch to an ONNX graph, fused by ONNX Runtime's passes. A variant
-is compared with the original: speed, and quality on unseen texts.
+The transformer is exported from torch to an ONNX graph and fused by ONNX Runtime's passes. A
+variant is compared with the original in speed, and in quality on unseen texts.
 """
 
 from __future__ import annotations
@@ -59,24 +59,24 @@ STATES = "last_hidden_state"
 _BERT_LIKE = frozenset(
     {"bert", "camembert", "distilbert", "electra", "mpnet", "roberta", "xlm-roberta"}
 )
-"""Families (config.model_type) that ONNX Runtime's fusions for BERT know.
+"""Families (config.model_type) that ONNX Runtime's BERT fusions support.
 
-Others stay as exported.
+Others remain as exported.
 """
 
 _JUDGED_TOGETHER = 8
 _TIMED_EVERY = 4
-"""Every n-th text is timed, in the batches of a worker: a tenth of a second per round.
+"""Every n-th text is timed, in a worker's batches: a tenth of a second per round.
 """
 _ROUNDS = 3
 
 _Precision = Literal["fp32", "fp16", "int8"]
 _EQUAL_TOKENS = 32
-"""Length of the inputs if calibration wants one shape."""
+"""Length of the inputs if calibration requires a single shape."""
 
 
 def load_transformer(folder: Path) -> Any:
-    """The transformer of `folder` in torch fp32, with the attention that exports.
+    """Returns the transformer in `folder` in torch fp32, with an attention that can be exported.
 
     Raises:
         ConfigurationError: it can't be loaded.
@@ -93,16 +93,16 @@ def load_transformer(folder: Path) -> Any:
 
 
 def export_graph(model: Any, path: Path, *, has_types: bool) -> None:
-    """Writes the graph: token ids and mask [items, tokens] to states [items, tokens, width].
+    """Writes the graph: token IDs and mask [items, tokens] to states [items, tokens, width].
 
     Args:
-        has_types: True if the graph takes token_type_ids too. Without it they are 0.
+        has_types: True if the graph also takes token_type_ids. Otherwise they are 0.
 
     Raises:
         ConfigurationError: torch can't export this family.
     """
     names = ["input_ids", "attention_mask"] + (["token_type_ids"] if has_types else [])
-    # Two rows of unequal length, so that no dimension and no mask can be taken for a constant.
+    # Two rows of unequal length, so that no dimension or mask looks constant.
     ids = torch.ones(2, 16, dtype=torch.long)
     mask = torch.ones_like(ids)
     mask[1, 8:] = 0
@@ -127,7 +127,7 @@ def export_graph(model: Any, path: Path, *, has_types: bool) -> None:
 
 
 class _States(torch.nn.Module):
-    """The model with named inputs turned into positional ones, as the exporter wants them."""
+    """The model with named inputs turned into positional ones, as the exporter requires."""
 
     def __init__(self, model: Any, names: list[str]) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class _States(torch.nn.Module):
 
 
 def takes_types(model: Any) -> bool:
-    """Returns whether the model has an input for token types at all."""
+    """Returns whether the model has an input for token types."""
     return "token_type_ids" in inspect.signature(model.forward).parameters
 
 
@@ -152,13 +152,13 @@ def fuse_graph(
     """Writes `source` with attention, layer norms and activations fused into single operators.
 
     Args:
-        has_all_heads: True if the graph has as many heads as specified in `config`. Attention is
-            fused only then.
-        to_fp16: narrows weights and inner values. The inputs keep their types and the states come
-            out in fp32.
+        has_all_heads: True if the graph has all the heads specified in `config`. Attention is fused
+            only then.
+        to_fp16: converts weights and inner values to fp16. The inputs keep their types, and the
+            states are returned in fp32.
 
     Returns:
-        How many operators of which kind there are now, in words, or why nothing was fused.
+        A description of the resulting operators by kind, or of why nothing was fused.
     """
     is_known = config.model_type in _BERT_LIKE
     with _quiet():
@@ -166,8 +166,8 @@ def fuse_graph(
         # graph is loaded.
         heads, width = (config.num_attention_heads, config.hidden_size) if has_all_heads else (0, 0)
         options = FusionOptions("bert")
-        # On a CPU it takes eight times as long as an addition and a layer norm (encoder_onnx.py
-        # keeps it out too).
+        # On a CPU, it takes eight times as long as an addition and a layer norm (encoder_onnx.py
+        # disables it too).
         options.enable_skip_layer_norm = options.enable_bias_skip_layer_norm = to_fp16
         fused = (
             optimize_model(
@@ -206,7 +206,7 @@ def _quiet() -> Iterator[None]:
 
 
 class Baseline:
-    """Torch fp32 of a model, the evaluation texts, and the vectors that it computes for them."""
+    """A model's torch fp32 version, the evaluation texts, and its vectors for them."""
 
     def __init__(
         self, entry: Model, settings: SentenceFolder, texts: Sequence[PreparedText], threads: int
@@ -223,14 +223,15 @@ class Baseline:
         return model
 
     def _alone(self, model: EmbeddingModel) -> np.ndarray:
-        """The vectors of all texts, float32 [texts, dimensions], each computed by itself."""
+        """Returns all texts' vectors, float32 [texts, dimensions], each computed individually."""
         return np.concatenate([_vectors(model, [text]) for text in self.texts])
 
     def measure(self, encoder: Encoder) -> tuple[VectorQuality, float, float]:
-        """The worse of a variant's qualities alone and in batches, its texts/s, and the original's.
+        """Returns a variant's quality, its texts/s, and the original's texts/s.
 
-        In a batch because padding and the scaling of INT8 activations matter only there. Best of
-        some rounds each, by turns, so that whatever else the machine does disturbs both alike.
+        Quality is the worse of individual texts and batches, because padding and the scaling of
+        INT8 activations matter only in batches. Speed is the best of several alternating rounds, so
+        that other load on the machine disturbs both alike.
 
         Raises:
             ConfigurationError: the variant can't be loaded.
@@ -282,10 +283,10 @@ def make_variants(
 
     Args:
         target: an empty folder.
-        say: gets a line of progress before each step.
+        say: receives a line of progress before each step.
 
     Raises:
-        ConfigurationError: the model can't be loaded or exported, or an option is wrong.
+        ConfigurationError: the model can't be loaded or exported, or an option is invalid.
     """
     names = wanted_variants(entry, options)
     settings = read_sentence_folder(folder)
@@ -303,8 +304,7 @@ def make_variants(
         verdicts.append(verdict)
         original_rate = max(original_rate, rate)
     builder.clear()
-    # The texts that variants were judged by, not those they were fitted to: a worker checks against
-    # them again.
+    # The texts used to evaluate variants, not to fit them: a worker checks against them again.
     write_calibration(target, Calibration(baseline.texts, baseline.vectors))
     size_mb = sum(path.stat().st_size for path in settings.transformer.glob("*.safetensors")) / 1e6
     original = {
@@ -345,13 +345,13 @@ class _VariantBuilder:
         (self._target / variant.file).unlink()
 
     def encoder(self, variant: Variant) -> OnnxEncoder:
-        """Returns the encoder with which a worker would run the variant."""
+        """Returns the encoder that a worker would use to run the variant."""
         return OnnxEncoder(
             self._settings, self._target / variant.file, device="cpu", threads=self._options.threads
         )
 
     def make(self, name: str) -> Variant:
-        """Writes the graph of the variant called `name`, not yet measured."""
+        """Writes the graph of the variant called `name`, which has not been measured yet."""
         makers: dict[str, tuple[_Precision, Callable[[Path], tuple[str, dict[str, Any]]]]] = {
             "fp32": ("fp32", self._fp32),
             "int8": ("int8", self._int8),
@@ -417,7 +417,10 @@ class _VariantBuilder:
 
     @cached_property
     def _has_types(self) -> bool:
-        """Only if the tokenizer returns some. An input that is always 0 would slow every call."""
+        """True only if the tokenizer returns types.
+
+        An input that is always 0 would slow every call down.
+        """
         return any(text.type_ids for text in self._texts) and takes_types(self._model)
 
     @property
@@ -445,7 +448,7 @@ class _VariantBuilder:
 def _judge(
     entry: Model, builder: _VariantBuilder, baseline: Baseline, name: str, options: OptimizeOptions
 ) -> tuple[Verdict, float]:
-    """The verdict and the texts/s of the original. The graph of a refused variant is deleted."""
+    """Returns the verdict and the original's texts/s. A rejected variant's graph is deleted."""
     try:
         variant = builder.make(name)
         quality, rate, original_rate = baseline.measure(builder.encoder(variant))

@@ -1,4 +1,4 @@
-"""Judges the variants of an image model by the images that they draw."""
+"""Evaluates an image model's variants by the images they draw."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ PROMPTS = (
     "portrait of an old sailor, soft light",
     "a bowl of lemons on a wooden table",
 )
-"""Each has its own seed. The first two are also drawn from a source image."""
+"""The evaluation prompts, each with its own seed. The first two are also drawn from a source image.
+"""
 _STRENGTH = 0.5
 _PLANS: dict[str, tuple[torch.dtype, dict[str, bool]]] = {
     "tuned": (torch.float32, {"is_tuned": True}),
@@ -53,12 +54,12 @@ _NOTES = {
 def make_variants(
     entry: Model, folder: Path, target: Path, options: OptimizeOptions, say: Callable[[str], None]
 ) -> Made:
-    """Tries each variant against the pipeline in fp32 on this machine's device.
+    """Compares each variant with the fp32 pipeline on this machine's device.
 
     Nothing is written to `target`.
 
     Raises:
-        ConfigurationError: the folder is not a pipeline, or an option is wrong.
+        ConfigurationError: the folder is not a pipeline, or an option is invalid.
     """
     names = wanted_variants(entry, options)
     device, device_name = Device("auto", options.threads, 1.0).open()
@@ -82,7 +83,7 @@ def make_variants(
 
 
 def _plan(name: str, entry: Model) -> ImagePlan:
-    """The plan of a variant, or of the reference for an empty name."""
+    """Returns a variant's plan, or the reference's for an empty name."""
     dtype, options = _PLANS.get(name, (torch.float32, {}))
     chosen = {"is_tuned": False, "is_int8": False, "is_compiled": False} | options
     return ImagePlan(dtype=dtype, batch_sizes=(1,), **chosen)
@@ -90,7 +91,7 @@ def _plan(name: str, entry: Model) -> ImagePlan:
 
 @dataclass(frozen=True)
 class _Quality:
-    """The minimum PSNR of all images, mean SSIM, and mean distance of VAE features."""
+    """Minimum PSNR of all images, mean SSIM, and mean distance of VAE features."""
 
     psnr_db: float
     ssim: float
@@ -98,7 +99,7 @@ class _Quality:
 
 
 class _Studio:
-    """A pipeline and the images that it draws, each float32 [height, width, 3] from 0 to 1."""
+    """A pipeline and the images it draws, each float32 [height, width, 3] from 0 to 1."""
 
     def __init__(self, entry: Model, folder: Path, device: torch.device, plan: ImagePlan) -> None:
         self._usual = entry.image
@@ -113,7 +114,7 @@ class _Studio:
 
     @property
     def weights_bytes(self) -> int:
-        """The memory of the parameters. INT8 parameters report their own size."""
+        """Memory of the parameters. INT8 parameters report their own size."""
         parts = (
             part
             for part in self.text_to_image.components.values()
@@ -122,7 +123,7 @@ class _Studio:
         return sum(_count_stored_bytes(weight) for part in parts for weight in part.parameters())
 
     def time_s(self) -> float:
-        """Seconds that one image from text takes."""
+        """Returns the seconds it takes to draw one image from text."""
         began_s = time.perf_counter()
         self._draw(0, PROMPTS[0])
         return time.perf_counter() - began_s
@@ -160,7 +161,7 @@ def _count_stored_bytes(weight: torch.Tensor) -> int:
 
 
 def _source(width: int, height: int) -> Image.Image:
-    """An image of smooth colors with hard edges."""
+    """Returns an image of smooth colors with hard edges."""
     down, across = np.mgrid[0:height, 0:width]
     stripes = ((down // max(1, height // 8) + across // max(1, width // 8)) % 2) * 64
     pixels = np.stack(
@@ -175,7 +176,7 @@ def _source(width: int, height: int) -> Image.Image:
 
 
 class _VaeFeatures:
-    """The features of an image after each block of the reference's own VAE encoder."""
+    """An image's features after each block of the reference's own VAE encoder."""
 
     def __init__(self, vae: Any) -> None:
         self._vae = vae
@@ -207,7 +208,7 @@ def _judge(
     name: str,
     options: OptimizeOptions,
 ) -> Verdict:
-    """The verdict on one variant, drawn on this device."""
+    """Returns the verdict on one variant, drawn on this device."""
     plan = _plan(name, entry)
     variant = Variant(
         name=f"torch-{name}",
@@ -238,9 +239,9 @@ def _measure(
     tolerance_db: float,
     device: torch.device,
 ) -> Verdict:
-    """The verdict on a variant that draws, by its images and its speed."""
+    """Evaluates a working variant by its images and its speed."""
     quality = _compare(studio.images, original.images, features)
-    # By turns, so that whatever else the machine does disturbs both alike.
+    # Alternates, so that other load on the machine disturbs both alike.
     times_s = [(original.time_s(), studio.time_s()) for _ in range(2)]
     original_s, variant_s = (min(column) for column in zip(*times_s, strict=True))
     measured = msgspec.structs.replace(
@@ -273,7 +274,7 @@ def _measure(
 
 
 def _missing(plan: ImagePlan, device: torch.device) -> str:
-    """Describes what this machine is missing for the plan. Empty if nothing is missing."""
+    """Describes what this machine lacks for the plan. Empty if it lacks nothing."""
     if plan.is_int8 and importlib.util.find_spec("torchao") is None:
         return "torchao is not installed"
     if (

@@ -1,4 +1,4 @@
-"""Makes a model's artifact: builds variants, and keeps the faithful ones."""
+"""Creates a model's artifact: builds variants, and keeps the faithful ones."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ from workers.optimize.report import Made, verdict_table, verdicts_as_dict
 from workers.tasks import WORKER_TASKS
 
 Maker = Callable[[Model, Path, Path, OptimizeOptions, Callable[[str], None]], Made]
-"""Makes and judges variants: of an entry and its folder, into a folder."""
+"""Creates and evaluates an entry's variants: takes the entry, its folder and the target folder."""
 _MADE_BY = ("torch", "transformers", "diffusers", "onnx", "onnxruntime", "torchao")
 
 
 class Output:
-    """Prints what happens and what came of it, for a person or for a program."""
+    """Prints progress and results, for a person or a program."""
 
     def __init__(self, *, as_json: bool) -> None:
         self._as_json = as_json
@@ -80,10 +80,10 @@ class Output:
 def make_artifact(
     settings: WorkerSettings, options: OptimizeOptions, output: Output, *, force: bool
 ) -> None:
-    """Makes the variants that the artifact of `settings.model` lacks, and shows the verdicts.
+    """Creates the variants that the artifact of `settings.model` lacks, and shows the verdicts.
 
     Raises:
-        ConfigurationError: a setting or an option is wrong.
+        ConfigurationError: a setting or an option is invalid.
         ModelFailed: no variant was accepted, so nothing was written.
     """
     entry = read_catalog(settings.models_file).find(settings.model)
@@ -104,7 +104,7 @@ def make_artifact(
     if there is not None and not missing:
         output.show_found(there)
         return
-    # Several stacks may start at once on a new machine. One makes it, the others find it.
+    # Several stacks may start at once on a new machine. One creates the artifact for all.
     with locked(settings.artifacts_dir / f"making-{digest}.lock"):
         there, missing = look()
         if there is not None and not missing:
@@ -128,10 +128,10 @@ def _make(
     there: Artifact | None,
     output: Output,
 ) -> None:
-    """Makes the artifact, or adds to the one that is there, and shows the table.
+    """Creates the artifact or adds to the existing one, and shows the table.
 
     Raises:
-        ModelFailed: no variant was accepted and none was there, so nothing was written.
+        ModelFailed: no variant was accepted and none existed, so nothing was written.
     """
     digest = target.name
     with new_artifact(target.parents[1], entry.name, digest) as draft:
@@ -165,8 +165,8 @@ def _make(
 
 
 def _maker(entry: Model) -> Maker:
-    # Imported where needed: a run that finds its artifact takes half a second, not the several
-    # that torch does.
+    # Imported where needed: a run that finds its artifact takes half a second, rather than the
+    # several seconds that torch takes.
     module = import_module(f"workers.optimize.{WORKER_TASKS[entry.task].optimizer}")
     return cast(Maker, module.make_variants)
 

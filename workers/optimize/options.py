@@ -17,11 +17,11 @@ Calibration = Literal["minmax", "entropy", "percentile"]
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizeOptions:
-    """The options of the command line.
+    """The command-line options.
 
-    `variants`: names known to the task. Empty: the usual ones. `tolerance`: the minimum cosine
-    (images: PSNR in dB) instead of the catalog's. `prune_neurons`, `prune_heads`: the part to cut,
-    0 to 1. `calibration`: how int8-static chooses ranges. `threads`: for the reference and every
+    `variants`: names known to the task. Empty: the usual ones. `tolerance`: minimum cosine (images:
+    PSNR in dB), overriding the catalog's. `prune_neurons`, `prune_heads`: the fraction to cut, 0 to
+    1. `calibration`: how int8-static chooses ranges. `threads`: threads for the reference and every
     variant.
     """
 
@@ -34,11 +34,11 @@ class OptimizeOptions:
 
 
 def wanted_variants(entry: Model, options: OptimizeOptions) -> tuple[str, ...]:
-    """The variants to try, in the order of the task.
+    """Returns the variants to try, in the task's order.
 
     Raises:
-        ConfigurationError: one is unknown for this task, or pruning is asked for without a part to
-            cut.
+        ConfigurationError: one is unknown for this task, or pruning is requested without a fraction
+            to cut.
     """
     known = WORKER_TASKS[entry.task].variants
     unknown = [name for name in options.variants if name not in known]
@@ -57,7 +57,7 @@ def wanted_variants(entry: Model, options: OptimizeOptions) -> tuple[str, ...]:
 def missing_variants(
     manifest: Manifest, wanted: tuple[str, ...], tolerance: float
 ) -> tuple[str, ...]:
-    """Returns missing variants, except variants that failed with this or a looser tolerance."""
+    """Returns missing variants, except variants that failed with this tolerance or a looser one."""
     existing = {variant.name for variant in manifest.variants}
     prefix = WORKER_TASKS[manifest.task].variant_prefix
 
@@ -75,7 +75,7 @@ def _usual(entry: Model, cuts: bool) -> tuple[str, ...]:
 
 
 def tolerance_of(entry: Model, options: OptimizeOptions) -> float:
-    """The least cosine, or PSNR in dB, that a variant must reach."""
+    """Returns the minimum cosine, or PSNR in dB, that a variant must reach."""
     if options.tolerance is not None:
         return options.tolerance
     return entry.result_tolerance

@@ -1,8 +1,8 @@
-"""Structured pruning: removes the inner neurons and attention heads that matter least.
+"""Structured pruning: removes the least important inner neurons and attention heads.
 
-Pruning cuts the input of a linear layer (the consumer) together with the outputs of the layers that
-fill it (the producers). torch.nn.utils.prune only sets weights to zero, so such a matrix costs as
-much as before.
+Pruning cuts a linear layer's inputs (the consumer) together with the corresponding outputs of the
+layers that produce them (the producers). torch.nn.utils.prune only sets weights to zero, so such a
+matrix costs as much as before.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from workers.models.base import PreparedText
 from workers.optimize.calibration import INPUTS, feed_of
 
 _RIDGE = 1e-3
-"""Share of the mean variance that regularizes the fit, for neurons that never fire."""
+"""Ridge penalty relative to the mean variance, for neurons that never fire."""
 
 
 @dataclass(frozen=True)
 class Pruned:
-    """The parts that were cut: inner neurons and heads, with their totals."""
+    """The number of inner neurons and heads that were cut, with their totals."""
 
     neurons: int
     of_neurons: int
@@ -41,13 +41,13 @@ class _Cut:
 
 
 def prune(model: Any, texts: Sequence[PreparedText], *, neurons: float, heads: float) -> Pruned:
-    """Cuts a part of each layer in `model`, in place, and refits the following layers.
+    """Cuts a fraction of each layer in `model`, in place, and refits the following layers.
 
     Args:
-        model: a transformer of BERT's build, in fp32.
-        texts: what importance is measured on, and the refit made for.
-        neurons: the part of each layer's inner neurons to cut, 0 to 1.
-        heads: the part of each layer's attention heads to cut, 0 to 1. At least one head stays.
+        model: a transformer with BERT's architecture, in fp32.
+        texts: texts for measuring importance and for the refit.
+        neurons: fraction of each layer's inner neurons to cut, 0 to 1.
+        heads: fraction of each layer's attention heads to cut, 0 to 1. At least one head stays.
 
     Raises:
         ConfigurationError: the model has no such layers.
@@ -94,9 +94,9 @@ def _groups(cuts: Sequence[_Cut]) -> int:
 
 
 def _cut_all(model: Any, cuts: Sequence[_Cut], texts: Sequence[PreparedText], part: float) -> int:
-    """Cuts `part` of the groups in each layer. Returns how many."""
+    """Cuts `part` of the groups in each layer. Returns how many were cut."""
     before = _groups(cuts)
-    # All are measured before any is cut: layers cut in turn would be fitted to each other's errors.
+    # All are measured before any is cut: otherwise, layers would be fitted to one another's errors.
     for cut, inputs in zip(cuts, _inputs_of(model, cuts, texts), strict=True):
         _cut(cut, inputs, part)
     return before - _groups(cuts)
@@ -105,7 +105,7 @@ def _cut_all(model: Any, cuts: Sequence[_Cut], texts: Sequence[PreparedText], pa
 def _inputs_of(
     model: Any, cuts: Sequence[_Cut], texts: Sequence[PreparedText]
 ) -> list[torch.Tensor]:
-    """Returns the inputs of each consumer over all texts, [tokens, features]."""
+    """Returns each consumer's inputs over all texts, [tokens, features]."""
     seen: list[list[torch.Tensor]] = [[] for _ in cuts]
 
     def record(
@@ -133,11 +133,11 @@ def _inputs_of(
 
 
 def _cut(cut: _Cut, inputs: torch.Tensor, part: float) -> None:
-    """Drops the groups of `inputs` [tokens, features] that contribute least, refits the consumer.
+    """Drops the least contributing groups of `inputs` [tokens, features], refits the consumer.
 
-    A feature contributes its deviation from its mean times the length of its weight column. The
-    mean of the dropped features goes into the bias, and so does the part of the rest that a ridge
-    regression on the kept features explains.
+    A feature's contribution is its deviation from its mean times the norm of its weight column. The
+    mean of the dropped features goes into the bias, and a ridge regression on the kept features
+    makes up for part of the rest.
     """
     weight, mean = cut.consumer.weight, inputs.mean(0)
     around = inputs - mean

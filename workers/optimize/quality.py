@@ -11,14 +11,14 @@ from scipy.stats import spearmanr
 NEIGHBORS = 10
 _SSIM_WINDOW = 7
 _NO_DIFFERENCE_DB = 100.0
-"""The PSNR of two images that are equal to the last bit, for which the formula has no value."""
+"""The PSNR of two bit-identical images, for which the formula is undefined."""
 
 
 @dataclass(frozen=True)
 class VectorQuality:
-    """Vectors against the reference's, all from -1 or 0 to 1.
+    """Comparison of vectors with the reference's, all values from -1 or 0 to 1.
 
-    `neighbors`: the average share of a text's ten nearest neighbors that it keeps.
+    `neighbors`: average share of a text's ten nearest neighbors that stay the same.
     `rank_correlation`: Spearman's, over the similarities of all pairs of texts.
     """
 
@@ -29,7 +29,7 @@ class VectorQuality:
 
 
 def compare_vectors(vectors: np.ndarray, reference: np.ndarray) -> VectorQuality:
-    """The quality of `vectors` [texts, dimensions] against `reference`, in the same order."""
+    """Compares `vectors` [texts, dimensions] with `reference`, in the same order."""
     ours, theirs = _unit(vectors), _unit(reference)
     cosines = np.einsum("td,td->t", ours, theirs)
     our_pairs, their_pairs = ours @ ours.T, theirs @ theirs.T
@@ -59,7 +59,7 @@ def _measure_kept_neighbors(ours: np.ndarray, theirs: np.ndarray) -> float:
 
 
 def _nearest(similarities: np.ndarray, count: int) -> np.ndarray:
-    """The `count` most similar others of each text, [texts, count]."""
+    """Returns each text's `count` most similar other texts, [texts, count]."""
     others = similarities.copy()
     np.fill_diagonal(others, -np.inf)
     return np.argsort(-others, axis=1, kind="stable")[:, :count]
@@ -68,8 +68,8 @@ def _nearest(similarities: np.ndarray, count: int) -> np.ndarray:
 def psnr_db(image: np.ndarray, reference: np.ndarray) -> float:
     """Returns the peak signal-to-noise ratio (dB) of two images with values from 0 to 1.
 
-    10 log10(1 / MSE), as in ITU-T J.340. Two equal images return 100, an image that is not finite
-    minus infinity.
+    10 log10(1 / MSE), as in ITU-T J.340. Returns 100 for two equal images, and minus infinity for
+    an image that is not finite.
     """
     error = float(np.mean((image.astype(np.float64) - reference) ** 2))
     if not np.isfinite(error):
@@ -78,7 +78,7 @@ def psnr_db(image: np.ndarray, reference: np.ndarray) -> float:
 
 
 def ssim(image: np.ndarray, reference: np.ndarray) -> float:
-    """Structural similarity of two images [height, width, channels] of values from 0 to 1.
+    """Structural similarity of two images [height, width, channels] with values from 0 to 1.
 
     The formula of Wang, Bovik, Sheikh and Simoncelli, "Image Quality Assessment: From Error
     Visibility to Structural Similarity" (2004), with a uniform window of 7 pixels, K1 = 0.01 and K2
@@ -100,12 +100,12 @@ def ssim(image: np.ndarray, reference: np.ndarray) -> float:
 
 
 def feature_distance(features: list[np.ndarray], reference: list[np.ndarray]) -> float:
-    """Distance of two images by features, one array [channels, height, width] per layer.
+    """Compares two images by features, one array [channels, height, width] per layer.
 
-    Made like LPIPS (Zhang et al., "The Unreasonable Effectiveness of Deep Features as a Perceptual
-    Metric", 2018): at each position the channels are scaled to unit length, and squared differences
-    are averaged over positions and summed over layers. The features are not LPIPS's and have no
-    learned weights, so figures compare only with each other.
+    Defined like LPIPS (Zhang et al., "The Unreasonable Effectiveness of Deep Features as a
+    Perceptual Metric", 2018): at each position the channels are scaled to unit length, and squared
+    differences are averaged over positions and summed over layers. The features are not LPIPS's and
+    have no learned weights, so the figures are comparable only with one another.
     """
     return float(
         sum(

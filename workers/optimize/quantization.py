@@ -1,16 +1,15 @@
 """INT8 graphs by ONNX Runtime's quantizer.
 
-Weights are scaled per channel, activations per call or once by calibration.
+Weights are scaled per channel, activations on each call or once through calibration.
 
-Static INT8 products are one operator each, with a bias that corrects rounding errors. The
+Each static INT8 product is a single operator, with a bias that corrects rounding errors. The
 correction follows Nagel, van Baalen, Blankevoort and Welling, "Data-Free Quantization Through
-Weight Equalization and Bias Correction" (2019), with averages over real inputs instead of estimated
-ones.
+Weight Equalization and Bias Correction" (2019), but averages over real inputs instead of
+estimating.
 
-SmoothQuant moves large channels of activations into the weights of a graph, after Xiao, Lin,
-Seznec, Wu, Demouth and Han, "SmoothQuant: Accurate and Efficient Post-Training Quantization for
-Large Language Models" (2022). ONNX Runtime offers it only through another package, which is not
-maintained any more.
+SmoothQuant moves large activation channels into a graph's weights, following Xiao, Lin, Seznec, Wu,
+Demouth and Han, "SmoothQuant: Accurate and Efficient Post-Training Quantization for Large Language
+Models" (2022). ONNX Runtime offers it only through another package, which is no longer maintained.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ Feed = dict[str, np.ndarray]
 _STRENGTH = 0.75
 """The paper's alpha.
 
-Measured with MiniLM, 0.5 to 1.0 in INT8: 0.75 has the highest least cosine.
+Measured with MiniLM, 0.5 to 1.0 in INT8: 0.75 has the highest minimum cosine.
 """
 _FLOOR = 1e-5
 
@@ -59,14 +58,14 @@ _TYPES = {"DefaultTensorType": onnx.TensorProto.FLOAT}
 def smooth_graph(source: Path, target: Path, feeds: Sequence[Feed]) -> int:
     """Writes `source` with scaled weights, and activations multiplied by the inverse scales.
 
-    The result computes what `source` does, up to rounding.
+    The result computes the same as `source`, up to rounding.
 
     Args:
-        source: a graph in fp32.
-        feeds: inputs whose activations are typical.
+        source: an fp32 graph.
+        feeds: inputs that produce typical activations.
 
     Returns:
-        How many activations are scaled.
+        The number of scaled activations.
     """
     model = onnx.load(source)
     products = weighted_products(model)
@@ -86,7 +85,7 @@ def smooth_graph(source: Path, target: Path, feeds: Sequence[Feed]) -> int:
 
 
 def weighted_products(model: onnx.ModelProto) -> dict[str, list[onnx.NodeProto]]:
-    """Matrix products whose constant weights have no other user, by their activation."""
+    """Returns products with constant weights that have no other user, by their activation."""
     constants = {weight.name for weight in model.graph.initializer if len(weight.dims) == 2}
     users: dict[str, int] = defaultdict(int)
     for node in model.graph.node:
@@ -100,7 +99,7 @@ def weighted_products(model: onnx.ModelProto) -> dict[str, list[onnx.NodeProto]]
 
 
 def _peaks(source: Path, names: Sequence[str], feeds: Sequence[Feed]) -> dict[str, np.ndarray]:
-    """Returns the maximum magnitude of each channel in each activation over all feeds."""
+    """Returns each activation channel's maximum magnitude over all feeds."""
     peaks: dict[str, np.ndarray] = {}
     for values in activations(source, names, feeds):
         for name, value in values.items():
@@ -112,7 +111,7 @@ def _peaks(source: Path, names: Sequence[str], feeds: Sequence[Feed]) -> dict[st
 def activations(
     source: Path, names: Sequence[str], feeds: Sequence[Feed]
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Yields for each feed the inner values of these names, as a graph in fp32 computes them."""
+    """Yields, for each feed, the inner values with these names, as computed by an fp32 graph."""
     model = onnx.load(source)
     model.graph.output.extend(
         helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None) for name in names
@@ -127,9 +126,9 @@ def activations(
 
 
 def _scales(peak: np.ndarray, matrices: list[np.ndarray]) -> np.ndarray:
-    """The factor of each input channel, for all matrices that multiply the activation.
+    """Returns the factor of each input channel, for all matrices that multiply the activation.
 
-    The geometric mean is 1.
+    The factors' geometric mean is 1.
     """
     widest = np.max([np.abs(matrix).max(axis=1) for matrix in matrices], axis=0)
     scales = np.maximum(peak, _FLOOR) ** _STRENGTH / np.maximum(widest, _FLOOR) ** (1 - _STRENGTH)
@@ -139,7 +138,7 @@ def _scales(peak: np.ndarray, matrices: list[np.ndarray]) -> np.ndarray:
 def _multiply(
     graph: onnx.GraphProto, activation: str, nodes: list[onnx.NodeProto], factors: np.ndarray
 ) -> None:
-    """Has `nodes` take the activation times `factors`, by one new node before the first of them."""
+    """Feeds `nodes` the activation times `factors`, through one new node before the first."""
     constant, product = f"{activation}_smooth_factors", f"{activation}_smooth"
     graph.initializer.append(numpy_helper.from_array(factors.astype(np.float32), constant))
     first_index = min(list(graph.node).index(node) for node in nodes)
@@ -152,7 +151,7 @@ def _multiply(
 
 @dataclass(frozen=True)
 class _Product:
-    """An INT8 product between the quantizer's conversions, and the fp32 product that it replaces.
+    """An INT8 product between the quantizer's conversions, and the fp32 product it replaces.
 
     Its activation is rounded by `scale` and `zero` to 0 … 255. `weights` and `rounded_weights` are
     [inputs, outputs].
@@ -160,7 +159,7 @@ class _Product:
 
     node: onnx.NodeProto
     left: onnx.NodeProto
-    """The conversion of the activation back to fp32. `right`: of the weights."""
+    """Converts the activation back to fp32. `right`: converts the weights."""
     right: onnx.NodeProto
     activation: str
     scale: np.ndarray
@@ -172,14 +171,14 @@ class _Product:
 def fold_products(source: Path, target: Path, feeds: Sequence[Feed]) -> None:
     """Rewrites `target`: conversions, product and corrected bias become one operator.
 
-    ONNX Runtime does the same when it loads a graph on a CPU, but leaves the bias out, which then
+    ONNX Runtime does the same when it loads a graph on a CPU, but leaves out the bias, which then
     takes a separate pass over memory: a tenth of MiniLM's time.
 
     Args:
-        source: the graph in fp32 that `target` was made of.
-        target: what quantize_static made, with conversions (QDQ) around the products with constant
-            weights only.
-        feeds: inputs whose activations are typical.
+        source: the fp32 graph that `target` was made from.
+        target: output of quantize_static, with conversions (QDQ) only around products with constant
+            weights.
+        feeds: inputs that produce typical activations.
     """
     graph = OnnxModel(onnx.load(target))
     products = _products(onnx.load(source), graph)
@@ -218,7 +217,7 @@ def _products(source: onnx.ModelProto, graph: OnnxModel) -> list[_Product]:
 
 
 def _shifts(source: Path, products: Sequence[_Product], feeds: Sequence[Feed]) -> list[np.ndarray]:
-    """Returns each product's mean rounding error over all tokens of all feeds, [outputs]."""
+    """Returns each product's mean rounding error over all tokens in all feeds, [outputs]."""
     roundings = {
         product.activation: (product.scale, np.float32(product.zero)) for product in products
     }
@@ -242,7 +241,7 @@ def _shifts(source: Path, products: Sequence[_Product], feeds: Sequence[Feed]) -
 def _fold(
     graph: OnnxModel, product: _Product, shift: np.ndarray, users: Sequence[onnx.NodeProto]
 ) -> None:
-    """Turns the product into the operator, with the addition of a constant if only that follows."""
+    """Turns the product into the operator, including a constant addition if only that follows."""
     node = product.node
     bias = shift
     if len(users) == 1 and users[0].op_type == "Add":
@@ -267,7 +266,7 @@ def quantize_per_call(source: Path, target: Path) -> None:
 
     Each call scales its own activations.
 
-    So a text's vector depends a little on the texts alongside it in its batch.
+    A text's vector therefore depends slightly on the other texts in its batch.
     """
     with _silent():
         quantize_dynamic(
@@ -280,22 +279,23 @@ def quantize_per_call(source: Path, target: Path) -> None:
 
 
 def quantize_calibrated(source: Path, target: Path, feeds: Sequence[Feed], method: str) -> None:
-    """Writes `source` with INT8 products whose activations have fixed scales, found with `feeds`.
+    """Writes `source` with INT8 products whose activations have fixed scales, found using `feeds`.
 
     Args:
-        source: a graph of export_graph, maybe smoothed, but not fused: calibration sees only
+        source: a graph from export_graph, possibly smoothed, but not fused: calibration sees only
             standard operators.
         target: the .onnx file to write.
-        feeds: inputs to calibrate on. They must have one shape for `entropy` and `percentile`,
+        feeds: inputs for calibration. They must have a single shape for `entropy` and `percentile`,
             which keep histograms.
-        method: how a range is taken from the values seen: `minmax`, `entropy` or `percentile`.
+        method: how a range is derived from the observed values: `minmax`, `entropy` or
+            `percentile`.
     """
     products = [
         node.name for nodes in weighted_products(onnx.load(source)).values() for node in nodes
     ]
     options = {
-        # Outputs stay fp32, because rounding them too reduced quality far more than all the rest
-        # (MiniLM: cosine 0.94, not 0.998).
+        # Outputs stay fp32, because rounding them too reduced quality far more than everything else
+        # (MiniLM: cosine 0.94 instead of 0.998).
         "OpTypesToExcludeOutputQuantization": ["MatMul"],
         "CalibPercentile": 99.999,
         **_TYPES,
@@ -318,7 +318,7 @@ def quantize_calibrated(source: Path, target: Path, feeds: Sequence[Feed], metho
 
 
 class _Feeds(CalibrationDataReader):  # type: ignore[misc]
-    """The feeds one by one, as the calibrator asks for them."""
+    """The feeds one by one, as the calibrator requests them."""
 
     def __init__(self, feeds: Sequence[Feed]) -> None:
         self._left = iter(feeds)
@@ -329,7 +329,7 @@ class _Feeds(CalibrationDataReader):  # type: ignore[misc]
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """Without the quantizer's words about preprocessing, and the calibrator's prints."""
+    """Silences the quantizer's messages about preprocessing, and the calibrator's prints."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

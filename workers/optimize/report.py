@@ -1,4 +1,4 @@
-"""The results of each variant, and the table that shows them."""
+"""The results for each variant, and the table that shows them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from rich.text import Text
 from workers.models.artifact import Variant
 
 UNBOUNDED = 10_000
-"""Columns of the table. Long lines are not folded, because programs read them too."""
+"""Maximum columns of the table. Long lines are not wrapped, because programs read them too."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A variant that was tried, with its figures as the table shows them, by column.
+    """A variant that was tried, with its figures by table column.
 
     `refusal` is empty if it was accepted.
     """
@@ -34,9 +34,9 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Made:
-    """All that was tried of a model.
+    """The results of everything tried for a model.
 
-    `original` has the figures of the reference, its name first.
+    `original` has the reference's figures, with its name first.
     """
 
     verdicts: list[Verdict]
@@ -44,7 +44,7 @@ class Made:
 
 
 def verdict_table(optimized: Made) -> str:
-    """The original and every variant, one a line with its fate at the end, and the notes below."""
+    """Formats the original and each variant, one per line with its verdict, then the notes."""
     verdicts, columns = optimized.verdicts, list(optimized.original)
     rows = [list(optimized.original.values())]
     for verdict in verdicts:
@@ -69,7 +69,7 @@ def verdict_table(optimized: Made) -> str:
 
 
 def verdicts_as_dict(optimized: Made) -> dict[str, object]:
-    """The same for a program: the figures of the original and the verdict on every variant."""
+    """Same for a program: the original's figures and the verdict on every variant."""
     tried = [
         {
             "variant": verdict.variant.name,

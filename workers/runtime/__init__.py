@@ -1,1 +1,1 @@
-"""Model processes: the pool, the parent's and the child's side, their protocol."""
+"""Model processes: the pool, the parent and child sides, and their protocol."""

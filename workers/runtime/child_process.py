@@ -14,14 +14,14 @@ from typing import Protocol
 from shared.errors import ModelFailed
 
 GOMP_SPINS = "10000"
-"""The number of times that a thread of torch looks for the others of its computation before it
-sleeps: 0.2 ms.
+"""How many times a torch thread checks for the other threads of its computation before it sleeps:
+0.2 ms.
 
-By default it looks 300,000 times, which is longer than the system lets it run. So where two
-computations had all threads of each on one core, a step took seconds (decision 24).
+By default it checks 300,000 times, which takes longer than the system lets it run. If two
+computations had all of their threads on one core, a step took seconds (decision 24).
 """
 _STATUS_LIMIT_S = 1.0
-"""The time to wait for the template to report the exit status of a process."""
+"""How long to wait for the template to report a process's exit status."""
 
 
 class ChildProcess(Protocol):
@@ -32,7 +32,7 @@ class ChildProcess(Protocol):
 
     @property
     def returncode(self) -> int | None:
-        """The exit status. None if the process runs, or if the status is unknown."""
+        """The exit status. None if the process is running or the status is unknown."""
 
     def kill(self) -> None:
         """Sends SIGKILL, which the process can't handle."""
@@ -42,7 +42,7 @@ class ChildProcess(Protocol):
 
 
 def child_environment(threads: int) -> dict[str, str]:
-    """The environment of a model process: thread counts for torch, and our packages."""
+    """Returns a model process's environment: thread counts for torch, and our packages."""
     root = str(Path(__file__).resolve().parents[2])
     count = str(threads)
     waiting = {} if "OMP_WAIT_POLICY" in os.environ else {"GOMP_SPINCOUNT": GOMP_SPINS}
@@ -51,7 +51,7 @@ def child_environment(threads: int) -> dict[str, str]:
         **os.environ,
         "OMP_NUM_THREADS": count,
         "MKL_NUM_THREADS": count,
-        # A process with threads can't be forked: see workers/runtime/template.py.
+        # A process with threads can't be forked; see workers/runtime/template.py.
         "OPENBLAS_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
         # Makes torch count GPUs without initializing CUDA, which would not survive a fork.
@@ -60,7 +60,7 @@ def child_environment(threads: int) -> dict[str, str]:
         # second.
         "MALLOC_MMAP_THRESHOLD_": str(256 * 1024 * 1024),
         "MALLOC_TRIM_THRESHOLD_": str(512 * 1024 * 1024),
-        # By default oneDNN caches 1,024 compiled primitives. Texts have many lengths, so memory
+        # By default, oneDNN caches 1,024 compiled primitives. Texts have many lengths, so memory
         # grew for minutes. At 256 it levels off soon, and few are compiled again
         # (workers/models/embedding/encoder_torch.py).
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256",
@@ -74,10 +74,10 @@ async def spawn(
     theirs: socket.socket,
     option: str = "--fd",
 ) -> asyncio.subprocess.Process:
-    """Starts a program with a pipe for its output. It gets the descriptor of `theirs` as `option`.
+    """Starts a program with an output pipe, passing it the descriptor of `theirs` as `option`.
 
     Raises:
-        ModelFailed: the program does not exist.
+        ModelFailed: the program doesn't exist.
     """
     try:
         return await asyncio.create_subprocess_exec(
@@ -94,9 +94,9 @@ async def spawn(
 
 
 class ForkedProcess:
-    """A process that the template forked.
+    """A process forked by the template.
 
-    Its pidfd identifies it, even if the process id is reused.
+    Its pidfd identifies it, even if the process ID is reused.
     """
 
     def __init__(self, pid: int, pidfd: int) -> None:
@@ -109,7 +109,7 @@ class ForkedProcess:
         asyncio.get_running_loop().add_reader(pidfd, self._on_end)
 
     def set_status(self, status: int | None) -> None:
-        """Sets the exit status that the template reported. None if the template died."""
+        """Sets the exit status reported by the template. None if the template died."""
         self.returncode = status if self.returncode is None else self.returncode
         self._has_status.set()
 

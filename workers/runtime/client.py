@@ -1,4 +1,4 @@
-"""The client of one model process: starts it, sends it batches, and reports how it ended."""
+"""The client for one model process: starts it, sends it batches, and reports how it ended."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ log = logging.getLogger(__name__)
 
 
 Start = Callable[[socket.socket], Awaitable[ChildProcess]]
-"""Starts a process with this end of its socket."""
+"""Starts a process, passing it this end of its socket."""
 
 
 @dataclass(slots=True)
@@ -74,11 +74,11 @@ class _Pending:
 
 
 class ModelClient:
-    """A model process that is ready, as ProcessClient. Its batches fail when the process ends.
+    """ProcessClient for a model process that is ready. Its batches fail when the process ends.
 
-    On a CPU it has one batch at a time. A second one was measured and left out: without it the
-    process is busy 99 % of the time (batches of 1,000 tokens), and a batch that is formed later is
-    fuller. On a device that computes asynchronously it has two (decision 143).
+    On a CPU it runs one batch at a time. A second one was tried and rejected: the process is busy
+    99 % of the time without it (batches of 1,000 tokens), and a batch formed later is fuller. On a
+    device that computes asynchronously it runs two (decision 143).
     """
 
     def __init__(
@@ -89,11 +89,11 @@ class ModelClient:
         self._writer = writer
         self._output = ChildOutput(process)
         self._turns = asyncio.Semaphore(IN_FLIGHT)
-        """One for each batch of an overlapping model. All others take all turns."""
+        """One turn per batch of an overlapping model. All other batches take all turns."""
         self._entrance = asyncio.Lock()
-        """Held while waiting for turns, which therefore come in order."""
+        """Held while waiting for turns, so that they are taken in order."""
         self._pending: dict[int, _Pending] = {}
-        """The batches in the process by their numbers, oldest first."""
+        """The batches in the process by number, oldest first."""
         self._batches = 0
         self._fault = ""
         self._reason = ""
@@ -109,8 +109,8 @@ class ModelClient:
             timeout_s: maximum time until it is ready.
 
         Raises:
-            PenstockError: it refused (usually ConfigurationError), died, or was not ready in time
-                (ModelFailed, with the end of its output).
+            PenstockError: it refused to start (usually ConfigurationError), died, or was not ready
+                in time (ModelFailed, with the end of its output).
         """
         ours, theirs = socket.socketpair()
         with theirs:
@@ -134,7 +134,7 @@ class ModelClient:
         return child
 
     async def _abandon(self) -> None:
-        """Kills a process that is not ready yet, so does not notice that the socket is closed."""
+        """Kills a process that is not ready, and so doesn't notice that the socket is closed."""
         self.kill("it was not ready")
         await self.close()
 
@@ -172,7 +172,7 @@ class ModelClient:
         pending = await self._begin(len(batch), timeout_s, model, model in self.facts.overlapping)
         pending.on_step, pending.on_previews = on_step, on_previews
         self._writer.write(encode_run(pending.number, list(batch), model))
-        # `_handle` checks the kind of each message, so this one ends with a BatchResult.
+        # `_handle` checks each message's type, so this one ends with a BatchResult.
         done = cast("asyncio.Future[BatchResult]", pending.done)
         number = pending.number
         return RunningBatch(done, partial(self._cancel, number), partial(self._watch, number))
@@ -196,8 +196,8 @@ class ModelClient:
     async def _begin(
         self, size: int, timeout_s: float, model: int, is_overlapping: bool
     ) -> _Pending:
-        # Turns end with the batch, not with the caller. A canceled caller leaves a process that
-        # still computes.
+        # Turns end with the batch, not with the caller. A canceled caller leaves a process that is
+        # still computing.
         turns = await self._take_turns(model, is_overlapping)
         if self._reason:
             self._release(turns)
@@ -210,9 +210,9 @@ class ModelClient:
         return pending
 
     async def _take_turns(self, model: int, is_overlapping: bool) -> int:
-        """Waits until the process can take a batch. Returns the number of turns to release.
+        """Waits until the process can accept a batch. Returns the number of turns to release.
 
-        Only batches of one model overlap, so no model is evicted while it computes.
+        Only batches for the same model overlap, so no model is evicted while it computes.
         """
         turns = 0
         async with self._entrance:
@@ -260,7 +260,7 @@ class ModelClient:
 
     @property
     def _in_steps(self) -> _Pending | None:
-        """The batch that runs in steps. It has the process to itself."""
+        """Returns the batch that runs in steps. It has the process to itself."""
         pending = next(iter(self._pending.values()), None)
         return None if pending is None or pending.on_steps is None else pending
 
@@ -273,7 +273,7 @@ class ModelClient:
             self._writer.write(encode_watch(number, list(slots)))
 
     async def evict(self, models: Sequence[int]) -> None:
-        """Frees the memory of these models, between two batches."""
+        """Frees these models' memory between two batches."""
         turns = await self._take_turns(-1, is_overlapping=False)
         try:
             if not self._reason:
@@ -286,7 +286,7 @@ class ModelClient:
             self._release(turns)
 
     def kill(self, fault: str) -> None:
-        """Kills the process. `fault` is the reason that callers get."""
+        """Kills the process. Callers get `fault` as the reason."""
         self._fault = self._fault or fault
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
@@ -294,8 +294,8 @@ class ModelClient:
     async def serve(self, on_end: Callable[[], None]) -> str:
         """Handles messages until the process ends.
 
-        Then fails its batches, and returns the reason with the last output of the process.
-        Only operators may read that output: it has paths, and may be of any tenant.
+        Then fails its batches, and returns the reason with the process's last output. Only
+        operators may read that output: it contains paths, and may come from any tenant.
         """
         try:
             while (message := await self._read()) is not None and not self._fault:
@@ -311,7 +311,7 @@ class ModelClient:
         return f"{self._reason}{self._output.tail()}"
 
     async def _read(self) -> ServerMessage | None:
-        """The next message, or None if there will be none."""
+        """Returns the next message, or None at the end."""
         try:
             (length,) = HEADER.unpack(await self._reader.readexactly(HEADER.size))
             if length > FRAME_MAX_BYTES:
@@ -361,10 +361,10 @@ class ModelClient:
             pending.on_steps(message)
 
     def _end(self, pending: _Pending) -> asyncio.Future[BatchResult | StepsEnded] | None:
-        """Admits the next batch. Returns the future of this one, unless its caller is gone."""
+        """Admits the next batch. Returns this one's future, unless its caller is gone."""
         del self._pending[pending.number]
         pending.timer.cancel()
-        for other in self._pending.values():  # its time limit starts when it is the oldest
+        for other in self._pending.values():  # its time limit starts once it is the oldest
             other.timer.cancel()
             other.timer = self._start_timer(other.timeout_s)
         self._release(pending.turns)

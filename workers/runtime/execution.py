@@ -1,9 +1,9 @@
-"""Runs batches in a model process: whole ones, or one to which items come between two steps.
+"""Runs batches in a model process: whole ones, or one that items join between steps.
 
-Groups of a whole batch that fail are halved, and it stops when it is canceled. Batches of a model
-that computes asynchronously overlap (workers/runtime/overlap.py). For a SteppedModel, each step
-measures the share of the process that its items take. Callers see their progress, and previews if
-they watch.
+Groups in a whole batch that fail are halved, and the batch stops when it is canceled. Batches of a
+model that computes asynchronously overlap (workers/runtime/overlap.py). For a SteppedModel, each
+step measures its items' share of the process. Callers see their progress, and previews if they
+watch.
 """
 
 from __future__ import annotations
@@ -61,18 +61,20 @@ from workers.runtime.resident_models import ResidentModels, resident_bytes
 PROGRESS_EVERY_S = 0.1
 PREVIEW_EVERY_S = 0.5
 PREVIEW_SHARE = 0.04
-"""Maximum share of a batch's time, once it has its first preview."""
+"""Maximum share of a batch's time spent on previews after the first one."""
 FIRST_PREVIEW_S = 0.25
-"""A batch that ends sooner does not get a preview."""
+"""A batch that ends sooner doesn't get a preview."""
 WATCH_VALID_S = 2.0
-"""The I/O process repeats a Watch every half second while a reader is watching."""
+"""How long a Watch is valid. The I/O process repeats it every half second while a reader is
+watching.
+"""
 MAX_PREVIEWED = 8
-"""Slots of a batch that are previewed at a time."""
+"""Maximum slots of a batch previewed at a time."""
 
 CHUNKS_EVERY_S = 0.05
-"""At most 20 events a second reach the readers of an item."""
+"""At most 20 events per second reach an item's readers."""
 SPARE_EVERY_S = 0.5
-"""The autoscaler looks every ten seconds."""
+"""The autoscaler checks every ten seconds."""
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +82,7 @@ log = logging.getLogger(__name__)
 def run_batch(
     resident_models: ResidentModels, batch: RunBatch, connection: socket.socket
 ) -> BatchResult:
-    """Runs `batch`. A model that can't be loaded fails only the items of this batch."""
+    """Runs `batch`. A model that can't be loaded fails only this batch's items."""
     try:
         model = cast(InferenceModel, resident_models.use(batch.model))
     except Exception as error:
@@ -98,7 +100,7 @@ def run_batch(
 def report_batch(
     resident_models: ResidentModels, batch: RunBatch, execution: BatchExecution, inference_s: float
 ) -> BatchResult:
-    """Returns the result of a batch that has just been computed, which took `inference_s`."""
+    """Returns the result of a batch that was just computed, which took `inference_s`."""
     started_at_s = time.time() - inference_s
     if execution.out_of_memory:
         resident_models.evict_others(keep=batch.model)  # makes room for the next batch
@@ -136,16 +138,16 @@ def _result(
 
 
 class BatchSteps:
-    """The callback of a model after each step of a batch."""
+    """A model's callback after each step of a batch."""
 
     def __init__(self) -> None:
         self.slots: Sequence[int] = ()
-        """The slots of the batch that the current call of the model computes."""
+        """The batch's slots that the model's current call computes."""
         self.saved: int | None = None
-        """The steps that were left out, if the batch was canceled."""
+        """The steps that were skipped, if the batch was canceled."""
 
     def begin(self, slots: Sequence[int]) -> None:
-        """A call of the model begins, which computes these slots of the batch.
+        """Called when the model starts a call that computes these slots of the batch.
 
         Raises:
             Canceled: the batch is canceled.
@@ -153,7 +155,7 @@ class BatchSteps:
         self.slots = slots
 
     def __call__(self, step: int, steps: int) -> None:
-        """Step `step` of `steps` has ended.
+        """Called when step `step` of `steps` has ended.
 
         Raises:
             Canceled: the batch is canceled.
@@ -166,7 +168,7 @@ class StepReporter(BatchSteps):
     It reads the socket between two steps. A thread for this would slow down every batch.
 
     Args:
-        previewer: the model. None: it does not draw previews.
+        previewer: the model. None: it can't draw previews.
     """
 
     def __init__(
@@ -183,7 +185,7 @@ class StepReporter(BatchSteps):
 
     def __call__(self, step: int, steps: int) -> None:
         """Reports `step` of `steps`, and previews if requested and enough time has passed."""
-        # Checked after the last step too: decoding and encoding take as long as several steps.
+        # Checked after the last step, too: decoding and encoding take as long as several steps.
         if self._is_canceled():
             self.saved = steps - step
             raise Canceled
@@ -192,7 +194,7 @@ class StepReporter(BatchSteps):
         if (now_s := time.monotonic()) - self._reported_s >= PROGRESS_EVERY_S:
             self._reported_s = now_s
             self._connection.sendall(encode_server_message(StepDone(self._number, step, steps)))
-        # The image itself follows the last step.
+        # The image itself follows after the last step.
         is_watched = bool(self._watched) and now_s < self._watched_until_s
         if is_watched and step < steps and now_s >= self._preview_from_s:
             self._preview(step, steps, now_s)
@@ -200,7 +202,7 @@ class StepReporter(BatchSteps):
     def _is_canceled(self) -> bool:
         while select.select([self._connection], [], [], 0)[0]:
             message = read_client_message(self._connection)
-            # While a batch runs, only its Watch and Cancel, late ones of another batch, or the end
+            # While a batch runs, only its Watch and Cancel, late ones for another batch, or the end
             # can arrive.
             if isinstance(message, Watch):
                 if message.number == self._number:
@@ -218,7 +220,7 @@ class StepReporter(BatchSteps):
         try:
             drawn = self._previewer.preview(inside)
         except Exception:
-            # The boundary to the model libraries: an image that nobody needs never fails a batch.
+            # The boundary to the model libraries: an optional preview never fails a batch.
             log.warning("no preview could be drawn", exc_info=True)
             self._preview_from_s = float("inf")
             return
@@ -246,7 +248,7 @@ class BatchExecution:
         self.results: dict[int, Result | Failure] = {}
         self.padded_work = 0
         self.padded: dict[int, int] = {}
-        """Work of the items that were padded, padding included, by slot."""
+        """Work of the padded items, including padding, by slot."""
         self.calls: dict[int, Call] = {}
         """The calls that computed items after others had failed, by slot."""
         self._has_failed = False
@@ -296,7 +298,7 @@ class BatchExecution:
         computed = self._model.computed_work(lengths)
         self.padded_work += computed
         if (real := sum(lengths)) < computed:
-            # If each item costs as much as the longest, padding is not in proportion.
+            # If each item costs as much as the longest, padding is not proportional.
             shares = [computed // len(lengths)] * len(lengths)
             if not self._model.pads:
                 shares = [length * computed // real for length in lengths]
@@ -318,12 +320,12 @@ class StepPreviews:
         self._watched_until_s = 0.0
 
     def watch(self, slots: Sequence[int]) -> None:
-        """Previews these slots for a moment, because a reader watches them."""
+        """Previews these slots for a moment, because a reader is watching them."""
         self._watched = set(slots)
         self._watched_until_s = time.monotonic() + WATCH_VALID_S
 
     def report(self) -> None:
-        """Reports the progress and draws previews, if they are due."""
+        """Reports progress and draws previews if they are due."""
         now_s = time.monotonic()
         if now_s - self._reported_s < PROGRESS_EVERY_S:
             return
@@ -348,17 +350,17 @@ class StepPreviews:
         try:
             return self._model.image(slot)
         except Exception:
-            # The boundary to the model libraries: an image that nobody needs never fails an item.
+            # The boundary to the model libraries: an optional preview never fails an item.
             log.warning("no preview could be drawn", exc_info=True)
             self._preview_from_s = float("inf")
             return None
 
 
 class StepExecution:
-    """One batch, until no item is left in the model.
+    """One batch, until no items are left in the model.
 
     Args:
-        room: room for the model in this process.
+        room: the model's room in this process.
     """
 
     def __init__(
@@ -411,13 +413,13 @@ class StepExecution:
         self._send(StepsEnded(self._batch.number, failure, switched))
 
     def _obey(self, model: SteppedModel) -> bool:
-        """Reads the socket between two steps. Returns whether there is a next step."""
+        """Reads the socket between two steps. Returns whether there is another step."""
         while select.select([self._connection], [], [], 0)[0]:
             message = read_client_message(self._connection)
             if message is None:
                 return False
             if isinstance(message, Evict) or message.number != self._batch.number:
-                continue  # about a batch that is over
+                continue  # for a batch that is over
             if isinstance(message, Admit):
                 self._admit(model, message.first, message.items)
             elif isinstance(message, Drop):
@@ -435,7 +437,7 @@ class StepExecution:
             try:
                 model.admit(slot, item)
             except PenstockError as error:
-                # An item that has the device to itself would wait for room forever.
+                # An item that has the device to itself would otherwise wait for room forever.
                 if isinstance(error, OutOfMemory) and self._shares.slots:
                     self._send(Preempted(self._batch.number, [slot]))
                 else:
@@ -468,7 +470,7 @@ class StepExecution:
         if end.results or now_s - self._spare_reported_s >= SPARE_EVERY_S:
             self._report_spare(now_s)
         if any(isinstance(result, PenstockError) for result in end.results.values()):
-            self._report_chunks(model, now_s)  # a result has them, a failure does not
+            self._report_chunks(model, now_s)  # a result includes them, a failure does not
         self._end_all(end)
         if self._previews is not None:
             self._previews.report()
@@ -481,7 +483,7 @@ class StepExecution:
             self._send(Chunks(self._batch.number, chunks))
 
     def _end_all(self, end: StepEnd) -> None:
-        """Reports the items that a step has ended, or that have to wait."""
+        """Reports the items that ended in a step or have to wait."""
         for slot, result in end.results.items():
             self._end(slot, result)
         if end.preempted:

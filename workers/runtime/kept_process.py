@@ -1,4 +1,4 @@
-"""A process that computes, kept alive: it is started again when it dies."""
+"""Keeps a computing process alive: restarts it when it dies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shared.process.concurrency import backoff
 from workers.models.client import ModelProcessDied, ProcessClient
 
 START_TRIES = 5
-"""The number of starts that may fail in a row after a death before the process is given up."""
+"""Number of consecutive failed starts after a death before giving up on the process."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 2.0, 16.0
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class KeptProcess:
             raise self._failure
 
     def up(self) -> ProcessClient:
-        """The process, which can run a batch.
+        """Returns the process, which can run a batch.
 
         Raises:
             ModelProcessDied: it is not running.
@@ -50,7 +50,7 @@ class KeptProcess:
     async def keep_alive(self) -> None:
         """Starts the process, and restarts it when it dies.
 
-        Returns when it can't be started any more.
+        Returns once it can't be started any more.
         """
         try:
             await self._keep_alive()

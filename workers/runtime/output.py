@@ -1,4 +1,4 @@
-"""The output of a model process: passed on, with its end kept for error messages."""
+"""A model process's output: passed on, with the end kept for error messages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _TAIL_BYTES = 4000
 
 
 class ChildOutput:
-    """Copies the output of a process to stderr, and keeps its end for error messages."""
+    """Copies a process's output to stderr, and keeps the end for error messages."""
 
     def __init__(self, process: ChildProcess) -> None:
         assert process.stdout is not None, "started with a pipe; this is a bug"
@@ -27,15 +27,15 @@ class ChildOutput:
             sys.stderr.write(chunk.decode(errors="replace"))
 
     async def finish(self) -> None:
-        """Waits for the rest after the process ended.
+        """Waits for the rest after the process has ended.
 
-        The wait is short, because a grandchild may hold the pipe.
+        The wait is short, because a grandchild may hold the pipe open.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(DRAIN_LIMIT_S):
                 await self._task
 
     def tail(self) -> str:
-        """The last lines, formatted for an error message. Empty if there are none."""
+        """Returns the last lines, formatted for an error message. Empty if there are none."""
         text = self._kept.decode(errors="replace").strip()
         return f"; it printed last:\n{text}" if text else ""

@@ -1,6 +1,6 @@
-"""Runs two batches of a model at once whose device computes asynchronously.
+"""Runs two batches at once on a model whose device computes asynchronously.
 
-Each batch has a thread. While the device computes one batch, the thread of the other prepares it,
+Each batch has a thread. While the device computes one batch, the other batch's thread prepares it,
 or reads and sends its results. The device computes one call after another.
 """
 
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class OverlappedBatches:
-    """Computes batches of one resident model on threads.
+    """Computes one resident model's batches on threads.
 
     Args:
         send: sends a result to the I/O process. Never called on two threads at once.
@@ -51,7 +51,7 @@ class OverlappedBatches:
         self._running[batch.number] = self._threads.submit(self._run, batch, model, check), check
 
     def cancel(self, number: int) -> None:
-        """Ends a batch before its next call of the model, if it still runs."""
+        """Ends a batch before its next call of the model, if it is still running."""
         if (running := self._running.get(number)) is not None:
             running[1].cancel()
 
@@ -65,7 +65,7 @@ class OverlappedBatches:
         except GpuLost as error:
             leave_without_gpu(error)
         except BaseException:
-            # Not an error of the model, which fails items. A batch without a result would hang.
+            # Not a model error, which fails items. A batch without a result would hang.
             log.exception("batch ended without a result")
             os._exit(1)
 
@@ -75,7 +75,7 @@ class OverlappedBatches:
         execution.compute(batch.items)
         with self._ending, contextlib.suppress(ConnectionError):  # the I/O process has hung up
             now_s = time.perf_counter()
-            # Before that the device computed the batch before it.
+            # Before that, the device was computing the previous batch.
             inference_s = now_s - max(began_s, self._ended_s)
             self._ended_s = now_s
             self._send(report_batch(self._resident_models, batch, execution, inference_s))
@@ -102,8 +102,8 @@ class CancelCheck(BatchSteps):
 
 
 def leave_without_gpu(error: GpuLost) -> NoReturn:
-    """Ends this process after its GPU failed, so that its items are tried again."""
+    """Ends this process after its GPU failed, so that its items are retried."""
     log.error("GPU lost", extra={"error": str(error)})
     logging.shutdown()
-    # Without the exit handlers of the libraries, which may wait for the GPU forever.
+    # Skips the libraries' exit handlers, which may wait for the GPU forever.
     os._exit(GPU_LOST_STATUS)

@@ -1,4 +1,4 @@
-"""The model processes of a worker: started together, and restarted when they die."""
+"""A worker's model processes: started together, and restarted when they die."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ CPU_PROCESSES_MAX = 4
 
 
 class HostedModel(NamedTuple):
-    """A model of a worker: its catalog entry, the folder with its files, and its backend.
+    """One of a worker's models: its catalog entry, the folder with its files, and its backend.
 
-    `backend` is for embeddings only. None means torch in the precision of the entry.
+    `backend` applies only to embeddings. None: torch in the entry's precision.
     """
 
     entry: Model
@@ -38,11 +38,11 @@ class HostedModel(NamedTuple):
 
 
 class ProcessPool:
-    """Model processes that are started together. A context manager that opens when all are ready.
+    """Model processes that start together. A context manager whose block begins once all are ready.
 
     Args:
-        processes: at least one.
-        template: what they are forked from, if anything. It is closed after them.
+        processes: at least one process.
+        template: the template they are forked from, if any. It is closed after them.
     """
 
     def __init__(
@@ -80,28 +80,28 @@ class ProcessPool:
 
     @property
     def device_name(self) -> str:
-        """The name of the GPU, or `cpu`."""
+        """The GPU's name, or `cpu`."""
         return self.processes[0].device_name
 
     @property
     def memory_bytes(self) -> int:
-        """Resident memory of all processes together, as last reported."""
+        """Total resident memory of all processes, as last reported."""
         return sum(process.memory_bytes for process in self.processes)
 
 
 class ModelPool(ProcessPool):
-    """The processes of a worker that compute its models.
+    """The processes that compute a worker's models.
 
-    Each place of the pool has all models: our models in one model process, and each custom class in
+    Each place in the pool has all models: our models in one model process, and each custom class in
     a separate process.
 
     Args:
-        models: at least one. A model's position here is the number that `run` takes.
-        device: as WorkerSettings.device. `auto` and `cuda` spread the places over all GPUs.
-        processes: how many places. 0 means one per GPU, or one per core on a CPU (at most 4).
-        threads: threads of each process on a CPU.
-        memory_fraction: the part of a GPU's memory each process may take.
-        memory_budget_bytes: for all models of a place together. 0 means no limit.
+        models: at least one. A model's index here is the number that `run` takes.
+        device: as in WorkerSettings.device. `auto` and `cuda` spread the places over all GPUs.
+        processes: number of places. 0: one per GPU, or one per core on a CPU (at most 4).
+        threads: threads per process on a CPU.
+        memory_fraction: the fraction of a GPU's memory that each process may use.
+        memory_budget_bytes: limit for all models in a place together. 0: no limit.
         start_timeout_s: time limit for a process to get ready.
         command: starts a model process, or the template that they are forked from.
     """
@@ -151,7 +151,7 @@ def _has_own_process(model: HostedModel) -> bool:
 
 
 def _describe(model: HostedModel) -> list[str]:
-    """The options of a model process for one model."""
+    """Returns a model process's command-line options for one model."""
     return [
         f"--model={model.entry.model_dump_json()}",
         f"--folder={model.folder.resolve()}",
@@ -160,11 +160,11 @@ def _describe(model: HostedModel) -> list[str]:
 
 
 class _ModelProcesses:
-    """The ways to start model processes of one command.
+    """Starts model processes with one command.
 
     Args:
-        threads: threads of each process on a CPU.
-        device: for which their template loads ahead.
+        threads: threads per process on a CPU.
+        device: the device for which their template loads ahead.
     """
 
     def __init__(self, command: Sequence[str], threads: int, timeout_s: float, device: str) -> None:
@@ -172,13 +172,13 @@ class _ModelProcesses:
         self._environment = child_environment(threads)
         self._timeout_s = timeout_s
         self.template: Template | None = None
-        """The template from which they are forked. None: this system can't fork them."""
+        """The template they are forked from. None: this system can't fork them."""
         if can_fork():
             ahead = (*command, f"--device={device}")
             self.template = Template(ahead, self._environment, timeout_s)
 
     def start_on(self, device: str) -> StartClient:
-        """Returns what starts a model process on a device."""
+        """Returns a function that starts a model process on a device."""
         start: Start = partial(spawn, (*self._command, f"--device={device}"), self._environment)
         if self.template is not None:
             start = partial(self.template.fork, device)
@@ -190,7 +190,7 @@ class _ModelProcesses:
 
 
 def _devices(device: str, processes: int, threads: int) -> list[str]:
-    """The device of each process. Does not use torch, which this process must not import."""
+    """Returns each process's device. Doesn't use torch, which this process must not import."""
     gpus = [f"cuda:{number}" for number in range(len(list(Path("/dev").glob("nvidia[0-9]*"))))]
     if device in ("auto", "cuda") and gpus:
         count = processes or len(gpus)

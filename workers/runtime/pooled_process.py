@@ -1,8 +1,8 @@
-"""A place of a worker's pool: the processes that take turns on one device.
+"""A place in a worker's pool: the processes that take turns on one device.
 
-A worker's models are computed by one model process and, for each custom class, by a separate
-process. To the worker they look like one process that has some of the models and runs the batches
-of one at a time.
+A worker's models are computed by one model process plus a separate process for each custom class.
+To the worker, they look like a single process that holds some of the models and runs one model's
+batches at a time.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ log = logging.getLogger(__name__)
 
 
 class _Host(NamedTuple):
-    """A process, and the numbers of its models in the pool."""
+    """A process, and its models' numbers in the pool."""
 
     process: KeptProcess
     models: Sequence[int]
 
     def residency(self) -> ResidencyReport:
-        """The models that the process holds, as last reported, by its own numbers."""
+        """The models that the process holds, as last reported, by the process's own numbers."""
         client = self.process.client
         return _NOTHING if client is None else client.residency
 
@@ -49,8 +49,8 @@ class PooledProcess:
     """Processes that take turns on one device.
 
     Args:
-        launches: starts of the processes. Together they compute all models of the pool.
-        memory_budget_bytes: for the models of all of them together. 0 means no limit.
+        launches: how to start the processes. Together they compute all models in the pool.
+        memory_budget_bytes: limit for all of their models together. 0: no limit.
     """
 
     def __init__(self, launches: Sequence[Launch], memory_budget_bytes: int = 0) -> None:
@@ -63,13 +63,13 @@ class PooledProcess:
         ]
         self._budget_bytes = memory_budget_bytes
         self._opened = asyncio.Event()
-        """Set when each process has been started, or could not be."""
+        """Set once each process has been started, or has failed to start."""
         self._current: ProcessClient | None = None
-        """The process that has the batch which runs."""
+        """The process that has the running batch."""
         self._early_drops: list[int] = []
         """Slots that were dropped from the batch that is about to run."""
         self._used_s: dict[int, float] = {}
-        """When each model began its last batch, in monotonic seconds."""
+        """When each model started its last batch, in monotonic seconds."""
         self._reports = [_NOTHING] * len(self._hosts)
         self._residency = _NOTHING
 
@@ -86,7 +86,7 @@ class PooledProcess:
     async def keep_alive(self) -> None:
         """Starts the processes one after another, and restarts them when they die.
 
-        Returns when none can be started any more.
+        Returns once none can be started any more.
         """
         async with asyncio.TaskGroup() as group:
             try:
@@ -107,18 +107,18 @@ class PooledProcess:
         on_step: OnProgress | None = None,
         on_previews: OnPreviews | None = None,
     ) -> RunningBatch:
-        """Sends a batch of items with equal keys, as soon as the process can take it.
+        """Sends a batch of items with equal keys as soon as the process can accept it.
 
         Args:
             batch: at least one item.
-            model: the number of the model, which is loaded first if it is not resident.
-            timeout_s: counts from when the batch is the oldest one in the process. After it the
-                process is killed.
+            model: the model's number. It is loaded first if it is not resident.
+            timeout_s: counts from when the batch is the oldest one in the process. The process is
+                killed once it expires.
             on_step: called after steps, about ten times a second, if the model has steps.
             on_previews: called with the previews that `RunningBatch.watch` requests.
 
         Raises:
-            ModelProcessDied: the process died before it took the batch.
+            ModelProcessDied: the process died before accepting the batch.
         """
         host, number = self._find(model)
         client = await self._begin(host, model)
@@ -143,7 +143,7 @@ class PooledProcess:
         on_step: OnProgress | None = None,
         on_previews: OnPreviews | None = None,
     ) -> BatchResult:
-        """Runs a batch to its end. As `send`.
+        """Runs a batch to completion. Same arguments as `send`.
 
         Raises:
             ModelProcessDied: the process died, hung, or returned a wrong number of results.
@@ -156,7 +156,7 @@ class PooledProcess:
         return done
 
     def overlaps(self, model: int) -> bool:
-        """Returns whether the process takes the next batch of `model` before the last one ended."""
+        """Returns whether the process accepts a batch for `model` before the last one ended."""
         host, number = self._find(model)
         client = host.process.client
         return client is not None and number in client.facts.overlapping
@@ -169,13 +169,13 @@ class PooledProcess:
         on_message: OnStepMessage,
         model: int = 0,
     ) -> StepsEnded:
-        """Runs items on a model that computes in steps, until none is left. More may be admitted.
+        """Runs items on a model that computes in steps until none are left. More may be admitted.
 
         Args:
             batch: at least one item.
-            timeout_s: the longest time without a sign of life. After it the process is killed.
-            on_message: called with each message but the last one.
-            model: the number of the model, which is loaded first if it is not resident.
+            timeout_s: maximum time without a sign of life. The process is killed once it expires.
+            on_message: called with each message except the last.
+            model: the model's number. It is loaded first if it is not resident.
 
         Raises:
             ModelProcessDied: the process died or hung.
@@ -190,7 +190,7 @@ class PooledProcess:
         return ended
 
     def _find(self, model: int) -> tuple[_Host, int]:
-        """The process that computes a model, and the model's number there."""
+        """Returns the process that computes a model, and the model's number there."""
         host = next(host for host in self._hosts if model in host.models)
         return host, host.models.index(model)
 
@@ -202,12 +202,12 @@ class PooledProcess:
         self._used_s[model] = time.monotonic()
         self._current = client
         if self._early_drops:
-            # Behind the first turn of the batch, in which the process gets it.
+            # After the batch's first turn, in which the process receives it.
             asyncio.get_running_loop().call_soon(client.drop, self._early_drops)
         return client
 
     async def _make_room(self, host: _Host, model: int) -> None:
-        """Evicts models of other processes until a model that is not resident fits the budget."""
+        """Evicts models from other processes until a non-resident model fits the budget."""
         if not self._budget_bytes or model in self.residency.resident:
             return
         while (held := self._list_held_by_others(host.models)) and self._is_above_budget(model):
@@ -219,7 +219,7 @@ class PooledProcess:
         return sum(sizes.get(number, 0) for number in numbers) > self._budget_bytes
 
     async def _fit(self, host: _Host) -> None:
-        """Evicts a model that was just started, if it does not fit alongside the others."""
+        """Evicts a model that was just started if it doesn't fit alongside the others."""
         last = host.models[-1]
         if (
             self._budget_bytes
@@ -238,7 +238,7 @@ class PooledProcess:
             await host.process.client.evict([number])
 
     async def _evict_others(self, models: Sequence[int]) -> bool:
-        """Evicts all but these models: the device has too little memory for all.
+        """Evicts all other models: the device has too little memory for all of them.
 
         Returns whether there were any.
         """
@@ -249,7 +249,7 @@ class PooledProcess:
         return bool(held)
 
     def admit(self, items: Sequence[Prepared]) -> int | None:
-        """Adds items to the batch that runs in steps, as ProcessClient.admit."""
+        """Adds items to the batch that runs in steps; see ProcessClient.admit."""
         return None if self._current is None else self._current.admit(items)
 
     def drop(self, slots: Sequence[int]) -> None:
@@ -271,7 +271,7 @@ class PooledProcess:
 
     @property
     def pid(self) -> int | None:
-        """The id of the first process that is running."""
+        """The ID of the first running process."""
         pids = (host.process.client.pid for host in self._hosts if host.process.client is not None)
         return next((pid for pid in pids if pid), None)
 
@@ -288,7 +288,7 @@ class PooledProcess:
     def _merge(
         self, reports: Sequence[ResidencyReport], changed: Sequence[bool]
     ) -> ResidencyReport:
-        """Returns one report for all processes.
+        """Merges all processes' reports into one.
 
         Loads and evictions include only processes that changed.
         """
@@ -311,13 +311,13 @@ class PooledProcess:
 
     @property
     def memory_bytes(self) -> int:
-        """Their resident memory, as last reported."""
+        """Total resident memory of the processes, as last reported."""
         clients = (host.process.client for host in self._hosts)
         return sum(client.memory_bytes for client in clients if client is not None)
 
 
 def _renumber(report: ResidencyReport, models: Sequence[int]) -> ResidencyReport:
-    """A report of a process, with the numbers that its models have in the pool."""
+    """Returns a process's report with its models' numbers in the pool."""
     return ResidencyReport(
         [models[number] for number in report.resident],
         {models[number]: seconds for number, seconds in report.load_s.items()},

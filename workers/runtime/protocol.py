@@ -1,14 +1,14 @@
-"""The messages between the I/O process and a model process: frames of MessagePack on a socket.
+"""Messages between the I/O process and a model process: MessagePack frames on a socket.
 
-A frame is its length in bytes (unsigned 32-bit, little-endian), then one of the structs below or of
-workers/models/reports.py. The model process gets RunBatch, Watch, Cancel and Evict. It sends Ready
-or Refused once, then StepDone, Previews and BatchResult.
+A frame is its length in bytes (unsigned 32-bit, little-endian), followed by one of the structs
+below or in workers/models/reports.py. The model process receives RunBatch, Watch, Cancel and Evict.
+It sends Ready or Refused once, then StepDone, Previews and BatchResult.
 
-Items of a model that computes in steps are admitted by Admit and leave with Drop or Preempt while
-their batch runs.
-The process sends Chunks, ItemsProgress, ItemPreview, ItemEnded, Spare and Preempted, and StepsEnded
-when no item is left. An Admit can cross with that. So the process ignores one for a batch that is
-over, and the I/O process queues the items again that StepsEnded left without an end.
+For a model that computes in steps, items are added by Admit and removed by Drop or Preempt while
+their batch runs. The process sends Chunks, ItemsProgress, ItemPreview, ItemEnded, Spare and
+Preempted, and StepsEnded when no items are left. An Admit may cross with StepsEnded. The process
+therefore ignores one for a batch that is over, and the I/O process queues the items again that
+StepsEnded left without an outcome.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from workers.models.reports import BatchResult, Previews, Ready, StepDone, StepM
 HEADER = struct.Struct("<I")
 FRAME_MAX_BYTES = 512 * 1024 * 1024
 IN_FLIGHT = 2
-"""Batches of an overlapping model in a process: one is computed while the other is prepared.
+"""An overlapping model's batches in a process: one is computed while the other is prepared.
 """
 
 
 class RunBatch(msgspec.Struct, tag="run"):
-    """Run these items on model number `model`. `number` counts the batches of this process."""
+    """Run these items on model number `model`. `number` counts this process's batches."""
 
     number: int
     items: list[PreparedItem]
@@ -39,13 +39,13 @@ class RunBatch(msgspec.Struct, tag="run"):
 
 
 class Cancel(msgspec.Struct, tag="cancel"):
-    """Stop batch `number`, which may be over already."""
+    """Stop batch `number`, which may already be over."""
 
     number: int
 
 
 class Admit(msgspec.Struct, tag="admit"):
-    """Add items to batch `number`, which may be over already. Slots count on from `first`."""
+    """Add items to batch `number`, which may already be over. Slots continue from `first`."""
 
     number: int
     first: int
@@ -53,16 +53,16 @@ class Admit(msgspec.Struct, tag="admit"):
 
 
 class Drop(msgspec.Struct, tag="drop"):
-    """Stop these slots of batch `number`, which may have ended already."""
+    """Stop these slots of batch `number`, which may already have ended."""
 
     number: int
     slots: list[int]
 
 
 class Preempt(msgspec.Struct, tag="preempt"):
-    """Interrupt these slots of batch `number`, which may have ended already.
+    """Interrupt these slots of batch `number`, which may already have ended.
 
-    They continue later.
+    They resume later.
     """
 
     number: int
@@ -70,20 +70,20 @@ class Preempt(msgspec.Struct, tag="preempt"):
 
 
 class Watch(msgspec.Struct, tag="watch"):
-    """A reader watches these slots of batch `number`, which may be over already."""
+    """A reader is watching these slots of batch `number`, which may already be over."""
 
     number: int
     slots: list[int]
 
 
 class Evict(msgspec.Struct, tag="evict"):
-    """Evict these models, by their numbers. Sent between two batches."""
+    """Evict the models with these numbers. Sent between two batches."""
 
     models: list[int]
 
 
 class Refused(msgspec.Struct, tag="refused"):
-    """A model can't be loaded. `code` is one of shared.errors."""
+    """A model can't be loaded. `code` is defined in shared.errors."""
 
     code: str
     message: str
@@ -105,7 +105,7 @@ _server_message_decoder: msgspec.msgpack.Decoder[ServerMessage] = msgspec.msgpac
 def encode_run(
     number: int, items: list[Prepared], model: int = 0, *, in_steps: bool = False
 ) -> bytes:
-    """The frame that runs a batch on model number `model`."""
+    """Returns the frame that runs a batch on model number `model`."""
     run = {"type": "run", "number": number, "items": items, "model": model, "in_steps": in_steps}
     return _frame(_encoder.encode(run))
 
@@ -121,7 +121,7 @@ def encode_preempt(number: int, slots: list[int]) -> bytes:
 
 
 def encode_drop(number: int, slots: list[int]) -> bytes:
-    """The frame that stops some items of a batch."""
+    """Returns the frame that stops some of a batch's items."""
     return _frame(_encoder.encode(Drop(number, slots)))
 
 
@@ -138,7 +138,7 @@ def encode_evict(models: list[int]) -> bytes:
 
 
 def encode_server_message(message: ServerMessage) -> bytes:
-    """The frame of a message from a model process."""
+    """Returns the frame for a model process's message."""
     return _frame(_encoder.encode(message))
 
 
@@ -152,7 +152,7 @@ def decode_server_message(body: bytes) -> ServerMessage:
 
 
 def read_client_message(connection: socket.socket) -> ClientMessage | None:
-    """The next message, or None at the end of the connection. Reads nothing beyond it."""
+    """Returns the next message, or None at the end of the connection. Reads nothing beyond it."""
     header = _read(connection, HEADER.size)
     if header is None:
         return None

@@ -1,11 +1,11 @@
-"""The models of one model process: an LRU cache of models under a memory budget.
+"""One model process's models: an LRU cache under a memory budget.
 
-On a CPU an evicted model is loaded from disk again. On a GPU it moves to pinned host memory if
+On a CPU, an evicted model is loaded from disk again. On a GPU, it is moved to pinned host memory if
 possible.
 
-It also measures the memory of the process and the machine, and returns unused memory.
+Also measures the memory of the process and the machine, and returns unused memory.
 
-Restoring by copy is about twenty times faster than loading from disk. Only models with plain
+Restoring from a copy is about twenty times faster than loading from disk. Only models with plain
 parameters can be offloaded. A compiled model or a CUDA graph contains their addresses, and a
 quantized model hides them in other objects.
 """
@@ -29,7 +29,7 @@ from workers.models.base import InferenceModel, LoadedModel, OverlappingModel
 from workers.models.reports import ResidencyReport
 
 _DEPTH = 6
-"""The depth of the search for networks: model, encoder or pipeline, list or dict, network."""
+"""Depth of the search for networks: model, encoder or pipeline, list or dict, network."""
 
 _PAGE_BYTES = resource.getpagesize()
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".onnx")
@@ -38,12 +38,12 @@ log = logging.getLogger(__name__)
 
 
 class Offloaded:
-    """A model whose weights are in host memory. Made by `offload`.
+    """A model whose weights are in host memory. Created by `offload`.
 
     Args:
-        model: complete except for its weights.
+        model: the model, complete except for its weights.
         tensors: its weights and buffers, without duplicates.
-        copies: their contents, in host memory.
+        copies: the tensors' contents, in host memory.
     """
 
     def __init__(self, model: LoadedModel, tensors: list[Any], copies: list[Any]) -> None:
@@ -54,7 +54,7 @@ class Offloaded:
         self.size_bytes = sum(copy.nbytes for copy in copies)
 
     def release(self) -> None:
-        """Replaces the weights by the copies, which frees GPU memory. Weights never change."""
+        """Replaces the weights with the copies, which frees GPU memory. Weights never change."""
         for tensor, copy in zip(self._tensors, self._copies, strict=True):
             tensor.data = copy
 
@@ -62,7 +62,7 @@ class Offloaded:
         """Copies the weights back to their device.
 
         Raises:
-            RuntimeError: there is no room. Some weights may be restored. Call `release` then.
+            RuntimeError: there is no room. Some weights may already be restored: call `release`.
         """
         for tensor, copy, device in zip(self._tensors, self._copies, self._devices, strict=True):
             tensor.data = copy.to(device, copy=True, non_blocking=True)
@@ -73,7 +73,7 @@ class Offloaded:
 def offload(model: LoadedModel, room_bytes: int) -> Offloaded | None:
     """Copies the weights of `model` to host memory, and frees them on the GPU.
 
-    Returns None and changes nothing if the weights can't be moved, or need more than `room_bytes`.
+    Returns None and changes nothing if the weights can't be moved, or exceed `room_bytes`.
     """
     if "torch" not in sys.modules:  # another library computes and owns the weights
         return None
@@ -81,7 +81,7 @@ def offload(model: LoadedModel, room_bytes: int) -> Offloaded | None:
     tensors = list(
         {id(tensor): tensor for network in networks for tensor in _weights(network)}.values()
     )
-    # The allocator of pinned memory rounds up to powers of two.
+    # The pinned memory allocator rounds up to powers of two.
     needed = 2 * sum(tensor.nbytes for tensor in tensors)
     if not tensors or needed > room_bytes or not all(_is_movable(network) for network in networks):
         return None
@@ -95,7 +95,7 @@ def offload(model: LoadedModel, room_bytes: int) -> Offloaded | None:
 
 
 def _networks(values: Mapping[str, Any], depth: int) -> Iterator[Any]:
-    """All torch modules reachable through our own objects, diffusers pipelines, lists and dicts."""
+    """Yields torch modules reachable through our objects, diffusers pipelines, lists and dicts."""
     torch = sys.modules["torch"]
     for value in values.values():
         if isinstance(value, torch.nn.Module):
@@ -154,13 +154,13 @@ def _finish_copies() -> None:
 def resident_bytes() -> int:
     try:
         return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * _PAGE_BYTES
-    except FileNotFoundError:  # not Linux, which has only the peak
+    except FileNotFoundError:  # not Linux; other systems report only the peak
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024
 
 
 def gpu_bytes() -> int:
-    """GPU memory that torch allocated for tensors in this process."""
+    """Returns the GPU memory allocated by torch for tensors in this process."""
     torch = _torch_with_gpu()
     return (
         sum(torch.cuda.memory_allocated(gpu) for gpu in range(torch.cuda.device_count()))
@@ -170,7 +170,7 @@ def gpu_bytes() -> int:
 
 
 def weights_bytes(root: Path) -> int:
-    """The size of weight files: `root`, or the files below it in one format."""
+    """Returns the size of weight files: `root`, or the files below it in one format."""
     files = [path for path in (root, *root.rglob("*")) if path.is_file()]
     sums = (
         sum(path.stat().st_size for path in files if path.suffix == suffix) for suffix in _SUFFIXES
@@ -179,7 +179,7 @@ def weights_bytes(root: Path) -> int:
 
 
 def free_host_bytes() -> int:
-    """Free memory without swapping: of the machine, or less if a cgroup limits it."""
+    """Returns the memory free without swapping: the machine's, or less under a cgroup limit."""
     free = []
     with contextlib.suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
@@ -200,7 +200,7 @@ def give_back(*, is_empty: bool) -> None:
     """
     gc.collect()
     if is_empty:
-        # libraries have 300,000 objects; a collection of them takes a quarter of a second
+        # libraries have 300,000 objects; collecting them takes a quarter of a second
         gc.freeze()
     torch = _torch_with_gpu()
     if torch is not None:
@@ -210,7 +210,7 @@ def give_back(*, is_empty: bool) -> None:
 
 
 def _torch_with_gpu() -> Any:
-    """torch, if it is imported and uses a GPU. Does not import it."""
+    """Returns torch if it is imported and uses a GPU. Doesn't import it."""
     torch = sys.modules.get("torch")
     return torch if torch is not None and torch.cuda.is_initialized() else None
 
@@ -219,13 +219,12 @@ class ResidentModels:
     """Loads models when they are used.
 
     Args:
-        makers: create each model, not yet loaded. A model's number is its position here.
-        weights: the file or folder with the weights of each, to estimate its size before the first
-            load.
-        budget_bytes: for all resident models together. A model above it is resident alone. 0 means
-            only the limit of the device, which also leads to evictions.
+        makers: create each model without loading it. A model's number is its index here.
+        weights: each model's weights file or folder, for estimating its size before the first load.
+        budget_bytes: limit for all resident models together. A model above it is resident alone. 0:
+            only the device's limit, which also leads to evictions.
         loaded: models, by number, that were loaded before this process was forked.
-        more_weights: additional files loaded by models, by number. Part of the estimate.
+        more_weights: additional files that models load, by number. Included in the estimate.
     """
 
     def __init__(
@@ -257,12 +256,12 @@ class ResidentModels:
         self.warmup_s = 0.0
 
     def open(self) -> None:
-        """Loads every model once, so that an invalid one is refused now.
+        """Loads every model once, so that an invalid one is rejected now.
 
         The first ones that fit stay.
 
-        Evicted models are loaded once more to measure a switch, because a first load also imports
-        libraries.
+        Evicted models are loaded a second time to measure a switch, because a first load also
+        imports libraries.
 
         Raises:
             PenstockError: a model can't be loaded.
@@ -273,7 +272,7 @@ class ResidentModels:
             self.use(number)
 
     def use(self, number: int) -> LoadedModel:
-        """The model with this number, loaded if it is not resident.
+        """Returns the model with this number, loading it if it is not resident.
 
         Raises:
             PenstockError: it can't be loaded.
@@ -286,13 +285,13 @@ class ResidentModels:
         return self._resident[number]
 
     def overlapping(self, number: int) -> InferenceModel | None:
-        """The model with this number, if it is resident and computes two batches at once."""
+        """Returns this model if it is resident and computes two batches at once."""
         if number not in self.overlaps or number not in self._resident:
             return None
         return cast(InferenceModel, self.use(number))
 
     def loaded_at_s(self, number: int) -> float:
-        """When the model with this number was last loaded, in Unix seconds. 0: never."""
+        """Returns when this model was last loaded, in Unix seconds. 0: never."""
         return self._loaded_at_s.get(number, 0.0)
 
     def _load_within_budget(self, number: int) -> None:
@@ -324,10 +323,10 @@ class ResidentModels:
         model = self._from_disk(number) if offloaded is None else _restore(offloaded)
         self._load_s[number] = time.monotonic() - began_s
         if model.device_name == "cpu":
-            # Files are mapped and read on demand, so a model grows up to their size.
+            # Files are mapped and read on demand, so a model can grow to their size.
             grown_bytes = resident_bytes() - before_bytes[0]
             self._size_bytes[number] = max(grown_bytes, self._estimate_bytes[number])
-        else:  # torch does not see the memory of other libraries, which keep the estimate
+        else:  # torch doesn't see other libraries' memory, so they keep the estimate
             grown_bytes = gpu_bytes() - before_bytes[1]
             self._size_bytes[number] = (
                 grown_bytes if grown_bytes > 0 else self._estimate_bytes[number]
@@ -344,7 +343,7 @@ class ResidentModels:
             self.setup_s += time.monotonic() - began_s
         self.device_name = self.device_name or model.device_name
         if is_first or model.device_name != "cpu":
-            # Libraries on a CPU stay warm. Graphs and kernels on a GPU are gone with the model.
+            # On a CPU, libraries stay warm. On a GPU, graphs and kernels are gone with the model.
             began_s = time.monotonic()
             model.warmup()
             self.warmup_s += time.monotonic() - began_s
@@ -369,7 +368,7 @@ class ResidentModels:
             self._evict_oldest()
 
     def evict(self, numbers: Sequence[int]) -> None:
-        """Evicts these models, as far as they are resident: others need the memory."""
+        """Evicts these models, if they are resident: others need the memory."""
         for number in numbers:
             if number in self._resident:
                 self._resident.move_to_end(number, last=False)
@@ -390,7 +389,7 @@ class ResidentModels:
             self._offloaded[number] = offloaded
 
     def changes(self) -> ResidencyReport | None:
-        """The loads and evictions since the last call, and the resident models.
+        """Returns the loads and evictions since the last call, and the resident models.
 
         None if there were none.
         """

@@ -1,9 +1,9 @@
-"""`python -m workers.runtime.server`: a model process, which runs batches from a socket.
+"""`python -m workers.runtime.server`: a model process, which runs batches received on a socket.
 
-It gets one end of a socket pair. It sends Ready (or Refused), then one result per batch. It exits
-as soon as the other end is closed, even in the middle of a batch. Normally it is forked from a
-template, which is the same program: it loads what all processes can share and then forks on request
-(workers/runtime/template.py).
+It is passed one end of a socket pair. It sends Ready (or Refused), then one result per batch. It
+exits as soon as the other end is closed, even in the middle of a batch. Normally it is forked from
+a template, which is the same program: it loads everything that processes can share, then forks on
+request (workers/runtime/template.py).
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ log = logging.getLogger(__name__)
 
 
 def main() -> int:
-    """Serves the given models until the socket closes. Returns the exit status."""
+    """Serves the models until the socket closes. Returns the exit status."""
     arguments = _arguments()
     configure_logs("WARNING")
-    # Only the I/O process obeys signals to the whole group (Ctrl-C, a supervisor's TERM). It
+    # Only the I/O process obeys signals sent to the whole group (Ctrl-C, a supervisor's TERM). It
     # drains, then hangs up.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -115,9 +115,9 @@ def _arguments() -> argparse.Namespace:
 
 @contextmanager
 def gpus_hidden() -> Iterator[None]:
-    """Within it, libraries find no GPU.
+    """Within this context, libraries find no GPU.
 
-    diffusers asks for one when it is imported. Both CUDA and NVML start a thread to answer, and a
+    diffusers looks for one when it is imported. Both CUDA and NVML start a thread to answer, and a
     process with threads can't be forked.
     """
     name = "CUDA_VISIBLE_DEVICES"
@@ -133,10 +133,10 @@ def gpus_hidden() -> Iterator[None]:
 
 
 def _load_ahead(arguments: argparse.Namespace) -> dict[int, LoadedModel]:
-    """Imports libraries and loads what forks can share, on one thread so that forks are safe.
+    """Imports libraries and loads whatever forks can share, on one thread so that forking is safe.
 
-    Weights are shared on a CPU without a memory budget. ONNX Runtime sessions start threads, so
-    they are not.
+    Weights are shared on a CPU without a memory budget. ONNX Runtime sessions are not, because they
+    start threads.
     """
     template.name_process(template.TEMPLATE_NAME)
     template.die_with_parent()
@@ -172,7 +172,7 @@ def _fork_for(
 ) -> template.ForkedChild | None:
     """Forks on request.
 
-    Returns in each forked process, and returns None in the template at its end.
+    Returns in each forked process, and returns None in the template when it ends.
     """
     facts = TemplateReady(
         time.monotonic() - _BEGAN_S,
@@ -200,7 +200,7 @@ def serve(arguments: argparse.Namespace, loaded: Mapping[int, LoadedModel]) -> i
 
 
 class ModelServer:
-    """Answers the I/O process at the other end of `connection`. `rooms`: of each model."""
+    """Serves the I/O process at the other end of `connection`. `rooms`: each model's room."""
 
     def __init__(
         self,
@@ -230,7 +230,7 @@ class ModelServer:
                     self._resident_models.evict(message.models)
                 elif isinstance(message, Cancel):
                     self._overlapped.cancel(message.number)
-                # Anything else is about a batch that is done.
+                # Anything else is for a batch that is done.
         return 0
 
     def _run(self, batch: RunBatch) -> None:

@@ -1,8 +1,8 @@
-"""The template of model processes: the I/O process's end, and the process that forks on request.
+"""The template of model processes: its client in the I/O process, and the process that forks.
 
-A fork is ready in a fraction of the seconds that importing torch takes, and all forks share the
-pages of libraries and weights. The first request for a fork starts the template. If the template
-dies, the next request starts it again. The processes that it forked live on.
+A fork is ready in a fraction of the time that importing torch takes, and all forks share the memory
+pages of libraries and weights. The first fork request starts the template. If the template dies,
+the next request restarts it. The processes it has forked live on.
 
 Between the I/O process and the template, one message is one packet. The I/O process sends a
 ForkRequest with two descriptors: the model process's end of its socket, and its output pipe. The
@@ -11,8 +11,8 @@ ProcessEnded for each process that ended.
 
 The template process loads libraries and weights, and forks model processes on request. It runs no
 model, starts no thread and does not initialize CUDA, because none of these survives a fork. If a
-library does so anyway, the forked process executes its program again. That is as slow as without a
-template, and as safe.
+library does so anyway, the forked process re-executes its program. That is as slow as running
+without a template, and just as safe.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ log = logging.getLogger(__name__)
 
 
 class ForkRequest(msgspec.Struct, tag="fork"):
-    """Fork a model process for `device`. `number` counts the forks of this template."""
+    """Fork a model process for `device`. `number` counts this template's forks."""
 
     number: int
     device: str
 
 
 class TemplateReady(msgspec.Struct, tag="loaded"):
-    """Libraries and the weights of `models` models are loaded.
+    """The libraries and the weights of `models` models are loaded.
 
-    `other_threads` has the name of each thread but the main one. Forks are sound if there is none.
+    `other_threads` has the name of each thread except the main one. Forks are sound if it is empty.
     """
 
     load_s: float
@@ -75,7 +75,7 @@ class ForkResult(msgspec.Struct, tag="forked"):
 
 
 class ProcessEnded(msgspec.Struct, tag="ended"):
-    """Process `pid` ended. `status` is as in subprocess."""
+    """Process `pid` has ended. `status` is the same as in subprocess."""
 
     pid: int
     status: int
@@ -99,16 +99,16 @@ def send(
 
 
 def receive_request(control: socket.socket) -> tuple[ForkRequest | None, list[int]]:
-    """The next request and its descriptors. None if the I/O process closed its end or died."""
+    """Returns the next request and its descriptors. None if the I/O process hung up or died."""
     body, descriptors, _, _ = socket.recv_fds(control, PACKET_MAX_BYTES, 2)
     return (_request_decoder.decode(body) if body else None), descriptors
 
 
 def receive_message(control: socket.socket) -> tuple[TemplateMessage | None, list[int]]:
-    """The next message and its descriptor. None if the template died.
+    """Returns the next message and its descriptor. None if the template died.
 
     Raises:
-        BlockingIOError: there is no message now.
+        BlockingIOError: no message is available.
     """
     body, descriptors, _, _ = socket.recv_fds(control, PACKET_MAX_BYTES, 1)
     return (_message_decoder.decode(body) if body else None), descriptors
@@ -138,7 +138,7 @@ class Template:
 
     @property
     def pid(self) -> int | None:
-        """The process id of the template while it runs."""
+        """The template's process ID while it is running."""
         return (
             None if self._running is None or self._running.is_over.is_set() else self._running.pid
         )
@@ -150,7 +150,7 @@ class Template:
         return 0 if loaded is None else loaded.memory_bytes
 
     async def fork(self, device: str, theirs: socket.socket) -> ForkedProcess:
-        """Forks a model process for `device`, with `theirs` as its end of the socket.
+        """Forks a model process for `device`, passing it `theirs` as its end of the socket.
 
         Raises:
             ModelFailed: the template can't be started, died, or does not respond.
@@ -234,7 +234,7 @@ class Template:
 
 
 class _TemplateProcess:
-    """One template process: the requests it has, and the processes it forked."""
+    """One template process: its requests, and the processes it forked."""
 
     def __init__(self, control: socket.socket, process: asyncio.subprocess.Process) -> None:
         loop = asyncio.get_running_loop()
@@ -355,7 +355,7 @@ class _Output(asyncio.StreamReaderProtocol):
 
 
 class ForkedChild(NamedTuple):
-    """The state of a forked process: its socket, its device, and whether the fork is sound."""
+    """A forked process's state: its socket, its device, and whether the fork is sound."""
 
     fd: int
     device: str
@@ -375,7 +375,7 @@ class ForkServer:
         Returns in each forked process, and returns None in the template.
         """
         gc.collect()
-        gc.freeze()  # a collection would write to all objects, and so copy the shared pages
+        gc.freeze()  # a collection would write to all objects and thus copy the shared pages
         with contextlib.suppress(ConnectionError):
             send(self._control, loaded)
             return self._serve(is_alone=not loaded.other_threads)
@@ -429,7 +429,7 @@ class ForkServer:
 
 
 def other_threads() -> list[str]:
-    """Returns the names of this process's threads but the main one."""
+    """Returns the names of this process's threads except the main one."""
     tasks = [task for task in Path("/proc/self/task").iterdir() if int(task.name) != os.getpid()]
     return [(task / "comm").read_text(encoding="utf-8").strip() for task in tasks]
 
@@ -440,7 +440,7 @@ def _has_broken_cuda() -> bool:
 
 
 def start_anew(child: ForkedChild) -> None:
-    """Executes the program again with the same socket and device. Never returns."""
+    """Re-executes the program with the same socket and device. Never returns."""
     os.set_inheritable(child.fd, True)
     os.execv(
         sys.executable,
@@ -449,7 +449,7 @@ def start_anew(child: ForkedChild) -> None:
 
 
 def name_process(name: str) -> None:
-    """Sets the name that `ps` and `top` show, at most 15 characters. Linux only."""
+    """Sets the name shown by `ps` and `top`, at most 15 characters. Linux only."""
     _prctl(_PR_SET_NAME, ctypes.create_string_buffer(name.encode()))
 
 

@@ -1,7 +1,7 @@
-"""`penstock models check NAME` of a text model: how much memory it takes, and how much fits.
+"""`penstock models check NAME` for a text model: how much memory it takes, and how much fits.
 
-Starts the model as a worker does, with one model process and all cores. Keys and values per token
-follow from the layers in the model's configuration.
+Starts the model the way a worker does, with one model process and all cores. The size of keys and
+values per token follows from the layers in the model's configuration.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from workers.tasks import WORKER_TASKS, preparer_for
 
 _MIB = 2**20
 _LLAMA_CPP_ELEMENT_BYTES = 2
-"""llama.cpp's default for keys and values is f16."""
+"""llama.cpp's default type for keys and values is f16."""
 
 
 def check_text_model(name: str, device: str) -> Iterator[str]:
-    """Starts a text model and stops it again. Yields lines for a person.
+    """Starts a text model and stops it again. Yields human-readable lines.
 
     Args:
         device: auto, cpu, cuda or cuda:N.
@@ -52,7 +52,7 @@ def check_text_model(name: str, device: str) -> Iterator[str]:
 
 
 class _Started(NamedTuple):
-    """A model that was ready. `free_bytes`: free memory of the machine while it was running."""
+    """A model that was ready. `free_bytes`: the machine's free memory while it was running."""
 
     device: str
     load_s: float
@@ -71,7 +71,7 @@ async def _start(model: HostedModel, device: str) -> _Started:
 
 
 class Cache(NamedTuple):
-    """Room for keys and values. `is_taken`: all of it is allocated at the start."""
+    """Room for keys and values. `is_taken`: True if all of it is allocated at startup."""
 
     token_bytes: int
     tokens: int
@@ -83,7 +83,7 @@ class Cache(NamedTuple):
 
 
 def measure_cache(entry: Model, folder: Path, device: str) -> Cache:
-    """Returns the room for keys and values of a text model.
+    """Returns a text model's room for keys and values.
 
     Args:
         folder: local folder with the model's files.
@@ -108,7 +108,7 @@ def _find_element_bytes(precision: str, device: str) -> int:
 
 
 def count_elements_in_config(folder: Path) -> int:
-    """Returns how many numbers of keys and values a token has, from a folder's config.json."""
+    """Returns how many key and value elements a token has, from a folder's config.json."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -119,9 +119,9 @@ def count_elements_in_config(folder: Path) -> int:
 
 
 def count_elements_in_gguf(path: Path) -> int:
-    """Returns how many numbers of keys and values a token has, from a GGUF file's metadata.
+    """Returns how many key and value elements a token has, from a GGUF file's metadata.
 
-    Layers with a sliding window count as the others, although llama.cpp keeps less of them.
+    Layers with a sliding window count like the others, although llama.cpp stores less for them.
     """
     from gguf import GGUFReader
 

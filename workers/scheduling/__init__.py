@@ -1,1 +1,1 @@
-"""Chooses the model and the batch that run next."""
+"""Chooses the next model and batch to run."""

@@ -1,38 +1,38 @@
-"""Chooses the items of the next batch from the waiting items. Pure: no clock, no I/O.
+"""Chooses the next batch's items from the waiting items. Pure: no clock, no I/O.
 
-A batch has items that wait when a model process becomes idle. It never waits for more items.
-Tenants share the model by work, not by items:
+A batch consists of items that are waiting when a model process becomes idle. It never waits for
+more items. Tenants share the model by work, not by items:
 
 - **Between tenants**: deficit round robin (Shreedhar and Varghese, "Efficient Fair Queuing Using
-  Deficit Round-Robin", IEEE/ACM Transactions on Networking 4(3), 1996). A tenant gains a quantum of
-  work per round, in proportion to its weight. As in Linux's fq_codel (RFC 8290, section 4.2) it may
-  take items while its deficit is above 0, and pays back in the next rounds what it took too much.
-  So a tenant's turn does not depend on the length of its next item.
-- **Within a tenant**: the earliest deadline first, and order of arrival between equal deadlines.
+Deficit Round-Robin", IEEE/ACM Transactions on Networking 4(3), 1996). A tenant gains a quantum of
+work per round, in proportion to its weight. As in Linux's fq_codel (RFC 8290, section 4.2), it may
+take items while its deficit is above 0, and pays back any excess in the following rounds. A
+tenant's turn therefore doesn't depend on its next item's length.
+- **Within a tenant**: earliest deadline first, then order of arrival for equal deadlines.
 - **Keys**: only items with equal keys share a batch. The tenant whose turn it is leads with its
-  first item, whose key is the batch's. Other items of that key follow in the order of their
-  tenants' turns. All of it is charged, so keys gain a tenant nothing. A tenant may run ahead of its
-  turn in this way by at most one batch.
+first item, whose key becomes the batch's. Other items with that key follow in the order of their
+tenants' turns. All of it is charged, so a tenant gains nothing by using keys. In this way, a tenant
+may run ahead of its turn by at most one batch.
 
-Rounds are counted, not walked: each tenant has the number of the first round in which it may take
-an item, and a heap has the order of those. So rounds without an item cost nothing, whatever the
-weights, and an item costs O(log n).
+Rounds are counted rather than iterated: each tenant has the number of the first round in which it
+may take an item, and a heap orders the tenants by it. Rounds without an item therefore cost
+nothing, whatever the weights, and an item costs O(log n).
 
-The bounds, with quantum q = budget / HEAVIEST x weight and the longest item l:
+The bounds, with quantum q = budget / HEAVIEST x weight and longest item l:
 
-- Two tenants i, j that wait all the time: |work_i / weight_i - work_j / weight_j| is at most
-  2 x budget / HEAVIEST + l_i / weight_i + l_j / weight_j. With several keys it is one more
-  budget / weight for each of the two, for the batches that ran ahead of their turn.
-- A tenant without debts whose item arrives: the batches before the one with its first item have,
-  if all keys are equal, at most 2 x q_j + l_j work of each other tenant j. With several keys each
-  such item of another tenant may bring a batch of its key along.
-- A tenant of which nothing waits keeps no deficit. It keeps what it took too much, until its round
-  has come, so it can't take more by sending items one at a time.
+- For two tenants i, j that are always waiting: |work_i / weight_i - work_j / weight_j| is at most 2
+x budget / HEAVIEST + l_i / weight_i + l_j / weight_j. With several keys, add one budget / weight
+for each of the two, for the batches that ran ahead of their turn.
+- When an item arrives for a tenant without debts and all keys are equal, the batches before the one
+with the tenant's first item contain at most 2 x q_j + l_j work from each other tenant j. With
+several keys, each such item from another tenant may bring along a batch of its key.
+- A tenant with nothing waiting keeps no deficit. It keeps any excess until its round has come, so
+it can't get more by sending items one at a time.
 
-A batch that completes all items of some tenant is not made much longer by a tenant of which more
-than a batch waits: by at most `spare` work, or to at most twice its length.
+A batch that completes all of some tenant's items is not made much longer by a tenant with more than
+a batch waiting: by at most `spare` work, or to at most twice its length.
 
-`TenantQueue` has the items of one tenant that wait, and the used part of the tenant's share.
+`TenantQueue` holds one tenant's waiting items, and the used part of the tenant's share.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ STALE_MAX = 16
 HeapEntry: TypeAlias = "tuple[float, int, ItemT, TenantQueue[ItemT]]"
 """Deadline, arrival number, item, tenant. It is stale once the item was taken or filed again."""
 Filed: TypeAlias = "Mapping[ItemT, HeapEntry[ItemT]]"
-"""The heap entry of each item that waits."""
+"""Each waiting item's heap entry."""
 
 IDLE_MAX = 1024
-"""Tenants without items whose debts are remembered."""
+"""Maximum number of tenants without items whose debts are remembered."""
 Ring: TypeAlias = "list[tuple[int, int, TenantQueue[ItemT]]]"
-"""A heap of tenants by the round of their next turn, and their order in it.
+"""A heap of tenants by the round of their next turn, and by their order in that round.
 
-A round can be outdated. It is never later than the tenant's next.
+A round may be outdated. It is never later than the tenant's next round.
 """
 
 
@@ -72,11 +72,11 @@ class Batchable(Protocol):
 
     @property
     def weight(self) -> float:
-        """The tenant's share of the work, relative to the other tenants that wait."""
+        """The tenant's share of the work, relative to the other waiting tenants."""
 
     @property
     def deadline_s(self) -> float:
-        """When it must have started, in unix seconds."""
+        """When it must have started, in Unix seconds."""
 
     @property
     def key(self) -> str:
@@ -91,10 +91,10 @@ ItemT = TypeVar("ItemT", bound=Batchable)
 
 
 class TenantQueue(Generic[ItemT]):
-    """A tenant's items: earliest deadline first, within a key and over all keys.
+    """One tenant's items: earliest deadline first, both per key and over all keys.
 
     Args:
-        filed: all entries of the queue, used to find stale entries.
+        filed: all entries in the queue, used to find stale entries.
     """
 
     __slots__ = ("_by_deadline", "_filed", "_stale", "by_key", "name", "quantum", "spent",
@@ -107,9 +107,9 @@ class TenantQueue(Generic[ItemT]):
         self.spent = 0.0
         """Work taken so far, in rounds of its quantum. It has a deficit in rounds above this."""
         self.waiting = 0
-        """The number of items that wait."""
+        """Number of waiting items."""
         self.work = 0
-        """Total work of the items."""
+        """Total work of the waiting items."""
         self.by_key: dict[str, list[HeapEntry[ItemT]]] = {}
         self._by_deadline: list[HeapEntry[ItemT]] = []  # only while there are several keys
         self._filed = filed
@@ -117,11 +117,11 @@ class TenantQueue(Generic[ItemT]):
 
     @property
     def next_round(self) -> int:
-        """The first round in which its deficit is above 0."""
+        """The first round in which its deficit is positive."""
         return int(self.spent) + 1
 
     def add(self, entry: HeapEntry[ItemT]) -> bool:
-        """Adds the entry of an item. Returns whether its key is new here."""
+        """Adds an item's entry. Returns whether its key is new here."""
         item = entry[2]
         self.waiting += 1
         self.work += item.length
@@ -135,12 +135,12 @@ class TenantQueue(Generic[ItemT]):
         return is_new
 
     def first(self, key: str) -> HeapEntry[ItemT] | None:
-        """Returns the entry for its first item of `key`."""
+        """Returns the entry of its first item with `key`."""
         entries = self.by_key.get(key)
         return self._top(entries) if entries else None
 
     def earliest(self) -> HeapEntry[ItemT] | None:
-        """Returns the entry for its first item of any key."""
+        """Returns the entry of its first item with any key."""
         if len(self.by_key) == 1:
             (entries,) = self.by_key.values()
             return self._top(entries)
@@ -196,15 +196,15 @@ def always(item: object) -> bool:
 
 
 class BatchQueue(Generic[ItemT]):
-    """Items that wait for a model process.
+    """Items waiting for a model process.
 
-    A batch has at most `max_items` items of `budget` total length.
+    A batch has at most `max_items` items with a total length of `budget`.
     """
 
     def __init__(self, budget: int, max_items: int) -> None:
         self.budget = budget
         self.max_items = max_items
-        self._quantum = budget / HEAVIEST  # so a turn takes one batch at most
+        self._quantum = budget / HEAVIEST  # so a turn takes at most one batch
         self._round = 0
         self._turns = count()
         self._arrivals = count()
@@ -219,7 +219,7 @@ class BatchQueue(Generic[ItemT]):
         return len(self._filed)
 
     def __iter__(self) -> Iterator[ItemT]:
-        """All items that wait, in order of arrival."""
+        """Yields all waiting items in order of arrival."""
         return iter(self._filed)
 
     def __contains__(self, item: ItemT) -> bool:
@@ -227,7 +227,7 @@ class BatchQueue(Generic[ItemT]):
 
     @property
     def is_full(self) -> bool:
-        """True if as many items wait as a batch may have, or as much work."""
+        """True if as many items are waiting as a batch may have, or as much work."""
         return len(self._filed) >= self.max_items or self._work >= self.budget
 
     @property
@@ -235,7 +235,7 @@ class BatchQueue(Generic[ItemT]):
         return len(self._tenants)
 
     def earliest(self) -> ItemT | None:
-        """The item with the earliest deadline, of the tenants that may run ahead of their turn.
+        """Returns the earliest deadline's item among tenants that may run ahead of their turn.
 
         Takes O(tenants).
         """
@@ -246,7 +246,7 @@ class BatchQueue(Generic[ItemT]):
         return min(firsts)[2] if firsts else None
 
     def firsts(self) -> list[ItemT]:
-        """The item of each tenant that is its next. Takes O(tenants)."""
+        """Returns each tenant's next item. Takes O(tenants)."""
         tenants = (tenant for tenant in self._tenants.values() if tenant.waiting)
         return [entry[2] for tenant in tenants if (entry := tenant.earliest()) is not None]
 
@@ -254,18 +254,18 @@ class BatchQueue(Generic[ItemT]):
         self._file(item, next(self._arrivals))
 
     def update(self, item: ItemT) -> None:
-        """Files `item` again if its tenant or its deadline has changed."""
+        """Files `item` again if its tenant or deadline has changed."""
         entry = self._filed[item]
         if (entry[0], entry[3].name) != (item.deadline_s, item.tenant):
             self._file(item, entry[1])
             self._removed(entry)
 
     def remove(self, item: ItemT) -> None:
-        """Removes `item` without a charge."""
+        """Removes `item` without charging for it."""
         self._removed(self._filed.pop(item))
 
     def discard_unwanted(self, is_wanted: Callable[[ItemT], bool]) -> None:
-        """Removes the items that are not wanted, and updates the others."""
+        """Removes unwanted items and updates the others."""
         for item in list(self._filed):
             if is_wanted(item):
                 self.update(item)
@@ -281,14 +281,16 @@ class BatchQueue(Generic[ItemT]):
         is_wanted: Callable[[ItemT], bool] = always,
         first: ItemT | None = None,
     ) -> list[ItemT]:
-        """Removes and returns the next batch of at most `at_most` items. Empty if none wait.
+        """Removes and returns the next batch, of at most `at_most` items.
+
+        Empty if none are waiting.
 
         Args:
-            at_most: items.
-            room: work, in addition to the first item's. The budget is a bound as well.
-            spare: how much work may follow the last item of a tenant that is done.
-            is_wanted: items that are not wanted are removed without a charge.
-            first: the item that leads, instead of the next tenant's first item.
+            at_most: maximum number of items.
+            room: maximum work in addition to the first item's. The budget applies as well.
+            spare: how much work may be added after the last item of a completed tenant.
+            is_wanted: unwanted items are removed without charging for them.
+            first: the item that leads, in place of the next tenant's first item.
         """
         if first is not None and not is_wanted(first):
             self.remove(first)
@@ -314,18 +316,17 @@ class BatchQueue(Generic[ItemT]):
         may_take: Callable[[ItemT], bool] = always,
         room_of: Callable[[ItemT], float] | None = None,
     ) -> list[ItemT]:
-        """Removes and returns items for a running batch, strictly in the order of turns.
+        """Removes and returns items for a running batch, strictly in turn order.
 
-        The first item that does not fit ends it, so that the items of its tenant are not passed by.
+        Stops at the first item that does not fit, so that its tenant's items are not overtaken.
 
         Args:
-            at_most: items.
-            room: work, or what `room_of` measures.
-            key: key of the running batch. None: any, and the other items must have the first item's
-                key.
-            is_wanted: items that are not wanted are removed without a charge.
-            may_take: tenants whose next item may not be taken lose their turn, and keep the item.
-            room_of: the room that an item takes. None: its work.
+            at_most: maximum number of items.
+            room: maximum work, or the unit measured by `room_of`.
+            key: the running batch's key. None: any, and all items must have the first item's key.
+            is_wanted: unwanted items are removed without charging for them.
+            may_take: tenants whose next item may not be taken lose their turn but keep the item.
+            room_of: returns the room an item takes. None: uses its work.
         """
         admitted: list[ItemT] = []
         while len(admitted) < at_most:
@@ -346,12 +347,12 @@ class BatchQueue(Generic[ItemT]):
     def fill(
         self, batch: list[ItemT], room: float, is_wanted: Callable[[ItemT], bool] = always
     ) -> None:
-        """Adds items of the same key to another queue's `batch`, up to a total of `room` work."""
+        """Adds items with the same key to another queue's `batch`, up to `room` total work."""
         self._advance()
         self._extend(batch, self.max_items, room, inf, is_wanted, 0)
 
     def _lead(self, is_wanted: Callable[[ItemT], bool]) -> ItemT | None:
-        """The first item of the tenant whose turn it is."""
+        """Returns the first item of the tenant whose turn it is."""
         while (tenant := self._advance()) is not None:
             entry = tenant.earliest()
             assert entry is not None, "a tenant with items has no first item; this is a bug"
@@ -363,7 +364,7 @@ class BatchQueue(Generic[ItemT]):
     def _next_permitted(
         self, is_wanted: Callable[[ItemT], bool], may_take: Callable[[ItemT], bool]
     ) -> ItemT | None:
-        """The first item that may be taken, in the order of turns. Takes O(tenants log tenants)."""
+        """Returns the first permitted item in turn order. Takes O(tenants log tenants)."""
         waiting = [tenant for tenant in self._tenants.values() if tenant.waiting]
         for tenant in sorted(waiting, key=lambda candidate: candidate.next_round):
             while (entry := tenant.earliest() if tenant.waiting else None) is not None:
@@ -388,9 +389,9 @@ class BatchQueue(Generic[ItemT]):
         is_wanted: Callable[[ItemT], bool],
         done: int,
     ) -> None:
-        """Adds items of the batch's key in the order of turns, until the first that has no room.
+        """Adds items with the batch's key in turn order, up to the first that doesn't fit.
 
-        `done` is the work in the batch up to the last item of a tenant that is done, or 0.
+        `done` is the batch's work up to the last item of a completed tenant, or 0.
         """
         key, total = batch[0].key, batch[0].length
         room += total
@@ -424,7 +425,10 @@ class BatchQueue(Generic[ItemT]):
             heappush(ring, (tenant.next_round, next(self._turns), tenant))
 
     def _queue_of(self, name: str) -> TenantQueue[ItemT]:
-        """The tenant `name`, of which nothing waits, in the next round or when its debt is paid."""
+        """Returns the queue of tenant `name`, which has nothing waiting.
+
+        It is due next round, or once its debt is paid.
+        """
         self._advance()
         tenant = self._tenants.get(name)
         if tenant is not None:
@@ -437,7 +441,7 @@ class BatchQueue(Generic[ItemT]):
         return tenant
 
     def _charge(self, entry: HeapEntry[ItemT]) -> None:
-        """Takes an item out of the queue, at its tenant's expense."""
+        """Takes an item out of the queue, charging its tenant."""
         _, _, item, tenant = entry
         del self._filed[item]
         self._work -= item.length
@@ -468,9 +472,9 @@ class BatchQueue(Generic[ItemT]):
             heapify(self._ring)
 
     def _advance(self) -> TenantQueue[ItemT] | None:
-        """The tenant whose turn it is. Its next round is the current one.
+        """Returns the tenant whose turn it is. Its next round is the current one.
 
-        Forgets the tenants before it of which nothing waits.
+        Forgets earlier tenants with nothing waiting.
         """
         while self._ring:
             round_, _, tenant = self._ring[0]
@@ -486,7 +490,7 @@ class BatchQueue(Generic[ItemT]):
         return None
 
     def _next_of_key(self, key: str) -> HeapEntry[ItemT] | None:
-        """Returns the first item of `key` from the tenant whose turn it is.
+        """Returns the first item with `key` from the tenant whose turn it is.
 
         Forgets the key if there is none.
         """

@@ -1,11 +1,11 @@
 """Limits the number of jobs that a worker holds.
 
-The model should never wait for the broker. With a broker nearby, two batches per process are
-enough: one that runs and one that waits. The permit of a finished job is used again only after its
-reply and its ack have traveled to the broker, and the next job has come back. So the worker also
-holds the jobs that its model computes in that time: its rate times the round trip, the
-bandwidth-delay product of a network path. The number is bounded: if a worker dies, its jobs wait
-until their leases end, and are computed again.
+The model should never wait for the broker. With a nearby broker, two batches per process are
+enough: one running and one waiting. A finished job's permit becomes available again only after its
+reply and ack have traveled to the broker and the next job has come back. The worker therefore also
+holds the jobs that its model computes in that time: its rate times the round trip, which is the
+bandwidth-delay product of a network path. The number is limited: if a worker dies, its jobs wait
+until their leases expire, and are computed again.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class FlowControl:
     """The number of jobs that one subscription holds.
 
     Args:
-        held: the number near the broker: two batches for each process.
-        completion: from the end of a job's last item to its ack.
+        held: the number of jobs with a nearby broker: two batches per process.
+        completion: time from the end of a job's last item to its ack.
         ack_linger_s: how long acks wait to be sent together.
     """
 
@@ -50,10 +50,10 @@ class FlowControl:
         self._ahead = HeldAhead()
 
     def batch_ended(self, batch: Sequence[QueuedItem], took_s: float, now_s: float) -> None:
-        """Measures the rate, and sets the number of jobs to hold.
+        """Measures the rate, and updates the number of jobs to hold.
 
         Args:
-            now_s: monotonic seconds.
+            now_s: current time in monotonic seconds.
         """
         jobs = sum(
             1 / len(pulled.items)

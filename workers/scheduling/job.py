@@ -1,4 +1,4 @@
-"""A pulled job: its items, their outcomes so far, and its items that wait for the model.
+"""A pulled job: its items, their outcomes so far, and its items waiting for the model.
 
 Plain data, no I/O.
 """
@@ -37,14 +37,14 @@ from workers.models.reports import BatchResult, Call
 FRESH_S = 0.05
 TOKEN_ID_BYTES = 4
 TOLERATED_CRASHES, GENERATION_TOLERATED_CRASHES = 1, 4
-"""Workers that may die while they hold a job, or a text generation, before its items run alone."""
+"""Workers that may die while holding a job, or a text generation, before its items run alone."""
 NOT_STARTED, NOT_DONE = "the model could start", "the model was done"
 NOT_SENT = "the answer was on its way"
 """The event that did not happen before an item's time ran out."""
 
 
 class JobTimer(Protocol):
-    """Fires at a limit of a job."""
+    """Fires when a job reaches one of its limits."""
 
     def cancel(self) -> object: ...
 
@@ -59,17 +59,17 @@ class PulledJob:
     pulled_at_s: float
     outcomes: dict[int, ItemOutcome] = field(default_factory=dict)
     to_cache: dict[str, int] = field(default_factory=dict)
-    """Cache keys that this job fills, each with the index of its item."""
+    """Cache keys that this job fills, each with its item's index."""
     to_pay: dict[str, tuple[int, Owed]] = field(default_factory=dict)
-    """Unpaid results that this job pays for, by cache key, each with the index of its item."""
+    """Unpaid results that this job pays for, by cache key, each with its item's index."""
     undelivered: frozenset[int] = frozenset()
-    """Indexes of items whose results were not part of the answer, once it is known."""
+    """Indexes of items whose results were not part of the answer, once known."""
     written: dict[int, list[Chunk]] = field(default_factory=dict)
     """Output of custom classes for items that have ended, by item index."""
     is_over: bool = False
     """The job is being finished, is finished, or was handed back. Its queued items are dropped."""
     is_canceled: bool = False
-    """The caller is gone. Running batches of this job stop after their current step."""
+    """The caller is gone. This job's running batches stop after their current step."""
     is_late: bool = False
     """The deadline passed. The job ends as if canceled."""
     timer: JobTimer | None = None
@@ -77,19 +77,19 @@ class PulledJob:
     over_since_s: float = 0.0
     """Monotonic time of the last item's outcome."""
     unfinished_claims: int = 0
-    """Number of workers that died while they held this job, since its last progress."""
+    """Number of workers that have died while holding this job since its last progress."""
     is_claimed: bool = False
-    """True if this worker's claim is in its record."""
+    """True if this worker's claim is in the job's record."""
     is_alone: bool = False
-    """True if, according to the record, the worker computes nothing else."""
+    """True if, according to the record, the worker is computing nothing else."""
     is_released: bool = False
     """True if the claim was released because the worker is shutting down."""
     dead_letter_reason: str = ""
-    """Why the job is given up. A copy of its message goes to the dead-letter topic."""
+    """Why the job was given up. A copy of its message goes to the dead-letter topic."""
     trace: TraceContext | None = None
     """The span that published it."""
     runs: list[ItemRun] | None = None
-    """The batches of its items so far. None if its spans are not kept."""
+    """Batches of its items so far. None if its spans are not kept."""
 
     @property
     def record(self) -> str:
@@ -102,9 +102,9 @@ class PulledJob:
 
     @property
     def shown_in(self) -> str:
-        """ID of the record that shows the progress of its images. Empty: there is none.
+        """ID of the record that shows its images' progress. Empty if there is none.
 
-        A request with steps after each image shows the progress of drawing.
+        A request with steps after each image shows the drawing progress.
         """
         if self.envelope.has_record:
             return self.record
@@ -114,19 +114,19 @@ class PulledJob:
     def tolerated_crashes(self) -> int:
         """Worker crashes tolerated before the job is treated as a poison pill.
 
-        When a node is lost, all of its jobs are delivered again, a second of work or more. Computed
-        one by one, each would take as long as a batch.
+        When a node is lost, all of its jobs are redelivered: a second of work or more. Computed one
+        by one, each would take as long as a batch.
 
         A generation tolerates more: it takes long, a caller is waiting, it continues from its last
-        token, and generations that run one by one take many times as long. One that crashes kills
-        only its model process, and those deaths are counted separately.
+        token, and generations run one by one take many times as long. A generation that crashes
+        kills only its model process, and those deaths are counted separately.
         """
         is_text = isinstance(self.items[0].input, GenerationInput)
         return GENERATION_TOLERATED_CRASHES if is_text else TOLERATED_CRASHES
 
     @property
     def start_by_s(self) -> float:
-        """Unix time after which the job is not started: the queue limit or the deadline."""
+        """Unix time after which the job may not start: the queue limit or the deadline."""
         envelope = self.envelope
         return (
             min(envelope.deadline_s, envelope.start_by_s)
@@ -149,9 +149,9 @@ class PulledJob:
 
     @property
     def is_fresh(self) -> bool:
-        """True if the API looked in the cache a moment ago, so another look is useless.
+        """True if the API checked the cache a moment ago, so that checking again is useless.
 
-        The way here takes a round trip to the broker: half from the API, and half to the worker.
+        The way here takes one round trip to the broker: half from the API and half to the worker.
         """
         age_s = self.pulled_at_s - self.envelope.published_at_s
         return self.envelope.attempt == 1 and age_s < FRESH_S + self.subscription.round_trip.most_s
@@ -162,7 +162,7 @@ class PulledJob:
         return self.is_over or self.is_canceled or self.is_late
 
     def is_undelivered(self, index: int) -> bool:
-        """Returns whether it is known that the caller does not get the result of an item."""
+        """Returns whether an item's result is known not to reach the caller."""
         return self.is_canceled or self.is_late or index in self.undelivered
 
     def end(self) -> None:
@@ -179,7 +179,7 @@ class PulledJob:
     def expired(
         self, index: int, receipt: Receipt | None = None, before: str = NOT_STARTED
     ) -> ItemOutcome:
-        """The outcome of an item whose time ran out `before` something happened."""
+        """Returns the outcome for an item whose time ran out `before` some event."""
         is_queue_limit = (
             before == NOT_STARTED
             and not self.is_late
@@ -195,24 +195,24 @@ class PulledJob:
         return failure(index, error, receipt or self.receipt())
 
     def canceled(self, index: int, receipt: Receipt | None = None) -> ItemOutcome:
-        """Returns the outcome of an item whose job was canceled."""
+        """Returns the outcome for an item whose job was canceled."""
         return failure(index, Canceled(), receipt or self.receipt())
 
     def unwanted(self, index: int, receipt: Receipt | None = None, *, started: bool) -> ItemOutcome:
-        """Returns the outcome of an item whose job was canceled or is late."""
+        """Returns the outcome for an item whose job was canceled or is late."""
         if self.is_canceled:
             return self.canceled(index, receipt)
         return self.expired(index, receipt, NOT_DONE if started else NOT_STARTED)
 
     def hit(self, item: Item, hit: Hit) -> ItemOutcome:
-        """Returns the outcome of an item whose result is in the cache."""
+        """Returns the outcome for an item whose result is in the cache."""
         if hit.owed is not None and item.cache_key:
             self.to_pay[item.cache_key] = (item.index, hit.owed)
         receipt = hit.receipt(pulled_at_s=self.pulled_at_s)
         return ItemOutcome(item.index, "succeeded", receipt, hit.result)
 
     def without_model(self, item: Item, result: Result) -> ItemOutcome:
-        """Returns the outcome of an item that needs no model."""
+        """Returns the outcome for an item that needs no model."""
         receipt = self.receipt()
         receipt.count(result)
         return ItemOutcome(item.index, "succeeded", receipt, result)
@@ -220,23 +220,23 @@ class PulledJob:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """The result of the model for an item, and the batch that the item was in."""
+    """The model's result for an item, and the batch that the item was in."""
 
     outcome: Result | PenstockError
     batch: BatchResult
     traces: Sequence[TraceContext] = ()
-    """The traces of the jobs in the batch whose spans are kept."""
+    """Traces of the batch's jobs whose spans are kept."""
     computed_work: int | None = None
-    """Its work with its part of the padding. None: nothing was padded."""
+    """Its work, including its share of the padding. None: nothing was padded."""
     logs: PrintedLogs | None = None
     """Output of the model's process, if the item was computed alone."""
     call: Call | None = None
-    """The call that computed it. None: all calls of its batch did."""
+    """The call that computed it. None: all calls in its batch did."""
 
 
 @dataclass(frozen=True, slots=True)
 class ItemRun:
-    """An item in a batch, for its spans."""
+    """An item's run in a batch, for its spans."""
 
     index: int
     queued_at_s: float
@@ -246,7 +246,7 @@ class ItemRun:
 
 @dataclass(slots=True, eq=False)
 class QueuedItem:
-    """A prepared input that waits for the model, and the items that share its result."""
+    """A prepared input waiting for the model, and the items that share its result."""
 
     prepared: Prepared
     cache_key: str | None
@@ -255,17 +255,17 @@ class QueuedItem:
     computed: Computed | None = None
     """Set once the model ran."""
     is_cached: bool = False
-    """True if the result goes to the cache."""
+    """True if the result goes into the cache."""
     payer: tuple[PulledJob, int] | None = None
-    """The job that is charged for the result, and the index of its item."""
+    """The job charged for the result, and its item's index."""
     deaths: int = 0
-    """Model processes that died while they computed it."""
+    """Number of model processes that died while computing it."""
     deaths_alone: int = 0
-    """The number of them that computed nothing else."""
+    """How many of them were computing nothing else."""
     written: list[Chunk] = field(default_factory=list)
-    """The output of a generation so far, if it is being streamed, or if it was preempted."""
+    """A generation's output so far, if it is being streamed or was preempted."""
     has_started: bool = False
-    """True if a model process had it, so that a limit of its time in the queue is over."""
+    """True if a model process has had it, so that its queue time limit no longer applies."""
 
     @property
     def tenant(self) -> str:
@@ -278,8 +278,8 @@ class QueuedItem:
 
     @property
     def deadline_s(self) -> float:
-        """When the first of its waiters gives up unless it has started, in unix seconds."""
-        if len(self.waiters) == 1:  # as nearly always
+        """When its first waiter gives up unless it has started, in Unix seconds."""
+        if len(self.waiters) == 1:  # as is nearly always the case
             return self.waiters[0][0].start_by_s
         return min(pulled.start_by_s for pulled, _ in self.waiters)
 
@@ -290,7 +290,7 @@ class QueuedItem:
 
     @property
     def can_go_on(self) -> bool:
-        """True if it can be interrupted and continued later."""
+        """True if it can be interrupted and resumed later."""
         return isinstance(self.prepared, PreparedPrompt | PreparedImage)
 
     @property
@@ -300,22 +300,22 @@ class QueuedItem:
 
     @property
     def length(self) -> int:
-        """The part of the batch budget that it takes."""
+        """The part of the batch budget it takes."""
         return self.prepared.length
 
     @property
     def work(self) -> int | None:
-        """Weight of a custom model's item, for its receipt. None: the result has it."""
+        """Work of a custom model's item, for its receipt. None: the result includes it."""
         return self.prepared.length if isinstance(self.prepared, PreparedCustom) else None
 
     def spent_work(self, steps_saved: int | None = None) -> int:
         """Returns the work done for it if it ends without a result.
 
-        A text that is streamed counts its prompt and what was written. Anything else counts as the
-        queue weighed it, less the steps of an image that were not computed.
+        A streamed text counts its prompt and its output so far. Anything else counts as estimated
+        by the queue, minus the steps of an image that were not computed.
 
         Args:
-            steps_saved: denoising steps that were left out. None: the model has no steps.
+            steps_saved: denoising steps that were skipped. None: the model has no steps.
         """
         prepared = self.prepared
         if isinstance(prepared, PreparedPrompt) and prepared.is_streamed:
@@ -341,7 +341,7 @@ class QueuedItem:
 
     @property
     def is_suspect(self) -> bool:
-        """True if a model process or a worker died while it held this item.
+        """True if a model process or worker died while holding this item.
 
         See `PulledJob.tolerated_crashes`: suspects run alone.
         """
@@ -353,9 +353,10 @@ class QueuedItem:
         return [(pulled, item) for pulled, item in self.waiters if not pulled.is_over]
 
     def outcomes(self) -> Iterator[tuple[PulledJob, ItemOutcome]]:
-        """One outcome per open waiter, once `computed` is set.
+        """Yields one outcome per open waiter, once `computed` is set.
 
-        The first waiter that gets the result has a cache miss. The others were coalesced with it.
+        The first waiter that gets the result counts as a cache miss. The others were coalesced with
+        it.
         """
         has_miss = False
         for number, (pulled, item) in enumerate(self.open_waiters()):
@@ -369,9 +370,9 @@ class QueuedItem:
             yield pulled, outcome
 
     def coalesced(self, pulled: PulledJob, item: Item) -> ItemOutcome:
-        """The outcome of a waiter that was coalesced after `computed` was set.
+        """Returns the outcome for a waiter that was coalesced after `computed` was set.
 
-        It pays if the first one turned out to be canceled or late.
+        It pays if the first waiter turned out to be canceled or late.
         """
         if self.payer is not None and not self.payer[0].is_undelivered(self.payer[1]):
             return self._outcome(pulled, item, "joined")

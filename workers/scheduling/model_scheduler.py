@@ -1,4 +1,4 @@
-"""Chooses the model that a process computes next, when several models share it."""
+"""Chooses the next model for a process, when several models share it."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from dataclasses import dataclass
 from typing import Protocol
 
 SWITCH_SHARE = 0.06
-"""Maximum share of the processes' time for switches.
+"""Maximum share of the processes' time spent on switches.
 
-Leaves room below a tenth for their other costs, such as cold caches.
+Leaves room, below a tenth, for their other costs, such as cold caches.
 """
 URGENT_SHARE = 0.5
 MIN_WAIT_S = 2.0
-"""A floor for models that load quickly.
+"""Minimum wait, for models that load quickly.
 
-Several batches of one model in a row are fuller than alternating ones.
+Several consecutive batches of one model are fuller than alternating ones.
 """
 LOAD_GUESS_S = 1.0
-"""The estimate for a model that was not loaded yet."""
+"""Estimate for a model that has not been loaded yet."""
 BATCH_FADE = 0.8
-"""Each batch reduces the remembered duration of a longer one to this share."""
+"""Each batch shrinks the remembered duration of a longer one by this factor."""
 
 
 class QueueState(Protocol):
@@ -28,19 +28,25 @@ class QueueState(Protocol):
 
     @property
     def waiting(self) -> int:
-        """The number of items that wait."""
+        """Number of waiting items."""
 
     @property
     def oldest_s(self) -> float:
-        """When the oldest of them was queued, in unix seconds. Read only if items wait."""
+        """When the oldest waiting item was queued, in Unix seconds.
+
+        Read only if items are waiting.
+        """
 
     def earliest_deadline_s(self, after_s: float) -> float:
-        """The earliest deadline from `after_s` on, in unix seconds. Infinite if there is none."""
+        """Returns the earliest deadline from `after_s` on, in Unix seconds.
+
+        Infinite if there is none.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class Idle:
-    """Nothing to run before `until_s` (unix seconds, None: no limit), unless an item is queued."""
+    """Nothing to run before `until_s` (Unix seconds, None: no limit), unless an item is queued."""
 
     until_s: float | None
 
@@ -48,27 +54,27 @@ class Idle:
 class ModelScheduler:
     """Schedules `models` queues on `processes` model processes.
 
-    Pure: no clock, no I/O. Times are unix seconds of one clock.
+    Pure: no clock, no I/O. Times are Unix seconds from the same clock.
 
-    Loading a model takes time, so a process stays with the models that it holds (the resident
-    ones). It switches to another in three cases. `switch_wait_s` is the sum of all load times,
-    divided by SWITCH_SHARE and the number of processes, so switches of the first case take at most
-    that share of the time:
+    Loading a model takes time, so a process sticks with the models it holds (the resident ones). It
+    switches to another in three cases. `switch_wait_s` is the sum of all load times, divided by
+    SWITCH_SHARE and the number of processes, so switches in the first case take at most that share
+    of the time:
 
-    1. Due: the model's oldest job has waited for `switch_wait_s`, and the model was not served for
-       as long.
-    2. Urgent: a job's deadline would pass otherwise, and can still be met. This makes a model due
-       early, at most once per wait at URGENT_SHARE. Otherwise urgent callers could make a worker do
-       nothing but switch.
-    3. Worth it: no resident model has jobs, and the waiting time of the other jobs since then,
-       added up, has reached the load time. From then on, waiting costs more than the switch.
+    1. Due: the model's oldest job has waited for `switch_wait_s`, and the model has not been served
+    for that long.
+    2. Urgent: a job's deadline would otherwise pass, and can still be met. This makes a model due
+    early, at most once per wait at URGENT_SHARE. Otherwise, urgent callers could make a worker do
+    nothing but switch.
+    3. Worthwhile: no resident model has jobs, and the other jobs' total waiting time since then has
+    reached the load time. From then on, waiting costs more than the switch.
 
     The bound: due models run first, in the order in which they became due, resident or not. A model
-    that was served is due again only after a wait, so it is behind all that are due now. So once a
-    model is due, every other model runs at most one batch before it. With n models, the first batch
-    with a model's oldest job starts, counted from when that job was queued, after at most
-    `switch_wait_s`, the batch that runs then, n - 1 loads and batches of other models, and its own
-    load.
+    that was served is due again only after a wait, so it queues behind all models that are due now.
+    Once a model is due, every other model therefore runs at most one batch before it. With n
+    models, the first batch with a model's oldest job starts, counted from when that job was queued,
+    after at most `switch_wait_s`, the batch running at that time, n - 1 loads and batches of other
+    models, and the model's own load.
     """
 
     def __init__(self, models: int, processes: int) -> None:
@@ -89,10 +95,10 @@ class ModelScheduler:
         queues: Sequence[QueueState],
         now_s: float,
     ) -> int | Idle:
-        """The model that a free process runs now, or how long the process stays idle.
+        """Returns the model that a free process runs now, or how long the process stays idle.
 
         Args:
-            free_since_s: when the process ended its last batch.
+            free_since_s: when the process finished its last batch.
         """
         waiting = [model for model, queue in enumerate(queues) if queue.waiting]
         if len(waiting) == 1 and waiting[0] in resident:
@@ -112,27 +118,27 @@ class ModelScheduler:
     def _due_s(self, model: int, queue: QueueState, now_s: float) -> float:
         usual_s = max(queue.oldest_s, self._served_s[model]) + self.switch_wait_s
         deadline_s = queue.earliest_deadline_s(now_s + self._load_s[model])
-        # Time for the batch that runs then, and for the job's own.
+        # Time for the batch running then, and for the job's own batch.
         urgent_s = deadline_s - self._load_s[model] - 2 * self._batch_s
         allowed_s = self._served_s[model] + max(MIN_WAIT_S, self._wait_s(URGENT_SHARE))
         return min(usual_s, max(urgent_s, allowed_s))
 
     def _worth_s(self, model: int, queue: QueueState, free_since_s: float) -> float:
-        """When it is worth loading the model in an idle process."""
+        """Returns when it is worth loading the model in an idle process."""
         return max(queue.oldest_s, free_since_s) + self._load_s[model] / queue.waiting
 
     def _wait_s(self, share: float) -> float:
-        """The wait between batches of a model at which all loads take `share` of the time."""
+        """Returns the wait between a model's batches at which loads take `share` of the time."""
         return sum(self._load_s) / (share * self._processes)
 
     def batch_started(self, model: int, now_s: float) -> None:
-        """Records that a process takes a batch of `model`."""
+        """Records that a process has started a batch of `model`."""
         self._served_s[model] = now_s
 
     def batch_finished(self, batch_s: float) -> None:
         self._batch_s = max(batch_s, BATCH_FADE * self._batch_s)
 
     def update_load_times(self, load_s: Mapping[int, float]) -> None:
-        """Sets how long the last load of each of these models took."""
+        """Sets how long each of these models' last load took."""
         for model, seconds in load_s.items():
             self._load_s[model] = seconds

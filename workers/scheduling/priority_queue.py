@@ -1,35 +1,35 @@
-"""The items of one model that wait in a worker: two queues by priority, and the suspects.
+"""One model's waiting items in a worker: two queues by priority, and the suspects.
 
 Pure: no clock, no I/O.
 
-- Interactive items go first. Items of `batch` priority fill the room that a batch of interactive
-  items has left, by FILL_S of work at most, so they hardly lengthen it. They get a separate batch
-  in three cases: no interactive item waits, BATCH_SHARE of the work is owed to them, or the
-  deadline of one would pass otherwise. The last case takes at most one batch in URGENT_TURN.
-- A batch of `batch` priority has at most TURN_S of work while interactive items wait or came a
-  moment ago. A process can't be interrupted, so this bounds how long an interactive item waits.
-- A suspect is an item whose model process or worker died. The suspects of one death are retried in
-  halves until the item that kills is alone. One group runs at a time, so the other processes stay
-  up for the other items. Groups and other items take turns.
+- Interactive items go first. Items with `batch` priority fill the room that a batch of interactive
+items leaves, with at most FILL_S of work, so they hardly make it longer. They get a separate batch
+in three cases: no interactive item is waiting, they are owed BATCH_SHARE of the work, or one's
+deadline would otherwise pass. The last case takes at most one batch in URGENT_TURN.
+- A `batch` priority batch has at most TURN_S of work while interactive items are waiting or have
+recently arrived. A process can't be interrupted, so this limits how long an interactive item waits.
+- A suspect is an item whose model process or worker died. One death's suspects are retried in
+halves until the lethal item is alone. One group runs at a time, so the other processes stay up for
+other items. Groups and other items take turns.
 - An item is given up after DEATHS_MAX deaths, if it was alone for DEATHS_ALONE_MAX of them. A death
-  with another cause (a manual kill, too little memory) costs other items only time, even in the
-  middle of a retry.
-- With continuous batching, the same order holds for the items that are admitted next.
-- Of a model whose items can't be interrupted, one tenant does not hold all slots of a worker
-  (workers/scheduling/tenant_shares.py). Its items wait while others go first.
+with another cause (a manual kill, too little memory) costs other items only time, even in the
+middle of a retry.
+- With continuous batching, the same order applies to the items admitted next.
+- If a model's items can't be interrupted, no single tenant may hold all of a worker's slots
+(workers/scheduling/tenant_shares.py). Its items wait while others go first.
 - If a device runs out of memory, the budget is halved. It grows by a tenth with each batch that
-  fits.
+fits.
 
 `BatchPriorityPolicy` decides how much of a model's time `batch` priority gets in addition to
-interactive work. `BatchTime` estimates how long a model process takes for a batch. Times are unix
-seconds of one clock, durations are in seconds.
+interactive work. `BatchTime` estimates how long a model process takes for a batch. Times are Unix
+seconds from the same clock; durations are in seconds.
 
-Preemption interrupts running texts and images for another tenant. They stay in their process until
-they end, which can take minutes. So a tenant that took all slots while they were free would block
-the other tenants until then. A text continues later from the tokens that it has. An image waits in
-its process, and continues with its next step. The comparison uses the room that tenants have in the
-process, by their weights. The owner of the slot keeps at least as much as the newcomer gets. So
-slots never go back and forth.
+Preemption interrupts running texts and images for another tenant. They normally stay in their
+process until they end, which can take minutes. A tenant that took all slots while they were free
+would block the other tenants until then. A text later resumes from its existing tokens. An image
+waits in its process and continues with its next step. The comparison uses the room that tenants
+have in the process, relative to their weights. The slot's owner keeps at least as much as the
+newcomer gets, so slots never go back and forth.
 """
 
 from __future__ import annotations
@@ -46,20 +46,21 @@ from workers.scheduling.job import QueuedItem
 from workers.scheduling.tenant_shares import TenantShares
 
 FADE = 0.9
-"""Each batch reduces the weight of earlier ones to this share."""
+"""Each batch multiplies the weight of earlier ones by this factor."""
 MIN_SLOPE = 0.25
-"""The marginal time of work is at least this share of its average time.
+"""The marginal time per unit of work is at least this share of the average.
 
-So while it can't be distinguished from noise, batches grow by small factors.
+While it can't be distinguished from noise, batches therefore grow by small factors.
 """
 
 FILL_S = 0.005
-"""The extra time that a batch may take for items that are not the reason it runs.
+"""The extra time that a batch may take for items other than those it runs for.
 
-On a GPU that is still free room in a batch of short items. On a CPU it is about one text.
+On a GPU, that is still free room in a batch of short items. On a CPU, it is about one text.
 """
 TURN_S = 0.02
-"""The longest batch of `batch` priority while there is interactive traffic, or one item.
+"""Maximum length of a `batch` priority batch during interactive traffic, unless it is a single
+item.
 
 An interactive item may have to wait for it.
 """
@@ -82,18 +83,18 @@ DEATHS_MAX = 3
 DEATHS_ALONE_MAX = 2
 """Of those deaths, the number that must have happened while the item was alone."""
 BUDGET_GROWTH = 1.1
-"""Growth of a budget with each batch that fits into memory."""
+"""Growth factor of a budget with each batch that fits in memory."""
 BESIDE_OVERSIZED = 1 / 4
-"""The share of the budget for items that are admitted next to one larger than the whole budget."""
+"""Share of the budget for items admitted alongside one that exceeds the whole budget."""
 BATCH_SLOTS_SHARE = 1 / 4
-"""The share of a process's slots for `batch` priority while there is interactive traffic.
+"""Share of a process's slots for `batch` priority during interactive traffic.
 
 An admitted item stays until it is done, which can take seconds.
 """
 
 
 class Placed(Protocol):
-    """An item in a model process, or one that waits for a slot."""
+    """An item in a model process, or one waiting for a slot."""
 
     @property
     def tenant(self) -> str:
@@ -101,7 +102,7 @@ class Placed(Protocol):
 
     @property
     def weight(self) -> float:
-        """Weight of the item's tenant."""
+        """Weight of the tenant that the item belongs to."""
 
     @property
     def can_go_on(self) -> bool:
@@ -117,17 +118,16 @@ def to_preempt(
     part_of: Callable[[ItemT], float],
     fits: Callable[[list[ItemT]], bool],
 ) -> list[ItemT]:
-    """Returns the items to preempt for `first`, which waits.
+    """Returns the items to preempt for the waiting item `first`.
 
     Args:
-        inside: the items that have a slot, in the order in which they came.
-        part_of: the part of the process that an item takes.
-        fits: True if `first` has room alongside these items.
+        inside: the items that have a slot, in order of arrival.
+        part_of: returns the share of the process that an item takes.
+        fits: returns True if `first` fits alongside these items.
 
     Returns:
-        From the tenants with the most room, the items that arrived last, because rereading
-        them costs least. Empty: it has room, or no tenant has too much, or the excess is
-        not enough.
+        The most recent items of the tenants with the most room, because they are the cheapest to
+        reread. Empty if `first` fits, if no tenant has too much, or if the excess is not enough.
     """
     remaining, chosen = list(inside), list[ItemT]()
     while not fits(remaining):
@@ -155,9 +155,9 @@ def _next(first: ItemT, inside: list[ItemT], part_of: Callable[[ItemT], float]) 
 
 
 class BatchTime:
-    """A line through the batches that ran: a fixed time for each, and the time of its work.
+    """A line fitted to past batches: a fixed time per batch, plus time proportional to work.
 
-    Fitted by least squares (weights fade with age).
+    Fitted by least squares, with weights that fade with age.
     """
 
     def __init__(self) -> None:
@@ -171,7 +171,7 @@ class BatchTime:
         self._wt = FADE * self._wt + work * seconds
 
     def seconds_for(self, work: float) -> float:
-        """Returns how long a batch of `work` takes. 0 if no batch was observed."""
+        """Returns how long a batch with `work` takes. 0 if no batch was observed."""
         return self._fixed_s + work * self._slope
 
     def work_in(self, seconds: float) -> float:
@@ -199,7 +199,7 @@ class BatchTime:
 
 
 class BatchPriorityPolicy:
-    """Knows how long batches take, and the work that is owed to `batch` priority."""
+    """Tracks how long batches take, and the work owed to `batch` priority."""
 
     def __init__(self) -> None:
         self._time = BatchTime()
@@ -209,7 +209,7 @@ class BatchPriorityPolicy:
 
     @property
     def fill_work(self) -> float:
-        """The work that lengthens a batch by FILL_S. Infinite until a batch was measured."""
+        """The work that lengthens a batch by FILL_S. Infinite until a batch has been measured."""
         return self._time.more_work_in(FILL_S)
 
     def observe_batch(self, work: int, seconds: float) -> None:
@@ -223,41 +223,41 @@ class BatchPriorityPolicy:
         return now_s - self._interactive_s < RECENT_S
 
     def turn_work(self, now_s: float) -> float:
-        """Returns the work that a batch of `batch` priority may add to its first item now."""
+        """Returns the work that a `batch` priority batch may now have beyond its first item."""
         return self._time.work_in(TURN_S) if self.is_interactive(now_s) else inf
 
     def is_owed(self, first: int, budget: int) -> bool:
         """Returns whether `batch` priority is owed a separate batch.
 
         Args:
-            first: the work of an item that waits. A turn has at least one.
-            budget: the work of a full batch.
+            first: work of the first waiting item. A turn has at least one.
+            budget: work of a full batch.
         """
         return self._owed >= max(first, min(budget, self._time.work_in(TURN_S)))
 
     def is_urgent(self, now_s: float, earliest_s: float, budget: int) -> bool:
-        """Returns whether a deadline would pass while a full batch runs, then one with its item.
+        """Returns whether a deadline would pass during a full batch and then one with its item.
 
         Args:
-            earliest_s: the earliest deadline among waiting items in `batch` priority.
-            budget: the work of a full batch.
+            earliest_s: the earliest deadline among waiting items with `batch` priority.
+            budget: work of a full batch.
         """
         if self._since_urgent < URGENT_TURN - 1:
             return False
         return now_s < earliest_s < now_s + 2 * self._time.seconds_for(budget)
 
     def observe_interactive_batch(self, interactive: int, filled: int) -> None:
-        """Records a batch that ran while `batch` items waited, and their share of it, in work."""
+        """Records a batch that ran while `batch` items waited, and their share of its work."""
         self._since_urgent += 1
         self._owed += interactive * BATCH_SHARE / (1 - BATCH_SHARE) - filled
 
     def observe_turn(self, work: int, *, has_delayed: bool, is_urgent: bool) -> None:
-        """Records a batch of `batch` priority.
+        """Records a `batch` priority batch.
 
         Args:
             work: total work of its items.
-            has_delayed: True if interactive items wait.
-            is_urgent: True if a deadline called for it.
+            has_delayed: True if interactive items were waiting.
+            is_urgent: True if it ran because of a deadline.
         """
         self._since_urgent = 0 if is_urgent else self._since_urgent + 1
         if has_delayed:
@@ -267,16 +267,16 @@ class BatchPriorityPolicy:
 
 
 class PriorityQueue:
-    """Items that wait and batches that run. `budget` and `max_items` are as in BatchQueue.
+    """Waiting items and running batches. `budget` and `max_items` are the same as in BatchQueue.
 
-    `shares` limits how many slots a tenant holds of a model that computes step by step. None: it
-    may hold all of them.
+    `shares` limits how many slots a tenant may hold for a model that computes step by step. None:
+    no limit.
     """
 
     def __init__(self, budget: int, max_items: int, shares: TenantShares | None = None) -> None:
         self._shares = shares
         self._held_up: set[str] = set()
-        """Tenants that may take nothing until one of their items ends or a new item comes."""
+        """Tenants that may take nothing until one of their items ends or a new item arrives."""
         self._full_budget = budget
         self._interactive: BatchQueue[QueuedItem] = BatchQueue(budget, max_items)
         self._batch: BatchQueue[QueuedItem] = BatchQueue(budget, max_items)
@@ -302,9 +302,9 @@ class PriorityQueue:
 
     @property
     def has_full_batch(self) -> bool:
-        """True if the next batch is full, so that nothing is gained by taking it later.
+        """True if the next batch is full, so that taking it later gains nothing.
 
-        Never while there are suspects: they run by themselves.
+        Always False while there are suspects: they run by themselves.
         """
         if self._suspects or self._a_suspect_runs:
             return False
@@ -317,7 +317,7 @@ class PriorityQueue:
 
     @property
     def oldest_s(self) -> float:
-        """When the oldest item that can be taken was queued, in unix seconds."""
+        """Returns when the oldest item that can be taken was queued, in Unix seconds."""
         suspects = self._suspects[0] if self._suspects and not self._a_suspect_runs else ()
         firsts = (next(iter(queue)) for queue in self._queues if len(queue))
         return min(queued.queued_at_s for queued in chain(firsts, suspects))
@@ -335,7 +335,7 @@ class PriorityQueue:
         self._queue_of(queued).add(queued)
 
     def update(self, queued: QueuedItem) -> None:
-        """Moves an item whose waiters have changed to the queue of its priority now."""
+        """Moves an item whose waiters have changed to the queue for its current priority."""
         queue = next((queue for queue in self._queues if queued in queue), None)
         if queue is not None and queue is not self._queue_of(queued):
             queue.remove(queued)
@@ -346,12 +346,12 @@ class PriorityQueue:
     def take(
         self, processes: int, is_wanted: Callable[[QueuedItem], bool], now_s: float
     ) -> list[QueuedItem]:
-        """The next batch for one of `processes`, without unwanted items.
+        """Returns the next batch for one of `processes`, without unwanted items.
 
         Empty if nothing can be taken.
 
-        A batch has at most its share of the items that wait and run. A larger one would delay items
-        that another process could run at the same time.
+        A batch has at most its share of the waiting and running items. A larger one would delay
+        items that another process could run at the same time.
         """
         waiting = len(self._interactive) + len(self._batch)
         if self._suspects and not self._a_suspect_runs and (self._suspect_turn or not waiting):
@@ -371,14 +371,14 @@ class PriorityQueue:
         is_wanted: Callable[[QueuedItem], bool],
         now_s: float,
     ) -> list[QueuedItem]:
-        """Adds items to the items that one of `processes` computes step by step.
+        """Adds items to the ones that a process of `processes` computes step by step.
 
-        Each counts as a separate batch from now on. Suspects run by themselves: while some wait,
-        nothing is admitted, until the process has nothing left and takes them.
+        Each counts as a separate batch from now on. Suspects run by themselves: while some are
+        waiting, nothing is admitted until the process is empty and takes them.
 
         Args:
-            inside: the items that it computes. None of them: a new batch.
-            is_wanted: True if somebody waits for an item.
+            inside: the items it is computing. If empty, this is a new batch.
+            is_wanted: returns True if a caller is waiting for an item.
         """
         admitted: list[QueuedItem] = []
         if self._suspects and not self._a_suspect_runs:
@@ -394,7 +394,7 @@ class PriorityQueue:
     ) -> list[QueuedItem]:
         """Returns the running items to preempt for a waiting interactive item.
 
-        Empty: nothing waits, or no tenant has more than its share.
+        Empty if nothing is waiting, or if no tenant exceeds its share.
         """
         if self._suspects or any(queued.is_suspect for queued in inside):
             return []
@@ -421,9 +421,9 @@ class PriorityQueue:
         is_wanted: Callable[[QueuedItem], bool],
         now_s: float,
     ) -> list[QueuedItem]:
-        """Interactive items first.
+        """Admits interactive items first.
 
-        `batch` priority gets what `BatchPriorityPolicy` leaves to it.
+        `batch` priority gets what `BatchPriorityPolicy` leaves for it.
         """
         queue, here = self._interactive, list(inside)
         may_take = self._slot_limit(processes * queue.max_items, now_s)
@@ -439,7 +439,7 @@ class PriorityQueue:
         return admitted + batch
 
     def _slot_limit(self, slots: int, now_s: float) -> Callable[[QueuedItem], bool]:
-        """Returns what decides whether an item may take one of `slots`, and counts it if so."""
+        """Returns a function that lets an item take one of `slots` and counts it, or refuses."""
         shares = self._shares
         if shares is None:
             return always
@@ -463,10 +463,10 @@ class PriorityQueue:
         is_wanted: Callable[[QueuedItem], bool],
         may_take: Callable[[QueuedItem], bool],
     ) -> list[QueuedItem]:
-        """Returns items of `queue` to add to the items that are already in the process.
+        """Returns items from `queue` to add to the items already in the process.
 
-        If nothing runs, one is admitted even if it is larger than the budget. It would wait
-        forever.
+        If nothing is running, one is admitted even if it exceeds the budget. Otherwise it would
+        wait forever.
         """
         admitted: list[QueuedItem] = []
         if not here:
@@ -487,10 +487,10 @@ class PriorityQueue:
         )
 
     def _room_taken(self, inside: Iterable[QueuedItem]) -> float:
-        """The room of the items that are in.
+        """Returns the room taken by the items in the process.
 
-        One above the whole budget leaves a part of it, so that small items do not wait for a large
-        one that takes minutes.
+        One that exceeds the whole budget leaves part of it free, so that small items don't wait for
+        a large one that takes minutes.
         """
         budget = self._full_budget
         return sum(
@@ -499,10 +499,10 @@ class PriorityQueue:
         )
 
     def _room_of_batch_priority(self, here: Sequence[QueuedItem], now_s: float) -> int:
-        """Returns how many items of `batch` priority may be admitted.
+        """Returns how many items with `batch` priority may be admitted.
 
-        They leave the rest of the slots to interactive items, if those came lately. Alongside
-        interactive items that wait, one is admitted when it is owed.
+        They leave the remaining slots to interactive items, if any have arrived recently. Alongside
+        waiting interactive items, one is admitted when it is owed.
         """
         queue = self._batch
         at_most = queue.max_items - len(here)
@@ -518,7 +518,7 @@ class PriorityQueue:
     def _choose(
         self, processes: int, is_wanted: Callable[[QueuedItem], bool], now_s: float
     ) -> list[QueuedItem]:
-        """Returns a batch with one or both priorities."""
+        """Returns a batch with items of one or both priorities."""
         if not len(self._batch):
             return self._take_interactive(processes, is_wanted)
         urgent, budget = None, self._batch.budget
@@ -551,7 +551,7 @@ class PriorityQueue:
         return self._interactive.take(at_most, spare=spare, is_wanted=is_wanted)
 
     def _fill(self, batch: list[QueuedItem], is_wanted: Callable[[QueuedItem], bool]) -> None:
-        """Adds items of `batch` priority to a batch of interactive ones, if that is nearly free."""
+        """Adds `batch` priority items to a batch of interactive ones, if that is nearly free."""
         if not batch:
             return
         interactive = _work(batch)
@@ -568,15 +568,15 @@ class PriorityQueue:
         return self._batch if queued.priority == "batch" else self._interactive
 
     def batch_ended(self, batch: list[QueuedItem]) -> None:
-        """Removes a batch, or items that were admitted to one, from the running batches."""
+        """Removes a batch, or items admitted to one, from the running batches."""
         ended = set(batch)
         self._held_up.clear()
         self._running = [other for other in self._running if other[0] not in ended]
 
     def batch_died(self, batch: list[QueuedItem], *, was_shared: bool = False) -> list[QueuedItem]:
-        """Queues `batch` again after its model process died. Returns the items to give up.
+        """Queues `batch` again after its model process died. Returns the items to give up on.
 
-        `was_shared`: the process had another batch, so no item was alone.
+        `was_shared`: True if the process had another batch, so no item was alone.
         """
         self.batch_ended(batch)
         for queued in batch:
@@ -599,16 +599,16 @@ class PriorityQueue:
     def observe_item(
         self, queued: QueuedItem, seconds: float, now_s: float, *, is_computed: bool = True
     ) -> None:
-        """Records how long an item held its slot, and whether it ran to its end."""
+        """Records how long an item held its slot, and whether it ran to completion."""
         if self._shares is not None:
             self._shares.ended(queued.tenant, seconds, now_s, is_computed=is_computed)
 
     def observe_batch(self, batch: list[QueuedItem], seconds: float) -> None:
-        """Records how long a process took for all items of `batch`."""
+        """Records how long a process took for all items in `batch`."""
         self._policy.observe_batch(_work(batch), seconds)
 
     def adjust_budget(self, *, was_short: bool) -> None:
-        """Adjusts the budget to whether the device had too little memory for the last batch."""
+        """Halves the budget if the last batch ran short of memory, or lets it grow."""
         for queue in self._queues:
             target = queue.budget // 2 if was_short else int(queue.budget * BUDGET_GROWTH) + 1
             queue.budget = max(1, min(self._full_budget, target))

@@ -1,17 +1,17 @@
 """Keeps one tenant from holding all slots of a worker, for models whose items can't be interrupted.
 
-A custom class without `predict_batch` computes an item from its start to its end, which may take
-minutes. If one tenant had all slots of all processes, others would wait for the first of its items
-to end. So the last free slot is not for a tenant whose items take a long time, while others use the
-model.
+A custom class without `predict_batch` computes an item from start to end, which may take minutes.
+If one tenant had all slots in all processes, others would have to wait for one of its items to end.
+So while others are using the model, a tenant whose items take a long time doesn't get the last free
+slot.
 
-- A tenant whose items have all been short (SHORT_S) in the last hour may take all slots: others
-  wait for it no longer than that. So may a tenant that is alone (OTHERS_S), so that no capacity is
-  left idle. A tenant that has not completed an item yet counts as one with long items.
-- Started work is never interrupted. So the first item of a tenant that arrives after a quiet time,
-  or while the items of a tenant become long, may wait for one running item.
+- A tenant whose items in the last hour have all been short (SHORT_S) may take all slots: others
+wait no longer than that. So may a tenant that is alone (OTHERS_S), so that no capacity stays idle.
+A tenant that has not completed any items yet counts as one with long items.
+- Started work is never interrupted. So a tenant's first item after a quiet period, or while another
+tenant's items are becoming long, may have to wait for one running item.
 
-Pure: no clock, no I/O. Times are seconds of any one clock.
+Pure: no clock, no I/O. Times are seconds from any single clock.
 """
 
 from __future__ import annotations
@@ -21,42 +21,42 @@ from typing import NamedTuple
 
 SHORT_S = 2.0
 REMEMBERED_S = 3600.0
-"""How long the longest item of a tenant is remembered."""
+"""How long a tenant's longest item is remembered."""
 OTHERS_S = 600.0
-"""How long a tenant counts as one that uses the model."""
+"""How long a tenant counts as using the model."""
 MAX_TENANTS = 4096
 
 
 class _Longest(NamedTuple):
-    """The longest item of a tenant, and when it ended."""
+    """A tenant's longest item, and when it ended."""
 
     seconds: float
     at_s: float
 
 
 class TenantShares:
-    """Decides which tenant may take the last free slot of a worker."""
+    """Decides which tenant may take a worker's last free slot."""
 
     def __init__(self) -> None:
         self._seen: OrderedDict[str, float] = OrderedDict()
-        """When each tenant last used the model, the latest last."""
+        """When each tenant last used the model, most recent last."""
         self._longest: OrderedDict[str, _Longest] = OrderedDict()
 
     def arrived(self, tenant: str, now_s: float) -> None:
-        """Records that an item of a tenant was queued."""
+        """Records that one of a tenant's items was queued."""
         self._seen[tenant] = now_s
         self._seen.move_to_end(tenant)
         if len(self._seen) > MAX_TENANTS:
             self._seen.popitem(last=False)
 
     def ended(self, tenant: str, took_s: float, now_s: float, *, is_computed: bool = True) -> None:
-        """Records how long an item of a tenant held its slot.
+        """Records how long one of a tenant's items held its slot.
 
         Args:
             tenant: the tenant whose item has ended.
             took_s: how long it held its slot.
-            is_computed: True if it ran to its end. A canceled item does not predict how long the
-                next one takes, unless it has taken long itself.
+            is_computed: True if it ran to completion. A canceled item doesn't predict how long the
+                next one takes, unless it took long itself.
         """
         self.arrived(tenant, now_s)
         if not is_computed and took_s <= SHORT_S:
@@ -73,8 +73,8 @@ class TenantShares:
 
         Args:
             tenant: the tenant whose item is next.
-            held: the slots that it holds.
-            slots: the slots of the worker.
+            held: number of slots it holds.
+            slots: number of slots the worker has.
         """
         if slots < 2 or held < slots - 1 or self._is_quick(tenant, now_s):
             return True
@@ -86,7 +86,7 @@ class TenantShares:
         return is_known and longest is not None and longest.seconds <= SHORT_S
 
     def _is_shared(self, tenant: str, now_s: float) -> bool:
-        """Returns whether another tenant uses the model."""
+        """Returns whether another tenant is using the model."""
         others = (at_s for name, at_s in reversed(self._seen.items()) if name != tenant)
         latest_s = next(others, None)
         return latest_s is not None and now_s - latest_s <= OTHERS_S

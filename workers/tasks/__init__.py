@@ -1,4 +1,4 @@
-"""The tasks that a worker computes. A file here has the name of its task in shared.models.tasks."""
+"""The tasks that a worker computes. Each module is named after its task in shared.models.tasks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def preparer_for(entry: Model, folder: Path) -> Preparer:
     """Returns the preparer for the inputs of `entry`, whose files are in `folder`.
 
     Raises:
-        ConfigurationError: the folder is not a model of this task.
+        ConfigurationError: the folder is not a model for this task.
     """
     return WORKER_TASKS[entry.task].preparer(entry, folder)
 
@@ -34,13 +34,13 @@ def model_for(
     threads: int = 1,
     memory_fraction: float = 1.0,
 ) -> LoadedModel:
-    """Returns the model of `entry`, not yet loaded.
+    """Returns the model for `entry`, not yet loaded.
 
     The other arguments are the same as in Resources.
 
     Raises:
-        ConfigurationError: the folder is not a model of this task, or the entry needs a backend
-            that is not given.
+        ConfigurationError: the folder is not a model for this task, or the entry requires a backend
+            that was not passed.
     """
     resources = Resources(
         device=device, backend=backend, threads=threads, memory_fraction=memory_fraction

@@ -16,11 +16,11 @@ from workers.models.client import StartClient
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """The resources that a model runs on.
+    """The resources a model runs on.
 
-    `device` is `cpu`, `cuda`, `cuda:N` or `auto`. `threads` counts on a CPU. `memory_fraction` is
-    the part of a GPU's memory that the process may take. `backend` is what computes an embedding.
-    None: torch in the entry's precision.
+    `device` is `cpu`, `cuda`, `cuda:N` or `auto`. `threads` applies on a CPU. `memory_fraction` is
+    the part of a GPU's memory that the process may take. `backend` computes embeddings. None: torch
+    in the entry's precision.
     """
 
     device: str
@@ -30,21 +30,22 @@ class Resources:
 
 
 class WorkerTask(ABC):
-    """The models of one task. No method but `model` imports torch."""
+    """The models for one task. No method except `model` imports torch."""
 
     optimizer: ClassVar[str]
-    """The module in workers/optimize that makes the variants. Its function is `make_variants`."""
+    """The module in workers/optimize that creates the variants with its function `make_variants`.
+    """
     variants: ClassVar[tuple[str, ...]]
-    """Names of the variants that `penstock optimize` can make, in the order it tries them."""
+    """Names of the variants that `penstock optimize` can create, in the order it tries them."""
     variant_prefix: ClassVar[str]
     """The prefix of a variant's name in its manifest."""
 
     @abstractmethod
     def usual_variants(self, *, has_gpu: bool, cuts: bool) -> tuple[str, ...]:
-        """The variants to make if the command line names none.
+        """Returns the variants to create if the command line specifies none.
 
         Args:
-            has_gpu: True if there is a GPU here.
+            has_gpu: True if this machine has a GPU.
             cuts: True if neurons or heads will be pruned.
         """
 
@@ -56,21 +57,21 @@ class WorkerTask(ABC):
         return False
 
     def computes_steps(self, entry: Model, folder: Path) -> bool:
-        """Returns whether this model batches continuously: items come and leave between steps.
+        """Returns whether this model batches continuously: items join and leave between steps.
 
-        Its class is a SteppedModel then. By default: no.
+        If so, its class is a SteppedModel. By default: no.
         """
         return False
 
     def loads_before_fork(self, entry: Model) -> bool:
-        """Returns whether model processes on a CPU may be forks of one that has loaded this model.
+        """Returns whether CPU model processes may be forked from one that has loaded this model.
 
         By default: yes. A model that starts threads can't be forked.
         """
         return True
 
     def has_own_process(self, entry: Model) -> bool:
-        """Returns True if this model runs in a process that is not ours (`start_own_process`).
+        """Returns whether this model runs in a process that isn't ours (`start_own_process`).
 
         By default: no.
         """
@@ -79,16 +80,16 @@ class WorkerTask(ABC):
     def start_own_process(
         self, entry: Model, folder: Path, resources: Resources, timeout_s: float
     ) -> StartClient:
-        """Returns what starts the process of a model, if `has_own_process`.
+        """Returns a function that starts the model's process, if `has_own_process`.
 
         Args:
-            resources: that the process runs on.
-            timeout_s: until it is ready for the first time.
+            resources: the resources the process runs on.
+            timeout_s: time limit until it is ready for the first time.
         """
         raise NotImplementedError("a model process computes the models of this task")
 
     def prepares_on_thread(self, entry: Model) -> bool:
-        """Returns whether preparing an item takes milliseconds, which the event loop can't spare.
+        """Returns whether preparing an item takes milliseconds, which would block the event loop.
 
         By default: no.
         """
@@ -102,9 +103,9 @@ class WorkerTask(ABC):
         return None
 
     def provide(self, entry: Model, folder: Path) -> None:  # noqa: B027
-        """Creates everything that a model needs on this machine in addition to its folder.
+        """Creates everything a model needs on this machine in addition to its folder.
 
-        It may take minutes.
+        This may take minutes.
 
         By default: nothing.
 
@@ -113,7 +114,7 @@ class WorkerTask(ABC):
         """
 
     def more_weights(self, entry: Model) -> Sequence[Path]:
-        """Returns folders of weights that a model loads in addition to its own, on this machine.
+        """Returns local folders with weights that a model loads in addition to its own.
 
         By default: none.
         """
@@ -128,17 +129,17 @@ class WorkerTask(ABC):
 
     @abstractmethod
     def preparer(self, entry: Model, folder: Path) -> Preparer:
-        """Returns the preparer for a model's inputs, whose files are in `folder`.
+        """Returns the preparer for the inputs of a model whose files are in `folder`.
 
         Raises:
-            ConfigurationError: the folder is not a model of this task.
+            ConfigurationError: the folder is not a model for this task.
         """
 
     @abstractmethod
     def model(self, entry: Model, folder: Path, resources: Resources) -> LoadedModel:
-        """The model, not yet loaded.
+        """Returns the model, not yet loaded.
 
         Raises:
-            ConfigurationError: the folder is not a model of this task, or the entry needs a backend
-                that is not given.
+            ConfigurationError: the folder is not a model for this task, or the entry requires a
+                backend that was not passed.
         """

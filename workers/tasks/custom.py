@@ -14,29 +14,29 @@ from workers.tasks.base import Resources, WorkerTask
 
 
 class CustomWorker(WorkerTask):
-    """Preparing an input copies its files at most, unless the class weighs it."""
+    """Preparing an input only copies its files, unless the class determines its work."""
 
     optimizer = "custom"
     variants = ()
     variant_prefix = "custom"
 
     def usual_variants(self, *, has_gpu: bool, cuts: bool) -> tuple[str, ...]:
-        """None: a class is computed as it is."""
+        """Returns nothing: a class is used as it is."""
         return ()
 
     def has_own_process(self, entry: Model) -> bool:
         return True
 
     def computes_steps(self, entry: Model, folder: Path) -> bool:
-        """All that compute no batches: between two steps, predictions are canceled and admitted."""
+        """True for classes without batches: predictions are canceled and admitted between steps."""
         return not interface_of(entry).batches
 
     def prepares_on_thread(self, entry: Model) -> bool:
-        """If the class weighs the inputs."""
+        """True if the class determines the work of its inputs."""
         return interface_of(entry).weighs
 
     def provide(self, entry: Model, folder: Path) -> None:
-        """The environment with its packages, if it brings some."""
+        """Creates the environment with its packages, if it has any."""
         from workers.models.custom.environments import python_for
 
         python_for(folder)
@@ -50,7 +50,7 @@ class CustomWorker(WorkerTask):
         return CustomPreparer(entry, weigher)
 
     def comparer(self, entry: Model, folder: Path) -> IsClose | None:
-        """The class itself, or equality if its outputs repeat themselves."""
+        """Compares with the class itself, or by equality if its outputs are reproducible."""
         from workers.models.custom.aside import AsideClass
 
         if interface_of(entry).compares:

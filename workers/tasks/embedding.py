@@ -27,7 +27,7 @@ class EmbeddingWorker(WorkerTask):
         return True
 
     def usual_variants(self, *, has_gpu: bool, cuts: bool) -> tuple[str, ...]:
-        """FP16 is for GPUs."""
+        """Includes FP16 only for GPUs."""
         return (
             ("fp32", "int8", "int8-static")
             + (("fp16",) if has_gpu else ())
@@ -49,8 +49,8 @@ def check_window(entry: Model, max_length: int) -> None:
     """Checks that a model reads no more of a text than budgets reserve for it.
 
     Args:
-        entry: its entry in the catalog.
-        max_length: the maximum number of tokens that it reads of a text.
+        entry: the model's entry in the catalog.
+        max_length: maximum number of tokens that the model reads from a text.
 
     Raises:
         ConfigurationError: the model reads more tokens.
@@ -64,15 +64,16 @@ def check_window(entry: Model, max_length: int) -> None:
 
 
 def encoder_model(entry: Model, folder: Path, resources: Resources) -> EmbeddingModel:
-    """Returns the model that computes the vectors of texts, not yet loaded.
+    """Returns the model that computes vectors of texts, not yet loaded.
 
     Raises:
-        ConfigurationError: the folder is not a sentence encoder, or the entry needs a backend
-            that is not given.
+        ConfigurationError: the folder is not a sentence encoder, or the entry requires a backend
+            that was not passed.
     """
     from workers.models.embedding.model import EmbeddingModel
 
-    # Read first: a wrong folder is refused before the seconds that importing torch takes.
+    # Read first, so that an invalid folder is rejected without first spending seconds importing
+    # torch.
     settings = read_sentence_folder(folder)
     backend = resources.backend or unmeasured_backend(entry)
     encoder = _encoder(settings, backend, resources)

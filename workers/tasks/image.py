@@ -11,7 +11,7 @@ from workers.tasks.base import Resources, WorkerTask
 
 
 class ImageWorker(WorkerTask):
-    """Preparing an image can mean decoding its source image."""
+    """Preparing an image may include decoding its source image."""
 
     optimizer = "image"
     variants = ("tuned", "bf16", "int8", "compiled")
@@ -27,11 +27,11 @@ class ImageWorker(WorkerTask):
         return entry.image.join == "auto" and read_index(folder) is not None
 
     def provide(self, entry: Model, folder: Path) -> None:
-        """The weights of its controls and IP-Adapters."""
+        """Downloads the weights of its controls and IP-Adapters."""
         self.more_weights(entry)
 
     def more_weights(self, entry: Model) -> Sequence[Path]:
-        """The folders of its controls, and files and image encoders of its IP-Adapters."""
+        """Returns its controls' folders, and its IP-Adapters' files and image encoders."""
         from workers.models.image.folders_beside import control_folders, ip_adapter_files
 
         files = ip_adapter_files(entry).values()

@@ -1,4 +1,4 @@
-"""Similarity models: cross-encoders, and encoders whose vectors are compared by their cosine."""
+"""Similarity models: cross-encoders, and encoders whose vectors are compared by cosine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class SimilarityWorker(EmbeddingWorker):
         return PairPreparer(super().preparer(entry, folder))
 
     def model(self, entry: Model, folder: Path, resources: Resources) -> InferenceModel:
-        """An encoder and the cosines of its vectors, or a cross-encoder."""
+        """Returns an encoder plus the cosines of its vectors, or a cross-encoder."""
         if entry.rerank == "cosine":
             from workers.models.embedding.similarity import SimilarityModel
 

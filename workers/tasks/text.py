@@ -1,4 +1,4 @@
-"""Text models: causal language models in torch or in a separate engine, step by step."""
+"""Text models: causal language models in torch or in a separate engine, computed step by step."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from workers.tasks.base import Resources, WorkerTask
 
 
 class GenerationWorker(WorkerTask):
-    """Rendering a chat template and reading its tokens takes up to milliseconds."""
+    """Rendering a chat template and tokenizing the result can take milliseconds."""
 
     optimizer = "text"
     variants = ()
     variant_prefix = "text"
 
     def usual_variants(self, *, has_gpu: bool, cuts: bool) -> tuple[str, ...]:
-        """None yet."""
+        """Returns nothing: there are no variants yet."""
         return ()
 
     def computes_steps(self, entry: Model, folder: Path) -> bool:
@@ -45,13 +45,13 @@ class GenerationWorker(WorkerTask):
         return None if entry.engine == "auto" else described
 
     def preparer(self, entry: Model, folder: Path) -> Preparer:
-        """A chat template and a tokenizer."""
+        """Returns a preparer with a chat template and a tokenizer."""
         from workers.models.generation.prompts import PromptPreparer
 
         return PromptPreparer(entry, folder)
 
     def model(self, entry: Model, folder: Path, resources: Resources) -> LoadedModel:
-        """A language model with its cache of keys and values."""
+        """Returns a language model with its cache of keys and values."""
         from workers.models.device import Device
 
         device = Device(resources.device, resources.threads, resources.memory_fraction)
@@ -64,7 +64,7 @@ class GenerationWorker(WorkerTask):
         return GenerationModel(entry, folder, device)
 
     def loads_before_fork(self, entry: Model) -> bool:
-        """An engine of vLLM has threads."""
+        """False for vLLM engines, because they have threads."""
         return entry.backend != "vllm"
 
 

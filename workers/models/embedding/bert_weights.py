@@ -1,4 +1,4 @@
-"""The weights of BERT and related models, read from a folder without importing transformers."""
+"""Reads the weights of BERT and related models from a folder without importing transformers."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torch.nn.functional import gelu, layer_norm, relu
 from workers.models.device import Product
 
 FAMILIES = frozenset({"bert", "camembert", "roberta", "xlm-roberta"})
-"""Families whose weights have the names that are used here."""
+"""Families whose weights have the names used here."""
 
 _ACTIVATIONS: Mapping[str, Product] = {"gelu": gelu, "relu": relu}
 _UNUSED = frozenset({"embeddings.position_ids", "pooler.dense.weight", "pooler.dense.bias"})
-"""Weights that no state depends on."""
+"""Weights that don't affect any hidden state."""
 _USUAL = {
     "add_cross_attention": False,
     "auto_map": None,
@@ -27,13 +27,13 @@ _USUAL = {
     "position_embedding_type": "absolute",
     "quantization_config": None,
 }
-"""Settings in config.json, with the only values that are computed here."""
+"""Settings in config.json, with the only values supported here."""
 
 
 class BertWeights(NamedTuple):
     """The weights and settings of BERT and related models, in fp32.
 
-    `tensors` has the names of transformers' BertModel. `epsilon` applies to all layer norms.
+    `tensors` uses the names of transformers' BertModel. `epsilon` applies to all layer norms.
     """
 
     tensors: Mapping[str, torch.Tensor]
@@ -67,17 +67,17 @@ class LoadedBert(NamedTuple):
 
 
 def read_bert_folder(folder: Path) -> LoadedBert | None:
-    """Returns the weights in a folder of transformers, without importing transformers.
+    """Reads the weights from a transformers folder, without importing transformers.
 
-    None unless the folder fully specifies a plain model in FAMILIES: config.json has the usual
-    settings, and model.safetensors has only the weights of BertModel, under its names. In all other
-    cases, including invalid files, transformers must read it, or report why it can't.
+    Returns None unless the folder fully describes a plain model in FAMILIES: config.json has the
+    usual settings, and model.safetensors has only BertModel's weights, under its names. In all
+    other cases, including invalid files, transformers must read it, or report why it can't.
     """
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         if not _is_usual(config) or (folder / "adapter_config.json").exists():
             return None
-        # BERT counts from 0, RoBERTa from the id of its padding token plus 1.
+        # BERT counts from 0, RoBERTa from its padding token's ID plus 1.
         first_position = 0 if config["model_type"] == "bert" else 1 + config["pad_token_id"]
         shapes = _shapes(config)
         with safe_open(folder / "model.safetensors", "pt") as file:
@@ -104,7 +104,7 @@ def _is_usual(config: dict[str, Any]) -> bool:
 
 
 def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Returns the names and the shapes of BertModel's weights, according to config.json."""
+    """Returns the names and shapes of BertModel's weights, according to config.json."""
     width, wide = config["hidden_size"], config["intermediate_size"]
     shapes: dict[str, tuple[int, ...]] = {
         "embeddings.word_embeddings.weight": (config["vocab_size"], width),

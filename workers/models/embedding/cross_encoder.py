@@ -1,4 +1,4 @@
-"""Cross-encoders in the model process: how well a text answers a query, read together."""
+"""Cross-encoders in the model process: score a text's relevance to a query, read together."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _WARMUP_LENGTHS = (16, 128)
 
 
 class CrossEncoderModel:
-    """Runs batches of pairs that were joined into one text each. Scores are from 0 to 1.
+    """Runs batches of pairs, each already joined into one text. Scores range from 0 to 1.
 
-    The one label of the model is a logit. Its sigmoid is the score, as in sentence-transformers'
+    The model's only label is a logit. Its sigmoid is the score, as in sentence-transformers'
     CrossEncoder.
     """
 
@@ -46,7 +46,7 @@ class CrossEncoderModel:
         """Loads the weights.
 
         Raises:
-            ConfigurationError: the folder has no model with one label, or the device does not
+            ConfigurationError: the folder has no model with a single label, or the device does not
                 support this precision.
         """
         self._device, self.device_name = self._requested_device.open()
@@ -74,7 +74,7 @@ class CrossEncoderModel:
         self._model = model.eval().requires_grad_(False).to(self._device)
 
     def warmup(self) -> None:
-        """Runs a short and a longer pair, alone and padded."""
+        """Runs a short and a longer pair, individually and padded."""
         ids = [np.zeros(length, "<u4").tobytes() for length in _WARMUP_LENGTHS]
         batch = [
             PreparedText(key="", length=len(token_ids) // 4, ids=token_ids) for token_ids in ids
@@ -88,13 +88,13 @@ class CrossEncoderModel:
         return cut_by_length([item.length for item in batch], call_tokens, self._entry.budget)
 
     def computed_work(self, lengths: Sequence[int]) -> int:
-        """In tokens, with padding."""
+        """Returns the number of tokens, including padding."""
         return max(lengths) * len(lengths)
 
     def predict(
         self, batch: Sequence[PreparedItem], on_step: OnStep
     ) -> list[Result | PenstockError]:
-        """One SimilarityResult per pair, in order."""
+        """Returns one SimilarityResult per pair, in order."""
         pairs = [item for item in batch if isinstance(item, PreparedText)]
         lengths = torch.tensor([pair.length for pair in pairs])
         ids = torch.zeros((len(pairs), int(lengths.max())), dtype=torch.long)
@@ -111,7 +111,7 @@ class CrossEncoderModel:
             on_device = {name: tensor.to(self._device) for name, tensor in inputs.items()}
             with attention_without_plans(self._device):
                 logits = self._model(**on_device).logits[:, 0].float()
-            # An overflow would look like the best or the worst score.
+            # An overflow would look like the best or worst score.
             checked = logits.masked_fill(~logits.isfinite(), torch.nan)
             scores = checked.sigmoid().cpu().tolist()
         on_step(1, 1)

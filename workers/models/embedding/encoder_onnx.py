@@ -1,7 +1,7 @@
-"""The ONNX Runtime encoder of an embedding model.
+"""The ONNX Runtime encoder for embedding models.
 
-It pools and normalizes in numpy, and never imports torch. A model process with it starts in well
-under a second, and needs a fraction of the memory that torch needs.
+It pools and normalizes in numpy, and never imports torch. A model process using it starts in well
+under a second, and needs a fraction of torch's memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from workers.models.processors import has_vnni
 
 _ASK_GPU_LIMIT_S = 10.0
 _SLOW_ON_CPU = ["SkipLayerNormFusion"]
-"""The fused operator takes 1 ms for 512 tokens of MiniLM.
+"""The fused operator takes 1 ms for 512 tokens with MiniLM.
 
 An addition and a layer norm take 0.13 ms.
 """
@@ -28,7 +28,7 @@ _TYPES = {"tensor(int64)": np.int64, "tensor(int32)": np.int32}
 
 
 class OnnxEncoder:
-    """A transformer graph from `input_ids`, `attention_mask` and maybe `token_type_ids` to states.
+    """A transformer graph from `input_ids`, `attention_mask` and any `token_type_ids` to states.
 
     The states are the first output, [items, longest, width]. Their type may be narrower than
     float32.
@@ -54,10 +54,10 @@ class OnnxEncoder:
         self._memory_fraction = memory_fraction
 
     def open(self) -> int:
-        """Loads the graph. Returns the dimensions of the vectors.
+        """Loads the graph. Returns the vectors' dimensions.
 
         Raises:
-            ConfigurationError: the graph can't be loaded, or the device does not exist.
+            ConfigurationError: the graph can't be loaded, or the device doesn't exist.
         """
         provider, self.device_name = self._provider()
         try:
@@ -81,7 +81,7 @@ class OnnxEncoder:
         return output.shape[-1] * len(self._settings.pooling)
 
     def _provider(self) -> tuple[tuple[str, dict[str, str]], str]:
-        """The execution provider with its options, and the device's name."""
+        """Returns the execution provider with its options, and the device's name."""
         has_cuda = "CUDAExecutionProvider" in onnxruntime.get_available_providers()
         wanted = self._wanted if self._wanted != "auto" else "cuda" if has_cuda else "cpu"
         kind, _, number = wanted.partition(":")
@@ -99,7 +99,10 @@ class OnnxEncoder:
         return max(lengths) * len(lengths)
 
     def encode(self, ids: np.ndarray, types: np.ndarray | None, lengths: np.ndarray) -> np.ndarray:
-        """Token ids [items, longest] to float32 [items, dimensions]. As Encoder in model.py."""
+        """Encodes token IDs [items, longest] to float32 [items, dimensions].
+
+        See Encoder in model.py.
+        """
         mask = np.arange(ids.shape[1]) < lengths[:, None]
         states = self._run({"input_ids": ids, "attention_mask": mask} | self._types(ids, types))
         vectors = np.concatenate(
@@ -118,7 +121,7 @@ class OnnxEncoder:
         return {}
 
     def _run(self, arrays: dict[str, np.ndarray]) -> np.ndarray:
-        """States of the given arrays, float32 [items, longest, width]."""
+        """Returns the states for these arrays, float32 [items, longest, width]."""
         feeds = {
             name: array.astype(self._inputs[name], copy=False) for name, array in arrays.items()
         }
@@ -134,7 +137,7 @@ class OnnxEncoder:
         return np.asarray(states).astype(np.float32, copy=False)
 
     def _run_bound(self, feeds: dict[str, np.ndarray]) -> np.ndarray:
-        """The same with inputs and output bound to the GPU: one copy in each direction."""
+        """Same, with inputs and output bound to the GPU: one copy in each direction."""
         binding = self._session.io_binding()
         for name, array in feeds.items():
             binding.bind_cpu_input(name, np.ascontiguousarray(array))
@@ -144,7 +147,7 @@ class OnnxEncoder:
 
 
 def session_options(threads: int) -> onnxruntime.SessionOptions:
-    """The options of every session: `threads`, and the same results on every CPU."""
+    """Returns every session's options: `threads`, and settings for equal results on every CPU."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
@@ -153,16 +156,16 @@ def session_options(threads: int) -> onnxruntime.SessionOptions:
     # Spinning threads take cores from the I/O process and from other model processes.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     if not has_vnni():
-        # Products of unsigned activations and signed weights would saturate at 16 bits, which harms
-        # accuracy. This makes ONNX Runtime use unsigned weights, whose products are exact. With
-        # VNNI they cost 50 % more.
+        # Products of unsigned activations and signed weights would saturate at 16 bits, which
+        # reduces accuracy. This makes ONNX Runtime use unsigned weights, whose products are exact.
+        # With VNNI they cost 50 % more.
         options.add_session_config_entry("session.x64quantprecision", "1")
     options.log_severity_level = 3
     return options
 
 
 def _ask_gpu(number: str) -> tuple[str, int]:
-    """The name and the memory (in bytes) of a GPU."""
+    """Returns a GPU's name and its memory in bytes."""
     words = [
         "nvidia-smi",
         f"--id={number}",
@@ -182,9 +185,9 @@ def _ask_gpu(number: str) -> tuple[str, int]:
 
 
 def pool(mode: str, states: np.ndarray, mask: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """States [items, tokens, width] to [items, width], by one of model_folder.POOLING_MODES.
+    """Pools states [items, tokens, width] to [items, width], in one of the POOLING_MODES.
 
-    `mask` is [items, tokens], and `lengths` [items]. The formulas are the same as in
+    `mask` is [items, tokens], and `lengths` is [items]. The formulas match those in
     sentence-transformers.
     """
     if mode == "cls":

@@ -1,17 +1,17 @@
-"""The torch encoder of an embedding model: fp32 anywhere, bf16 on CPU and GPU, fp16 on a GPU.
+"""The torch encoder for embedding models: fp32 anywhere, bf16 on CPU and GPU, fp16 on GPU.
 
-On a CPU, BERT and related models are computed operator by operator, without the modules of
-transformers. The overhead of modules, keywords, and three casts of the same rows took 40 % of the
-CPU time for a single text with 12 tokens in bf16. For linear layers in bf16, oneDNN lays out the
-weights once. F.linear does so at each call.
+On a CPU, BERT and related models are computed operator by operator, without transformers' modules.
+The overhead of modules, keyword arguments and three casts of the same rows took 40 % of the CPU
+time for a single text of 12 tokens in bf16. For bf16 linear layers, oneDNN lays out the weights
+once. F.linear does so on every call.
 
 Texts are concatenated, so a CPU computes no padding. All parts of an encoder except attention work
-token by token. So the texts of a batch pass through as one row of tokens, each with its position in
-its own text, and attention is computed text by text. transformers lets us replace attention by
-name, and passes it the keywords that the model is called with. A trial finds whether a model
-supports this (see `runs_unpadded`).
+token by token. The texts of a batch therefore pass through as one row of tokens, each with its
+position in its own text, and attention is computed text by text. transformers lets us replace
+attention by name, and passes it the model call's keyword arguments. A trial determines whether a
+model supports this (see `runs_unpadded`).
 
-transformers takes two seconds and 170 MiB to import, so a plain BERT is read without it (see
+Importing transformers takes two seconds and 170 MiB, so a plain BERT is read without it (see
 bert_weights.py).
 
 On a GPU, BERT and related models in 16 bits compute packed texts (see packed_bert.py). Other models
@@ -52,46 +52,47 @@ if TYPE_CHECKING:
     from workers.models.embedding.packed_bert import PackedBert
 
 ATTENTION = "penstock_text_by_text"
-"""The name of our attention in the registry of transformers."""
+"""Our attention's name in transformers' registry."""
 _LENGTHS = "penstock_lengths"
-"""The keyword that passes it the lengths of the texts."""
+"""The keyword argument that passes it the lengths of the texts."""
 _PRODUCTS_FROM_TOKENS = 128
-"""From this length on, two products are faster than torch's flash attention in bf16.
+"""From this length on, two matrix products are faster than torch's flash attention in bf16.
 
-With MiniLM's heads, 32 wide, and 230 tokens: 1.2 ms instead of 1.6 per layer."""
+With MiniLM's heads, which are 32 wide, and 230 tokens: 1.2 ms per layer instead of 1.6.
+"""
 _TRIED_LENGTHS = (3, 11, 6)
 _TRIED_APART = 0.02
-"""Twice the difference that bf16 rounding makes between batches.
+"""Twice the difference between batches caused by bf16 rounding.
 
-A model that mixes up texts is much further off.
+A model that mixes up texts differs far more.
 """
 
 _STEP_TOKENS = 16
-"""In bf16 the number of rows is filled up to a multiple of this.
+"""In bf16, the number of rows is padded to a multiple of this.
 
-oneDNN compiles a product for each number of rows, which takes a millisecond and about 100 KiB, and
-concatenated texts have any number. Measured with MiniLM over thousands of batches: 3 to 6 % less
-time, and a process grows by 0.3 GiB instead of 0.6.
+oneDNN compiles a product for each row count, which takes a millisecond and about 100 KiB, and
+concatenated texts can have any row count. Measured with MiniLM over thousands of batches: 3 to 6 %
+less time, and a process grows by 0.3 GiB instead of 0.6.
 """
 _ANY_COUNT_TOKENS = 64
-"""Not filled up to here.
+"""Up to this count, rows are not padded.
 
-With seven more rows a single text of nine tokens took 4.2 ms instead of 3.4.
+With seven extra rows, a single text of nine tokens took 4.2 ms instead of 3.4.
 """
 
 
 class Trial:
     """Three short texts, with the states that `model` computes for them with padding.
 
-    `ids` has all texts in a row, and `lengths` their tokens. `first_positions` are the candidates
-    for the position of the first token.
+    `ids` has all texts in one row, and `lengths` their token counts. `first_positions` are the
+    candidates for the first token's position.
     """
 
     def __init__(self, model: Any) -> None:
         self.lengths = _TRIED_LENGTHS
-        # BERT counts from 0, RoBERTa from the id of its padding token plus 1.
+        # BERT counts from 0, RoBERTa from its padding token's ID plus 1.
         self.first_positions = (0, 1 + (model.config.pad_token_id or 0))
-        # Ids below 5 are special tokens.
+        # IDs below 5 are special tokens.
         self.ids = 5 + torch.arange(sum(self.lengths)) % max(1, model.config.vocab_size - 5)
         padded = torch.nn.utils.rnn.pad_sequence(
             list(torch.split(self.ids, list(self.lengths))), batch_first=True
@@ -100,21 +101,20 @@ class Trial:
         self._wanted = model(input_ids=padded, attention_mask=mask.long()).last_hidden_state[mask]
 
     def is_right(self, states: torch.Tensor) -> bool:
-        """Returns whether these states, float32 [tokens, width], equal those with padding."""
+        """Returns whether these states, float32 [tokens, width], match those with padding."""
         return torch.allclose(
             states, self._wanted, rtol=0, atol=_TRIED_APART * float(self._wanted.abs().max())
         )
 
 
 def runs_unpadded(model: Any) -> int | None:
-    """Sets up `model` for `run_unpadded`, if that computes the same as padding.
+    """Sets up `model` for `run_unpadded`, if that produces the same results as padding.
 
     Args:
-        model: a model of transformers, on a CPU. Results with padding do not change.
+        model: a transformers model on a CPU. Its results with padding do not change.
 
     Returns:
-        The position of the first token, which `run_unpadded` needs. None if the model needs
-        padding.
+        The first token's position, which `run_unpadded` needs. None if the model needs padding.
     """
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -130,7 +130,7 @@ def runs_unpadded(model: Any) -> int | None:
             try:
                 states = run_unpadded(model, trial.ids, None, trial.lengths, first)
             except (TypeError, ValueError, RuntimeError, IndexError):
-                continue  # it does not support positions, or keywords for its attention
+                continue  # it does not support positions, or keyword arguments for its attention
             if trial.is_right(states):
                 return first
     model.set_attn_implementation("sdpa")
@@ -144,14 +144,14 @@ def run_unpadded(
     lengths: Sequence[int],
     first_position: int,
 ) -> torch.Tensor:
-    """The last hidden states of concatenated texts, [tokens, width].
+    """Returns the last hidden states of concatenated texts, [tokens, width].
 
     Args:
-        model: a model that `runs_unpadded` has set up.
-        ids: token ids of all texts in a row, int64 [tokens].
-        types: token type ids in the same form. None means all 0.
-        lengths: tokens of each text.
-        first_position: as returned by `runs_unpadded`.
+        model: a model set up by `runs_unpadded`.
+        ids: token IDs of all texts in one row, int64 [tokens].
+        types: token type IDs in the same form. None means all 0.
+        lengths: number of tokens in each text.
+        first_position: value returned by `runs_unpadded`.
     """
     positions = torch.cat(
         [torch.arange(first_position, first_position + length) for length in lengths]
@@ -172,7 +172,7 @@ def _attend(
     scaling: float | None = None,
     **rest: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention as transformers calls it, [1, heads, tokens, width] to [1, tokens, heads, width].
+    """Attention for transformers, [1, heads, tokens, width] to [1, tokens, heads, width].
 
     Calls torch's attention if there are no lengths.
     """
@@ -203,11 +203,11 @@ def attend_text_by_text(
     lengths: Sequence[int],
     scaling: float | None = None,
 ) -> torch.Tensor:
-    """Attention of concatenated texts, [1, heads, tokens, width].
+    """Computes attention over concatenated texts, [1, heads, tokens, width].
 
     The default of `scaling` is 1 / sqrt(width).
 
-    Filler tokens after the last text are returned as their values.
+    For filler tokens after the last text, returns their values.
     """
     filler = query.shape[2] - sum(lengths)
     if len(lengths) == 1 and not filler:
@@ -222,7 +222,7 @@ def attend_text_by_text(
 def _attend_one(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
 ) -> torch.Tensor:
-    """Attention of one text, [1, heads, tokens, width]."""
+    """Computes attention over one text, [1, heads, tokens, width]."""
     if query.dtype != torch.bfloat16 or query.shape[2] < _PRODUCTS_FROM_TOKENS:
         return torch.nn.functional.scaled_dot_product_attention(query, key, value, scale=scaling)
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
@@ -242,12 +242,12 @@ class _Layer(NamedTuple):
 
 
 class BertEncoder:
-    """The encoder of any model in FAMILIES.
+    """The encoder for any model in FAMILIES.
 
     Args:
-        weights: weights of the model. They can be dropped afterwards.
-        first_position: the position of a text's first token.
-        in_bf16: whether to compute products and attention in bf16. The rest is fp32.
+        weights: the model's weights, which can be dropped afterwards.
+        first_position: position of a text's first token.
+        in_bf16: True to compute products and attention in bf16. The rest is fp32.
     """
 
     def __init__(self, weights: BertWeights, first_position: int, *, in_bf16: bool) -> None:
@@ -272,7 +272,7 @@ class BertEncoder:
         return self._words.shape[1]
 
     def computed_tokens(self, lengths: Sequence[int]) -> int:
-        """Returns how many rows are computed for texts of these lengths, filler included."""
+        """Returns how many rows are computed for texts of these lengths, including filler."""
         tokens = sum(lengths)
         steps = self._dtype == torch.bfloat16 and tokens > _ANY_COUNT_TOKENS
         return -(-tokens // _STEP_TOKENS) * _STEP_TOKENS if steps else tokens
@@ -280,9 +280,9 @@ class BertEncoder:
     def states(
         self, ids: torch.Tensor, types: torch.Tensor | None, lengths: Sequence[int]
     ) -> torch.Tensor:
-        """The last hidden states of concatenated texts, float32 [tokens, width].
+        """Returns the last hidden states of concatenated texts, float32 [tokens, width].
 
-        As varlen.run_unpadded.
+        Same arguments as varlen.run_unpadded.
         """
         tokens = len(ids)
         filler = self.computed_tokens(lengths) - tokens
@@ -313,9 +313,9 @@ class BertEncoder:
 
 
 def find_bert(model: Any, *, in_bf16: bool) -> LoadedBert | None:
-    """The weights of `model` (of transformers, fp32, on a CPU).
+    """Reads the weights of `model` (a transformers model, fp32, on a CPU).
 
-    None if it is not of these families, or if a trial shows that it computes something else.
+    None if it isn't in these families, or if a trial shows that it computes something else.
     """
     if model.config.model_type not in FAMILIES:
         return None
@@ -358,12 +358,12 @@ def _product(weight: torch.Tensor, bias: torch.Tensor) -> Product:
 
 
 class TorchEncoder:
-    """Any transformer of a sentence-transformers folder, with its pooling.
+    """Any transformer from a sentence-transformers folder, with its pooling.
 
-    In bf16 and fp16 only the Linear layers and attention use that precision. The residual stream,
+    In bf16 and fp16, only the Linear layers and attention use that precision. The residual stream,
     norms and pooling stay fp32. Compared with bf16 everywhere, this reduces the mean distance to
-    fp32 from 7e-5 to 2e-5 (cosine, MiniLM). It costs almost no speed, because nearly all work is in
-    those layers.
+    fp32 from 7e-5 to 2e-5 (cosine, MiniLM). It costs hardly any speed, because nearly all work is
+    in those layers.
 
     Args:
         precision: `fp32`, `bf16` or `fp16`.
@@ -382,7 +382,7 @@ class TorchEncoder:
         self._first_position: int | None = None
 
     def open(self) -> int:
-        """Loads the weights. Returns the dimensions of the vectors.
+        """Loads the weights. Returns the vectors' dimensions.
 
         Raises:
             ConfigurationError: the folder can't be loaded, or the device does not support this
@@ -408,11 +408,11 @@ class TorchEncoder:
         return int(model.config.hidden_size) * len(self._settings.pooling)
 
     def _take(self, bert: LoadedBert, *, in_bf16: bool) -> bool:
-        """Sets up an encoder that bypasses the modules of transformers, if this device has one."""
+        """Sets up an encoder that bypasses transformers' modules, if this device has one."""
         if self._device.type == "cpu":
             self._bert = BertEncoder(*bert, in_bf16=in_bf16)
         else:
-            # A CPU does not need attention for packed texts, which takes time to import.
+            # A CPU doesn't need packed-text attention, which is slow to import.
             from workers.models.embedding.packed_bert import PackedBert, can_pack
 
             if not can_pack(bert.weights, self._device):
@@ -429,13 +429,13 @@ class TorchEncoder:
         return True
 
     def _keep_model(self, model: torch.nn.Module, *, in_bf16: bool) -> None:
-        """Sets up the modules of transformers, for models other than BERT and on GPUs."""
+        """Sets up transformers' modules, for models other than BERT and on GPUs."""
         if in_bf16:
             pack_linear_layers(model)
         elif self._precision != "fp32":
             _narrow_linear_layers(model, DTYPES[self._precision])
         self._model = model.to(self._device)
-        # On a GPU a padded batch takes few kernels, and separate texts take many.
+        # On a GPU, a padded batch takes few kernels; separate texts take many.
         self._first_position = runs_unpadded(self._model) if self._device.type == "cpu" else None
 
     def _check_precision(self) -> None:
@@ -461,7 +461,10 @@ class TorchEncoder:
         return sum(lengths) if self._bert is None else self._bert.computed_tokens(lengths)
 
     def encode(self, ids: np.ndarray, types: np.ndarray | None, lengths: np.ndarray) -> np.ndarray:
-        """Token ids [items, longest] to float32 [items, dimensions]. As Encoder in model.py."""
+        """Encodes token IDs [items, longest] to float32 [items, dimensions].
+
+        See Encoder in model.py.
+        """
         with torch.inference_mode(), memory_errors():
             if self._packed is not None:
                 return self._packed.encode(ids, types, lengths)
@@ -508,7 +511,7 @@ class TorchEncoder:
 
 
 def _load_modules(folder: Path) -> Any:
-    """The model of transformers, in fp32."""
+    """Returns the transformers model, in fp32."""
     from transformers import AutoModel
     from transformers.utils import logging
 
@@ -521,9 +524,9 @@ def _load_modules(folder: Path) -> Any:
 
 
 def _narrow_linear_layers(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Converts the weights of every Linear once, and its inputs at each call.
+    """Converts every Linear's weights once, and its inputs on each call.
 
-    Autocast computes the same numbers, but converts the weights at each call.
+    Autocast computes the same numbers, but converts the weights on each call.
     """
 
     def convert(
@@ -538,9 +541,9 @@ def _narrow_linear_layers(model: torch.nn.Module, dtype: torch.dtype) -> None:
 
 
 def _pool(mode: str, states: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """States [items, tokens, width] to [items, width].
+    """Pools states [items, tokens, width] to [items, width].
 
-    Without a mask every item has every token.
+    Without a mask, every item has all tokens.
     """
     if mode == "cls":
         return states[:, 0]

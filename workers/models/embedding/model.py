@@ -1,4 +1,4 @@
-"""Embeddings in the model process: pads a batch, lets an Encoder compute it, and packs the vectors.
+"""Embeddings in the model process: pads a batch, has an Encoder compute it, and packs the vectors.
 
 The encoders are encoder_torch.py and encoder_onnx.py. This module imports neither library. A batch
 is split by length, to reduce the cost of padding and calls.
@@ -20,10 +20,10 @@ from workers.models.base import OnStep, PreparedItem, PreparedText
 UNBOUNDED = 2**62
 
 USUAL_CALL_TOKENS = {"cpu": 20, "gpu": 4096}
-"""The default for the fixed cost of one call, in tokens.
+"""Default fixed cost of one call, in tokens.
 
-On one core MiniLM needs as long to read its weights as to compute 20 tokens. On a GPU launches
-dominate up to thousands of tokens.
+On one core, reading MiniLM's weights takes as long as computing 20 tokens. On a GPU, kernel
+launches dominate up to thousands of tokens.
 """
 _WARMUP_LENGTHS = (8, 64)
 
@@ -31,12 +31,12 @@ _WARMUP_LENGTHS = (8, 64)
 def cut_by_length(
     lengths: Sequence[int], call_cost: int, budget: int = UNBOUNDED
 ) -> list[list[int]]:
-    """Groups of indices in `lengths`, shortest first, at the lowest cost of padding and calls.
+    """Groups indices into `lengths`, shortest first, to minimize the cost of padding and calls.
 
     A group has at most `budget` padded tokens, unless it is a single longer text.
 
-    In the best split every group is a run of the sorted lengths, so it is a shortest path. That
-    takes O(n^2) steps, of which numpy does n at a time: 3 ms for a batch of 1,024.
+    In the best split, every group is a run of the sorted lengths, so this is a shortest-path
+    problem. It takes O(n^2) steps, n of which numpy does at a time: 3 ms for a batch of 1,024.
     """
     ordered = np.array(lengths, np.int64)
     order = ordered.argsort(kind="stable")
@@ -60,19 +60,19 @@ def cut_by_length(
 
 
 class Encoder(Protocol):
-    """A transformer with the pooling and normalization of its folder."""
+    """A transformer with its folder's pooling and normalization."""
 
     device_name: str
-    """The name of the GPU, or `cpu`. Known after `open`."""
+    """The GPU's name, or `cpu`. Known after `open`."""
     pads: bool
-    """True if a text costs as much as the longest one of its batch. Known after `open`."""
+    """True if a text costs as much as the longest one in its batch. Known after `open`."""
     overlaps: bool
-    """True if `encode` may be called on two threads at once, because its device computes one
-    call while the other is prepared or read. Known after `open`.
+    """True if `encode` may be called on two threads at once, because its device computes one call
+    while the other is being prepared or read. Known after `open`.
     """
 
     def open(self) -> int:
-        """Loads the model. Returns the dimensions of its vectors.
+        """Loads the model. Returns its vectors' dimensions.
 
         Raises:
             ConfigurationError: the files can't be loaded, or the device does not support this
@@ -83,12 +83,12 @@ class Encoder(Protocol):
         """Returns how many tokens are computed for texts of these lengths, including padding."""
 
     def encode(self, ids: np.ndarray, types: np.ndarray | None, lengths: np.ndarray) -> np.ndarray:
-        """The vectors of padded texts: float32 [items, dimensions].
+        """Returns the vectors of padded texts: float32 [items, dimensions].
 
         Args:
-            ids: token ids, int64 [items, longest]. Values beyond an item's length are ignored.
-            types: token type ids in the same form. None means all 0.
-            lengths: tokens of each item, int64 [items], from 1 to `longest`.
+            ids: token IDs, int64 [items, longest]. Values beyond an item's length are ignored.
+            types: token type IDs in the same form. None means all 0.
+            lengths: number of tokens in each item, int64 [items], from 1 to `longest`.
 
         Raises:
             OutOfMemory: the device has too little memory for this batch.
@@ -96,9 +96,9 @@ class Encoder(Protocol):
 
 
 class EmbeddingModel:
-    """Runs batches of texts, which TextPreparer prepared, on an Encoder.
+    """Runs batches of texts prepared by TextPreparer on an Encoder.
 
-    `call_tokens` is as in Backend.
+    `call_tokens` has the same meaning as in Backend.
     """
 
     device_name = ""
@@ -115,7 +115,7 @@ class EmbeddingModel:
 
         Raises:
             ConfigurationError: the folder can't be loaded, or its dimensions differ from the
-                catalog.
+                catalog's.
         """
         dimensions = self._encoder.open()
         self.device_name, self.pads = self._encoder.device_name, self._encoder.pads
@@ -128,7 +128,7 @@ class EmbeddingModel:
             )
 
     def warmup(self) -> None:
-        """Runs a short and a longer text, alone and padded."""
+        """Runs a short and a longer text, individually and padded."""
         for length in _WARMUP_LENGTHS:
             ids = np.zeros(length, "<u4").tobytes()
             short = np.zeros(length // 2, "<u4").tobytes()
@@ -139,7 +139,7 @@ class EmbeddingModel:
     def groups(self, batch: Sequence[PreparedItem]) -> list[list[int]]:
         """Groups texts of similar length to reduce padding.
 
-        One group if the encoder does not pad.
+        Returns a single group if the encoder doesn't pad.
         """
         if not self.pads:
             return [list(range(len(batch)))]
@@ -149,13 +149,13 @@ class EmbeddingModel:
         )
 
     def computed_work(self, lengths: Sequence[int]) -> int:
-        """In tokens. See workers.models.base.InferenceModel."""
+        """Returns the number of tokens. See workers.models.base.InferenceModel."""
         return self._encoder.computed_tokens(lengths)
 
     def predict(
         self, batch: Sequence[PreparedItem], on_step: OnStep
     ) -> list[Result | PenstockError]:
-        """One EmbeddingResult per text, in order."""
+        """Returns one EmbeddingResult per text, in order."""
         texts = [item for item in batch if isinstance(item, PreparedText)]
         lengths = np.array([text.length for text in texts])
         ids = np.zeros((len(texts), lengths.max()), np.int64)

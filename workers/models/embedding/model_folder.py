@@ -1,8 +1,8 @@
-"""Reads a sentence-transformers folder: what happens before and after the transformer.
+"""Reads a sentence-transformers folder: the steps before and after the transformer.
 
-modules.json lists the modules in order, each with its folder. sentence_bert_config.json (or its
-equivalent for another family) has the maximum length. config_sentence_transformers.json has the
-prompts. sentence-transformers applies mean pooling to a folder without modules.json, and so do we.
+modules.json lists the modules in order, each with its folder. sentence_bert_config.json (or another
+family's equivalent) has the maximum length. config_sentence_transformers.json has the prompts. Like
+sentence-transformers, we apply mean pooling to a folder without modules.json.
 """
 
 from __future__ import annotations
@@ -31,19 +31,20 @@ class SentenceFolder:
     """The settings in a sentence-transformers folder."""
 
     transformer: Path
-    """The folder of config.json, the weights and tokenizer.json."""
+    """The folder with config.json, the weights and tokenizer.json."""
     max_length: int
     """Maximum number of tokens per text, including special tokens."""
     lower_case: bool
     prompt: str
     """A prefix for every text, usually empty."""
     pooling: tuple[str, ...]
-    """Names from POOLING_MODES. The vectors of several are concatenated in this order."""
+    """Names from POOLING_MODES. If there are several, their vectors are concatenated in this order.
+    """
     normalize: bool
 
 
 def read_sentence_folder(folder: Path) -> SentenceFolder:
-    """Reads the folder of an embedding model.
+    """Reads an embedding model's folder.
 
     Raises:
         ConfigurationError: a file is missing or broken, or Penstock does not support a module.
@@ -79,7 +80,7 @@ def read_sentence_folder(folder: Path) -> SentenceFolder:
 
 
 def longest_text(transformer: Path) -> int:
-    """The maximum tokens of a text: what the tokenizer and the position table support."""
+    """Returns the maximum tokens per text that the tokenizer and the position table support."""
     limits = [
         _read_json(transformer / "tokenizer_config.json", {}).get("model_max_length"),
         _read_json(transformer / "config.json", {}).get("max_position_embeddings"),
@@ -94,7 +95,7 @@ def _prompt(folder: Path) -> str:
 
 
 def _pooling(folder: Path, config: dict[str, Any]) -> tuple[str, ...]:
-    """The modes of 1_Pooling/config.json: flags, or the newer `pooling_mode`."""
+    """Returns the modes in 1_Pooling/config.json: flags, or the newer `pooling_mode`."""
     named = config.get("pooling_mode")
     if named is None:
         modes = tuple(mode for flag, mode in _POOLING_FLAGS.items() if config.get(flag)) or (

@@ -1,21 +1,21 @@
-"""BERT and related models on a GPU: packed texts in 16 bits, without padding and without waiting.
+"""BERT and related models on a GPU: packed texts in 16 bits, without padding or waiting.
 
-The texts of a batch are one row of tokens. Attention gets the positions where texts begin, and
-computes all texts in one call per layer (`torch.nn.attention.varlen`, Flash Attention). Padded
-attention computes filler. On GPUs of compute capability 9 and 10 it also builds a plan for each new
+A batch's texts form one row of tokens. Attention gets the positions where texts start, and computes
+all texts in one call per layer (`torch.nn.attention.varlen`, Flash Attention). Padded attention
+would compute filler. On GPUs with compute capability 9 and 10 it also builds a plan for each new
 number and length of texts, which takes tens of milliseconds (decision 4).
 
-Weights, states and products have 16 bits. Products and layer norms add up in fp32, and pooling and
-normalization compute in fp32.
+Weights, states and products use 16 bits. Products and layer norms accumulate in fp32, and pooling
+and normalization are computed in fp32.
 
 A GPU computes while the host prepares the next call, so nothing here waits for its numbers: shapes
 follow from the lengths, which the host knows. One buffer goes to the device, and one array comes
-back. Because small batches are limited by the number of operators, each layer has eleven:
+back. Because small batches are limited by the number of operators, each layer has only eleven:
 
-- Query, key and value are one product.
-- A residual connection is the start value of a product (`addmm_`). The product's bias is already in
-  the residual: the layer norm before it adds the bias to its own, and the product that reads the
-  same rows subtracts it again.
+- Query, key and value are a single product.
+- A residual connection is the initial value of a product (`addmm_`). The product's bias is already
+in the residual: the preceding layer norm adds the bias to its own, and the product that reads the
+same rows subtracts it again.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ from workers.models.embedding.bert_weights import BertWeights
 Attend = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, int], torch.Tensor
 ]
-"""The interface of `varlen_attn`: query, key and value [tokens, heads, width], twice where texts
-begin and end in them (int32 [texts + 1]), and twice the tokens of the longest text."""
+"""The interface of `varlen_attn`: query, key and value [tokens, heads, width], then twice the
+boundaries of the texts in them (int32 [texts + 1]), and twice the longest text's token count.
+"""
 
 MAX_HEAD_WIDTH, HEAD_WIDTH_STEP = 256, 8
-"""Widths of a head that Flash Attention computes."""
+"""Head widths that Flash Attention supports."""
 MIN_CAPABILITY = (8, 0)
-"""Compute capability from which on torch has Flash Attention: A100, L4, H100."""
+"""Minimum compute capability for Flash Attention in torch: A100, L4, H100."""
 
 
 def _attend(
@@ -60,7 +61,7 @@ def _attend(
 
 
 class _Layer(NamedTuple):
-    """Weights of products are [in, out]."""
+    """Product weights are [in, out]."""
 
     heads: torch.Tensor
     heads_bias: torch.Tensor
@@ -73,13 +74,13 @@ class _Layer(NamedTuple):
 
 
 class PackedBert:
-    """Computes vectors of packed texts.
+    """Computes the vectors of packed texts.
 
     Args:
-        weights: in fp32. They can be dropped afterwards.
+        weights: fp32 weights, which can be dropped afterwards.
         first_position: position of a text's first token.
         pooling: modes whose vectors are concatenated, as in SentenceFolder.
-        normalize: whether vectors have length 1.
+        normalize: True if vectors are scaled to length 1.
         dtype: precision of weights, states and products.
         attend: attention between the tokens of each text.
     """
@@ -99,13 +100,13 @@ class PackedBert:
         self._pooling, self._normalize = tuple(pooling), normalize
         self._heads, self._activate = weights.heads, weights.activate
         self._weights = torch.nn.Module()
-        """All weights, for an eviction to host memory (workers/runtime/resident_models.py)."""
+        """All weights, for eviction to host memory (workers/runtime/resident_models.py)."""
         words, types, positions = (
             weights.tensors[f"embeddings.{name}_embeddings.weight"]
             for name in ("word", "token_type", "position")
         )
         self._words, self._types = self._move(words), self._move(types - types[0])
-        # Nearly all tokens have type 0, so it is a part of the positions.
+        # Nearly all tokens have type 0, so it is folded into the positions.
         self._positions = self._move(positions[first_position:] + types[0])
         names = [f"encoder.layer.{number}" for number in range(weights.layers)]
         shifts = [_bias(weights, f"{name}.attention.output.dense") for name in names]
@@ -119,12 +120,14 @@ class PackedBert:
         self.dimensions = len(self._pooling) * words.shape[1]
 
     def encode(self, ids: np.ndarray, types: np.ndarray | None, lengths: np.ndarray) -> np.ndarray:
-        """Token ids [items, longest] to float32 [items, dimensions]. As Encoder in model.py.
+        """Encodes token IDs [items, longest] to float32 [items, dimensions].
+
+        See Encoder in model.py.
 
         May be called on several threads: the device computes one call while others wait for theirs.
         """
         packed = pack_texts(ids, types, lengths)
-        # The copy of a batch to the device follows the copies and kernels of the one before.
+        # A batch's copy to the device is queued after the previous batch's copies and kernels.
         with self._launching, torch.inference_mode(), self._current_device():
             buffer = torch.empty(len(packed), dtype=torch.int32, pin_memory=self._is_gpu)
             buffer.numpy()[:] = packed
@@ -146,12 +149,12 @@ class PackedBert:
     def vectors(
         self, packed: torch.Tensor, tokens: int, longest: int, *, has_types: bool = False
     ) -> torch.Tensor:
-        """The vectors of packed texts, float32 [texts, dimensions] on the device.
+        """Returns the vectors of packed texts, float32 [texts, dimensions] on the device.
 
         Args:
-            packed: as from `pack_texts`, on the device.
+            packed: array from `pack_texts`, on the device.
             tokens: number of tokens in `packed`.
-            longest: tokens of the longest text.
+            longest: number of tokens in the longest text.
         """
         parts = [tokens] * (3 if has_types else 2)
         *inputs, borders = torch.split(packed, [*parts, len(packed) - sum(parts)])
@@ -169,7 +172,7 @@ class PackedBert:
         return self._pool(rows, borders)
 
     def _pool(self, rows: torch.Tensor, borders: torch.Tensor) -> torch.Tensor:
-        """States [tokens, width] to float32 [texts, dimensions]."""
+        """Pools states [tokens, width] to float32 [texts, dimensions]."""
         wide = rows.float()
         pooled = [_pool(mode, wide, borders) for mode in self._pooling]
         vectors = pooled[0] if len(pooled) == 1 else torch.cat(pooled, dim=1)
@@ -178,7 +181,10 @@ class PackedBert:
     def _layer(
         self, weights: BertWeights, name: str, shift: torch.Tensor, after: torch.Tensor
     ) -> _Layer:
-        """One layer, whose rows come with `shift` and leave with `after` added to them."""
+        """Computes one layer.
+
+        Its input rows include `shift`, and its output rows include `after`.
+        """
         own = f"{name}.attention.self"
         heads, heads_bias = weights.dense(f"{own}.query", f"{own}.key", f"{own}.value")
         mix, _ = weights.dense(f"{name}.attention.output.dense")
@@ -211,20 +217,20 @@ class PackedBert:
         return self._device.type == "cuda"
 
     def _current_device(self) -> AbstractContextManager[object]:
-        """Makes the device the current one of this thread, whose stream an event records."""
+        """Makes the device current for this thread, so that events record its stream."""
         return torch.cuda.device(self._device) if self._is_gpu else nullcontext()
 
 
 def pack_texts(ids: np.ndarray, types: np.ndarray | None, lengths: np.ndarray) -> np.ndarray:
     """Packs padded texts into one array: int32 [2 or 3 x tokens + items + 1].
 
-    It has the ids of all tokens, their positions in their texts, their types if there are any, and
-    where each text begins, with the end of the last one.
+    It contains the IDs of all tokens, their positions in their texts, their types if there are any,
+    and the start of each text, followed by the end of the last one.
 
     Args:
-        ids: token ids [items, longest].
-        types: token type ids in the same form. None means all 0.
-        lengths: tokens of each item [items], at least 1.
+        ids: token IDs [items, longest].
+        types: token type IDs in the same form. None means all 0.
+        lengths: number of tokens in each item [items], at least 1.
     """
     borders = np.concatenate([[0], np.cumsum(lengths)])
     is_real = np.arange(ids.shape[1]) < lengths[:, None]
@@ -250,11 +256,11 @@ def _bias(weights: BertWeights, name: str) -> torch.Tensor:
 
 
 def _pool(mode: str, rows: torch.Tensor, borders: torch.Tensor) -> torch.Tensor:
-    """States, float32 [tokens, width], to [texts, width]."""
+    """Pools states, float32 [tokens, width], to [texts, width]."""
     if mode == "cls":
         return rows.index_select(0, borders.narrow(0, 0, len(borders) - 1))
     lengths = borders.diff()
     reduce = mode if mode in ("mean", "max") else "sum"
-    # With `unsafe` it does not look at the lengths, which would wait for the device.
+    # With `unsafe` it does not check the lengths, which would wait for the device.
     pooled = torch.segment_reduce(rows, reduce, lengths=lengths, axis=0, unsafe=True)
     return pooled / lengths.unsqueeze(1).sqrt() if reduce == "sum" else pooled

@@ -1,6 +1,6 @@
-"""Pairs of texts: their preparation, and the cosines of an encoder's vectors.
+"""Pairs of texts: their preparation, and the cosine similarity of their vectors.
 
-Separate from the task, which every worker imports, so that workers of other models do not need
+Separate from the task, which every worker imports, so that workers for other models don't need
 numpy.
 """
 
@@ -28,17 +28,17 @@ from workers.models.embedding.model_folder import longest_text
 from workers.models.embedding.tokenization import open_tokenizer, too_long
 
 _CutText = tuple[str, Truncate, int]
-"""A text, the side at which it is cut, and its bound in tokens (0: none)."""
+"""A text, the side at which it is truncated, and its limit in tokens (0: none)."""
 
 
 class PairPreparer:
-    """Makes PreparedPair of SimilarityInput. A text that comes several times is tokenized once."""
+    """Creates PreparedPair from SimilarityInput. Repeated texts are tokenized once."""
 
     def __init__(self, texts: Preparer) -> None:
         self._texts = texts
 
     def prepare(self, inputs: Sequence[Input]) -> list[PreparedPair | BadInput]:
-        """One outcome per input, in order."""
+        """Returns one outcome per input, in order."""
         pairs = [value for value in inputs if isinstance(value, SimilarityInput)]
         wanted = [text for pair in pairs for text in _texts_of(pair)]
         distinct = list(dict.fromkeys(wanted))
@@ -65,12 +65,12 @@ def _texts_of(pair: SimilarityInput) -> tuple[_CutText, _CutText]:
 
 
 class CrossPreparer:
-    """Joins query and text of each SimilarityInput, as the template of the tokenizer does.
+    """Joins the query and text of each SimilarityInput according to the tokenizer's template.
 
-    A query has at most half of the tokens that the model reads.
+    A query takes at most half of the tokens that the model reads.
 
     Raises:
-        ConfigurationError: the folder has no tokenizer.json, or a broken one.
+        ConfigurationError: the folder's tokenizer.json is missing or broken.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -79,7 +79,7 @@ class CrossPreparer:
         self._own = self._tokenizer.num_special_tokens_to_add(is_pair=True)
 
     def prepare(self, inputs: Sequence[Input]) -> list[PreparedText | BadInput]:
-        """One outcome per input, in order."""
+        """Returns one outcome per input, in order."""
         return [
             self._joined(value)
             if isinstance(value, SimilarityInput)
@@ -113,7 +113,7 @@ class CrossPreparer:
 
 
 class SimilarityModel:
-    """Runs batches of pairs. Each distinct text of a batch is computed once."""
+    """Runs batches of pairs. Each distinct text in a batch is computed once."""
 
     device_name = ""
     pads = False
@@ -129,17 +129,17 @@ class SimilarityModel:
         self._encoder.warmup()
 
     def groups(self, batch: Sequence[PreparedItem]) -> list[list[int]]:
-        """All pairs together. `predict` groups their texts."""
+        """Returns all pairs as one group. `predict` groups their texts."""
         return [list(range(len(batch)))]
 
     def computed_work(self, lengths: Sequence[int]) -> int:
-        """In tokens, without padding."""
+        """Returns the number of tokens, without padding."""
         return sum(lengths)
 
     def predict(
         self, batch: Sequence[PreparedItem], on_step: OnStep
     ) -> list[Result | PenstockError]:
-        """One SimilarityResult per pair, in order."""
+        """Returns one SimilarityResult per pair, in order."""
         pairs = [item for item in batch if isinstance(item, PreparedPair)]
         texts = {text.ids: text for pair in pairs for text in (pair.text, pair.query)}
         units = self._units(list(texts.values()), on_step)
@@ -153,9 +153,9 @@ class SimilarityModel:
         ]
 
     def _units(self, texts: Sequence[PreparedText], on_step: OnStep) -> dict[bytes, np.ndarray]:
-        """The vectors of texts, scaled to length 1, by their token ids.
+        """Returns the vectors of texts, scaled to length 1, by their token IDs.
 
-        One without a direction becomes NaN, as does its score, which is then refused.
+        A vector without a direction becomes NaN, as does its score, which is then rejected.
         """
         units: dict[bytes, np.ndarray] = {}
         for indices in self._encoder.groups(texts):

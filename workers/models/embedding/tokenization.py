@@ -1,6 +1,6 @@
-"""Texts to token ids in the I/O process, in batches, by the model's tokenizer.json.
+"""Converts texts to token IDs in the I/O process, in batches, using the model's tokenizer.json.
 
-The tokenizer itself never truncates, because it would not report that, and would not be faster.
+The tokenizer itself never truncates: it would not report that, and would not be faster.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class TextPreparer:
         return self._settings.max_length
 
     def prepare(self, inputs: Sequence[Input]) -> list[PreparedText | TextTokens | BadInput]:
-        """One outcome per input, in order.
+        """Returns one outcome per input, in order.
 
         A text that is too long is rejected or truncated, depending on the input.
         """
@@ -93,7 +93,7 @@ class TextPreparer:
     def _locate(self, text: str) -> TextTokens | BadInput:
         """Returns the start positions of a text's tokens.
 
-        Pieces of a word that have no start position are skipped.
+        Parts of a word that have no start position are skipped.
         """
         try:
             encoding = self._tokenizer.encode(text, add_special_tokens=False)
@@ -150,9 +150,9 @@ class TextPreparer:
 
 
 def too_long(tokens: int, limit: int) -> ContextLengthExceeded:
-    """The error for a text of too many tokens.
+    """Returns the error for a text with too many tokens.
 
-    It starts like OpenAI's message, because clients and proxies look for it.
+    It starts like OpenAI's message, because clients and proxies check for that.
     """
     return ContextLengthExceeded(
         f"This model's maximum context length is {limit} tokens, "
@@ -163,9 +163,9 @@ def too_long(tokens: int, limit: int) -> ContextLengthExceeded:
 
 
 def open_tokenizer(folder: Path, *, lower_case: bool = False) -> Tokenizer:
-    """Opens the tokenizer.json of a folder, which neither cuts nor pads.
+    """Opens a folder's tokenizer.json, set to neither truncate nor pad.
 
-    Raises:
+    ConfigurationError: it is missing or broken.
         ConfigurationError: there is none, or it is broken.
     """
     path = folder / "tokenizer.json"
@@ -182,7 +182,7 @@ def open_tokenizer(folder: Path, *, lower_case: bool = False) -> Tokenizer:
 
 
 def _template(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """The special tokens before and after a text, found by tokenizing with and without them."""
+    """Returns the special tokens around a text, found by tokenizing with and without them."""
     bare = tokenizer.encode("a", add_special_tokens=False).ids
     full = tokenizer.encode("a").ids
     start = next((at for at in range(len(full)) if full[at : at + len(bare)] == bare), 0)
@@ -190,6 +190,6 @@ def _template(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
 
 
 def _vocabulary(transformer: Path, tokenizer: Tokenizer) -> int:
-    """The number of rows in the embedding table, which can differ from the vocabulary."""
+    """Returns the row count of the embedding table, which may differ from the vocabulary size."""
     size = json.loads((transformer / "config.json").read_text(encoding="utf-8")).get("vocab_size")
     return min(size or tokenizer.get_vocab_size(), tokenizer.get_vocab_size())
